@@ -1,0 +1,73 @@
+"""Chunk, Batch, Row, StepResult, Output: all that crosses the executor seam, and what comes out of the engine."""
+
+from array import array
+from typing import NamedTuple
+
+from headstart.core.request import FinishReason, SamplingParams
+
+
+class Chunk(NamedTuple):
+    """Tokens `[start, start + len(token_ids))` of one sequence, computed in one step; a decode is a chunk of 1.
+
+    KV of `[0, start)` is already in `block_ids`. Positions below `write_from` are there too, in shared blocks: compute
+    them, but never write them. `num_logits` trailing positions are sampled: 0 in a non-final chunk, else 1.
+    """
+
+    request_id: str
+    token_ids: "array[int]"  # packed int32, n >= 1
+    start: int
+    block_ids: "tuple[int, ...] | list[int]"  # covers [0, start + n); read-only, valid during execute()
+    write_from: int
+    num_logits: int
+    sampling: SamplingParams
+    num_prompt_tokens: int  # of the sequence: outputs are what lies behind
+    history: "array[int]"  # all tokens known so far (prompt + output), >= start + n; read-only, valid during execute()
+    adapter: str | None = None
+
+
+class Batch(NamedTuple):
+    """One forward pass, and the ids of requests whose per-row state an executor may drop."""
+
+    chunks: tuple[Chunk, ...]
+    finished: tuple[str, ...] = ()
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probability (natural log) of one token and the best alternatives, most likely first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob)
+
+
+class Row(NamedTuple):
+    """What became of one chunk. A row fails alone: `error` is set and the others are unharmed.
+
+    `prompt_logprobs` (only if asked) holds one entry per position of the chunk, for the *next* prompt token of each;
+    positions whose next token is not a prompt token have none.
+    """
+
+    token_ids: tuple[int, ...] = ()  # sampled: num_logits of them
+    logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class StepResult(NamedTuple):
+    """One row per chunk, in order; `elapsed` in seconds, measured or predicted."""
+
+    rows: tuple[Row, ...]
+    elapsed: float
+
+
+class Output(NamedTuple):
+    """News of one request after a step: tokens since the last Output, and why it ended if it did."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    error: str | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()

@@ -1,0 +1,53 @@
+"""The exception tree: every mistake a caller can make has a class here; our own mistakes are assertions.
+
+    HeadstartError
+    ├── InvalidRequestError       the request itself is wrong: HTTP 400, never retried
+    │   └── RequestTooLargeError  it can never fit: longer than the model's context or than the whole pool
+    ├── QueueFullError            too much is waiting already: HTTP 429, retry later
+    ├── DrainingError             shutting down, nothing new is admitted: HTTP 503
+    ├── EngineDeadError           the engine process or its executor failed: HTTP 503
+    └── ConfigError               options that cannot work together, or a model that cannot be loaded; exit code 2
+"""
+
+
+class HeadstartError(Exception):
+    """Any error Headstart raises on purpose."""
+
+
+class InvalidRequestError(HeadstartError):
+    """A request that is wrong in itself.
+
+    `param` names the offending field, `code` is one of OpenAI's string codes.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class RequestTooLargeError(InvalidRequestError):
+    """A request that can never run here, whatever else finishes."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "context_length_exceeded") -> None:
+        super().__init__(message, param=param, code=code)
+
+
+class QueueFullError(HeadstartError):
+    """The bounded queue is full; `retry_after` is in seconds."""
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DrainingError(HeadstartError):
+    """The server is shutting down and admits nothing new."""
+
+
+class EngineDeadError(HeadstartError):
+    """The engine cannot compute any more; every request it held has failed."""
+
+
+class ConfigError(HeadstartError):
+    """Options that cannot work, or a model that cannot be served here."""

@@ -1,0 +1,49 @@
+"""Block names: chained SHA-256 over packed token ids, the one key space of engine, router, events and simulator.
+
+A block's name depends on everything before it, so equal names mean equal prefixes. Invariants: never Python's `hash()`
+(predictable: CVE-2025-25183); every field of the root is length-prefixed, so ("m", "xs") and ("mx", "s") differ; each
+block is hashed once (vLLM #3402: the naive form is O(L^2)).
+"""
+
+import hashlib
+from array import array
+from collections.abc import Iterable
+from typing import NewType
+
+BlockHash = NewType("BlockHash", bytes)
+FORMAT_VERSION = b"headstart-block-1"
+
+
+def pack(token_ids: Iterable[int]) -> "array[int]":
+    """Returns `token_ids` as packed int32; what is packed already is returned as it is.
+
+    Raises OverflowError for an id outside int32 and TypeError for what is not an int.
+    """
+    if isinstance(token_ids, array) and token_ids.typecode == "i":
+        return token_ids
+    return array("i", token_ids)
+
+
+def root_hash(model: bytes, *, adapter: str | None = None, domain: bytes = b"") -> BlockHash:
+    """Names the empty prefix of one model, adapter and isolation domain: the parent of every first block."""
+    digest = hashlib.sha256(FORMAT_VERSION)
+    for field in (model, b"" if adapter is None else b"=" + adapter.encode(), domain):
+        digest.update(len(field).to_bytes(8, "little"))
+        digest.update(field)
+    return BlockHash(digest.digest())
+
+
+def extend_hashes(
+    hashes: list[BlockHash], token_ids: "array[int]", block_size: int, root: BlockHash, *, until: int | None = None
+) -> None:
+    """Appends to `hashes` the names of the full blocks of `token_ids[:until]` that it does not hold yet."""
+    end = len(token_ids) if until is None else until
+    parent = hashes[-1] if hashes else root
+    sha256 = hashlib.sha256
+    with memoryview(token_ids) as ids, ids.cast("B") as raw:
+        stride = ids.itemsize * block_size
+        for index in range(len(hashes), end // block_size):
+            digest = sha256(parent)
+            digest.update(raw[index * stride : (index + 1) * stride])
+            parent = BlockHash(digest.digest())
+            hashes.append(parent)

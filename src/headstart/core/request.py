@@ -1,0 +1,109 @@
+"""What was asked (`SamplingParams`, `Request`: frozen) and what is happening (`Sequence`: mutable, the scheduler's own)."""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+
+from headstart.core.hashing import BlockHash
+
+
+class CacheMode(Enum):
+    """How one request uses the prefix cache."""
+
+    READ_WRITE = "read-write"
+    READ_ONLY = "read-only"  # takes over what is there, leaves nothing behind: one-off prompts
+    BYPASS = "bypass"  # neither
+
+
+class FinishReason(Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # an end-of-sequence or stop token, or (decided by the front end) a stop string
+    LENGTH = "length"  # max_tokens, or the model's context is full
+    ABORT = "abort"  # the client went away
+    ERROR = "error"  # this row failed alone; `Output.error` says why
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose output tokens; every value is already validated and in range (server/params.py).
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch those filters off. `logprobs` is the number of
+    alternatives to report beside the sampled token (0: the sampled token only; None: nothing), `prompt_logprobs` the
+    same for every prompt token but the first. `stop_token_ids` includes the model's end-of-sequence ids unless
+    `ignore_eos`; stop strings are the front end's business, since the engine knows tokens only.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate; never changes. A client's n > 1 or list of prompts becomes several of these."""
+
+    request_id: str  # ours; a client's id is only a label
+    prompt: "array[int]"  # packed int32, at least one token; not modified by anyone
+    sampling: SamplingParams = GREEDY
+    arrival: float = 0.0  # seconds, caller's clock
+    domain: bytes = b""  # isolation domain (tenant), part of every block's name
+    adapter: str | None = None
+    priority: int = 0  # smaller is more important, as in vLLM
+    cache: CacheMode = CacheMode.READ_WRITE
+
+
+class Status(Enum):
+    """Where a sequence stands in the scheduler."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The scheduler's private working copy of a request.
+
+    0 ── num_cached_tokens ── num_computed_tokens ── + num_scheduled_tokens ── len(token_ids)
+    """
+
+    request: Request
+    token_ids: "array[int]"  # prompt + output
+    root: BlockHash  # parent of its first block: model, adapter and isolation domain
+    order: int = 0  # place in the order of arrival
+    status: Status = Status.WAITING
+    num_computed_tokens: int = 0  # KV of token_ids[:this] is in block_ids
+    num_scheduled_tokens: int = 0  # of the chunk in flight
+    num_cached_tokens: int = 0  # taken over at first admission; never changes after
+    admitted: bool = False  # ever
+    num_preemptions: int = 0
+    block_ids: list[int] = field(default_factory=list)  # block table
+    block_hashes: list[BlockHash] = field(default_factory=list)  # of full blocks, extended lazily, never recomputed
+    num_published_blocks: int = 0  # leading blocks that were taken over, or published, or lost to an equal one
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt)

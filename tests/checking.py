@@ -1,0 +1,152 @@
+"""The checking executor: its "KV" is (position, token), so any wrong, stale or missing block is caught at the read.
+
+The oracle of every scheduling test. It samples a pure function of the whole sequence, so outputs can be predicted
+without it: `expected_tokens`.
+"""
+
+import zlib
+from array import array
+from collections.abc import Callable, Iterable
+
+from headstart.core.batch import Batch, Chunk, Row, StepResult
+from headstart.core.engine import Engine
+from headstart.core.batch import Output
+from headstart.core.request import Request, SamplingParams
+from headstart.core.limits import Limits
+from headstart.core.scheduler import Scheduler
+
+VOCAB = 97
+
+
+def next_token(tokens: "array[int]") -> int:
+    """What the model of these tests says after `tokens`."""
+    return zlib.crc32(tokens.tobytes()) % VOCAB
+
+
+def expected_tokens(prompt: Iterable[int], num: int, stop: tuple[int, ...] = ()) -> list[int]:
+    """The output of `num` tokens at most, without any engine."""
+    tokens, out = array("i", prompt), []
+    while len(out) < num:
+        out.append(next_token(tokens))
+        tokens.append(out[-1])
+        if out[-1] in stop:
+            break
+    return out
+
+
+class CheckingExecutor:
+    """An Executor that verifies every block it reads and every block it is told to write.
+
+    `poison` decides which chunks fail: their KV becomes NaN-like garbage and their row an error.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, poison: Callable[[Chunk], bool] = lambda _: False) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.poison = poison
+        self.slots: list[tuple[int, int] | str | None] = [None] * (num_blocks * block_size)
+        self.batches: list[Batch] = []
+        self.finished: list[str] = []
+
+    def zero_blocks(self, block_ids: list[int]) -> None:
+        for block in block_ids:
+            for slot in range(block * self.block_size, (block + 1) * self.block_size):
+                self.slots[slot] = None
+
+    def execute(self, batch: Batch) -> StepResult:
+        self.batches.append(batch)
+        self.finished += batch.finished
+        assert len({chunk.request_id for chunk in batch.chunks}) == len(batch.chunks), "a sequence is twice in a batch"
+        self._check_writers(batch)
+        for chunk in batch.chunks:  # all writes of a layer come before its reads
+            for position in range(max(chunk.start, chunk.write_from), chunk.start + len(chunk.token_ids)):
+                value = (position, chunk.token_ids[position - chunk.start])
+                self.slots[self._slot(chunk, position)] = "NaN" if self.poison(chunk) else value
+        return StepResult(tuple(self._row(chunk) for chunk in batch.chunks), elapsed=1.0)
+
+    def _row(self, chunk: Chunk) -> Row:
+        end = chunk.start + len(chunk.token_ids)
+        assert len(chunk.token_ids) >= 1 and end <= len(chunk.history)
+        assert chunk.history[chunk.start : end] == chunk.token_ids
+        blocks = -(-end // self.block_size)
+        assert len(chunk.block_ids) >= blocks, f"{chunk.request_id}: {end} tokens in {len(chunk.block_ids)} blocks"
+        for block in set(chunk.block_ids[:blocks]):
+            for slot in range(block * self.block_size, (block + 1) * self.block_size):
+                if self.slots[slot] == "NaN":  # also masked slots multiply 0 x NaN
+                    return Row(error="not finite")
+        for position in range(end):
+            held = self.slots[self._slot(chunk, position)]
+            assert held == (position, chunk.history[position]), (
+                f"{chunk.request_id} reads {held} at position {position}, token {chunk.history[position]} is due"
+            )
+        assert chunk.num_logits == (1 if end == len(chunk.history) else 0)
+        return Row(tuple(next_token(chunk.history) for _ in range(chunk.num_logits)))
+
+    def _check_writers(self, batch: Batch) -> None:
+        readers: dict[int, int] = {}
+        for chunk in batch.chunks:
+            for block in chunk.block_ids:
+                assert 0 < block < self.num_blocks, f"{chunk.request_id} uses block {block}"
+                readers[block] = readers.get(block, 0) + 1
+        for chunk in batch.chunks:
+            assert len(set(chunk.block_ids)) == len(chunk.block_ids), "a block is twice in a table"
+            for position in range(max(chunk.start, chunk.write_from), chunk.start + len(chunk.token_ids)):
+                block = chunk.block_ids[position // self.block_size]
+                assert readers[block] == 1, f"{chunk.request_id} writes block {block}, which is shared"
+
+    def _slot(self, chunk: Chunk, position: int) -> int:
+        return chunk.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+
+def make_engine(
+    num_blocks: int = 9,
+    block_size: int = 4,
+    *,
+    poison: Callable[[Chunk], bool] = lambda _: False,
+    enable_prefix_caching: bool = True,
+    policy: str = "fcfs",
+    cache_aware_accounting: bool = True,
+    **limits: int,
+) -> Engine:
+    """A small engine over the checking executor: 8 usable blocks of 4 tokens."""
+    values = {"max_batched_tokens": 64, "max_seqs": 8, "max_model_len": 64} | limits
+    scheduler = Scheduler(
+        num_blocks,
+        block_size,
+        Limits(**values),
+        enable_prefix_caching=enable_prefix_caching,
+        policy=policy,
+        cache_aware_accounting=cache_aware_accounting,
+    )
+    return Engine(scheduler, CheckingExecutor(num_blocks, block_size, poison))
+
+
+def make_request(request_id: str, prompt: Iterable[int], max_tokens: int = 1, **fields: object) -> Request:
+    """A greedy request; `fields` are Request's or `stop`."""
+    stop = fields.pop("stop", ())
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=stop)  # type: ignore[arg-type]
+    return Request(request_id, array("i", prompt), sampling, **fields)  # type: ignore[arg-type]
+
+
+def run(engine: Engine, max_steps: int = 10_000) -> dict[str, list[Output]]:
+    """Steps until nothing is left, checking the pool after every step; the outputs of each request."""
+    outputs: dict[str, list[Output]] = {}
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return outputs
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        engine.scheduler.pool.check()
+    raise AssertionError(f"still busy after {max_steps} steps")
+
+
+def generate(engine: Engine, *requests: Request) -> dict[str, list[int]]:
+    """Adds the requests, runs them all and returns their tokens."""
+    for request in requests:
+        engine.add_request(request)
+    return {rid: [t for output in outs for t in output.token_ids] for rid, outs in run(engine).items()}
+
+
+def executor_of(engine: Engine) -> CheckingExecutor:
+    assert isinstance(engine.executor, CheckingExecutor)
+    return engine.executor
