@@ -1,0 +1,193 @@
+"""`headstart bench ...`: one verb per benchmark, `headstart bench lab ...`: one per experiment on the engine's laws.
+
+Importing this module must stay cheap and free of torch: each verb settles the thread settings first, then imports what
+it needs.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headstart.core.errors import HeadstartError
+from headstart.model.threads import prepare_threads
+
+if TYPE_CHECKING:
+    from headstart.bench.engines import Setup
+    from headstart.bench.progress import Bar
+    from headstart.bench.report import Report
+
+app = typer.Typer(
+    help="Measure this engine: tables for people on stderr, one JSON document as the last line of stdout.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+lab = typer.Typer(
+    help="Experiments on the engine's laws: small, exact, most of them without a real model.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(lab, name="lab")
+
+Model = Annotated[
+    str,
+    typer.Option(help="Folder, hub id, or a shape such as tiny, llama-100m (random weights, made once and kept)."),
+]
+Dtype = Annotated[str, typer.Option(help="auto | bfloat16 | float32. auto: the checkpoint's.")]
+Threads = Annotated[int, typer.Option(help="Compute threads; 0: as many as the cgroup grants cores.")]
+Seed = Annotated[int, typer.Option(help="Seed of prompts, arrivals and random weights.")]
+Runs = Annotated[int, typer.Option(min=1, help="Repetitions; figures are medians, the spread is in the JSON.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer and smaller repetitions: a look, not a figure.")]
+Plot = Annotated[Path | None, typer.Option(metavar="PNG", help="Also draw the result into this file.")]
+
+
+@app.command()
+def rotations(
+    model: Model = "tiny",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    seed: Seed = 0,
+    runs: Runs = 3,
+    quick: Quick = False,
+    plot: Plot = None,
+) -> None:
+    """48 rotations of 1,025 tokens, cold and warm: only what is not cached counts (vLLM #3402)."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.rotations import RotationsConfig, run_rotations
+
+        config = RotationsConfig(runs=1, decode_rounds=4) if quick else RotationsConfig(runs=runs)
+        return run_rotations(setup, config, bar)
+
+    _run_on_model(bench, model, dtype, threads, seed, plot)
+
+
+@app.command()
+def intent(
+    model: Model = "",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    seed: Seed = 0,
+    load: Annotated[bool, typer.Option(help="Latency and Poisson load, on --model (default: the bundled one).")] = True,
+    accuracy: Annotated[
+        bool | None, typer.Option(help="Answers of the bundled model, float32. Default: without --model only.")
+    ] = None,
+    examples: Annotated[int, typer.Option(min=1, help="Held-out sentences asked for --accuracy.")] = 200,
+    runs: Runs = 3,
+    draws: Annotated[int, typer.Option(min=1, help="Poisson draws; the search runs once for each.")] = 1,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds of arrivals per measured rate, at least.")] = 30,
+    quick: Quick = False,
+    plot: Plot = None,
+) -> None:
+    """900 shared and 100 own tokens in, 30 out, prefix caching off and on: TTFT, decode stall, highest request rate."""
+    from headstart.bench.intent import run_intent
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.intent_accuracy import AccuracyConfig
+        from headstart.bench.intent_load import QUICK, IntentConfig
+
+        config = QUICK if quick else IntentConfig(runs=runs, draws=draws, seconds=seconds)
+        asked = accuracy if accuracy is not None else not model
+        questions = AccuracyConfig(examples=min(examples, 40) if quick else examples) if asked else None
+        return run_intent(setup, config if load else None, questions, bar)
+
+    _run_on_model(bench, model, dtype, threads, seed, plot)
+
+
+@app.command()
+def load(
+    against: Annotated[str, typer.Option(metavar="URL", help="Any OpenAI endpoint, e.g. http://127.0.0.1:8000.")],
+    model: Annotated[str, typer.Option(help="Model name to send; default: the first of /v1/models.")] = "",
+    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Key to send.", show_default=False)] = "",
+    rate: Annotated[float, typer.Option(min=0, help="Poisson requests per second; 0: closed loop.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time in the closed loop.")] = 8,
+    groups: Annotated[int, typer.Option(min=1, help="Groups of prompts; each shares a prefix.")] = 4,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts per group.")] = 8,
+    prefix_tokens: Annotated[int, typer.Option(min=0, help="Tokens a group shares.")] = 512,
+    own_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt's own.")] = 64,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate (ignore_eos).")] = 16,
+    vocab_size: Annotated[int, typer.Option(min=2, help="Prompts are random token ids below this.")] = 512,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds a request may take.")] = 300,
+    seed: Seed = 0,
+    plot: Plot = None,
+) -> None:
+    """Streamed requests with shared prefixes against a running server: TTFT, TPOT, latency, cached share."""
+
+    def bench(bar: "Bar") -> "Report":
+        from headstart.bench.load import LoadConfig, Target, run_load
+        from headstart.workload.synthetic import Shape
+
+        shape = Shape(prefix_tokens, own_tokens, output_tokens)
+        config = LoadConfig(groups, prompts, shape, vocab_size, rate, concurrency, seed)
+        return run_load(Target(against, model, api_key, timeout), config, bar)
+
+    _finish(bench, plot)
+
+
+@lab.command()
+def repeat(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, seed: Seed = 0) -> None:
+    """The same 1,024-token prompt twice: the second time computes one token, not one block."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.lab_repeat import run_repeat
+
+        return run_repeat(setup, bar)
+
+    _run_on_model(bench, model, dtype, threads, seed, None)
+
+
+@lab.command()
+def scheduler(seed: Seed = 0, runs: Runs = 5) -> None:
+    """What scheduling costs when computing costs nothing: microseconds of pure Python, without a model."""
+
+    def bench(bar: "Bar") -> "Report":
+        from headstart.bench.lab_scheduler import run_scheduler
+
+        return run_scheduler(seed, runs, bar)
+
+    _finish(bench, None)
+
+
+def _run_on_model(
+    bench: "Callable[[Setup, Bar], Report]", model: str, dtype: str, threads: int, seed: int, plot: Path | None
+) -> None:
+    """Settles threads before torch is imported, finds or makes the model, measures, publishes, exits."""
+
+    def on_model(bar: "Bar") -> "Report":
+        count = prepare_threads(threads)
+        from headstart.assembly import build_engine
+        from headstart.bench.engines import Setup
+        from headstart.bench.models import find_model
+
+        found = find_model(model, _cache_folder(), seed, bar)
+        return bench(Setup(build_engine, found, model or "bundled", dtype, count, seed), bar)
+
+    _finish(on_model, plot)
+
+
+def _finish(bench: "Callable[[Bar], Report]", plot: Path | None) -> None:
+    """Runs a benchmark under its progress bar; exit code 1: invalid, 2: cannot run, 130: interrupted."""
+    from headstart.bench.progress import progress_bar
+    from headstart.bench.report import check_plot, publish
+
+    try:
+        check_plot(plot)
+        with progress_bar() as bar:
+            report = bench(bar)
+    except HeadstartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
+    raise typer.Exit(publish(report, spin_count=os.environ.get("GOMP_SPINCOUNT"), plot=plot))
+
+
+def _cache_folder() -> Path:
+    """Where models made for benchmarks are kept."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "headstart" / "bench-models"

@@ -1,0 +1,47 @@
+"""The engines benchmarks run on: built from options, on a model that is made on the spot if it is only a shape's name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from headstart.core.engine import Engine, EngineInfo
+from headstart.options import EngineOptions
+
+BuildEngine = Callable[..., tuple[Engine, EngineInfo]]
+"""`assembly.build_engine`, or a fake of the same form: (options, *, cache_aware_accounting=True)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What every benchmark on an engine needs to know, whatever it measures."""
+
+    build: BuildEngine
+    model: str  # folder or hub id; empty: the bundled model
+    label: str  # what the report calls the model
+    dtype: str = "auto"
+    threads: int = 0
+    seed: int = 0
+
+    def options(self, *, num_blocks: int, max_batched_tokens: int = 2048, caching: bool = True) -> EngineOptions:
+        """Engine options for a bench that knows how large a pool it needs."""
+        return EngineOptions(
+            model=self.model,
+            dtype=self.dtype,
+            threads=self.threads,
+            num_gpu_blocks_override=num_blocks,
+            max_num_batched_tokens=max_batched_tokens,
+            enable_prefix_caching=caching,
+            seed=self.seed,
+        )
+
+
+def describe(info: EngineInfo) -> dict[str, object]:
+    """What a report says about an engine."""
+    return {
+        "dtype": info.dtype,
+        "device": info.device,
+        "attention_backend": info.attention_backend,
+        "block_size": info.block_size,
+        "num_blocks": info.num_blocks,
+        "vocab_size": info.vocab_size,
+    }

@@ -1,0 +1,153 @@
+"""Drives one Engine in this process and in real time: adds each request when it is due, steps, notes what happened."""
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from headstart.bench.progress import QUIET, Bar
+from headstart.core.batch import Output
+from headstart.core.engine import Engine, EngineStats
+from headstart.core.request import Request, SamplingParams
+from headstart.workload.record import RequestRecord
+
+Tokens = tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """One engine step: how long it took in all, in seconds, and what it computed."""
+
+    seconds: float
+    executor_seconds: float  # of those, in the executor: the rest is scheduling
+    computed_tokens: int
+
+
+@dataclass(slots=True)
+class Run:
+    """What became of a list of requests, in their order."""
+
+    records: list[RequestRecord]
+    outputs: list[Tokens]  # token ids generated, per request
+    steps: list[Step]
+    seconds: float
+    computed_tokens: int
+    preemptions: int = 0
+    given_up: bool = False  # `give_up` ended it: records are those that had finished
+
+    @property
+    def errors(self) -> list[str]:
+        return [record.error for record in self.records if record.error is not None]
+
+    def problems(self, label: str) -> list[str]:
+        """Why this run is not valid; nothing if it is."""
+        found = [f"{label}: {len(self.errors)} requests failed, the first with: {self.errors[0]}"] if self.errors else []
+        due = sum(record.prompt_tokens - record.cached_tokens + record.output_tokens - 1 for record in self.records)
+        if not found and not self.given_up and not self.preemptions and due != self.computed_tokens:
+            found.append(f"{label}: {self.computed_tokens} tokens computed, but the requests account for {due}")
+        return found
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A request under way."""
+
+    arrival: float
+    prompt_tokens: int
+    token_ids: list[int] = field(default_factory=list[int])
+    first_token: float | None = None
+    last_token: float | None = None
+    longest_gap: float = 0.0
+    cached_tokens: int = 0
+
+    def take(self, output: Output, now: float) -> None:
+        """Notes the news of one step."""
+        self.cached_tokens = output.num_cached_tokens
+        if not output.token_ids:
+            return
+        self.token_ids += output.token_ids
+        if self.first_token is None:
+            self.first_token = now
+        elif self.last_token is not None:
+            self.longest_gap = max(self.longest_gap, now - self.last_token)
+        self.last_token = now
+
+    def record(self, request_id: str, error: str | None) -> RequestRecord:
+        return RequestRecord(
+            request_id,
+            self.arrival,
+            self.first_token,
+            self.last_token if error is None else None,
+            self.prompt_tokens,
+            self.cached_tokens,
+            len(self.token_ids),
+            self.longest_gap,
+            error,
+        )
+
+
+def make_requests(prompts: "Sequence[array[int]]", sampling: SamplingParams, label: str) -> list[Request]:
+    """One request per prompt, named `label-i`; an engine must not have another one of that name at work."""
+    return [Request(f"{label}-{index}", prompt, sampling) for index, prompt in enumerate(prompts)]
+
+
+def drive(
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    due: Sequence[float] | None = None,
+    bar: Bar = QUIET,
+    give_up: Callable[[RequestRecord], bool] | None = None,
+) -> Run:
+    """Runs all requests to their end in real time.
+
+    `due` says how many seconds after the start each one arrives, in rising order (None: all at once). `give_up` sees
+    every finished record and may end the run early: what is still under way is aborted. Ctrl-C aborts it too.
+    """
+    flights: dict[str, _Flight] = {}
+    finished: dict[str, tuple[RequestRecord, Tokens]] = {}
+    steps: list[Step] = []
+    times = [0.0] * len(requests) if due is None else due
+    before = stats = engine.stats()
+    given_up, added, start = False, 0, time.perf_counter()
+    try:
+        while (added < len(requests) or engine.has_work) and not given_up:
+            now = time.perf_counter() - start
+            while added < len(requests) and times[added] <= now:
+                request = requests[added]
+                flights[request.request_id] = _Flight(times[added], len(request.prompt))
+                engine.add_request(request)
+                added += 1
+            if not engine.has_work:
+                time.sleep(max(times[added] - now, 0.0))
+                continue
+            begin = time.perf_counter()
+            outputs = engine.step()
+            end = time.perf_counter()
+            last, stats = stats, engine.stats()
+            steps.append(_step(end - begin, last, stats))
+            for output in outputs:
+                flight = flights[output.request_id]
+                flight.take(output, end - start)
+                if output.finish_reason is not None:
+                    record = flights.pop(output.request_id).record(output.request_id, output.error)
+                    finished[output.request_id] = (record, tuple(flight.token_ids))
+                    given_up = given_up or (give_up is not None and give_up(record))
+                    bar.advance()
+    finally:
+        for request_id in flights:
+            engine.abort(request_id)
+    done = [finished[request.request_id] for request in requests if request.request_id in finished]
+    return Run(
+        records=[record for record, _ in done],
+        outputs=[tokens for _, tokens in done],
+        steps=steps,
+        seconds=time.perf_counter() - start,
+        computed_tokens=stats.computed_tokens - before.computed_tokens,
+        preemptions=stats.num_preemptions - before.num_preemptions,
+        given_up=given_up,
+    )
+
+
+def _step(seconds: float, before: EngineStats, after: EngineStats) -> Step:
+    return Step(seconds, after.step_seconds - before.step_seconds, after.computed_tokens - before.computed_tokens)

@@ -1,0 +1,170 @@
+"""The contract of every benchmark: a table for people on stderr, one JSON document as the last line of stdout.
+
+An invalid run (outputs differ, tokens do not add up, server errors) still prints everything, says why, and exits with 1.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from headstart.bench.machine import describe_machine, describe_versions
+from headstart.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """One table: a title, column heads, rows of numbers or texts."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One figure: bars if `x` holds texts, else lines with a marker at every point."""
+
+    title: str
+    x_label: str
+    y_label: str
+    x: tuple[Any, ...]
+    series: dict[str, tuple[float | None, ...]]  # name -> one value per x; None: not measured
+    log_y: bool = False
+
+
+@dataclass(slots=True)
+class Report:
+    """What a benchmark found. `values` are the keys of its JSON document, `problems` why the run is not valid."""
+
+    bench: str
+    values: dict[str, Any]
+    model: str | None
+    seed: int
+    runs: int
+    threads: int | None = None
+    spread: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # key -> [min, max] over the runs
+    setup: dict[str, Any] = field(default_factory=dict[str, Any])  # everything needed to run it again
+    contention: dict[str, Any] = field(default_factory=dict[str, Any])
+    sheets: list[Sheet] = field(default_factory=list[Sheet])
+    charts: list[Chart] = field(default_factory=list[Chart])
+    problems: list[str] = field(default_factory=list[str])
+
+    def document(self, spin_count: str | None) -> dict[str, Any]:
+        """The JSON document; figures first, then everything that puts them in their place."""
+        return {
+            "bench": self.bench,
+            **self.values,
+            "valid": not self.problems,
+            "problems": self.problems,
+            "model": self.model,
+            "seed": self.seed,
+            "runs": self.runs,
+            "spread": self.spread,
+            "threads": self.threads,
+            "gomp_spincount": spin_count,
+            "setup": self.setup,
+            "contention": self.contention,
+            "machine": describe_machine(),
+            "versions": describe_versions(),
+        }
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """[smallest, largest] of the repetitions of one figure."""
+    return [min(values), max(values)]
+
+
+def publish(report: Report, *, spin_count: str | None, plot: Path | None = None, stdout: TextIO | None = None) -> int:
+    """Prints a report (and draws it); the exit code: 0, or 1 for a run that is not valid."""
+    document = report.document(spin_count)
+    console = Console(stderr=True)
+    for sheet in report.sheets:
+        console.print(_table(sheet))
+    machine = document["machine"]
+    console.print(
+        f"{report.model or 'no model'} · {machine['cpu']}, {machine['cores']} cores · threads {report.threads} · "
+        f"GOMP_SPINCOUNT={spin_count} · seed {report.seed} · {report.runs} runs",
+        style="dim",
+        highlight=False,
+    )
+    if report.contention.get("contended_runs"):
+        console.print("contended: other processes used the machine; take these figures with care", style="yellow")
+    for problem in report.problems:
+        console.print(f"INVALID: {problem}", style="bold red", highlight=False, markup=False)
+    if plot is not None:
+        draw(report.charts, plot)
+        console.print(f"plot: {plot}", style="dim", highlight=False)
+    print(json.dumps(_plain(document), allow_nan=False), file=stdout or sys.stdout, flush=True)
+    return 1 if report.problems else 0
+
+
+def check_plot(plot: Path | None) -> None:
+    """Raises ConfigError before anything is measured if a plot is asked for and cannot be drawn."""
+    if plot is None:
+        return
+    try:
+        import matplotlib  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib, which is not installed; pip install 'headstart[plots]'") from error
+    if not plot.parent.is_dir():
+        raise ConfigError(f"--plot {plot}: there is no folder {plot.parent}")
+
+
+def draw(charts: Sequence[Chart], path: Path) -> None:
+    """Draws all charts side by side into one image file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.0 * max(len(charts), 1), 4.0), layout="constrained")
+    for index, chart in enumerate(charts):
+        axes = figure.add_subplot(1, len(charts), index + 1)
+        bars = any(isinstance(x, str) for x in chart.x)
+        width = 0.8 / max(len(chart.series), 1)
+        for number, (name, values) in enumerate(chart.series.items()):
+            heights = [math.nan if value is None else value for value in values]
+            if bars:
+                axes.bar([i + number * width for i in range(len(chart.x))], heights, width, label=name)
+            else:
+                axes.plot(list(chart.x), heights, marker="o", label=name)
+        if bars:
+            middle = width * (len(chart.series) - 1) / 2
+            axes.set_xticks([i + middle for i in range(len(chart.x))], list(chart.x))
+        if chart.log_y:
+            axes.set_yscale("log")
+        axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
+        axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _table(sheet: Sheet) -> Table:
+    table = Table(title=sheet.title, title_justify="left", title_style="bold")
+    for index, column in enumerate(sheet.columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in sheet.rows:
+        table.add_row(*(_text(cell) for cell in row))
+    return table
+
+
+def _text(cell: Any) -> str:
+    if cell is None:
+        return "-"
+    if isinstance(cell, float):
+        return f"{cell:.4g}" if abs(cell) < 1000 else f"{cell:,.0f}"
+    return f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
+def _plain(value: Any) -> Any:
+    """The same value with floats short enough to read, and null for what JSON cannot say (nan, inf)."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,29 @@
+"""The highest load a system bears: geometric steps to bracket it, then bisection. Pure: measuring is the caller's."""
+
+from collections.abc import Callable
+from math import sqrt
+
+
+def highest_rate(
+    holds: Callable[[float], bool], start: float, *, factor: float = 1.6, precision: float = 1.1, max_points: int = 14
+) -> float:
+    """The highest rate measured at which `holds(rate)` is true; 0 if none was found.
+
+    Steps from `start` by `factor` until one rate holds and a higher one does not, then halves the gap (geometrically)
+    until the two are within `precision` of each other. Measures at most `max_points` rates, each of them once.
+    """
+    if start <= 0 or factor <= 1 or precision <= 1:
+        raise ValueError(f"start {start} must be above 0, factor {factor} and precision {precision} above 1")
+    low, high, rate = 0.0, 0.0, start  # low holds, high does not; 0: not known yet
+    for _ in range(max_points):
+        if holds(rate):
+            low = rate
+        else:
+            high = rate
+        if low and high:
+            if high / low <= precision:
+                break
+            rate = sqrt(low * high)
+        else:
+            rate = low * factor if low else high / factor
+    return low
