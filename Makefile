@@ -1,0 +1,82 @@
+# Headstart: `make serve` answers on http://127.0.0.1:8000, `make test` shows that it works.
+PYTHON      ?= python3
+VENV        ?= .venv
+TORCH       ?= torch==2.13.0
+# torch's CPU build: 0.2 GB where the registry's default build for Linux brings several GB of CUDA packages.
+# `make setup TORCH_INDEX=` takes the default build; with an NVIDIA GPU that is what happens anyway.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+JOBS        ?= 2
+ARGS        ?=
+
+BIN  := $(VENV)/bin
+RUN  := $(VENV)/.installed
+DEV  := $(VENV)/.installed-dev
+# One compute thread per test process, and no spinning: two processes share the cores instead of fighting for them.
+QUIET_CORES := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0
+
+.DEFAULT_GOAL := help
+.PHONY: help setup install serve test check tests test-long test-gpu format bench docs clean
+
+help:           ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+serve: install  ## install what is missing and serve: make serve [MODEL=Qwen/Qwen3-0.6B] [ARGS="--port 9000"]
+	@exec $(BIN)/headstart serve $(MODEL) $(ARGS)
+
+install: $(RUN) ## .venv with what serving needs
+setup: $(DEV)   ## .venv with what serving, testing and plotting need
+
+test: setup check tests ## all of it: setup, check and the test suite
+
+tests: $(DEV)   ## the test suite alone: make tests [ARGS="tests/core -k prefix"]
+	$(QUIET_CORES) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+check: $(DEV)   ## format, lint and types, changing nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(DEV)  ## format and repair what lint can repair
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test-long: $(DEV) ## the minutes-long tests: the whole oracle, fuzzing, planted bugs
+	$(QUIET_CORES) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m long --timeout 3600 $(ARGS)
+
+test-gpu: $(DEV) ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu --timeout 600 $(ARGS)
+
+bench: $(DEV)   ## the two benchmarks of the README: make bench [ARGS="--model llama-100m"]
+	$(BIN)/headstart bench rotations $(ARGS)
+	$(BIN)/headstart bench intent $(ARGS)
+
+docs: $(DEV)    ## write the generated tables in docs/
+	$(BIN)/python -m headstart.cli_docs docs/configuration.md
+
+clean:          ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build
+	find src tests benchmarks examples training -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) here; install Python 3.11 or newer, or: make PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $$($(PYTHON) --version) is too old: Headstart needs 3.11 or newer; try: make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "make: $(PYTHON) cannot make environments; on Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and alone, so that nothing below decides which build it is: a wheel that pip's own find-links offers,
+# else the CPU index if it answers, else the registry.
+$(RUN): pyproject.toml | $(BIN)/python
+	@echo "== torch ($(TORCH))"
+	@if $(BIN)/pip install --quiet --no-index --no-deps "$(TORCH)" 2>/dev/null; then :; \
+	elif [ "$$(uname -s)" = Linux ] && [ -n "$(TORCH_INDEX)" ] && ! command -v nvidia-smi >/dev/null \
+	  && $(BIN)/python -c 'import sys, urllib.request as u; u.urlopen(u.Request(sys.argv[1] + "/torch/", method="HEAD"), timeout=3)' "$(TORCH_INDEX)" 2>/dev/null; then \
+	  $(BIN)/pip install --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)"; \
+	else $(BIN)/pip install "$(TORCH)"; fi
+	@echo "== headstart"
+	$(BIN)/pip install --quiet -e .
+	@touch $@
+
+$(DEV): pyproject.toml $(RUN)
+	@echo "== tools for tests, checks and plots"
+	$(BIN)/pip install --quiet -e '.[dev]'
+	@touch $@

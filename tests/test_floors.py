@@ -1,0 +1,106 @@
+"""The floors of docs/architecture.md: a file imports only its own room and lower floors, and at the top of the file."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src" / "headstart"
+FLOORS = {  # any other file is on floor 3, where the concrete pieces meet
+    **dict.fromkeys(["__init__", "core", "options"], 0),
+    **dict.fromkeys(["model", "store", "router", "workload", "bundled"], 1),
+    **dict.fromkeys(["server", "fleet", "sim"], 2),
+}
+TOP = 3
+# Beyond the floors. core decides from its arguments alone; the HTTP process never loads torch.
+IMPURE = {"time", "datetime", "random", "secrets", "os", "socket", "subprocess", "asyncio", "threading"}
+FORBIDDEN = {"core": IMPURE, "server": {"torch", "headstart.model"}}
+# Lazy on purpose: a verb of the CLI (fast --help, threads before torch), the attention table, `headstart.LLM`.
+LAZY = ("__init__.py", "cli.py", "cli_", "bench/cli.py", "bench/registry.py", "model/attention/__init__.py")
+OPTIONAL = {"matplotlib", "transformers"}  # an extra; a fallback that would bring torch along
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if module == "headstart":  # from headstart import core
+                yield from ((node, f"headstart.{alias.name}") for alias in node.names)
+            else:
+                yield node, module if not node.level else f"relative:{module}"
+
+
+def violations(path: str, source: str) -> list[str]:
+    """What is wrong with the imports of one file; `path` is relative to src/headstart."""
+    tree = ast.parse(source)
+    room = path.split("/")[0].removesuffix(".py")
+    floor = FLOORS.get(room, TOP)
+    top_level = {id(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            top_level -= {id(node) for node in ast.walk(function)}
+    found: list[str] = []
+    for node, name in _imports(tree):
+        where = f"{path}:{node.lineno}: {name}"
+        package, _, rest = name.partition(".")
+        target = rest.split(".")[0]
+        if name.startswith("relative:"):
+            found.append(f"{where}: write the import absolutely")
+        if package == "headstart" and target:
+            above = FLOORS.get(target, TOP)
+            if above > floor or (above == floor and floor in (1, 2) and target != room):
+                found.append(f"{where}: {room} (floor {floor}) must not import {target} (floor {above})")
+        elif floor == 0 and package not in sys.stdlib_module_names and package != "headstart":
+            found.append(f"{where}: floor 0 is standard library only")
+        if any(name == bad or name.startswith(bad + ".") for bad in FORBIDDEN.get(room, ())):
+            found.append(f"{where}: forbidden in {room}")
+        if id(node) not in top_level and not path.startswith(LAZY) and package not in OPTIONAL:
+            found.append(f"{where}: imported inside a function")
+    return found
+
+
+def test_every_file_keeps_to_its_floor() -> None:
+    files = sorted(SRC.rglob("*.py"))
+    found = [line for f in files for line in violations(f.relative_to(SRC).as_posix(), f.read_text(encoding="utf-8"))]
+    assert files and not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "complaint"),
+    [
+        ("core/x.py", "import torch", "standard library only"),
+        ("core/x.py", "import time", "forbidden in core"),
+        ("core/x.py", "from headstart.model.step import f", "must not import model"),
+        ("options.py", "import headstart.server.app", "must not import server"),
+        ("workload/x.py", "from headstart import model", "must not import model"),
+        ("model/x.py", "from headstart.cli import main", "must not import cli"),
+        ("server/x.py", "from headstart.model.sizing import f", "forbidden in server"),
+        ("server/x.py", "from headstart.assembly import f", "must not import assembly"),
+        ("server/x.py", "if True:\n import torch.nn", "forbidden in server"),
+        ("model/x.py", "def f():\n  import torch", "inside a function"),
+        ("model/x.py", "from . import y", "absolutely"),
+    ],
+)
+def test_a_planted_violation_is_caught(path: str, source: str, complaint: str) -> None:
+    assert any(complaint in line for line in violations(path, source))
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("core/x.py", "import hashlib\nfrom headstart.core.errors import ConfigError"),
+        (
+            "model/x.py",
+            "import torch\nfrom headstart.core.batch import Batch\nfrom headstart.options import EngineOptions",
+        ),
+        ("server/x.py", "import asyncio\nfrom headstart.core.request import Request"),
+        ("cli.py", "def serve():\n  from headstart.server.serve import serve"),
+        ("bench/x.py", "from headstart.llm import LLM"),
+    ],
+)
+def test_what_the_floors_allow_is_not_complained_of(path: str, source: str) -> None:
+    assert violations(path, source) == []
