@@ -1,12 +1,12 @@
 """The exception tree: every mistake a caller can make has a class here; our own mistakes are assertions.
 
-    HeadstartError
-    ├── InvalidRequestError       the request itself is wrong: HTTP 400, never retried
-    │   └── RequestTooLargeError  it can never fit: longer than the model's context or than the whole pool
-    ├── QueueFullError            too much is waiting already: HTTP 429, retry later
-    ├── DrainingError             shutting down, nothing new is admitted: HTTP 503
-    ├── EngineDeadError           the engine process or its executor failed: HTTP 503
-    └── ConfigError               options that cannot work together, or a model that cannot be loaded; exit code 2
+HeadstartError
+├── InvalidRequestError       the request itself is wrong: HTTP 400, never retried
+│   └── RequestTooLargeError  it can never fit: longer than the model's context or than the whole pool
+├── QueueFullError            too much is waiting already: HTTP 429, retry later
+├── DrainingError             shutting down, nothing new is admitted: HTTP 503
+├── EngineDeadError           the engine process or its executor failed: HTTP 503
+└── ConfigError               options that cannot work together, or a model that cannot be loaded; exit code 2
 """
 
 

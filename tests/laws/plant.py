@@ -1,0 +1,138 @@
+"""A pytest plugin that plants one bug, named by HEADSTART_PLANT, so that one can see the suite catch it.
+
+    HEADSTART_PLANT=early_publish PYTHONPATH=tests:tests/laws python -m pytest -p plant tests/laws/test_laws.py
+
+`tests/laws/test_planted_bugs.py` plants every one of them and demands a failure.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from headstart.core import kv_cache, scheduler
+from headstart.core.blocks import BlockPool
+from headstart.core.hashing import BlockHash
+from headstart.core.kv_cache import Hit, KVCache
+from headstart.core.scheduler import Scheduler
+from hypothesis import Phase, settings
+
+
+def double_free() -> None:
+    release = BlockPool.release
+
+    def planted(pool: BlockPool, block_ids: Any) -> None:
+        release(pool, block_ids)
+        if block_ids and pool.refs(block_ids[-1]) == 0:
+            pool._scratch.append(block_ids[-1])
+
+    BlockPool.release = planted  # type: ignore[method-assign]
+
+
+def early_publish() -> None:
+    extend = KVCache.extend
+
+    def planted(self: KVCache, seq: Any, hit: Hit, num_tokens: int) -> bool:
+        done = extend(self, seq, hit, num_tokens)
+        if done:  # at allocation, as several engines do, instead of after the forward pass
+            computed, seq.num_computed_tokens = seq.num_computed_tokens, num_tokens
+            self.publish(seq)
+            seq.num_computed_tokens = computed
+        return done
+
+    KVCache.extend = planted  # type: ignore[method-assign]
+
+
+def off_by_one_hit() -> None:
+    match = KVCache.match
+
+    def planted(self: KVCache, seq: Any) -> Hit:
+        hit = match(self, seq)
+        return hit._replace(num_tokens=hit.num_tokens + 1) if hit.num_tokens else hit
+
+    KVCache.match = planted  # type: ignore[method-assign]
+
+
+def whole_prompt_hit() -> None:
+    match = KVCache.match
+
+    def planted(self: KVCache, seq: Any) -> Hit:
+        hit = match(self, seq)
+        return hit._replace(num_tokens=len(hit.block_ids) * self.block_size)
+
+    KVCache.match = planted  # type: ignore[method-assign]
+
+
+def unchained_hash() -> None:
+    def planted(hashes: list[Any], token_ids: Any, block_size: int, root: bytes, *, until: int | None = None) -> None:
+        end = len(token_ids) if until is None else until
+        for index in range(len(hashes), end // block_size):
+            tokens = token_ids[index * block_size : (index + 1) * block_size]
+            hashes.append(BlockHash(root + tokens.tobytes()))
+
+    kv_cache.extend_hashes = planted  # type: ignore[assignment]
+
+
+def idle_hits_counted_as_free() -> None:
+    KVCache.num_available = lambda self, hit: self.pool.num_free  # type: ignore[method-assign]
+
+
+def budget_double_count() -> None:
+    add = scheduler._Plan.add
+
+    def planted(self: Any, seq: Any, start: int, n: int, *, extra: int = 0) -> None:
+        add(self, seq, start, n, extra=seq.num_computed_tokens if not seq.num_output_tokens else extra)
+
+    scheduler._Plan.add = planted  # type: ignore[method-assign]
+
+
+def no_alignment() -> None:
+    planted = scheduler.chunk_len
+    scheduler.chunk_len = lambda want, start, budget, limits, alone: planted(  # type: ignore[assignment]
+        want, start, budget, scheduler.Limits(limits.max_batched_tokens, limits.max_seqs), alone=alone
+    )
+
+
+def shared_block_is_written() -> None:
+    chunk = Scheduler._chunk
+    Scheduler._chunk = lambda self, seq, n: (  # type: ignore[method-assign]
+        made := chunk(self, seq, n)
+    )._replace(write_from=made.start)
+
+
+def failed_blocks_stay_published() -> None:
+    BlockPool.distrust = lambda self, block_ids: None  # type: ignore[method-assign]
+
+
+def lost_on_abort() -> None:
+    release = KVCache.release
+
+    def planted(self: KVCache, seq: Any, *, failed: bool = False) -> None:
+        seq.block_ids = seq.block_ids[1:]
+        release(self, seq, failed=failed)
+
+    KVCache.release = planted  # type: ignore[method-assign]
+
+
+BUGS: dict[str, Callable[[], None]] = {
+    bug.__name__: bug
+    for bug in (
+        double_free,
+        early_publish,
+        off_by_one_hit,
+        whole_prompt_hit,
+        unchained_hash,
+        idle_hits_counted_as_free,
+        budget_double_count,
+        no_alignment,
+        shared_block_is_written,
+        failed_blocks_stay_published,
+        lost_on_abort,
+    )
+}
+
+# a planted bug has to be seen, not explained: no shrinking
+settings.register_profile("planted", phases=(Phase.explicit, Phase.generate), report_multiple_bugs=False)
+settings.load_profile("planted")
+
+if name := os.environ.get("HEADSTART_PLANT"):
+    BUGS[name]()

@@ -1,0 +1,211 @@
+"""Laws 1-9 of the scheduler, by hypothesis, over random prefix trees on tiny pools; law 10 is tests/test_oracle.py.
+
+The checking executor catches every wrong, stale or missing block at the read; `check_laws` states the rest.
+"""
+
+from array import array
+
+from checking import CheckingExecutor, expected_tokens, executor_of, make_engine, make_request
+from headstart.core.batch import Batch
+from headstart.core.engine import Engine
+from headstart.core.limits import charge
+from headstart.core.request import CacheMode, Request, Status
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+BLOCK = 4
+
+
+def prompts(max_size: int = 24) -> st.SearchStrategy[list[int]]:
+    """Prompts over a tree: few branches, so that prefixes are shared, whole blocks and parts of blocks."""
+    stems = st.sampled_from([list(range(12)), [7] * 8, list(range(8)) + [90], []])
+    return st.builds(lambda stem, tail: (stem + tail)[:max_size] or [1], stems, st.lists(st.integers(0, 2), max_size=9))
+
+
+class SchedulerLaws(RuleBasedStateMachine):
+    """Adds, steps, aborts, poisons and resets in any order; every rule is followed by every law."""
+
+    @initialize(
+        num_blocks=st.integers(8, 24),
+        budget=st.integers(4, 40),
+        max_seqs=st.integers(1, 4),
+        long_prefill=st.sampled_from([0, 0, 4, 6]),
+        align=st.sampled_from([1, 1, 4]),
+        ceil=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(
+        self, num_blocks: int, budget: int, max_seqs: int, long_prefill: int, align: int, ceil: bool, policy: str,
+        caching: bool,
+    ) -> None:  # fmt: skip
+        if align > 1:
+            budget = max(budget, max_seqs + align)
+        self.poisoned: set[str] = set()
+        self.engine = make_engine(
+            num_blocks,
+            BLOCK,
+            poison=lambda chunk: chunk.request_id in self.poisoned,
+            enable_prefix_caching=caching,
+            policy=policy,
+            max_batched_tokens=max(budget, max_seqs),
+            max_seqs=max_seqs,
+            long_prefill_threshold=long_prefill,
+            align=align,
+            charge_ceil=ceil,
+            max_model_len=28,
+        )
+        self.requests: dict[str, Request] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.done: set[str] = set()
+        self.count = 0
+
+    @rule(prompt=prompts(), max_tokens=st.integers(1, 8), mode=st.sampled_from(CacheMode), urgent=st.integers(0, 2))
+    def add(self, prompt: list[int], max_tokens: int, mode: CacheMode, urgent: int) -> None:
+        if -(-(len(prompt) + max_tokens - 1) // BLOCK) > self.engine.scheduler.pool.num_usable or self.count > 60:
+            return
+        self.count += 1
+        request = make_request(f"r{self.count}", prompt, max_tokens, cache=mode, priority=urgent)
+        self.requests[request.request_id] = request
+        self.tokens[request.request_id] = []
+        self.engine.add_request(request)
+
+    @rule(times=st.integers(1, 3))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            check_step(self.engine, self.tokens, self.done, self.poisoned)
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        live = sorted(set(self.requests) - self.done)
+        if live:
+            victim = data.draw(st.sampled_from(live))
+            assert self.engine.abort(victim)
+            assert not self.engine.abort(victim)
+            self.done.add(victim)
+
+    @rule(data=st.data())
+    def poison(self, data: st.DataObject) -> None:
+        live = sorted(set(self.requests) - self.done)
+        if live:
+            self.poisoned.add(data.draw(st.sampled_from(live)))
+
+    @rule()
+    def reset(self) -> None:
+        held = self.engine.scheduler.pool.num_free < self.engine.scheduler.pool.num_usable
+        assert self.engine.reset_prefix_cache() is not held
+
+    @invariant()
+    def laws(self) -> None:
+        check_laws(self.engine)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(2_000):
+            if not self.engine.has_work:
+                break
+            check_step(self.engine, self.tokens, self.done, self.poisoned)
+        assert not self.engine.has_work, "a request never finishes"
+        pool = self.engine.scheduler.pool
+        assert pool.num_free == pool.num_usable, "blocks are held although nothing runs"
+        for request_id, request in self.requests.items():  # law 10 on paper: reuse changes no output
+            if request_id not in self.poisoned:
+                due = expected_tokens(request.prompt, request.sampling.max_tokens)
+                got = self.tokens[request_id]
+                assert got == due[: len(got)]
+                assert request_id in self.done
+
+
+def check_step(engine: Engine, tokens: dict[str, list[int]], done: set[str], poisoned: set[str]) -> None:
+    """One step; laws 4-7 and 9 on the batch that was executed."""
+    executor = executor_of(engine)
+    before = len(executor.batches)
+    computed = {seq.request_id: seq.num_computed_tokens for seq in engine.scheduler.running}
+    outputs = engine.step()
+    for batch in executor.batches[before:]:
+        check_batch(engine, batch, computed)
+    executor.batches.clear()
+    for output in outputs:
+        assert output.request_id not in done, "news of a request that ended"
+        tokens[output.request_id] += output.token_ids
+        if output.finish_reason is not None:
+            done.add(output.request_id)
+        if output.error is not None:
+            assert output.request_id in poisoned, f"{output.request_id} was harmed by another: {output.error}"
+
+
+def check_batch(engine: Engine, batch: Batch, computed: dict[str, int]) -> None:
+    limits = engine.scheduler.limits
+    assert len(batch.chunks) <= limits.max_seqs  # law 5
+    charged = 0
+    for chunk in batch.chunks:
+        n = len(chunk.token_ids)
+        if chunk.num_logits == 0:
+            assert (chunk.start + n) % limits.align == 0, "law 6: only the last chunk may end inside a block"
+        charged += charge(chunk.start, n, limits, decode=n == chunk.num_logits)
+        assert len(chunk.block_ids) * BLOCK >= chunk.start + n, "law 4"
+        if chunk.request_id in computed:
+            assert chunk.start == computed[chunk.request_id], "law 7: a victim is in the batch"
+    assert charged <= limits.max_batched_tokens, "law 5"
+
+
+def check_laws(engine: Engine) -> None:
+    """Laws 1, 2, 3 and 8 on the state between two steps."""
+    scheduler = engine.scheduler
+    scheduler.pool.check()  # law 8
+    executor = engine.executor
+    assert isinstance(executor, CheckingExecutor)
+    references: dict[int, int] = {}
+    for seq in scheduler.running:
+        assert seq.status is Status.RUNNING
+        for block in seq.block_ids:
+            references[block] = references.get(block, 0) + 1
+        for position in range(seq.num_computed_tokens):  # law 1
+            slot = seq.block_ids[position // BLOCK] * BLOCK + position % BLOCK
+            if executor.slots[slot] != "NaN":
+                assert executor.slots[slot] == (position, seq.token_ids[position])
+    for block in range(1, scheduler.pool.num_blocks):
+        assert scheduler.pool.refs(block) == references.get(block, 0), "a reference without a table, or the reverse"
+    for seq in scheduler.waiting:
+        assert not seq.block_ids and seq.num_computed_tokens == 0
+        hit = scheduler.cache.match(seq)
+        assert hit.num_tokens < len(seq.token_ids)  # law 3
+        for index, block in enumerate(hit.block_ids):  # laws 2 and 3: contiguous, full, computed, the right tokens
+            held = executor.slots[block * BLOCK : (block + 1) * BLOCK]
+            due = seq.token_ids[index * BLOCK : (index + 1) * BLOCK]
+            assert held == [(index * BLOCK + offset, token) for offset, token in enumerate(due)]
+
+
+TestSchedulerLaws = SchedulerLaws.TestCase
+TestSchedulerLaws.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    trees=st.lists(prompts(), min_size=1, max_size=12),
+    max_tokens=st.integers(1, 6),
+    num_blocks=st.integers(8, 20),
+    budget=st.integers(8, 64),
+    max_seqs=st.integers(1, 8),
+)
+def test_outputs_with_reuse_equal_outputs_without(
+    trees: list[list[int]], max_tokens: int, num_blocks: int, budget: int, max_seqs: int
+) -> None:
+    results = []
+    for caching in (True, False):
+        engine = make_engine(
+            num_blocks, BLOCK, enable_prefix_caching=caching, max_batched_tokens=budget, max_seqs=max_seqs,
+            max_model_len=30,
+        )  # fmt: skip
+        outputs: dict[str, list[int]] = {}
+        for index, prompt in enumerate(trees):
+            engine.add_request(make_request(f"r{index}", prompt, max_tokens))
+        for _ in range(3_000):
+            for output in engine.step():
+                outputs.setdefault(output.request_id, []).extend(output.token_ids)
+        results.append(outputs)
+        for index, prompt in enumerate(trees):
+            assert outputs[f"r{index}"] == expected_tokens(array("i", prompt), max_tokens)
+    assert results[0] == results[1]
