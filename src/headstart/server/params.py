@@ -1,0 +1,352 @@
+"""The one validation layer: plain values (a JSON object, keyword arguments) become GenerationParams, or a clear error.
+
+Every front end (HTTP, `headstart.LLM`) goes through here, so a limit exists once. What is not built is refused by name;
+what is unknown is ignored, since clients send fields that are newer than any server, but reported in `ignored`.
+Only InvalidRequestError comes out of here, whatever goes in.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from headstart.core.engine import EngineInfo
+from headstart.core.errors import InvalidRequestError, RequestTooLargeError
+from headstart.core.request import SamplingParams
+from headstart.options import ServerOptions
+from headstart.server.fields import Fields, bad_value, check_int, check_number, check_text, shown, unsupported
+
+INT64_MAX = 2**63 - 1
+INT31_MAX = 2**31 - 1
+GREEDY_BELOW = 1e-5  # a temperature smaller than this would only overflow on the way to the same token
+DEFAULT_COMPLETION_TOKENS = 16
+_SALT = re.compile(r"[A-Za-z0-9+/=_-]{1,128}")
+
+
+class Kind(Enum):
+    """Which API the values come from; names and defaults differ."""
+
+    COMPLETION = "completion"
+    CHAT = "chat"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The limits that validation compares with; each of them appears in the message of its error."""
+
+    vocab_size: int  # rows of the logits
+    max_model_len: int  # tokens
+    eos_token_ids: tuple[int, ...] = ()
+    max_n: int = 16
+    max_prompts: int = 64
+    max_logprobs: int = 20
+    max_stops: int = 16
+    max_stop_chars: int = 256
+    max_stop_token_ids: int = 128
+    max_logit_bias: int = 1024
+    max_label_chars: int = 256
+    max_messages: int = 2048
+
+    @classmethod
+    def of(cls, info: EngineInfo, options: ServerOptions) -> "Bounds":
+        """Returns the limits of one engine behind one server."""
+        return cls(
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            eos_token_ids=info.eos_token_ids,
+            max_n=options.max_n,
+            max_prompts=options.max_prompts,
+            max_logprobs=options.max_logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationParams:
+    """One client request's wishes, validated. `sampling` is complete but for max_tokens: see `fit`."""
+
+    sampling: SamplingParams
+    max_tokens: int | None = None  # None: as many as fit; 0: only echo the prompt
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    ignore_eos: bool = False
+    echo: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    return_token_ids: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None  # None: yes for a completion, no behind a chat template
+    template_options: tuple[tuple[str, str | int | bool], ...] = ()
+    priority: int = 0
+    cache_salt: str | None = None
+    user: str | None = None
+    ignored: tuple[str, ...] = ()  # names sent in vain, sorted
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.sampling.logprobs is not None
+
+
+def parse_params(fields: Fields, bounds: Bounds, kind: Kind) -> GenerationParams:
+    """Returns the validated parameters of one request body; prompt, messages and model are the caller's to take first.
+
+    Raises InvalidRequestError, with `param` set, for the first value that is wrong.
+    """
+    _refuse_unbuilt(fields)
+    max_tokens = _max_tokens(fields, bounds, kind)
+    n = _n(fields, bounds)
+    stream = fields.boolean("stream")
+    include_usage, continuous = _stream_options(fields, stream)
+    continue_final = fields.boolean("continue_final_message")
+    add_generation_prompt = fields.boolean("add_generation_prompt", default=not continue_final)
+    if continue_final and add_generation_prompt:
+        bad_value("continue_final_message", "is true beside add_generation_prompt", "only one of them can be true")
+    echo = _echo(fields, kind)
+    if max_tokens == 0 and not echo:
+        bad_value("max_tokens", "is 0", "it must be at least 1, except with echo")
+    labels = [fields.string(name, bounds.max_label_chars) for name in ("user", "safety_identifier", "prompt_cache_key")]
+    special = fields.take("add_special_tokens") is not None
+    params = GenerationParams(
+        sampling=_sampling(fields, bounds, kind, max_tokens, echo=echo),
+        max_tokens=max_tokens,
+        n=n,
+        stop=_stop(fields, bounds),
+        include_stop_str_in_output=fields.boolean("include_stop_str_in_output"),
+        skip_special_tokens=fields.boolean("skip_special_tokens", default=True),
+        ignore_eos=fields.boolean("ignore_eos"),
+        echo=echo,
+        stream=stream,
+        include_usage=include_usage,
+        continuous_usage_stats=continuous,
+        return_token_ids=fields.boolean("return_token_ids"),
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final,
+        add_special_tokens=fields.boolean("add_special_tokens") if special else None,
+        template_options=_template_options(fields, bounds),
+        priority=fields.integer("priority", -INT31_MAX, INT31_MAX) or 0,
+        cache_salt=_cache_salt(fields),
+        user=labels[0],
+    )
+    return replace(params, ignored=fields.unread())
+
+
+def fit(params: GenerationParams, num_prompt_tokens: int, bounds: Bounds) -> SamplingParams:
+    """Returns the sampling parameters for one prompt of that length, with max_tokens settled.
+
+    Raises RequestTooLargeError (context_length_exceeded) if prompt + output exceed the model's context.
+    """
+    limit = bounds.max_model_len
+    room = limit - num_prompt_tokens
+    wanted = params.max_tokens
+    if room < 1:
+        raise RequestTooLargeError(
+            f"the prompt has {num_prompt_tokens} tokens; prompt and output share the model's context of {limit} tokens "
+            f"and at least 1 must be left for output: shorten the prompt by {1 - room} tokens",
+            param="prompt",
+        )
+    if wanted is not None and wanted > room:
+        raise RequestTooLargeError(
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}, together "
+            f"{num_prompt_tokens + wanted}; the model's context is {limit} tokens: lower max_tokens to {room} or "
+            f"shorten the prompt",
+            param="max_tokens",
+        )
+    max_tokens = room if wanted is None else max(wanted, 1)  # the engine always samples one: front ends drop it on 0
+    if params.sampling.min_tokens > max_tokens:
+        bad_value("min_tokens", f"is {params.sampling.min_tokens}", f"only {max_tokens} output tokens fit here")
+    return replace(params.sampling, max_tokens=max_tokens)
+
+
+def check_token_ids(name: str, values: object, bounds: Bounds, *, max_items: int) -> tuple[int, ...]:
+    """Returns `values` if it is a list of at most `max_items` token ids of the vocabulary; else InvalidRequestError."""
+    if not isinstance(values, list | tuple):
+        bad_value(name, f"is {shown(values)}", "it must be a list of token ids")
+    if len(values) > max_items:
+        bad_value(name, f"has {len(values)} entries", f"it may have at most {max_items}")
+    for value in values:
+        check_int(name, value, 0, bounds.vocab_size - 1)
+    return tuple(values)
+
+
+# ---------------------------------------------------------------------------------------------------------- one by one
+
+
+def _sampling(fields: Fields, bounds: Bounds, kind: Kind, max_tokens: int | None, *, echo: bool) -> SamplingParams:
+    temperature = fields.number("temperature", 0.0, 2.0, 1.0)
+    min_tokens = fields.integer("min_tokens", 0, bounds.max_model_len) or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        bad_value("min_tokens", f"is {min_tokens}", f"it may be at most max_tokens, which is {max_tokens}")
+    stop_ids = fields.items("stop_token_ids", bounds.max_stop_token_ids)
+    stop_ids = check_token_ids("stop_token_ids", stop_ids, bounds, max_items=bounds.max_stop_token_ids)
+    eos_ids = () if fields.boolean("ignore_eos") else bounds.eos_token_ids
+    logprobs = _logprobs(fields, bounds, kind)
+    prompt_logprobs = fields.integer("prompt_logprobs", 0, bounds.max_logprobs)
+    if prompt_logprobs is not None and kind is Kind.CHAT:
+        unsupported("prompt_logprobs", "use /v1/completions with echo and logprobs")
+    return SamplingParams(
+        max_tokens=max(max_tokens or 1, 1),
+        min_tokens=min_tokens,
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_k=_top_k(fields, bounds),
+        top_p=fields.number("top_p", 0.0, 1.0, 1.0, above_low=True),
+        min_p=fields.number("min_p", 0.0, 1.0, 0.0),
+        seed=fields.integer("seed", -INT64_MAX - 1, INT64_MAX),
+        presence_penalty=fields.number("presence_penalty", -2.0, 2.0, 0.0),
+        frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0, 0.0),
+        repetition_penalty=fields.number("repetition_penalty", 0.0, 10.0, 1.0, above_low=True),
+        logit_bias=_logit_bias(fields, bounds),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if echo and prompt_logprobs is None else prompt_logprobs,
+        stop_token_ids=tuple(dict.fromkeys((*stop_ids, *eos_ids))),
+    )
+
+
+def _top_k(fields: Fields, bounds: Bounds) -> int:
+    top_k = fields.integer("top_k", -1, INT31_MAX) or 0
+    return 0 if top_k < 1 or top_k >= bounds.vocab_size else top_k
+
+
+def _max_tokens(fields: Fields, bounds: Bounds, kind: Kind) -> int | None:
+    newer = fields.integer("max_completion_tokens", 1, INT31_MAX)
+    older = fields.integer("max_tokens", 0, INT31_MAX)
+    if newer is not None and older is not None and newer != older:
+        bad_value("max_tokens", f"is {older} and max_completion_tokens {newer}", "send only one of them")
+    wanted = older if newer is None else newer
+    if wanted is not None and wanted > bounds.max_model_len:
+        raise RequestTooLargeError(
+            f"max_tokens is {wanted}; the model's context is {bounds.max_model_len} tokens, prompt included",
+            param="max_tokens" if newer is None else "max_completion_tokens",
+        )
+    return DEFAULT_COMPLETION_TOKENS if wanted is None and kind is Kind.COMPLETION else wanted
+
+
+def _n(fields: Fields, bounds: Bounds) -> int:
+    n = fields.integer("n", 1, bounds.max_n) or 1
+    best_of = fields.integer("best_of", 1, bounds.max_n)
+    if best_of is not None and best_of < n:
+        bad_value("best_of", f"is {best_of}", f"it must be at least n, which is {n}")
+    if best_of is not None and best_of > n:
+        unsupported("best_of", f"it is {best_of} and n is {n}; only best_of equal to n is built, so leave it out")
+    return n
+
+
+def _stop(fields: Fields, bounds: Bounds) -> tuple[str, ...]:
+    value = fields.take("stop")
+    if isinstance(value, str):
+        value = [value]
+    stops = Fields({"stop": value}).items("stop", bounds.max_stops)
+    for text in stops:
+        if not isinstance(text, str):
+            bad_value("stop", f"contains {shown(text)}", "it must be a string or a list of strings")
+        if not 0 < len(text) <= bounds.max_stop_chars:
+            bad_value("stop", f"has an entry of {len(text)} characters", f"use 1 to {bounds.max_stop_chars} characters")
+        check_text("stop", text)
+    return tuple(dict.fromkeys(stops))
+
+
+def _logprobs(fields: Fields, bounds: Bounds, kind: Kind) -> int | None:
+    if kind is Kind.COMPLETION:
+        return fields.integer("logprobs", 0, bounds.max_logprobs)
+    wanted = fields.boolean("logprobs")
+    top = fields.integer("top_logprobs", 0, bounds.max_logprobs)
+    if top and not wanted:
+        bad_value("top_logprobs", f"is {top} but logprobs is not true", "send logprobs: true beside it")
+    return (top or 0) if wanted else None
+
+
+def _logit_bias(fields: Fields, bounds: Bounds) -> tuple[tuple[int, float], ...]:
+    biases: dict[int, float] = {}
+    for key, value in (fields.mapping("logit_bias", bounds.max_logit_bias) or {}).items():
+        token_id: object = key
+        if isinstance(key, str):
+            if not (key.isascii() and key.isdigit() and len(key) <= 10):
+                bad_value("logit_bias", f"has the key {shown(key)}", "keys must be token ids")
+            token_id = int(key)
+        token_id = check_int("logit_bias", token_id, 0, bounds.vocab_size - 1)
+        biases[token_id] = check_number("logit_bias", value, -100.0, 100.0)
+    return tuple(sorted(biases.items()))
+
+
+def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
+    options = fields.mapping("stream_options", 16)
+    if options is None:
+        return False, False
+    if not stream:
+        bad_value("stream_options", "is set but stream is not true", "send stream: true or leave it out")
+    inner = Fields(options)
+    continuous = inner.boolean("continuous_usage_stats")
+    return inner.boolean("include_usage"), continuous
+
+
+def _echo(fields: Fields, kind: Kind) -> bool:
+    echo = fields.boolean("echo")
+    if echo and kind is Kind.CHAT:
+        unsupported("echo", "a chat answers with the new message only; use /v1/completions")
+    return echo
+
+
+def _cache_salt(fields: Fields) -> str | None:
+    salt = fields.string("cache_salt", 128)
+    if salt is not None and not _SALT.fullmatch(salt):
+        bad_value("cache_salt", "has characters it may not have", "use 1 to 128 of A-Z a-z 0-9 + / = _ -")
+    return salt
+
+
+def _template_options(fields: Fields, bounds: Bounds) -> tuple[tuple[str, str | int | bool], ...]:
+    """Switches such as Qwen3's enable_thinking; scalars only, and never a template."""
+    name = "chat_template_kwargs"
+    options = fields.mapping(name, 16) or {}
+    for key, value in options.items():
+        if not isinstance(key, str) or not key.isidentifier() or key.startswith("_") or len(key) > 64:
+            bad_value(name, f"has the key {shown(key)}", "keys must be plain names")
+        if key in ("messages", "tools", "documents", "add_generation_prompt", "chat_template"):
+            bad_value(name, f"contains {key}", "that one cannot be set here")
+        if isinstance(value, str) and len(value) <= bounds.max_label_chars:
+            check_text(name, value)
+        elif not isinstance(value, bool) and not (isinstance(value, int) and abs(value) <= INT64_MAX):
+            bad_value(name, f"has {shown(value)} for {key}", "values must be true, false, integers or short strings")
+    return tuple(sorted(options.items()))
+
+
+# ------------------------------------------------------------------------------------------------- known and not built
+
+
+def _refuse_unbuilt(fields: Fields) -> None:
+    """Refuses by name what this server knows of and does not do; the values that mean "off" pass."""
+    _refuse_formats(fields)
+    for name in ("tools", "functions"):
+        if fields.items(name, 128):
+            unsupported(name, "function calling is not built; leave it out or send an empty list")
+    for name in ("tool_choice", "function_call"):
+        if fields.take(name) not in (None, "none", "auto"):
+            unsupported(name, "function calling is not built; leave it out")
+    modalities = fields.items("modalities", 16)
+    if any(modality != "text" for modality in modalities):
+        unsupported("modalities", 'this server writes text only; send ["text"] or leave it out')
+    if fields.take("suffix") not in (None, ""):
+        unsupported("suffix", "insertion is not built; leave it out")
+    for name in _UNBUILT:
+        if fields.take(name) not in (None, False, [], {}):
+            unsupported(name, "leave it out")
+
+
+_UNBUILT = (
+    *("audio", "prediction", "web_search_options", "moderation", "documents", "chat_template", "use_beam_search"),
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "prompt_embeds"),
+    *("bad_words", "allowed_token_ids", "logits_processors", "truncate_prompt_tokens", "kv_transfer_params"),
+)
+
+
+def _refuse_formats(fields: Fields) -> None:
+    value: Any = fields.take("response_format")
+    if value is None or (isinstance(value, Mapping) and value.get("type") == "text"):
+        return
+    if isinstance(value, Mapping) and value.get("type") in ("json_object", "json_schema"):
+        unsupported("response_format", 'structured output is not built; send {"type": "text"} or leave it out')
+    raise InvalidRequestError(
+        f'response_format is {shown(value)}; it must be an object such as {{"type": "text"}}', param="response_format"
+    )

@@ -1,0 +1,254 @@
+"""What goes back to clients: OpenAI's objects as plain dicts, encoded once by `encode`. Shapes only, no decisions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headstart.core.errors import (
+    DrainingError,
+    EngineDeadError,
+    HeadstartError,
+    InvalidRequestError,
+    QueueFullError,
+)
+from headstart.server.generation import Delta, Generation, TokenEntry
+from headstart.server.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+_encoder = msgspec.json.Encoder()
+
+
+def encode(value: Any) -> bytes:
+    """Returns compact JSON on one line."""
+    return _encoder.encode(value)
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+_TYPE_OF_STATUS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+def error_object(message: str, *, status: int, code: str | None = None, param: str | None = None) -> Json:
+    """Returns OpenAI's error object; the type follows from the HTTP status."""
+    kind = _TYPE_OF_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_of(error: HeadstartError) -> tuple[int, Json]:
+    """Returns the HTTP status and the error object of one of our own exceptions. No other text ever reaches a client."""
+    if isinstance(error, InvalidRequestError):
+        status = 404 if error.code == "model_not_found" else 400
+        return status, error_object(str(error), status=status, code=error.code, param=error.param)
+    if isinstance(error, QueueFullError):
+        return 429, error_object(str(error), status=429, code="queue_full")
+    if isinstance(error, DrainingError):
+        return 503, error_object(str(error), status=503, code="draining")
+    if isinstance(error, EngineDeadError):
+        return 503, error_object("the engine has stopped; restart the server", status=503, code="engine_dead")
+    return 500, error_object("internal error", status=500, code="internal_error")
+
+
+# --------------------------------------------------------------------------------------------------------------- usage
+
+
+def usage(num_prompt_tokens: int, num_tokens: int, num_cached_tokens: int) -> Json:
+    """Returns the usage object; cached tokens are always told."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt_tokens + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
+
+
+def usage_of(generations: Sequence[Generation], n: int) -> Json:
+    """Returns the usage of one client request: its generations in order, the `n` choices of a prompt side by side.
+
+    A prompt counts once, however many choices share it, and so do its cached tokens: those of its first choice.
+    """
+    firsts = generations[::n]
+    return usage(
+        sum(generation.num_prompt_tokens for generation in firsts),
+        sum(generation.num_tokens for generation in generations),
+        sum(generation.num_cached_tokens for generation in firsts),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- completions
+
+
+def completion(head: Json, choices: list[Json], usage: Json) -> Json:
+    """Returns a whole /v1/completions answer; `head` is from `head_of`."""
+    return {**head, "object": "text_completion", "choices": choices, "usage": usage}
+
+
+def completion_chunk(head: Json, choices: list[Json], usage: Json | None = None) -> Json:
+    """Returns one event of a streamed /v1/completions answer."""
+    return {**head, "object": "text_completion", "choices": choices, "usage": usage}
+
+
+def completion_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool) -> Json:
+    """Returns a choice: of a chunk from its Delta, of a whole answer from `whole(generation)`."""
+    choice: Json = {
+        "index": index,
+        "text": delta.text,
+        "logprobs": completion_logprobs(delta.logprobs, tokenizer) if logprobs else None,
+        "finish_reason": delta.finish_reason,
+        "stop_reason": delta.stop_reason,
+    }
+    if token_ids:
+        choice["token_ids"] = delta.token_ids
+    return choice
+
+
+def completion_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> Json:
+    """Returns the completions API's format: four lists, one item per token."""
+    top: list[dict[str, float] | None] = []
+    for entry in entries:
+        alternatives = {} if entry.logprob is None else {token_name(tokenizer, entry.token_id): entry.logprob}
+        for token_id, logprob in entry.top:
+            alternatives.setdefault(token_name(tokenizer, token_id), logprob)
+        top.append(alternatives or None)
+    return {
+        "tokens": [token_name(tokenizer, entry.token_id) for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": top,
+        "text_offset": [entry.offset for entry in entries],
+    }
+
+
+def token_name(tokenizer: Tokenizer, token_id: int) -> str:
+    """Returns a token's text, or "bytes:\\xe2\\x80" where its bytes are no text, as OpenAI writes it."""
+    written = tokenizer.token_bytes(token_id)
+    try:
+        return written.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
+
+
+# ---------------------------------------------------------------------------------------------------------------- chat
+
+
+def chat_completion(head: Json, choices: list[Json], usage: Json) -> Json:
+    """Returns a whole /v1/chat/completions answer."""
+    return {**head, "object": "chat.completion", "choices": choices, "usage": usage}
+
+
+def chat_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool) -> Json:
+    """Returns a choice of a whole chat answer from `whole(generation)`."""
+    choice: Json = {
+        "index": index,
+        "message": {"role": "assistant", "content": delta.text, "refusal": None},
+        "logprobs": chat_logprobs(delta.logprobs, tokenizer) if logprobs else None,
+        "finish_reason": delta.finish_reason,
+        "stop_reason": delta.stop_reason,
+    }
+    if token_ids:
+        choice["token_ids"] = delta.token_ids
+    return choice
+
+
+def chat_chunk(head: Json, choices: list[Json], usage: Json | None = None) -> Json:
+    """Returns one event of a streamed chat answer."""
+    return {**head, "object": "chat.completion.chunk", "choices": choices, "usage": usage}
+
+
+def chat_first_choice(index: int) -> Json:
+    """Returns the choice that opens a streamed message: the role, and no text yet."""
+    delta = {"role": "assistant", "content": ""}
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def chat_chunk_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool) -> Json:
+    """Returns a choice of a streamed chat answer."""
+    choice: Json = {
+        "index": index,
+        "delta": {"content": delta.text} if delta.text else {},
+        "logprobs": chat_logprobs(delta.logprobs, tokenizer) if logprobs else None,
+        "finish_reason": delta.finish_reason,
+    }
+    if delta.finish_reason:
+        choice["stop_reason"] = delta.stop_reason
+    if token_ids:
+        choice["token_ids"] = delta.token_ids
+    return choice
+
+
+def chat_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> Json:
+    """Returns the chat API's format: an object per token, with its bytes."""
+    content = [
+        {
+            **_chat_token(tokenizer, entry.token_id, entry.logprob),
+            "top_logprobs": [_chat_token(tokenizer, token_id, logprob) for token_id, logprob in entry.top],
+        }
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> Json:
+    return {
+        "token": tokenizer.token_text(token_id),
+        "logprob": logprob,
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------- others
+
+
+def head_of(request_id: str, created: int, model: str) -> Json:
+    """Returns what every object of one answer repeats: id, created (seconds since 1970), model."""
+    return {"id": request_id, "created": created, "model": model, "system_fingerprint": None}
+
+
+def whole(generation: Generation) -> Delta:
+    """Returns a finished generation as one Delta."""
+    return Delta(
+        generation.text,
+        tuple(generation.token_ids),
+        tuple(generation.logprobs),
+        generation.finish_reason,
+        generation.stop_reason,
+        error=generation.error,
+    )
+
+
+def model_object(name: str, created: int, max_model_len: int) -> Json:
+    """Returns one model; `max_model_len` in tokens, as vLLM tells it."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "headstart",
+        "root": name,
+        "parent": None,
+        "max_model_len": max_model_len,
+    }
+
+
+def model_list(models: list[Json]) -> Json:
+    """Returns the answer of /v1/models."""
+    return {"object": "list", "data": models}
+
+
+def tokenize_answer(token_ids: Sequence[int], max_model_len: int, token_strs: list[str] | None) -> Json:
+    """Returns the answer of /tokenize."""
+    return {
+        "count": len(token_ids),
+        "max_model_len": max_model_len,
+        "tokens": list(token_ids),
+        "token_strs": token_strs,
+    }
+
+
+def detokenize_answer(text: str) -> Json:
+    """Returns the answer of /detokenize."""
+    return {"prompt": text}

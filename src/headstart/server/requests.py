@@ -1,0 +1,101 @@
+"""From a validated body to engine requests: tokens, one request per prompt and choice, isolation domain, seeds."""
+
+import hashlib
+from array import array
+from dataclasses import dataclass, replace
+
+from headstart.core.errors import InvalidRequestError, RequestTooLargeError
+from headstart.core.request import CacheMode, Request
+from headstart.server.bodies import ChatBody, CompletionBody, Prompt
+from headstart.server.params import INT64_MAX, Bounds, GenerationParams, fit
+from headstart.server.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a client request comes from: what its engine requests have in common beside the parameters."""
+
+    request_id: str  # ours, unique
+    arrival: float = 0.0  # seconds, the engine's clock
+    domain: bytes = b""  # isolation domain of the tenant
+
+
+def encode_completion(body: CompletionBody, tokenizer: Tokenizer, bounds: Bounds) -> "list[array[int]]":
+    """Returns one list of token ids per prompt. Thread-safe and slow for long texts: call it off the event loop."""
+    special = body.params.add_special_tokens
+    return [encode_prompt(prompt, tokenizer, bounds, special is None or special) for prompt in body.prompts]
+
+
+def encode_chat(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
+    """Returns the token ids of the rendered conversation; the template writes its own special tokens."""
+    text = tokenizer.render_chat(
+        body.messages,
+        add_generation_prompt=body.params.add_generation_prompt,
+        continue_final_message=body.params.continue_final_message,
+        options=dict(body.params.template_options),
+    )
+    try:
+        return encode_prompt(text, tokenizer, bounds, bool(body.params.add_special_tokens))
+    except InvalidRequestError as error:
+        error.param = "messages"
+        raise
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, bounds: Bounds, add_special_tokens: bool) -> "array[int]":
+    """Returns the token ids of one prompt, at least one. Raises InvalidRequestError.
+
+    A text that cannot fit however well it compresses is refused without being tokenized.
+    """
+    if isinstance(prompt, array):
+        return prompt
+    longest = tokenizer.max_token_chars
+    if longest and len(prompt) > bounds.max_model_len * longest:
+        raise RequestTooLargeError(
+            f"the prompt has {len(prompt)} characters; the model's context of {bounds.max_model_len} tokens holds at "
+            f"most {bounds.max_model_len * longest}: shorten the prompt",
+            param="prompt",
+        )
+    token_ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    if not token_ids:
+        raise InvalidRequestError("the prompt is empty: it has no tokens; send some text", param="prompt")
+    return token_ids
+
+
+def build_requests(
+    prompts: "list[array[int]]", params: GenerationParams, bounds: Bounds, origin: Origin
+) -> list[Request]:
+    """Returns len(prompts) * n engine requests, the n choices of a prompt side by side (choice index = position).
+
+    Raises RequestTooLargeError if a prompt and its output exceed the context. With a seed, choice i is seeded seed + i.
+    Whoever asks for log-probabilities of the prompt must have it computed, so such a request bypasses the cache.
+    """
+    requests: list[Request] = []
+    domain = narrow_domain(origin.domain, params.cache_salt)
+    for prompt in prompts:
+        sampling = fit(params, len(prompt), bounds)
+        for choice in range(params.n):
+            seeded = sampling if sampling.seed is None else replace(sampling, seed=_choice_seed(sampling.seed, choice))
+            single = len(prompts) * params.n == 1
+            requests.append(
+                Request(
+                    request_id=origin.request_id if single else f"{origin.request_id}-{len(requests)}",
+                    prompt=prompt,
+                    sampling=seeded,
+                    arrival=origin.arrival,
+                    domain=domain,
+                    priority=params.priority,
+                    cache=CacheMode.READ_WRITE if sampling.prompt_logprobs is None else CacheMode.BYPASS,
+                )
+            )
+    return requests
+
+
+def narrow_domain(domain: bytes, cache_salt: str | None) -> bytes:
+    """Returns the isolation domain inside the tenant's own that `cache_salt` names; a salt can only narrow sharing."""
+    if cache_salt is None:
+        return domain
+    return hashlib.sha256(b"salt" + len(domain).to_bytes(8, "little") + domain + cache_salt.encode()).digest()
+
+
+def _choice_seed(seed: int, choice: int) -> int:
+    return (seed + choice + INT64_MAX + 1) % (2 * (INT64_MAX + 1)) - INT64_MAX - 1

@@ -1,0 +1,67 @@
+"""StopStrings: finds the first stop string in a growing text, and says how much of the text is safe to show.
+
+One Knuth-Morris-Pratt automaton per stop string: constant work per character and string, and the answer does not
+depend on how the text is cut into tokens. The string whose last character comes first wins; of two that end together,
+the longer.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class StopMatch(NamedTuple):
+    """A stop string found: it occupies [start, end) of the whole text."""
+
+    text: str
+    start: int
+    end: int
+
+
+class StopStrings:
+    """The state of the search in one text."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._failures = [_failure_links(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)  # leading characters of each that end the text so far
+        self._length = 0
+
+    @property
+    def num_held(self) -> int:
+        """How many trailing characters may yet become part of a stop string."""
+        return max(self._matched, default=0)
+
+    def feed(self, text: str, *, armed: bool = True) -> StopMatch | None:
+        """Takes the next piece of text; the match at which to stop, if there is one. Not `armed`: nothing matches."""
+        if not self._stops:
+            return None
+        for char in text:
+            self._length += 1
+            for index, stop in enumerate(self._stops):
+                if self._advance(index, char) == len(stop):
+                    if armed:
+                        return StopMatch(stop, self._length - len(stop), self._length)
+                    self._matched[index] = self._failures[index][-1]
+        return None
+
+    def _advance(self, index: int, char: str) -> int:
+        stop, links, matched = self._stops[index], self._failures[index], self._matched[index]
+        while matched and stop[matched] != char:
+            matched = links[matched - 1]
+        if stop[matched] == char:
+            matched += 1
+        self._matched[index] = matched
+        return matched
+
+
+def _failure_links(pattern: str) -> list[int]:
+    """For each prefix, the length of its longest proper prefix that is also its suffix (Knuth, Morris, Pratt 1977)."""
+    links = [0] * len(pattern)
+    matched = 0
+    for index in range(1, len(pattern)):
+        while matched and pattern[index] != pattern[matched]:
+            matched = links[matched - 1]
+        if pattern[index] == pattern[matched]:
+            matched += 1
+        links[index] = matched
+    return links
