@@ -8,11 +8,10 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable
 
-from headstart.core.batch import Batch, Chunk, Row, StepResult
+from headstart.core.batch import Batch, Chunk, Output, Row, StepResult
 from headstart.core.engine import Engine
-from headstart.core.batch import Output
-from headstart.core.request import Request, SamplingParams
 from headstart.core.limits import Limits
+from headstart.core.request import Request, SamplingParams
 from headstart.core.scheduler import Scheduler
 
 VOCAB = 97

@@ -3,6 +3,7 @@
 from array import array
 
 import pytest
+
 from headstart.core.blocks import BlockPool
 from headstart.core.hashing import BlockHash, extend_hashes, root_hash
 

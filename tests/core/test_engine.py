@@ -1,6 +1,7 @@
 """The engine's own face: steps, outputs, statistics, what it tells the executor."""
 
 from checking import executor_of, expected_tokens, generate, make_engine, make_request, run
+
 from headstart.core.request import FinishReason
 
 

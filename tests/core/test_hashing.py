@@ -3,9 +3,10 @@
 from array import array
 
 import pytest
-from headstart.core.hashing import BlockHash, extend_hashes, pack, root_hash
 from hypothesis import given
 from hypothesis import strategies as st
+
+from headstart.core.hashing import BlockHash, extend_hashes, pack, root_hash
 
 ROOT = root_hash(b"model")
 

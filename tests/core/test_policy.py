@@ -1,6 +1,7 @@
 """Order of waiting, of running, and of giving way."""
 
 from checking import executor_of, generate, make_engine, make_request, run
+
 from headstart.core.policy import OrderedSequences, fcfs, priority
 from headstart.core.request import Sequence
 

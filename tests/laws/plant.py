@@ -9,12 +9,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from hypothesis import Phase, settings
+
 from headstart.core import kv_cache, scheduler
 from headstart.core.blocks import BlockPool
 from headstart.core.hashing import BlockHash
 from headstart.core.kv_cache import Hit, KVCache
 from headstart.core.scheduler import Scheduler
-from hypothesis import Phase, settings
 
 
 def double_free() -> None:

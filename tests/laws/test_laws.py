@@ -5,21 +5,22 @@ The checking executor catches every wrong, stale or missing block at the read; `
 
 from array import array
 
-from checking import CheckingExecutor, expected_tokens, executor_of, make_engine, make_request
+from checking import CheckingExecutor, executor_of, expected_tokens, make_engine, make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
 from headstart.core.batch import Batch
 from headstart.core.engine import Engine
 from headstart.core.limits import charge
 from headstart.core.request import CacheMode, Request, Status
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 BLOCK = 4
 
 
 def prompts(max_size: int = 24) -> st.SearchStrategy[list[int]]:
     """Prompts over a tree: few branches, so that prefixes are shared, whole blocks and parts of blocks."""
-    stems = st.sampled_from([list(range(12)), [7] * 8, list(range(8)) + [90], []])
+    stems = st.sampled_from([list(range(12)), [7] * 8, [*range(8), 90], []])
     return st.builds(lambda stem, tail: (stem + tail)[:max_size] or [1], stems, st.lists(st.integers(0, 2), max_size=9))
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 from checking import executor_of, expected_tokens, generate, make_engine, make_request, run
+
 from headstart.core.batch import Chunk
 from headstart.core.errors import ConfigError, RequestTooLargeError
 from headstart.core.limits import Limits, charge, chunk_len

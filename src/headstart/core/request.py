@@ -1,4 +1,4 @@
-"""What was asked (`SamplingParams`, `Request`: frozen) and what is happening (`Sequence`: mutable, the scheduler's own)."""
+"""What was asked (`SamplingParams`, `Request`: frozen) and what is happening (`Sequence`: mutable, the scheduler's)."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -92,8 +92,10 @@ class Sequence:
     num_cached_tokens: int = 0  # taken over at first admission; never changes after
     admitted: bool = False  # ever
     num_preemptions: int = 0
-    block_ids: list[int] = field(default_factory=list)  # block table
-    block_hashes: list[BlockHash] = field(default_factory=list)  # of full blocks, extended lazily, never recomputed
+    block_ids: list[int] = field(default_factory=list[int])  # block table
+    block_hashes: list[BlockHash] = field(
+        default_factory=list[BlockHash]
+    )  # of full blocks, extended lazily, never recomputed
     num_published_blocks: int = 0  # leading blocks that were taken over, or published, or lost to an equal one
 
     @property

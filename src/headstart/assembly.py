@@ -1,0 +1,127 @@
+"""Where the concrete pieces meet: options in, a running engine out. Imports torch; set the threads before (llm, cli)."""
+
+from pathlib import Path
+
+from headstart.bundled import BUNDLED_NAME, bundled_model
+from headstart.core.engine import Engine, EngineInfo
+from headstart.core.errors import ConfigError
+from headstart.core.limits import Limits
+from headstart.core.policy import POLICIES
+from headstart.core.scheduler import Scheduler
+from headstart.model.hub import resolve_model
+from headstart.model.loader import LoadedModel, load_model
+from headstart.model.runner import ModelRunner
+from headstart.model.sizing import (
+    KVPlan,
+    apply_threads,
+    check_weights_fit,
+    checkpoint_bytes,
+    memory,
+    plan_kv_pool,
+)
+from headstart.model.threads import prepare_threads
+from headstart.options import EngineOptions
+
+
+def build_engine(options: EngineOptions, *, cache_aware_accounting: bool = True) -> tuple[Engine, EngineInfo]:
+    """Loads the model (progress on stderr), sizes the KV pool, and puts scheduler and runner on it.
+
+    Raises ConfigError, in one line, for whatever cannot work. `cache_aware_accounting` is the benchmarks' switch, see
+    Scheduler.
+    """
+    check_options(options)
+    threads = prepare_threads(options.threads)
+    apply_threads(threads)
+    folder = model_folder(options)
+    loaded, plan, max_model_len = _load(options, folder)
+    runner = ModelRunner(loaded, num_blocks=plan.num_blocks, block_size=options.block_size, seed=options.seed)
+    scheduler = Scheduler(
+        plan.num_blocks,
+        options.block_size,
+        Limits(
+            max_batched_tokens=options.max_num_batched_tokens,
+            max_seqs=options.max_num_seqs,
+            max_model_len=max_model_len,
+            long_prefill_threshold=options.long_prefill_token_threshold,
+        ),
+        model=loaded.fingerprint,
+        enable_prefix_caching=options.enable_prefix_caching,
+        policy=options.scheduling_policy,
+        cache_aware_accounting=cache_aware_accounting,
+    )
+    info = EngineInfo(
+        model=str(folder),
+        served_name=_served_name(options.model),
+        vocab_size=loaded.vocab_size,
+        max_model_len=max_model_len,
+        block_size=options.block_size,
+        num_blocks=plan.num_blocks - 1,
+        kv_bytes=plan.kv_bytes,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        threads=threads,
+        attention_backend=loaded.attention_backend,
+        eos_token_ids=loaded.eos_token_ids,
+    )
+    return Engine(scheduler, runner), info
+
+
+def model_folder(options: EngineOptions) -> Path:
+    """The folder to load: the bundled model's if no model is named, else a folder, else a download from the hub."""
+    if not options.model:
+        return bundled_model()
+    return resolve_model(
+        options.model,
+        revision=options.revision,
+        token=options.hf_token,
+        offline=options.offline,
+        download_dir=options.download_dir,
+    )
+
+
+def check_options(options: EngineOptions) -> None:
+    """Raises ConfigError for values that no model could be served with; asked before anything is loaded."""
+    if options.block_size < 16 or options.block_size % 16:
+        raise ConfigError(f"block_size is {options.block_size}; it must be a multiple of 16")
+    if options.scheduling_policy not in POLICIES:
+        known = ", ".join(POLICIES)
+        raise ConfigError(f"scheduling_policy is {options.scheduling_policy!r}; known are {known}")
+    if options.max_model_len is not None and options.max_model_len < 2:
+        raise ConfigError(f"max_model_len is {options.max_model_len}; a prompt and an output token make 2 at least")
+    Limits(
+        max_batched_tokens=options.max_num_batched_tokens,
+        max_seqs=options.max_num_seqs,
+        long_prefill_threshold=options.long_prefill_token_threshold,
+    )
+
+
+def _load(options: EngineOptions, folder: Path) -> tuple[LoadedModel, KVPlan, int]:
+    """The model, the pool beside it, and the longest sequence; refuses before loading what cannot fit."""
+    device = options.device
+    before = memory("cuda" if device.startswith("cuda") else "cpu").available
+    check_weights_fit(checkpoint_bytes(folder, dtype=options.dtype), before)
+    loaded = load_model(folder, dtype=options.dtype, device=options.device, attention_backend=options.attention_backend)
+    on_gpu = loaded.device.type == "cuda"
+    # on a GPU nothing was measured before loading unless it was asked for: what is free now lacks the weights
+    available = memory(str(loaded.device)).available + loaded.weight_bytes if on_gpu else before
+    max_model_len = loaded.max_model_len if options.max_model_len is None else options.max_model_len
+    if max_model_len > loaded.max_model_len:
+        raise ConfigError(f"max_model_len is {max_model_len}, but the model knows {loaded.max_model_len} positions")
+    plan = plan_kv_pool(
+        kv_bytes_per_token=loaded.kv_bytes_per_token,
+        block_size=options.block_size,
+        weight_bytes=loaded.weight_bytes,
+        max_model_len=max_model_len,
+        available_bytes=available,
+        kv_cache_memory=options.kv_cache_memory,
+        num_blocks_override=options.num_gpu_blocks_override,
+        max_num_seqs=options.max_num_seqs,
+    )
+    return loaded, plan, max_model_len
+
+
+def _served_name(model: str) -> str:
+    """A hub id as it is; a folder by its own name, without the path that leads there."""
+    if not model:
+        return BUNDLED_NAME
+    return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model
