@@ -1,4 +1,4 @@
-"""Where the concrete pieces meet: options in, a running engine out. Imports torch; set the threads before (llm, cli)."""
+"""Where the concrete pieces meet: options in, a running engine out. Imports torch: prepare the threads before."""
 
 from pathlib import Path
 
