@@ -1,7 +1,7 @@
 """Request bodies: bytes -> JSON -> CompletionBody | ChatBody | TokenizeBody | DetokenizeBody, all validated.
 
-Knows shapes and limits, not tokens: prompts stay text or token ids as they were sent. Only InvalidRequestError comes out
-of here, whatever goes in.
+Knows shapes and limits, not tokens: prompts stay text or token ids as they were sent. Only InvalidRequestError comes
+out of here, whatever goes in.
 """
 
 import json

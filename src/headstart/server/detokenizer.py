@@ -1,7 +1,7 @@
 """Detokenizer: token ids -> text, one token at a time, never reading the prompt or the past again.
 
-Law: the pieces, joined, are what decoding everything at once adds to the text of the prompt. A piece is held back while a
-later token could still change it: a character whose bytes are not all there, a run of byte tokens that is not over.
+Law: the pieces, joined, are what decoding everything at once adds to the text of the prompt. A piece is held back while
+a later token could still change it: a character whose bytes are not all there, a run of byte tokens that is not over.
 """
 
 import codecs

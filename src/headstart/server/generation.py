@@ -1,8 +1,8 @@
 """Generation: what the engine says of one request (Output) becomes text, aligned tokens and an OpenAI finish reason.
 
-Text is shown only when nothing can change it: whole characters, and nothing that may yet become a stop string. Tokens and
-their log-probabilities come out together with the end of their text; in all, there is one entry per token, the one that
-ended the text included (as vLLM counts).
+Text is shown only when nothing can change it: whole characters, and nothing that may yet become a stop string. Tokens
+and their log-probabilities come out together with the end of their text; in all, there is one entry per token, the one
+that ended the text included (as vLLM counts).
 """
 
 from collections import deque

@@ -42,7 +42,7 @@ def error_object(message: str, *, status: int, code: str | None = None, param: s
 
 
 def error_of(error: HeadstartError) -> tuple[int, Json]:
-    """Returns the HTTP status and the error object of one of our own exceptions. No other text ever reaches a client."""
+    """Returns the HTTP status and the error object of one of our own exceptions; no other text reaches a client."""
     if isinstance(error, InvalidRequestError):
         status = 404 if error.code == "model_not_found" else 400
         return status, error_object(str(error), status=status, code=error.code, param=error.param)

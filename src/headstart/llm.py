@@ -1,0 +1,260 @@
+"""LLM: the engine in this very process, for scripts and notebooks.
+
+    from headstart import LLM
+
+    llm = LLM("Qwen/Qwen3-0.6B")
+    print(llm.generate("The capital of France is", {"max_tokens": 8, "temperature": 0})[0].text)
+
+Parameters have the names, limits and errors of the HTTP API (server/params.py). Importing this module does not import
+torch: building an LLM does, after the thread settings that torch reads on import.
+"""
+
+import dataclasses
+import importlib
+import itertools
+import signal
+import sys
+import threading
+from array import array
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from headstart.core.engine import Engine, EngineInfo
+from headstart.core.errors import ConfigError, InvalidRequestError, RequestTooLargeError
+from headstart.core.request import Request, SamplingParams
+from headstart.model.threads import prepare_threads
+from headstart.options import EngineOptions
+from headstart.progress import GenerationProgress
+from headstart.server.bodies import ChatBody, CompletionBody, check_depth, parse_messages, parse_prompts
+from headstart.server.fields import Fields
+from headstart.server.generation import Generation, TokenEntry
+from headstart.server.params import Bounds, GenerationParams, Kind, parse_params
+from headstart.server.requests import Origin, build_requests, encode_chat, encode_completion
+from headstart.server.tokenizer import Tokenizer
+
+Sampling = SamplingParams | Mapping[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Completion:
+    """What became of one prompt. With n > 1 this is the first choice, and `outputs` holds all of them, it included.
+
+    `finish_reason` is "stop", "length", or "error": then this prompt alone failed, `error` says why, and the others of
+    the batch are unharmed. `token_ids` includes the token that ended the text; `logprobs`, if asked for, has one entry
+    per token (and, before them, one per prompt token with `echo`).
+    """
+
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    num_cached_tokens: int  # of the prompt, taken over from the prefix cache
+    finish_reason: str
+    stop_reason: int | str | None = None
+    logprobs: list[TokenEntry] | None = None
+    error: str | None = None
+    outputs: tuple["Completion", ...] = ()  # of n choices, in order; () for n = 1
+
+
+class LLM:
+    """A loaded model and its engine. Not thread-safe; every call runs to its end and leaves the prefix cache warm."""
+
+    def __init__(self, model: str = "", **engine_options: Any) -> None:
+        """Loads `model`, a folder or hub id (empty: the bundled one). Options: `headstart.options.EngineOptions`.
+
+        Raises ConfigError for unknown options and for a model that cannot be served.
+        """
+        options = _engine_options(model, engine_options)
+        prepare_threads(options.threads)
+        engine, info = _build(options)
+        self._adopt(engine, info, Tokenizer.from_folder(info.model))
+
+    @classmethod
+    def from_engine(cls, engine: Engine, info: EngineInfo, tokenizer: Tokenizer) -> "LLM":
+        """Returns an LLM around an engine that exists already."""
+        llm = cls.__new__(cls)
+        llm._adopt(engine, info, tokenizer)
+        return llm
+
+    def _adopt(self, engine: Engine, info: EngineInfo, tokenizer: Tokenizer) -> None:
+        self.engine = engine
+        self.info = info
+        self.tokenizer = tokenizer
+        eos_token_ids = info.eos_token_ids or tokenizer.eos_token_ids
+        self._bounds = Bounds(info.vocab_size, info.max_model_len, eos_token_ids, max_prompts=sys.maxsize)
+        self._ids = (f"llm-{number}" for number in itertools.count())
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        sampling: Sampling = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Returns one Completion per prompt, in order. A prompt is a text or a list of token ids.
+
+        `sampling` is a SamplingParams or a mapping such as {"temperature": 0, "max_tokens": 64, "stop": ["\\n"]}, by
+        default {}. Raises InvalidRequestError before anything runs if any prompt or parameter is wrong. Ctrl-C aborts
+        all of them and leaves the engine usable.
+        """
+        params = self._params(sampling, Kind.COMPLETION)
+        body = CompletionBody(None, parse_prompts(prompts, self._bounds), params)
+        return self._run(encode_completion(body, self.tokenizer, self._bounds), params, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling: Sampling = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Returns one Completion per conversation, in order; one conversation (a list of messages) gives one.
+
+        As `generate`, but rendered by the model's chat template, and without max_tokens as long as the context allows.
+        """
+        params = self._params(sampling, Kind.CHAT)
+        several = bool(messages) and isinstance(messages[0], list | tuple)
+        prompts: list[array[int]] = []
+        for conversation in messages if several else [messages]:
+            check_depth(conversation)
+            body = ChatBody(None, parse_messages(conversation, self._bounds), params)
+            prompts.append(encode_chat(body, self.tokenizer, self._bounds))
+        return self._run(prompts, params, progress)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets everything that could be reused; False if something is still running."""
+        return self.engine.reset_prefix_cache()
+
+    def _params(self, sampling: Sampling, kind: Kind) -> GenerationParams:
+        params = parse_params(Fields(_plain_sampling(sampling, kind)), self._bounds, kind)
+        if params.ignored:
+            raise InvalidRequestError(
+                f"unknown sampling parameter {params.ignored[0]!r}; see the documentation of /v1/completions for names",
+                param=params.ignored[0],
+            )
+        if params.stream:
+            raise InvalidRequestError("stream works over HTTP only; leave it out", param="stream")
+        return params
+
+    def _run(self, prompts: "list[array[int]]", params: GenerationParams, progress: bool) -> list[Completion]:
+        batch = Origin(next(self._ids))
+        try:
+            requests = build_requests(prompts, params, self._bounds, batch)
+        except RequestTooLargeError as error:
+            longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
+            raise RequestTooLargeError(f"prompt {longest}: {error}", param=error.param, code=error.code) from None
+        generations = {request.request_id: Generation(self.tokenizer, request, params) for request in requests}
+        with GenerationProgress(len(requests), show=progress) as bar, _interruptible() as interrupted:
+            self._finish_all(requests, generations, bar, interrupted)
+        choices = [_completion(request, generations[request.request_id], params) for request in requests]
+        if params.n == 1:
+            return choices
+        groups = [choices[start : start + params.n] for start in range(0, len(choices), params.n)]
+        return [dataclasses.replace(group[0], outputs=tuple(group)) for group in groups]
+
+    def _finish_all(
+        self,
+        requests: list[Request],
+        generations: dict[str, Generation],
+        bar: GenerationProgress,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        """Steps the engine until every generation is finished; whatever goes wrong, nothing of it stays behind."""
+        unfinished: set[str] = set()
+        try:
+            for request in requests:
+                unfinished.add(request.request_id)
+                self.engine.add_request(request)
+            while unfinished:
+                for output in self.engine.step():
+                    generation = generations.get(output.request_id)
+                    if generation is None or output.request_id not in unfinished:
+                        continue
+                    delta = generation.update(output)
+                    bar.tokens(len(output.token_ids))
+                    if delta.must_abort:
+                        self.engine.abort(output.request_id)
+                    if delta.finish_reason is not None:
+                        unfinished.discard(output.request_id)
+                        bar.finished(generation.num_prompt_tokens, generation.num_cached_tokens)
+                assert self.engine.has_work or not unfinished, f"the engine forgot {len(unfinished)} requests"
+                if interrupted():
+                    raise KeyboardInterrupt
+        finally:
+            for request_id in unfinished:
+                self.engine.abort(request_id)
+
+
+def _build(options: EngineOptions) -> tuple[Engine, EngineInfo]:
+    assembly = importlib.import_module("headstart.assembly")  # brings torch, which reads the thread settings on import
+    return assembly.build_engine(options)
+
+
+def _engine_options(model: str, values: Mapping[str, Any]) -> EngineOptions:
+    aliases = {
+        field.metadata["alias"].replace("-", "_"): field.name
+        for field in dataclasses.fields(EngineOptions)
+        if "alias" in field.metadata
+    }
+    named = {aliases.get(name, name): value for name, value in values.items()}
+    known = {field.name for field in dataclasses.fields(EngineOptions)}
+    unknown = sorted(set(named) - known)
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}")
+    return EngineOptions(**{"model": model, **named})
+
+
+def _plain_sampling(sampling: Sampling, kind: Kind) -> Mapping[str, Any]:
+    """As a request body would say it: a SamplingParams is validated like anything else."""
+    if sampling is None:
+        return {}
+    if not isinstance(sampling, SamplingParams):
+        if not isinstance(sampling, Mapping):
+            raise InvalidRequestError("sampling must be a SamplingParams or a mapping of names to values")
+        check_depth(sampling)
+        return sampling
+    values = dataclasses.asdict(sampling)
+    values["logit_bias"] = dict(sampling.logit_bias)
+    if kind is Kind.CHAT:
+        wanted = values.pop("logprobs")
+        values |= {} if wanted is None else {"logprobs": True, "top_logprobs": wanted}
+    return values
+
+
+def _completion(request: Request, generation: Generation, params: GenerationParams) -> Completion:
+    assert generation.finish_reason is not None
+    return Completion(
+        prompt_token_ids=list(request.prompt),
+        text=generation.text,
+        token_ids=generation.token_ids,
+        num_cached_tokens=generation.num_cached_tokens,
+        finish_reason=generation.finish_reason,
+        stop_reason=generation.stop_reason,
+        logprobs=generation.logprobs if params.wants_logprobs else None,
+        error=generation.error,
+    )
+
+
+@contextmanager
+def _interruptible() -> Generator[Callable[[], bool]]:
+    """Turns Ctrl-C into a question asked between steps, since half a step would leave the engine in pieces.
+
+    A second Ctrl-C interrupts at once. Outside the main thread, where signals cannot be handled, nothing changes.
+    """
+    pressed = False
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
