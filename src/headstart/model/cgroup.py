@@ -1,0 +1,111 @@
+"""What the control group of this process grants: CPU quota and memory, v1 and v2, nested groups included.
+
+Reads files below `root` only (a fake tree in tests); standard library only, since it runs before torch is imported.
+A limit of any ancestor binds too, so every question takes the tightest answer from the group up to the mount point.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+SYSTEM = Path("/")
+_UNLIMITED_V1 = 1 << 60  # v1 writes "no limit" as the largest page-aligned 63-bit number
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGrant:
+    """Bytes of one group: its limit, and what of it cannot be given back (usage without inactive file cache)."""
+
+    limit: int
+    used: int
+
+
+def cpu_quota(root: Path = SYSTEM) -> float | None:
+    """Cores' worth of CPU time granted per period; None without a quota."""
+    quotas = [quota for folder, v2 in _folders("cpu", root) if (quota := _quota(folder, v2)) is not None]
+    return min(quotas, default=None)
+
+
+def memory_grants(root: Path = SYSTEM) -> list[MemoryGrant]:
+    """Every memory limit this process lives under, innermost first; empty without one."""
+    grants: list[MemoryGrant] = []
+    for folder, v2 in _folders("memory", root):
+        limit = _number(folder / ("memory.max" if v2 else "memory.limit_in_bytes"))
+        used = _number(folder / ("memory.current" if v2 else "memory.usage_in_bytes"))
+        if limit is None or used is None or limit >= _UNLIMITED_V1:
+            continue
+        # The kernel drops inactive file pages before it refuses memory: they are as good as free.
+        reclaimable = _stat(folder / "memory.stat", "inactive_file" if v2 else "total_inactive_file")
+        grants.append(MemoryGrant(limit, max(used - reclaimable, 0)))
+    return grants
+
+
+def _folders(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
+    """(folder, is v2) of the groups that control `controller`, from this process's own up to each mount point."""
+    groups = dict(_groups(root))
+    for mount_root, mount_point, fstype, options in _mounts(root):
+        v2 = fstype == "cgroup2"
+        if not v2 and controller not in options:
+            continue
+        group = groups.get("" if v2 else controller)
+        if group is None:
+            continue
+        top = root / mount_point.lstrip("/")
+        below = _relative(group, mount_root)
+        yield from ((top / part, v2) for part in (below, *below.parents))
+
+
+def _groups(root: Path) -> Iterator[tuple[str, str]]:
+    """(controller, or "" for v2; path of the group) from /proc/self/cgroup."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        for name in controllers.split(","):
+            yield name, path
+
+
+def _mounts(root: Path) -> Iterator[tuple[str, str, str, list[str]]]:
+    """(root, mount point, type, super options) of the cgroup mounts in /proc/self/mountinfo."""
+    for line in _lines(root / "proc/self/mountinfo"):
+        left, _, right = line.partition(" - ")
+        fields, kind = left.split(), right.split()
+        if len(fields) >= 5 and len(kind) >= 3 and kind[0] in ("cgroup", "cgroup2"):
+            yield fields[3], fields[4], kind[0], kind[2].split(",")
+
+
+def _relative(group: str, mount_root: str) -> PurePosixPath:
+    """The group's path below the mount; "." where the namespace hides it (the mount then *is* the group)."""
+    path = PurePosixPath(group)
+    if ".." not in path.parts and path.is_relative_to(mount_root):
+        return path.relative_to(mount_root)
+    return PurePosixPath(".")
+
+
+def _quota(folder: Path, v2: bool) -> float | None:
+    if v2:
+        words = " ".join(_lines(folder / "cpu.max")).split()
+    else:
+        words = [*_lines(folder / "cpu.cfs_quota_us"), *_lines(folder / "cpu.cfs_period_us")]
+    if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0:
+        return None  # "max", -1, or not there
+    return int(words[0]) / int(words[1])
+
+
+def _number(path: Path) -> int | None:
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None  # "max" is no limit
+
+
+def _stat(path: Path, key: str) -> int:
+    for line in _lines(path):
+        name, _, value = line.partition(" ")
+        if name == key and value.isdigit():
+            return int(value)
+    return 0
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []  # no such controller, or hidden from us

@@ -1,0 +1,79 @@
+"""Draws one token per row: temperature, min_p, top_k, top_p, then the inverse of the cumulative distribution.
+
+A filter cuts at a value, and ties with the last value kept are kept too; so the outcome never depends on the order in
+which a sort leaves equal values, nor on how many values were sorted because of other rows. Sums that decide something
+are cumulative sums along one row, which are the same however many rows there are (a plain sum of a single row may be
+split among threads).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headstart.core.request import SamplingParams
+
+_NUCLEUS_WIDTHS = (128, 4096)  # a real model's top_p set is nearly always within the first; else the row is sorted
+
+
+def draw(logits: Tensor, params: Sequence[SamplingParams], uniform: Sequence[float]) -> Tensor:
+    """Token ids [R] from float32 logits [R, V] (overwritten), with one number in [0, 1) per row."""
+    probs = likely(logits, params)
+    cumulative = probs.cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    share = torch.tensor(uniform, dtype=torch.float64).to(logits.device)
+    target = (total[:, 0].double() * share).to(total.dtype)[:, None]
+    token = torch.searchsorted(cumulative, target, right=True)  # never a token of probability 0
+    # Rounding can lift the target to the very end; the last token that has any probability is then meant.
+    last = torch.searchsorted(cumulative, total)
+    return torch.minimum(token, last)[:, 0]
+
+
+def likely(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Probabilities [R, V] after temperature, with everything that the filters exclude at 0; not normalised again.
+
+    Overwrites `logits`. Temperatures are above 0.
+    """
+    column = [[p.temperature] for p in params]
+    # The best logit becomes 0 first: any temperature is then harmless to it, and only to it.
+    logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(torch.tensor(column, device=logits.device))
+    probs = logits.softmax(dim=-1)
+    vocab_size = probs.shape[-1]
+    if any(p.min_p > 0 for p in params):
+        least = torch.tensor([[p.min_p] for p in params], device=probs.device) * probs.amax(dim=-1, keepdim=True)
+        probs.masked_fill_(probs < least, 0)
+    if rows := [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size]:
+        _cut(probs, rows, _top_k_floor(probs[rows], [params[i].top_k for i in rows]))
+    if rows := [i for i, p in enumerate(params) if p.top_p < 1]:
+        _cut(probs, rows, _top_p_floor(probs[rows], [params[i].top_p for i in rows]))
+    return probs
+
+
+def _cut(probs: Tensor, rows: list[int], floor: Tensor) -> None:
+    """Zeroes what lies below its row's floor; floor [len(rows), 1]."""
+    where = torch.tensor(rows, device=probs.device)
+    kept = probs.index_select(0, where)
+    probs.index_copy_(0, where, kept.masked_fill_(kept < floor, 0))
+
+
+def _top_k_floor(probs: Tensor, top_k: list[int]) -> Tensor:
+    """The k-th largest value of each row, [R, 1]."""
+    best = probs.topk(max(top_k), dim=-1).values
+    return best.gather(1, torch.tensor([[k - 1] for k in top_k], device=probs.device))
+
+
+def _top_p_floor(probs: Tensor, top_p: list[float]) -> Tensor:
+    """The smallest value of each row that is needed for the row's share `top_p` of its probability, [R, 1]."""
+    needed = torch.tensor([[p] for p in top_p], device=probs.device) * probs.cumsum(dim=-1)[:, -1:]
+    floor = torch.zeros_like(needed)
+    open_rows = torch.arange(len(top_p), device=probs.device)
+    for width in (*_NUCLEUS_WIDTHS, probs.shape[-1]):
+        width = min(width, probs.shape[-1])
+        best = probs[open_rows].topk(width, dim=-1).values
+        reached = best.cumsum(dim=-1)
+        at = (reached < needed[open_rows]).sum(dim=-1, keepdim=True)
+        floor[open_rows] = best.gather(1, at.clamp(max=width - 1))
+        open_rows = open_rows[at[:, 0] == width]
+        if not len(open_rows) or width == probs.shape[-1]:
+            break
+    return floor

@@ -1,0 +1,122 @@
+"""Edits a request makes to single logits: repetition, frequency and presence penalty, logit_bias, min_tokens.
+
+All are sparse, so the cost follows the tokens a request has seen, not the vocabulary. Ids are checked on the host, row
+by row, before anything is written: on a GPU a bad index would take the whole process down.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headstart.core.batch import Chunk
+
+Ids = npt.NDArray[np.int64]
+Amounts = npt.NDArray[np.float32]
+
+
+class _RowEdits(NamedTuple):
+    """What happens to one row: ids without repetition in each list of a pair."""
+
+    repeated: Ids  # divided (or, below zero, multiplied) by
+    repetition: float
+    penalised: Ids  # then lowered by
+    penalties: Amounts
+    biased: Ids  # then raised by
+    biases: Amounts
+    banned: Ids  # then impossible
+
+
+class LogitEdits:
+    """Applies the edits of many rows at once; remembers the distinct prompt tokens of penalised requests."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._prompt_ids: dict[str, Ids] = {}
+
+    def wanted(self, chunk: Chunk) -> bool:
+        """Whether this row has any edit to make. Changes nothing."""
+        s = chunk.sampling
+        penalised = s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0
+        return penalised or bool(s.logit_bias) or num_outputs(chunk) < s.min_tokens
+
+    def apply(self, logits: Tensor, chunks: Mapping[int, Chunk]) -> dict[int, str]:
+        """Edits `logits` [R, V] (float32) in place at the rows in `chunks`; rows that could not be, and why."""
+        errors: dict[int, str] = {}
+        edits: dict[int, _RowEdits] = {}
+        for row, chunk in chunks.items():
+            try:
+                edits[row] = self._row_edits(chunk)
+            except ValueError as error:
+                errors[row] = str(error)
+        repeated = {row: (e.repeated, np.full(len(e.repeated), e.repetition, np.float32)) for row, e in edits.items()}
+        for where, factor in _flat(repeated, logits):
+            old = logits[where]
+            logits[where] = torch.where(old > 0, old / factor, old * factor)
+        for where, amount in _flat({row: (e.penalised, -e.penalties) for row, e in edits.items()}, logits):
+            logits.index_put_(where, amount, accumulate=True)
+        for where, amount in _flat({row: (e.biased, e.biases) for row, e in edits.items()}, logits):
+            logits.index_put_(where, amount, accumulate=True)
+        banned = {row: (e.banned, np.full(len(e.banned), -np.inf, np.float32)) for row, e in edits.items()}
+        for where, amount in _flat(banned, logits):
+            logits[where] = amount
+        return errors
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forgets these requests; unknown ids are fine."""
+        for request_id in request_ids:
+            self._prompt_ids.pop(request_id, None)
+
+    def _row_edits(self, chunk: Chunk) -> _RowEdits:
+        s = chunk.sampling
+        outputs, counts = np.unique(np.asarray(chunk.history[chunk.num_prompt_tokens :]), return_counts=True)
+        repeated = np.union1d(self._prompt(chunk), outputs) if s.repetition_penalty != 1 else outputs[:0]
+        penalised = outputs if s.frequency_penalty != 0 or s.presence_penalty != 0 else outputs[:0]
+        penalties = s.frequency_penalty * counts[: len(penalised)] + s.presence_penalty
+        bias = dict(s.logit_bias)
+        # A stop id beyond the vocabulary (some tokenizers have them) can never be chosen: nothing to forbid.
+        unfinished = num_outputs(chunk) < s.min_tokens
+        banned = [i for i in s.stop_token_ids if unfinished and 0 <= i < self.vocab_size]
+        edits = _RowEdits(
+            repeated.astype(np.int64),
+            s.repetition_penalty,
+            penalised.astype(np.int64),
+            penalties.astype(np.float32),
+            np.array(list(bias), np.int64),
+            np.array(list(bias.values()), np.float32),
+            np.array(banned, np.int64),
+        )
+        self._check("a token of the request", edits.repeated)
+        self._check("a token of the request", edits.penalised)
+        self._check("logit_bias", edits.biased)
+        return edits
+
+    def _check(self, what: str, ids: Ids) -> None:
+        for bad in ids[(ids < 0) | (ids >= self.vocab_size)][:1]:
+            raise ValueError(f"{what} has id {bad}, but the model knows ids 0 to {self.vocab_size - 1}")
+
+    def _prompt(self, chunk: Chunk) -> Ids:
+        known = self._prompt_ids.get(chunk.request_id)
+        if known is None:
+            known = np.unique(np.asarray(chunk.history[: chunk.num_prompt_tokens])).astype(np.int64)
+            self._prompt_ids[chunk.request_id] = known
+        return known
+
+
+def num_outputs(chunk: Chunk) -> int:
+    """How many tokens the sequence has generated so far: the index of the one to choose now."""
+    return len(chunk.history) - chunk.num_prompt_tokens
+
+
+def _flat(per_row: Mapping[int, tuple[Ids, Amounts]], like: Tensor) -> Iterable[tuple[tuple[Tensor, Tensor], Tensor]]:
+    """One ((rows, ids), amounts) on `like`'s device for all rows together; nothing if there is nothing to do."""
+    if not any(len(ids) for ids, _ in per_row.values()):
+        return
+    rows = np.concatenate([np.full(len(ids), row, np.int64) for row, (ids, _) in per_row.items()])
+    columns = np.concatenate([ids for ids, _ in per_row.values()])
+    amounts = np.concatenate([amounts for _, amounts in per_row.values()])
+    to = like.device
+    yield (torch.from_numpy(rows).to(to), torch.from_numpy(columns).to(to)), torch.from_numpy(amounts).to(to)

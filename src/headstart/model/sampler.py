@@ -1,0 +1,147 @@
+"""Chooses the next token of every row of a batch: vectorised over rows, and each row as if it were alone.
+
+Order, as vLLM documents it: penalties, logit_bias, min_tokens; greedy rows take the best; the others go on with
+temperature, min_p, top_k, top_p and one draw. Log-probabilities are of the logits as they came from the model.
+
+A row's tokens depend on its logits, its parameters, its history and its key alone, never on its neighbours: the random
+number of output i is a hash of (key, i), filters cut at a *value* (ties of the last token kept are kept too, so the
+order of a sort never matters), and sums run in token order, row by row.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from headstart.core.batch import Chunk, Row, TokenLogprob
+from headstart.core.request import SamplingParams
+from headstart.model.draw import draw
+from headstart.model.logit_edits import LogitEdits, num_outputs
+
+_GREEDY_BELOW = 1e-5  # temperatures that differ from 0 in name only
+_LEAST_LOGPROB = -9999.0  # JSON has no -inf
+_SLICE_BYTES = 64 * 2**20  # of float32 log-probabilities held at once for a prompt
+
+
+class Sampler:
+    """Turns logits into rows. Keeps nothing about a request but its distinct prompt tokens, if it is penalised."""
+
+    def __init__(self, vocab_size: int, *, seed: int = 0) -> None:
+        self.vocab_size = vocab_size
+        self._seed = seed
+        self._edits = LogitEdits(vocab_size)
+
+    def sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
+        """One row per chunk, from logits [R, V] of any float type, which are not modified.
+
+        A row with NaN or +inf, with nothing but -inf, or with parameters that cannot be applied, comes back with
+        `error`; the others are as if it had not been there.
+        """
+        if logits.shape != (len(chunks), self.vocab_size):
+            raise ValueError(f"logits are {tuple(logits.shape)} for {len(chunks)} rows x {self.vocab_size} tokens")
+        best, ids = logits.max(dim=-1)  # NaN propagates, so `best` alone tells a poisoned row
+        errors = ["" if ok else "the model computed no finite logits" for ok in best.isfinite().tolist()]
+        edited = [i for i, chunk in enumerate(chunks) if not errors[i] and self._edits.wanted(chunk)]
+        drawn = [i for i, chunk in enumerate(chunks) if not errors[i] and not _is_greedy(chunk.sampling)]
+        if edited or drawn:
+            ids = self._choose(logits, chunks, edited, drawn, ids, errors)
+        chosen: list[int] = ids.tolist()
+        logprobs = _logprobs(logits, chosen, chunks, errors)
+        return [
+            Row(error=error) if error else Row((token,), logprobs.get(i, ()))
+            for i, (token, error) in enumerate(zip(chosen, errors, strict=True))
+        ]
+
+    def prompt_logprobs(self, logits: Tensor, chunk: Chunk, *, offset: int = 0) -> tuple[TokenLogprob, ...]:
+        """Entries for the next prompt token of each of the chunk's positions `[offset, offset + n)`, logits [n, V].
+
+        Positions whose next token is not a prompt token give none; `offset` lets a long chunk come in pieces.
+        Raises FloatingPointError if a logit is not finite: the row must fail, alone.
+        """
+        first = chunk.start + offset + 1
+        after = chunk.history[first : min(first + len(logits), chunk.num_prompt_tokens)].tolist()
+        num_top = chunk.sampling.prompt_logprobs or 0
+        step = max(_SLICE_BYTES // (4 * self.vocab_size), 1)
+        entries: list[TokenLogprob] = []
+        for at in range(0, len(after), step):
+            tokens = after[at : at + step]
+            rows = logits[at : at + len(tokens)]
+            if not rows.amax(dim=-1).isfinite().all():
+                raise FloatingPointError("the model computed no finite logits for a prompt token")
+            entries += _entries(rows, tokens, [num_top] * len(tokens))
+        return tuple(entries)
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forgets finished requests; unknown ids are fine."""
+        self._edits.drop(request_ids)
+
+    def _choose(
+        self,
+        logits: Tensor,
+        chunks: Sequence[Chunk],
+        edited: list[int],
+        drawn: list[int],
+        ids: Tensor,
+        errors: list[str],
+    ) -> Tensor:
+        """Token ids [R]: `ids` (the plain best) with edited and drawn rows replaced. Fills in `errors`."""
+        rows = sorted({*edited, *drawn})
+        picked = torch.tensor(rows, device=logits.device)
+        work = logits.index_select(0, picked).float()  # a copy, ours to change
+        where = {row: at for at, row in enumerate(rows)}
+        if edited:
+            failed = self._edits.apply(work, {where[i]: chunks[i] for i in edited})
+            for at, message in failed.items():
+                errors[rows[at]] = message
+            best, edited_ids = work.max(dim=-1)
+            ids = ids.index_copy(0, picked, edited_ids)
+            for at, ok in enumerate(best.isfinite().tolist()):
+                if not ok and not errors[rows[at]]:
+                    errors[rows[at]] = "logit_bias and min_tokens leave no token to choose"
+        drawn = [i for i in drawn if not errors[i]]
+        if drawn:
+            subset = work[[where[i] for i in drawn]]
+            uniform = [_uniform(self._key(chunks[i]), num_outputs(chunks[i])) for i in drawn]
+            tokens = draw(subset, [chunks[i].sampling for i in drawn], uniform)
+            ids = ids.index_copy(0, torch.tensor(drawn, device=ids.device), tokens)
+        return ids
+
+    def _key(self, chunk: Chunk) -> str:
+        seed = chunk.sampling.seed
+        return f"seed {seed}" if seed is not None else f"engine {self._seed} request {chunk.request_id}"
+
+
+def _is_greedy(sampling: SamplingParams) -> bool:
+    return sampling.temperature < _GREEDY_BELOW or sampling.top_k == 1
+
+
+def _uniform(key: str, index: int) -> float:
+    """The random number in [0, 1) of output `index`: 53 bits of a hash."""
+    digest = hashlib.blake2b(f"{key} output {index}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _logprobs(
+    logits: Tensor, chosen: list[int], chunks: Sequence[Chunk], errors: list[str]
+) -> dict[int, tuple[TokenLogprob, ...]]:
+    """Row -> its one entry, for the rows that ask."""
+    asked = {i: n for i, c in enumerate(chunks) if (n := c.sampling.logprobs) is not None and not errors[i]}
+    if not asked:
+        return {}
+    rows = logits[list(asked)]
+    entries = _entries(rows, [chosen[i] for i in asked], list(asked.values()))
+    return {i: (entry,) for i, entry in zip(asked, entries, strict=True)}
+
+
+def _entries(logits: Tensor, tokens: list[int], num_tops: list[int]) -> list[TokenLogprob]:
+    """Log-probability of one token of each row of logits [n, V], with its row's number of alternatives."""
+    logprobs = logits.float().log_softmax(dim=-1).clamp_(min=_LEAST_LOGPROB)
+    own: list[float] = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    width = min(max(num_tops), logits.shape[-1])
+    values, ids = logprobs.topk(width, dim=-1)
+    tops = [
+        sorted(zip(top_ids, top_values, strict=True), key=lambda top: (-top[1], top[0]))[:num]
+        for top_ids, top_values, num in zip(ids.tolist(), values.tolist(), num_tops, strict=True)
+    ]
+    return [TokenLogprob(token, value, tuple(top)) for token, value, top in zip(tokens, own, tops, strict=True)]
