@@ -84,16 +84,17 @@ def intent(
     plot: Plot = None,
 ) -> None:
     """900 shared and 100 own tokens in, 30 out, prefix caching off and on: TTFT, decode stall, highest request rate."""
-    from headstart.bench.intent import run_intent
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
-        from headstart.bench.intent_accuracy import AccuracyConfig
+        from headstart.bench.intent import run_intent
+        from headstart.bench.intent_accuracy import AccuracyConfig, bundled_answers
         from headstart.bench.intent_load import QUICK, IntentConfig
 
         config = QUICK if quick else IntentConfig(runs=runs, draws=draws, seconds=seconds)
         asked = accuracy if accuracy is not None else not model
         questions = AccuracyConfig(examples=min(examples, 40) if quick else examples) if asked else None
-        return run_intent(setup, config if load else None, questions, bar)
+        answer = bundled_answers(setup.threads, bar) if asked else None
+        return run_intent(setup, config if load else None, questions, bar, answer=answer)
 
     _run_on_model(bench, model, dtype, threads, seed, plot)
 
@@ -160,11 +161,11 @@ def _run_on_model(
     def on_model(bar: "Bar") -> "Report":
         count = prepare_threads(threads)
         from headstart.assembly import build_engine
-        from headstart.bench.engines import Setup
+        from headstart.bench.engines import BUNDLED, Setup
         from headstart.bench.models import find_model
 
         found = find_model(model, _cache_folder(), seed, bar)
-        return bench(Setup(build_engine, found, model or "bundled", dtype, count, seed), bar)
+        return bench(Setup(build_engine, found, model or BUNDLED, dtype, count, seed), bar)
 
     _finish(on_model, plot)
 

@@ -1,14 +1,16 @@
-"""The engines benchmarks run on: built from options, on a model that is made on the spot if it is only a shape's name."""
+"""What benchmarks on an engine need to know, and how they have one built."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from headstart.core.engine import Engine, EngineInfo
 from headstart.options import EngineOptions
 
 BuildEngine = Callable[..., tuple[Engine, EngineInfo]]
 """`assembly.build_engine`, or a fake of the same form: (options, *, cache_aware_accounting=True)."""
+
+BUNDLED = "bundled intent model"
+"""What reports call the model in the package."""
 
 
 @dataclass(frozen=True, slots=True)

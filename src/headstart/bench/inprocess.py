@@ -41,11 +41,12 @@ class Run:
 
     def problems(self, label: str) -> list[str]:
         """Why this run is not valid; nothing if it is."""
-        found = [f"{label}: {len(self.errors)} requests failed, the first with: {self.errors[0]}"] if self.errors else []
+        if self.errors:
+            return [f"{label}: {len(self.errors)} requests failed, the first with: {self.errors[0]}"]
         due = sum(record.prompt_tokens - record.cached_tokens + record.output_tokens - 1 for record in self.records)
-        if not found and not self.given_up and not self.preemptions and due != self.computed_tokens:
-            found.append(f"{label}: {self.computed_tokens} tokens computed, but the requests account for {due}")
-        return found
+        if due == self.computed_tokens or self.given_up or self.preemptions:
+            return []
+        return [f"{label}: {self.computed_tokens} tokens computed, but the requests account for {due}"]
 
 
 @dataclass(slots=True)

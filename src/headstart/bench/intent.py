@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from headstart.bench.engines import Setup, describe
+from headstart.bench.engines import BUNDLED, Setup, describe
+from headstart.bench.intent_accuracy import AccuracyConfig, Answer, measure_accuracy
 from headstart.bench.intent_load import NUM_BLOCKS, IntentBench, IntentConfig, Point
 from headstart.bench.progress import QUIET, Bar
 from headstart.bench.report import Chart, Report, Sheet, spread
@@ -11,11 +12,37 @@ from headstart.workload.record import RequestRecord, median, summarize
 Pair = dict[str, Any]  # side ("off", "on") -> figure
 
 
-def run_intent(setup: Setup, config: IntentConfig, bar: Bar = QUIET) -> Report:
-    """Measures latency, decode stall and the highest Poisson rate, with prefix caching off and on."""
-    bench = IntentBench(setup, config, bar)
-    bench.run()
-    return _report(bench)
+def run_intent(
+    setup: Setup,
+    config: IntentConfig | None,
+    questions: AccuracyConfig | None = None,
+    bar: Bar = QUIET,
+    *,
+    answer: Answer | None = None,
+) -> Report:
+    """Measures load on `setup`'s model (unless `config` is None) and answers of the bundled one (if asked)."""
+    if config is None:
+        report = Report("intent", {}, model=BUNDLED, seed=setup.seed, runs=1, threads=setup.threads)
+    else:
+        bench = IntentBench(setup, config, bar)
+        bench.run()
+        report = _report(bench) if bench.qps["on"] else _failed(bench)
+    if questions is not None:
+        assert answer is not None, "answers need somebody who answers"
+        accuracy = measure_accuracy(answer, questions, bar)
+        report.values.update(accuracy.values)
+        report.setup["accuracy_model"] = BUNDLED
+        report.setup["accuracy_dtype"] = "float32"
+        report.problems += accuracy.problems
+        report.sheets.append(_answers(accuracy.values))
+    return report
+
+
+def _failed(bench: IntentBench) -> Report:
+    """A report without figures: not even single requests came through."""
+    setup = bench.setup
+    problems = list(dict.fromkeys(bench.problems))
+    return Report("intent", {}, model=setup.label, seed=setup.seed, runs=0, threads=setup.threads, problems=problems)
 
 
 def _report(bench: IntentBench) -> Report:
@@ -120,6 +147,15 @@ def _figures(report: Report) -> Sheet:
         ("figure", "caching off", "caching on", "ratio"),
         tuple((name, values[key.format("off")], values[key.format("on")], values.get(r)) for name, key, r in rows),
     )
+
+
+def _answers(values: dict[str, Any]) -> Sheet:
+    columns = ("bundled model, float32", "caching off", "caching on")
+    rows = (
+        ("exact answers", values["accuracy_off"], values["accuracy_on"]),
+        ("prompt tokens cached", 0.0, values["cached_share"]),
+    )
+    return Sheet(f"{values['examples']} held-out sentences, {values['preambles']} preambles", columns, rows)
 
 
 def _points(bench: IntentBench) -> Sheet:

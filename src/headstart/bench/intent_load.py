@@ -5,7 +5,7 @@ sent one at a time, off and on in turns; then come Poisson arrivals. `intent.py`
 """
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil, floor
 from random import Random
 
@@ -114,8 +114,10 @@ class IntentBench:
         }
 
     def run(self) -> None:
-        """Measures everything; some minutes."""
+        """Measures everything; some minutes. Stops after the unloaded requests if those fail already."""
         self._measure_unloaded()
+        if self.problems:
+            return
         for draw in range(self.config.draws):
             for name in self.sides:
                 self.loaded[name].append(self._measure_point(name, self.load_rate, draw))

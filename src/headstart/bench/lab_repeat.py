@@ -1,4 +1,4 @@
-"""Lab: the same prompt again. All its blocks are cached, so exactly one token is computed: the one whose logits count."""
+"""Lab: the same prompt again. Every block is cached; the one token computed is the last, for the sake of its logits."""
 
 from random import Random
 from typing import Any

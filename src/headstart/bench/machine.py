@@ -73,6 +73,7 @@ class ContentionLog:
         return {
             "other_cores_max": round(max(known), 3) if known else None,
             "contended_runs": sum(share > CONTENDED_ABOVE for share in known),
+            "measurements": len(self.kept),
             "repeated_runs": self.repeated,
         }
 

@@ -1,4 +1,4 @@
-"""An executor without a model: what an engine costs when computing costs nothing, and the double of a real one in tests."""
+"""An executor without a model: for measuring what an engine costs when computing costs nothing, and for tests."""
 
 import time
 from array import array

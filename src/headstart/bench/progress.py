@@ -1,6 +1,6 @@
 """One progress bar on stderr, for everything that may take longer than two seconds."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -28,8 +28,9 @@ QUIET = Bar(None)
 
 
 @contextmanager
-def progress_bar() -> Iterator[Bar]:
-    """A bar on stderr that is gone when the block ends, so that only results stay on the screen."""
+def progress_bar() -> Generator[Bar, None, None]:
+    """A bar on stderr that is gone when the block ends; silent unless stderr is a terminal."""
+    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         yield Bar(progress)

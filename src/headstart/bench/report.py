@@ -1,6 +1,6 @@
 """The contract of every benchmark: a table for people on stderr, one JSON document as the last line of stdout.
 
-An invalid run (outputs differ, tokens do not add up, server errors) still prints everything, says why, and exits with 1.
+An invalid run (outputs differ, tokens do not add up, server errors) still prints all it has, says why and exits with 1.
 """
 
 import json
@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -109,10 +110,8 @@ def check_plot(plot: Path | None) -> None:
     """Raises ConfigError before anything is measured if a plot is asked for and cannot be drawn."""
     if plot is None:
         return
-    try:
-        import matplotlib  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib, which is not installed; pip install 'headstart[plots]'") from error
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib, which is not installed; pip install 'headstart[plots]'")
     if not plot.parent.is_dir():
         raise ConfigError(f"--plot {plot}: there is no folder {plot.parent}")
 

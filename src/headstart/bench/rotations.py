@@ -7,6 +7,7 @@ cached tokens are charged to the step's budget although nobody computes them.
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import nan
 from random import Random
 from typing import Any
 
@@ -108,7 +109,7 @@ def _measure_one_token(
         requests = make_requests(prompts, _greedy(config.decode_steps + 1), "t" + next(names))
         run = drive(engine, requests, bar=bar if number else QUIET)
         seconds = [step.seconds for step in run.steps if step.computed_tokens == len(prompts)]
-        if number:  # the first round warms up
+        if number and len(seconds) > 1:  # the first round warms up; failed rounds have no such steps
             passes.one_token.append(seconds[0])
             passes.decode += seconds[1:]
 
@@ -128,8 +129,9 @@ def _report(setup: Setup, config: RotationsConfig, info: EngineInfo, passes: _Pa
         "one_token_step_s": passes.one_token,
         "decode_step_s": passes.decode,
     }
-    middle = {key: median(values) for key, values in series.items()}
-    differing = sum(_differing(passes.cold[0].outputs, run.outputs) for run in passes.cold + passes.warm + passes.unaware)
+    middle = {key: median(values) if values else nan for key, values in series.items()}
+    every = passes.cold + passes.warm + passes.unaware
+    differing = sum(_differing(passes.cold[0].outputs, run.outputs) for run in every)
     values: dict[str, Any] = {
         "cold_s": middle["cold_s"],
         "warm_s": middle["warm_s"],
@@ -153,7 +155,7 @@ def _report(setup: Setup, config: RotationsConfig, info: EngineInfo, passes: _Pa
         seed=setup.seed,
         runs=config.runs,
         threads=info.threads,
-        spread={key: spread(found) for key, found in series.items()},
+        spread={key: spread(found) for key, found in series.items() if found},
         setup={
             "requests": config.requests,
             "prompt_tokens": config.length,

@@ -1,0 +1,85 @@
+"""A setup whose engines are real but for the executor, which computes nothing."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from headstart.bench.engines import Setup
+from headstart.bench.nullexec import NullExecutor
+from headstart.core.batch import Batch, Row, StepResult
+from headstart.core.engine import Engine, EngineInfo
+from headstart.core.limits import Limits
+from headstart.core.scheduler import Scheduler
+from headstart.options import EngineOptions
+
+VOCAB_SIZE = 1000
+
+
+class FailingExecutor(NullExecutor):
+    """Every row fails alone."""
+
+    def execute(self, batch: Batch) -> StepResult:
+        return StepResult(tuple(Row(error="planted") for _ in batch.chunks), 0.0)
+
+
+class ForgetfulExecutor(NullExecutor):
+    """Never samples the same token twice, as if KV had been mixed up."""
+
+    def execute(self, batch: Batch) -> StepResult:
+        rows = super().execute(batch).rows
+        self.vocab_size += 1
+        return StepResult(rows, 0.0)
+
+
+def build_with(executor: type[NullExecutor], info: dict[str, object]) -> Callable[..., tuple[Engine, EngineInfo]]:
+    """A stand-in for `assembly.build_engine`."""
+
+    def build(options: EngineOptions, *, cache_aware_accounting: bool = True) -> tuple[Engine, EngineInfo]:
+        num_blocks = (options.num_gpu_blocks_override or 256) + 1
+        limits = Limits(options.max_num_batched_tokens, options.max_num_seqs, max_model_len=2048)
+        scheduler = Scheduler(
+            num_blocks,
+            options.block_size,
+            limits,
+            enable_prefix_caching=options.enable_prefix_caching,
+            cache_aware_accounting=cache_aware_accounting,
+        )
+        engine = Engine(scheduler, executor(num_blocks, options.block_size, VOCAB_SIZE))
+        described = EngineInfo(
+            model="",
+            served_name="null",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=2048,
+            block_size=options.block_size,
+            num_blocks=num_blocks - 1,
+            kv_bytes=0,
+            dtype="float32",
+            device="cpu",
+            threads=1,
+            attention_backend="none",
+            eos_token_ids=(),
+        )
+        return engine, replace(described, **info)
+
+    return build
+
+
+@pytest.fixture
+def make_setup() -> Callable[..., Setup]:
+    """Setup on engines without a model; `executor` may be a broken one, other keywords change the EngineInfo."""
+
+    def make(executor: type[NullExecutor] = NullExecutor, **info: object) -> Setup:
+        return Setup(build_with(executor, info), model="", label="null", threads=1, seed=7)
+
+    return make
+
+
+@pytest.fixture
+def failing() -> type[NullExecutor]:
+    return FailingExecutor
+
+
+@pytest.fixture
+def forgetful() -> type[NullExecutor]:
+    return ForgetfulExecutor
