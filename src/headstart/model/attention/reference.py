@@ -1,0 +1,162 @@
+"""Attention in plain ATen: gather the pages, two batched matmuls and a softmax. The oracle of every other backend.
+
+Runs on any device. Queries of one kv head are folded into the rows of its matmul, so grouped heads read KV once. A full
+mask is never made: decode rows mask their last page, prefills go through tiles of queries. On CPU this form beats the
+fused flash operator (prefill of 1000 tokens in bf16: 13 against 22 ms; decode of 48 x 1025: 4 against 8 ms).
+"""
+
+import torch
+from torch import Tensor
+
+from headstart.model.attention.plan import Bucket, Plan, Prefill, make_plan
+from headstart.model.kv import KVShape, PagedKV
+from headstart.model.step import StepInputs
+
+TILE_SCORES = 2 << 20  # scores held at a time in a prefill
+MIN_TILE = 16  # query rows
+
+
+class ReferenceAttention:
+    """Owns the KV of one model; see `AttentionBackend`."""
+
+    def __init__(
+        self, shape: KVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.kv = PagedKV(shape, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
+        self._scratch = torch.empty(
+            0, dtype=dtype, device=device
+        )  # reused: fresh pages of memory cost more than the copy
+
+    def begin(self, step: StepInputs) -> "ReferenceStep":
+        return ReferenceStep(self, step)
+
+    def gather(self, layer: int, pages: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of `pages`, [Hkv * batch, S, D] each; valid until the next gather."""
+        shape, block_size = self.kv.shape, self.kv.block_size
+        width = block_size * shape.head_dim
+        if self._scratch.numel() < pages.numel() * width:
+            self._scratch = self._scratch.new_empty(pages.numel() * width)
+        gathered = self._scratch[: pages.numel() * width].view(-1, width)
+        torch.index_select(self.kv.layers[layer].view(-1, width), 0, pages, out=gathered)
+        keys, values = gathered.view(2, shape.num_kv_heads * batch, -1, shape.head_dim).unbind(0)
+        return keys, values
+
+
+class ReferenceStep:
+    """The attention of one step; plans are made on first use of each window."""
+
+    def __init__(self, backend: ReferenceAttention, step: StepInputs) -> None:
+        self._backend, self._step = backend, step
+        self._plans: dict[int | None, Plan] = {}
+
+    def __call__(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        step = self._step
+        if step.written is not None:
+            keys, values = keys[step.written], values[step.written]
+        self._backend.kv.write(layer, keys, values, step.slots)
+        plan = self._plans.get(window)
+        if plan is None:
+            plan = self._plans[window] = make_plan(step, self._backend.kv, window)
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        if plan.tokens is not None:
+            out[plan.tokens] = self._decode(layer, queries[plan.tokens], plan, scale, softcap)
+        for prefill in plan.prefills:
+            rows = slice(prefill.begin, prefill.end)
+            self._prefill(layer, queries[rows], out[rows], prefill, window, scale, softcap)
+        return out
+
+    def _decode(self, layer: int, queries: Tensor, plan: Plan, scale: float, softcap: float | None) -> Tensor:
+        """Queries [Rd, Hq, D] in the plan's order -> [Rd, Hq, D]."""
+        num_rows, num_heads, head_dim = queries.shape
+        num_kv_heads = self._backend.kv.shape.num_kv_heads
+        folded = queries.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1)  # [Hkv, Rd, G, D]
+        parts = [
+            self._bucket(layer, folded[:, b.begin : b.end], b, scale, softcap, bool(plan.groups)) for b in plan.buckets
+        ]
+        out = parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts], dim=1)
+        if plan.groups:
+            own = torch.cat([part[1] for part in parts if part[1] is not None], dim=1)
+            for group in plan.groups:
+                rows = folded[:, group.rows].reshape(num_kv_heads, -1, head_dim)
+                keys, values = self._backend.gather(layer, group.pages, 1)
+                scores = _scores(rows, keys, scale, softcap)
+                lse = torch.logsumexp(scores.float(), -1, keepdim=True)
+                shape = (num_kv_heads, len(group.rows), -1)
+                prefix = _weighted(scores, values).view(*shape, head_dim)
+                weight = torch.sigmoid(own[:, group.rows] - lse.view(*shape, 1))
+                out[:, group.rows] = torch.lerp(prefix.float(), out[:, group.rows].float(), weight).to(out.dtype)
+        return out.transpose(0, 1).reshape(num_rows, num_heads, head_dim)
+
+    def _bucket(
+        self, layer: int, folded: Tensor, bucket: Bucket, scale: float, softcap: float | None, want_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Folded queries [Hkv, rows, G, D] -> outputs of that shape, and log-sum-exp [Hkv, rows, G, 1] in fp32."""
+        heads, rows, group, head_dim = folded.shape
+        keys, values = self._backend.gather(layer, bucket.pages, rows)
+        scores = _scores(folded.reshape(heads * rows, group, head_dim), keys, scale, softcap)
+        if bucket.masked is not None:
+            scores.view(heads, rows, group, -1).masked_fill_(bucket.masked, float("-inf"))
+        lse = torch.logsumexp(scores.float(), -1).view(heads, rows, group, 1) if want_lse else None
+        return _weighted(scores, values).view(heads, rows, group, head_dim), lse
+
+    def _prefill(
+        self,
+        layer: int,
+        queries: Tensor,
+        out: Tensor,
+        prefill: Prefill,
+        window: int | None,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        """Fills `out` [n, Hq, D] for one chunk, tile by tile of its queries."""
+        num_rows, num_heads, head_dim = queries.shape
+        heads = self._backend.kv.shape.num_kv_heads
+        group = num_heads // heads
+        keys, values = self._backend.gather(layer, prefill.pages, 1)
+        folded = queries.view(num_rows, heads, group, head_dim).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
+        folded_out = out.view(num_rows, heads, group, head_dim).permute(1, 2, 0, 3)
+        span = prefill.start + num_rows - prefill.first_key if window is None else window + MIN_TILE
+        tile = max(MIN_TILE, TILE_SCORES // (num_heads * span))
+        for begin in range(0, num_rows, tile):
+            end = min(begin + tile, num_rows)
+            first = prefill.start + begin - prefill.first_key  # index of the tile's first own key
+            low = 0 if window is None else max(0, first - window + 1)
+            high = first + end - begin
+            rows = folded[:, :, begin:end].reshape(heads, -1, head_dim)
+            scores = _scores(rows, keys[:, low:high], scale, softcap)
+            _mask_tile(scores.view(heads * group, end - begin, high - low), window)
+            weighted = _weighted(scores, values[:, low:high])
+            folded_out[:, :, begin:end] = weighted.view(heads, group, end - begin, head_dim)
+
+
+def _mask_tile(scores: Tensor, window: int | None) -> None:
+    """Hides from row i of `scores` [B, m, S] the keys behind its own, S - m + i, and those that left its window."""
+    rows, keys = scores.shape[-2:]
+    ones = torch.ones(rows, rows, dtype=torch.bool, device=scores.device)
+    scores[..., keys - rows :].masked_fill_(ones.triu_(1), float("-inf"))
+    if window is not None and keys > window:
+        own = torch.arange(keys - rows, keys, device=scores.device)[:, None]
+        gone = torch.arange(keys, device=scores.device) <= own - window
+        scores.masked_fill_(gone, float("-inf"))
+
+
+def _scores(queries: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Scaled scores [B, M, S] of queries [B, M, D] and keys [B, S, D]."""
+    scores = torch.baddbmm(queries.new_empty(1, 1, 1), queries, keys.transpose(1, 2), beta=0, alpha=scale)
+    return scores if softcap is None else torch.tanh_(scores.div_(softcap)).mul_(softcap)
+
+
+def _weighted(scores: Tensor, values: Tensor) -> Tensor:
+    """Values [B, S, D] weighted by the softmax of scores [B, M, S], which is computed in fp32 inside."""
+    return torch.bmm(torch.softmax(scores, -1), values)

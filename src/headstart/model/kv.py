@@ -1,0 +1,79 @@
+"""PagedKV: the keys and values of all blocks, and the one canonical form in which a block leaves the process.
+
+Head-major in memory - [keys | values, kv heads, blocks, block_size, head_dim] per layer - so that gathered pages of a head
+are contiguous and attention is a plain batched matmul. Zero at birth: a masked slot still multiplies 0 by what it holds.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WIDE_BYTES = 16  # indexed writes cost per element, so they move elements of this size where heads allow it
+
+
+class KVShape(NamedTuple):
+    """What one token leaves behind: keys and values of `num_layers` x `num_kv_heads` x `head_dim`."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's keys and values."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+class PagedKV:
+    """KV of `num_blocks` blocks of `block_size` tokens; block 0 is never written and stays zero."""
+
+    def __init__(
+        self, shape: KVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shape, self.num_blocks, self.block_size, self.dtype = shape, num_blocks, block_size, dtype
+        self.device = device
+        size = (2, shape.num_kv_heads, num_blocks, block_size, shape.head_dim)
+        self.layers = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+        row_bytes = shape.head_dim * dtype.itemsize
+        wide = torch.complex128 if row_bytes % WIDE_BYTES == 0 else dtype
+        self._wide = wide
+        flat = (shape.num_kv_heads, num_blocks * block_size, shape.head_dim)
+        self._slots = [(layer[0].view(flat).view(wide), layer[1].view(flat).view(wide)) for layer in self.layers]
+
+    @property
+    def layer_token_bytes(self) -> int:
+        """Bytes of one token in one layer."""
+        return 2 * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Stores `keys` and `values` [W, Hkv, D] at `slots` [W] of one layer."""
+        key_slots, value_slots = self._slots[layer]
+        key_slots.index_copy_(1, slots, self._widened(keys))
+        value_slots.index_copy_(1, slots, self._widened(values))
+
+    def read_block(self, block_id: int) -> bytes:
+        """One block in canonical form: for each layer keys, then values, each [block_size, kv heads, head_dim]."""
+        block = torch.stack([layer[:, :, block_id] for layer in self.layers]).transpose(2, 3)
+        return block.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+
+    def write_block(self, block_id: int, data: bytes) -> None:
+        """Takes a block in canonical form. Raises ValueError for a wrong length."""
+        heads, head_dim = self.shape.num_kv_heads, self.shape.head_dim
+        expected = self.block_size * self.shape.token_bytes(self.dtype)
+        if len(data) != expected:
+            raise ValueError(f"a block of this model has {expected} bytes, got {len(data)}")
+        flat = torch.frombuffer(bytearray(data), dtype=self.dtype)
+        block = flat.view(len(self.layers), 2, self.block_size, heads, head_dim).transpose(2, 3)
+        for layer, content in zip(self.layers, block, strict=True):
+            layer[:, :, block_id] = content
+
+    def zero_blocks(self, block_ids: Sequence[int]) -> None:
+        """Clears blocks whose content may not be finite."""
+        if block_ids:
+            chosen = torch.tensor(list(block_ids), dtype=torch.int64, device=self.layers[0].device)
+            for layer in self.layers:
+                layer.index_fill_(2, chosen, 0)
+
+    def _widened(self, heads: Tensor) -> Tensor:
+        return (heads if heads.dtype == self._wide else heads.contiguous().view(self._wide)).transpose(0, 1)

@@ -1,0 +1,113 @@
+"""load_model: a folder in Hugging Face's layout becomes a model in memory, with all a front end must know of it.
+
+The Llama family goes to the compact decoder, other decoders to Transformers; what cannot be served right is refused with
+a ConfigError that names it.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headstart.core.errors import ConfigError
+from headstart.model.attention.base import resolve_backend
+from headstart.model.config import (
+    NATIVE_ARCHITECTURES,
+    architecture_of,
+    eos_token_ids,
+    parse_config,
+    read_json,
+    refuse_quantised,
+)
+from headstart.model.decoder import LanguageModel, load_decoder
+from headstart.model.kv import KVShape
+from headstart.model.transformers_model import load_transformers
+from headstart.model.weights import Checkpoint, LoadingBar
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model ready to run, and what it needs: sizes in bytes, lengths in tokens."""
+
+    folder: Path
+    architecture: str
+    model: LanguageModel
+    dtype: torch.dtype
+    device: torch.device
+    kv_shape: KVShape
+    vocab_size: int  # rows of the logits
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    weight_bytes: int
+    fingerprint: bytes  # of weights, config, dtype: equal exactly if KV may be shared
+    attention_backend: str
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values one token leaves in the pool."""
+        return self.kv_shape.token_bytes(self.dtype)
+
+
+def load_model(
+    folder: Path, *, dtype: str = "auto", device: str = "auto", attention_backend: str = "auto"
+) -> LoadedModel:
+    """Loads the model in `folder`, with progress on stderr. Raises ConfigError for what cannot be served."""
+    raw = read_json(folder / "config.json")
+    architecture = architecture_of(raw)
+    refuse_quantised(raw)
+    chosen_dtype, chosen_device = resolve_dtype(dtype, raw), resolve_device(device)
+    backend = resolve_backend(attention_backend)
+    native = parse_config(raw) if architecture in NATIVE_ARCHITECTURES else None
+    checkpoint = Checkpoint(folder)
+    if native is None:
+        model = breadth = load_transformers(folder, raw, chosen_dtype, chosen_device)
+        shape, vocab_size, max_model_len = breadth.kv_shape, breadth.vocab_size, breadth.max_model_len
+    else:
+        with LoadingBar(checkpoint.num_bytes, f"Loading {folder.name}") as bar, checkpoint.reading(bar.advance):
+            model = load_decoder(native, checkpoint, chosen_dtype, chosen_device)
+        shape = KVShape(native.num_layers, native.num_kv_heads, native.head_dim)
+        vocab_size, max_model_len = native.vocab_size, native.max_model_len
+    identity = json.dumps(raw, sort_keys=True).encode()
+    return LoadedModel(
+        folder=folder,
+        architecture=architecture,
+        model=model,
+        dtype=chosen_dtype,
+        device=chosen_device,
+        kv_shape=shape,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids(folder, raw),
+        weight_bytes=model.weight_bytes,
+        fingerprint=checkpoint.fingerprint(identity, str(chosen_dtype).encode()),
+        attention_backend=backend,
+    )
+
+
+def resolve_dtype(dtype: str, config: dict[str, Any]) -> torch.dtype:
+    """The dtype to compute in; "auto" is the checkpoint's, float16 becoming bfloat16 (same size, no overflow)."""
+    if dtype == "auto":
+        stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+        return torch.float32 if stored == "float32" else torch.bfloat16
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not supported; choose auto, {' or '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device to run on; "auto" is cuda where there is one. Raises ConfigError if it is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"device {device!r} is not known; choose auto, cpu or cuda[:N]") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {device!r} is not supported; choose auto, cpu or cuda[:N]")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    return chosen

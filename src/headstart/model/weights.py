@@ -1,0 +1,185 @@
+"""Checkpoint: the safetensors of a model folder, single or sharded, read by name with their shape checked.
+
+Never reads pickles. Tensors are copied out of a memory map one by one, so the peak is the model plus one tensor.
+"""
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from headstart.core.errors import ConfigError
+from headstart.model.config import read_json
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
+SAMPLES, SAMPLE_BYTES = 16, 64  # per tensor, for the fingerprint
+SLOW_SECONDS = 2.0  # a load that takes longer shows its progress even without a terminal
+
+
+class Entry(NamedTuple):
+    """Where one tensor lies: file, safetensors dtype, shape, and the bytes [begin, end) in the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Checkpoint:
+    """Names and tensors of one folder; `take` works within `with checkpoint.reading(...)`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.entries: dict[str, Entry] = {}
+        self._progress: Callable[[int], None] | None = None
+        self._open: dict[Path, Any] = {}  # safetensors exports no type for its handles
+        for file in weight_files(folder):
+            self.entries.update(_read_header(file))
+
+    @contextmanager
+    def reading(self, progress: Callable[[int], None]) -> Iterator[None]:
+        """Files stay open within; `progress` is told the bytes of every tensor taken."""
+        self._progress = progress
+        try:
+            yield
+        finally:
+            self._open.clear()
+            self._progress = None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(entry.end - entry.begin for entry in self.entries.values())
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A copy of tensor `name` as `dtype` on the CPU. Raises ConfigError if it is missing or of another shape."""
+        entry = self.entries.get(name)
+        if entry is None:
+            raise ConfigError(f"{self.folder}: tensor {name} is missing from the safetensors files")
+        if entry.shape != shape:
+            raise ConfigError(
+                f"{self.folder}: tensor {name} has shape {list(entry.shape)}, but config.json implies {list(shape)}"
+            )
+        if not entry.dtype.startswith(("F16", "F32", "F64", "BF16")):
+            raise ConfigError(f"{self.folder}: tensor {name} is stored as {entry.dtype}; only floating point is read")
+        handle = self._open.get(entry.file)
+        if handle is None:
+            handle = self._open[entry.file] = safe_open(entry.file, framework="pt")
+        tensor = handle.get_tensor(name).to(dtype, copy=True)
+        if self._progress is not None:
+            self._progress(entry.end - entry.begin)
+        return tensor
+
+    def fingerprint(self, *extra: bytes) -> bytes:
+        """Identity of the weights and `extra`: SHA-256 over every header entry and 16 samples of 64 bytes per tensor.
+
+        Independent of file names, sharding and times. Two models that differ only in bytes never sampled would collide;
+        training changes nearly every byte, so it is an identity against mix-ups, not against forgery.
+        """
+        digest = hashlib.sha256()
+        for part in extra:
+            digest.update(len(part).to_bytes(8, "little") + part)
+        handles = {entry.file: entry.file.open("rb") for entry in self.entries.values()}
+        try:
+            for name, entry in sorted(self.entries.items()):
+                digest.update(json.dumps([name, entry.dtype, entry.shape]).encode())
+                size = entry.end - entry.begin
+                for sample in range(SAMPLES):
+                    offset = max(size - SAMPLE_BYTES, 0) * sample // (SAMPLES - 1)
+                    handles[entry.file].seek(entry.begin + offset)
+                    digest.update(handles[entry.file].read(min(SAMPLE_BYTES, size)))
+        finally:
+            for handle in handles.values():
+                handle.close()
+        return digest.digest()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of `folder`, by its index if it has one. Raises ConfigError if there are none."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise ConfigError(f"{index}: weight_map is not an object of file names")
+        outside = [name for name in names.values() if not re.fullmatch(r"[\w.\-]+", name)]
+        if outside:
+            raise ConfigError(f"{index}: {outside[0]!r} is not a plain file name")
+        files = [folder / name for name in sorted(set(names.values()))]
+        missing = [file.name for file in files if not file.exists()]
+        if missing:
+            raise ConfigError(f"{folder}: {len(missing)} of {len(files)} shards are missing, first {missing[0]}")
+        return files
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+    if pickles:
+        raise ConfigError(
+            f"{folder} holds its weights as {pickles[0]}: pickles run code when loaded and are never read; "
+            f"convert them to safetensors (model.save_pretrained in Transformers does)"
+        )
+    raise ConfigError(f"{folder} holds no *.safetensors")
+
+
+class LoadingBar:
+    """A progress bar on stderr, shown at once on a terminal and otherwise only if loading takes long."""
+
+    def __init__(self, num_bytes: int, label: str) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, transient=True)
+        self._task = self._bar.add_task(label, total=num_bytes)
+        self._console, self._label, self._num_bytes = console, label, num_bytes
+        self._done, self._next_line = 0, time.monotonic() + SLOW_SECONDS
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def advance(self, num_bytes: int) -> None:
+        """Notes that so many more bytes are loaded."""
+        self._done += num_bytes
+        self._bar.advance(self._task, num_bytes)
+        if not self._console.is_terminal and time.monotonic() >= self._next_line:
+            share = self._done / max(self._num_bytes, 1)
+            self._console.print(f"{self._label}: {share:.0%} of {self._num_bytes / 2**30:.2f} GiB", highlight=False)
+            self._next_line = time.monotonic() + 5 * SLOW_SECONDS
+
+
+def _read_header(file: Path) -> dict[str, Entry]:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > min(MAX_HEADER_BYTES, file.stat().st_size):
+                raise ConfigError(f"{file} is not a safetensors file: its header would be {length} bytes long")
+            header = json.loads(stream.read(length))
+        with safe_open(file, framework="pt"):  # checks that the offsets fit the file
+            pass
+        header.pop("__metadata__", None)
+        start = 8 + length
+        return {
+            name: Entry(file, item["dtype"], tuple(item["shape"]), *(start + at for at in item["data_offsets"]))
+            for name, item in header.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise ConfigError(f"{file} is not a complete safetensors file: {error}") from None
