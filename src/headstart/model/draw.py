@@ -20,7 +20,7 @@ def draw(logits: Tensor, params: Sequence[SamplingParams], uniform: Sequence[flo
     """Token ids [R] from float32 logits [R, V] (overwritten), with one number in [0, 1) per row."""
     probs = likely(logits, params)
     cumulative = probs.cumsum(dim=-1)
-    total = cumulative[:, -1:]
+    total = cumulative[:, -1:].contiguous()
     share = torch.tensor(uniform, dtype=torch.float64).to(logits.device)
     target = (total[:, 0].double() * share).to(total.dtype)[:, None]
     token = torch.searchsorted(cumulative, target, right=True)  # never a token of probability 0

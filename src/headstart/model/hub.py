@@ -42,7 +42,7 @@ def resolve_model(
     path = Path(model).expanduser()
     if model and path.is_dir():
         return _checked(path, model)
-    if path.exists():
+    if path.is_file():
         raise ConfigError(f"{model} is a file; name the folder that holds config.json and the safetensors files")
     if not model or model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
         raise ConfigError(f"there is no folder {model!r}, and it is no hub id either (those look like Qwen/Qwen3-0.6B)")

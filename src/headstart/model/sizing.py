@@ -20,6 +20,7 @@ KV_SHARE = 0.4  # of the memory left after the weights
 _MIN_FULL_SEQUENCES = 16  # the bound on tiny pools leaves room to cache prefixes even if few sequences run at once
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _ELEMENT_BYTES = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # others: 1
+_DTYPE_BYTES = {"auto": 0, "bfloat16": 2, "float16": 2, "float32": 4}  # 0: as stored
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -82,7 +83,9 @@ def checkpoint_bytes(folder: Path, *, dtype: str = "auto") -> int:
 
     Reads the headers of the safetensors files only.
     """
-    element = {"auto": 0, "bfloat16": 2, "float16": 2, "float32": 4}[dtype]
+    element = _DTYPE_BYTES.get(dtype)
+    if element is None:
+        raise ConfigError(f"dtype {dtype!r} is not known; choose one of {', '.join(_DTYPE_BYTES)}")
     total = 0
     for path in sorted(folder.glob("*.safetensors")):
         for name, tensor in _safetensors_header(path).items():
