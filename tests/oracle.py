@@ -1,0 +1,202 @@
+"""The oracle: greedy tokens of plain Transformers, against the engine with reuse and without (law 10).
+
+A difference is excused only where the reference's two best logits lie within `TIE`; what follows an excused token is
+compared again behind the reference's token (teacher forcing), so nothing after a tie goes unchecked.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from headstart.core.batch import Output
+from headstart.core.engine import Engine
+from headstart.core.limits import Limits
+from headstart.core.request import Request, SamplingParams
+from headstart.core.scheduler import Scheduler
+from headstart.model.loader import load_model
+from headstart.model.runner import ModelRunner
+
+TIE = 1e-4  # logits
+VOCAB = 128
+
+
+@dataclass
+class Tally:
+    """What a comparison saw. `wrong` must stay empty."""
+
+    requests: int = 0
+    excused: int = 0
+    wrong: list[str] = field(default_factory=list)
+    preemptions: int = 0
+    evictions: int = 0
+    cached_tokens: int = 0
+    full_pool_steps: int = 0
+
+    def add(self, other: "Tally") -> None:
+        self.requests += other.requests
+        self.excused += other.excused
+        self.wrong += other.wrong
+        self.preemptions += other.preemptions
+        self.evictions += other.evictions
+        self.cached_tokens += other.cached_tokens
+        self.full_pool_steps += other.full_pool_steps
+
+
+class Reference:
+    """Greedy generation by Transformers, eager attention, fp32, one request at a time, with the gap of each choice."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    def generate(self, prompt: list[int], num: int) -> tuple[list[int], list[float]]:
+        """`num` tokens, and for each the distance of the two best logits."""
+        with torch.inference_mode():
+            out = self.model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=num,
+                min_new_tokens=num,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        gaps = [float(best[0] - best[1]) for step in out.logits for best in [step[0].topk(2).values]]
+        return out.sequences[0, len(prompt) :].tolist(), gaps
+
+
+class EngineUnderTest:
+    """Engines over one loaded checkpoint, each with its own pool."""
+
+    def __init__(self, folder: Path) -> None:
+        self.loaded = load_model(folder, dtype="float32", device="cpu")
+
+    def build(self, num_blocks: int, block_size: int, *, caching: bool, budget: int, max_seqs: int = 8) -> Engine:
+        limits = Limits(max_batched_tokens=max(budget, max_seqs), max_seqs=max_seqs, max_model_len=256)
+        scheduler = Scheduler(
+            num_blocks, block_size, limits, model=self.loaded.fingerprint, enable_prefix_caching=caching
+        )
+        return Engine(scheduler, ModelRunner(self.loaded, num_blocks=num_blocks, block_size=block_size))
+
+
+def greedy(request_id: str, prompt: list[int], num: int) -> Request:
+    return Request(request_id, array("i", prompt), SamplingParams(temperature=0.0, max_tokens=num))
+
+
+def prefix_tree(rng: Random, num: int, max_len: int = 60) -> list[list[int]]:
+    """Prompts that grow out of each other: exact repeats, extensions, forks inside blocks, and strangers."""
+    prompts: list[list[int]] = []
+    for _ in range(num):
+        kind = rng.random()
+        if not prompts or kind < 0.15:
+            prompt: list[int] = []
+        else:
+            stem = rng.choice(prompts)
+            prompt = stem if kind < 0.3 else stem[: rng.randint(0, len(stem))]
+        if kind >= 0.3 or not prompt:
+            prompt = prompt + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 24))]
+        prompts.append(prompt[:max_len])
+    return prompts
+
+
+def run_staggered(engine: Engine, requests: list[Request], rng: Random, tally: Tally) -> dict[str, list[int]]:
+    """Adds requests at random moments between steps; the tokens of each."""
+    todo, tokens = list(reversed(requests)), {request.request_id: [] for request in requests}
+    pool = engine.scheduler.pool
+    while todo or engine.has_work:
+        while todo and (not engine.has_work or rng.random() < 0.5):
+            engine.add_request(todo.pop())
+        for output in engine.step():
+            check_output(output)
+            tokens[output.request_id] += output.token_ids
+            if output.finish_reason is not None:
+                tally.cached_tokens += output.num_cached_tokens
+        tally.full_pool_steps += pool.num_free == 0
+    pool.check()
+    assert pool.num_free == pool.num_usable, "blocks leaked"
+    tally.preemptions += engine.stats().num_preemptions
+    tally.evictions += engine.stats().num_evictions
+    return tokens
+
+
+def check_output(output: Output) -> None:
+    assert output.error is None, output.error
+
+
+def compare(folder: Path, seed: int, num_requests: int, num_tokens: int = 6) -> Tally:
+    """Runs a random tree with reuse, without, and through Transformers; the tally of it."""
+    rng, tally = Random(seed), Tally(requests=num_requests)
+    reference, under_test = Reference(folder), EngineUnderTest(folder)
+    prompts = prefix_tree(rng, num_requests)
+    requests = [greedy(f"r{i}", prompt, num_tokens) for i, prompt in enumerate(prompts)]
+    block_size = rng.choice([4, 16])
+    tight = -(-(60 + num_tokens) // block_size) + rng.randint(2, 6)  # little more than one request
+    engines = {
+        "with reuse": under_test.build(tight, block_size, caching=True, budget=rng.choice([8, 16, 33, 256])),
+        "with reuse and room": under_test.build(600, block_size, caching=True, budget=rng.choice([16, 64, 512])),
+        "without": under_test.build(600, block_size, caching=False, budget=rng.choice([8, 64, 512])),
+    }
+    due = [reference.generate(prompt, num_tokens) for prompt in prompts]
+    for name, engine in engines.items():
+        got = run_staggered(engine, requests, rng, tally)
+        for request, prompt, (tokens, gaps) in zip(requests, prompts, due, strict=True):
+            label = f"{folder.name} seed {seed} {request.request_id} {name}"
+            _check(under_test, label, prompt, got[request.request_id], tokens, gaps, tally)
+    return tally
+
+
+def _check(
+    under_test: EngineUnderTest, label: str, prompt: list[int], got: list[int], due: list[int], gaps: list[float],
+    tally: Tally,
+) -> None:  # fmt: skip
+    for index, (token, expected) in enumerate(zip(got, due, strict=True)):
+        if token == expected:
+            continue
+        if gaps[index] > TIE:
+            tally.wrong.append(f"{label}: token {index} is {token}, {expected} is due, gap {gaps[index]:.2g}")
+            return
+        tally.excused += 1
+        rest = len(due) - index - 1
+        if rest:  # go on behind the reference's token
+            forced = prompt + due[: index + 1]
+            engine = under_test.build(64, 16, caching=False, budget=256)
+            tokens = run_staggered(engine, [greedy("forced", forced, rest)], Random(0), Tally())["forced"]
+            _check(under_test, label, forced, tokens, due[index + 1 :], gaps[index + 1 :], tally)
+        return
+
+
+def corrupted_blocks_noticed(folder: Path, seed: int, cases: int, num_tokens: int = 16) -> float:
+    """Share of cases in which one corrupted block of a hit changes the output: the proof that the oracle can see."""
+    rng = Random(seed)
+    under_test = EngineUnderTest(folder)
+    noticed = 0
+    for _ in range(cases):
+        engine = under_test.build(40, 4, caching=True, budget=256)
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(12, 40))]
+        clean = run_staggered(engine, [greedy("cold", prompt, num_tokens)], rng, Tally())["cold"]
+        engine.add_request(greedy("warm", prompt, num_tokens))
+        hit = engine.scheduler.cache.match(engine.scheduler.waiting[0])
+        victim = rng.choice(hit.block_ids[-3:])  # 12 tokens: inside the smallest window of the tiny models
+        stranger = rng.choice([block for block in hit.block_ids if block != victim])
+        runner = engine.executor
+        assert isinstance(runner, ModelRunner)
+        runner.write_block(victim, runner.read_block(stranger))
+        noticed += finish(engine) != clean
+    return noticed / cases
+
+
+def finish(engine: Engine) -> list[int]:
+    """All tokens that still come out."""
+    tokens: list[int] = []
+    while engine.has_work:
+        for output in engine.step():
+            tokens += output.token_ids
+    return tokens
