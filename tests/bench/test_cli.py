@@ -15,9 +15,12 @@ from headstart.bench import cli, load, rotations
 from headstart.bench.cli import app
 from headstart.bench.engines import Setup
 from headstart.bench.nullexec import NullExecutor
+from headstart.bench.progress import Bar
+from headstart.bench.report import Report
 from headstart.workload.record import RequestRecord
 
 MakeSetup = Callable[..., Setup]
+Bench = Callable[[Setup, Bar], Report]
 COMMON = {
     "bench",
     "valid",
@@ -50,8 +53,8 @@ ROTATION_KEYS = {
 def run_verb(monkeypatch: pytest.MonkeyPatch, setup: Setup, *arguments: str) -> tuple[int, dict]:
     """(exit code, JSON document) of a verb on the given engines."""
 
-    def on_setup(bench, model, dtype, threads, seed, plot) -> None:
-        cli._finish(lambda bar: bench(setup, bar), plot)
+    def on_setup(bench: Bench, *rest: object) -> None:
+        cli._finish(lambda bar: bench(setup, bar), None)
 
     monkeypatch.setattr(cli, "_run_on_model", on_setup)
     result = CliRunner().invoke(app, list(arguments))

@@ -10,6 +10,8 @@ from headstart.bench.intent import run_intent
 from headstart.bench.intent_accuracy import AccuracyConfig
 from headstart.bench.intent_load import IntentConfig, Side, TooManyLate
 from headstart.bench.nullexec import NullExecutor
+from headstart.core.engine import Engine
+from headstart.core.request import Request
 from headstart.workload.intent import make_examples, make_preamble
 from headstart.workload.record import RequestRecord, percentile
 from headstart.workload.synthetic import INTENT
@@ -60,13 +62,17 @@ def test_failed_requests_invalidate_the_load_part(make_setup: MakeSetup, failing
 
 def test_both_sides_see_the_same_fresh_prompts(make_setup: MakeSetup) -> None:
     setup = make_setup()
-    seen: dict[str, list[bytes]] = {}
-    for name in ("off", "on"):
-        engine, info = setup.build(setup.options(num_blocks=512))
+    seen: dict[str, list[bytes]] = {"off": [], "on": []}
+
+    class NotingEngine(Engine):
+        def add_request(self, request: Request) -> None:
+            seen[request.request_id.rstrip("0123456789-")].append(request.prompt.tobytes())
+            super().add_request(request)
+
+    for name in seen:
+        built, info = setup.build(setup.options(num_blocks=512))
+        engine = NotingEngine(built.scheduler, built.executor)
         side = Side(name, engine, array("i", range(900)), info.vocab_size, INTENT, Random(1))
-        seen[name] = []
-        add = engine.add_request
-        engine.add_request = lambda request, add=add, to=seen[name]: (to.append(request.prompt.tobytes()), add(request))
         side.run(2)
         side.run(1)
     assert seen["off"] == seen["on"] and len(set(seen["off"])) == 3

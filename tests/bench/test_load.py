@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -69,7 +69,7 @@ class Stub:
 
 
 @contextmanager
-def serving(stub: Stub) -> Iterator[str]:
+def serving(stub: Stub) -> Generator[str, None, None]:
     """The stub in a thread of its own; gives its URL."""
     ready, ports = threading.Event(), list[int]()
     loop = asyncio.new_event_loop()

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-PACKAGES = ("headstart", "torch", "transformers", "tokenizers", "fastapi", "uvicorn", "httpx")
+PACKAGES = ("headstart", "torch", "transformers", "tokenizers", "fastapi", "uvicorn", "aiohttp")
 T = TypeVar("T")
 CONTENDED_ABOVE = 0.10
 """Cores that other processes may burn, on average, before a repetition counts as contended."""

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from headstart.bench.engines import Setup, describe
-from headstart.bench.inprocess import Run, Tokens, drive, make_requests
+from headstart.bench.inprocess import Run, Step, Tokens, drive, make_requests
 from headstart.bench.machine import ContentionLog, uncontended
 from headstart.bench.progress import QUIET, Bar
 from headstart.bench.report import Chart, Report, Sheet, spread
@@ -21,6 +21,7 @@ from headstart.core.request import SamplingParams
 from headstart.workload.record import median
 from headstart.workload.synthetic import random_tokens, rotations
 
+_ONE_TOKEN = ("one_token_step_s", "decode_step_s", "one_token_over_decode", "one_token_over_decode_executor")
 BUDGET = 4096  # admits three prompts of 1,025 tokens, as the source's engine did
 
 
@@ -43,8 +44,8 @@ class _Passes:
     cold: list[Run] = field(default_factory=list[Run])
     warm: list[Run] = field(default_factory=list[Run])
     unaware: list[Run] = field(default_factory=list[Run])
-    one_token: list[float] = field(default_factory=list[float])  # seconds of a step
-    decode: list[float] = field(default_factory=list[float])
+    one_token: list[Step] = field(default_factory=list[Step])
+    decode: list[Step] = field(default_factory=list[Step])
 
 
 def run_rotations(setup: Setup, config: RotationsConfig, bar: Bar = QUIET) -> Report:
@@ -108,10 +109,10 @@ def _measure_one_token(
     for number in range(config.decode_rounds + 1):
         requests = make_requests(prompts, _greedy(config.decode_steps + 1), "t" + next(names))
         run = drive(engine, requests, bar=bar if number else QUIET)
-        seconds = [step.seconds for step in run.steps if step.computed_tokens == len(prompts)]
-        if number and len(seconds) > 1:  # the first round warms up; failed rounds have no such steps
-            passes.one_token.append(seconds[0])
-            passes.decode += seconds[1:]
+        steps = [step for step in run.steps if step.computed_tokens == len(prompts)]
+        if number and len(steps) > 1:  # the first round warms up; failed rounds have no such steps
+            passes.one_token.append(steps[0])
+            passes.decode += steps[1:]
 
 
 def _names() -> Iterator[str]:
@@ -126,8 +127,10 @@ def _report(setup: Setup, config: RotationsConfig, info: EngineInfo, passes: _Pa
         "cold_s": [run.seconds for run in passes.cold],
         "warm_s": [run.seconds for run in passes.warm],
         "unaware_warm_s": [run.seconds for run in passes.unaware],
-        "one_token_step_s": passes.one_token,
-        "decode_step_s": passes.decode,
+        "one_token_step_s": [step.seconds for step in passes.one_token],
+        "decode_step_s": [step.seconds for step in passes.decode],
+        "one_token_executor_s": [step.executor_seconds for step in passes.one_token],
+        "decode_executor_s": [step.executor_seconds for step in passes.decode],
     }
     middle = {key: median(values) if values else nan for key, values in series.items()}
     every = passes.cold + passes.warm + passes.unaware
@@ -142,6 +145,7 @@ def _report(setup: Setup, config: RotationsConfig, info: EngineInfo, passes: _Pa
         "unaware_warm_steps": max(len(run.steps) for run in passes.unaware),
         "unaware_over_warm": middle["unaware_warm_s"] / middle["warm_s"],
         "one_token_over_decode": middle["one_token_step_s"] / middle["decode_step_s"],
+        "one_token_over_decode_executor": middle["one_token_executor_s"] / middle["decode_executor_s"],
         "one_token_step_s": middle["one_token_step_s"],
         "decode_step_s": middle["decode_step_s"],
         "cold_steps": len(passes.cold[0].steps),
@@ -213,8 +217,8 @@ def _add_views(report: Report, passes: _Passes) -> None:
     report.sheets.append(
         Sheet(
             "one uncached token a row against a decode step of the same batch",
-            ("one token s", "decode s", "ratio"),
-            (tuple(report.values[key] for key in ("one_token_step_s", "decode_step_s", "one_token_over_decode")),),
+            ("one token s", "decode s", "ratio", "ratio without scheduling"),
+            (tuple(report.values[key] for key in _ONE_TOKEN),),
         )
     )
     series = {"seconds": tuple(seconds for seconds, _ in kinds.values())}
