@@ -71,8 +71,11 @@ def parse_json(body: bytes | bytearray | memoryview) -> dict[str, Any]:
     """
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except UnicodeDecodeError as error:
+        message = f"the body is not valid UTF-8 at byte {error.start}"
+        raise InvalidRequestError(message, code="invalid_json") from None
     except RecursionError:
         raise _too_deep() from None
     if not isinstance(value, dict):

@@ -2,6 +2,8 @@
 
 Law: the pieces, joined, are what decoding everything at once adds to the text of the prompt. A piece is held back while
 a later token could still change it: a character whose bytes are not all there, a run of byte tokens that is not over.
+One exception: byte tokens that spell ASCII (a line end, in Llama 2) are shown at once, as stop strings wait for them;
+if the same run then turns out to be broken, they stay, where decoding everything would replace the whole run.
 """
 
 import codecs
@@ -27,7 +29,7 @@ class Detokenizer:
                 if token_id not in self._skipped:
                     self._stream.push(token_id)
         else:
-            self._stream = _Window(tokenizer, [token for token in window if token not in self._skipped])
+            self._stream = _Window(tokenizer, _context(tokenizer, window, self._skipped))
 
     def push(self, token_id: int) -> str:
         """Returns the text that has become certain with this token, possibly none."""
@@ -36,6 +38,16 @@ class Detokenizer:
     def finish(self) -> str:
         """Returns what was still held back; nothing may be pushed after it."""
         return self._stream.finish()
+
+
+def _context(tokenizer: Tokenizer, window: list[int], skipped: frozenset[int]) -> list[int]:
+    """The last prompt tokens that write something, from a whole character on: half of one would spoil its byte run."""
+    context = [token_id for token_id in window if token_id not in skipped]
+    while context and tokenizer.vocabulary.is_byte_token(context[0]):
+        if tokenizer.vocabulary.token_bytes(context[0])[0] & 0xC0 != 0x80:  # not a continuation byte
+            break
+        del context[0]
+    return context
 
 
 class _ByteStream:
@@ -72,13 +84,16 @@ class _Window:
         self._tokens.append(token_id)
         num_held = len(self._tokens) - self._shown
         text = self._text(self._tokens)
-        if self._is_byte_token(token_id):
+        if self._is_byte_token(token_id) and not self._is_ascii():
             whole = not text.endswith(_REPLACEMENT)
             if num_held < MAX_HELD_TOKENS or (not whole and num_held < 2 * MAX_HELD_TOKENS):
                 return ""
         elif text.endswith(_REPLACEMENT) and num_held < 4:  # no character has more bytes
             return ""
         return self._advance(text)
+
+    def _is_ascii(self) -> bool:
+        return all(self._token_bytes(token_id) < b"\x80" for token_id in self._tokens[self._shown :])
 
     def finish(self) -> str:
         return self._advance(self._text(self._tokens))

@@ -217,9 +217,10 @@ def _max_tokens(fields: Fields, bounds: Bounds, kind: Kind) -> int | None:
         bad_value("max_tokens", f"is {older} and max_completion_tokens {newer}", "send only one of them")
     wanted = older if newer is None else newer
     if wanted is not None and wanted > bounds.max_model_len:
+        name = "max_tokens" if newer is None else "max_completion_tokens"
         raise RequestTooLargeError(
-            f"max_tokens is {wanted}; the model's context is {bounds.max_model_len} tokens, prompt included",
-            param="max_tokens" if newer is None else "max_completion_tokens",
+            f"{name} is {wanted}; the model's context is {bounds.max_model_len} tokens, prompt included: lower it",
+            param=name,
         )
     return DEFAULT_COMPLETION_TOKENS if wanted is None and kind is Kind.COMPLETION else wanted
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import processors
 
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.server.chat import ChatTemplate
@@ -54,8 +53,6 @@ class Tokenizer:
         named = _named_tokens(config, _read_json(folder / "special_tokens_map.json"))
         special = [token for token in (*named.values(), *_extra_tokens(config)) if token]
         backend.add_special_tokens(list(dict.fromkeys(special)))
-        if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
-            _set_borders(backend, config, named)
         return cls(
             backend,
             named_tokens=named,
@@ -168,16 +165,6 @@ def _extra_tokens(config: Mapping[str, Any]) -> list[str]:
         if isinstance(token, Mapping) and token.get("special") and isinstance(token.get("content"), str):
             extra.append(token["content"])
     return extra
-
-
-def _set_borders(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Makes the post-processor put <s> and </s> where add_bos_token and add_eos_token say; they win over the file."""
-    bos = named.get("bos_token") if config.get("add_bos_token") else None
-    eos = named.get("eos_token") if config.get("add_eos_token") else None
-    pieces = [token for token in (bos, "$A", eos) if token]
-    borders = [(token, backend.token_to_id(token)) for token in (bos, eos) if token]
-    if borders or backend.post_processor is not None:
-        backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=borders)
 
 
 def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, named: Mapping[str, str]) -> tuple[int, ...]:
