@@ -43,17 +43,24 @@ def likely(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         least = torch.tensor([[p.min_p] for p in params], device=probs.device) * probs.amax(dim=-1, keepdim=True)
         probs.masked_fill_(probs < least, 0)
     if rows := [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size]:
-        _cut(probs, rows, _top_k_floor(probs[rows], [params[i].top_k for i in rows]))
+        _cut(probs, rows, _top_k_floor(take(probs, rows), [params[i].top_k for i in rows]))
     if rows := [i for i, p in enumerate(params) if p.top_p < 1]:
-        _cut(probs, rows, _top_p_floor(probs[rows], [params[i].top_p for i in rows]))
+        _cut(probs, rows, _top_p_floor(take(probs, rows), [params[i] for i in rows]))
     return probs
 
 
+def take(matrix: Tensor, rows: list[int]) -> Tensor:
+    """These rows, in ascending order: `matrix` itself if they are all, else a copy."""
+    if len(rows) == len(matrix):
+        return matrix
+    return matrix.index_select(0, torch.tensor(rows, device=matrix.device))
+
+
 def _cut(probs: Tensor, rows: list[int], floor: Tensor) -> None:
-    """Zeroes what lies below its row's floor; floor [len(rows), 1]."""
-    where = torch.tensor(rows, device=probs.device)
-    kept = probs.index_select(0, where)
-    probs.index_copy_(0, where, kept.masked_fill_(kept < floor, 0))
+    """Zeroes what lies below its row's floor; floor [len(rows), 1]. Other rows keep everything."""
+    floors = torch.zeros_like(probs[:, :1])
+    floors[rows] = floor
+    probs.masked_fill_(probs < floors, 0)
 
 
 def _top_k_floor(probs: Tensor, top_k: list[int]) -> Tensor:
@@ -62,18 +69,21 @@ def _top_k_floor(probs: Tensor, top_k: list[int]) -> Tensor:
     return best.gather(1, torch.tensor([[k - 1] for k in top_k], device=probs.device))
 
 
-def _top_p_floor(probs: Tensor, top_p: list[float]) -> Tensor:
-    """The smallest value of each row that is needed for the row's share `top_p` of its probability, [R, 1]."""
-    needed = torch.tensor([[p] for p in top_p], device=probs.device) * probs.cumsum(dim=-1)[:, -1:]
+def _top_p_floor(probs: Tensor, params: list[SamplingParams]) -> Tensor:
+    """The smallest value of each row that is needed for the row's share `top_p` of what it still has, [R, 1]."""
+    needed = torch.tensor([[p.top_p] for p in params], device=probs.device)
+    # Which sum is taken may only depend on the row itself: 1 for a whole row, exact for one that lost something.
+    if cut := [i for i, p in enumerate(params) if p.min_p > 0 or p.top_k > 0]:
+        needed[cut] *= take(probs, cut).cumsum(dim=-1)[:, -1:]
     floor = torch.zeros_like(needed)
-    open_rows = torch.arange(len(top_p), device=probs.device)
+    open_rows = torch.arange(len(params), device=probs.device)
     for width in (*_NUCLEUS_WIDTHS, probs.shape[-1]):
         width = min(width, probs.shape[-1])
-        best = probs[open_rows].topk(width, dim=-1).values
-        reached = best.cumsum(dim=-1)
-        at = (reached < needed[open_rows]).sum(dim=-1, keepdim=True)
+        best = probs.topk(width, dim=-1).values
+        at = (best.cumsum(dim=-1) < needed[open_rows]).sum(dim=-1, keepdim=True)
         floor[open_rows] = best.gather(1, at.clamp(max=width - 1))
-        open_rows = open_rows[at[:, 0] == width]
-        if not len(open_rows) or width == probs.shape[-1]:
+        too_wide = at[:, 0] == width
+        if width == probs.shape[-1] or not too_wide.any():
             break
+        probs, open_rows = probs[too_wide], open_rows[too_wide]
     return floor

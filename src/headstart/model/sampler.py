@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headstart.core.batch import Chunk, Row, TokenLogprob
 from headstart.core.request import SamplingParams
-from headstart.model.draw import draw
+from headstart.model.draw import draw, take
 from headstart.model.logit_edits import LogitEdits, num_outputs
 
 _GREEDY_BELOW = 1e-5  # temperatures that differ from 0 in name only
@@ -88,7 +88,9 @@ class Sampler:
         """Token ids [R]: `ids` (the plain best) with edited and drawn rows replaced. Fills in `errors`."""
         rows = sorted({*edited, *drawn})
         picked = torch.tensor(rows, device=logits.device)
-        work = logits.index_select(0, picked).float()  # a copy, ours to change
+        work = take(logits, rows).float()
+        if work.data_ptr() == logits.data_ptr():
+            work = work.clone()  # ours to change
         where = {row: at for at, row in enumerate(rows)}
         if edited:
             failed = self._edits.apply(work, {where[i]: chunks[i] for i in edited})
@@ -101,7 +103,7 @@ class Sampler:
                     errors[rows[at]] = "logit_bias and min_tokens leave no token to choose"
         drawn = [i for i in drawn if not errors[i]]
         if drawn:
-            subset = work[[where[i] for i in drawn]]
+            subset = take(work, [where[i] for i in drawn])
             uniform = [_uniform(self._key(chunks[i]), num_outputs(chunks[i])) for i in drawn]
             tokens = draw(subset, [chunks[i].sampling for i in drawn], uniform)
             ids = ids.index_copy(0, torch.tensor(drawn, device=ids.device), tokens)
@@ -129,7 +131,7 @@ def _logprobs(
     asked = {i: n for i, c in enumerate(chunks) if (n := c.sampling.logprobs) is not None and not errors[i]}
     if not asked:
         return {}
-    rows = logits[list(asked)]
+    rows = take(logits, list(asked))
     entries = _entries(rows, [chosen[i] for i in asked], list(asked.values()))
     return {i: (entry,) for i, entry in zip(asked, entries, strict=True)}
 
