@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from headstart.core.engine import Engine, EngineInfo
-from headstart.core.errors import ConfigError, InvalidRequestError, RequestTooLargeError
+from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import Request, SamplingParams
 from headstart.model.threads import prepare_threads
 from headstart.options import EngineOptions
@@ -138,12 +138,7 @@ class LLM:
         return params
 
     def _run(self, prompts: "list[array[int]]", params: GenerationParams, progress: bool) -> list[Completion]:
-        batch = Origin(next(self._ids))
-        try:
-            requests = build_requests(prompts, params, self._bounds, batch)
-        except RequestTooLargeError as error:
-            longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
-            raise RequestTooLargeError(f"prompt {longest}: {error}", param=error.param, code=error.code) from None
+        requests = build_requests(prompts, params, self._bounds, Origin(next(self._ids)))
         generations = {request.request_id: Generation(self.tokenizer, request, params) for request in requests}
         with GenerationProgress(len(requests), show=progress) as bar, _interruptible() as interrupted:
             self._finish_all(requests, generations, bar, interrupted)

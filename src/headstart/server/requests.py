@@ -71,8 +71,13 @@ def build_requests(
     """
     requests: list[Request] = []
     domain = narrow_domain(origin.domain, params.cache_salt)
-    for prompt in prompts:
-        sampling = fit(params, len(prompt), bounds)
+    for index, prompt in enumerate(prompts):
+        try:
+            sampling = fit(params, len(prompt), bounds)
+        except RequestTooLargeError as error:
+            if len(prompts) == 1:
+                raise
+            raise RequestTooLargeError(f"prompt {index}: {error}", param=error.param, code=error.code) from None
         for choice in range(params.n):
             seeded = sampling if sampling.seed is None else replace(sampling, seed=_choice_seed(sampling.seed, choice))
             single = len(prompts) * params.n == 1

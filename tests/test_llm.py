@@ -1,0 +1,236 @@
+"""LLM: batches in order, choices, errors of one row, interruption; and the real engine on a tiny model."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from checking import VOCAB, executor_of, expected_tokens, make_engine
+from tokenizer_folders import BYTE_LEVEL, TEMPLATE, build
+
+import headstart
+from headstart import LLM, SamplingParams
+from headstart.core.batch import Chunk, Output
+from headstart.core.engine import Engine, EngineInfo
+from headstart.core.errors import ConfigError, InvalidRequestError, RequestTooLargeError
+from headstart.model.init_model import init_model
+from headstart.server.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer(build(BYTE_LEVEL), chat_template=TEMPLATE)
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+
+
+def make_llm(**engine: object) -> LLM:
+    """An LLM over the checking executor: what it answers can be predicted by `expected_tokens`."""
+    made = make_engine(num_blocks=200, block_size=4, **engine)  # type: ignore[arg-type]
+    info = EngineInfo("tiny", "tiny", VOCAB, 64, 4, 199, 0, "float32", "cpu", 1, "reference", (1,))
+    return LLM.from_engine(made, info, TOKENIZER)
+
+
+def test_a_batch_is_answered_in_its_order() -> None:
+    prompts = [[5, 6, 7], [8], list(range(20, 40)), [9] * 11]
+    completions = make_llm(max_seqs=2).generate(prompts, GREEDY)
+    assert [completion.prompt_token_ids for completion in completions] == prompts
+    assert [completion.token_ids for completion in completions] == [expected_tokens(p, 6) for p in prompts]
+    assert {completion.finish_reason for completion in completions} == {"length"}
+    assert all(c.text == TOKENIZER.decode(c.token_ids) and c.outputs == () for c in completions)
+
+
+@pytest.mark.parametrize("prompts", ["&'(", ["&'("], [10, 11, 12], [[10, 11, 12]]])
+def test_one_prompt_may_be_given_in_any_form(prompts: object) -> None:
+    [completion] = make_llm().generate(prompts, GREEDY)  # type: ignore[arg-type]
+    assert completion.token_ids == expected_tokens(completion.prompt_token_ids, 6)
+
+
+def test_a_repeated_prompt_is_cached() -> None:
+    llm, prompt = make_llm(), list(range(30))
+    assert [llm.generate([prompt], GREEDY)[0].num_cached_tokens for _ in range(2)] == [0, 28]
+    assert llm.reset_prefix_cache()
+    assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 0
+
+
+def test_several_choices_stand_together() -> None:
+    first, second = make_llm().generate([[5, 6], [7]], {**GREEDY, "n": 3})
+    assert [len(first.outputs), len(second.outputs)] == [3, 3]
+    assert first.text == first.outputs[0].text
+    assert [choice.token_ids for choice in second.outputs] == [expected_tokens([7], 6)] * 3
+
+
+def test_the_default_is_sixteen_tokens_and_a_chat_fills_the_context() -> None:
+    llm = make_llm()
+    assert len(llm.generate([[5]], {"ignore_eos": True})[0].token_ids) == 16
+    # the template's words lie beyond the tiny vocabulary of the checking engine, but it does not mind
+    [completion] = llm.chat([{"role": "user", "content": "!"}], {"ignore_eos": True})
+    assert len(completion.prompt_token_ids) + len(completion.token_ids) == 64
+
+
+def test_conversations_come_in_batches_too() -> None:
+    chats = [[{"role": "user", "content": content}] for content in ("!", "?")]
+    completions = make_llm().chat(chats, GREEDY)
+    assert [c.prompt_token_ids for c in completions] == [
+        list(TOKENIZER.encode(TOKENIZER.render_chat(chat), add_special_tokens=False)) for chat in chats
+    ]
+
+
+def test_a_stop_string_ends_one_row_and_frees_it() -> None:
+    llm = make_llm()
+    tokens = expected_tokens([5], 6)
+    stop = TOKENIZER.decode(tokens)[1:3]
+    stopped, other = llm.generate([[5], [6]], {**GREEDY, "stop": stop})
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == (TOKENIZER.decode(tokens)[:1], "stop", stop)
+    assert other.finish_reason == "length"
+    assert not llm.engine.has_work and llm.reset_prefix_cache()
+
+
+def test_sampling_params_and_a_mapping_say_the_same() -> None:
+    llm = make_llm()
+    params = SamplingParams(temperature=0.0, max_tokens=6, logit_bias=((3, 1.0),), stop_token_ids=(90,))
+    mapping = {"temperature": 0, "max_tokens": 6, "logit_bias": {"3": 1.0}, "stop_token_ids": [90]}
+    assert llm.generate([[5]], params) == llm.generate([[5]], mapping)
+    assert llm.chat([{"role": "user", "content": "!"}], params)
+
+
+def test_a_failed_row_is_told_on_its_own_result_and_harms_no_other() -> None:
+    def poison(chunk: Chunk) -> bool:
+        return chunk.history[0] == 66
+
+    good, bad, fine = make_llm(poison=poison).generate([[5, 6], [66, 6], [7]], GREEDY)
+    assert (bad.finish_reason, bad.error, bad.token_ids) == ("error", "not finite", [])
+    assert [good.token_ids, fine.token_ids] == [expected_tokens([5, 6], 6), expected_tokens([7], 6)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "match"),
+    [
+        ([[5]], {"temperature": 3}, "temperature is 3"),
+        ([[5]], {"tempreature": 1}, "unknown sampling parameter 'tempreature'"),
+        ([[5]], {"stream": True}, "stream works over HTTP only"),
+        ([[5]], 5, "must be a SamplingParams or a mapping"),
+        ([[97]], {}, "prompt is 97; it must be between 0 and 96"),
+        ([], {}, "empty list"),
+        (5, {}, "prompt is 5"),
+        ("", {}, "prompt is empty"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_runs(prompts, sampling, match: str) -> None:
+    llm = make_llm()
+    with pytest.raises(InvalidRequestError, match=match):
+        llm.generate(prompts, sampling)
+    assert executor_of(llm.engine).batches == []
+
+
+def test_a_prompt_that_is_too_long_is_told_by_its_number() -> None:
+    with pytest.raises(RequestTooLargeError, match=r"^prompt 1: .*context of 64 tokens"):
+        make_llm().generate([[5], [6] * 64, [7]], GREEDY)
+
+
+def test_an_error_of_the_engine_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm()
+    add = llm.engine.add_request
+
+    def add_two(request: object) -> None:
+        if llm.engine.stats().num_waiting == 2:
+            raise RequestTooLargeError("the pool is too small")
+        add(request)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(llm.engine, "add_request", add_two)
+    with pytest.raises(RequestTooLargeError, match="pool is too small"):
+        llm.generate([[5], [6], [7]], GREEDY)
+    assert not llm.engine.has_work
+
+
+def test_ctrl_c_aborts_everything_after_a_whole_step_and_leaves_the_engine_usable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = make_llm()
+    handler = signal.getsignal(signal.SIGINT)
+    step, steps = llm.engine.step, []
+
+    def interrupted_step() -> list[Output]:
+        if len(steps) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        steps.append(1)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted_step)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5], [6], [7]], GREEDY)
+    assert len(steps) == 3
+    assert not llm.engine.has_work
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert llm.generate([[5]], GREEDY)[0].token_ids == expected_tokens([5], 6)
+
+
+def test_generate_works_outside_the_main_thread() -> None:
+    llm, done = make_llm(), []
+    thread = threading.Thread(target=lambda: done.append(llm.generate([[5]], GREEDY)))
+    thread.start()
+    thread.join(timeout=60)
+    assert done[0][0].token_ids == expected_tokens([5], 6)
+
+
+def test_an_unknown_option_is_told_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option 'max_len'; the options are .*max_model_len"):
+        LLM("x", max_len=5)
+
+
+def test_importing_headstart_imports_no_torch() -> None:
+    code = (
+        "import sys, headstart\n"
+        "light = len(sys.modules)\n"
+        "from headstart import LLM, Completion, SamplingParams\n"
+        "print('torch' in sys.modules, light < 120, LLM.__name__, 'LLM' in dir(headstart))\n"
+    )
+    path = {"PYTHONPATH": str(Path(headstart.__file__).parents[1])}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=os.environ | path
+    )
+    assert run.stdout.split() == ["False", "True", "LLM", "True"]
+    with pytest.raises(AttributeError):
+        _ = headstart.nothing
+
+
+# ---------------------------------------------------------------------------------------------------- the real engine
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = init_model("tiny", tmp_path_factory.mktemp("m") / "tiny", std=0.2, dtype="float32", progress=False)
+    return LLM(str(folder), dtype="float32", num_blocks=64, max_model_len=256, threads=1)
+
+
+def test_the_real_engine_answers_the_same_alone_batched_and_cached(real: LLM) -> None:
+    assert isinstance(real.engine, Engine)
+    prompts = ["The quick brown fox", "jumps over", "the lazy dog and the quick brown fox and the lazy dog"]
+    alone = [real.generate(prompt, GREEDY, progress=False)[0] for prompt in prompts]
+    batched = real.generate(prompts, GREEDY)
+    assert [c.token_ids for c in alone] == [c.token_ids for c in batched]
+    assert batched[2].num_cached_tokens > 0 == alone[2].num_cached_tokens
+    assert all(real.tokenizer.decode(c.token_ids) == c.text for c in batched)
+
+
+def test_the_real_engine_gives_logprobs_of_prompt_and_output(real: LLM) -> None:
+    [completion] = real.generate("the lazy dog", {**GREEDY, "logprobs": 2, "echo": True})
+    assert completion.logprobs is not None
+    assert [e.token_id for e in completion.logprobs] == completion.prompt_token_ids + completion.token_ids
+    assert completion.logprobs[0].logprob is None
+    for entry in completion.logprobs[1:]:
+        assert entry.logprob is not None and entry.logprob <= 0
+        assert entry.top[0][1] >= entry.top[1][1] >= entry.logprob or entry.token_id in dict(entry.top)
+    for entry in completion.logprobs[len(completion.prompt_token_ids) :]:  # greedy: the best is what was chosen
+        assert entry.top[0][0] == entry.token_id
+
+
+def test_the_real_engine_repeats_a_seed(real: LLM) -> None:
+    sampling = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "n": 2, "ignore_eos": True}
+    first, second = real.generate("the lazy", sampling)[0], real.generate("the lazy", sampling)[0]
+    assert [c.token_ids for c in first.outputs] == [c.token_ids for c in second.outputs]
+    assert first.outputs[0].token_ids != first.outputs[1].token_ids
+
+
+def test_the_real_engine_chats(real: LLM) -> None:
+    [completion] = real.chat([{"role": "user", "content": "hello there"}], {**GREEDY, "logit_bias": {"70": 100}})
+    assert completion.token_ids == [70] * 6
