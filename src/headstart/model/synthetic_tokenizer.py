@@ -100,9 +100,10 @@ def _merges() -> Iterator[tuple[str, str]]:
         for letter in word:
             yield spelled, letter
             spelled += letter
+    yield from ((_SPACE, consonant) for consonant in _CONSONANTS)
     syllables = [consonant + vowel for consonant in _CONSONANTS for vowel in _VOWELS]
     yield from ((syllable[0], syllable[1]) for syllable in syllables)
-    yield from ((_SPACE, syllable) for syllable in syllables)
+    yield from ((_SPACE + syllable[0], syllable[1]) for syllable in syllables)
     words = [first + second for first in syllables for second in syllables]
     yield from ((word[:2], word[2:]) for word in words)
     yield from ((_SPACE + word[:2], word[2:]) for word in words)
