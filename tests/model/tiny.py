@@ -42,7 +42,7 @@ NATIVE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 
 
 def make_checkpoint(family: str, folder: Path, *, seed: int = 0, std: float = 0.2, **overrides: Any) -> Path:
-    """Saves a random fp32 model of `family` into `folder` and returns it. Every weight has spread `std`; no tokenizer."""
+    """Saves a random fp32 model of `family` into `folder` and returns it. Weights have spread `std`; no tokenizer."""
     name, settings = FAMILIES[family]
     config_class: type[PretrainedConfig] = getattr(transformers, name)
     config = config_class(**{**COMMON, **settings, **overrides})

@@ -1,7 +1,7 @@
 """PagedKV: the keys and values of all blocks, and the one canonical form in which a block leaves the process.
 
-Head-major in memory - [keys | values, kv heads, blocks, block_size, head_dim] per layer - so that gathered pages of a head
-are contiguous and attention is a plain batched matmul. Zero at birth: a masked slot still multiplies 0 by what it holds.
+Head-major in memory - [keys | values, kv heads, blocks, block_size, head_dim] per layer - so that gathered pages of a
+head are contiguous and attention is a plain batched matmul. Zero at birth: a masked slot multiplies 0 by what it holds.
 """
 
 from collections.abc import Sequence

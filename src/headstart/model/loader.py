@@ -1,7 +1,7 @@
 """load_model: a folder in Hugging Face's layout becomes a model in memory, with all a front end must know of it.
 
-The Llama family goes to the compact decoder, other decoders to Transformers; what cannot be served right is refused with
-a ConfigError that names it.
+The Llama family goes to the compact decoder, other decoders to Transformers; what cannot be served right is refused
+with a ConfigError that names it.
 """
 
 import json

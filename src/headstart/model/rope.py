@@ -1,7 +1,7 @@
 """Rotary position embedding: reading its settings, its frequencies, and turning queries and keys.
 
-Scalings that depend on the length of the whole sequence (dynamic NTK, LongRoPE) would change the keys of a cached prefix
-when the sequence grows, so they are served within the range where they do not: `max_positions` is cut accordingly.
+Scalings that depend on the length of the whole sequence (dynamic NTK, LongRoPE) would change the keys of a cached
+prefix when it grows, so they are served within the range where they do not: `max_positions` is cut accordingly.
 Formulas: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753), Llama 3.1's model card.
 """
 
@@ -117,7 +117,7 @@ def _require(kind: str, parameters: dict[str, Any]) -> None:
 
 def _max_positions(kind: str, parameters: dict[str, Any], positions: int) -> int:
     original, factor = parameters["original_max_position_embeddings"], parameters.get("factor")
-    if kind == "linear":
+    if kind == "linear" and factor is not None:
         return int(positions * factor)
     if kind == "yarn" and factor is not None:
         return max(positions, int(original * factor))

@@ -59,7 +59,7 @@ class _Echo(nn.Module):
     """Stands for a model's body where the final hidden states are known already."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)  # pyright: ignore[reportArgumentType]
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 class _Recorder:
@@ -134,7 +134,7 @@ def load_transformers(folder: Path, raw: dict[str, Any], dtype: torch.dtype, dev
     _refuse_config(architecture, config)
     AttentionInterface.register(ATTENTION_NAME, attention_function)
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(  # its stubs do not know output_loading_info's pair
             folder,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
@@ -143,6 +143,7 @@ def load_transformers(folder: Path, raw: dict[str, Any], dtype: torch.dtype, dev
             trust_remote_code=False,
             output_loading_info=True,
         )
+        module, info = loaded
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         raise ConfigError(f"{architecture} cannot be loaded: {error}") from None
     for what in ("missing_keys", "mismatched_keys"):
@@ -175,7 +176,7 @@ def _refuse_config(architecture: str, config: PretrainedConfig) -> None:
 
 
 def _max_model_len(architecture: str, text: PretrainedConfig) -> int:
-    """Positions that may be used; where rotary scaling depends on the sequence's length, only those before it starts."""
+    """Positions that may be used; if rotary scaling depends on the sequence's length, only those before it starts."""
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         raise ConfigError(f"{architecture}: config.json does not say how long a sequence may be")

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -48,7 +48,7 @@ class Checkpoint:
             self.entries.update(_read_header(file))
 
     @contextmanager
-    def reading(self, progress: Callable[[int], None]) -> Iterator[None]:
+    def reading(self, progress: Callable[[int], None]) -> Generator[None]:
         """Files stay open within; `progress` is told the bytes of every tensor taken."""
         self._progress = progress
         try:

@@ -1,7 +1,7 @@
 """The attention seam: what a backend is given, what it gives, and the table of those there are.
 
 A backend owns the KV tensors and their layout. Per step `begin` returns the function that every layer calls: it stores
-the new keys and values at their slots, then lets each row see its whole prefix. The reference is the oracle of all others.
+the new keys and values at their slots, then lets each row see its whole prefix. The reference is the oracle of others.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
 """What one step reads, worked out once and used by every layer with the same window: pages to gather, and masks.
 
-Rows of one token ("decode rows", wherever they come from) are computed together in buckets of similar length, so that one
-long sequence does not pad the others. Decode rows whose tables begin with the same blocks read those once, as a group.
+Rows of one token ("decode rows", wherever they come from) are computed together in buckets of similar length, so that
+one long sequence does not pad the others. Those whose tables begin with the same blocks read these once, as a group.
 """
 
 from collections.abc import Sequence

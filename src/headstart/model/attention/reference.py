@@ -23,9 +23,7 @@ class ReferenceAttention:
         self, shape: KVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.kv = PagedKV(shape, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
-        self._scratch = torch.empty(
-            0, dtype=dtype, device=device
-        )  # reused: fresh pages of memory cost more than the copy
+        self._scratch = torch.empty(0, dtype=dtype, device=device)  # kept: fresh memory costs more than the copy
 
     def begin(self, step: StepInputs) -> "ReferenceStep":
         return ReferenceStep(self, step)
@@ -80,11 +78,10 @@ class ReferenceStep:
         num_rows, num_heads, head_dim = queries.shape
         num_kv_heads = self._backend.kv.shape.num_kv_heads
         folded = queries.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1)  # [Hkv, Rd, G, D]
-        parts = [
-            self._bucket(layer, folded[:, b.begin : b.end], b, scale, softcap, bool(plan.groups)) for b in plan.buckets
-        ]
+        grouped = bool(plan.groups)
+        parts = [self._bucket(layer, folded[:, b.begin : b.end], b, scale, softcap, grouped) for b in plan.buckets]
         out = parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts], dim=1)
-        if plan.groups:
+        if grouped:
             own = torch.cat([part[1] for part in parts if part[1] is not None], dim=1)
             for group in plan.groups:
                 rows = folded[:, group.rows].reshape(num_kv_heads, -1, head_dim)
