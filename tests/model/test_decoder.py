@@ -45,7 +45,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def prompts(rng: Random) -> list[list[int]]:
-    """A long one; one that continues its first two blocks; exactly those two blocks; and strangers of 1 and 21 tokens."""
+    """A long one, one that continues its first two blocks, those two blocks alone, and strangers of 1 and 21 tokens."""
     long = [rng.randrange(3, 128) for _ in range(75)]
     return [
         long,
