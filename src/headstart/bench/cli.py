@@ -31,7 +31,7 @@ lab = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-app.add_typer(lab, name="lab")
+app.add_typer(lab, name="lab", short_help="Experiments on the engine's laws.")
 
 Model = Annotated[
     str,
@@ -45,7 +45,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="Fewer and smaller repetiti
 Plot = Annotated[Path | None, typer.Option(metavar="PNG", help="Also draw the result into this file.")]
 
 
-@app.command()
+@app.command(short_help="48 rotated prompts, cold and warm (vLLM #3402).")
 def rotations(
     model: Model = "tiny",
     dtype: Dtype = "auto",
@@ -66,7 +66,7 @@ def rotations(
     _run_on_model(bench, model, dtype, threads, seed, plot)
 
 
-@app.command()
+@app.command(short_help="900 shared + 100 own tokens, caching off and on.")
 def intent(
     model: Model = "",
     dtype: Dtype = "auto",
@@ -99,7 +99,7 @@ def intent(
     _run_on_model(bench, model, dtype, threads, seed, plot)
 
 
-@app.command()
+@app.command(short_help="Shared prefixes against a running server.")
 def load(
     against: Annotated[str, typer.Option(metavar="URL", help="Any OpenAI endpoint, e.g. http://127.0.0.1:8000.")],
     model: Annotated[str, typer.Option(help="Model name to send; default: the first of /v1/models.")] = "",
@@ -129,7 +129,7 @@ def load(
     _finish(bench, plot)
 
 
-@lab.command()
+@lab.command(short_help="One prompt twice: how many tokens are computed.")
 def repeat(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, seed: Seed = 0) -> None:
     """The same 1,024-token prompt twice: the second time computes one token, not one block."""
 
@@ -141,7 +141,7 @@ def repeat(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, s
     _run_on_model(bench, model, dtype, threads, seed, None)
 
 
-@lab.command()
+@lab.command(short_help="What scheduling costs, without a model.")
 def scheduler(seed: Seed = 0, runs: Runs = 5) -> None:
     """What scheduling costs when computing costs nothing: microseconds of pure Python, without a model."""
 
