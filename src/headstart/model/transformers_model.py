@@ -7,13 +7,21 @@ Code from a checkpoint (`trust_remote_code`) is never run.
 """
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from headstart.core.errors import ConfigError
 from headstart.model.attention.base import Attend
@@ -23,7 +31,8 @@ from headstart.model.step import StepInputs
 
 ATTENTION_NAME = "headstart"
 LAYER_KINDS = {"full_attention", "sliding_attention"}
-HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "cache_position"}
+HARMLESS = {"position_ids", "use_cache", "return_dict", "cache_position"}
+OUTPUTS = {"output_attentions", "output_hidden_states", "output_router_logits"}  # harmless unless switched on
 PROBE_TOKENS = 8
 SUPPORTED = f"{', '.join(NATIVE_ARCHITECTURES)}, and decoders of Transformers with full or sliding attention layers"
 
@@ -55,11 +64,18 @@ class TransformersModel:
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
 
+@dataclass
+class _Final(BaseModelOutputWithPastAndCrossAttentions):
+    """Final hidden states, and all else that some model's forward reads of its body's output."""
+
+    router_logits: tuple[Tensor, ...] | None = None
+
+
 class _Echo(nn.Module):
     """Stands for a model's body where the final hidden states are known already."""
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Final:
+        return _Final(last_hidden_state=inputs_embeds)
 
 
 class _Recorder:
@@ -108,7 +124,8 @@ def attention_function(
 
     Raises ConfigError for any request that the backends do not implement; nothing is ignored.
     """
-    unknown = sorted(name for name, given in keywords.items() if given is not None and name not in HARMLESS)
+    asked = {name for name, given in keywords.items() if given is not None and not (name in OUTPUTS and not given)}
+    unknown = sorted(asked - HARMLESS)
     if unknown:
         raise ConfigError(f"its attention asks for {', '.join(unknown)}, which is not implemented")
     if headstart_attend is None or attention_mask is not None or dropout:
@@ -150,11 +167,9 @@ def load_transformers(folder: Path, raw: dict[str, Any], dtype: torch.dtype, dev
         if info.get(what):
             raise ConfigError(f"{folder}: {len(info[what])} {what.replace('_', ' ')}, first {sorted(info[what])[0]}")
     module = module.to(device).eval().requires_grad_(False)
-    if not getattr(module, "_supports_attention_backend", False):
-        raise ConfigError(f"{architecture} is not supported: its attention cannot be replaced (supported: {SUPPORTED})")
     try:
         shape = _probe(module)
-    except ConfigError as error:
+    except (ConfigError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{architecture} is not supported: {error}") from None
     return TransformersModel(module, shape, _max_model_len(architecture, config.get_text_config()))
 
@@ -173,6 +188,10 @@ def _refuse_config(architecture: str, config: PretrainedConfig) -> None:
     kinds = set(getattr(text, "layer_types", None) or ()) - LAYER_KINDS
     if kinds:
         raise ConfigError(f"{architecture} is not supported: it has {', '.join(sorted(kinds))} layers")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"{architecture} is not supported: it is not a causal language model")
+    if not getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_attention_backend", False):
+        raise ConfigError(f"{architecture} is not supported: its attention cannot be replaced (supported: {SUPPORTED})")
 
 
 def _max_model_len(architecture: str, text: PretrainedConfig) -> int:
@@ -200,7 +219,10 @@ def _probe(module: PreTrainedModel) -> KVShape:
     hidden = model.hidden(token_ids, positions, recorder)
     num_layers = text.num_hidden_layers
     if recorder.num_calls != num_layers or set(recorder.windows) != set(range(num_layers)):
-        raise ConfigError(f"{len(recorder.windows)} of {num_layers} layers handed their attention over")
+        raise ConfigError(
+            f"{recorder.num_calls} attentions of {len(recorder.windows)} layers were handed over; expected one from "
+            f"each of its {num_layers} layers"
+        )
     if len(recorder.shapes) != 1:
         raise ConfigError(f"its layers differ in key heads and head size: {sorted(recorder.shapes)}")
     for layer, kind in enumerate(getattr(text, "layer_types", None) or ()):
