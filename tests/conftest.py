@@ -1,12 +1,15 @@
 """What holds for every test: one quiet compute thread, settled before torch is imported, and repeatable examples."""
 
 import os
+from pathlib import Path
 
+SRC = str(Path(__file__).parents[1] / "src")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, os.environ.get("PYTHONPATH")]))  # for subprocesses
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 # No deadline: two shared cores. Derandomised: a red run is red again; `--hypothesis-seed` explores.
 settings.register_profile(

@@ -9,7 +9,7 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "headstart"
 FLOORS = {  # any other file is on floor 3, where the concrete pieces meet
-    **dict.fromkeys(["__init__", "core", "options"], 0),
+    **dict.fromkeys(["__init__", "__version__", "core", "options"], 0),
     **dict.fromkeys(["model", "store", "router", "workload", "bundled"], 1),
     **dict.fromkeys(["server", "fleet", "sim"], 2),
 }
@@ -98,6 +98,7 @@ def test_a_planted_violation_is_caught(path: str, source: str, complaint: str) -
             "import torch\nfrom headstart.core.batch import Batch\nfrom headstart.options import EngineOptions",
         ),
         ("server/x.py", "import asyncio\nfrom headstart.core.request import Request"),
+        ("model/x.py", "from headstart import __version__"),
         ("cli.py", "def serve():\n  from headstart.server.serve import serve"),
         ("bench/x.py", "from headstart.llm import LLM"),
     ],

@@ -4,55 +4,110 @@ Floor 0: standard library only. The help text of a flag lives here, in the field
 cannot drift apart. Reading argv, environment and files is cli.py's business alone.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from headstart.core.errors import ConfigError
 
-def _option(default: Any, help_text: str, **extra: Any) -> Any:  # the type dataclasses.field itself has
-    return field(default=default, metadata={"help": help_text, **extra})
+MODEL, COMPUTE, SCHEDULING, LISTENING, BOUNDS, LIFE = (
+    "Model",
+    "Compute and memory",
+    "Scheduling and caching",
+    "Listening and keys",
+    "Bounds on requests",
+    "Life of the server",
+)
+
+
+def _option(default: Any, help_text: str, group: str, **extra: Any) -> Any:  # the type dataclasses.field itself has
+    """A field with metadata: help, group (a panel of --help), and perhaps alias, secret, choices, minimum, maximum."""
+    return field(default=default, metadata={"help": help_text, "group": group, **extra})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """What the engine process needs to know. Names follow vLLM's flags where the meaning is the same."""
 
-    model: str = _option("", "Folder, or hub id such as Qwen/Qwen3-0.6B. Empty: the bundled intent model.")
-    revision: str | None = _option(None, "Branch, tag or commit on the hub.")
-    hf_token: str | None = _option(None, "Hub access token (else HF_TOKEN).", secret=True)
-    offline: bool = _option(False, "Never ask the hub; use what is already downloaded.")
-    download_dir: str | None = _option(None, "Where downloads go (default: the hub's own cache).")
-    dtype: str = _option("auto", "auto | bfloat16 | float32. auto: the checkpoint's, float16 becoming bfloat16.")
-    device: str = _option("auto", "auto | cpu | cuda[:N].")
-    threads: int = _option(0, "Compute threads; 0: as many as the cgroup grants cores.")
-    attention_backend: str = _option("auto", "auto | reference.")
-    block_size: int = _option(16, "Tokens per KV block; a multiple of 16.")
-    num_gpu_blocks_override: int | None = _option(None, "KV blocks, whatever the memory.", alias="num-blocks")
-    kv_cache_memory: str | None = _option(None, "KV pool size such as 6GiB (default: 40 % of what is left).")
-    max_model_len: int | None = _option(None, "Prompt + output tokens of a request (default: the model's).")
-    max_num_seqs: int = _option(256, "Sequences running at once.")
-    max_num_batched_tokens: int = _option(2048, "Token budget of a step; cached tokens cost nothing.")
-    long_prefill_token_threshold: int = _option(0, "Cap on one prompt's tokens per step while others wait; 0: none.")
-    enable_prefix_caching: bool = _option(True, "Take over KV that an earlier request computed.")
-    scheduling_policy: str = _option("fcfs", "fcfs | priority.")
-    seed: int = _option(0, "Seed for sampling of requests that bring none.")
+    model: str = _option("", "Folder, or hub id such as Qwen/Qwen3-0.6B. Empty: the bundled intent model.", MODEL)
+    revision: str | None = _option(None, "Branch, tag or commit on the hub.", MODEL)
+    hf_token: str | None = _option(None, "Hub access token (else HF_TOKEN).", MODEL, secret=True)
+    offline: bool = _option(False, "Never ask the hub; use what is already downloaded.", MODEL)
+    download_dir: str | None = _option(None, "Where downloads go (default: the hub's own cache).", MODEL)
+    dtype: str = _option(
+        "auto",
+        "auto: the checkpoint's, float16 becoming bfloat16.",
+        COMPUTE,
+        choices=("auto", "bfloat16", "float32"),
+    )
+    device: str = _option("auto", "auto | cpu | cuda | cuda:N.", COMPUTE)
+    threads: int = _option(0, "Compute threads; 0: as many as the cgroup grants cores.", COMPUTE, minimum=0)
+    attention_backend: str = _option("auto", "Which code computes attention.", COMPUTE, choices=("auto", "reference"))
+    block_size: int = _option(16, "Tokens per KV block; a multiple of 16.", COMPUTE, minimum=16)
+    num_gpu_blocks_override: int | None = _option(
+        None, "KV blocks, whatever the memory (CPU or GPU).", COMPUTE, alias="num-blocks", minimum=1
+    )
+    kv_cache_memory: str | None = _option(
+        None, "KV pool size such as 6GiB (default: 40 % of what the weights leave).", COMPUTE
+    )
+    max_model_len: int | None = _option(
+        None, "Prompt + output tokens of a request (default: the model's).", SCHEDULING, minimum=2
+    )
+    max_num_seqs: int = _option(256, "Sequences running at once.", SCHEDULING, minimum=1)
+    max_num_batched_tokens: int = _option(
+        2048, "Token budget of a step; cached tokens cost nothing.", SCHEDULING, minimum=1
+    )
+    long_prefill_token_threshold: int = _option(
+        0, "Cap on one prompt's tokens per step while others wait; 0: none.", SCHEDULING, minimum=0
+    )
+    enable_prefix_caching: bool = _option(True, "Take over KV that an earlier request computed.", SCHEDULING)
+    scheduling_policy: str = _option(
+        "fcfs",
+        "Order of those waiting: first come, or by the request's priority.",
+        SCHEDULING,
+        choices=("fcfs", "priority"),
+    )
+    seed: int = _option(0, "Seed for sampling of requests that bring none.", SCHEDULING)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """What the HTTP front needs to know."""
 
-    host: str = _option("127.0.0.1", "Address to listen on.")
-    port: int = _option(8000, "Port to listen on; 0: any free one (printed).")
-    served_model_name: str | None = _option(None, "Name in /v1/models (default: the model's id or folder name).")
-    api_key: tuple[str, ...] = _option((), "Key clients must send; repeat for several.", secret=True)
-    admin_api_key: tuple[str, ...] = _option((), "Key for /reset_prefix_cache and other admin calls.", secret=True)
-    max_num_queued_reqs: int = _option(1024, "Requests that may wait; more get 429.")
-    max_num_queued_tokens: int = _option(2_000_000, "Prompt tokens that may wait; more get 429.")
-    max_body_bytes: int = _option(4 * 1024 * 1024, "Largest request body.")
-    max_n: int = _option(16, "Largest n of a request.")
-    max_prompts: int = _option(64, "Most prompts in one /v1/completions.")
-    max_logprobs: int = _option(20, "Most alternatives per token.")
-    drain_timeout: float = _option(120.0, "Seconds SIGTERM waits for admitted requests.")
-    heartbeat_timeout: float = _option(60.0, "Seconds without a step before /livez says 503.")
-    stats_interval: float = _option(10.0, "Seconds between statistics lines; 0: none.")
-    access_log: bool = _option(True, "One JSON line per request on stderr.")
+    host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0: every interface, then set --api-key.", LISTENING)
+    port: int = _option(8000, "Port to listen on; 0: any free one (printed).", LISTENING, minimum=0, maximum=65535)
+    served_model_name: str | None = _option(
+        None, "Name in /v1/models (default: the model's id or folder name).", LISTENING
+    )
+    api_key: tuple[str, ...] = _option((), "Key clients must send; repeat for several.", LISTENING, secret=True)
+    admin_api_key: tuple[str, ...] = _option(
+        (), "Key for /reset_prefix_cache and other admin calls.", LISTENING, secret=True
+    )
+    max_num_queued_reqs: int = _option(1024, "Requests that may wait; more get 429.", BOUNDS, minimum=1)
+    max_num_queued_tokens: int = _option(2_000_000, "Prompt tokens that may wait; more get 429.", BOUNDS, minimum=1)
+    max_body_bytes: int = _option(4 * 1024 * 1024, "Largest request body.", BOUNDS, minimum=1024)
+    max_n: int = _option(16, "Largest n of a request.", BOUNDS, minimum=1)
+    max_prompts: int = _option(64, "Most prompts in one /v1/completions.", BOUNDS, minimum=1)
+    max_logprobs: int = _option(20, "Most alternatives per token.", BOUNDS, minimum=0)
+    drain_timeout: float = _option(120.0, "Seconds SIGTERM waits for admitted requests.", LIFE, minimum=0)
+    heartbeat_timeout: float = _option(60.0, "Seconds without a step before /livez says 503.", LIFE, minimum=1)
+    stats_interval: float = _option(10.0, "Seconds between statistics lines; 0: none.", LIFE, minimum=0)
+    access_log: bool = _option(True, "One JSON line per request on stderr.", LIFE)
+
+
+def flag_of(name: str) -> str:
+    """The command-line flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def check_values(options: EngineOptions | ServerOptions) -> None:
+    """Raises ConfigError for the first value outside its field's choices, minimum or maximum."""
+    for option in fields(options):
+        value, allowed = getattr(options, option.name), option.metadata
+        if value is None:
+            continue
+        if "choices" in allowed and value not in allowed["choices"]:
+            raise ConfigError(f"{option.name} is {value!r}; choose one of {', '.join(allowed['choices'])}")
+        if "minimum" in allowed and not value >= allowed["minimum"]:
+            raise ConfigError(f"{option.name} is {value}; it must be at least {allowed['minimum']}")
+        if "maximum" in allowed and not value <= allowed["maximum"]:
+            raise ConfigError(f"{option.name} is {value}; it must be at most {allowed['maximum']}")

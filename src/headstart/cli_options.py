@@ -1,0 +1,89 @@
+"""Flags made from the fields of options.py, and what flags, environment and file come to together."""
+
+import dataclasses
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headstart.config_file import CONFIG_VARIABLE, FILE_NAME, plain_type, read_environment, read_file, takes_several
+from headstart.options import EngineOptions, ServerOptions, flag_of
+
+Sources = tuple[Mapping[str, Any], ...]
+"""Option values by field name; the first source that has one wins."""
+
+_METAVARS = {str: "TEXT", int: "N", float: "X"}
+_CONFIG = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help=f"Read options from FILE ({CONFIG_VARIABLE}; default: ./{FILE_NAME} if there is one).",
+    ),
+]
+
+
+def takes_options(
+    *classes: type[EngineOptions] | type[ServerOptions], skip: tuple[str, ...] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates a verb: gives it a flag for each field of `classes`, and calls it with their values as `sources`."""
+    options = [field for options in classes for field in dataclasses.fields(options) if field.name not in skip]
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(verb)
+        def wrapper(**arguments: Any) -> None:
+            given = {field.name: arguments.pop(field.name) for field in options}
+            flags = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v not in (None, [])}
+            surroundings = _surroundings(arguments.pop("config"))
+            verb(**arguments, sources=(flags, *surroundings))
+
+        own = [p for p in inspect.signature(verb).parameters.values() if p.name != "sources"]
+        config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_CONFIG)
+        parameters = [*(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own), config, *map(_parameter, options)]
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
+        return wrapper
+
+    return decorate
+
+
+def _surroundings(config: Path | None) -> Sources:
+    """Environment and file; a variable that means nothing gets a line on stderr."""
+    environment, warnings = read_environment(os.environ)
+    for warning in warnings:
+        print(f"headstart: warning: {warning}", file=sys.stderr)
+    named = os.environ.get(CONFIG_VARIABLE)
+    return environment, read_file(config or (Path(named) if named else None), Path.cwd())
+
+
+def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
+    """The field as typer wants to see it. The default is None, so that a flag that was not given can be told."""
+    plain, metadata = plain_type(field), field.metadata
+    flags = [flag_of(field.name)]
+    if "alias" in metadata:
+        flags.append("--" + metadata["alias"])
+    if plain is bool:
+        flags = [f"{flags[0]}/{flag_of('no_' + field.name)}"]
+    option = typer.Option(
+        *flags,
+        help=metadata["help"] + _default_text(field.default),
+        rich_help_panel=metadata["group"],
+        metavar=None if plain is bool else "|".join(metadata["choices"]) if "choices" in metadata else _METAVARS[plain],
+        show_default=False,
+    )
+    annotation: Any = list[str] if takes_several(field) else plain
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation | None, option]
+    )
+
+
+def _default_text(default: Any) -> str:
+    if default is None or default in ("", ()):
+        return ""
+    if isinstance(default, bool):
+        return " [on]" if default else " [off]"
+    return f" [{default:g}]" if isinstance(default, float) else f" [{default}]"
