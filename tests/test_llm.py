@@ -224,6 +224,12 @@ def test_the_real_engine_gives_logprobs_of_prompt_and_output(real: LLM) -> None:
         assert entry.top[0][0] == entry.token_id
 
 
+def test_the_real_engine_gives_logprobs_of_the_prompt_alone(real: LLM) -> None:
+    [completion] = real.generate("the lazy dog", {**GREEDY, "prompt_logprobs": 1})
+    assert completion.prompt_logprobs is not None and completion.logprobs is None
+    assert [entry.token_id for entry in completion.prompt_logprobs] == completion.prompt_token_ids[1:]
+
+
 def test_the_real_engine_repeats_a_seed(real: LLM) -> None:
     sampling = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "n": 2, "ignore_eos": True}
     first, second = real.generate("the lazy", sampling)[0], real.generate("the lazy", sampling)[0]

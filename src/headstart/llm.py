@@ -21,11 +21,12 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from headstart.core.batch import TokenLogprob
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import Request, SamplingParams
 from headstart.model.threads import prepare_threads
-from headstart.options import EngineOptions
+from headstart.options import EngineOptions, check_values
 from headstart.progress import GenerationProgress
 from headstart.server.bodies import ChatBody, CompletionBody, check_depth, parse_messages, parse_prompts
 from headstart.server.fields import Fields
@@ -53,6 +54,7 @@ class Completion:
     finish_reason: str
     stop_reason: int | str | None = None
     logprobs: list[TokenEntry] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None  # of every prompt token but the first, if asked for
     error: str | None = None
     outputs: tuple["Completion", ...] = ()  # of n choices, in order; () for n = 1
 
@@ -192,15 +194,17 @@ def _engine_options(model: str, values: Mapping[str, Any]) -> EngineOptions:
         for field in dataclasses.fields(EngineOptions)
         if "alias" in field.metadata
     }
-    named = {aliases.get(name, name): value for name, value in values.items()}
+    named: dict[str, Any] = {"model": model} | {aliases.get(name, name): value for name, value in values.items()}
     known = {field.name for field in dataclasses.fields(EngineOptions)}
     unknown = sorted(set(named) - known)
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}")
-    return EngineOptions(**{"model": model, **named})
+    options = EngineOptions(**named)
+    check_values(options)
+    return options
 
 
-def _plain_sampling(sampling: Sampling, kind: Kind) -> Mapping[str, Any]:
+def _plain_sampling(sampling: object, kind: Kind) -> Mapping[str, Any]:
     """As a request body would say it: a SamplingParams is validated like anything else."""
     if sampling is None:
         return {}
@@ -227,6 +231,7 @@ def _completion(request: Request, generation: Generation, params: GenerationPara
         finish_reason=generation.finish_reason,
         stop_reason=generation.stop_reason,
         logprobs=generation.logprobs if params.wants_logprobs else None,
+        prompt_logprobs=generation.prompt_logprobs if request.sampling.prompt_logprobs is not None else None,
         error=generation.error,
     )
 

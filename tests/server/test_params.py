@@ -227,6 +227,12 @@ def test_nothing_is_generated_only_for_an_echo() -> None:
         chat(echo=True)
 
 
+def test_logprobs_of_the_prompt_are_not_streamed() -> None:
+    assert chat(prompt_logprobs=2).sampling.prompt_logprobs == 2
+    with pytest.raises(InvalidRequestError, match="send stream: false"):
+        completion(prompt_logprobs=2, stream=True)
+
+
 def test_both_names_of_max_tokens_must_agree() -> None:
     assert completion(max_tokens=3, max_completion_tokens=3).max_tokens == 3
     with pytest.raises(InvalidRequestError, match="only one of them"):

@@ -7,6 +7,7 @@ from openai.types import Completion, CompletionUsage, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizer_folders import BYTE_LEVEL, METASPACE, build
 
+from headstart.core.batch import TokenLogprob
 from headstart.core.errors import (
     ConfigError,
     DrainingError,
@@ -120,6 +121,17 @@ def test_every_error_has_its_status_and_code(error: HeadstartError, status: int,
 def test_errors_of_the_operator_are_not_told_to_clients() -> None:
     status, body = protocol.error_of(ConfigError("/secret/path is missing"))
     assert status == 500 and "secret" not in body["error"]["message"]
+
+
+def test_logprobs_of_the_prompt_are_told_by_token_id() -> None:
+    delta = DELTA._replace(prompt_logprobs=(TokenLogprob(FOX, -3.0, ((THE, -0.1),)),))
+    choice = protocol.completion_choice(0, delta, TOKENIZER, **CHOICE)
+    expected = {
+        str(THE): {"logprob": -0.1, "decoded_token": "the"},
+        str(FOX): {"logprob": -3.0, "decoded_token": " fox"},
+    }
+    assert choice["prompt_logprobs"] == [None, expected]
+    assert "prompt_logprobs" not in protocol.completion_choice(0, DELTA, TOKENIZER, **CHOICE)
 
 
 def test_a_model_is_what_the_openai_package_expects() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizer_folders import BYTE_LEVEL, KINDS, METASPACE, write
+from tokenizer_folders import BYTE_LEVEL, KINDS, METASPACE, build, write
 from transformers import AutoTokenizer
 
 import headstart
@@ -130,6 +130,17 @@ def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(write(tmp_path, BYTE_LEVEL, chat_template=None))
     with pytest.raises(InvalidRequestError, match="no chat template; use /v1/completions"):
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_an_old_folder_with_vocabulary_and_merges_is_converted(tmp_path: Path) -> None:
+    old = build(BYTE_LEVEL)
+    old.model.save(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    named = {name: "<|im_end|>" for name in ("bos_token", "eos_token", "unk_token")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", **named}))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert list(tokenizer.encode("the quick é 東")) == old.encode("the quick é 東").ids
+    assert tokenizer.eos_token_ids == (1,)
 
 
 def test_a_folder_without_a_tokenizer_is_a_configuration_error(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headstart.core.errors import ConfigError, InvalidRequestError
+from headstart.server.fields import INT64_MAX, Fields, bad_value, check_text, shown
 
 MAX_CHARS = 16 * 1024 * 1024
 MAX_SECONDS = 2.0
@@ -80,6 +81,22 @@ class ChatTemplate:
             if time.monotonic() > deadline:
                 raise _refused("the conversation takes too long to render; send fewer or shorter messages")
         return "".join(pieces)
+
+
+def template_options(fields: Fields, max_chars: int) -> tuple[tuple[str, str | int | bool], ...]:
+    """Returns chat_template_kwargs, sorted: switches such as Qwen3's enable_thinking; scalars only, and no template."""
+    name = "chat_template_kwargs"
+    options = fields.mapping(name, 16) or {}
+    for key, value in options.items():
+        if not isinstance(key, str) or not key.isidentifier() or key.startswith("_") or len(key) > 64:
+            bad_value(name, f"has the key {shown(key)}", "keys must be plain names")
+        if key in ("messages", "tools", "documents", "add_generation_prompt", "chat_template"):
+            bad_value(name, f"contains {key}", "that one cannot be set here")
+        if isinstance(value, str) and len(value) <= max_chars:
+            check_text(name, value)
+        elif not isinstance(value, bool) and not (isinstance(value, int) and abs(value) <= INT64_MAX):
+            bad_value(name, f"has {shown(value)} for {key}", "values must be true, false, integers or short strings")
+    return tuple(sorted(options.items()))
 
 
 def _refused(message: str) -> InvalidRequestError:
@@ -146,9 +163,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["namespace"] = _Namespace
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    names: dict[str, Any] = environment.globals  # declared with the types of its defaults alone
+    names |= {"namespace": _Namespace, "raise_exception": _raise_exception, "strftime_now": _strftime_now}
     return environment
 
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from headstart.core.errors import InvalidRequestError
 
+INT64_MAX = 2**63 - 1
 _SHOWN_CHARS = 60
 
 
@@ -24,7 +25,9 @@ def shown(value: object) -> str:
     if isinstance(value, str):
         text = value if len(value) <= _SHOWN_CHARS else value[:_SHOWN_CHARS] + "..."
         return ascii(text)
-    return {list: "a list", tuple: "a list", dict: "an object"}.get(type(value), "a value of another type")
+    if isinstance(value, list | tuple):
+        return "a list"
+    return "an object" if isinstance(value, Mapping) else "a value of another type"
 
 
 def plain(number: float) -> str:
@@ -138,4 +141,4 @@ class Fields:
 
     def unread(self) -> tuple[str, ...]:
         """Returns the names that were sent and that nobody read, sorted."""
-        return tuple(sorted(name for name in self.values if isinstance(name, str) and name not in self._read))
+        return tuple(sorted(str(name) for name in self.values if name not in self._read))

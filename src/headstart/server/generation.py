@@ -35,6 +35,7 @@ class Delta(NamedTuple):
     stop_reason: int | str | None = None  # the stop string, or the stop token if it is not the model's own
     must_abort: bool = False  # it ended here but not in the engine: abort the engine's request
     error: str | None = None  # of finish_reason "error"
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of a whole answer only: of every prompt token but the first
 
     @property
     def has_news(self) -> bool:
@@ -82,6 +83,11 @@ class Generation:
     def text(self) -> str:
         """Everything shown so far."""
         return "".join(self._parts)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether they were asked for by that name; an echo shows them among the others."""
+        return self._request.sampling.prompt_logprobs is not None and not self._params.echo
 
     @property
     def num_tokens(self) -> int:

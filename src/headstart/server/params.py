@@ -6,18 +6,26 @@ Only InvalidRequestError comes out of here, whatever goes in.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 from headstart.core.engine import EngineInfo
-from headstart.core.errors import InvalidRequestError, RequestTooLargeError
+from headstart.core.errors import RequestTooLargeError
 from headstart.core.request import SamplingParams
 from headstart.options import ServerOptions
-from headstart.server.fields import Fields, bad_value, check_int, check_number, check_text, shown, unsupported
+from headstart.server.chat import template_options
+from headstart.server.fields import (
+    INT64_MAX,
+    Fields,
+    bad_value,
+    check_int,
+    check_number,
+    check_text,
+    shown,
+    unsupported,
+)
+from headstart.server.unbuilt import refuse_unbuilt
 
-INT64_MAX = 2**63 - 1
 INT31_MAX = 2**31 - 1
 GREEDY_BELOW = 1e-5  # a temperature smaller than this would only overflow on the way to the same token
 DEFAULT_COMPLETION_TOKENS = 16
@@ -96,7 +104,7 @@ def parse_params(fields: Fields, bounds: Bounds, kind: Kind) -> GenerationParams
 
     Raises InvalidRequestError, with `param` set, for the first value that is wrong.
     """
-    _refuse_unbuilt(fields)
+    refuse_unbuilt(fields)
     max_tokens = _max_tokens(fields, bounds, kind)
     n = _n(fields, bounds)
     stream = fields.boolean("stream")
@@ -126,7 +134,7 @@ def parse_params(fields: Fields, bounds: Bounds, kind: Kind) -> GenerationParams
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final,
         add_special_tokens=fields.boolean("add_special_tokens") if special else None,
-        template_options=_template_options(fields, bounds),
+        template_options=template_options(fields, bounds.max_label_chars),
         priority=fields.integer("priority", -INT31_MAX, INT31_MAX) or 0,
         cache_salt=_cache_salt(fields),
         user=labels[0],
@@ -185,8 +193,8 @@ def _sampling(fields: Fields, bounds: Bounds, kind: Kind, max_tokens: int | None
     eos_ids = () if fields.boolean("ignore_eos") else bounds.eos_token_ids
     logprobs = _logprobs(fields, bounds, kind)
     prompt_logprobs = fields.integer("prompt_logprobs", 0, bounds.max_logprobs)
-    if prompt_logprobs is not None and kind is Kind.CHAT:
-        unsupported("prompt_logprobs", "use /v1/completions with echo and logprobs")
+    if prompt_logprobs is not None and fields.values.get("stream"):
+        unsupported("prompt_logprobs", "a stream has no place for them; send stream: false")
     return SamplingParams(
         max_tokens=max(max_tokens or 1, 1),
         min_tokens=min_tokens,
@@ -295,59 +303,3 @@ def _cache_salt(fields: Fields) -> str | None:
     if salt is not None and not _SALT.fullmatch(salt):
         bad_value("cache_salt", "has characters it may not have", "use 1 to 128 of A-Z a-z 0-9 + / = _ -")
     return salt
-
-
-def _template_options(fields: Fields, bounds: Bounds) -> tuple[tuple[str, str | int | bool], ...]:
-    """Switches such as Qwen3's enable_thinking; scalars only, and never a template."""
-    name = "chat_template_kwargs"
-    options = fields.mapping(name, 16) or {}
-    for key, value in options.items():
-        if not isinstance(key, str) or not key.isidentifier() or key.startswith("_") or len(key) > 64:
-            bad_value(name, f"has the key {shown(key)}", "keys must be plain names")
-        if key in ("messages", "tools", "documents", "add_generation_prompt", "chat_template"):
-            bad_value(name, f"contains {key}", "that one cannot be set here")
-        if isinstance(value, str) and len(value) <= bounds.max_label_chars:
-            check_text(name, value)
-        elif not isinstance(value, bool) and not (isinstance(value, int) and abs(value) <= INT64_MAX):
-            bad_value(name, f"has {shown(value)} for {key}", "values must be true, false, integers or short strings")
-    return tuple(sorted(options.items()))
-
-
-# ------------------------------------------------------------------------------------------------- known and not built
-
-
-def _refuse_unbuilt(fields: Fields) -> None:
-    """Refuses by name what this server knows of and does not do; the values that mean "off" pass."""
-    _refuse_formats(fields)
-    for name in ("tools", "functions"):
-        if fields.items(name, 128):
-            unsupported(name, "function calling is not built; leave it out or send an empty list")
-    for name in ("tool_choice", "function_call"):
-        if fields.take(name) not in (None, "none", "auto"):
-            unsupported(name, "function calling is not built; leave it out")
-    modalities = fields.items("modalities", 16)
-    if any(modality != "text" for modality in modalities):
-        unsupported("modalities", 'this server writes text only; send ["text"] or leave it out')
-    if fields.take("suffix") not in (None, ""):
-        unsupported("suffix", "insertion is not built; leave it out")
-    for name in _UNBUILT:
-        if fields.take(name) not in (None, False, [], {}):
-            unsupported(name, "leave it out")
-
-
-_UNBUILT = (
-    *("audio", "prediction", "web_search_options", "moderation", "documents", "chat_template", "use_beam_search"),
-    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "prompt_embeds"),
-    *("bad_words", "allowed_token_ids", "logits_processors", "truncate_prompt_tokens", "kv_transfer_params"),
-)
-
-
-def _refuse_formats(fields: Fields) -> None:
-    value: Any = fields.take("response_format")
-    if value is None or (isinstance(value, Mapping) and value.get("type") == "text"):
-        return
-    if isinstance(value, Mapping) and value.get("type") in ("json_object", "json_schema"):
-        unsupported("response_format", 'structured output is not built; send {"type": "text"} or leave it out')
-    raise InvalidRequestError(
-        f'response_format is {shown(value)}; it must be an object such as {{"type": "text"}}', param="response_format"
-    )

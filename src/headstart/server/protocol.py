@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from headstart.core.batch import TokenLogprob
 from headstart.core.errors import (
     DrainingError,
     EngineDeadError,
@@ -103,9 +104,7 @@ def completion_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprob
         "finish_reason": delta.finish_reason,
         "stop_reason": delta.stop_reason,
     }
-    if token_ids:
-        choice["token_ids"] = delta.token_ids
-    return choice
+    return _with_extras(choice, delta, tokenizer, token_ids=token_ids)
 
 
 def completion_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> Json:
@@ -150,9 +149,7 @@ def chat_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprobs: boo
         "finish_reason": delta.finish_reason,
         "stop_reason": delta.stop_reason,
     }
-    if token_ids:
-        choice["token_ids"] = delta.token_ids
-    return choice
+    return _with_extras(choice, delta, tokenizer, token_ids=token_ids)
 
 
 def chat_chunk(head: Json, choices: list[Json], usage: Json | None = None) -> Json:
@@ -176,9 +173,7 @@ def chat_chunk_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprob
     }
     if delta.finish_reason:
         choice["stop_reason"] = delta.stop_reason
-    if token_ids:
-        choice["token_ids"] = delta.token_ids
-    return choice
+    return _with_extras(choice, delta, tokenizer, token_ids=token_ids)
 
 
 def chat_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> Json:
@@ -218,6 +213,7 @@ def whole(generation: Generation) -> Delta:
         generation.finish_reason,
         generation.stop_reason,
         error=generation.error,
+        prompt_logprobs=tuple(generation.prompt_logprobs) if generation.wants_prompt_logprobs else (),
     )
 
 
@@ -252,3 +248,21 @@ def tokenize_answer(token_ids: Sequence[int], max_model_len: int, token_strs: li
 def detokenize_answer(text: str) -> Json:
     """Returns the answer of /detokenize."""
     return {"prompt": text}
+
+
+def prompt_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list[Json | None]:
+    """Returns vLLM's format: null for the first token, then by token id what was there and the best alternatives."""
+    told: list[Json | None] = [None]
+    for entry in entries:
+        candidates = dict(entry.top) | {entry.token_id: entry.logprob}
+        told.append({str(i): {"logprob": p, "decoded_token": token_name(tokenizer, i)} for i, p in candidates.items()})
+    return told
+
+
+def _with_extras(choice: Json, delta: Delta, tokenizer: Tokenizer, *, token_ids: bool) -> Json:
+    """Adds what was asked for beyond OpenAI's API, under vLLM's names."""
+    if token_ids:
+        choice["token_ids"] = delta.token_ids
+    if delta.prompt_logprobs:
+        choice["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs, tokenizer)
+    return choice

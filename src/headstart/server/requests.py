@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.core.request import CacheMode, Request
 from headstart.server.bodies import ChatBody, CompletionBody, Prompt
-from headstart.server.params import INT64_MAX, Bounds, GenerationParams, fit
+from headstart.server.fields import INT64_MAX
+from headstart.server.params import Bounds, GenerationParams, fit
 from headstart.server.tokenizer import Tokenizer
 
 
