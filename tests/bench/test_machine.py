@@ -40,3 +40,11 @@ def test_where_contention_is_unknown_one_measurement_counts(monkeypatch: pytest.
     log = ContentionLog.new()
     assert uncontended(lambda: "only", log) == "only"
     assert log.as_dict() == {"other_cores_max": None, "contended_runs": 0, "measurements": 1, "repeated_runs": 0}
+
+
+def test_a_machine_that_is_never_quiet_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_meter(monkeypatch, [0.9] * 8)
+    log = ContentionLog.new()
+    for _ in range(5):
+        uncontended(lambda: None, log)
+    assert log.as_dict() == {"other_cores_max": 0.9, "contended_runs": 5, "measurements": 5, "repeated_runs": 3}

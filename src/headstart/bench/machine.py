@@ -16,6 +16,7 @@ PACKAGES = ("headstart", "torch", "transformers", "tokenizers", "fastapi", "uvic
 T = TypeVar("T")
 CONTENDED_ABOVE = 0.10
 """Cores that other processes may burn, on average, before a repetition counts as contended."""
+_FUTILE = 3
 _RESOLUTION = 0.04
 """CPU seconds that the kernel's 10 ms ticks may invent; so intervals below half a second are hardly judged."""
 
@@ -62,6 +63,7 @@ class ContentionLog:
 
     kept: list[float | None]
     repeated: int = 0
+    futile: int = 0  # repetitions in a row that were contended again
 
     @classmethod
     def new(cls) -> "ContentionLog":
@@ -81,23 +83,32 @@ class ContentionLog:
 def uncontended(measure: Callable[[], T], log: ContentionLog, *, retries: int = 1) -> T:
     """What `measure` gives; measures again, at most `retries` times, if others used the machine meanwhile.
 
-    The least contended result is kept and noted in `log`: a busy machine yields a flagged figure, never none.
+    The least contended result is kept and noted in `log`: a busy machine yields a flagged figure, never none. After
+    three futile repetitions in a row nothing is repeated any more: that machine will not be quiet.
     """
-    best: tuple[float, T] | None = None
-    share: float | None = None
-    for attempt in range(retries + 1):
-        meter = ContentionMeter()
-        meter.start()
-        result = measure()
-        share = meter.stop()
-        if best is None or (share or 0.0) < best[0]:
-            best = (share or 0.0, result)
-        if best[0] <= CONTENDED_ABOVE:
+    if log.futile >= _FUTILE:
+        retries = 0
+    best, share = _measured(measure)
+    for _ in range(retries):
+        if (share or 0.0) <= CONTENDED_ABOVE:
             break
-        log.repeated += attempt < retries
-    assert best is not None
-    log.kept.append(best[0] if share is not None else None)
-    return best[1]
+        log.repeated += 1
+        log.futile += 1
+        again, other = _measured(measure)
+        if (other or 0.0) < (share or 0.0):
+            best, share = again, other
+    if (share or 0.0) <= CONTENDED_ABOVE:
+        log.futile = 0
+    log.kept.append(share)
+    return best
+
+
+def _measured(measure: Callable[[], T]) -> tuple[T, float | None]:
+    """(result, cores that others burnt meanwhile)"""
+    meter = ContentionMeter()
+    meter.start()
+    result = measure()
+    return result, meter.stop()
 
 
 def _cpu_seconds() -> tuple[float, float, float] | None:
