@@ -1,0 +1,90 @@
+"""Options become an engine; what cannot work is refused in one line, before anything is loaded where possible."""
+
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headstart.assembly import build_engine, check_options, model_folder
+from headstart.core.errors import ConfigError
+from headstart.core.request import Request, SamplingParams
+from headstart.model.init_model import init_model
+from headstart.options import EngineOptions
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return init_model("tiny", tmp_path_factory.mktemp("models") / "my-tiny", progress=False)
+
+
+def test_an_engine_is_built_from_options_and_generates(tiny: Path) -> None:
+    engine, info = build_engine(EngineOptions(model=str(tiny), num_gpu_blocks_override=40, dtype="float32"))
+    assert (info.served_name, info.num_blocks, info.block_size, info.dtype) == ("my-tiny", 39, 16, "float32")
+    assert info.kv_bytes > 0 and info.model == str(tiny)
+    engine.add_request(Request("a", array("i", range(20)), SamplingParams(temperature=0.0, max_tokens=3)))
+    tokens: list[int] = []
+    while engine.has_work:
+        tokens += [token for output in engine.step() for token in output.token_ids]
+    assert len(tokens) == 3 and all(0 <= token < info.vocab_size for token in tokens)
+
+
+def test_options_reach_the_scheduler(tiny: Path) -> None:
+    options = EngineOptions(
+        model=str(tiny),
+        num_gpu_blocks_override=40,
+        block_size=32,
+        max_model_len=64,
+        max_num_seqs=3,
+        max_num_batched_tokens=77,
+        long_prefill_token_threshold=5,
+        enable_prefix_caching=False,
+    )
+    engine, info = build_engine(options, cache_aware_accounting=False)
+    limits = engine.scheduler.limits
+    assert (limits.max_model_len, limits.max_seqs, limits.max_batched_tokens) == (64, 3, 77)
+    assert limits.long_prefill_threshold == 5 and info.block_size == engine.executor.block_size == 32
+    assert not engine.scheduler.cache.enabled
+
+
+def test_without_a_name_the_bundled_model_is_meant() -> None:
+    folder = model_folder(EngineOptions())
+    assert (folder / "config.json").is_file()
+
+
+def test_different_dtypes_never_share_block_names(tiny: Path) -> None:
+    engines = [
+        build_engine(EngineOptions(model=str(tiny), num_gpu_blocks_override=40, dtype=dtype))[0]
+        for dtype in ("float32", "bfloat16")
+    ]
+    request = Request("a", array("i", range(20)))
+    for engine in engines:
+        engine.add_request(request)
+    first, second = (engine.scheduler.waiting[0].block_hashes for engine in engines)
+    assert first and first != second
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_size": 24}, "multiple of 16"),
+        ({"block_size": 0}, "multiple of 16"),
+        ({"scheduling_policy": "sjf"}, "known are fcfs, priority"),
+        ({"max_model_len": 1}, "2 at least"),
+        ({"max_num_seqs": 0}, "at least 1"),
+        ({"max_num_batched_tokens": 8}, "smaller than max_seqs"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_before_loading(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_options(replace(EngineOptions(), **change))  # type: ignore[arg-type]
+
+
+def test_more_positions_than_the_model_knows_are_refused(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="the model knows"):
+        build_engine(EngineOptions(model=str(tiny), max_model_len=10**6))
+
+
+def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="does not fit"):
+        build_engine(EngineOptions(model=str(tiny), kv_cache_memory="4000GiB"))
