@@ -177,7 +177,7 @@ def load_transformers(folder: Path, raw: dict[str, Any], dtype: torch.dtype, dev
 def _head_only(module: PreTrainedModel) -> PreTrainedModel:
     """A copy that shares the weights, with the body replaced: its forward applies the model's own head alone."""
     head = copy.copy(module)
-    head._modules = {**module._modules, module.base_model_prefix: _Echo()}
+    vars(head)["_modules"] = {**dict(module.named_children()), module.base_model_prefix: _Echo()}
     return head
 
 

@@ -154,7 +154,8 @@ class LoadingBar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:
+            self._bar.stop()
 
     def advance(self, num_bytes: int) -> None:
         """Notes that so many more bytes are loaded."""

@@ -1,0 +1,76 @@
+"""Packing a batch: hand-computed arrays, and errors that stay with their chunk."""
+
+from array import array
+
+import numpy as np
+import pytest
+import torch
+from model.paged import chunk
+
+from headstart.core.batch import Batch, Chunk
+from headstart.model.step import StepBounds, build_step
+
+BOUNDS = StepBounds(num_blocks=20, block_size=4, vocab_size=100, max_positions=32)
+CPU = torch.device("cpu")
+
+
+def test_two_chunks_are_packed_without_padding() -> None:
+    prefill = chunk(list(range(10, 20)), 2, 7, [5, 6, 7])
+    decode = chunk(list(range(30, 38)), 7, 8, [9, 3])
+    step, kept, errors = build_step(Batch((prefill, decode)), BOUNDS, CPU)
+    assert step is not None and kept == [0, 1] and errors == {}
+    assert step.token_ids.tolist() == [12, 13, 14, 15, 16, 37]
+    assert step.positions.tolist() == [2, 3, 4, 5, 6, 7]
+    assert step.slots.tolist() == [22, 23, 24, 25, 26, 15] and step.written is None
+    assert step.qo_indptr.tolist() == [0, 5, 6] and step.starts.tolist() == [2, 7]
+    assert step.kv_indptr.tolist() == [0, 2, 4] and step.kv_indices.tolist() == [5, 6, 9, 3]
+    assert step.last_page_len.tolist() == [3, 4]
+    assert (step.num_rows, step.num_tokens) == (2, 6)
+    assert step.token_ids.dtype == step.positions.dtype == step.slots.dtype == torch.int64
+    assert step.kv_indices.dtype == step.qo_indptr.dtype == np.int32
+
+
+def test_positions_before_write_from_are_not_written() -> None:
+    shared = chunk(list(range(8)), 2, 8, [1, 2], write_from=4)
+    cached = chunk(list(range(4)), 3, 4, [1], write_from=4)
+    step, _, _ = build_step(Batch((shared, cached)), BOUNDS, CPU)
+    assert step is not None and step.written is not None
+    assert step.written.tolist() == [2, 3, 4, 5] and step.slots.tolist() == [8, 9, 10, 11]
+
+
+GOOD = chunk([1, 2, 3], 0, 3, [1])
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (chunk([1, 100], 0, 2, [1]), "token id 100 lies outside the vocabulary of 100"),
+        (chunk([-1], 0, 1, [1]), "token id -1 lies outside"),
+        (chunk([1] * 5, 0, 5, [1]), "1 blocks of 4 tokens do not cover 5 positions"),
+        (chunk([1], 0, 1, [0]), r"block id outside \[1, 20\)"),
+        (chunk([1], 0, 1, [20]), r"block id outside \[1, 20\)"),
+        (chunk([1] * 40, 30, 33, list(range(1, 11))), "position 32 lies beyond the 32 the model knows"),
+        (chunk([1], 1, 1, [1]), "chunk of 0 tokens"),
+        (chunk([1, 2], 0, 2, [1], num_logits=2), "num_logits is 2"),
+        (chunk([1], 0, 1, [1])._replace(start=-1), "from position -1"),
+        (chunk([1], 0, 1, [1])._replace(adapter="a"), "adapter 'a'"),
+    ],
+)
+def test_a_chunk_out_of_bounds_fails_alone(bad: Chunk, message: str) -> None:
+    step, kept, errors = build_step(Batch((GOOD, bad, GOOD)), BOUNDS, CPU)
+    assert step is not None and kept == [0, 2]
+    assert step.token_ids.tolist() == [1, 2, 3, 1, 2, 3]
+    assert list(errors) == [1]
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(errors[1])
+
+
+def test_only_bad_chunks_make_no_step() -> None:
+    step, kept, errors = build_step(Batch((chunk([500], 0, 1, [1]),)), BOUNDS, CPU)
+    assert step is None and kept == [] and list(errors) == [0]
+    assert build_step(Batch(()), BOUNDS, CPU) == (None, [], {})
+
+
+def test_unused_blocks_behind_the_chunk_are_not_read() -> None:
+    step, _, _ = build_step(Batch((GOOD._replace(block_ids=(1, 99), token_ids=array("i", [1])),)), BOUNDS, CPU)
+    assert step is not None and step.kv_indices.tolist() == [1]
