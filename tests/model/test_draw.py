@@ -110,6 +110,11 @@ def test_largest_number_never_draws_an_excluded_token_behind_the_last() -> None:
     assert draw(logits, [SamplingParams()], [1 - 2**-53]).item() == 3999
 
 
+def test_smallest_number_never_draws_an_excluded_token_before_the_first() -> None:
+    logits = torch.tensor([[-math.inf, -math.inf, 1.0, 0.0]])
+    assert draw(logits, [SamplingParams()], [0.0]).item() == 2
+
+
 def test_draws_follow_the_distribution() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5])

@@ -53,6 +53,7 @@ def test_every_architecture_loads_without_a_missing_or_unexpected_tensor(
     assert not loading["unexpected_keys"]
     assert not loading["mismatched_keys"]
     assert sum(p.numel() for p in model.parameters()) == SMALL[architecture].num_parameters
+    assert len(AutoTokenizer.from_pretrained(out)) == model.config.vocab_size
 
 
 def test_shards_are_bounded_and_hold_what_the_index_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

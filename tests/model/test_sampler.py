@@ -196,3 +196,11 @@ def test_wrong_shape_is_our_own_mistake() -> None:
     with pytest.raises(ValueError, match="2 rows x 50"):
         Sampler(VOCAB).sample(random_logits(3), [chunk_of(SamplingParams())] * 2)
     assert Sampler(VOCAB).sample(torch.empty(0, VOCAB), []) == []
+
+
+@pytest.mark.gpu
+def test_gpu_chooses_what_the_cpu_chooses() -> None:
+    logits = random_logits(len(KINDS))
+    chunks = [chunk_of(s, outputs=[9], request_id=f"r{i}") for i, s in enumerate(KINDS)]
+    on_cpu, on_gpu = (Sampler(VOCAB).sample(logits.to(device), chunks) for device in ("cpu", "cuda"))
+    assert [row.token_ids for row in on_gpu] == [row.token_ids for row in on_cpu]

@@ -34,13 +34,12 @@ def likely(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
     Overwrites `logits`. Temperatures are above 0.
     """
-    column = [[p.temperature] for p in params]
     # The best logit becomes 0 first: any temperature is then harmless to it, and only to it.
-    logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(torch.tensor(column, device=logits.device))
+    logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(_column([p.temperature for p in params], logits))
     probs = logits.softmax(dim=-1)
     vocab_size = probs.shape[-1]
     if any(p.min_p > 0 for p in params):
-        least = torch.tensor([[p.min_p] for p in params], device=probs.device) * probs.amax(dim=-1, keepdim=True)
+        least = _column([p.min_p for p in params], probs) * probs.amax(dim=-1, keepdim=True)
         probs.masked_fill_(probs < least, 0)
     if rows := [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size]:
         _cut(probs, rows, _top_k_floor(take(probs, rows), [params[i].top_k for i in rows]))
@@ -54,6 +53,11 @@ def take(matrix: Tensor, rows: list[int]) -> Tensor:
     if len(rows) == len(matrix):
         return matrix
     return matrix.index_select(0, torch.tensor(rows, device=matrix.device))
+
+
+def _column(values: list[float], like: Tensor) -> Tensor:
+    """[R, 1] of the same type and device."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 
 
 def _cut(probs: Tensor, rows: list[int], floor: Tensor) -> None:
@@ -71,7 +75,7 @@ def _top_k_floor(probs: Tensor, top_k: list[int]) -> Tensor:
 
 def _top_p_floor(probs: Tensor, params: list[SamplingParams]) -> Tensor:
     """The smallest value of each row that is needed for the row's share `top_p` of what it still has, [R, 1]."""
-    needed = torch.tensor([[p.top_p] for p in params], device=probs.device)
+    needed = _column([p.top_p for p in params], probs)
     # Which sum is taken may only depend on the row itself: 1 for a whole row, exact for one that lost something.
     if cut := [i for i, p in enumerate(params) if p.min_p > 0 or p.top_k > 0]:
         needed[cut] *= take(probs, cut).cumsum(dim=-1)[:, -1:]

@@ -47,8 +47,7 @@ def memory(device: str = "cpu", root: Path = SYSTEM) -> Memory:
         return Memory(total, free, "GPU")
     total, available = _machine_memory(root)
     found = [Memory(total, available, "machine")]
-    # What a group may still take can also be less than what the machine has free, or more: both bind.
-    found += [Memory(g.limit, min(g.limit - g.used, available), "cgroup") for g in memory_grants(root)]
+    found += [Memory(grant.limit, grant.limit - grant.used, "cgroup") for grant in memory_grants(root)]
     tightest = min(found, key=lambda m: m.available)
     return Memory(min(m.limit for m in found), max(tightest.available, 0), tightest.source)
 

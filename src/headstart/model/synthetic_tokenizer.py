@@ -41,6 +41,7 @@ def write_tokenizer(folder: Path, vocab_size: int, *, max_length: int) -> None:
         "pad_token": SPECIAL_TOKENS[PAD_ID],
         "bos_token": SPECIAL_TOKENS[BOS_ID],
         "eos_token": SPECIAL_TOKENS[EOS_ID],
+        "unk_token": None,  # else Transformers' class for Qwen2 adds one of its own, behind the vocabulary
         "chat_template": CHAT_TEMPLATE,
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
