@@ -51,7 +51,7 @@ bench: $(DEV)   ## the two benchmarks of the README: make bench [ARGS="--model l
 	$(BIN)/headstart bench intent $(ARGS)
 
 docs: $(DEV)    ## write the generated tables in docs/
-	$(BIN)/python -m headstart.cli_docs docs/configuration.md
+	$(BIN)/python docs/generate.py
 
 clean:          ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build
