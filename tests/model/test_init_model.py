@@ -80,6 +80,10 @@ def test_same_seed_same_weights_and_std_is_obeyed(tmp_path: Path) -> None:
     assert weights["d"].std().item() == pytest.approx(0.2, rel=0.05)
 
 
+def test_weights_are_as_readable_as_the_config(tiny: Path) -> None:
+    assert (tiny / "model.safetensors").stat().st_mode == (tiny / "config.json").stat().st_mode
+
+
 def test_norms_are_one(tiny: Path) -> None:
     file = safe_open(tiny / "model.safetensors", "pt")
     norms = [name for name in file.keys() if name.endswith("norm.weight")]  # noqa: SIM118 - not a dict

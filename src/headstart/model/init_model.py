@@ -96,6 +96,7 @@ def _write_weights(
                 number += 1
                 bar.advance(task, tensors[name].nbytes)
             save_file(tensors, out / file, metadata={"format": "pt"})
+            (out / file).chmod((out / "config.json").stat().st_mode)  # safetensors makes it the owner's alone
     if len(shards) > 1:
         total = {"total_size": table.num_parameters * dtype.itemsize}
         _write_json(out / "model.safetensors.index.json", {"metadata": total, "weight_map": where})
