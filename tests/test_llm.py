@@ -80,6 +80,7 @@ def test_a_stop_string_ends_one_row_and_frees_it() -> None:
     tokens = expected_tokens([5], 6)
     stop = TOKENIZER.decode(tokens)[1:3]
     stopped, other = llm.generate([[5], [6]], {**GREEDY, "stop": stop})
+    assert llm.generate([[5]], {**GREEDY, "max_tokens": 40, "stop": stop})[0].text == stopped.text
     assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == (TOKENIZER.decode(tokens)[:1], "stop", stop)
     assert other.finish_reason == "length"
     assert not llm.engine.has_work and llm.reset_prefix_cache()

@@ -166,7 +166,7 @@ def test_calls_of_earlier_turns_reach_the_template_as_objects() -> None:
 def test_tokenize_takes_a_prompt_or_messages() -> None:
     assert parse_tokenize({"prompt": "hi"}, BOUNDS).prompt == "hi"
     assert parse_tokenize({"messages": [USER]}, BOUNDS).messages == [USER]
-    for wrong in ({}, {"prompt": "hi", "messages": [USER]}, {"prompt": 5}):
+    for wrong in ({}, {"prompt": "hi", "messages": [USER]}, {"prompt": 5}, {"prompt": "\ud800"}):
         with pytest.raises(InvalidRequestError):
             parse_tokenize(wrong, BOUNDS)
 
@@ -204,6 +204,7 @@ def test_whoever_asks_for_prompt_logprobs_computes_the_prompt() -> None:
 def test_a_salt_only_narrows_its_own_tenants_domain() -> None:
     assert requests_for(cache_salt="s")[0].domain == narrow_domain(b"tenant", "s")
     assert narrow_domain(b"a", None) == b"a"
+    assert narrow_domain(b"a", "bc") != narrow_domain(b"ab", "c")
     assert len({narrow_domain(d, s) for d in (b"a", b"b", b"") for s in (None, "x", "y")} | {b"x"}) == 10
 
 

@@ -59,7 +59,8 @@ TOOLS = (
     "{% for call in m.tool_calls or [] %}{{ call.function.name }}={{ call.function.arguments | tojson }}{% endfor %}"
     "{% endfor %}"
 )
-TEMPLATES = {"chatml": TEMPLATE, "llama2": LLAMA2, "qwen3": QWEN3, "blocks": BLOCKS, "tools": TOOLS}
+TRIMMED = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{{ eos_token }}{% endfor %}"
+TEMPLATES = {"trimmed": TRIMMED, "chatml": TEMPLATE, "llama2": LLAMA2, "qwen3": QWEN3, "blocks": BLOCKS, "tools": TOOLS}
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "hello <b>&</b> \"é\" 東 'x'"}],
     [{"role": "system", "content": " be brief "}, {"role": "user", "content": " two  blanks \n"}],
@@ -81,7 +82,7 @@ def test_rendering_is_that_of_transformers(tmp_path: Path, name: str, add_genera
     assert ours.render_chat(CHATS[chat], add_generation_prompt=add_generation_prompt) == expected
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama2", "qwen3"])
+@pytest.mark.parametrize("name", ["chatml", "llama2", "qwen3", "trimmed"])
 @pytest.mark.parametrize("content", ["The answer", "The answer is ", " leading", "CONTINUE"])
 def test_continuing_a_message_is_that_of_transformers(tmp_path: Path, name: str, content: str) -> None:
     folder = write(tmp_path, BYTE_LEVEL, chat_template=TEMPLATES[name], bos_token="<|im_start|>")

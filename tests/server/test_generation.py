@@ -69,6 +69,11 @@ def test_a_character_is_never_split() -> None:
     assert text_of(deltas) == "x 𓀀 y" and not any("\ufffd" in delta.text for delta in deltas)
 
 
+def test_half_a_character_at_the_end_is_shown_as_a_replacement() -> None:
+    deltas = run(make(), tokens_of("x𓀀")[:-1])
+    assert text_of(deltas) == "x\ufffd" and deltas[-1].text == "\ufffd"
+
+
 def test_the_end_of_sequence_is_counted_but_not_shown() -> None:
     generation = make()
     deltas = run(generation, [*tokens_of("done"), EOS], FinishReason.STOP)
@@ -161,9 +166,10 @@ def test_without_asking_there_are_no_logprobs() -> None:
     assert not any(delta.logprobs for delta in run(make(), tokens_of("abc")))
 
 
-def test_an_echo_puts_the_prompt_first_and_stop_strings_ignore_it() -> None:
+@pytest.mark.parametrize("step", [1, 100])
+def test_an_echo_puts_the_prompt_first_and_stop_strings_ignore_it(step: int) -> None:
     generation = make(echo=True, stop=["music", "!"])
-    deltas = run(generation, tokens_of(" now! ok"))
+    deltas = run(generation, tokens_of(" now! ok"), step=step)
     assert text_of(deltas) == generation.text == "play some music now"
     assert generation.token_ids == tokens_of(" now! ok")[: generation.num_tokens]
 

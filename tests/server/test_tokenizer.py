@@ -66,6 +66,16 @@ def test_the_file_decides_on_bos_and_eos_whatever_old_settings_say(
     assert list(ours.encode("the fox")) == theirs.encode("the fox")
 
 
+@pytest.mark.parametrize("eos", ["plain added", "fox", "<new>"])
+def test_a_named_token_is_as_special_as_in_transformers(tmp_path: Path, eos: str) -> None:
+    folder = write(tmp_path, BYTE_LEVEL, eos_token=eos)
+    ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    text = "a fox plain added <new> b"
+    assert list(ours.encode(text)) == theirs.encode(text)
+    assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+
+
 def test_encoding_gives_packed_ids(pairs) -> None:
     token_ids = pairs[METASPACE][0].encode("the fox")
     assert isinstance(token_ids, array) and token_ids.typecode == "i" and token_ids[0] == 1

@@ -4,7 +4,6 @@ Every value is hostile until it was read through here: `null` means the default,
 finite, a string must be encodable. Names that nobody read are what the client sent in vain (`unread`).
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -68,8 +67,6 @@ def check_number(name: str, value: object, low: float, high: float, *, above_low
     limits = f"{'above ' if above_low else 'between '}{plain(low)} and {'at most ' if above_low else ''}{plain(high)}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         bad_value(name, f"is {shown(value)}", f"it must be a number {limits}")
-    if isinstance(value, float) and not math.isfinite(value):
-        bad_value(name, f"is {shown(value)}", f"it must be a finite number {limits}")
     if not low <= value <= high or (above_low and value == low):
         bad_value(name, f"is {shown(value)}", f"it must be {limits}")
     return float(value)

@@ -151,7 +151,9 @@ class Generation:
     def _cut(self, match: StopMatch) -> None:
         """Drops the text from the stop string on, or behind it if it is wanted."""
         keep = self._prompt_length + (match.end if self._params.include_stop_str_in_output else match.start)
-        self._held = self._held[: len(self._held) - (self._length - keep)]
+        cut = self._length - keep
+        assert 0 <= cut <= len(self._held), f"{cut} characters to cut and {len(self._held)} held back"
+        self._held = self._held[: len(self._held) - cut]
         self._length = keep
 
     def _show(
