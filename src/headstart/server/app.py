@@ -1,0 +1,218 @@
+"""The ASGI application: routes, and around them a gate that knows every request, lets it in, and logs it."""
+
+import time
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headstart import __version__
+from headstart.server import protocol
+from headstart.server.bodies import parse_detokenize, parse_json, parse_tokenize
+from headstart.server.body import Refusal, read_body
+from headstart.server.http_errors import HttpError, error_response, json_response
+from headstart.server.inference import CHAT, COMPLETIONS, check_model, infer
+from headstart.server.metrics import CONTENT_TYPE
+from headstart.server.openapi import BODIES
+from headstart.server.record import RequestRecord, record_of
+from headstart.server.requests import encode_prompt
+from headstart.server.state import ServerState
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def build_app(state: ServerState) -> ASGIApp:
+    """Returns the whole application for one server."""
+    app = FastAPI(
+        title="Headstart", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, debug=False
+    )
+    routes = _Routes(state)
+    for method, path, handler in (
+        ("POST", "/v1/completions", routes.completions),
+        ("POST", "/v1/chat/completions", routes.chat_completions),
+        ("GET", "/v1/models", routes.models),
+        ("GET", "/v1/models/{model_id:path}", routes.model),
+        ("POST", "/tokenize", routes.tokenize),
+        ("POST", "/detokenize", routes.detokenize),
+        ("GET", "/health", routes.health),
+        ("GET", "/readyz", routes.health),
+        ("GET", "/livez", routes.livez),
+        ("GET", "/metrics", routes.metrics),
+        ("GET", "/version", routes.version),
+        ("POST", "/reset_prefix_cache", routes.reset_prefix_cache),
+    ):
+        app.add_api_route(
+            path,
+            _guarded(state, handler),
+            methods=[method],
+            response_model=None,
+            summary=handler.__doc__,
+            operation_id=f"{handler.__name__}{path.replace('/', '_')}" if path == "/readyz" else handler.__name__,
+            openapi_extra=BODIES.get(path),
+        )
+    app.add_exception_handler(HTTPException, _framework_error)
+    return Gate(app, state)
+
+
+def _guarded(state: ServerState, handler: Handler) -> Handler:
+    """The handler with every exception turned into an answer: nothing of one request leaves that request."""
+
+    async def guarded(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except Exception as error:
+            state.note(record_of(request.scope), error)
+            if isinstance(error, HttpError) and error.status == 413:
+                return Refusal(error)
+            return error_response(error)
+
+    guarded.__doc__ = handler.__doc__
+    return guarded
+
+
+async def _framework_error(request: Request, error: Exception) -> Response:
+    """What the router itself refuses: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return error_response(HttpError(404, "there is no such route; see /openapi.json", code="unknown_route"))
+    if error.status_code == 405:
+        allow = (error.headers or {}).get("Allow", "")
+        message = f"this route does not take {request.method[:16]}; use {allow}"
+        return error_response(HttpError(405, message, code="method_not_allowed", headers={"allow": allow}))
+    return error_response(HttpError(error.status_code, "the request was refused", code="invalid_value"))
+
+
+class _Routes:
+    """The handlers. Each may raise HttpError and HeadstartError."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    async def completions(self, request: Request) -> Response:
+        """Continue prompts."""
+        return await infer(self._state, COMPLETIONS, request)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Answer a conversation."""
+        return await infer(self._state, CHAT, request)
+
+    async def models(self, request: Request) -> Response:
+        """List the served model."""
+        return json_response(protocol.model_list([self._model_object()]))
+
+    async def model(self, request: Request) -> Response:
+        """Describe the served model."""
+        name = request.path_params["model_id"]
+        check_model(name, self._state.model)
+        return json_response(self._model_object())
+
+    async def tokenize(self, request: Request) -> Response:
+        """Turn a text, or a conversation, into token ids."""
+        model = self._state.model
+        body = parse_tokenize(parse_json(await self._body(request)), model.bounds)
+        check_model(body.model, model)
+        tokenizer, special = model.tokenizer, body.add_special_tokens
+        if body.messages is None:
+            text, special = body.prompt or "", special is None or special
+        else:
+            text = tokenizer.render_chat(
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+            )
+        token_ids = encode_prompt(text, tokenizer, model.bounds, bool(special)) if text else []
+        texts = [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
+        return json_response(protocol.tokenize_answer(token_ids, model.bounds.max_model_len, texts))
+
+    async def detokenize(self, request: Request) -> Response:
+        """Turn token ids into text."""
+        model = self._state.model
+        body = parse_detokenize(parse_json(await self._body(request)), model.bounds)
+        check_model(body.model, model)
+        return json_response(protocol.detokenize_answer(model.tokenizer.decode(body.token_ids)))
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests are admitted: 200, or 503 while loading, draining or broken."""
+        self._state.check_ready()
+        return json_response({"status": "ok"})
+
+    async def livez(self, request: Request) -> Response:
+        """Whether the engine is alive, be it busy, loading or draining: 200 or 503."""
+        if not self._state.is_alive(time.monotonic()):
+            raise HttpError(503, "the engine has not been heard for too long", code="engine_dead")
+        return json_response({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        """Metrics in Prometheus' text format."""
+        return Response(self._state.model.metrics.expose(), media_type=CONTENT_TYPE)
+
+    async def version(self, request: Request) -> Response:
+        """The version of the server."""
+        return json_response({"version": __version__})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Forget everything reusable. For administrators; 503 while anything runs."""
+        self._state.check_ready()
+        if not await self._state.engine.reset_prefix_cache():
+            message = "requests are running, and they hold cached blocks; try again when they are done"
+            raise HttpError(503, message, code="busy", headers={"retry-after": "1"})
+        return json_response({"status": "ok"})
+
+    async def _body(self, request: Request) -> bytes:
+        return await read_body(request, self._state.options.max_body_bytes)
+
+    def _model_object(self) -> protocol.Json:
+        model = self._state.model
+        return protocol.model_object(model.name, model.created, model.bounds.max_model_len)
+
+
+class Gate:
+    """Gives every request a record and an id, checks its key, and writes its access line."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        record = RequestRecord.of(scope)
+        identity = (b"x-request-id", record.request_id.encode("latin-1"))
+
+        async def send_identified(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message = {**message, "headers": [*message["headers"], identity]}
+            await send(message)
+
+        try:
+            await self._serve(record, scope, receive, send_identified)
+        finally:
+            self._settle(record)
+
+    async def _serve(self, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            record.principal = self._state.auth.authorise(scope)
+        except HttpError as error:
+            record.error = error.code
+            await error_response(error)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        except Exception as error:  # nobody below was meant to let it through
+            self._state.note(record, error)
+            if record.status is not None:
+                raise  # half an answer is out: the server must cut the connection
+            await error_response(error)(scope, receive, send)
+
+    def _settle(self, record: RequestRecord) -> None:
+        status = 499 if record.error == "client_closed" else record.status
+        record.status = 499 if status is None else status
+        metrics = self._state.metrics
+        if metrics is not None:
+            metrics.answered(record.path, record.method, record.status)
+        if self._state.options.access_log:
+            self._state.log.event("request", **record.fields(time.monotonic()))

@@ -1,0 +1,46 @@
+"""What people read when a server is ready: where it is, what it holds, and a command to try."""
+
+import ipaddress
+import json
+
+from headstart import __version__
+from headstart.options import ServerOptions
+from headstart.server.state import Model
+
+
+def banner(model: Model, options: ServerOptions, host: str, port: int) -> str:
+    """Returns a few lines for the terminal."""
+    info = model.info
+    tokens = info.num_blocks * info.block_size
+    where = f"[{host}]" if ":" in host else host
+    if host in ("0.0.0.0", "::"):
+        where = "127.0.0.1"
+    body = json.dumps({"model": model.name, "prompt": "Hello", "max_tokens": 16})
+    key = ' -H "Authorization: Bearer $KEY"' if options.api_key else ""
+    lines = [
+        f"Headstart {__version__} serves {model.name} at http://{where}:{port}/v1",
+        f"  engine  {info.dtype} on {info.device}, {info.threads} threads, {info.attention_backend} attention",
+        f"  KV      {_size(info.kv_bytes)} = {tokens:,} tokens = {tokens / info.max_model_len:.1f} x max_model_len "
+        f"({info.max_model_len:,})",
+        f"  keys    {_keys(options, host)}",
+        f"  try     curl http://{where}:{port}/v1/completions{key} -H 'Content-Type: application/json' \\",
+        f"            -d '{body}'",
+    ]
+    return "\n".join(lines)
+
+
+def _size(num_bytes: int) -> str:
+    mebibytes = num_bytes / 2**20
+    return f"{mebibytes:.1f} MiB" if mebibytes < 1024 else f"{mebibytes / 1024:.1f} GiB"
+
+
+def _keys(options: ServerOptions, host: str) -> str:
+    if options.api_key:
+        return f"{len(options.api_key)} configured; tenants share no cached prefix"
+    try:
+        is_local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_local = False
+    if is_local:
+        return "none needed on this machine (--api-key adds some)"
+    return "NONE: everyone who can reach this address may use it; add --api-key"

@@ -1,0 +1,120 @@
+"""Job: the engine requests of one client request, from the hand-over to the last token."""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headstart.core.batch import Output
+from headstart.core.request import Request
+from headstart.server.engine_client import EngineClient
+from headstart.server.generation import Delta, Generation
+from headstart.server.http_errors import RequestFailedError
+from headstart.server.metrics import Metrics
+from headstart.server.params import GenerationParams
+from headstart.server.protocol import Json, usage_of
+from headstart.server.record import RequestRecord
+from headstart.server.tokenizer import Tokenizer
+
+
+class News(NamedTuple):
+    """What is new of one choice."""
+
+    choice: int
+    delta: Delta
+
+
+class Job:
+    """Hands requests over on creation; whoever creates it closes it, and then the engine works on none of them."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        requests: Sequence[Request],
+        params: GenerationParams,
+        record: RequestRecord,
+        metrics: Metrics,
+    ) -> None:
+        self.params = params
+        self.record = record
+        self.generations = [Generation(tokenizer, request, params) for request in requests]
+        self._max_tokens = requests[0].sampling.max_tokens
+        self._engine = engine
+        self._metrics = metrics
+        self._index = {request.request_id: index for index, request in enumerate(requests)}
+        self._last_token_at = [record.arrival] * len(requests)
+        self._first_token_at: list[float | None] = [None] * len(requests)
+        self._open = set(self._index)
+        self._stream = engine.submit(requests)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has ended."""
+        return not self._open
+
+    async def news(self, timeout: float) -> list[News]:
+        """Returns what has come since the last call, [] after `timeout` seconds of silence.
+
+        Raises RequestFailedError if one of the choices failed, EngineDeadError, and whatever `cancel` was given.
+        """
+        found: list[News] = []
+        for at, output in await self._stream.batch(timeout):
+            index = self._index[output.request_id]
+            delta = self.generations[index].update(output)
+            if delta.finish_reason in ("error", "abort"):
+                self._open.discard(output.request_id)
+                self._metrics.finished("error")
+                raise RequestFailedError(delta.error or "it was aborted in the engine")
+            self._count(index, output, at)
+            if delta.finish_reason is not None:
+                self._finish(index, output.request_id, delta, at)
+            if delta.has_news:
+                found.append(News(index, delta))
+        return found
+
+    def cancel(self, error: Exception) -> None:
+        """Makes the next `news` raise `error`."""
+        self._stream.fail(error)
+
+    def usage(self) -> Json:
+        """Returns OpenAI's usage object as of now."""
+        return usage_of(self.generations, self.params.n)
+
+    def close(self) -> None:
+        """Aborts what has not finished and settles the record."""
+        for _ in self._open:
+            self._metrics.finished("abort")
+        self._engine.abort(tuple(self._open))
+        self._open.clear()
+        usage = self.usage()
+        self.record.num_prompt_tokens = usage["prompt_tokens"]
+        self.record.num_tokens = usage["completion_tokens"]
+        self.record.num_cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        self.record.finish_reason = self.generations[0].finish_reason or "abort"
+
+    def _count(self, index: int, output: Output, at: float) -> None:
+        if not output.token_ids:
+            return
+        if self._first_token_at[index] is None:
+            self._first_token_at[index] = at
+            self.record.first_token_at = self.record.first_token_at or at
+            self._metrics.time_to_first_token.observe(at - self.record.arrival)
+        else:
+            self._metrics.inter_token_latency.observe(at - self._last_token_at[index])
+        self._last_token_at[index] = at
+
+    def _finish(self, index: int, request_id: str, delta: Delta, at: float) -> None:
+        self._open.discard(request_id)
+        if delta.must_abort:
+            self._engine.abort((request_id,))
+        generation, first = self.generations[index], self._first_token_at[index] or at
+        metrics = self._metrics
+        metrics.finished(delta.finish_reason or "")
+        metrics.e2e_latency.observe(time.monotonic() - self.record.arrival)
+        metrics.decode_time.observe(at - first)
+        metrics.prompt_tokens.observe(generation.num_prompt_tokens)
+        metrics.generation_tokens.observe(generation.num_tokens)
+        metrics.params_n.observe(self.params.n)
+        metrics.params_max_tokens.observe(self._max_tokens)
+        if generation.num_tokens > 1:
+            metrics.time_per_output_token.observe((at - first) / (generation.num_tokens - 1))

@@ -1,0 +1,186 @@
+"""Metrics in Prometheus' text format: vLLM's names where the meaning is the same, our own under `headstart:`.
+
+Every label comes from a closed set, so that no client can make series grow. Counters and gauges of the engine are read
+from its last heartbeat when someone scrapes; only distributions are kept here.
+"""
+
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from headstart.core.engine import EngineInfo, EngineStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+FINISH_REASONS = ("stop", "length", "abort", "error")
+METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
+
+_TTFT = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0),
+    *(80.0, 160.0, 640.0, 2560.0),
+)
+_LATENCY = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0),
+    *(960.0, 1920.0, 7680.0),
+)
+_TOKEN_TIME = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_CHOICES = (1, 2, 5, 10, 20)
+_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token": ("vllm:time_to_first_token_seconds", _TTFT),
+    "inter_token_latency": ("vllm:inter_token_latency_seconds", _TOKEN_TIME),
+    "time_per_output_token": ("vllm:request_time_per_output_token_seconds", _TOKEN_TIME),
+    "e2e_latency": ("vllm:e2e_request_latency_seconds", _LATENCY),
+    "decode_time": ("vllm:request_decode_time_seconds", _LATENCY),
+    "prompt_tokens": ("vllm:request_prompt_tokens", _TOKENS),
+    "generation_tokens": ("vllm:request_generation_tokens", _TOKENS),
+    "params_n": ("vllm:request_params_n", _CHOICES),
+    "params_max_tokens": ("vllm:request_params_max_tokens", _TOKENS),
+    "iteration_tokens": ("vllm:iteration_tokens_total", _STEP_TOKENS),
+}
+
+
+class EngineView(Protocol):
+    """What a scrape reads of the engine: an EngineClient, or nothing yet."""
+
+    info: EngineInfo | None
+    stats: EngineStats
+    last_heard: float
+
+    @property
+    def num_waiting(self) -> int: ...
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own."""
+
+    def __init__(self, model_name: str, routes: Iterable[str]) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._model_name = model_name
+        self._routes = frozenset(routes)
+        histograms = {field: self._histogram(*row) for field, row in _HISTOGRAMS.items()}
+        self.time_to_first_token = histograms["time_to_first_token"]
+        self.inter_token_latency = histograms["inter_token_latency"]
+        self.time_per_output_token = histograms["time_per_output_token"]
+        self.e2e_latency = histograms["e2e_latency"]
+        self.decode_time = histograms["decode_time"]
+        self.prompt_tokens = histograms["prompt_tokens"]
+        self.generation_tokens = histograms["generation_tokens"]
+        self.params_n = histograms["params_n"]
+        self.params_max_tokens = histograms["params_max_tokens"]
+        self.iteration_tokens = histograms["iteration_tokens"]
+        finished = Counter(
+            "vllm:request_success", "Requests by how they ended.", ("model_name", "finished_reason"), registry=None
+        )
+        self._finished = {reason: finished.labels(model_name, reason) for reason in FINISH_REASONS}
+        self._http = Counter(
+            "headstart:http_requests",
+            "HTTP requests.",
+            ("route", "method", "status"),
+            registry=self._registry,
+        )
+        self._rejected = Counter(
+            "vllm:admission_rejections", "Requests refused: too much was waiting.", ("model_name",), registry=None
+        )
+        self.rejected = self._rejected.labels(model_name)
+        self._registry.register(finished)
+        self._registry.register(self._rejected)
+
+    def watch(self, engine: EngineView) -> None:
+        """Adds the engine's own counters and gauges to every scrape."""
+        self._registry.register(_EngineCollector(engine, self._model_name))
+
+    def finished(self, reason: str) -> None:
+        """Counts an engine request that ended."""
+        self._finished[reason if reason in FINISH_REASONS else "error"].inc()
+
+    def answered(self, path: str, method: str, status: int) -> None:
+        """Counts an HTTP request; unknown paths and methods share one label."""
+        route = path if path in self._routes else "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
+        self._http.labels(route, method if method in METHODS else "other", str(status)).inc()
+
+    def expose(self) -> bytes:
+        """Returns everything in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
+        text = name.removeprefix("vllm:").replace("_", " ").capitalize() + "."
+        histogram = Histogram(name, text, ("model_name",), buckets=buckets, registry=self._registry)
+        return histogram.labels(self._model_name)
+
+
+class _EngineCollector(Collector):
+    """Reads the last heartbeat."""
+
+    def __init__(self, engine: EngineView, model_name: str) -> None:
+        self._engine = engine
+        self._model = [model_name]
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._engine.stats
+        used = stats.num_blocks - stats.num_free_blocks
+        waiting = max(stats.num_waiting, self._engine.num_waiting - stats.num_running, 0)
+        usage = used / stats.num_blocks if stats.num_blocks else 0.0
+        yield self._gauge("vllm:num_requests_running", "Sequences in the engine's batch.", stats.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests that wait for room in it.", waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", usage)
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens answered.", stats.prompt_tokens)
+        yield self._counter("vllm:prompt_tokens_cached", "Of those, taken over from the cache.", stats.cached_tokens)
+        yield self._counter("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens)
+        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", stats.prefix_queries)
+        yield self._counter("vllm:prefix_cache_hits", "Tokens found.", stats.prefix_hits)
+        yield self._counter("vllm:num_preemptions", "Sequences that had to start again.", stats.num_preemptions)
+        yield self._counter("vllm:corrupted_requests", "Requests that failed alone.", stats.num_row_errors)
+        yield self._counter("headstart:steps", "Steps of the engine.", stats.num_steps)
+        yield self._counter("headstart:step_seconds", "Time spent computing.", stats.step_seconds)
+        yield self._counter("headstart:evictions", "Reusable blocks given up.", stats.num_evictions)
+        age = time.monotonic() - self._engine.last_heard
+        yield self._gauge("headstart:heartbeat_age_seconds", "Since the engine was last heard.", age)
+        yield from self._by_label(stats)
+        if self._engine.info is not None:
+            yield _cache_config(self._engine.info, self._model[0])
+
+    def _by_label(self, stats: EngineStats) -> Iterable[Metric]:
+        tokens = CounterMetricFamily(
+            "headstart:tokens", "Prompt and output tokens by where their KV came from.", labels=("model_name", "source")
+        )
+        for source, value in (("computed", stats.computed_tokens), ("cached", stats.cached_tokens)):
+            tokens.add_metric([*self._model, source], value)
+        yield tokens
+        blocks = GaugeMetricFamily("headstart:kv_blocks", "KV blocks by state.", labels=("model_name", "state"))
+        used = stats.num_blocks - stats.num_free_blocks
+        blocks.add_metric([*self._model, "used"], used)
+        blocks.add_metric([*self._model, "free"], stats.num_free_blocks)
+        blocks.add_metric([*self._model, "published"], stats.num_published_blocks)
+        yield blocks
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=("model_name",))
+        family.add_metric(self._model, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=("model_name",))
+        family.add_metric(self._model, value)
+        return family
+
+
+def _cache_config(info: EngineInfo, model_name: str) -> Metric:
+    tokens = info.num_blocks * info.block_size
+    values = {
+        "model_name": model_name,
+        "block_size": str(info.block_size),
+        "num_gpu_blocks": str(info.num_blocks),
+        "cache_dtype": info.dtype,
+        "kv_cache_size_tokens": str(tokens),
+        "kv_cache_max_concurrency": f"{tokens / info.max_model_len:.2f}",
+    }
+    family = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is laid out.", labels=tuple(values))
+    family.add_metric(list(values.values()), 1)
+    return family

@@ -1,0 +1,79 @@
+"""What /openapi.json says of request bodies; validation itself is params.py's and bodies.py's."""
+
+from typing import Any
+
+Schema = dict[str, Any]
+
+
+def _body(properties: Schema, *required: str) -> Schema:
+    schema = {"type": "object", "properties": properties, "required": list(required)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+_TEXT: Schema = {"type": "string"}
+_FLAG: Schema = {"type": "boolean"}
+_NUMBER: Schema = {"type": "number"}
+_INTEGER: Schema = {"type": "integer"}
+_TOKEN_IDS: Schema = {"type": "array", "items": _INTEGER}
+_MESSAGES: Schema = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"role": _TEXT, "content": _TEXT}, "required": ["role"]},
+}
+_GENERATION: Schema = {
+    "model": _TEXT,
+    "max_tokens": _INTEGER,
+    "min_tokens": _INTEGER,
+    "n": _INTEGER,
+    "stream": _FLAG,
+    "stream_options": {
+        "type": "object",
+        "properties": {"include_usage": _FLAG, "continuous_usage_stats": _FLAG},
+    },
+    "stop": {"oneOf": [_TEXT, {"type": "array", "items": _TEXT}]},
+    "stop_token_ids": _TOKEN_IDS,
+    "include_stop_str_in_output": _FLAG,
+    "ignore_eos": _FLAG,
+    "skip_special_tokens": _FLAG,
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "top_k": _INTEGER,
+    "min_p": _NUMBER,
+    "presence_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER,
+    "repetition_penalty": _NUMBER,
+    "logit_bias": {"type": "object", "additionalProperties": _NUMBER},
+    "seed": _INTEGER,
+    "priority": _INTEGER,
+    "cache_salt": _TEXT,
+    "return_token_ids": _FLAG,
+    "user": _TEXT,
+}
+_PROMPT: Schema = {
+    "oneOf": [_TEXT, {"type": "array", "items": _TEXT}, _TOKEN_IDS, {"type": "array", "items": _TOKEN_IDS}]
+}
+
+BODIES: dict[str, Schema] = {
+    "/v1/completions": _body({**_GENERATION, "prompt": _PROMPT, "echo": _FLAG, "logprobs": _INTEGER}, "prompt"),
+    "/v1/chat/completions": _body(
+        {
+            **_GENERATION,
+            "messages": _MESSAGES,
+            "max_completion_tokens": _INTEGER,
+            "logprobs": _FLAG,
+            "top_logprobs": _INTEGER,
+            "add_generation_prompt": _FLAG,
+            "continue_final_message": _FLAG,
+        },
+        "messages",
+    ),
+    "/tokenize": _body(
+        {
+            "model": _TEXT,
+            "prompt": _TEXT,
+            "messages": _MESSAGES,
+            "add_special_tokens": _FLAG,
+            "return_token_strs": _FLAG,
+        }
+    ),
+    "/detokenize": _body({"model": _TEXT, "tokens": _TOKEN_IDS}, "tokens"),
+}

@@ -1,0 +1,63 @@
+"""RequestRecord: what is known of one HTTP request, for its access line and its metrics. No prompt, no key."""
+
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from headstart.server.auth import ANYONE, Principal
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9._:@/+=-]")
+_MAX_LABEL_CHARS = 128
+_SCOPE_KEY = "headstart.record"
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Filled in while the request is served. Times are monotonic seconds."""
+
+    request_id: str  # the client's label, cleaned, or ours
+    method: str
+    path: str
+    arrival: float = field(default_factory=time.monotonic)
+    principal: Principal = ANYONE
+    status: int | None = None
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    num_tokens: int | None = None
+    first_token_at: float | None = None
+    finish_reason: str | None = None
+    error: str | None = None  # code
+
+    @classmethod
+    def of(cls, scope: Any) -> "RequestRecord":
+        """Returns the record of a request that has just come, and leaves it in the scope for `record_of`."""
+        label = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        cleaned = _UNSAFE.sub("", label[: 4 * _MAX_LABEL_CHARS].decode("latin-1"))[:_MAX_LABEL_CHARS]
+        record = cls(cleaned or f"req-{uuid4().hex}", scope["method"], scope["path"])
+        scope[_SCOPE_KEY] = record
+        return record
+
+    def fields(self, now: float) -> dict[str, object]:
+        """Returns the fields of the access line."""
+        first = self.first_token_at
+        return {
+            "request_id": self.request_id,
+            "tenant": self.principal.label or None,
+            "method": self.method[:16],
+            "path": self.path[:_MAX_LABEL_CHARS],
+            "status": self.status,
+            "error": self.error,
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": self.num_cached_tokens,
+            "completion_tokens": self.num_tokens,
+            "finish_reason": self.finish_reason,
+            "ttft_ms": None if first is None else round((first - self.arrival) * 1000, 1),
+            "e2e_ms": round((now - self.arrival) * 1000, 1),
+        }
+
+
+def record_of(scope: Any) -> RequestRecord:
+    """Returns the record that RequestRecord.of left in the scope."""
+    return scope[_SCOPE_KEY]

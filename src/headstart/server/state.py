@@ -1,0 +1,154 @@
+"""ServerState: what all requests share. Loading, ready, draining or broken; what is admitted, and how much may wait."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from headstart.core.engine import EngineInfo
+from headstart.core.errors import DrainingError, HeadstartError, QueueFullError
+from headstart.core.request import Request
+from headstart.options import ServerOptions
+from headstart.server.auth import Authenticator
+from headstart.server.engine_client import EngineClient
+from headstart.server.http_errors import ClientGoneError, HttpError, RequestFailedError, rendered
+from headstart.server.job import Job
+from headstart.server.logs import Log
+from headstart.server.metrics import Metrics
+from headstart.server.params import Bounds, GenerationParams
+from headstart.server.record import RequestRecord
+from headstart.server.tokenizer import Tokenizer
+
+ROUTES = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"),
+    *("/health", "/readyz", "/livez", "/metrics", "/version", "/reset_prefix_cache", "/openapi.json"),
+)
+
+
+class Phase(Enum):
+    """Where the server stands; DRAINING still answers what it admitted."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The loaded model, as requests need it."""
+
+    name: str
+    info: EngineInfo
+    tokenizer: Tokenizer
+    bounds: Bounds
+    metrics: Metrics
+    created: int  # seconds since 1970
+
+
+class ServerState:
+    """One server. Raises ConfigError for keys that make no sense."""
+
+    def __init__(self, options: ServerOptions, engine: EngineClient, log: Log) -> None:
+        self.options = options
+        self.engine = engine
+        self.log = log
+        self.auth = Authenticator(options.api_key, options.admin_api_key, secrets.token_bytes(32))
+        self.phase = Phase.LOADING
+        self.idle = asyncio.Event()  # nothing admitted is unanswered
+        self.idle.set()
+        self._model: Model | None = None
+        self._jobs: set[Job] = set()
+
+    def open(self, info: EngineInfo) -> Model:
+        """Begins to admit requests for the model that the engine has loaded. Raises ConfigError without a tokenizer."""
+        name = self.options.served_model_name or info.served_name
+        tokenizer = Tokenizer.from_folder(Path(info.model))
+        metrics = Metrics(name, ROUTES)
+        metrics.watch(self.engine)
+        self.engine.on_step = lambda stats: metrics.iteration_tokens.observe(stats.last_batch_tokens)
+        bounds = Bounds.of(info, self.options)
+        self._model = Model(name, info, tokenizer, bounds, metrics, int(time.time()))
+        if self.phase is Phase.LOADING:
+            self.phase = Phase.READY
+        return self._model
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """The metrics, once there is a model."""
+        return None if self._model is None else self._model.metrics
+
+    @property
+    def model(self) -> Model:
+        """The loaded model. Raises HttpError 503 while there is none."""
+        if self._model is None:
+            raise HttpError(503, "the model is still loading", code="loading", headers={"retry-after": "2"})
+        return self._model
+
+    @property
+    def num_jobs(self) -> int:
+        """Client requests admitted and not answered yet."""
+        return len(self._jobs)
+
+    def check_ready(self) -> Model:
+        """Returns the model if requests are admitted. Raises EngineDeadError, DrainingError, HttpError 503."""
+        if self.engine.dead is not None:
+            raise self.engine.dead
+        if self.phase is Phase.DRAINING:
+            raise DrainingError("the server is shutting down and takes no new requests; send it to another one")
+        return self.model
+
+    def is_alive(self, now: float) -> bool:
+        """Whether the engine was heard lately; while it loads it is not expected to speak."""
+        if self.engine.dead is not None:
+            return False
+        return self._model is None or now - self.engine.last_heard <= self.options.heartbeat_timeout
+
+    def admit(self, requests: Sequence[Request], params: GenerationParams, record: RequestRecord) -> Job:
+        """Hands the requests of one client request to the engine, all or none.
+
+        Raises QueueFullError while too much waits. When nothing waits anything is taken, so that whatever is valid
+        gets its turn.
+        """
+        model = self.check_ready()
+        self._check_queue(requests, model)
+        job = Job(self.engine, model.tokenizer, requests, params, record, model.metrics)
+        self._jobs.add(job)
+        self.idle.clear()
+        return job
+
+    def release(self, job: Job) -> None:
+        """Closes a job that was admitted."""
+        job.close()
+        self._jobs.discard(job)
+        if not self._jobs:
+            self.idle.set()
+
+    def note(self, record: RequestRecord, error: Exception) -> None:
+        """Puts `error` on the request's record, and on the log with all details if it is not the client's."""
+        _, body, _ = rendered(error)
+        record.error = body["error"]["code"]
+        if isinstance(error, RequestFailedError):
+            self.log.event("request_failed", level="error", request_id=record.request_id, error=str(error))
+        elif not isinstance(error, HeadstartError | HttpError | ClientGoneError):
+            self.log.failure("internal_error", error, request_id=record.request_id)
+
+    def cancel_all(self, error: Exception) -> None:
+        """Ends every job with `error`."""
+        for job in list(self._jobs):
+            job.cancel(error)
+
+    def _check_queue(self, requests: Sequence[Request], model: Model) -> None:
+        engine, options = self.engine, self.options
+        if engine.num_waiting == 0:
+            return
+        num_tokens = sum(len(request.prompt) for request in requests)
+        for waiting, more, limit, what in (
+            (engine.num_waiting, len(requests), options.max_num_queued_reqs, "requests"),
+            (engine.num_waiting_tokens, num_tokens, options.max_num_queued_tokens, "prompt tokens"),
+        ):
+            if waiting + more > limit:
+                model.metrics.rejected.inc()
+                raise QueueFullError(f"{waiting} {what} are waiting and {limit} may: try again later")

@@ -1,0 +1,36 @@
+"""The statistics line: every few seconds what the engine did, as long as it did anything."""
+
+import asyncio
+import time
+
+from headstart.server.state import ServerState
+
+
+async def write_statistics(state: ServerState) -> None:
+    """Writes a line every `stats_interval` seconds with traffic, for ever; returns at once if that is 0."""
+    interval = state.options.stats_interval
+    if interval <= 0:
+        return
+    last, at = state.engine.stats, time.monotonic()
+    while True:
+        await asyncio.sleep(interval)
+        stats, now = state.engine.stats, time.monotonic()
+        if stats.num_steps == last.num_steps and not state.num_jobs:
+            last, at = stats, now
+            continue
+        elapsed, queries = now - at, stats.prefix_queries - last.prefix_queries
+        hits = stats.prefix_hits - last.prefix_hits
+        steps = stats.num_steps - last.num_steps
+        state.log.event(
+            "statistics",
+            running=stats.num_running,
+            waiting=stats.num_waiting,
+            prompt_tokens_per_s=round((stats.prompt_tokens - last.prompt_tokens) / elapsed, 1),
+            computed_tokens_per_s=round((stats.computed_tokens - last.computed_tokens) / elapsed, 1),
+            generated_tokens_per_s=round((stats.generation_tokens - last.generation_tokens) / elapsed, 1),
+            hit_rate=round(hits / queries, 3) if queries else None,
+            kv_usage=round(1 - stats.num_free_blocks / max(stats.num_blocks, 1), 3),
+            step_ms=round((stats.step_seconds - last.step_seconds) / steps * 1000, 2) if steps else None,
+            preemptions=stats.num_preemptions - last.num_preemptions,
+        )
+        last, at = stats, now

@@ -1,0 +1,217 @@
+"""Messages between the HTTP process and the engine process: msgpack with a schema, in frames, over a Unix socket.
+
+Nothing here executes data: a frame that does not decode to one of these messages is an error, never code.
+"""
+
+import socket
+import struct
+from array import array
+from collections.abc import Iterator
+
+import msgspec
+
+from headstart.core.batch import Output
+from headstart.core.engine import EngineInfo, EngineStats
+from headstart.core.errors import HeadstartError
+from headstart.core.request import CacheMode, Request, SamplingParams
+from headstart.options import EngineOptions
+
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+_LENGTH = struct.Struct(">I")
+_RECEIVE_BYTES = 1 << 18
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Any message; the tag is the class name."""
+
+
+class Start(Message):
+    """To the engine, once and first: how to build it."""
+
+    module: str  # of the function that builds it
+    function: str
+    options: EngineOptions
+
+
+class Submit(Message):
+    """To the engine: one Request, its prompt as raw int32."""
+
+    request_id: str
+    prompt: bytes
+    sampling: SamplingParams
+    arrival: float
+    domain: bytes
+    adapter: str | None
+    priority: int
+    cache: CacheMode
+
+    @classmethod
+    def of(cls, request: Request) -> "Submit":
+        """Returns the message that carries `request`."""
+        return cls(
+            request.request_id,
+            request.prompt.tobytes(),
+            request.sampling,
+            request.arrival,
+            request.domain,
+            request.adapter,
+            request.priority,
+            request.cache,
+        )
+
+    def request(self) -> Request:
+        """Returns the request it carries."""
+        return Request(
+            request_id=self.request_id,
+            prompt=array("i", self.prompt),
+            sampling=self.sampling,
+            arrival=self.arrival,
+            domain=self.domain,
+            adapter=self.adapter,
+            priority=self.priority,
+            cache=self.cache,
+        )
+
+
+class Abort(Message):
+    """To the engine: forget these requests; unknown ids are fine, and no Output follows."""
+
+    request_ids: tuple[str, ...]
+
+
+class Reset(Message):
+    """To the engine: forget the prefix cache; answered by WasReset."""
+
+    call_id: int
+
+
+class Stop(Message):
+    """To the engine: exit now."""
+
+
+class Ready(Message):
+    """From the engine, once: it is built."""
+
+    info: EngineInfo
+
+
+class Failed(Message):
+    """From the engine, last: it cannot start (`is_config`: by the user's mistake), or it broke."""
+
+    message: str
+    is_config: bool
+
+
+class Refused(Message):
+    """From the engine: this one request cannot be taken. `code` is OpenAI's if it is the client's mistake."""
+
+    request_id: str
+    message: str
+    param: str | None
+    code: str | None
+
+
+class News(Message):
+    """From the engine after every step, and at least every second: a heartbeat with all that happened."""
+
+    outputs: list[Output]
+    stats: EngineStats
+
+
+class WasReset(Message):
+    """From the engine: whether the prefix cache was forgotten; it is not while anything runs."""
+
+    call_id: int
+    done: bool
+
+
+ToEngine = Start | Submit | Abort | Reset | Stop
+FromEngine = Ready | Failed | Refused | News | WasReset
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode_frame(message: Message) -> bytes:
+    """Returns one frame: four bytes of length, then msgpack."""
+    payload = _encoder.encode(message)
+    assert len(payload) <= MAX_FRAME_BYTES, f"frame of {len(payload)} bytes"
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def decode_to_engine(payload: bytes) -> ToEngine:
+    """Returns the message of a frame. Raises msgspec.DecodeError for anything else."""
+    return _to_engine.decode(payload)
+
+
+def decode_from_engine(payload: bytes) -> FromEngine:
+    """Returns the message of a frame. Raises msgspec.DecodeError for anything else."""
+    return _from_engine.decode(payload)
+
+
+class PeerGoneError(HeadstartError):
+    """The process at the other end of the channel is gone."""
+
+
+class FrameSplitter:
+    """Cuts a stream of bytes into the payloads of its frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Takes bytes as they came and yields every payload that is whole. Raises ValueError for an absurd length."""
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        try:
+            while len(buffer) - start >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(buffer, start)
+                if length > MAX_FRAME_BYTES:
+                    raise ValueError(f"a frame claims {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
+                end = start + _LENGTH.size + length
+                if len(buffer) < end:
+                    return
+                payload = bytes(memoryview(buffer)[start + _LENGTH.size : end])
+                start = end
+                yield payload
+        finally:
+            del buffer[:start]
+
+
+class Channel:
+    """The engine's end of the socket: blocking sends, receives that wait no longer than asked."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._splitter = FrameSplitter()
+        self.is_closed = False
+
+    def send(self, message: Message) -> None:
+        """Sends one message, waiting while the other side is behind. Raises PeerGoneError if it is gone."""
+        try:
+            self._socket.settimeout(None)
+            self._socket.sendall(encode_frame(message))
+        except OSError as error:
+            raise PeerGoneError(f"the other end of the channel is gone: {error}") from error
+
+    def receive(self, timeout: float) -> list[bytes]:
+        """Returns the payloads that are there, waiting up to `timeout` seconds for the first byte.
+
+        Sets `is_closed` when the other side is gone.
+        """
+        payloads: list[bytes] = []
+        self._socket.settimeout(timeout)
+        while True:
+            try:
+                data = self._socket.recv(_RECEIVE_BYTES)
+            except (BlockingIOError, TimeoutError):
+                return payloads
+            except OSError:
+                data = b""
+            if not data:
+                self.is_closed = True
+                return payloads
+            payloads.extend(self._splitter.feed(data))
+            self._socket.settimeout(0)

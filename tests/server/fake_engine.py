@@ -1,0 +1,137 @@
+"""A small engine that answers by repeating the prompt's tokens, with knobs for faults. No model, no torch.
+
+EngineOptions.model is a folder with a tokenizer, and after a "?" the knobs: `step` seconds of a step, `crash` and
+`poison` tokens (a prompt that begins with one breaks the engine, or fails alone), `load` seconds to build, `die`
+to end the process without a word, `config` to refuse to start.
+"""
+
+import os
+import time
+from urllib.parse import parse_qs
+
+from headstart.core.batch import Output, TokenLogprob
+from headstart.core.engine import EngineInfo, EngineStats
+from headstart.core.errors import ConfigError, RequestTooLargeError
+from headstart.core.request import FinishReason, Request
+from headstart.options import EngineOptions
+
+VOCAB_SIZE = 450
+MAX_MODEL_LEN = 512
+BLOCK_SIZE = 16
+NUM_BLOCKS = 1000
+
+
+class FakeEngine:
+    """Every request gets one token per step; equal prompts of one domain find each other's full blocks."""
+
+    def __init__(self, knobs: dict[str, float]) -> None:
+        self.knobs = knobs
+        self.live: dict[str, tuple[Request, int]] = {}
+        self.seen: set[tuple[bytes, bytes]] = set()
+        self.num_steps = self.generated = self.prompted = self.cached = self.row_errors = 0
+
+    def add_request(self, request: Request) -> None:
+        if len(request.prompt) + request.sampling.max_tokens > MAX_MODEL_LEN:
+            raise RequestTooLargeError("it can never fit")
+        if request.prompt[0] == self.knobs.get("explode"):
+            raise RuntimeError("a bug in add_request")
+        self.live[request.request_id] = (request, 0)
+
+    def abort(self, request_id: str) -> bool:
+        return self.live.pop(request_id, None) is not None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.live)
+
+    def step(self) -> list[Output]:
+        time.sleep(self.knobs.get("step", 0.0))
+        self.num_steps += 1
+        return [self._advance(request_id) for request_id in list(self.live)]
+
+    def _advance(self, request_id: str) -> Output:
+        request, count = self.live[request_id]
+        first = request.prompt[0]
+        if first == self.knobs.get("crash"):
+            raise RuntimeError("a bug in step")
+        if first == self.knobs.get("die"):
+            os._exit(9)
+        if first == self.knobs.get("poison") and count >= self.knobs.get("after", 0):
+            del self.live[request_id]
+            self.row_errors += 1
+            return Output(request_id, finish_reason=FinishReason.ERROR, error="logits are not finite")
+        cached = 0
+        if count == 0:
+            cached = self._look_up(request)
+            self.prompted += len(request.prompt)
+            self.cached += cached
+        token = request.prompt[count % len(request.prompt)]
+        count += 1
+        self.generated += 1
+        self.live[request_id] = (request, count)
+        finish = FinishReason.LENGTH if count == request.sampling.max_tokens else None
+        if token in request.sampling.stop_token_ids and count > request.sampling.min_tokens:
+            finish = FinishReason.STOP
+        if finish is not None:
+            del self.live[request_id]
+        logprobs = ()
+        if request.sampling.logprobs is not None:
+            logprobs = (TokenLogprob(token, -0.5, ((token, -0.5), (0, -1.0))[: request.sampling.logprobs]),)
+        return Output(request_id, (token,), logprobs, finish, len(request.prompt), cached)
+
+    def _look_up(self, request: Request) -> int:
+        key = (request.domain, request.prompt.tobytes())
+        if key not in self.seen:
+            self.seen.add(key)
+            return 0
+        return (len(request.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+    def reset_prefix_cache(self) -> bool:
+        if self.live:
+            return False
+        self.seen.clear()
+        return True
+
+    def stats(self) -> EngineStats:
+        held = sum(-(-(len(request.prompt) + count) // BLOCK_SIZE) for request, count in self.live.values())
+        return EngineStats(
+            num_running=len(self.live),
+            num_blocks=NUM_BLOCKS,
+            num_free_blocks=NUM_BLOCKS - held,
+            num_steps=self.num_steps,
+            step_seconds=self.num_steps * self.knobs.get("step", 0.0),
+            last_batch_tokens=len(self.live),
+            prompt_tokens=self.prompted,
+            cached_tokens=self.cached,
+            computed_tokens=self.prompted + self.generated - self.cached,
+            generation_tokens=self.generated,
+            prefix_queries=self.prompted,
+            prefix_hits=self.cached,
+            num_row_errors=self.row_errors,
+        )
+
+
+def build_fake(options: EngineOptions) -> tuple[FakeEngine, EngineInfo]:
+    """Builds what `options.model` says."""
+    folder, _, query = options.model.partition("?")
+    knobs = {name: float(values[0]) for name, values in parse_qs(query).items()}
+    time.sleep(knobs.get("load", 0.0))
+    if "config" in knobs:
+        raise ConfigError("there is no such model; name another")
+    if "broken" in knobs:
+        raise RuntimeError("a bug while loading")
+    info = EngineInfo(
+        model=folder,
+        served_name="fake",
+        vocab_size=VOCAB_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        kv_bytes=NUM_BLOCKS * BLOCK_SIZE * 1024,
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        attention_backend="none",
+        eos_token_ids=(),
+    )
+    return FakeEngine(knobs), info
