@@ -123,11 +123,12 @@ def test_rows_that_share_blocks_read_them_once_and_exactly(
     cap: float | None, dtype: torch.dtype, atol: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_module, "MIN_SHARED_BYTES", 1)
-    lengths = [65, 70, 66, 64, 40, 17]  # 3 shares only what lies before its own block, 5 shares one block with 4
+    lengths = [65, 70, 66, 64, 40, 17, 48, 48]  # 5 shares one block with 4; 6 and 7 are twins to the last token
     pool = Pool(3, lengths, heads=6, kv_heads=2, dim=16, dtype=dtype)
     for follower in (1, 2, 3):
         pool.share(follower, 0, 3)
     pool.share(5, 4, 1)
+    pool.share(7, 6, 3)
     starts = [length - 1 for length in lengths]
     starts[2] = 60  # a prefill among them
     outs = pool.compute(starts, 0.25, None, cap)
