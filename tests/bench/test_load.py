@@ -36,6 +36,8 @@ class Stub:
         self.now = self.most = 0
 
     async def models(self, request: web.Request) -> web.Response:
+        if self.fault == "loading":
+            return web.json_response({"error": {"message": "still loading"}}, status=503)
         return web.json_response({"data": [] if self.fault == "no models" else [{"id": "stub"}]})
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -152,6 +154,11 @@ def test_what_is_no_http_url_is_refused(url: str) -> None:
 def test_a_server_that_is_not_there_is_one_clear_error() -> None:
     with pytest.raises(ConfigError, match="cannot reach"):
         run_load(Target("http://127.0.0.1:9"), CONFIG)
+
+
+def test_a_server_that_is_not_ready_is_quoted() -> None:
+    with serving(Stub("loading")) as url, pytest.raises(ConfigError, match="HTTP 503.*still loading"):
+        run_load(Target(url), CONFIG)
 
 
 def test_a_server_without_models_asks_for_a_name() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headstart.bench.report import Report
 
 app = typer.Typer(
-    help="Measure this engine: tables for people on stderr, one JSON document as the last line of stdout.",
+    help="Measure this engine. Tables for people go to stderr; the last line of stdout is one JSON document.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -116,7 +116,10 @@ def load(
     seed: Seed = 0,
     plot: Plot = None,
 ) -> None:
-    """Streamed requests with shared prefixes against a running server: TTFT, TPOT, latency, cached share."""
+    """Streamed requests with shared prefixes against a running server: TTFT, TPOT, latency, cached share.
+
+    One seed is one set of prompts: a second run with it finds them cached.
+    """
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.load import LoadConfig, Target, run_load

@@ -86,6 +86,9 @@ async def _send_all(target: Target, config: LoadConfig, bar: Bar) -> tuple[str, 
 async def _first_model(session: aiohttp.ClientSession, target: Target) -> str:
     try:
         async with session.get(f"{target.base}/models") as response:
+            if response.status != 200:
+                text = (await response.text())[:300]
+                raise ConfigError(f"{target.base}/models answered with HTTP {response.status}: {text}")
             body = await response.json(content_type=None)
             return str(body["data"][0]["id"])
     except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -126,11 +126,12 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
         bars = any(isinstance(x, str) for x in chart.x)
         width = 0.8 / max(len(chart.series), 1)
         for number, (name, values) in enumerate(chart.series.items()):
-            heights = [math.nan if value is None else value for value in values]
             if bars:
+                heights = [math.nan if value is None else value for value in values]
                 axes.bar([i + number * width for i in range(len(chart.x))], heights, width, label=name)
             else:
-                axes.plot(list(chart.x), heights, marker="o", label=name)
+                points = [(x, value) for x, value in zip(chart.x, values, strict=True) if value is not None]
+                axes.plot([x for x, _ in points], [value for _, value in points], marker="o", label=name)
         if bars:
             middle = width * (len(chart.series) - 1) / 2
             axes.set_xticks([i + middle for i in range(len(chart.x))], list(chart.x))
