@@ -9,7 +9,7 @@ from headstart.core.limits import Limits
 from headstart.core.policy import POLICIES
 from headstart.core.scheduler import Scheduler
 from headstart.model.hub import resolve_model
-from headstart.model.loader import LoadedModel, load_model
+from headstart.model.loader import LoadedModel, load_model, resolve_device
 from headstart.model.runner import ModelRunner
 from headstart.model.sizing import (
     KVPlan,
@@ -97,13 +97,10 @@ def check_options(options: EngineOptions) -> None:
 
 def _load(options: EngineOptions, folder: Path) -> tuple[LoadedModel, KVPlan, int]:
     """The model, the pool beside it, and the longest sequence; refuses before loading what cannot fit."""
-    device = options.device
-    before = memory("cuda" if device.startswith("cuda") else "cpu").available
-    check_weights_fit(checkpoint_bytes(folder, dtype=options.dtype), before)
-    loaded = load_model(folder, dtype=options.dtype, device=options.device, attention_backend=options.attention_backend)
-    on_gpu = loaded.device.type == "cuda"
-    # on a GPU nothing was measured before loading unless it was asked for: what is free now lacks the weights
-    available = memory(str(loaded.device)).available + loaded.weight_bytes if on_gpu else before
+    device = str(resolve_device(options.device))
+    available = memory(device).available
+    check_weights_fit(checkpoint_bytes(folder, dtype=options.dtype), available)
+    loaded = load_model(folder, dtype=options.dtype, device=device, attention_backend=options.attention_backend)
     max_model_len = loaded.max_model_len if options.max_model_len is None else options.max_model_len
     if max_model_len > loaded.max_model_len:
         raise ConfigError(f"max_model_len is {max_model_len}, but the model knows {loaded.max_model_len} positions")
