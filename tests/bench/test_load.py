@@ -157,7 +157,7 @@ def test_a_server_that_is_not_there_is_one_clear_error() -> None:
 
 
 def test_a_server_that_is_not_ready_is_quoted() -> None:
-    with serving(Stub("loading")) as url, pytest.raises(ConfigError, match="HTTP 503.*still loading"):
+    with serving(Stub("loading")) as url, pytest.raises(ConfigError, match=r"HTTP 503.*still loading"):
         run_load(Target(url), CONFIG)
 
 

@@ -60,7 +60,7 @@ def rotations(
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.rotations import RotationsConfig, run_rotations
 
-        config = RotationsConfig(runs=1, decode_rounds=4) if quick else RotationsConfig(runs=runs)
+        config = RotationsConfig(runs=1, decode_rounds=6) if quick else RotationsConfig(runs=runs)
         return run_rotations(setup, config, bar)
 
     _run_on_model(bench, model, dtype, threads, seed, plot)

@@ -33,7 +33,7 @@ class RotationsConfig:
     length: int = 1025
     runs: int = 3  # cold passes; each is followed by `warm_passes` of either kind
     warm_passes: int = 3
-    decode_rounds: int = 8  # of: one step with one uncached token a row, then `decode_steps` decode steps
+    decode_rounds: int = 12  # of: one step with one uncached token a row, then `decode_steps` decode steps
     decode_steps: int = 4
 
 
