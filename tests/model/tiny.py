@@ -37,6 +37,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", {}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 12, "tie_word_embeddings": False}),
     "gpt_neox": ("GPTNeoXConfig", {}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 12, "tie_word_embeddings": False}),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4}),  # every fourth layer is without positions
+    "cohere2": ("Cohere2Config", {"sliding_window": 12, "logit_scale": 0.5}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
 }
 NATIVE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 
@@ -50,7 +55,7 @@ def make_checkpoint(family: str, folder: Path, *, seed: int = 0, std: float = 0.
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            gain = "norm" in parameter_name and parameter_name.endswith("weight") and family != "gemma2"
+            gain = "norm" in parameter_name and parameter_name.endswith("weight") and not family.startswith("gemma")
             parameter.normal_(1.0 if gain else 0.0, std)
     model.save_pretrained(folder)
     return folder
