@@ -11,6 +11,8 @@ ARGS        ?=
 BIN  := $(VENV)/bin
 RUN  := $(VENV)/.installed
 DEV  := $(VENV)/.installed-dev
+# pip's progress bars where somebody looks at them.
+QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 # One compute thread per test process, and no spinning: two processes share the cores instead of fighting for them.
 QUIET_CORES := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0
 
@@ -18,7 +20,7 @@ QUIET_CORES := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0
 .PHONY: help setup install serve test check tests test-long test-gpu format bench docs clean
 
 help:           ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+	@awk -F ':|## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, substr($$0, index($$0, "## ") + 3) }' $(MAKEFILE_LIST)
 
 serve: install  ## install what is missing and serve: make serve [MODEL=Qwen/Qwen3-0.6B] [ARGS="--port 9000"]
 	@exec $(BIN)/headstart serve $(MODEL) $(ARGS)
@@ -73,10 +75,10 @@ $(RUN): pyproject.toml | $(BIN)/python
 	  $(BIN)/pip install --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)"; \
 	else $(BIN)/pip install "$(TORCH)"; fi
 	@echo "== headstart"
-	$(BIN)/pip install --quiet -e .
+	$(BIN)/pip install $(QUIET) -e .
 	@touch $@
 
 $(DEV): pyproject.toml $(RUN)
 	@echo "== tools for tests, checks and plots"
-	$(BIN)/pip install --quiet -e '.[dev]'
+	$(BIN)/pip install $(QUIET) -e '.[dev]'
 	@touch $@
