@@ -1,8 +1,8 @@
 """Attention in plain ATen: gather the pages, two batched matmuls and a softmax. The oracle of every other backend.
 
-Runs on any device. Queries of one kv head are folded into the rows of its matmul, so grouped heads read KV once. A full
+Written for any device (untested on CUDA). Queries of one kv head are folded into the rows of its matmul, so grouped heads read KV once. A full
 mask is never made: decode rows mask their last page, prefills go through tiles of queries. On CPU this form beats the
-fused flash operator (prefill of 1000 tokens in bf16: 13 against 22 ms; decode of 48 x 1025: 4 against 8 ms).
+fused flash operator (bf16, 12 heads of 64: prefill of 1000 tokens 13 against 22 ms, 48 decodes at 1040 4 against 8 ms).
 """
 
 import torch
