@@ -1,11 +1,12 @@
-"""The model in the package, served when none is named: intent recognition by reading a preamble (see intent/README.md)."""
+"""The model that comes with the package: what `headstart serve` serves when none is named."""
 
 from pathlib import Path
+from typing import Final
 
-BUNDLED_NAME = "headstart-intent"
-"""What the server calls it."""
+BUNDLED_NAME: Final = "headstart-intent"
+"""The name under which the bundled model is served."""
 
 
 def bundled_model() -> Path:
-    """The folder of the bundled model, in Hugging Face form."""
+    """The folder of the bundled intent model, a `LlamaForCausalLM` made by `training/intent/train.py`."""
     return Path(__file__).parent / "intent"
