@@ -1,8 +1,9 @@
 """Attention in plain ATen: gather the pages, two batched matmuls and a softmax. The oracle of every other backend.
 
-Written for any device (untested on CUDA). Queries of one kv head are folded into the rows of its matmul, so grouped heads read KV once. A full
-mask is never made: decode rows mask their last page, prefills go through tiles of queries. On CPU this form beats the
-fused flash operator (bf16, 12 heads of 64: prefill of 1000 tokens 13 against 22 ms, 48 decodes at 1040 4 against 8 ms).
+Written for any device, seen on CPUs only. Queries of one kv head are folded into the rows of its matmul, so grouped
+heads read KV once. A full mask is never made: decode rows mask their last page, prefills go through tiles of queries.
+On CPU this beats the fused flash operator (bf16, 12 heads of 64, no gather: prefill of 1000 tokens 13 against 22 ms,
+48 decodes at 1040 tokens 4 against 8 ms).
 """
 
 import torch
