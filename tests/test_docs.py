@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from model.tiny import FAMILIES
 
 from headstart import cli
 
@@ -89,3 +90,8 @@ def test_error_codes_of_the_api_page_are_sent_by_someone() -> None:
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/headstart").rglob("*.py"))
     assert len(codes) > 10
     assert [code for code in codes if f'"{code}"' not in sources] == []
+
+
+def test_the_models_page_lists_the_families_that_are_tested() -> None:
+    rows = re.findall(r"^\| [^|]+ \| `([a-z0-9_]+)` \|", (ROOT / "docs" / "models.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(rows) == sorted(FAMILIES)
