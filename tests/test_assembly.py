@@ -68,9 +68,9 @@ def test_different_dtypes_never_share_block_names(tiny: Path) -> None:
     ("change", "message"),
     [
         ({"block_size": 24}, "multiple of 16"),
-        ({"block_size": 0}, "multiple of 16"),
-        ({"scheduling_policy": "sjf"}, "known are fcfs, priority"),
-        ({"max_model_len": 1}, "2 at least"),
+        ({"block_size": 0}, "at least 16"),
+        ({"scheduling_policy": "sjf"}, "choose one of fcfs, priority"),
+        ({"max_model_len": 1}, "at least 2"),
         ({"max_num_seqs": 0}, "at least 1"),
         ({"max_num_batched_tokens": 8}, "smaller than max_seqs"),
     ],

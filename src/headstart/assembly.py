@@ -6,7 +6,6 @@ from headstart.bundled import BUNDLED_NAME, bundled_model
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError
 from headstart.core.limits import Limits
-from headstart.core.policy import POLICIES
 from headstart.core.scheduler import Scheduler
 from headstart.model.hub import resolve_model
 from headstart.model.loader import LoadedModel, load_model, resolve_device
@@ -20,7 +19,7 @@ from headstart.model.sizing import (
     plan_kv_pool,
 )
 from headstart.model.threads import prepare_threads
-from headstart.options import EngineOptions
+from headstart.options import EngineOptions, check_values
 
 
 def build_engine(options: EngineOptions, *, cache_aware_accounting: bool = True) -> tuple[Engine, EngineInfo]:
@@ -81,13 +80,9 @@ def model_folder(options: EngineOptions) -> Path:
 
 def check_options(options: EngineOptions) -> None:
     """Raises ConfigError for values that no model could be served with; asked before anything is loaded."""
-    if options.block_size < 16 or options.block_size % 16:
+    check_values(options)
+    if options.block_size % 16:
         raise ConfigError(f"block_size is {options.block_size}; it must be a multiple of 16")
-    if options.scheduling_policy not in POLICIES:
-        known = ", ".join(POLICIES)
-        raise ConfigError(f"scheduling_policy is {options.scheduling_policy!r}; known are {known}")
-    if options.max_model_len is not None and options.max_model_len < 2:
-        raise ConfigError(f"max_model_len is {options.max_model_len}; a prompt and an output token make 2 at least")
     Limits(
         max_batched_tokens=options.max_num_batched_tokens,
         max_seqs=options.max_num_seqs,

@@ -93,9 +93,7 @@ class Sequence:
     admitted: bool = False  # ever
     num_preemptions: int = 0
     block_ids: list[int] = field(default_factory=list[int])  # block table
-    block_hashes: list[BlockHash] = field(
-        default_factory=list[BlockHash]
-    )  # of full blocks, each computed once
+    block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])  # of full blocks, each computed once
     num_published_blocks: int = 0  # leading blocks that were taken over, or published, or lost to an equal one
 
     @property
