@@ -215,4 +215,4 @@ class Gate:
         if metrics is not None:
             metrics.answered(record.path, record.method, record.status)
         if self._state.options.access_log:
-            self._state.log.event("request", **record.fields(time.monotonic()))
+            self._state.log.event("request", record.fields(time.monotonic()))

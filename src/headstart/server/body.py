@@ -4,6 +4,7 @@ import asyncio
 from contextlib import suppress
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headstart.server.http_errors import ClientGoneError, HttpError, error_response
@@ -34,19 +35,19 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             return bytes(body)
 
 
-class Refusal:
+class Refusal(Response):
     """The answer to a body that is too large: sent first, then a bounded rest of the body is read and dropped.
 
     A connection closed on unread data is reset, and a reset may overtake the answer.
     """
 
     def __init__(self, error: HttpError) -> None:
-        self._response = error_response(error)
+        answer = error_response(error)
+        super().__init__(answer.body, answer.status_code, dict(answer.headers))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = self._response
-        await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-        await send({"type": "http.response.body", "body": response.body, "more_body": True})
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_SECONDS):
                 await _drop(receive)

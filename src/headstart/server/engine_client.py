@@ -40,6 +40,10 @@ Build = Callable[[EngineOptions], tuple[Engine, EngineInfo]]
 STOP_SECONDS = 5.0
 
 
+class RequestFailedError(HeadstartError):
+    """The engine could not compute this one request; the others are unharmed."""
+
+
 class OutputStream:
     """News of the requests of one client request, in the order in which they came out of the engine."""
 
@@ -118,6 +122,11 @@ class EngineClient:
         return None if self._process is None else self._process.pid
 
     @property
+    def exit_code(self) -> int | None:
+        """Exit code of the engine process, None while it runs."""
+        return None if self._process is None else self._process.returncode
+
+    @property
     def num_waiting(self) -> int:
         """Requests submitted that no token came out of yet."""
         return len(self._waiting)
@@ -166,10 +175,10 @@ class EngineClient:
         if process is None:
             return
         if transport is not None and not transport.is_closing():
-            if self._ready.done():
-                self._send(Stop())
-            else:
+            if self.info is None:  # still loading: it would not listen
                 process.kill()
+            else:
+                self._send(Stop())
         self._die("the engine was closed")
         await asyncio.to_thread(_end, process)
         if transport is not None:
@@ -221,7 +230,7 @@ class EngineClient:
         if stream is None:
             return
         if code is None:
-            stream.fail(HeadstartError(message))
+            stream.fail(RequestFailedError(message))
         else:
             stream.fail(InvalidRequestError(message, param=param, code=code))
 

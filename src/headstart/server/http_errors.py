@@ -6,6 +6,7 @@ Nothing that a client did not send itself is in the message, except limits: no p
 from starlette.responses import Response
 
 from headstart.core.errors import DrainingError, HeadstartError, QueueFullError
+from headstart.server.engine_client import RequestFailedError
 from headstart.server.protocol import Json, encode, error_object, error_of
 
 Headers = dict[str, str]
@@ -22,10 +23,6 @@ class HttpError(Exception):
         self.code = code
         self.param = param
         self.headers = headers or {}
-
-
-class RequestFailedError(HeadstartError):
-    """The engine could not compute this one request; the others are unharmed."""
 
 
 class ClientGoneError(Exception):

@@ -1,6 +1,7 @@
 """BoundedHttpProtocol: uvicorn's HTTP/1.1 parser with a limit on the head of a request, in bytes and in time."""
 
 import asyncio
+from uuid import uuid4
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -63,7 +64,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         body = encode(error_object(message, status=status, code=code))
         head = (
             f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            f"content-length: {len(body)}\r\nx-request-id: req-{uuid4().hex}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
         self.transport.close()

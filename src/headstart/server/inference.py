@@ -62,7 +62,11 @@ def _prepare_chat(
     body = parse_chat(values, model.bounds)
     check_model(body.model, model)
     prompts = [encode_chat(body, model.tokenizer, model.bounds)]
-    return body.params, build_requests(prompts, body.params, model.bounds, origin)
+    try:
+        return body.params, build_requests(prompts, body.params, model.bounds, origin)
+    except InvalidRequestError as error:
+        error.param = "messages" if error.param == "prompt" else error.param
+        raise
 
 
 COMPLETIONS = Api(
@@ -167,11 +171,10 @@ class _Answer:
             while True:
                 if not news:
                     yield PING
-                elif not opened:
+                else:
+                    opening = b"" if opened else self._opening()
                     opened = True
-                    yield self._opening()
-                if news:
-                    yield b"".join(self._chunk(index, delta) for index, delta in news)
+                    yield opening + b"".join(self._chunk(choice, delta) for choice, delta in news)
                 if job.is_finished:
                     break
                 news = await self.next_news()
@@ -220,8 +223,9 @@ class _Stream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for data in self._answer.events(self._first):
-                if data:
-                    await _send(send, data)
+                if self._watcher.done():
+                    raise ClientGoneError
+                await _send(send, data)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (ClientGoneError, TimeoutError):
             record.error = "client_closed"

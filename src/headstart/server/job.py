@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from headstart.core.batch import Output
 from headstart.core.request import Request
-from headstart.server.engine_client import EngineClient
+from headstart.server.engine_client import EngineClient, RequestFailedError
 from headstart.server.generation import Delta, Generation
-from headstart.server.http_errors import RequestFailedError
 from headstart.server.metrics import Metrics
 from headstart.server.params import GenerationParams
 from headstart.server.protocol import Json, usage_of

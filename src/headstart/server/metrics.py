@@ -53,9 +53,6 @@ class EngineView(Protocol):
     stats: EngineStats
     last_heard: float
 
-    @property
-    def num_waiting(self) -> int: ...
-
 
 class Metrics:
     """The metrics of one server, in a registry of their own."""
@@ -125,10 +122,9 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         stats = self._engine.stats
         used = stats.num_blocks - stats.num_free_blocks
-        waiting = max(stats.num_waiting, self._engine.num_waiting - stats.num_running, 0)
         usage = used / stats.num_blocks if stats.num_blocks else 0.0
         yield self._gauge("vllm:num_requests_running", "Sequences in the engine's batch.", stats.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait for room in it.", waiting)
+        yield self._gauge("vllm:num_requests_waiting", "Requests that wait for room in it.", stats.num_waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", usage)
         yield self._counter("vllm:prompt_tokens", "Prompt tokens answered.", stats.prompt_tokens)
         yield self._counter("vllm:prompt_tokens_cached", "Of those, taken over from the cache.", stats.cached_tokens)

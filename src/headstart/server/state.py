@@ -13,8 +13,8 @@ from headstart.core.errors import DrainingError, HeadstartError, QueueFullError
 from headstart.core.request import Request
 from headstart.options import ServerOptions
 from headstart.server.auth import Authenticator
-from headstart.server.engine_client import EngineClient
-from headstart.server.http_errors import ClientGoneError, HttpError, RequestFailedError, rendered
+from headstart.server.engine_client import EngineClient, RequestFailedError
+from headstart.server.http_errors import ClientGoneError, HttpError, rendered
 from headstart.server.job import Job
 from headstart.server.logs import Log
 from headstart.server.metrics import Metrics
@@ -131,9 +131,9 @@ class ServerState:
         _, body, _ = rendered(error)
         record.error = body["error"]["code"]
         if isinstance(error, RequestFailedError):
-            self.log.event("request_failed", level="error", request_id=record.request_id, error=str(error))
+            self.log.event("request_failed", {"request_id": record.request_id, "error": str(error)}, level="error")
         elif not isinstance(error, HeadstartError | HttpError | ClientGoneError):
-            self.log.failure("internal_error", error, request_id=record.request_id)
+            self.log.failure("internal_error", error, record.request_id)
 
     def cancel_all(self, error: Exception) -> None:
         """Ends every job with `error`."""

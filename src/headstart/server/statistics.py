@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+from headstart.core.engine import EngineStats
 from headstart.server.state import ServerState
 
 
@@ -18,19 +19,21 @@ async def write_statistics(state: ServerState) -> None:
         if stats.num_steps == last.num_steps and not state.num_jobs:
             last, at = stats, now
             continue
-        elapsed, queries = now - at, stats.prefix_queries - last.prefix_queries
-        hits = stats.prefix_hits - last.prefix_hits
-        steps = stats.num_steps - last.num_steps
-        state.log.event(
-            "statistics",
-            running=stats.num_running,
-            waiting=stats.num_waiting,
-            prompt_tokens_per_s=round((stats.prompt_tokens - last.prompt_tokens) / elapsed, 1),
-            computed_tokens_per_s=round((stats.computed_tokens - last.computed_tokens) / elapsed, 1),
-            generated_tokens_per_s=round((stats.generation_tokens - last.generation_tokens) / elapsed, 1),
-            hit_rate=round(hits / queries, 3) if queries else None,
-            kv_usage=round(1 - stats.num_free_blocks / max(stats.num_blocks, 1), 3),
-            step_ms=round((stats.step_seconds - last.step_seconds) / steps * 1000, 2) if steps else None,
-            preemptions=stats.num_preemptions - last.num_preemptions,
-        )
+        state.log.event("statistics", _fields(last, stats, now - at))
         last, at = stats, now
+
+
+def _fields(last: EngineStats, stats: EngineStats, elapsed: float) -> dict[str, object]:
+    queries, steps = stats.prefix_queries - last.prefix_queries, stats.num_steps - last.num_steps
+    hits = stats.prefix_hits - last.prefix_hits
+    return {
+        "running": stats.num_running,
+        "waiting": stats.num_waiting,
+        "prompt_tokens_per_s": round((stats.prompt_tokens - last.prompt_tokens) / elapsed, 1),
+        "computed_tokens_per_s": round((stats.computed_tokens - last.computed_tokens) / elapsed, 1),
+        "generated_tokens_per_s": round((stats.generation_tokens - last.generation_tokens) / elapsed, 1),
+        "hit_rate": round(hits / queries, 3) if queries else None,
+        "kv_usage": round(1 - stats.num_free_blocks / max(stats.num_blocks, 1), 3),
+        "step_ms": round((stats.step_seconds - last.step_seconds) / steps * 1000, 2) if steps else None,
+        "preemptions": stats.num_preemptions - last.num_preemptions,
+    }

@@ -21,7 +21,7 @@ _LENGTH = struct.Struct(">I")
 _RECEIVE_BYTES = 1 << 18
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Message(msgspec.Struct, array_like=True, tag=True):
     """Any message; the tag is the class name."""
 
 

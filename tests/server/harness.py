@@ -1,0 +1,148 @@
+"""A server in a process of its own, as users run it, and the server's parts inside this process."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+from server.fake_engine import build_fake
+
+from headstart.options import EngineOptions, ServerOptions
+from headstart.server.app import build_app
+from headstart.server.engine_client import EngineClient
+from headstart.server.logs import Log
+from headstart.server.state import ServerState
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 60.0
+_RUN_FAKE = """
+import json, sys
+from headstart.options import EngineOptions, ServerOptions
+from headstart.server.serve import serve
+from server.fake_engine import build_fake
+options = json.loads(sys.argv[2])
+options.update(api_key=tuple(options["api_key"]), admin_api_key=tuple(options["admin_api_key"]))
+sys.exit(serve(build_fake, EngineOptions(model=sys.argv[1]), ServerOptions(**options)))
+"""
+
+
+class Server:
+    """A running server process; its stderr goes to a file."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", log_path: Path) -> None:
+        self.process = process
+        self.log_path = log_path
+        self.url = ""
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+    def wait_ready(self) -> "Server":
+        """Waits for the banner, and takes the address from it."""
+        found = wait_for(lambda: re.search(r" at (http://\S+)/v1", self.log) or self.process.poll() is not None)
+        assert isinstance(found, re.Match), f"exit code {self.process.poll()}:\n{self.log}"
+        self.url = found[1]
+        return self
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30.0, **options)
+
+    def stop(self, signal_number: int = signal.SIGTERM) -> int:
+        """Sends a signal and returns the exit code."""
+        self.process.send_signal(signal_number)
+        return self.process.wait(30)
+
+    def metric(self, name: str) -> float:
+        """Returns the sum of the samples with that name."""
+        text = httpx.get(f"{self.url}/metrics").text
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if re.match(rf"{name}(\{{| )", line))
+
+
+def wait_for(probe: Any, seconds: float = START_SECONDS) -> Any:
+    """Returns the first true value of `probe()`, or fails after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = probe()
+        if value:
+            return value
+        time.sleep(0.02)
+    raise AssertionError("waited in vain")
+
+
+@contextmanager
+def spawn(command: list[str], log_path: Path) -> Iterator[Server]:
+    """Starts a process that serves, and kills it at the end if it still runs."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        yield Server(process, log_path)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def fake_command(model: str, **options: Any) -> list[str]:
+    """The command that serves a fake engine; `model` as in fake_engine.py."""
+    settings = asdict(ServerOptions(**{"port": 0, **options}))
+    return [sys.executable, "-c", _RUN_FAKE, model, json.dumps(settings)]
+
+
+@contextmanager
+def fake_server(model: str, log_path: Path, **options: Any) -> Iterator[Server]:
+    """A ready server around a fake engine."""
+    with spawn(fake_command(model, **options), log_path) as server:
+        yield server.wait_ready()
+
+
+class Inside:
+    """The application in this process, over ASGI, around an engine process."""
+
+    def __init__(self, state: ServerState, engine: EngineClient, client: httpx.AsyncClient) -> None:
+        self.state = state
+        self.engine = engine
+        self.client = client
+
+    async def complete(self, prompt: Any, **fields: Any) -> httpx.Response:
+        return await self.client.post("/v1/completions", json={"prompt": prompt, **fields})
+
+
+@asynccontextmanager
+async def inside(model: str, **options: Any) -> AsyncIterator[Inside]:
+    """Everything of a server but its sockets."""
+    engine = EngineClient()
+    settings = ServerOptions(**{"access_log": False, **options})
+    try:
+        info = await engine.start(build_fake, EngineOptions(model=model))
+        state = ServerState(settings, engine, Log())
+        state.open(info)
+        transport = httpx.ASGITransport(build_app(state), client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30.0) as client:
+            yield Inside(state, engine, client)
+    finally:
+        await engine.close()
+
+
+async def until(probe: Any, seconds: float = 10.0) -> None:
+    """Waits until `probe()` is true."""
+    async with asyncio.timeout(seconds):
+        while not probe():
+            await asyncio.sleep(0.01)
+
+
+def parse_events(text: str) -> list[Any]:
+    """Returns the JSON of every data line, and "[DONE]" as it is."""
+    datas = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
+    return [data if data == "[DONE]" else json.loads(data) for data in datas]

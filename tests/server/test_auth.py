@@ -1,0 +1,148 @@
+"""Who may do what: every route times every kind of caller, and tenants that share nothing."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from server.harness import Inside, Server, fake_server, inside
+
+from headstart.core.errors import ConfigError
+from headstart.server.auth import Authenticator
+from headstart.server.http_errors import HttpError
+
+OPEN = ("/health", "/readyz", "/livez", "/version")
+CLOSED = {
+    "/v1/completions": "POST",
+    "/v1/chat/completions": "POST",
+    "/v1/models": "GET",
+    "/v1/models/fake": "GET",
+    "/tokenize": "POST",
+    "/detokenize": "POST",
+    "/openapi.json": "GET",
+    "/nowhere": "GET",
+}
+ADMIN = {"/reset_prefix_cache": "POST", "/metrics": "GET"}
+SPELLINGS = (
+    *("//health", "/HEALTH", "/health/", "/health%2f..%2fv1/models", "/v1/models?x=/health"),
+    *("/v1/%6dodels", "/%"),
+)
+
+
+@pytest.fixture(scope="module")
+def locked(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("locked") / "log"
+    with fake_server(folder, log, api_key=("key-a", "key-b"), admin_api_key=("root-key",)) as running:
+        yield running
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [("authorization", "Bearer wrong")],
+        [("authorization", "key-a")],
+        [("authorization", "Basic key-a")],
+        [("authorization", "Bearer key-a x")],
+        [("authorization", "Bearer ' OR 1=1 --")],
+        [("authorization", "Bearer \u00e9")],
+        [("authorization", "Bearer key-a"), ("authorization", "Bearer wrong")],
+        [("x-api-key", "key-a")],
+        [("host", "a/?x=/health"), ("x-original-url", "/health"), ("x-forwarded-for", "127.0.0.1")],
+        [("host", "x/health#")],
+    ],
+)
+def test_without_a_valid_key_only_health_and_version_answer(locked: Server, headers: list[tuple[str, str]]) -> None:
+    raw = [(name.encode(), value.encode()) for name, value in headers]
+    with locked.client() as client:
+        for path, method in {**CLOSED, **ADMIN, **dict.fromkeys(SPELLINGS, "GET")}.items():
+            answer = client.request(method, path, headers=raw)
+            assert answer.status_code == 401, path
+            assert (
+                answer.json()["error"]["code"] == "invalid_api_key" and answer.headers["www-authenticate"] == "Bearer"
+            )
+            assert "x-request-id" in answer.headers
+        for path in OPEN:
+            assert client.get(path, headers=raw).status_code == 200
+
+
+def test_a_tenant_may_everything_but_administer(locked: Server) -> None:
+    with locked.client(headers=bearer("key-a")) as client:
+        assert client.post("/v1/completions", json={"prompt": "the", "max_tokens": 1}).status_code == 200
+        assert client.get("/v1/models").status_code == 200 and client.get("/nowhere").status_code == 404
+        for path, method in ADMIN.items():
+            answer = client.request(method, path)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
+
+
+def test_an_administrator_may_everything(locked: Server) -> None:
+    with locked.client(headers=bearer("root-key")) as client:
+        assert client.get("/metrics").status_code == 200 and client.post("/reset_prefix_cache").status_code == 200
+        assert client.post("/v1/completions", json={"prompt": "the", "max_tokens": 1}).status_code == 200
+
+
+def test_keys_are_never_logged(locked: Server) -> None:
+    assert "Bearer" in locked.log and "$KEY" in locked.log  # the banner's example
+    for key in ("key-a", "key-b", "root-key", "wrong"):
+        assert key not in locked.log
+
+
+async def cached_tokens(server: Inside, key: str, salt: str | None = None) -> int:
+    body = {"prompt": list(range(100)), "max_tokens": 1, "cache_salt": salt}
+    answer = await server.client.post("/v1/completions", json=body, headers=bearer(key))
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_tenants_share_no_cached_prefix_and_a_salt_only_narrows(folder: str) -> None:
+    async def run() -> None:
+        async with inside(folder, api_key=("a", "b"), admin_api_key=("root",)) as server:
+            assert await cached_tokens(server, "a") == 0
+            assert await cached_tokens(server, "a") == 96
+            assert await cached_tokens(server, "b") == 0
+            assert await cached_tokens(server, "root") == 0
+            assert await cached_tokens(server, "a", "salt") == 0
+            assert await cached_tokens(server, "a", "salt") == 96
+            assert await cached_tokens(server, "b", "salt") == 0  # another's salt opens nothing
+
+    asyncio.run(run())
+
+
+def test_without_keys_this_machine_may_reset_and_nobody_from_elsewhere(folder: str) -> None:
+    async def run() -> None:
+        async with inside(folder) as server:
+            assert (await server.client.post("/reset_prefix_cache")).status_code == 200
+            for headers in ({"x-forwarded-for": "1.2.3.4"}, {"origin": "http://evil.example"}):
+                assert (await server.client.post("/reset_prefix_cache", headers=headers)).status_code == 403
+
+    asyncio.run(run())
+    remote = {"path": "/reset_prefix_cache", "headers": [], "client": ("10.0.0.1", 5)}
+    with pytest.raises(HttpError, match="administrator key"):
+        Authenticator((), (), b"secret").authorise(remote)
+
+
+def test_without_administrator_keys_no_tenant_may_administer() -> None:
+    auth = Authenticator(("a",), (), b"secret")
+    scope = {"path": "/reset_prefix_cache", "headers": [(b"authorization", b"Bearer a")], "client": ("127.0.0.1", 5)}
+    with pytest.raises(HttpError) as caught:
+        auth.authorise(scope)
+    assert caught.value.status == 403
+    assert auth.authorise({**scope, "path": "/metrics"}).label  # but may look
+
+
+def test_domains_depend_on_the_key_and_on_the_secret() -> None:
+    def principal(key: str, secret: bytes):
+        scope = {"path": "/v1/models", "headers": [(b"authorization", b"bearer " + key.encode())]}
+        return Authenticator(("a", "b"), (), secret).authorise(scope)
+
+    one, other, elsewhere = principal("a", b"x"), principal("b", b"x"), principal("a", b"y")
+    assert len({one.domain, other.domain, elsewhere.domain}) == 3 and one == principal("a", b"x")
+    assert one.label not in one.domain.hex()
+
+
+def test_keys_that_protect_nothing_are_refused() -> None:
+    for keys, admin_keys in ((("",), ()), (("a",), ("a",))):
+        with pytest.raises(ConfigError):
+            Authenticator(keys, admin_keys, b"secret")

@@ -1,0 +1,251 @@
+"""Bad input, over the wire: an OpenAI error object, the right status, and a server that is unharmed."""
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from server.fake_engine import MAX_MODEL_LEN, VOCAB_SIZE
+from server.harness import Server
+
+CHAT, COMPLETIONS, JSON = "/v1/chat/completions", "/v1/completions", {"content-type": "application/json"}
+USER = [{"role": "user", "content": "hi"}]
+
+
+def check_error(answer: httpx.Response, status: int, code: str | None = None) -> dict[str, Any]:
+    """The answer is an error object that says nothing of the server's insides."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json" and "x-request-id" in answer.headers
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"] and isinstance(error["code"], str)
+    assert not re.search(r"Traceback|0x[0-9a-f]{6,}|/work|/home|site-packages|\.py", answer.text)
+    if code is not None:
+        assert error["code"] == code
+    return error
+
+
+@pytest.fixture(autouse=True)
+def unharmed(server: Server) -> Iterator[None]:
+    """After every test: the same process still answers correctly."""
+    yield
+    answer = httpx.post(server.url + COMPLETIONS, json={"prompt": [3, 4], "max_tokens": 4, "return_token_ids": True})
+    assert answer.json()["choices"][0]["token_ids"] == [3, 4, 3, 4] and server.process.poll() is None
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"prompt": "a"',
+        b"[]",
+        b'"x"',
+        b"null",
+        b"1",
+        b'{"prompt": NaN}',
+        b'{"prompt": "a", "temperature": 1e400}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b"[" * 10_000,
+        b'{"a":' * 200 + b"1" + b"}" * 200,
+        b'{"prompt": "a"}x',
+        "{“prompt”: 1}".encode(),
+    ],
+    ids=range(16),
+)
+def test_what_is_not_a_json_object_is_400(server: Server, path: str, body: bytes) -> None:
+    check_error(httpx.post(server.url + path, content=body, headers=JSON), 400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code", "param"),
+    [
+        (COMPLETIONS, {}, 400, "missing_required_parameter", "prompt"),
+        (COMPLETIONS, {"prompt": None}, 400, "missing_required_parameter", "prompt"),
+        (COMPLETIONS, {"prompt": []}, 400, "invalid_value", "prompt"),
+        (COMPLETIONS, {"prompt": ""}, 400, "invalid_value", "prompt"),
+        (COMPLETIONS, {"prompt": 5}, 400, "invalid_value", "prompt"),
+        (COMPLETIONS, {"prompt": {"a": 1}}, 400, "invalid_value", "prompt"),
+        (COMPLETIONS, {"prompt": ["a", 1]}, 400, "invalid_value", "prompt"),
+        (COMPLETIONS, {"prompt": [1, True]}, 400, "invalid_value", "prompt"),
+        (COMPLETIONS, {"prompt": [VOCAB_SIZE]}, 400, "invalid_value", "prompt"),
+        (COMPLETIONS, {"prompt": [-1]}, 400, "invalid_value", "prompt"),
+        (COMPLETIONS, {"prompt": [2**40]}, 400, "invalid_value", "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 65}, 400, "invalid_value", "prompt"),
+        (COMPLETIONS, {"prompt": [1] * MAX_MODEL_LEN}, 400, "context_length_exceeded", "prompt"),
+        (COMPLETIONS, {"prompt": [1], "max_tokens": MAX_MODEL_LEN}, 400, "context_length_exceeded", "max_tokens"),
+        (COMPLETIONS, {"prompt": "ab " * 100_000}, 400, "context_length_exceeded", "prompt"),
+        (COMPLETIONS, {"prompt": "a", "model": "other"}, 404, "model_not_found", "model"),
+        (COMPLETIONS, {"prompt": "a", "model": "../../etc/passwd"}, 404, "model_not_found", "model"),
+        (COMPLETIONS, {"prompt": "a", "model": 5}, 400, "invalid_value", "model"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400, "invalid_value", "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, 400, "invalid_value", "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": "5"}, 400, "invalid_value", "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1.5}, 400, "invalid_value", "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "min_tokens": 20, "max_tokens": 5}, 400, "invalid_value", "min_tokens"),
+        (COMPLETIONS, {"prompt": "a", "n": 0}, 400, "invalid_value", "n"),
+        (COMPLETIONS, {"prompt": "a", "n": 10**9}, 400, "invalid_value", "n"),
+        (COMPLETIONS, {"prompt": "a", "n": True}, 400, "invalid_value", "n"),
+        (COMPLETIONS, {"prompt": "a", "best_of": 3}, 400, "unsupported_parameter", "best_of"),
+        (COMPLETIONS, {"prompt": "a", "temperature": -0.1}, 400, "invalid_value", "temperature"),
+        (COMPLETIONS, {"prompt": "a", "temperature": 2.1}, 400, "invalid_value", "temperature"),
+        (COMPLETIONS, {"prompt": "a", "top_p": 0}, 400, "invalid_value", "top_p"),
+        (COMPLETIONS, {"prompt": "a", "top_k": 2**70}, 400, "invalid_value", "top_k"),
+        (COMPLETIONS, {"prompt": "a", "seed": 2**63}, 400, "invalid_value", "seed"),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 21}, 400, "invalid_value", "logprobs"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {str(VOCAB_SIZE): 1}}, 400, "invalid_value", "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": 101}}, 400, "invalid_value", "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 17}, 400, "invalid_value", "stop"),
+        (COMPLETIONS, {"prompt": "a", "stop": [""]}, 400, "invalid_value", "stop"),
+        (COMPLETIONS, {"prompt": "a", "stop_token_ids": [VOCAB_SIZE]}, 400, "invalid_value", "stop_token_ids"),
+        (COMPLETIONS, {"prompt": "a", "stream_options": {}}, 400, "invalid_value", "stream_options"),
+        (COMPLETIONS, {"prompt": "a", "stream": "yes"}, 400, "invalid_value", "stream"),
+        (COMPLETIONS, {"prompt": "a", "suffix": "b"}, 400, "unsupported_parameter", "suffix"),
+        (COMPLETIONS, {"prompt": "a", "cache_salt": "x" * 10**6}, 400, "invalid_value", "cache_salt"),
+        (COMPLETIONS, {"prompt": "a", "cache_salt": "a b"}, 400, "invalid_value", "cache_salt"),
+        (COMPLETIONS, {"prompt": "a", "response_format": {"type": "json_object"}}, 400, "unsupported_parameter", None),
+        (COMPLETIONS, {"prompt": "a", "kv_transfer_params": {"a": 1}}, 400, "unsupported_parameter", None),
+        (COMPLETIONS, {"prompt": "a", "prompt_embeds": "AAAA"}, 400, "unsupported_parameter", "prompt_embeds"),
+        (CHAT, {}, 400, "missing_required_parameter", "messages"),
+        (CHAT, {"messages": []}, 400, "invalid_value", "messages"),
+        (CHAT, {"messages": "hi"}, 400, "invalid_value", "messages"),
+        (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, 400, "invalid_value", "messages[0].role"),
+        (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, 400, "unsupported_parameter", "tools"),
+        (CHAT, {"messages": USER, "chat_template": "{{ 1 }}"}, 400, "unsupported_parameter", "chat_template"),
+        (CHAT, {"messages": USER, "top_logprobs": 3}, 400, "invalid_value", "top_logprobs"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "unsupported_parameter",
+            None,
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": "x " * 9999}]}, 400, "context_length_exceeded", "messages"),
+        ("/tokenize", {}, 400, None, "prompt"),
+        ("/detokenize", {"tokens": [VOCAB_SIZE]}, 400, "invalid_value", "tokens"),
+        ("/detokenize", {"tokens": "1"}, 400, "invalid_value", "tokens"),
+    ],
+)
+def test_a_wrong_value_is_named(
+    server: Server, path: str, body: dict, status: int, code: str | None, param: str | None
+) -> None:
+    error = check_error(httpx.post(server.url + path, json=body, timeout=30), status, code)
+    assert param is None or error["param"] == param
+    if path in (COMPLETIONS, CHAT) and "stream" not in body and "stream_options" not in body:
+        check_error(httpx.post(server.url + path, json={**body, "stream": True}, timeout=30), status, code)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+def test_another_content_type_is_415(server: Server, kind: str) -> None:
+    error = check_error(
+        httpx.post(server.url + COMPLETIONS, content=b'{"prompt": "a"}', headers={"content-type": kind}), 415
+    )
+    assert "Content-Type: application/json" in error["message"]
+
+
+def test_a_compressed_body_is_415_and_never_inflated(server: Server) -> None:
+    check_error(httpx.post(server.url + COMPLETIONS, content=b"x", headers={"content-encoding": "gzip"}), 415)
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-type": "application/json; charset=utf-8"}])
+def test_a_missing_content_type_is_forgiven(server: Server, headers: dict[str, str]) -> None:
+    body = json.dumps({"prompt": "the", "max_tokens": 1}).encode()
+    assert httpx.post(server.url + COMPLETIONS, content=body, headers=headers).status_code == 200
+
+
+class Raw:
+    """A connection on which anything can be said."""
+
+    def __init__(self, server: Server) -> None:
+        address = urlsplit(server.url)
+        self.socket = socket.create_connection((address.hostname, address.port), 10)
+        self.sent = 0
+
+    def say(self, data: bytes) -> bool:
+        """Sends; False once the server has closed."""
+        try:
+            self.socket.sendall(data)
+        except OSError:
+            return False
+        self.sent += len(data)
+        return True
+
+    def answer(self) -> tuple[int, str]:
+        """Returns status and everything that was said until the server closed."""
+        data = b""
+        try:
+            while piece := self.socket.recv(65536):
+                data += piece
+        except OSError:
+            pass
+        self.socket.close()
+        return int(data.split(b" ", 2)[1]), data.decode("latin-1")
+
+
+def test_a_body_of_100_mb_in_chunks_is_413_long_before_its_end(server: Server) -> None:
+    raw = Raw(server)
+    raw.say(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    chunk = b"100000\r\n" + b"a" * 0x100000 + b"\r\n"
+    for _ in range(100):
+        if not raw.say(chunk):
+            break
+    status, text = raw.answer()
+    assert status == 413 and '"code":"body_too_large"' in text and raw.sent < 40e6
+
+
+def test_a_body_announced_too_large_is_413_without_being_read(server: Server) -> None:
+    raw = Raw(server)
+    raw.say(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 100000000\r\n\r\n")
+    status, text = raw.answer()
+    assert status == 413 and "100 Continue" not in text and "--max-body-bytes" in text
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nhost: x\r\nx-big: " + b"a" * 1_000_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"".join(b"x-%d: y\r\n" % i for i in range(10_000)) + b"\r\n",
+        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+    ],
+)
+def test_a_head_that_is_too_large_is_431(server: Server, head: bytes) -> None:
+    raw = Raw(server)
+    raw.say(head)
+    try:
+        status, text = raw.answer()
+    except IndexError:  # reset before the answer could be read
+        return
+    assert status == 431 and '"code":"headers_too_large"' in text
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"\x00" * 100 + b"\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_is_400_and_the_connection_closes(server: Server, data: bytes) -> None:
+    raw = Raw(server)
+    raw.say(data)
+    status, text = raw.answer()
+    assert status == 400 and '"code":"invalid_http"' in text
+
+
+def test_many_pipelined_requests_are_answered_in_order(server: Server) -> None:
+    raw = Raw(server)
+    raw.say(b"".join(b"GET /p%d HTTP/1.1\r\nhost: x\r\nx-request-id: id-%d\r\n\r\n" % (i, i) for i in range(200)))
+    raw.say(b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    _, text = raw.answer()
+    assert re.findall(r"x-request-id: id-(\d+)", text) == [str(i) for i in range(200)]

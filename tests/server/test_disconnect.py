@@ -1,0 +1,95 @@
+"""Clients that hang up or do not read: their work stops, their blocks are free, and nobody else notices."""
+
+import json
+import socket
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from server.harness import Server, fake_server, wait_for
+
+
+@pytest.fixture(scope="module")
+def slow(folder: str, tmp_path_factory: pytest.TempPathFactory):
+    with fake_server(f"{folder}?step=0.02", tmp_path_factory.mktemp("slow") / "log") as running:
+        yield running
+
+
+def open_request(server: Server, **body: object) -> socket.socket:
+    """Sends a completion request over a socket of its own."""
+    address = urlsplit(server.url)
+    payload = json.dumps({"prompt": [1, 2, 3] * 20, "max_tokens": 400, **body}).encode()
+    connection = socket.create_connection((address.hostname, address.port), 10)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n"
+    connection.sendall(head.encode() + payload)
+    return connection
+
+
+def running(server: Server) -> float:
+    return server.metric("vllm:num_requests_running")
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 4}, {"n": 4, "stream": True}])
+def test_hanging_up_frees_the_blocks_of_every_choice(slow: Server, fields: dict[str, object]) -> None:
+    aborted = slow.metric("vllm:request_success_total")
+    connection = open_request(slow, **fields)
+    wait_for(lambda: running(slow) == fields.get("n", 1), 10)
+    assert slow.metric("vllm:kv_cache_usage_perc") > 0
+    connection.close()
+    wait_for(lambda: running(slow) == 0 and slow.metric("vllm:kv_cache_usage_perc") == 0, 10)
+    assert slow.metric("vllm:request_success_total") - aborted == fields.get("n", 1)
+    records = wait_for(lambda: [line for line in slow.log.splitlines() if "client_closed" in line], 10)
+    assert json.loads(records[-1])["status"] == 499 and json.loads(records[-1])["finish_reason"] == "abort"
+
+
+def test_hanging_up_among_others_leaves_them_unharmed(slow: Server) -> None:
+    victims = [open_request(slow, stream=bool(i % 2)) for i in range(6)]
+    kept = open_request(slow, max_tokens=40, return_token_ids=True)
+    wait_for(lambda: running(slow) == 7, 10)
+    for victim in victims:
+        victim.close()
+    kept.settimeout(20)
+    data = b""
+    while b"}}}" not in data:
+        data += kept.recv(65536)
+    answer = json.loads(data.split(b"\r\n\r\n", 1)[1])
+    assert answer["choices"][0]["token_ids"] == ([1, 2, 3] * 20)[:40]
+    kept.close()
+    wait_for(lambda: running(slow) == 0, 10)
+
+
+def test_hanging_up_in_the_middle_of_a_body_leaves_nothing(slow: Server) -> None:
+    address = urlsplit(slow.url)
+    for _ in range(20):
+        with socket.create_connection((address.hostname, address.port), 10) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+    assert httpx.get(f"{slow.url}/health").status_code == 200 and running(slow) == 0
+
+
+def test_who_does_not_read_holds_nobody_up(folder: str, tmp_path) -> None:
+    with fake_server(folder, tmp_path / "log") as server:
+        readers = []
+        for _ in range(8):
+            connection = open_request(server, stream=True, n=16, max_tokens=440, logprobs=5)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            readers.append(connection)
+        # the engine finishes them all, although nobody takes what they say
+        wait_for(lambda: server.metric("vllm:generation_tokens_total") == 8 * 16 * 440, 40)
+        for _ in range(5):
+            body = {"prompt": [9], "max_tokens": 20}
+            assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=20).status_code == 200
+        for connection in readers:
+            connection.close()
+        wait_for(lambda: server.log.count('"path": "/v1/completions"') == 8 + 5, 20)
+
+
+def test_a_slow_reader_gets_everything(folder: str, tmp_path) -> None:
+    with fake_server(folder, tmp_path / "log") as server:
+        connection = open_request(server, stream=True, max_tokens=300)
+        data = b""
+        while b"[DONE]" not in data:
+            data += connection.recv(2000)
+            time.sleep(0.001)
+        assert data.count(b'"finish_reason":"length"') == 1
+        connection.close()

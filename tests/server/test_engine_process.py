@@ -1,0 +1,217 @@
+"""The engine in its own process: messages, faults of one request, faults of all, and the end."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from array import array
+
+import pytest
+from server.fake_engine import MAX_MODEL_LEN, build_fake
+from server.harness import wait_for
+
+from headstart.core.errors import ConfigError, EngineDeadError, HeadstartError, InvalidRequestError
+from headstart.core.request import FinishReason, Request, SamplingParams
+from headstart.options import EngineOptions
+from headstart.server.engine_client import EngineClient, RequestFailedError
+from headstart.server.wire import FrameSplitter, Stop, Submit, decode_to_engine, encode_frame
+
+
+def request(name: str, *prompt: int, max_tokens: int = 3) -> Request:
+    return Request(name, array("i", prompt), SamplingParams(max_tokens=max_tokens, logit_bias=((1, 2.5),)))
+
+
+async def tokens_of(client: EngineClient, *requests: Request) -> dict[str, list[int]]:
+    """Runs the requests as one client request to their ends."""
+    stream, open_ids = client.submit(requests), {r.request_id for r in requests}
+    found: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    while open_ids:
+        for _, output in await stream.batch(10.0):
+            found[output.request_id].extend(output.token_ids)
+            if output.finish_reason is not None:
+                open_ids.discard(output.request_id)
+    return found
+
+
+async def started(model: str = "/none") -> EngineClient:
+    client = EngineClient()
+    await client.start(build_fake, EngineOptions(model=model))
+    return client
+
+
+def test_a_request_survives_the_wire_unchanged() -> None:
+    original = Request("a", array("i", [1, -2, 2**31 - 1]), SamplingParams(seed=-5, stop_token_ids=(7,)), 1.5, b"\x00d")
+    (payload,) = FrameSplitter().feed(encode_frame(Submit.of(original)))
+    message = decode_to_engine(payload)
+    assert isinstance(message, Submit) and message.request() == original
+
+
+def test_frames_are_found_however_the_bytes_are_cut() -> None:
+    data = encode_frame(Stop()) * 3
+    splitter = FrameSplitter()
+    assert sum(len(list(splitter.feed(data[i : i + 1]))) for i in range(len(data))) == 3
+    assert len(list(splitter.feed(data))) == 3
+
+
+def test_a_frame_of_absurd_length_is_an_error_and_not_an_allocation() -> None:
+    with pytest.raises(ValueError, match="claims"):
+        list(FrameSplitter().feed(b"\xff\xff\xff\xff"))
+
+
+def test_requests_run_side_by_side_and_stats_follow() -> None:
+    async def run() -> None:
+        client = await started()
+        try:
+            found = await tokens_of(client, request("a", 1, 2), request("b", 5, max_tokens=4))
+            assert found == {"a": [1, 2, 1], "b": [5, 5, 5, 5]}
+            assert client.stats.generation_tokens == 7 and client.num_waiting == client.num_waiting_tokens == 0
+        finally:
+            await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_breaks_add_request_fails_alone() -> None:
+    async def run() -> None:
+        client = await started("/none?explode=66&step=0.01")
+        try:
+            good = asyncio.create_task(tokens_of(client, request("good", 1, max_tokens=20)))
+            with pytest.raises(RequestFailedError, match="a bug in add_request"):
+                await tokens_of(client, request("bad", 66))
+            with pytest.raises(InvalidRequestError, match="never fit"):
+                await tokens_of(client, request("long", 1, max_tokens=MAX_MODEL_LEN))
+            assert await good == {"good": [1] * 20}
+        finally:
+            await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_poisoned_request_fails_alone_in_its_batch() -> None:
+    async def run() -> None:
+        client = await started("/none?poison=66&step=0.01")
+        try:
+            good = asyncio.create_task(tokens_of(client, request("good", 1, max_tokens=20)))
+            stream = client.submit([request("bad", 66)])
+            ((_, output),) = await stream.batch(10.0)
+            assert output.finish_reason is FinishReason.ERROR and output.error
+            assert await good == {"good": [1] * 20}
+        finally:
+            await client.close()
+
+    asyncio.run(run())
+
+
+def test_an_abort_ends_the_work_and_leaves_the_others() -> None:
+    async def run() -> None:
+        client = await started("/none?step=0.005")
+        try:
+            client.submit([request("a", 1, max_tokens=500)])
+            stream = client.submit([request("ab", 2, max_tokens=30)])
+            await stream.batch(10.0)
+            client.abort(["a", "unknown"])
+            assert not await client.reset_prefix_cache()  # "ab" runs
+            for _ in range(400):
+                await stream.batch(0.05)
+                if client.stats.num_running == 0:
+                    break
+            assert await client.reset_prefix_cache()
+            assert client.stats.generation_tokens < 100
+        finally:
+            await client.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("knob", ["crash", "die"])
+def test_a_broken_engine_fails_everything_at_once_and_nothing_hangs(knob: str, capfd: pytest.CaptureFixture) -> None:
+    async def run() -> None:
+        client = await started(f"/none?{knob}=66&step=0.01")
+        try:
+            good = asyncio.create_task(tokens_of(client, request("good", 1, max_tokens=400)))
+            with pytest.raises(EngineDeadError):
+                await asyncio.wait_for(tokens_of(client, request("bad", 66)), 10)
+            with pytest.raises(EngineDeadError):
+                await asyncio.wait_for(good, 10)
+            with pytest.raises(EngineDeadError):
+                client.submit([request("late", 1)])
+            with pytest.raises(EngineDeadError):
+                await client.reset_prefix_cache()
+        finally:
+            await client.close()
+        assert client.exit_code not in (0, None)
+
+    asyncio.run(run())
+    if knob == "crash":
+        assert "the engine broke in a step (RuntimeError: a bug in step)" in capfd.readouterr().err
+
+
+def test_a_model_that_cannot_be_loaded_is_a_config_error_in_one_line() -> None:
+    async def run(query: str, kind: type[HeadstartError], message: str) -> None:
+        client = EngineClient()
+        with pytest.raises(kind, match=message):
+            await client.start(build_fake, EngineOptions(model=f"/none?{query}"))
+        await client.close()
+
+    asyncio.run(run("config=1", ConfigError, "there is no such model"))
+    asyncio.run(run("broken=1", EngineDeadError, "a bug while loading"))
+
+
+def test_close_while_loading_does_not_wait_for_the_load() -> None:
+    async def run() -> None:
+        client = EngineClient()
+        start = asyncio.create_task(client.start(build_fake, EngineOptions(model="/none?load=1000")))
+        await asyncio.sleep(0.5)
+        await asyncio.wait_for(client.close(), 20)
+        with pytest.raises(EngineDeadError):
+            await start
+
+    asyncio.run(run())
+
+
+def test_ctrl_c_and_sigterm_at_the_engine_process_are_the_parents_business() -> None:
+    async def run() -> None:
+        client = await started()
+        try:
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGINT)
+            os.kill(client.pid, signal.SIGTERM)
+            assert await tokens_of(client, request("a", 9)) == {"a": [9, 9, 9]}
+        finally:
+            await client.close()
+
+    asyncio.run(run())
+
+
+_PARENT = """
+import asyncio, sys
+from headstart.options import EngineOptions
+from headstart.server.engine_client import EngineClient
+from server.fake_engine import build_fake
+async def main():
+    client = EngineClient()
+    await client.start(build_fake, EngineOptions(model="/none"))
+    print(client.pid, flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+
+def test_the_engine_process_dies_with_its_parent() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT], env=environment, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_for(lambda: not os.path.exists(f"/proc/{pid}/fd") or _is_zombie(pid), 10)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
