@@ -1,5 +1,6 @@
 """Bad input, over the wire: an OpenAI error object, the right status, and a server that is unharmed."""
 
+import asyncio
 import json
 import re
 import socket
@@ -11,6 +12,11 @@ import httpx
 import pytest
 from server.fake_engine import MAX_MODEL_LEN, VOCAB_SIZE
 from server.harness import Server
+from starlette.requests import Request
+
+from headstart.core.errors import QueueFullError
+from headstart.server import body
+from headstart.server.http_errors import HttpError
 
 CHAT, COMPLETIONS, JSON = "/v1/chat/completions", "/v1/completions", {"content-type": "application/json"}
 USER = [{"role": "user", "content": "hi"}]
@@ -241,6 +247,36 @@ def test_what_is_not_http_is_400_and_the_connection_closes(server: Server, data:
     raw.say(data)
     status, text = raw.answer()
     assert status == 400 and '"code":"invalid_http"' in text
+
+
+def test_unfinished_bodies_are_bounded_in_all_and_slow_ones_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "ROOM", 2)
+    monkeypatch.setattr(body, "BODY_SECONDS", 0.3)
+    reader = body.BodyReader(100)
+
+    async def read(*pieces: bytes) -> bytes:
+        """Reads a body whose end never comes unless it is b""."""
+        messages = [{"type": "http.request", "body": piece, "more_body": bool(piece)} for piece in pieces]
+
+        async def receive() -> dict[str, Any]:
+            if not messages:
+                await asyncio.sleep(60)
+            return messages.pop(0)
+
+        return await reader.read(Request({"type": "http", "headers": []}, receive))
+
+    async def run() -> None:
+        waiting = [asyncio.create_task(read(b"a" * 99)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError):
+            await read(b"a" * 3)
+        for task in waiting:
+            with pytest.raises(HttpError) as caught:
+                await task
+            assert caught.value.status == 408
+        assert await read(b"ab", b"c", b"") == b"abc"  # and all of it was given back
+
+    asyncio.run(run())
 
 
 def test_many_pipelined_requests_are_answered_in_order(server: Server) -> None:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headstart import __version__
 from headstart.server import protocol
 from headstart.server.bodies import parse_detokenize, parse_json, parse_tokenize
-from headstart.server.body import Refusal, read_body
+from headstart.server.body import Refusal
 from headstart.server.http_errors import HttpError, error_response, json_response
 from headstart.server.inference import CHAT, COMPLETIONS, check_model, infer
 from headstart.server.metrics import CONTENT_TYPE
@@ -112,7 +112,7 @@ class _Routes:
     async def tokenize(self, request: Request) -> Response:
         """Turn a text, or a conversation, into token ids."""
         model = self._state.model
-        body = parse_tokenize(parse_json(await self._body(request)), model.bounds)
+        body = parse_tokenize(parse_json(await self._state.bodies.read(request)), model.bounds)
         check_model(body.model, model)
         tokenizer, special = model.tokenizer, body.add_special_tokens
         if body.messages is None:
@@ -130,7 +130,7 @@ class _Routes:
     async def detokenize(self, request: Request) -> Response:
         """Turn token ids into text."""
         model = self._state.model
-        body = parse_detokenize(parse_json(await self._body(request)), model.bounds)
+        body = parse_detokenize(parse_json(await self._state.bodies.read(request)), model.bounds)
         check_model(body.model, model)
         return json_response(protocol.detokenize_answer(model.tokenizer.decode(body.token_ids)))
 
@@ -160,9 +160,6 @@ class _Routes:
             message = "requests are running, and they hold cached blocks; try again when they are done"
             raise HttpError(503, message, code="busy", headers={"retry-after": "1"})
         return json_response({"status": "ok"})
-
-    async def _body(self, request: Request) -> bytes:
-        return await read_body(request, self._state.options.max_body_bytes)
 
     def _model_object(self) -> protocol.Json:
         model = self._state.model

@@ -7,32 +7,39 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from headstart.core.errors import QueueFullError
 from headstart.server.http_errors import ClientGoneError, HttpError, error_response
 
 BODY_SECONDS = 30.0  # between two pieces of a body
+ROOM = 64
 LINGER_SECONDS = 2.0  # how long a refused body is still read, so that the refusal reaches its sender
 LINGER_BYTES = 8 * 1024 * 1024
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Returns the body. Raises HttpError 413, 415, 408, and ClientGoneError."""
-    _check_headers(request, max_bytes)
-    body = bytearray()
-    while True:
+class BodyReader:
+    """Reads bodies of at most `max_bytes`, and holds at most ROOM times as much of unfinished ones."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held = 0  # bytes of bodies whose end has not come yet
+
+    async def read(self, request: Request) -> bytes:
+        """Returns the body. Raises HttpError 413, 415, 408, QueueFullError, and ClientGoneError."""
+        _check_headers(request, self._max_bytes)
+        body = bytearray()
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                message = await request.receive()
-        except TimeoutError:
-            raise HttpError(
-                408, f"no more of the body came within {BODY_SECONDS:.0f} s", code="timeout", headers=_CLOSE
-            ) from None
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        body += message.get("body", b"")
-        if len(body) > max_bytes:
-            raise _too_large(f"more than {len(body)}", max_bytes)
-        if not message.get("more_body"):
-            return bytes(body)
+            while True:
+                piece, is_last = await _next_piece(request)
+                body += piece
+                self._held += len(piece)
+                if len(body) > self._max_bytes:
+                    raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
+                if is_last:
+                    return bytes(body)
+                if self._held > ROOM * self._max_bytes:
+                    raise QueueFullError(f"{self._held} bytes of unfinished bodies are held: try again later")
+        finally:
+            self._held -= len(body)
 
 
 class Refusal(Response):
@@ -55,6 +62,19 @@ class Refusal(Response):
 
 
 _CLOSE = {"connection": "close"}
+
+
+async def _next_piece(request: Request) -> tuple[bytes, bool]:
+    """Returns some bytes, and whether they are the last."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            message = await request.receive()
+    except TimeoutError:
+        text = f"no more of the body came within {BODY_SECONDS:.0f} s"
+        raise HttpError(408, text, code="timeout", headers=_CLOSE) from None
+    if message["type"] == "http.disconnect":
+        raise ClientGoneError
+    return message.get("body", b""), not message.get("more_body")
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:

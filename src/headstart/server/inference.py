@@ -19,7 +19,6 @@ from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request as EngineRequest
 from headstart.server import protocol
 from headstart.server.bodies import parse_chat, parse_completion, parse_json
-from headstart.server.body import read_body
 from headstart.server.generation import Delta
 from headstart.server.http_errors import ClientGoneError, json_response
 from headstart.server.job import Job, News
@@ -102,7 +101,7 @@ async def infer(state: ServerState, api: Api, request: Request) -> Response:
     """Answers one request. Raises HttpError, HeadstartError and ClientGoneError until anything was sent."""
     model = state.check_ready()
     record = record_of(request.scope)
-    body = await read_body(request, state.options.max_body_bytes)
+    body = await state.bodies.read(request)
     origin = Origin(api.id_prefix + uuid4().hex, record.arrival, record.principal.domain)
 
     def prepare() -> tuple[GenerationParams, list[EngineRequest]]:

@@ -13,6 +13,7 @@ from headstart.core.errors import DrainingError, HeadstartError, QueueFullError
 from headstart.core.request import Request
 from headstart.options import ServerOptions
 from headstart.server.auth import Authenticator
+from headstart.server.body import BodyReader
 from headstart.server.engine_client import EngineClient, RequestFailedError
 from headstart.server.http_errors import ClientGoneError, HttpError, rendered
 from headstart.server.job import Job
@@ -56,6 +57,7 @@ class ServerState:
         self.engine = engine
         self.log = log
         self.auth = Authenticator(options.api_key, options.admin_api_key, secrets.token_bytes(32))
+        self.bodies = BodyReader(options.max_body_bytes)
         self.phase = Phase.LOADING
         self.idle = asyncio.Event()  # nothing admitted is unanswered
         self.idle.set()
