@@ -28,9 +28,9 @@ from headstart.workload.intent import NUM_LISTED
 VOCAB_SIZE = 1536
 STAGES = (
     Stage("copy", 20, 8, 4, 4, NO_INTENTS, True, 0),
-    Stage("pairs", 300, 8, 6, 7, (2, 4), True, 1000),
-    Stage("lists", 350, 3, 16, 18, (2, 6), False, 1000),
-    Stage("full", 500, 1, 48, 50, (NUM_LISTED, NUM_LISTED), False, 0),
+    Stage("pairs", 400, 8, 6, 7, (2, 4), True, 1000),
+    Stage("lists", 700, 3, 16, 18, (2, 6), False, 1000),
+    Stage("full", 1000, 1, 48, 50, (NUM_LISTED, NUM_LISTED), False, 0),
 )
 MUON_LR = 1.5e-3
 ADAMW_LR = 8e-4

@@ -1,9 +1,9 @@
 """Initial weights with the copying circuit in place, so that training starts from it and need not discover it.
 
 Layer 0 gets heads that look 1, 2 and 3 tokens back and write what they see into subspaces of their own. Layer 1 gets
-heads that look for an earlier token whose predecessor is the current token and promote that token: the induction
-heads of Olsson et al. 2022, "In-context Learning and Induction Heads". Left to chance they took more than half of the
-training time to form. Nothing is frozen, and nothing here knows of intents.
+two heads that look for an earlier token that followed the current token (one of them: that followed the last two
+tokens) and promote it: the induction heads of Olsson et al. 2022, "In-context Learning and Induction Heads". Left to
+chance they took more than half of the training time to form. Nothing is frozen, and nothing here knows of intents.
 """
 
 import torch
@@ -38,11 +38,16 @@ def wire(network: Network) -> None:
         _head(second.v_proj.weight, kv_head, head_dim).copy_(content[kv_head].T)
     slow = _slow_pairs(head_dim)
     scale = (_MATCH / 30) ** 0.5
+    other = torch.linalg.qr(torch.randn(head_dim, head_dim))[0]
     for head, kv_head in ((0, 0), (2, 1)):
         query, key = _head(second.q_proj.weight, head, head_dim), _head(second.k_proj.weight, kv_head, head_dim)
-        query.zero_(), key.zero_()
+        query.zero_()
+        key.zero_()
         query[slow] = scale * content[0].T[slow]
         key[slow] = scale * written[0].T[slow]
+        if kv_head == 1:
+            query[slow] += scale * (other @ written[0].T)[slow]
+            key[slow] += scale * (other @ written[1].T)[slow]
         _write(second, head, content[kv_head], 0.25)
 
 

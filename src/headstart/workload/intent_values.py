@@ -110,7 +110,13 @@ _ONSETS = (
 _VOWELS = ("a", "e", "i", "o", "u", "a", "e", "i", "o", "ai", "ea", "ou")
 _CODAS = ("", "", "", "n", "r", "l", "s", "t", "m", "k", "nd", "rt", "ck", "st")
 _HELDOUT_WORDS = frozenset(word.lower() for _, heldout in _WORDS.values() for word in heldout.split())
-_TRAIN_WORDS = sorted({word.lower() for train, _ in _WORDS.values() for word in train.split()})
+_COMMON_WORDS = (
+    "play call room house book light time day way out up down in on off over under work week end side line land man "
+    "some thing ever day home back hand water air port post foot head sun moon star rain snow wind fire wood stone son "
+    "ing er est ed ly ness ment tion ial ish ies es ous"
+)
+_TRAIN_WORDS = sorted({*_COMMON_WORDS.split(), *(w.lower() for train, _ in _WORDS.values() for w in train.split())})
+_LETTERS = "aabcdeefghiijklmnoopqrstuuvwxyz"
 _INVENTED_SHARE = 0.65
 
 
@@ -145,11 +151,16 @@ def _word(kind: str, split: str, rng: Random) -> str:
 
 
 def _invent(rng: Random) -> str:
-    """A word in no held-out list: random syllables, or the head of one training word and the tail of another."""
+    """A word in no held-out list: random syllables or letters, or parts of two known words."""
     while True:
-        if rng.random() < 0.5:
-            head, tail = rng.choice(_TRAIN_WORDS), rng.choice(_TRAIN_WORDS)
+        form = rng.random()
+        head, tail = rng.choice(_TRAIN_WORDS), rng.choice(_TRAIN_WORDS)
+        if form < 0.3:
             word = head[: rng.randint(2, 4)] + tail[-rng.randint(2, 4) :]
+        elif form < 0.5:
+            word = head[:6] + tail[:6]
+        elif form < 0.6:
+            word = "".join(rng.choices(_LETTERS, k=rng.randint(3, 7)))
         else:
             word = "".join(
                 rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(rng.choice((1, 2, 2)))
