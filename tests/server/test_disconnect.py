@@ -12,7 +12,7 @@ from server.harness import Server, fake_server, wait_for
 
 @pytest.fixture(scope="module")
 def slow(folder: str, tmp_path_factory: pytest.TempPathFactory):
-    with fake_server(f"{folder}?step=0.02", tmp_path_factory.mktemp("slow") / "log") as running:
+    with fake_server(f"{folder}?step=0.05", tmp_path_factory.mktemp("slow") / "log") as running:
         yield running
 
 
@@ -41,6 +41,15 @@ def test_hanging_up_frees_the_blocks_of_every_choice(slow: Server, fields: dict[
     assert slow.metric("vllm:request_success_total") - aborted == fields.get("n", 1)
     records = wait_for(lambda: [line for line in slow.log.splitlines() if "client_closed" in line], 10)
     assert json.loads(records[-1])["status"] == 499 and json.loads(records[-1])["finish_reason"] == "abort"
+
+
+def test_a_stop_string_ends_the_work_in_the_engine_too(slow: Server) -> None:
+    before = slow.metric("vllm:generation_tokens_total")
+    body = {"prompt": "the quick brown fox", "max_tokens": 400, "stop": "quick"}
+    answer = httpx.post(f"{slow.url}/v1/completions", json=body, timeout=30).json()
+    assert answer["choices"][0]["stop_reason"] == "quick"
+    wait_for(lambda: running(slow) == 0, 10)
+    assert slow.metric("vllm:generation_tokens_total") - before < 60
 
 
 def test_hanging_up_among_others_leaves_them_unharmed(slow: Server) -> None:

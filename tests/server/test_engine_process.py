@@ -186,21 +186,27 @@ def test_ctrl_c_and_sigterm_at_the_engine_process_are_the_parents_business() -> 
 
 _PARENT = """
 import asyncio, sys
+from array import array
+from headstart.core.request import Request
 from headstart.options import EngineOptions
 from headstart.server.engine_client import EngineClient
 from server.fake_engine import build_fake
 async def main():
     client = EngineClient()
-    await client.start(build_fake, EngineOptions(model="/none"))
+    await client.start(build_fake, EngineOptions(model="/none?step=1000"))
+    if sys.argv[1] == "busy":
+        client.submit([Request("a", array("i", [1]))])
+        await asyncio.sleep(0.3)  # it is in its step by now
     print(client.pid, flush=True)
     await asyncio.sleep(1000)
 asyncio.run(main())
 """
 
 
-def test_the_engine_process_dies_with_its_parent() -> None:
+@pytest.mark.parametrize("state", ["idle", "busy"])
+def test_the_engine_process_dies_with_its_parent(state: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    parent = subprocess.Popen([sys.executable, "-c", _PARENT], env=environment, stdout=subprocess.PIPE)
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT, state], env=environment, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     parent.kill()

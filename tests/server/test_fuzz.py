@@ -6,9 +6,10 @@ import random
 from collections import Counter
 from typing import Any
 
+import httpx
 import pytest
 from server.fake_engine import MAX_MODEL_LEN, VOCAB_SIZE
-from server.harness import Inside, inside, until
+from server.harness import Server, inside, until
 
 NUM_REQUESTS = 10_000
 PATHS = ("/v1/completions", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
@@ -99,12 +100,12 @@ def body(rng: random.Random, path: str) -> bytes:
     return data
 
 
-async def bombard(server: Inside, seeds: range, statuses: "Counter[int]") -> None:
+async def bombard(client: httpx.AsyncClient, seeds: range, statuses: "Counter[int]") -> None:
     for seed in seeds:
         rng = random.Random(seed)
         path = rng.choice(PATHS)
         data = body(rng, path)
-        answer = await server.client.post(path, content=data, headers={"content-type": "application/json"})
+        answer = await client.post(path, content=data, headers={"content-type": "application/json"})
         statuses[answer.status_code] += 1
         assert answer.status_code in (200, 400, 404), f"seed {seed}: {answer.status_code} for {data!r}"
         if answer.status_code == 200:
@@ -122,7 +123,9 @@ def test_fuzzed_requests_never_get_a_5xx_and_leave_the_server_as_it_was(
         statuses: Counter[int] = Counter()
         async with inside(folder) as server:
             share = NUM_REQUESTS // 20
-            await asyncio.gather(*(bombard(server, range(i * share, (i + 1) * share), statuses) for i in range(20)))
+            await asyncio.gather(
+                *(bombard(server.client, range(i * share, (i + 1) * share), statuses) for i in range(20))
+            )
             answer = await server.complete([3, 4], max_tokens=4, return_token_ids=True)
             assert answer.json()["choices"][0]["token_ids"] == [3, 4, 3, 4]
             await until(lambda: server.engine.stats.num_running == 0)
@@ -135,3 +138,22 @@ def test_fuzzed_requests_never_get_a_5xx_and_leave_the_server_as_it_was(
     assert sum(statuses.values()) == NUM_REQUESTS
     assert statuses[200] > NUM_REQUESTS // 20 and statuses[400] > NUM_REQUESTS // 20  # both sides are exercised
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_the_real_engine_survives_a_share_of_them(real_server: Server) -> None:
+    async def run() -> "Counter[int]":
+        statuses: Counter[int] = Counter()
+        async with httpx.AsyncClient(base_url=real_server.url, timeout=60) as client:
+            await asyncio.gather(*(bombard(client, range(i * 100, (i + 1) * 100), statuses) for i in range(10)))
+        return statuses
+
+    def answer() -> dict[str, Any]:
+        body = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+        return httpx.post(f"{real_server.url}/v1/completions", json=body, timeout=60).json()["choices"]
+
+    before = answer()
+    assert asyncio.run(run())[200] > 50
+    assert answer() == before
+    for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:corrupted_requests_total"):
+        assert real_server.metric(name) == 0
+    assert "Traceback" not in real_server.log and "internal_error" not in real_server.log
