@@ -12,7 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-PACKAGES = ("headstart", "torch", "transformers", "tokenizers", "fastapi", "uvicorn", "aiohttp")
+from headstart import __version__
+
+PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "aiohttp")
 T = TypeVar("T")
 CONTENDED_ABOVE = 0.10
 """Cores that other processes may burn, on average, before a repetition counts as contended."""
@@ -35,7 +37,8 @@ def describe_machine() -> dict[str, Any]:
 
 def describe_versions() -> dict[str, str | None]:
     """Installed versions of what matters to a figure; None: not installed."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    own = {"python": platform.python_version(), "headstart": __version__}
+    return own | {name: _version(name) for name in PACKAGES}
 
 
 class ContentionMeter:
