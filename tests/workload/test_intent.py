@@ -24,7 +24,7 @@ from headstart.workload.intent import (
 from headstart.workload.intent_values import draw_value
 
 NUM_ANSWERED = 8
-LEAST_RIGHT = 5
+LEAST_RIGHT = 6
 SPLITS: tuple[Split, Split] = ("train", "heldout")
 KINDS = sorted({slot.kind for intent in INTENTS.values() for slot in intent.slots})
 OPEN_KINDS = sorted(set(KINDS) - {"date", "time", "duration", "degrees", "number", "amount"})

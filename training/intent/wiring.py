@@ -3,7 +3,7 @@
 Layer 0 gets heads that look 1, 2 and 3 tokens back and write what they see into subspaces of their own. Layer 1 gets
 two heads that look for an earlier token that followed the current token (one of them: that followed the last two
 tokens) and promote it: the induction heads of Olsson et al. 2022, "In-context Learning and Induction Heads". Left to
-chance they took more than half of the training time to form. Nothing is frozen, and nothing here knows of intents.
+chance they had not formed after 560 steps. Nothing is frozen, and nothing here knows of intents.
 """
 
 import torch
