@@ -8,7 +8,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable
 
-from headstart.core.batch import Batch, Chunk, Output, Row, StepResult
+from headstart.core.batch import Batch, Chunk, Output, Row, StepResult, TokenLogprob
 from headstart.core.engine import Engine
 from headstart.core.limits import Limits
 from headstart.core.request import Request, SamplingParams
@@ -79,7 +79,11 @@ class CheckingExecutor:
                 f"{chunk.request_id} reads {held} at position {position}, token {chunk.history[position]} is due"
             )
         assert chunk.num_logits == (1 if end == len(chunk.history) else 0)
-        return Row(tuple(next_token(chunk.history) for _ in range(chunk.num_logits)))
+        tokens = tuple(next_token(chunk.history) for _ in range(chunk.num_logits))
+        if chunk.sampling.prompt_logprobs is None:
+            return Row(tokens)
+        followers = chunk.history[chunk.start + 1 : min(end + 1, chunk.num_prompt_tokens)]
+        return Row(tokens, prompt_logprobs=tuple(TokenLogprob(token, 0.0) for token in followers))
 
     def _check_writers(self, batch: Batch) -> None:
         readers: dict[int, int] = {}

@@ -1,8 +1,10 @@
 """The engine's own face: steps, outputs, statistics, what it tells the executor."""
 
+from array import array
+
 from checking import executor_of, expected_tokens, generate, make_engine, make_request, run
 
-from headstart.core.request import FinishReason
+from headstart.core.request import FinishReason, Request, SamplingParams
 
 
 def test_a_step_without_work_does_nothing() -> None:
@@ -74,3 +76,15 @@ def test_refused_admissions_count_one_query_and_cached_tokens_never_change() -> 
     outputs = run(engine)
     assert engine.stats().num_preemptions > 0 and engine.stats().prefix_queries == 27
     assert {output.num_cached_tokens for output in outputs["a"]} == {8}
+
+
+def test_prompt_logprobs_come_once_and_in_order_whatever_is_recomputed() -> None:
+    engine = make_engine(num_blocks=7, max_model_len=24, max_batched_tokens=8, max_seqs=4)
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, prompt_logprobs=0)
+    for rid, first in (("a", 1), ("b", 20)):
+        engine.add_request(Request(rid, array("i", range(first, first + 9)), sampling))
+    outputs = run(engine)
+    assert engine.stats().num_preemptions > 0
+    for rid, first in (("a", 1), ("b", 20)):
+        reported = [entry.token_id for output in outputs[rid] for entry in output.prompt_logprobs]
+        assert reported == list(range(first + 1, first + 9))

@@ -92,6 +92,7 @@ class Sequence:
     num_cached_tokens: int = 0  # taken over at first admission; never changes after
     admitted: bool = False  # ever
     num_preemptions: int = 0
+    num_prompt_logprobs: int = 0  # reported so far; what is recomputed after a preemption is not reported again
     block_ids: list[int] = field(default_factory=list[int])  # block table
     block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])  # of full blocks, each computed once
     num_published_blocks: int = 0  # leading blocks that were taken over, or published, or lost to an equal one

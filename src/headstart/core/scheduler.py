@@ -208,6 +208,10 @@ class Scheduler:
         assert len(row.token_ids) == chunk.num_logits, f"{chunk.num_logits} tokens due, {len(row.token_ids)} came"
         seq.num_computed_tokens += len(chunk.token_ids)
         self.cache.publish(seq)
+        if row.prompt_logprobs:
+            fresh = row.prompt_logprobs[max(seq.num_prompt_logprobs - chunk.start, 0) :]
+            seq.num_prompt_logprobs += len(fresh)
+            row = row._replace(prompt_logprobs=fresh)
         if not row.token_ids:
             return self._output(seq, row, None) if row.prompt_logprobs else None
         first = seq.num_output_tokens == 0
