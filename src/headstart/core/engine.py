@@ -1,4 +1,4 @@
-"""The engine: schedule -> execute -> update, one step at a time. No threads, no I/O; the clock is an argument."""
+"""The engine: schedule -> execute -> update, one step at a time. No threads, no I/O, no clock of its own."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
