@@ -7,13 +7,14 @@ import socket
 import struct
 from array import array
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
 from headstart.core.batch import Output
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.core.errors import HeadstartError
-from headstart.core.request import CacheMode, Request, SamplingParams
+from headstart.core.request import CacheMode, Request, Retention, SamplingParams
 from headstart.options import EngineOptions
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -44,6 +45,8 @@ class Submit(Message):
     adapter: str | None
     priority: int
     cache: CacheMode
+    tenant: str
+    retention: Retention
 
     @classmethod
     def of(cls, request: Request) -> "Submit":
@@ -57,6 +60,8 @@ class Submit(Message):
             request.adapter,
             request.priority,
             request.cache,
+            request.tenant,
+            request.retention,
         )
 
     def request(self) -> Request:
@@ -70,6 +75,8 @@ class Submit(Message):
             adapter=self.adapter,
             priority=self.priority,
             cache=self.cache,
+            tenant=self.tenant,
+            retention=self.retention,
         )
 
 
@@ -79,10 +86,12 @@ class Abort(Message):
     request_ids: tuple[str, ...]
 
 
-class Reset(Message):
-    """To the engine: forget the prefix cache; answered by WasReset."""
+class Call(Message):
+    """To the engine: do one of engine_calls.CALLS between two steps; answered by an Answer with the same id."""
 
     call_id: int
+    name: str
+    argument: Any  # of plain values
 
 
 class Stop(Message):
@@ -118,15 +127,18 @@ class News(Message):
     stats: EngineStats
 
 
-class WasReset(Message):
-    """From the engine: whether the prefix cache was forgotten; it is not while anything runs."""
+class Answer(Message):
+    """From the engine: what a Call came to, or why it was refused. `code` is OpenAI's if it is the client's mistake."""
 
     call_id: int
-    done: bool
+    value: Any = None  # of plain values
+    error: str | None = None
+    param: str | None = None
+    code: str | None = None
 
 
-ToEngine = Start | Submit | Abort | Reset | Stop
-FromEngine = Ready | Failed | Refused | News | WasReset
+ToEngine = Start | Submit | Abort | Call | Stop
+FromEngine = Ready | Failed | Refused | News | Answer
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
