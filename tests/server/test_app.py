@@ -118,7 +118,7 @@ def test_one_access_line_per_request_and_no_content(server: Server) -> None:
 def test_the_queue_is_bounded_in_requests_and_in_tokens(folder: str) -> None:
     async def run(options: dict[str, int], prompt: list[int]) -> None:
         async with inside(f"{folder}?step=1.0", **options) as server:
-            assert await server.engine.reset_prefix_cache()
+            assert await server.engine.call("reset_prefix_cache")
             first = asyncio.create_task(server.complete([1, 2], max_tokens=1))
             async with asyncio.timeout(10):
                 while server.engine.num_waiting == 0:

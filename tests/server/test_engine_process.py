@@ -111,13 +111,26 @@ def test_an_abort_ends_the_work_and_leaves_the_others() -> None:
             stream = client.submit([request("ab", 2, max_tokens=30)])
             await stream.batch(10.0)
             client.abort(["a", "unknown"])
-            assert not await client.reset_prefix_cache()  # "ab" runs
+            assert not await client.call("reset_prefix_cache")  # "ab" runs
             for _ in range(400):
                 await stream.batch(0.05)
                 if client.stats.num_running == 0:
                     break
-            assert await client.reset_prefix_cache()
+            assert await client.call("reset_prefix_cache")
             assert client.stats.generation_tokens < 100
+        finally:
+            await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_call_that_cannot_be_done_fails_alone() -> None:
+    async def run() -> None:
+        client = await started("/none")
+        try:
+            with pytest.raises(RequestFailedError, match="knows no call 'nothing'"):
+                await client.call("nothing")
+            assert await client.call("reset_prefix_cache")
         finally:
             await client.close()
 
@@ -137,7 +150,7 @@ def test_a_broken_engine_fails_everything_at_once_and_nothing_hangs(knob: str, c
             with pytest.raises(EngineDeadError):
                 client.submit([request("late", 1)])
             with pytest.raises(EngineDeadError):
-                await client.reset_prefix_cache()
+                await client.call("reset_prefix_cache")
         finally:
             await client.close()
         assert client.exit_code not in (0, None)

@@ -156,7 +156,7 @@ class _Routes:
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Forget everything reusable. For administrators; 503 while anything runs."""
         self._state.check_ready()
-        if not await self._state.engine.reset_prefix_cache():
+        if not await self._state.engine.call("reset_prefix_cache"):
             message = "requests are running, and they hold cached blocks; try again when they are done"
             raise HttpError(503, message, code="busy", headers={"retry-after": "1"})
         return json_response({"status": "ok"})

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -21,17 +22,17 @@ from headstart.core.request import Request
 from headstart.options import EngineOptions
 from headstart.server.wire import (
     Abort,
+    Answer,
+    Call,
     Failed,
     FrameSplitter,
     Message,
     News,
     Ready,
     Refused,
-    Reset,
     Start,
     Stop,
     Submit,
-    WasReset,
     decode_from_engine,
     encode_frame,
 )
@@ -41,7 +42,7 @@ STOP_SECONDS = 5.0
 
 
 class RequestFailedError(HeadstartError):
-    """The engine could not compute this one request; the others are unharmed."""
+    """The engine could not do this one request or call; the others are unharmed."""
 
 
 class OutputStream:
@@ -93,8 +94,8 @@ class EngineClient:
         self._streams: dict[str, OutputStream] = {}
         self._waiting: dict[str, int] = {}  # submitted, nothing computed to its end yet: id -> prompt tokens
         self._waiting_tokens = 0
-        self._resets: dict[int, asyncio.Future[bool]] = {}
-        self._num_resets = 0
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._num_calls = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
@@ -156,18 +157,21 @@ class EngineClient:
         if alive and self.dead is None:
             self._send(Abort(alive))
 
-    async def reset_prefix_cache(self) -> bool:
-        """Makes the engine forget everything reusable; False if something is running. Raises EngineDeadError."""
+    async def call(self, name: str, argument: Any = None) -> Any:
+        """Has the engine do one of engine_calls.CALLS between two steps, and returns what it answers: plain values.
+
+        Raises InvalidRequestError if it refuses, RequestFailedError if it could not, and EngineDeadError.
+        """
         if self.dead is not None:
             raise self.dead
-        self._num_resets += 1
-        call_id = self._num_resets
-        answer = self._resets[call_id] = asyncio.get_running_loop().create_future()
-        self._send(Reset(call_id))
+        self._num_calls += 1
+        call_id = self._num_calls
+        answer = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self._send(Call(call_id, name, argument))
         try:
             return await answer
         finally:
-            self._resets.pop(call_id, None)
+            del self._calls[call_id]
 
     async def close(self) -> None:
         """Ends the engine process, gently if it listens."""
@@ -189,7 +193,8 @@ class EngineClient:
     def receive(self, payload: bytes) -> None:
         """Takes one frame from the engine."""
         self.last_heard = time.monotonic()
-        match decode_from_engine(payload):
+        message = decode_from_engine(payload)
+        match message:
             case News(outputs, stats):
                 self._take_news(outputs, stats)
             case Ready(info):
@@ -201,10 +206,8 @@ class EngineClient:
                 self._die(message)
             case Refused(request_id, message, param, code):
                 self._refuse(request_id, message, param, code)
-            case WasReset(call_id, done):
-                answer = self._resets.get(call_id)
-                if answer is not None and not answer.done():
-                    answer.set_result(done)
+            case Answer():
+                self._take_answer(message)
 
     def connection_lost(self) -> None:
         """The engine process is gone, whether or not it said goodbye."""
@@ -223,6 +226,17 @@ class EngineClient:
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
             stream.push(output, self.last_heard)
+
+    def _take_answer(self, answer: Answer) -> None:
+        waiting = self._calls.get(answer.call_id)
+        if waiting is None or waiting.done():  # whoever asked has given up
+            return
+        if answer.error is None:
+            waiting.set_result(answer.value)
+        elif answer.code is None:
+            waiting.set_exception(RequestFailedError(answer.error))
+        else:
+            waiting.set_exception(InvalidRequestError(answer.error, param=answer.param, code=answer.code))
 
     def _refuse(self, request_id: str, message: str, param: str | None, code: str | None) -> None:
         stream = self._streams.get(request_id)
@@ -248,7 +262,7 @@ class EngineClient:
         self._streams.clear()
         self._waiting.clear()
         self._waiting_tokens = 0
-        for answer in self._resets.values():
+        for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(self.dead)
         self._fail_start(self.dead)

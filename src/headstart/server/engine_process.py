@@ -17,19 +17,20 @@ import msgspec
 
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError
+from headstart.server.engine_calls import CALLS
 from headstart.server.wire import (
     Abort,
+    Answer,
+    Call,
     Channel,
     Failed,
     News,
     PeerGoneError,
     Ready,
     Refused,
-    Reset,
     Start,
     Stop,
     Submit,
-    WasReset,
     decode_to_engine,
 )
 
@@ -71,8 +72,8 @@ class EngineLoop:
             case Abort():
                 for request_id in message.request_ids:
                     self._engine.abort(request_id)
-            case Reset():
-                self._channel.send(WasReset(message.call_id, self._engine.reset_prefix_cache()))
+            case Call():
+                self._channel.send(self._call(message))
             case Stop() | Start():
                 self._stopping = True
 
@@ -84,6 +85,18 @@ class EngineLoop:
         except Exception as error:
             traceback.print_exc()
             self._channel.send(Refused(message.request_id, f"{type(error).__name__}: {error}", None, None))
+
+    def _call(self, message: Call) -> Answer:
+        call = CALLS.get(message.name)
+        if call is None:
+            return Answer(message.call_id, error=f"the engine knows no call {message.name!r}")
+        try:
+            return Answer(message.call_id, call(self._engine, message.argument))
+        except InvalidRequestError as error:
+            return Answer(message.call_id, error=str(error), param=error.param, code=error.code)
+        except Exception as error:
+            traceback.print_exc()
+            return Answer(message.call_id, error=f"{type(error).__name__}: {error}")
 
 
 def main(descriptor: int) -> int:
