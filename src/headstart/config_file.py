@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 from headstart.core.errors import ConfigError
-from headstart.options import EngineOptions, ServerOptions, check_values, flag_of
+from headstart.options import EngineOptions, ServerOptions, check_values, flag_fields, flag_of
 
 FILE_NAME = "headstart.toml"
 PREFIX = "HEADSTART_"
@@ -26,8 +26,8 @@ _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
 def all_fields() -> list[dataclasses.Field[Any]]:
-    """Every option there is, the engine's first."""
-    return [field for options in OPTION_CLASSES for field in dataclasses.fields(options)]
+    """Every option that is a flag, the engine's first."""
+    return [field for options in OPTION_CLASSES for field in flag_fields(options)]
 
 
 def read_file(path: Path | None, folder: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Floor 0: standard library only. The help text of a flag lives here, in the field
 cannot drift apart. Reading argv, environment and files is cli.py's business alone.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from headstart.core.errors import ConfigError
@@ -22,6 +22,19 @@ MODEL, COMPUTE, SCHEDULING, LISTENING, BOUNDS, LIFE = (
 def _option(default: Any, help_text: str, group: str, **extra: Any) -> Any:  # the type dataclasses.field itself has
     """A field with metadata: help, group (a panel of --help), and perhaps alias, secret, choices, minimum, maximum."""
     return field(default=default, metadata={"help": help_text, "group": group, **extra})
+
+
+def _table(name: str) -> Any:
+    """A field that only the [[name]] tables of headstart.toml can fill: it has no flag and no variable."""
+    return field(default=(), metadata={"table": name})
+
+
+@dataclass(frozen=True, slots=True)
+class TenantEntry:
+    """A [[tenant]] of headstart.toml: several keys that share one isolation domain of the cache."""
+
+    name: str  # shown in logs, metrics and /v1/cache/stats
+    api_keys: tuple[str, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +74,41 @@ class EngineOptions:
     )
     enable_prefix_caching: bool = _option(True, "Take over KV that an earlier request computed.", SCHEDULING)
     scheduling_policy: str = _option(
-        "fcfs",
-        "Order of those waiting: first come, or by the request's priority.",
+        "lpm",
+        "Who is admitted next: lpm (longest cached prefix, with a bound), fcfs, or priority.",
         SCHEDULING,
-        choices=("fcfs", "priority"),
+        choices=("lpm", "fcfs", "priority"),
+    )
+    lpm_k: int = _option(
+        4, "lpm: of every K admissions the first is the oldest waiting request; 1 is fcfs.", SCHEDULING, minimum=1
+    )
+    eviction_policy: str = _option(
+        "2q",
+        "Which idle blocks go first: lru, or 2q, which survives a scan of one-off prompts.",
+        SCHEDULING,
+        choices=("2q", "lru"),
+    )
+    page_aligned_scheduling: bool = _option(
+        False, "End every prompt chunk but the last on a block boundary (vLLM #19878).", SCHEDULING
+    )
+    page_charge: str = _option(
+        "exact",
+        "What an aligned chunk costs the budget: exact tokens, or ceil: the whole blocks it touches.",
+        SCHEDULING,
+        choices=("exact", "ceil"),
+    )
+    max_pinned_share: float = _option(
+        0.5, "Largest share of the KV pool that pinned prefixes may hold.", SCHEDULING, minimum=0, maximum=1
+    )
+    tenant_cache_floor: float = _option(
+        0.5,
+        "Share of the KV pool, split evenly among tenants, that no other tenant can evict.",
+        SCHEDULING,
+        minimum=0,
+        maximum=1,
+    )
+    kv_events_config: str | None = _option(
+        None, "JSON as in vLLM: publish KV events over ZMQ, see docs/api.md.", SCHEDULING
     )
     seed: int = _option(0, "Seed for sampling of requests that bring none.", SCHEDULING)
 
@@ -82,6 +126,7 @@ class ServerOptions:
     admin_api_key: tuple[str, ...] = _option(
         (), "Key for /reset_prefix_cache and other admin calls.", LISTENING, secret=True
     )
+    tenants: tuple[TenantEntry, ...] = _table("tenant")
     max_num_queued_reqs: int = _option(1024, "Requests that may wait; more get 429.", BOUNDS, minimum=1)
     max_num_queued_tokens: int = _option(2_000_000, "Prompt tokens that may wait; more get 429.", BOUNDS, minimum=1)
     max_body_bytes: int = _option(4 * 1024 * 1024, "Largest request body.", BOUNDS, minimum=1024)
@@ -92,6 +137,11 @@ class ServerOptions:
     heartbeat_timeout: float = _option(60.0, "Seconds without a step before /livez says 503.", LIFE, minimum=1)
     stats_interval: float = _option(10.0, "Seconds between statistics lines; 0: none.", LIFE, minimum=0)
     access_log: bool = _option(True, "One JSON line per request on stderr.", LIFE)
+
+
+def flag_fields(options: type[EngineOptions] | type[ServerOptions]) -> list[Field[Any]]:
+    """The fields that are flags, keys and variables; the others are filled by tables of headstart.toml."""
+    return [option for option in fields(options) if "table" not in option.metadata]
 
 
 def flag_of(name: str) -> str:
