@@ -37,7 +37,12 @@ def build_with(executor: type[NullExecutor], info: dict[str, object]) -> Callabl
 
     def build(options: EngineOptions, *, cache_aware_accounting: bool = True) -> tuple[Engine, EngineInfo]:
         num_blocks = (options.num_gpu_blocks_override or 256) + 1
-        limits = Limits(options.max_num_batched_tokens, options.max_num_seqs, max_model_len=2048)
+        limits = Limits(
+            options.max_num_batched_tokens,
+            options.max_num_seqs,
+            max_model_len=4096,
+            long_prefill_threshold=options.long_prefill_token_threshold,
+        )
         scheduler = Scheduler(
             num_blocks,
             options.block_size,

@@ -7,6 +7,7 @@ it needs.
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -95,6 +96,43 @@ def intent(
         questions = AccuracyConfig(examples=min(examples, 40) if quick else examples) if asked else None
         answer = bundled_answers(setup.threads, bar) if asked else None
         return run_intent(setup, config if load else None, questions, bar, answer=answer)
+
+    _run_on_model(bench, model, dtype, threads, seed, plot)
+
+
+@app.command(short_help="A burst behind one new prefix: computed how often?")
+def twins(
+    model: Model = "tiny",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    seed: Seed = 0,
+    requests: Annotated[int, typer.Option(min=2, help="Requests at once.")] = 32,
+    prefix_tokens: Annotated[int, typer.Option(min=16, help="New tokens that all of them share.")] = 2048,
+    own_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt's own.")] = 32,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 16,
+    long_prefill_token_threshold: Annotated[int, typer.Option(min=0, help="Cap on a prefill's tokens per step.")] = 0,
+    tree: Annotated[
+        str, typer.Option(metavar="BxL", help="B branches share 256 tokens more each, with L leaves each; e.g. 4x8.")
+    ] = "",
+    same: Annotated[bool, typer.Option("--same", help="One prompt, many times.")] = False,
+    abort: Annotated[bool, typer.Option("--abort", help="The first request is aborted in mid prefill.")] = False,
+    poison: Annotated[bool, typer.Option("--poison", help="The first request fails in mid prefill.")] = False,
+    every: Annotated[bool, typer.Option("--every", help="All forms, of default caps and tree.")] = False,
+    baseline: Annotated[bool, typer.Option(help="Also compute every prompt in full, for time and tokens.")] = True,
+    runs: Runs = 3,
+    quick: Quick = False,
+    plot: Plot = None,
+) -> None:
+    """Requests that come at once behind one new prefix: how many prompt tokens are computed, and how many had to be."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.twins import run_twins
+        from headstart.bench.twins_forms import Form, every_form, parse_tree
+
+        base = Form(requests, prefix_tokens, own_tokens, output_tokens, long_prefill_token_threshold)
+        loss = "poison" if poison else "abort" if abort else ""
+        forms = every_form(base) if every else [replace(base, tree=parse_tree(tree), same=same, loss=loss)]
+        return run_twins(setup, forms, runs=1 if quick else runs, baseline=baseline and not quick, bar=bar)
 
     _run_on_model(bench, model, dtype, threads, seed, plot)
 

@@ -1,10 +1,13 @@
-"""Drives one Engine in this process and in real time: adds each request when it is due, steps, notes what happened."""
+"""Drives one Engine in this process: adds each request when it is due, steps, notes what happened.
+
+Time is real unless another clock is given, such as the one that a `virtual.VirtualExecutor` moves.
+"""
 
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from headstart.bench.progress import QUIET, Bar
 from headstart.core.batch import Output
@@ -13,6 +16,27 @@ from headstart.core.request import Request, SamplingParams
 from headstart.workload.record import RequestRecord
 
 Tokens = tuple[int, ...]
+
+
+class Clock(Protocol):
+    """Seconds, and a way to let them pass."""
+
+    def now(self) -> float: ...
+
+    def wait(self, seconds: float) -> None: ...
+
+
+class RealClock:
+    """The machine's own."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+REAL = RealClock()
 
 
 class Step(NamedTuple):
@@ -99,32 +123,35 @@ def drive(
     due: Sequence[float] | None = None,
     bar: Bar = QUIET,
     give_up: Callable[[RequestRecord], bool] | None = None,
+    on_step: Callable[[int], None] | None = None,
+    clock: Clock = REAL,
 ) -> Run:
-    """Runs all requests to their end in real time.
+    """Runs all requests to their end.
 
     `due` says how many seconds after the start each one arrives, in rising order (None: all at once). `give_up` sees
     every finished record and may end the run early: what is still under way is aborted. Ctrl-C aborts it too.
+    `on_step` hears how many steps are over, after each; what it aborts is in no record.
     """
     flights: dict[str, _Flight] = {}
     finished: dict[str, tuple[RequestRecord, Tokens]] = {}
     steps: list[Step] = []
     times = [0.0] * len(requests) if due is None else due
     before = stats = engine.stats()
-    given_up, added, start = False, 0, time.perf_counter()
+    given_up, added, start = False, 0, clock.now()
     try:
         while (added < len(requests) or engine.has_work) and not given_up:
-            now = time.perf_counter() - start
+            now = clock.now() - start
             while added < len(requests) and times[added] <= now:
                 request = requests[added]
                 flights[request.request_id] = _Flight(times[added], len(request.prompt))
                 engine.add_request(request)
                 added += 1
             if not engine.has_work:
-                time.sleep(max(times[added] - now, 0.0))
+                clock.wait(max(times[added] - now, 0.0))
                 continue
-            begin = time.perf_counter()
+            begin = clock.now()
             outputs = engine.step()
-            end = time.perf_counter()
+            end = clock.now()
             last, stats = stats, engine.stats()
             steps.append(_step(end - begin, last, stats))
             for output in outputs:
@@ -135,6 +162,8 @@ def drive(
                     finished[output.request_id] = (record, tuple(flight.token_ids))
                     given_up = given_up or (give_up is not None and give_up(record))
                     bar.advance()
+            if on_step is not None:
+                on_step(len(steps))
     finally:
         for request_id in flights:
             engine.abort(request_id)
@@ -143,7 +172,7 @@ def drive(
         records=[record for record, _ in done],
         outputs=[tokens for _, tokens in done],
         steps=steps,
-        seconds=time.perf_counter() - start,
+        seconds=clock.now() - start,
         computed_tokens=stats.computed_tokens - before.computed_tokens,
         preemptions=stats.num_preemptions - before.num_preemptions,
         given_up=given_up,
