@@ -61,6 +61,7 @@ def build_engine(options: EngineOptions, *, cache_aware_accounting: bool = True)
         threads=threads,
         attention_backend=loaded.attention_backend,
         eos_token_ids=loaded.eos_token_ids,
+        scheduling_policy=options.scheduling_policy,
     )
     return Engine(scheduler, runner), info
 

@@ -133,5 +133,6 @@ def build_fake(options: EngineOptions) -> tuple[FakeEngine, EngineInfo]:
         threads=1,
         attention_backend="none",
         eos_token_ids=(),
+        scheduling_policy=options.scheduling_policy,
     )
     return FakeEngine(knobs), info

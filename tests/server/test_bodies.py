@@ -7,7 +7,7 @@ import pytest
 from tokenizer_folders import BYTE_LEVEL, TEMPLATE, build
 
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
-from headstart.core.request import CacheMode
+from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention
 from headstart.server.bodies import (
     MAX_DEPTH,
     parse_chat,
@@ -23,7 +23,7 @@ from headstart.server.tokenizer import Tokenizer
 BOUNDS = Bounds(vocab_size=100, max_model_len=64, max_prompts=4, max_messages=5)
 USER = {"role": "user", "content": "hi"}
 TOKENIZER = Tokenizer(build(BYTE_LEVEL), chat_template=TEMPLATE, eos_token_ids=(1,))
-WIDE = Bounds(TOKENIZER.vocab_size, 64, (1,))
+WIDE = Bounds(TOKENIZER.vocab_size, 64, (1,), scheduling_policy="priority")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,8 @@ def test_detokenize_takes_ids_of_the_vocabulary() -> None:
 
 def requests_for(**values: Any) -> list[Any]:
     body = parse_completion({"prompt": "the fox", **values}, WIDE)
-    return build_requests(encode_completion(body, TOKENIZER, WIDE), body.params, WIDE, Origin("r", 1.5, b"tenant"))
+    origin = Origin("r", 1.5, b"domain", "tenant")
+    return build_requests(encode_completion(body, TOKENIZER, WIDE), body.params, WIDE, origin)
 
 
 def test_every_prompt_and_choice_is_a_request_of_its_own() -> None:
@@ -188,7 +189,7 @@ def test_every_prompt_and_choice_is_a_request_of_its_own() -> None:
     assert [request.request_id for request in requests] == ["r-0", "r-1", "r-2", "r-3"]
     assert [list(request.prompt) for request in requests[::2]] == [list(TOKENIZER.encode(t)) for t in ("the", "fox")]
     assert [request.sampling.seed for request in requests] == [7, 8, 7, 8]
-    assert {(request.arrival, request.priority, request.domain) for request in requests} == {(1.5, 3, b"tenant")}
+    assert {(r.arrival, r.priority, r.domain, r.tenant) for r in requests} == {(1.5, 3, b"domain", "tenant")}
     assert [request.request_id for request in requests_for()] == ["r"]
 
 
@@ -196,13 +197,20 @@ def test_the_largest_seed_wraps_around() -> None:
     assert [request.sampling.seed for request in requests_for(n=2, seed=2**63 - 1)] == [2**63 - 1, -(2**63)]
 
 
-def test_whoever_asks_for_prompt_logprobs_computes_the_prompt() -> None:
-    assert requests_for()[0].cache is CacheMode.READ_WRITE
-    assert requests_for(echo=True, logprobs=1)[0].cache is CacheMode.BYPASS
+def test_cache_mode_and_retention_reach_every_request() -> None:
+    wished = requests_for(n=2, cache="read-only", cache_priority=80, cache_ttl=60)
+    assert {(request.cache, request.retention) for request in wished} == {(CacheMode.READ_ONLY, Retention(80, 60.0))}
+    assert [(r.cache, r.retention) for r in requests_for()] == [(CacheMode.READ_WRITE, DEFAULT_RETENTION)]
+
+
+def test_whoever_asks_for_prompt_logprobs_leaves_the_computed_prompt_to_others() -> None:
+    assert requests_for(echo=True, logprobs=1)[0].cache is CacheMode.READ_WRITE
+    assert requests_for(prompt_logprobs=1, cache="bypass")[0].cache is CacheMode.BYPASS
 
 
 def test_a_salt_only_narrows_its_own_tenants_domain() -> None:
-    assert requests_for(cache_salt="s")[0].domain == narrow_domain(b"tenant", "s")
+    salted = requests_for(cache_salt="s")[0]
+    assert (salted.domain, salted.tenant) == (narrow_domain(b"domain", "s"), "tenant")
     assert narrow_domain(b"a", None) == b"a"
     assert narrow_domain(b"a", "bc") != narrow_domain(b"ab", "c")
     assert len({narrow_domain(d, s) for d in (b"a", b"b", b"") for s in (None, "x", "y")} | {b"x"}) == 10

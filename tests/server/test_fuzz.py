@@ -32,6 +32,7 @@ NAMES = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "echo", "ignore_eos", "priority", "cache_salt"),
     *("user", "metadata", "response_format", "tools", "tool_choice", "suffix", "add_generation_prompt", "unheard_of"),
     *("continue_final_message", "return_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
+    *("cache", "cache_priority", "cache_ttl", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
     *("chat_template_kwargs", "add_special_tokens", "prompt_logprobs", "return_token_strs", "tokens", "prompt"),
 )
 VALID: dict[str, Any] = {
@@ -48,6 +49,12 @@ VALID: dict[str, Any] = {
     "logit_bias": ({"3": 5.0}, {}),
     "stream_options": ({"include_usage": True}, None),
     "cache_salt": ("abc", None),
+    "cache": ("read-write", "read-only", "bypass", None),
+    "cache_priority": (0, 50, 100),
+    "cache_ttl": (0, 0.001, 86400),
+    "prompt_cache_key": ("k", None),
+    "prompt_cache_options": ({"mode": "explicit"}, {"ttl": "30m"}, {"mode": "implicit", "ttl": 5}, None),
+    "prompt_cache_retention": ("24h", "in_memory"),
     "min_tokens": (0, 1),
 }
 
@@ -64,7 +71,10 @@ def value(rng: random.Random, depth: int = 0) -> Any:
     if kind in (5, 6):
         return [value(rng, depth + 1) for _ in range(rng.randrange(4))]
     return {
-        rng.choice((*NAMES, "type", "role", "content", "5")): value(rng, depth + 1) for _ in range(rng.randrange(3))
+        rng.choice((*NAMES, "type", "role", "content", "mode", "ttl", "prompt_cache_breakpoint", "5")): value(
+            rng, depth + 1
+        )
+        for _ in range(rng.randrange(3))
     }
 
 
@@ -76,7 +86,13 @@ def prompt(rng: random.Random) -> Any:
 
 def messages(rng: random.Random) -> Any:
     roles = ("user", "system", "assistant", "tool", "robot", None)
-    contents = (rng.choice(TEXTS), [{"type": "text", "text": "a"}], [{"type": "image_url"}], None, value(rng))
+    contents = (
+        rng.choice(TEXTS),
+        [{"type": "text", "text": "a", "prompt_cache_breakpoint": value(rng)}],
+        [{"type": "image_url"}],
+        None,
+        value(rng),
+    )
     made = [{"role": rng.choice(roles[:4]), "content": rng.choice(contents)} for _ in range(rng.randrange(4))]
     return rng.choice((made, made, made, value(rng), [{"role": rng.choice(roles)}]))
 

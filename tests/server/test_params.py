@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from headstart.server.bodies import parse_chat, parse_completion, parse_detokeni
 from headstart.server.fields import Fields
 from headstart.server.params import Bounds, GenerationParams, Kind, fit, parse_params
 
-BOUNDS = Bounds(vocab_size=100, max_model_len=64, eos_token_ids=(2,))
+BOUNDS = Bounds(vocab_size=100, max_model_len=64, eos_token_ids=(2,), scheduling_policy="priority")
 NAN, INF = float("nan"), float("inf")
 
 
@@ -57,6 +58,16 @@ ACCEPTED = [
     ("user", "x" * 256),
     ("cache_salt", "aA0+/=_-"),
     ("priority", -5),
+    *(("cache", mode) for mode in ("read-write", "read-only", "bypass")),
+    ("cache_priority", 0),
+    ("cache_priority", 100),
+    ("cache_ttl", 0),
+    ("cache_ttl", 86400.0),
+    ("prompt_cache_key", "x" * 256),
+    ("prompt_cache_options", {}),
+    ("prompt_cache_options", {"mode": "implicit", "ttl": None, "newer": [1]}),
+    *(("prompt_cache_options", {"ttl": ttl}) for ttl in ("30m", "1h", "90s", "1800", 1800, 0.5, "24h")),
+    *(("prompt_cache_retention", policy) for policy in ("in_memory", "in-memory", "24h")),
     ("response_format", {"type": "text"}),
     ("tools", []),
     ("tool_choice", "none"),
@@ -117,7 +128,12 @@ REFUSED = [
     ),
     ("user", ["x" * 257, 5, "\udc00"]),
     ("safety_identifier", ["x" * 257]),
-    ("prompt_cache_key", ["x" * 257]),
+    ("prompt_cache_key", ["x" * 257, 5, "\udc00"]),
+    ("cache", ["", "READ-WRITE", "none", True, 0, [], ["bypass"], {"a": 1}]),
+    ("cache_priority", [-1, 101, 50.0, True, "50", 10**400]),
+    ("cache_ttl", [-1, 86401, NAN, INF, True, "30m", []]),
+    ("prompt_cache_options", ["30m", [], 5, True, {str(i): 0 for i in range(17)}]),
+    ("prompt_cache_retention", ["48h", "", 24, True, ["24h"], {}]),
     ("cache_salt", ["", "x" * 129, "a b", "é", "a\n", 5]),
     ("priority", [2**31, 1.0, True]),
     ("echo", ["true", 1, 0]),
@@ -180,6 +196,16 @@ def test_the_message_names_value_limit_and_remedy() -> None:
         completion(n=17)
     with pytest.raises(InvalidRequestError, match=r"^top_p is 0; it must be above 0 and at most 1$"):
         completion(top_p=0)
+
+
+@pytest.mark.parametrize("policy", ["lpm", "fcfs"])
+def test_a_priority_is_refused_where_it_would_have_no_effect(policy: str) -> None:
+    bounds = replace(BOUNDS, scheduling_policy=policy)
+    assert parse_params(Fields({"priority": 0}), bounds, Kind.CHAT).priority == 0
+    with pytest.raises(InvalidRequestError, match=f"Priority scheduling is not enabled.* is {policy};") as caught:
+        parse_params(Fields({"priority": 1}), bounds, Kind.CHAT)
+    assert (caught.value.param, caught.value.code) == ("priority", "unsupported_parameter")
+    assert completion(priority=7).priority == 7
 
 
 def test_unknown_names_are_ignored_and_told() -> None:

@@ -25,6 +25,7 @@ class EngineInfo:
     threads: int
     attention_backend: str
     eos_token_ids: tuple[int, ...]
+    scheduling_policy: str = "lpm"  # decides whether a request may have a priority
 
 
 class EngineStats(NamedTuple):

@@ -1,22 +1,26 @@
-"""Who is asking: API keys, administrator keys, and the isolation domain that a key stands for.
+"""Who is asking: API keys, administrator keys, and the tenant and isolation domain that a key stands for.
 
 Decides on the raw ASGI path, never on a URL rebuilt from headers, and denies what it does not know: a new route needs a
-key until it is listed here. Keys are compared by digest in constant time. Tenants never share cache blocks: each one's
-domain is an HMAC of its key with a secret that lives as long as the process.
+key until it is listed here. Keys are compared by digest in constant time. A tenant is a [[tenant]] of headstart.toml
+with all its keys, or one --api-key alone. Tenants never share cache blocks but public ones: each one's domain is an
+HMAC of its name, or key, with a secret that lives as long as the process, so no client can compute or guess it.
 """
 
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from headstart.core.errors import ConfigError
+from headstart.core.errors import ConfigError, InvalidRequestError
+from headstart.options import TenantEntry
 from headstart.server.http_errors import HttpError
 
 Scope = Any  # starlette's: a mutable mapping
+_TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"origin")
 
 
@@ -36,40 +40,54 @@ ACCESS = {
     "/version": Access.PUBLIC,
     "/metrics": Access.OPERATOR,  # its global hit counters tell tenants of each other
     "/reset_prefix_cache": Access.ADMIN,
+    "/v1/prefixes": Access.ADMIN,  # public prefixes are everyone's
+    "/v1/cache/stats": Access.OPERATOR,  # as /metrics
+    "/v1/cache/explain": Access.TENANT,  # of one's own requests; administrators of all
 }
+_ADMIN_TREE = "/v1/prefixes/"  # and whatever lies below
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
     """A caller whose key is known, or anyone where no keys are configured."""
 
-    label: str = ""  # for logs; says nothing about the key
+    label: str = ""  # for logs: the tenant's name, or what says nothing about the key
     domain: bytes = b""  # isolation domain of the cache
     is_admin: bool = False
+    tenant: str = ""  # whose share of the cache it uses: the label, or "" where no tenant has a key
 
 
 ANYONE = Principal()
 
 
 class Authenticator:
-    """The configured keys. Raises ConfigError for keys that could not protect anything."""
+    """The configured keys. Raises ConfigError for keys that could not protect anything, and for ambiguous ones."""
 
-    def __init__(self, keys: Iterable[str], admin_keys: Iterable[str], secret: bytes) -> None:
-        tenants, admins = tuple(dict.fromkeys(keys)), tuple(dict.fromkeys(admin_keys))
-        if not all((*tenants, *admins)):
-            raise ConfigError("an API key is empty; give it at least one character or leave the option out")
-        if set(tenants) & set(admins):
-            raise ConfigError("an API key is also an administrator key; they must differ")
-        self._has_tenants, self._has_admins = bool(tenants), bool(admins)
+    def __init__(
+        self, keys: Iterable[str], admin_keys: Iterable[str], secret: bytes, tenants: Iterable[TenantEntry] = ()
+    ) -> None:
+        singles, admins, named = tuple(keys), tuple(admin_keys), tuple(tenants)
+        _check_keys([("--api-key", singles), *_keys_by_tenant(named), ("--admin-api-key", admins)])
+        self._has_tenants, self._has_admins = bool(singles or named), bool(admins)
+        self._domains = {entry.name: _domain(secret, b"tenant", entry.name.encode()) for entry in named}
         self._known = [
-            (_digest(key.encode()), _principal(key, secret, is_admin, separate=bool(tenants)))
-            for is_admin, group in ((False, tenants), (True, admins))
-            for key in group
+            *((_digest(key.encode()), _of_key(key, secret, separate=True)) for key in singles),
+            *((_digest(key.encode()), self._of_tenant(entry.name)) for entry in named for key in entry.api_keys),
+            *((_digest(key.encode()), _of_key(key, secret, True, separate=self._has_tenants)) for key in admins),
         ]
+
+    def domain_of(self, tenant: str) -> bytes:
+        """Returns the isolation domain of a [[tenant]]. Raises InvalidRequestError for a name that is none."""
+        if tenant not in self._domains:
+            known = ", ".join(self._domains) or "none"
+            raise InvalidRequestError(
+                f"tenant {tenant[:64]!a} is not one of those in headstart.toml: {known}", param="tenant"
+            )
+        return self._domains[tenant]
 
     def authorise(self, scope: Scope) -> Principal:
         """Returns who is asking for `scope["path"]`. Raises HttpError 401 or 403 if they may not."""
-        access = ACCESS.get(scope["path"], Access.TENANT)
+        access = _access(scope["path"])
         if access is Access.PUBLIC:
             return ANYONE
         principal = self._identify(scope["headers"])
@@ -80,6 +98,9 @@ class Authenticator:
                 raise _unauthorised()
             return principal or ANYONE
         return self._authorise_admin(principal, scope)
+
+    def _of_tenant(self, name: str) -> Principal:
+        return Principal(name, self._domains[name], tenant=name)
 
     def _authorise_admin(self, principal: Principal | None, scope: Scope) -> Principal:
         if not self._known:
@@ -111,11 +132,46 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _principal(key: str, secret: bytes, is_admin: bool, *, separate: bool) -> Principal:
+def _access(path: str) -> Access:
+    return Access.ADMIN if path.startswith(_ADMIN_TREE) else ACCESS.get(path, Access.TENANT)
+
+
+def _keys_by_tenant(tenants: Iterable[TenantEntry]) -> list[tuple[str, tuple[str, ...]]]:
+    """The keys of each tenant behind its name. Raises ConfigError for a name or a tenant that cannot be."""
+    groups: dict[str, tuple[str, ...]] = {}
+    for entry in tenants:
+        if not _TENANT_NAME.fullmatch(entry.name):
+            raise ConfigError(f"a tenant is named {entry.name[:64]!a}; use 1 to 64 of A-Z a-z 0-9 . _ -")
+        if f"tenant {entry.name}" in groups:
+            raise ConfigError(f"tenant {entry.name} is there twice; give all its api_keys in one [[tenant]]")
+        if not entry.api_keys:
+            raise ConfigError(f"tenant {entry.name} has no api_keys, so nobody could be it; give it at least one")
+        groups[f"tenant {entry.name}"] = entry.api_keys
+    return list(groups.items())
+
+
+def _check_keys(groups: Iterable[tuple[str, tuple[str, ...]]]) -> None:
+    """Raises ConfigError for an empty key and for one that stands in two places: whose would it be?"""
+    holders: dict[str, str] = {}
+    for holder, keys in groups:
+        for key in keys:
+            if not key:
+                raise ConfigError(f"{holder} has an empty key; give it at least one character or leave it out")
+            if key in holders:
+                raise ConfigError(f"{holder} has a key that {holders[key]} has already; every key may be given once")
+            holders[key] = holder
+
+
+def _of_key(key: str, secret: bytes, is_admin: bool = False, *, separate: bool) -> Principal:
     """Sub-keys per purpose: what a log shows cannot be turned into a domain."""
     name = _digest(key.encode())
-    domain = hmac.digest(secret, b"domain" + name, "sha256") if separate else b""
-    return Principal(hmac.digest(secret, b"label" + name, "sha256").hex()[:12], domain, is_admin)
+    label = hmac.digest(secret, b"label" + name, "sha256").hex()[:12]
+    domain = _domain(secret, b"key", name) if separate else b""
+    return Principal(label, domain, is_admin, label if separate else "")
+
+
+def _domain(secret: bytes, kind: bytes, name: bytes) -> bytes:
+    return hmac.digest(secret, b"domain/" + kind + b"/" + name, "sha256")
 
 
 def _is_local(scope: Scope) -> bool:

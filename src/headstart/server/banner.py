@@ -16,7 +16,7 @@ def banner(model: Model, options: ServerOptions, host: str, port: int) -> str:
     if host in ("0.0.0.0", "::"):
         where = "127.0.0.1"
     body = json.dumps({"model": model.name, "prompt": "Hello", "max_tokens": 16})
-    key = ' -H "Authorization: Bearer $KEY"' if options.api_key else ""
+    key = ' -H "Authorization: Bearer $KEY"' if options.api_key or options.tenants else ""
     lines = [
         f"Headstart {__version__} serves {model.name} at http://{where}:{port}/v1",
         f"  engine  {info.dtype} on {info.device}, {info.threads} threads, {info.attention_backend} attention",
@@ -35,8 +35,10 @@ def _size(num_bytes: int) -> str:
 
 
 def _keys(options: ServerOptions, host: str) -> str:
-    if options.api_key:
-        return f"{len(options.api_key)} configured; tenants share no cached prefix"
+    num_keys = len(options.api_key) + sum(len(tenant.api_keys) for tenant in options.tenants)
+    if num_keys:
+        num_tenants = len(options.api_key) + len(options.tenants)
+        return f"{num_keys} configured, of {num_tenants} tenants that share no cached prefix but public ones"
     try:
         is_local = ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -102,7 +102,7 @@ async def infer(state: ServerState, api: Api, request: Request) -> Response:
     model = state.check_ready()
     record = record_of(request.scope)
     body = await state.bodies.read(request)
-    origin = Origin(api.id_prefix + uuid4().hex, record.arrival, record.principal.domain)
+    origin = Origin(api.id_prefix + uuid4().hex, record.arrival, record.principal.domain, record.principal.tenant)
 
     def prepare() -> tuple[GenerationParams, list[EngineRequest]]:
         return api.prepare(parse_json(body), model, origin)

@@ -45,6 +45,15 @@ _GENERATION: Schema = {
     "seed": _INTEGER,
     "priority": _INTEGER,
     "cache_salt": _TEXT,
+    "cache": {"type": "string", "enum": ["read-write", "read-only", "bypass"]},
+    "cache_priority": _INTEGER,
+    "cache_ttl": _NUMBER,
+    "prompt_cache_key": _TEXT,
+    "prompt_cache_options": {
+        "type": "object",
+        "properties": {"mode": {"type": "string", "enum": ["implicit", "explicit"]}, "ttl": _TEXT},
+    },
+    "prompt_cache_retention": {"type": "string", "enum": ["in_memory", "24h"]},
     "return_token_ids": _FLAG,
     "user": _TEXT,
 }

@@ -5,14 +5,14 @@ what is unknown is ignored, since clients send fields that are newer than any se
 Only InvalidRequestError comes out of here, whatever goes in.
 """
 
-import re
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from headstart.core.engine import EngineInfo
 from headstart.core.errors import RequestTooLargeError
-from headstart.core.request import SamplingParams
+from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention, SamplingParams
 from headstart.options import ServerOptions
+from headstart.server.cache_params import cache_wishes
 from headstart.server.chat import template_options
 from headstart.server.fields import (
     INT64_MAX,
@@ -29,7 +29,6 @@ from headstart.server.unbuilt import refuse_unbuilt
 INT31_MAX = 2**31 - 1
 GREEDY_BELOW = 1e-5  # a temperature smaller than this would only overflow on the way to the same token
 DEFAULT_COMPLETION_TOKENS = 16
-_SALT = re.compile(r"[A-Za-z0-9+/=_-]{1,128}")
 
 
 class Kind(Enum):
@@ -55,6 +54,7 @@ class Bounds:
     max_logit_bias: int = 1024
     max_label_chars: int = 256
     max_messages: int = 2048
+    scheduling_policy: str = "lpm"
 
     @classmethod
     def of(cls, info: EngineInfo, options: ServerOptions) -> "Bounds":
@@ -66,6 +66,7 @@ class Bounds:
             max_n=options.max_n,
             max_prompts=options.max_prompts,
             max_logprobs=options.max_logprobs,
+            scheduling_policy=info.scheduling_policy,
         )
 
 
@@ -90,6 +91,8 @@ class GenerationParams:
     add_special_tokens: bool | None = None  # None: yes for a completion, no behind a chat template
     template_options: tuple[tuple[str, str | int | bool], ...] = ()
     priority: int = 0
+    cache: CacheMode = CacheMode.READ_WRITE
+    retention: Retention = DEFAULT_RETENTION
     cache_salt: str | None = None
     user: str | None = None
     ignored: tuple[str, ...] = ()  # names sent in vain, sorted
@@ -116,7 +119,8 @@ def parse_params(fields: Fields, bounds: Bounds, kind: Kind) -> GenerationParams
     echo = _echo(fields, kind)
     if max_tokens == 0 and not echo:
         bad_value("max_tokens", "is 0", "it must be at least 1, except with echo")
-    labels = [fields.string(name, bounds.max_label_chars) for name in ("user", "safety_identifier", "prompt_cache_key")]
+    labels = [fields.string(name, bounds.max_label_chars) for name in ("user", "safety_identifier")]
+    wishes = cache_wishes(fields, bounds.max_label_chars)
     special = fields.take("add_special_tokens") is not None
     params = GenerationParams(
         sampling=_sampling(fields, bounds, kind, max_tokens, echo=echo),
@@ -135,8 +139,10 @@ def parse_params(fields: Fields, bounds: Bounds, kind: Kind) -> GenerationParams
         continue_final_message=continue_final,
         add_special_tokens=fields.boolean("add_special_tokens") if special else None,
         template_options=template_options(fields, bounds.max_label_chars),
-        priority=fields.integer("priority", -INT31_MAX, INT31_MAX) or 0,
-        cache_salt=_cache_salt(fields),
+        priority=_priority(fields, bounds),
+        cache=wishes.mode,
+        retention=wishes.retention,
+        cache_salt=wishes.salt,
         user=labels[0],
     )
     return replace(params, ignored=fields.unread())
@@ -298,8 +304,13 @@ def _echo(fields: Fields, kind: Kind) -> bool:
     return echo
 
 
-def _cache_salt(fields: Fields) -> str | None:
-    salt = fields.string("cache_salt", 128)
-    if salt is not None and not _SALT.fullmatch(salt):
-        bad_value("cache_salt", "has characters it may not have", "use 1 to 128 of A-Z a-z 0-9 + / = _ -")
-    return salt
+def _priority(fields: Fields, bounds: Bounds) -> int:
+    """As in vLLM, whose words the second sentence has, since clients look for them and send the request again."""
+    priority = fields.integer("priority", -INT31_MAX, INT31_MAX) or 0
+    if priority and bounds.scheduling_policy != "priority":
+        unsupported(
+            "priority",
+            f"it is {priority}, but Priority scheduling is not enabled: the server's policy is "
+            f"{bounds.scheduling_policy}; leave it out, or start the server with --scheduling-policy priority",
+        )
+    return priority

@@ -1,11 +1,11 @@
-"""From a validated body to engine requests: tokens, one request per prompt and choice, isolation domain, seeds."""
+"""From a validated body to engine requests: tokens, one request per prompt and choice, tenant and domain, seeds."""
 
 import hashlib
 from array import array
 from dataclasses import dataclass, replace
 
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
-from headstart.core.request import CacheMode, Request
+from headstart.core.request import Request
 from headstart.server.bodies import ChatBody, CompletionBody, Prompt
 from headstart.server.fields import INT64_MAX
 from headstart.server.params import Bounds, GenerationParams, fit
@@ -19,6 +19,7 @@ class Origin:
     request_id: str  # ours, unique
     arrival: float = 0.0  # seconds, the engine's clock
     domain: bytes = b""  # isolation domain of the tenant
+    tenant: str = ""  # whose share of the cache it uses
 
 
 def encode_completion(body: CompletionBody, tokenizer: Tokenizer, bounds: Bounds) -> "list[array[int]]":
@@ -68,7 +69,7 @@ def build_requests(
     """Returns len(prompts) * n engine requests, the n choices of a prompt side by side (choice index = position).
 
     Raises RequestTooLargeError if a prompt and its output exceed the context. With a seed, choice i is seeded seed + i.
-    Whoever asks for log-probabilities of the prompt must have it computed, so such a request bypasses the cache.
+    A cache_salt narrows the domain and not the tenant: it opens no second share of the cache.
     """
     requests: list[Request] = []
     domain = narrow_domain(origin.domain, params.cache_salt)
@@ -90,7 +91,9 @@ def build_requests(
                     arrival=origin.arrival,
                     domain=domain,
                     priority=params.priority,
-                    cache=CacheMode.READ_WRITE if sampling.prompt_logprobs is None else CacheMode.BYPASS,
+                    cache=params.cache,
+                    tenant=origin.tenant,
+                    retention=params.retention,
                 )
             )
     return requests

@@ -56,7 +56,7 @@ class ServerState:
         self.options = options
         self.engine = engine
         self.log = log
-        self.auth = Authenticator(options.api_key, options.admin_api_key, secrets.token_bytes(32))
+        self.auth = Authenticator(options.api_key, options.admin_api_key, secrets.token_bytes(32), options.tenants)
         self.bodies = BodyReader(options.max_body_bytes)
         self.phase = Phase.LOADING
         self.idle = asyncio.Event()  # nothing admitted is unanswered
