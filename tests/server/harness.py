@@ -27,11 +27,12 @@ ROOT = Path(__file__).parents[2]
 START_SECONDS = 60.0
 _RUN_FAKE = """
 import json, sys
-from headstart.options import EngineOptions, ServerOptions
+from headstart.options import EngineOptions, ServerOptions, TenantEntry
 from headstart.server.serve import serve
 from server.fake_engine import build_fake
 options = json.loads(sys.argv[2])
 options.update(api_key=tuple(options["api_key"]), admin_api_key=tuple(options["admin_api_key"]))
+options["tenants"] = tuple(TenantEntry(entry["name"], tuple(entry["api_keys"])) for entry in options["tenants"])
 sys.exit(serve(build_fake, EngineOptions(model=sys.argv[1]), ServerOptions(**options)))
 """
 

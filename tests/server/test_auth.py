@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pytest
 from server.harness import Inside, Server, fake_server, inside
 
-from headstart.core.errors import ConfigError
-from headstart.server.auth import Authenticator
+from headstart.core.errors import ConfigError, InvalidRequestError
+from headstart.options import TenantEntry
+from headstart.server.auth import Authenticator, Principal
 from headstart.server.http_errors import HttpError
 
 OPEN = ("/health", "/readyz", "/livez", "/version")
@@ -21,7 +22,14 @@ CLOSED = {
     "/openapi.json": "GET",
     "/nowhere": "GET",
 }
-ADMIN = {"/reset_prefix_cache": "POST", "/metrics": "GET"}
+ADMIN = {
+    "/reset_prefix_cache": "POST",
+    "/metrics": "GET",
+    "/v1/prefixes": "POST",
+    "/v1/prefixes/": "GET",
+    "/v1/prefixes/intent": "DELETE",
+    "/v1/cache/stats": "GET",
+}
 SPELLINGS = (
     *("//health", "/HEALTH", "/health/", "/health%2f..%2fv1/models", "/v1/models?x=/health"),
     *("/v1/%6dodels", "/%"),
@@ -73,6 +81,7 @@ def test_a_tenant_may_everything_but_administer(locked: Server) -> None:
     with locked.client(headers=bearer("key-a")) as client:
         assert client.post("/v1/completions", json={"prompt": "the", "max_tokens": 1}).status_code == 200
         assert client.get("/v1/models").status_code == 200 and client.get("/nowhere").status_code == 404
+        assert client.get("/v1/cache/explain").status_code not in (401, 403)
         for path, method in ADMIN.items():
             answer = client.request(method, path)
             assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
@@ -132,17 +141,86 @@ def test_without_administrator_keys_no_tenant_may_administer() -> None:
     assert auth.authorise({**scope, "path": "/metrics"}).label  # but may look
 
 
+def who(auth: Authenticator, key: str) -> Principal:
+    """Whose key it is."""
+    return auth.authorise({"path": "/v1/models", "headers": [(b"authorization", b"bearer " + key.encode())]})
+
+
 def test_domains_depend_on_the_key_and_on_the_secret() -> None:
-    def principal(key: str, secret: bytes):
-        scope = {"path": "/v1/models", "headers": [(b"authorization", b"bearer " + key.encode())]}
-        return Authenticator(("a", "b"), (), secret).authorise(scope)
+    def principal(key: str, secret: bytes) -> Principal:
+        return who(Authenticator(("a", "b"), (), secret), key)
 
     one, other, elsewhere = principal("a", b"x"), principal("b", b"x"), principal("a", b"y")
     assert len({one.domain, other.domain, elsewhere.domain}) == 3 and one == principal("a", b"x")
-    assert one.label not in one.domain.hex()
+    assert one.label not in one.domain.hex() and one.tenant == one.label != other.label
 
 
-def test_keys_that_protect_nothing_are_refused() -> None:
-    for keys, admin_keys in ((("",), ()), (("a",), ("a",))):
-        with pytest.raises(ConfigError):
-            Authenticator(keys, admin_keys, b"secret")
+def test_all_keys_of_a_tenant_are_one_domain_under_its_name() -> None:
+    entries = (TenantEntry("acme", ("k1", "k2")), TenantEntry("b.c-d_2", ("k3",)))
+    auth = Authenticator(("single",), ("root",), b"secret", entries)
+    acme, same, other = who(auth, "k1"), who(auth, "k2"), who(auth, "k3")
+    assert acme == same and acme.label == acme.tenant == "acme" and not acme.is_admin
+    assert len({who(auth, key).domain for key in ("k1", "k3", "single", "root")} | {b""}) == 5
+    assert len({who(auth, key).tenant for key in ("k1", "k3", "single", "root")} | {""}) == 5
+    assert auth.domain_of("acme") == acme.domain and auth.domain_of("b.c-d_2") == other.domain
+    assert Authenticator((), (), b"other", entries).domain_of("acme") != acme.domain
+
+
+def test_a_key_and_a_tenant_of_the_same_name_are_two_domains() -> None:
+    auth = Authenticator(("acme",), (), b"secret", (TenantEntry("acme", ("k",)),))
+    assert who(auth, "acme").domain != who(auth, "k").domain
+
+
+def test_a_tenant_that_is_none_has_no_domain() -> None:
+    auth = Authenticator(("k",), (), b"secret", (TenantEntry("acme", ("k1",)),))
+    for name in ("", "k", "acme ", "x" * 1000):
+        with pytest.raises(InvalidRequestError, match=r"is not one of those in headstart\.toml: acme$"):
+            auth.domain_of(name)
+
+
+def test_named_tenants_alone_lock_the_server() -> None:
+    auth = Authenticator((), (), b"secret", (TenantEntry("acme", ("k",)),))
+    with pytest.raises(HttpError, match="API key is needed"):
+        auth.authorise({"path": "/v1/models", "headers": []})
+
+
+def test_without_tenants_nobody_is_one_and_everybody_shares() -> None:
+    auth = Authenticator((), ("root",), b"secret")
+    stranger, admin = auth.authorise({"path": "/v1/models", "headers": []}), who(auth, "root")
+    assert (stranger.tenant, stranger.domain) == (admin.tenant, admin.domain) == ("", b"")
+    assert admin.label and admin.is_admin
+
+
+@pytest.mark.parametrize(
+    ("keys", "admin_keys", "tenants", "complaint"),
+    [
+        (("",), (), (), "--api-key has an empty key"),
+        ((), ("",), (), "--admin-api-key has an empty key"),
+        ((), (), (("t", ("",)),), "tenant t has an empty key"),
+        (("a",), ("a",), (), "--admin-api-key has a key that --api-key has already"),
+        (("a", "a"), (), (), "--api-key has a key that --api-key has already"),
+        (("a",), (), (("t", ("a",)),), "tenant t has a key that --api-key has already"),
+        ((), ("a",), (("t", ("a",)),), "--admin-api-key has a key that tenant t has already"),
+        ((), (), (("t", ("a", "a")),), "tenant t has a key that tenant t has already"),
+        ((), (), (("t", ("a",)), ("u", ("a",))), "tenant u has a key that tenant t has already"),
+        ((), (), (("t", ("a",)), ("t", ("b",))), "tenant t is there twice"),
+        ((), (), (("t", ()),), "tenant t has no api_keys"),
+        ((), (), (("", ("a",)),), "a tenant is named ''; use 1 to 64"),
+        ((), (), (("x" * 65, ("a",)),), "use 1 to 64"),
+        ((), (), (("a b", ("a",)),), "named 'a b'"),
+        ((), (), (("t\n", ("a",)),), "use 1 to 64"),
+    ],
+)
+def test_keys_that_protect_nothing_or_two_things_are_refused(
+    keys: tuple[str, ...], admin_keys: tuple[str, ...], tenants: tuple[tuple[str, tuple[str, ...]], ...], complaint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Authenticator(keys, admin_keys, b"secret", [TenantEntry(name, own) for name, own in tenants])
+    assert complaint in str(caught.value)
+
+
+def test_no_error_and_no_printed_option_shows_a_key() -> None:
+    entry = TenantEntry("t", ("a-secret", "a-secret"))
+    with pytest.raises(ConfigError) as caught:
+        Authenticator((), (), b"secret", (entry,))
+    assert "a-secret" not in str(caught.value) + repr(entry)
