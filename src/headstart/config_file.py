@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
+from headstart.config_tables import read_tables
 from headstart.core.errors import ConfigError
 from headstart.options import EngineOptions, ServerOptions, check_values, flag_fields, flag_of
 
@@ -22,6 +23,12 @@ DEBUG_VARIABLE = PREFIX + "DEBUG"
 OPTION_CLASSES = (EngineOptions, ServerOptions)
 
 Options = TypeVar("Options", EngineOptions, ServerOptions)
+_TABLES = {
+    field.metadata["table"]: field.name
+    for options in OPTION_CLASSES
+    for field in dataclasses.fields(options)
+    if "table" in field.metadata
+}
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
@@ -33,8 +40,8 @@ def all_fields() -> list[dataclasses.Field[Any]]:
 def read_file(path: Path | None, folder: Path) -> dict[str, Any]:
     """The options that `path` holds, by field name; without a path, those of headstart.toml in `folder`, if any.
 
-    Raises ConfigError if a named file is missing, is no TOML, or holds a name that is no option or a value of the wrong
-    type.
+    A [[prefix]] that makes no sense is among the values with its reason: it must not stop a server. Raises ConfigError
+    if a named file is missing, is no TOML, or holds a name that is no option or a value of the wrong type.
     """
     found = path or folder / FILE_NAME
     if path is None and not found.is_file():
@@ -48,6 +55,9 @@ def read_file(path: Path | None, folder: Path) -> dict[str, Any]:
     known = _spellings()
     values: dict[str, Any] = {}
     for key, value in content.items():
+        if key in _TABLES:
+            values[_TABLES[key]] = read_tables(key, value, found)
+            continue
         field = known.get(key.replace("-", "_"))
         if field is None:
             raise ConfigError(f"{found}: unknown option {key!r}{_nearest(key.replace('-', '_'), known)}")

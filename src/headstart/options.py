@@ -38,6 +38,17 @@ class TenantEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixEntry:
+    """A [[prefix]] of headstart.toml: a text (its file is read already) or messages; or `error`, why it is neither."""
+
+    name: str
+    tenant: str = ""  # empty: public
+    text: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """What the engine process needs to know. Names follow vLLM's flags where the meaning is the same."""
 
@@ -127,6 +138,7 @@ class ServerOptions:
         (), "Key for /reset_prefix_cache and other admin calls.", LISTENING, secret=True
     )
     tenants: tuple[TenantEntry, ...] = _table("tenant")
+    prefixes: tuple[PrefixEntry, ...] = _table("prefix")
     max_num_queued_reqs: int = _option(1024, "Requests that may wait; more get 429.", BOUNDS, minimum=1)
     max_num_queued_tokens: int = _option(2_000_000, "Prompt tokens that may wait; more get 429.", BOUNDS, minimum=1)
     max_body_bytes: int = _option(4 * 1024 * 1024, "Largest request body.", BOUNDS, minimum=1024)
