@@ -133,7 +133,9 @@ class ServerOptions:
     served_model_name: str | None = _option(
         None, "Name in /v1/models (default: the model's id or folder name).", LISTENING
     )
-    api_key: tuple[str, ...] = _option((), "Key clients must send; repeat for several.", LISTENING, secret=True)
+    api_key: tuple[str, ...] = _option(
+        (), "Key clients must send; repeat for several, each a tenant that shares no cache.", LISTENING, secret=True
+    )
     admin_api_key: tuple[str, ...] = _option(
         (), "Key for /reset_prefix_cache and other admin calls.", LISTENING, secret=True
     )
