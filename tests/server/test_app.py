@@ -169,8 +169,8 @@ def test_a_port_in_use_is_one_line_and_code_2_before_anything_loads(server: Serv
     ("query", "options", "message"),
     [
         ("config=1", {}, "there is no such model; name another"),
-        ("", {"api_key": ("a",), "admin_api_key": ("a",)}, "they must differ"),
-        ("", {"api_key": ("",)}, "an API key is empty"),
+        ("", {"api_key": ("a",), "admin_api_key": ("a",)}, "has a key that --api-key has already"),
+        ("", {"api_key": ("",)}, "--api-key has an empty key"),
         ("", {"host": "256.1.1.1"}, "no address to listen on"),
     ],
 )
