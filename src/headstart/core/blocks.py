@@ -1,32 +1,65 @@
-"""BlockPool: block ids, reference counts, names, and the free blocks in eviction order.
+"""BlockPool: block ids, reference counts, names, pins, and the free blocks in the order in which they are used.
 
 It knows neither sequences nor tensors. Invariants (law 8), after every operation:
 
-    scratch + idle + referenced = num_blocks - 1, pairwise disjoint; block 0 is in none of them
+    scratch + idle + referenced + idle pinned = num_blocks - 1, pairwise disjoint; block 0 is in none of them
     every name belongs to one block, and only full, computed, finite blocks have one
 
-Free order: unpublished *scratch* first, last in first out; then published *idle* blocks, least recently released
-first. A table is released from its end, so a chain loses its tail before its head. Every operation is O(1) per block.
+Free order: unpublished *scratch* first, last in first out; then published *idle* blocks in the order of idle.py. A
+table is released from its end, so a chain loses its tail before its head. Every operation is O(1) per block, and
+O(tenants) per allocation. What has a pinned name is never evicted and, while nobody uses it, not free either.
 """
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
+from headstart.core.eviction import HOT, SEEN
 from headstart.core.hashing import BlockHash
+from headstart.core.history import Evicted, EvictionHistory
+from headstart.core.idle import IdleBlocks
+from headstart.core.request import DEFAULT_RETENTION, Retention
+
+HISTORY_POOLS = 8  # evicted names remembered at most, in pools; at least half as many
+
+
+class BlockListener(Protocol):
+    """Hears of every change of the index as it happens; must not call the pool back."""
+
+    def published(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+        """A block can be found from now on."""
+
+    def removed(self, name: BlockHash) -> None:
+        """A block cannot be found any more."""
+
+    def cleared(self) -> None:
+        """No block can be found any more; not told block by block."""
 
 
 class BlockPool:
-    """Hands out blocks `1 .. num_blocks - 1`. Block 0 is reserved: padding may point there."""
+    """Hands out blocks `1 .. num_blocks - 1`. Block 0 is reserved: padding may point there.
 
-    def __init__(self, num_blocks: int) -> None:
+    `tenant_floor` is the share of the pool, split evenly among the tenants seen, that nobody else can evict. The public
+    tenant, "", has none.
+    """
+
+    def __init__(self, num_blocks: int, *, eviction_policy: str = "lru", tenant_floor: float = 0.0) -> None:
         assert num_blocks >= 2, f"a pool of {num_blocks} blocks has none to hand out: block 0 is reserved"
         self.num_blocks = num_blocks
-        self.num_evictions = 0
+        self.listeners: list[BlockListener] = []
+        self.now = 0.0  # seconds; whoever drives the pool sets it, retention times are measured by it
+        self.evictions = {"capacity": 0, "failed": 0, "reset": 0}  # published blocks given up, by cause
         self._refs = [0] * num_blocks
         self._names: list[BlockHash | None] = [None] * num_blocks
         self._entries: dict[BlockHash, tuple[int, BlockHash, bytes]] = {}  # name -> (block, parent's name, tokens)
         self._scratch = list(range(num_blocks - 1, 0, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._idle = IdleBlocks(num_blocks, eviction_policy, tenant_floor)
+        self._marks, self._tenants = self._idle.marks, self._idle.tenants
+        self._pins: dict[BlockHash, int] = {}
+        self._idle_pinned: set[int] = set()
+        self._wants: Counter[BlockHash] = Counter()
+        self._new_wants: list[Sequence[BlockHash]] = []  # not counted yet: most are taken back first
+        self._history = EvictionHistory(HISTORY_POOLS * num_blocks)
         self._suspect: set[int] = set()  # may hold NaN: cleared before the next use
         self._to_zero: list[int] = []
 
@@ -36,11 +69,32 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
+        """Scratch and idle blocks; idle pinned ones are not free."""
         return len(self._scratch) + len(self._idle)
+
+    @property
+    def num_scratch(self) -> int:
+        return len(self._scratch)
+
+    @property
+    def num_pinned_idle(self) -> int:
+        return len(self._idle_pinned)
 
     @property
     def num_published(self) -> int:
         return len(self._entries)
+
+    @property
+    def num_pinned_names(self) -> int:
+        """Names that are pinned, published or not."""
+        return len(self._pins)
+
+    @property
+    def num_evictions(self) -> int:
+        """Published blocks that gave way to others."""
+        return self.evictions["capacity"]
+
+    # ------------------------------------------------------------------------------------------------- questions
 
     def lookup(self, names: Sequence[BlockHash], root: BlockHash, tokens: bytes, stride: int) -> list[int]:
         """Blocks of the longest run of `names` that is published, from the first on. Changes nothing.
@@ -59,102 +113,268 @@ class BlockPool:
             start += stride
         return found
 
+    def contains(self, name: BlockHash) -> bool:
+        """Whether a block of this name is published."""
+        return name in self._entries
+
+    def is_pinned(self, name: BlockHash) -> bool:
+        """Whether the name is pinned, published or not."""
+        return name in self._pins
+
+    def refs(self, block: int) -> int:
+        """References to a block; 0: free, or idle and pinned."""
+        return self._refs[block]
+
     def num_idle(self, block_ids: Sequence[int]) -> int:
-        """How many of these would leave the free blocks when acquired."""
-        refs = self._refs
-        return sum(1 for block in block_ids if refs[block] == 0)
+        """How many of these would leave the free blocks when acquired; idle pinned ones are not free to begin with."""
+        unused = list(map(self._refs.__getitem__, block_ids)).count(0)
+        if unused and self._idle_pinned:
+            unused -= sum(1 for block in block_ids if block in self._idle_pinned)
+        return unused
+
+    def num_available(self, block_ids: Sequence[int], tenant: str = "", *, last_resort: bool = False) -> int:
+        """Free blocks that `tenant` may allocate once it has acquired these (vLLM #3402: a hit is not also free).
+
+        Other tenants' shares are not available, unless as a last resort.
+        """
+        available = self.num_free - self.num_idle(block_ids)
+        if last_resort or not self._idle.has_shares:
+            return available
+        return available - self._idle.num_protected([b for b in block_ids if self._is_idle(b)], tenant)
+
+    def eviction_of(self, name: BlockHash) -> Evicted | None:
+        """What became of a block that is not published any more; None if that is not known (any more)."""
+        return self._history.get(name)
+
+    # ------------------------------------------------------------------------------------------------- use
 
     def acquire(self, block_ids: Sequence[int]) -> None:
         """Takes one more reference to published blocks."""
-        refs = self._refs
+        refs, names = self._refs, self._names
+        unused: list[int] = []
         for block in block_ids:
-            assert self._names[block] is not None, f"block {block} is not published: nobody may share it"
-            if refs[block] == 0:
-                del self._idle[block]
+            assert names[block] is not None, f"block {block} is not published: nobody may share it"
+            if not refs[block]:
+                unused.append(block)
             refs[block] += 1
+        if unused and self._idle_pinned:
+            pinned = self._idle_pinned.intersection(unused)
+            self._idle_pinned -= pinned
+            unused = [block for block in unused if block not in pinned] if pinned else unused
+        if unused:
+            self._idle.revive(unused)
 
-    def allocate(self, num: int) -> list[int]:
-        """`num` blocks for one owner, evicting idle ones when scratch is used up. The caller has checked `num_free`."""
-        assert num <= self.num_free, f"{num} blocks wanted, {self.num_free} free: check before allocating"
-        blocks: list[int] = []
-        for _ in range(num):
-            block = self._scratch.pop() if self._scratch else self._evict()
-            self._refs[block] = 1
-            blocks.append(block)
+    def allocate(self, num: int, tenant: str = "", *, by: str = "", last_resort: bool = False) -> list[int]:
+        """`num` blocks for one owner of `tenant`, evicting idle ones when scratch is used up.
+
+        `by` names the request it is for. The caller has checked `num_available`.
+        """
+        if num > len(self._scratch):
+            free = self.num_available((), tenant, last_resort=last_resort)
+            assert num <= free, f"{num} blocks wanted, {free} free: check before allocating"
+        refs, scratch = self._refs, self._scratch
+        blocks = [scratch.pop() for _ in range(min(num, len(scratch)))]
+        if num > len(blocks):
+            blocks += self._evict(num - len(blocks), tenant, by, last_resort)
+        for block in blocks:
+            refs[block] = 1
+        self._idle.sees(tenant)
         if self._suspect:
             self._to_zero += [block for block in blocks if block in self._suspect]
             self._suspect.difference_update(blocks)
         return blocks
 
-    def release(self, block_ids: Sequence[int]) -> None:
-        """Gives one reference to each block back, from the end: a chain's tail is evicted before its head."""
-        refs = self._refs
-        for block in reversed(block_ids):
-            assert refs[block] > 0, f"block {block} is released twice"
-            refs[block] -= 1
-            if refs[block] == 0:
-                if self._names[block] is None:
-                    self._scratch.append(block)
-                else:
-                    self._idle[block] = None
+    def release(self, block_ids: Sequence[int], retention: Retention = DEFAULT_RETENTION) -> None:
+        """Gives one reference to each block back, from the end: a chain's tail is evicted before its head.
 
-    def publish(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> bool:
-        """Makes a full, computed block findable; False if an equal one is already, and this one stays private."""
+        `retention` is what their user asks for published ones.
+        """
+        refs, names, scratch = self._refs, self._names, self._scratch
+        idle: list[int] = []
+        held: list[int] = []
+        for block in reversed(block_ids):
+            count = refs[block] - 1
+            assert count >= 0, f"block {block} is released twice"
+            refs[block] = count
+            if count:
+                held.append(block)
+            elif names[block] is None:
+                scratch.append(block)
+            else:
+                idle.append(block)
+        if idle and self._pins:
+            pinned = [block for block in idle if names[block] in self._pins]
+            self._idle_pinned.update(pinned)
+            held += pinned
+            idle = [block for block in idle if block not in self._idle_pinned] if pinned else idle
+        hot = self._idle.add(idle, retention, self.now) if idle else 0
+        if held:
+            self._idle.note_users(held, retention, self.now, SEEN | hot if retention == DEFAULT_RETENTION else hot)
+
+    def publish(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes, tenant: str = "") -> bool:
+        """Makes a full, computed block findable; False if an equal one is already, and this one stays private.
+
+        It counts against the share of `tenant`.
+        """
         assert self._refs[block] > 0, f"block {block} is published without an owner"
         assert self._names[block] is None, f"block {block} is published twice"
         if name in self._entries:
             return False
         self._entries[name] = (block, parent, tokens)
         self._names[block] = name
+        evicted = self._history.forget(name)
+        self._marks[block] = HOT if evicted is not None and evicted.cause == "capacity" else 0
+        self._tenants[block] = tenant
+        self._idle.sees(tenant)
+        for listener in self.listeners:
+            listener.published(block, name, parent, tokens)
         return True
+
+    # ------------------------------------------------------------------------------------------------- keeping
+
+    def want(self, names: Sequence[BlockHash]) -> None:
+        """Counts a queued request that is about to use these blocks: while idle they are evicted after all others.
+
+        Names of one chain, published or not, from its head on.
+        """
+        self._new_wants.append(names[:])
+        if len(self._new_wants) > 16:
+            self._count_wants()
+
+    def unwant(self, names: Sequence[BlockHash]) -> None:
+        """Takes back what `want` counted, in one call or several."""
+        if names in self._new_wants:
+            self._new_wants.remove(names)
+        else:
+            self._count_wants()
+            wants = self._wants
+            for name in names:
+                assert name in wants, f"block {name.hex()} is unwanted more often than wanted"
+                if wants[name] == 1:
+                    del wants[name]
+                else:
+                    wants[name] -= 1
+        if self._idle.num_aside:
+            blocks = [self._entries[name][0] for name in reversed(names) if name in self._entries]
+            self._idle.unwanted([block for block in blocks if self._is_idle(block)], self._is_wanted)
+
+    def pin(self, names: Iterable[BlockHash]) -> None:
+        """Keeps what has or will have these names from eviction, once more for each call."""
+        for name in names:
+            self._pins[name] = self._pins.get(name, 0) + 1
+            entry = self._entries.get(name)
+            if entry is not None and self._is_idle(entry[0]):
+                self._idle.remove(entry[0])
+                self._idle_pinned.add(entry[0])
+
+    def unpin(self, names: Sequence[BlockHash]) -> None:
+        """Takes back one `pin` of each name; the last one makes the blocks ordinary cache, just used."""
+        for name in reversed(names):
+            count = self._pins.get(name, 0)
+            assert count > 0, f"block {name.hex()} is unpinned more often than pinned"
+            if count > 1:
+                self._pins[name] = count - 1
+                continue
+            del self._pins[name]
+            entry = self._entries.get(name)
+            if entry is not None and entry[0] in self._idle_pinned:
+                self._idle_pinned.remove(entry[0])
+                self._idle.put(entry[0])
+
+    # ------------------------------------------------------------------------------------------------- forgetting
 
     def distrust(self, block_ids: Sequence[int]) -> None:
         """Blocks of a row that failed: nobody finds them any more, and they are zeroed before they are used again."""
+        evicted = Evicted("failed", "", self.now)
         for block in block_ids:
             self._suspect.add(block)
-            name = self._names[block]
-            if name is not None:
-                del self._entries[name]
-                self._names[block] = None
-                if self._idle.pop(block, 0) is None:
-                    self._scratch.append(block)
+            if self._names[block] is not None:
+                self._vacate(block)
+                self._forget(block, evicted)
 
     def take_blocks_to_zero(self) -> list[int]:
         """Newly allocated blocks whose content may not be finite; each is reported once, before its first use."""
         blocks, self._to_zero = self._to_zero, []
         return blocks
 
-    def clear(self) -> None:
-        """Forgets every published block; blocks in use stay with their owners."""
-        for name, (block, _, _) in self._entries.items():
-            assert self._names[block] == name
-            self._names[block] = None
-        self._entries.clear()
-        self._scratch.extend(reversed(self._idle))
-        self._idle.clear()
+    def clear(self, *, pinned: bool = False) -> None:
+        """Forgets every published block; those in use stay with their owners, pinned ones stay published.
+
+        `pinned`: these are forgotten too. Their names stay pinned, and may be computed again.
+        """
+        kept = {name for name in self._pins if name in self._entries} if not pinned else set[BlockHash]()
+        evicted = Evicted("reset", "", self.now)
+        for block in reversed([b for name, (b, _, _) in self._entries.items() if name not in kept]):
+            self._vacate(block)
+            self._forget(block, evicted, tell=bool(kept))
+        if not kept:
+            for listener in self.listeners:
+                listener.cleared()
 
     def check(self) -> None:
         """Asserts law 8; O(num_blocks), for tests and post-mortems."""
-        scratch, idle = set(self._scratch), set(self._idle)
+        scratch, idle, pinned = set(self._scratch), set(self._idle), self._idle_pinned
         referenced = {block for block, refs in enumerate(self._refs) if refs > 0}
+        states = (scratch, idle, referenced, pinned)
         assert len(scratch) == len(self._scratch), "a block is twice in scratch"
-        assert not (scratch & idle or scratch & referenced or idle & referenced), "a block is in two states"
-        assert scratch | idle | referenced == set(range(1, self.num_blocks)), "a block is lost, or block 0 in use"
+        assert len(idle) == len(self._idle), "a block is twice among the idle ones"
+        everything = set[int]().union(*states)
+        assert sum(map(len, states)) == len(everything), "a block is in two states"
+        assert everything == set(range(1, self.num_blocks)), "a block is lost, or block 0 in use"
         assert min(self._refs) >= 0, "negative reference count"
-        assert idle == {b for b, name in enumerate(self._names) if name is not None} - referenced
+        published = {block for block, name in enumerate(self._names) if name is not None}
+        assert idle | pinned == published - referenced
+        assert all(self._names[block] in self._pins for block in pinned), "a block is kept that nobody pinned"
+        assert not any(self._names[block] in self._pins for block in idle), "a pinned block may be evicted"
         for name, (block, _, _) in self._entries.items():
             assert self._names[block] == name, f"block {block} and the index disagree"
-        assert sum(name is not None for name in self._names) == len(self._entries)
+            assert self._history.get(name) is None, f"block {block} is published and evicted"
+        assert len(published) == len(self._entries)
+        assert len(self._history) <= HISTORY_POOLS * self.num_blocks
+        self._idle.check()
 
-    def refs(self, block: int) -> int:
-        """References to a block; 0: free."""
-        return self._refs[block]
+    # ------------------------------------------------------------------------------------------------------------
 
-    def _evict(self) -> int:
-        block, _ = self._idle.popitem(last=False)
+    def _is_idle(self, block: int) -> bool:
+        return not self._refs[block] and self._names[block] is not None and block not in self._idle_pinned
+
+    def _is_wanted(self, block: int) -> bool:
+        return self._names[block] in self._wants
+
+    def _count_wants(self) -> None:
+        for names in self._new_wants:
+            self._wants.update(names)
+        self._new_wants.clear()
+
+    def _evict(self, num: int, tenant: str, by: str, last_resort: bool) -> list[int]:
+        if self._new_wants:
+            self._count_wants()
+        wanted: Callable[[int], bool] | None = self._is_wanted if self._wants else None
+        blocks = self._idle.evict(num, tenant, last_resort, self.now, wanted)
+        evicted = Evicted("capacity", by, self.now)
+        for block in blocks:
+            self._forget(block, evicted)
+        return blocks
+
+    def _vacate(self, block: int) -> None:
+        """Makes a published block that is idle, pinned or not, scratch."""
+        if self._refs[block]:
+            return
+        if block in self._idle_pinned:
+            self._idle_pinned.remove(block)
+        else:
+            self._idle.remove(block)
+        self._scratch.append(block)
+
+    def _forget(self, block: int, evicted: Evicted, *, tell: bool = True) -> None:
+        """Takes its name from a block that is idle no more."""
         name = self._names[block]
-        assert name is not None, f"idle block {block} has no name"
+        assert name is not None, f"block {block} has no name to forget"
         del self._entries[name]
         self._names[block] = None
-        self.num_evictions += 1
-        return block
+        self._history.add(name, evicted)
+        self._idle.retentions.drop(block)
+        self.evictions[evicted.cause] += 1
+        if tell:
+            for listener in self.listeners:
+                listener.removed(name)
