@@ -109,9 +109,16 @@ def make_engine(
     enable_prefix_caching: bool = True,
     policy: str = "fcfs",
     cache_aware_accounting: bool = True,
+    lpm_k: int = 4,
+    eviction_policy: str = "lru",
+    tenant_floor: float = 0.0,
+    expects_short_outputs: bool = False,
     **limits: int,
 ) -> Engine:
-    """A small engine over the checking executor: 8 usable blocks of 4 tokens."""
+    """A small engine over the checking executor: 8 usable blocks of 4 tokens.
+
+    One that `expects_short_outputs` admits too many for its pool, so that some have to give way.
+    """
     values = {"max_batched_tokens": 64, "max_seqs": 8, "max_model_len": 64} | limits
     scheduler = Scheduler(
         num_blocks,
@@ -120,7 +127,12 @@ def make_engine(
         enable_prefix_caching=enable_prefix_caching,
         policy=policy,
         cache_aware_accounting=cache_aware_accounting,
+        lpm_k=lpm_k,
+        eviction_policy=eviction_policy,
+        tenant_floor=tenant_floor,
     )
+    for _ in range(300 * expects_short_outputs):
+        scheduler.room.finished(1)
     return Engine(scheduler, CheckingExecutor(num_blocks, block_size, poison))
 
 

@@ -183,7 +183,7 @@ def corrupted_blocks_noticed(folder: Path, seed: int, cases: int, num_tokens: in
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(12, 40))]
         clean = run_staggered(engine, [greedy("cold", prompt, num_tokens)], rng, Tally())["cold"]
         engine.add_request(greedy("warm", prompt, num_tokens))
-        hit = engine.scheduler.cache.match(engine.scheduler.waiting[0])
+        hit = engine.scheduler.cache.match(next(iter(engine.scheduler.waiting)))
         victim = rng.choice(hit.block_ids[-3:])  # 12 tokens: inside the smallest window of the tiny models
         stranger = rng.choice([block for block in hit.block_ids if block != victim])
         runner = engine.executor

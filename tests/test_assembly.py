@@ -60,7 +60,7 @@ def test_different_dtypes_never_share_block_names(tiny: Path) -> None:
     request = Request("a", array("i", range(20)))
     for engine in engines:
         engine.add_request(request)
-    first, second = (engine.scheduler.waiting[0].block_hashes for engine in engines)
+    first, second = (next(iter(engine.scheduler.waiting)).block_hashes for engine in engines)
     assert first and first != second
 
 
@@ -69,7 +69,7 @@ def test_different_dtypes_never_share_block_names(tiny: Path) -> None:
     [
         ({"block_size": 24}, "multiple of 16"),
         ({"block_size": 0}, "at least 16"),
-        ({"scheduling_policy": "sjf"}, "choose one of fcfs, priority"),
+        ({"scheduling_policy": "sjf"}, "choose one of lpm, fcfs, priority"),
         ({"max_model_len": 1}, "at least 2"),
         ({"max_num_seqs": 0}, "at least 1"),
         ({"max_num_batched_tokens": 8}, "smaller than max_seqs"),

@@ -68,7 +68,7 @@ def test_statistics_add_up() -> None:
 
 
 def test_refused_admissions_count_one_query_and_cached_tokens_never_change() -> None:
-    engine = make_engine(num_blocks=7, max_model_len=24)
+    engine = make_engine(num_blocks=7, max_model_len=24, expects_short_outputs=True)
     first = make_request("a", [1] * 9, 12)
     generate(engine, make_request("seed", [1] * 9))
     engine.add_request(first)
@@ -79,7 +79,7 @@ def test_refused_admissions_count_one_query_and_cached_tokens_never_change() -> 
 
 
 def test_prompt_logprobs_come_once_and_in_order_whatever_is_recomputed() -> None:
-    engine = make_engine(num_blocks=7, max_model_len=24, max_batched_tokens=8, max_seqs=4)
+    engine = make_engine(num_blocks=7, max_model_len=24, max_batched_tokens=8, max_seqs=4, expects_short_outputs=True)
     sampling = SamplingParams(temperature=0.0, max_tokens=12, prompt_logprobs=0)
     for rid, first in (("a", 1), ("b", 20)):
         engine.add_request(Request(rid, array("i", range(first, first + 9)), sampling))

@@ -8,7 +8,7 @@ from headstart.core.request import Sequence
 
 def sequence(order: int, urgent: int = 0) -> Sequence:
     request = make_request(f"r{order}", [1], priority=urgent)
-    return Sequence(request, request.prompt, root=b"", order=order)  # type: ignore[arg-type]
+    return Sequence(request, request.prompt, root=b"", region=b"", order=order)  # type: ignore[arg-type]
 
 
 def test_sequences_stay_in_the_order_of_their_key_whatever_the_order_of_adding() -> None:
@@ -40,7 +40,7 @@ def test_fcfs_admits_in_order_of_arrival_and_priority_by_urgency() -> None:
 
 
 def test_the_least_urgent_gives_way_and_resumes_before_newcomers() -> None:
-    engine = make_engine(num_blocks=7, policy="priority", max_model_len=24)
+    engine = make_engine(num_blocks=7, policy="priority", max_model_len=24, expects_short_outputs=True)
     engine.add_request(make_request("late", [1] * 5, 11, priority=1))
     engine.add_request(make_request("early", [2] * 5, 11, priority=0))
     while not engine.stats().num_preemptions:

@@ -11,10 +11,11 @@ from typing import Any
 
 from hypothesis import Phase, settings
 
-from headstart.core import kv_cache, scheduler
+from headstart.core import kv_cache, plan
 from headstart.core.blocks import BlockPool
 from headstart.core.hashing import BlockHash
 from headstart.core.kv_cache import Hit, KVCache
+from headstart.core.plan import Plan
 from headstart.core.scheduler import Scheduler
 
 
@@ -32,8 +33,8 @@ def double_free() -> None:
 def early_publish() -> None:
     extend = KVCache.extend
 
-    def planted(self: KVCache, seq: Any, hit: Hit, num_tokens: int) -> bool:
-        done = extend(self, seq, hit, num_tokens)
+    def planted(self: KVCache, seq: Any, hit: Hit, num_tokens: int, **options: bool) -> bool:
+        done = extend(self, seq, hit, num_tokens, **options)
         if done:  # at allocation, as several engines do, instead of after the forward pass
             computed, seq.num_computed_tokens = seq.num_computed_tokens, num_tokens
             self.publish(seq)
@@ -64,7 +65,9 @@ def whole_prompt_hit() -> None:
 
 
 def unchained_hash() -> None:
-    def planted(hashes: list[Any], token_ids: Any, block_size: int, root: bytes, *, until: int | None = None) -> None:
+    def planted(
+        hashes: list[Any], token_ids: Any, block_size: int, root: bytes, *, until: int | None = None, **_: Any
+    ) -> None:
         end = len(token_ids) if until is None else until
         for index in range(len(hashes), end // block_size):
             tokens = token_ids[index * block_size : (index + 1) * block_size]
@@ -74,22 +77,25 @@ def unchained_hash() -> None:
 
 
 def idle_hits_counted_as_free() -> None:
-    KVCache.num_available = lambda self, hit: self.pool.num_free  # type: ignore[method-assign]
+    KVCache.num_available = lambda self, seq, hit, last_resort=False: (  # type: ignore[method-assign]
+        self.pool.num_available((), seq.request.tenant, last_resort=last_resort)
+    )
 
 
 def budget_double_count() -> None:
-    add = scheduler._Plan.add
+    add = Plan.add
 
-    def planted(self: Any, seq: Any, start: int, n: int, *, extra: int = 0) -> None:
-        add(self, seq, start, n, extra=seq.num_computed_tokens if not seq.num_output_tokens else extra)
+    def planted(self: Any, seq: Any, start: int, n: int, *, writes: bool, extra: int = 0) -> None:
+        charged = seq.num_computed_tokens if not seq.num_output_tokens else extra
+        add(self, seq, start, n, writes=writes, extra=charged)
 
-    scheduler._Plan.add = planted  # type: ignore[method-assign]
+    Plan.add = planted  # type: ignore[method-assign]
 
 
 def no_alignment() -> None:
-    planted = scheduler.chunk_len
-    scheduler.chunk_len = lambda want, start, budget, limits, alone: planted(  # type: ignore[assignment]
-        want, start, budget, scheduler.Limits(limits.max_batched_tokens, limits.max_seqs), alone=alone
+    planted = plan.chunk_len
+    plan.chunk_len = lambda want, start, budget, limits, alone: planted(  # type: ignore[assignment]
+        want, start, budget, plan.Limits(limits.max_batched_tokens, limits.max_seqs), alone=alone
     )
 
 

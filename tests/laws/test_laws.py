@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from headstart.core.batch import Batch
 from headstart.core.engine import Engine
 from headstart.core.limits import charge
-from headstart.core.request import CacheMode, Request, Status
+from headstart.core.request import CacheMode, Request, Retention, Status
+from headstart.core.room import MAX_PREEMPTIONS
 
 BLOCK = 4
 
@@ -34,12 +35,17 @@ class SchedulerLaws(RuleBasedStateMachine):
         long_prefill=st.sampled_from([0, 0, 4, 6]),
         align=st.sampled_from([1, 1, 4]),
         ceil=st.booleans(),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(["fcfs", "priority", "lpm"]),
+        k=st.integers(1, 4),
+        eviction=st.sampled_from(["lru", "2q"]),
+        floor=st.sampled_from([0.0, 0.5]),
+        short=st.booleans(),
+        least=st.sampled_from([1, 8]),
         caching=st.sampled_from([True, True, True, False]),
     )
     def start(
         self, num_blocks: int, budget: int, max_seqs: int, long_prefill: int, align: int, ceil: bool, policy: str,
-        caching: bool,
+        k: int, eviction: str, floor: float, short: bool, least: int, caching: bool,
     ) -> None:  # fmt: skip
         if align > 1:
             budget = max(budget, max_seqs + align)
@@ -50,6 +56,11 @@ class SchedulerLaws(RuleBasedStateMachine):
             poison=lambda chunk: chunk.request_id in self.poisoned,
             enable_prefix_caching=caching,
             policy=policy,
+            lpm_k=k,
+            eviction_policy=eviction,
+            tenant_floor=floor,
+            expects_short_outputs=short,
+            min_followed_tokens=least,
             max_batched_tokens=max(budget, max_seqs),
             max_seqs=max_seqs,
             long_prefill_threshold=long_prefill,
@@ -62,12 +73,16 @@ class SchedulerLaws(RuleBasedStateMachine):
         self.done: set[str] = set()
         self.count = 0
 
-    @rule(prompt=prompts(), max_tokens=st.integers(1, 8), mode=st.sampled_from(CacheMode), urgent=st.integers(0, 2))
-    def add(self, prompt: list[int], max_tokens: int, mode: CacheMode, urgent: int) -> None:
+    @rule(prompt=prompts(), max_tokens=st.integers(1, 8), mode=st.sampled_from(CacheMode), urgent=st.integers(0, 2),
+          tenant=st.sampled_from(["", "a", "b"]), hint=st.sampled_from([0, 50, 90]))  # fmt: skip
+    def add(self, prompt: list[int], max_tokens: int, mode: CacheMode, urgent: int, tenant: str, hint: int) -> None:
         if -(-(len(prompt) + max_tokens - 1) // BLOCK) > self.engine.scheduler.pool.num_usable or self.count > 60:
             return
         self.count += 1
-        request = make_request(f"r{self.count}", prompt, max_tokens, cache=mode, priority=urgent)
+        request = make_request(
+            f"r{self.count}", prompt, max_tokens, cache=mode, priority=urgent, tenant=tenant, domain=tenant.encode(),
+            retention=Retention(hint, 3.0 if hint > 50 else 0.0),
+        )  # fmt: skip
         self.requests[request.request_id] = request
         self.tokens[request.request_id] = []
         self.engine.add_request(request)
@@ -130,6 +145,9 @@ def check_step(engine: Engine, tokens: dict[str, list[int]], done: set[str], poi
     executor.batches.clear()
     for output in outputs:
         assert output.request_id not in done, "news of a request that ended"
+        if output.ledger is not None:
+            assert sum(output.ledger) == output.num_prompt_tokens and min(output.ledger) >= 0
+            assert output.ledger.cached == output.num_cached_tokens < output.num_prompt_tokens
         tokens[output.request_id] += output.token_ids
         if output.finish_reason is not None:
             done.add(output.request_id)
@@ -155,6 +173,7 @@ def check_batch(engine: Engine, batch: Batch, computed: dict[str, int]) -> None:
 def check_laws(engine: Engine) -> None:
     """Laws 1, 2, 3 and 8 on the state between two steps."""
     scheduler = engine.scheduler
+    scheduler.waiting.refresh()
     scheduler.pool.check()  # law 8
     executor = engine.executor
     assert isinstance(executor, CheckingExecutor)
@@ -169,10 +188,12 @@ def check_laws(engine: Engine) -> None:
                 assert executor.slots[slot] == (position, seq.token_ids[position])
     for block in range(1, scheduler.pool.num_blocks):
         assert scheduler.pool.refs(block) == references.get(block, 0), "a reference without a table, or the reverse"
+    assert all(seq.num_preemptions <= MAX_PREEMPTIONS for seq in (*scheduler.running, *scheduler.waiting))
     for seq in scheduler.waiting:
         assert not seq.block_ids and seq.num_computed_tokens == 0
         hit = scheduler.cache.match(seq)
         assert hit.num_tokens < len(seq.token_ids)  # law 3
+        assert scheduler.waiting.depth_of(seq) >= len(hit.block_ids), "the queue knows less than there is"
         for index, block in enumerate(hit.block_ids):  # laws 2 and 3: contiguous, full, computed, the right tokens
             held = executor.slots[block * BLOCK : (block + 1) * BLOCK]
             due = seq.token_ids[index * BLOCK : (index + 1) * BLOCK]

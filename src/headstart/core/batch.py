@@ -60,6 +60,25 @@ class StepResult(NamedTuple):
     elapsed: float
 
 
+class Ledger(NamedTuple):
+    """Where a prompt's KV came from, in tokens; always pinned + shared + store + followed + computed = prompt.
+
+    `pinned`, `shared` and `store` are what was there when its turn came; `followed` is what others computed while it
+    waited for them or ran beside them; `computed` is the rest, counted once: replays after a preemption are apart.
+    """
+
+    pinned: int = 0
+    shared: int = 0
+    store: int = 0
+    followed: int = 0
+    computed: int = 0
+
+    @property
+    def cached(self) -> int:
+        """What clients are told as cached_tokens."""
+        return self.pinned + self.shared + self.store + self.followed
+
+
 class Output(NamedTuple):
     """News of one request after a step: tokens since the last Output, and why it ended if it did."""
 
@@ -71,3 +90,5 @@ class Output(NamedTuple):
     num_cached_tokens: int = 0
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    ledger: Ledger | None = None  # with the first output token
+    scheduled_at: float = 0.0  # when it was admitted first, on the clock given to the scheduler

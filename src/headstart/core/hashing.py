@@ -33,12 +33,31 @@ def root_hash(model: bytes, *, adapter: str | None = None, domain: bytes = b"") 
     return BlockHash(digest.digest())
 
 
+def region_hash(parent: BlockHash, domain: bytes) -> BlockHash:
+    """Names the border behind a public prefix: the parent of the first block that belongs to one domain alone."""
+    digest = hashlib.sha256(FORMAT_VERSION + b"/region")
+    for field in (parent, domain):
+        digest.update(len(field).to_bytes(8, "little"))
+        digest.update(field)
+    return BlockHash(digest.digest())
+
+
 def extend_hashes(
-    hashes: list[BlockHash], token_ids: "array[int]", block_size: int, root: BlockHash, *, until: int | None = None
+    hashes: list[BlockHash],
+    token_ids: "array[int]",
+    block_size: int,
+    root: BlockHash,
+    *,
+    until: int | None = None,
+    parent: BlockHash | None = None,
 ) -> None:
-    """Appends to `hashes` the names of the full blocks of `token_ids[:until]` that it does not hold yet."""
+    """Appends to `hashes` the names of the full blocks of `token_ids[:until]` that it does not hold yet.
+
+    The first of them hangs on the last name there is, or on `root` if there is none, or on `parent` if one is given.
+    """
     end = len(token_ids) if until is None else until
-    parent = hashes[-1] if hashes else root
+    if parent is None:
+        parent = hashes[-1] if hashes else root
     sha256 = hashlib.sha256
     with memoryview(token_ids) as ids, ids.cast("B") as raw:
         stride = ids.itemsize * block_size

@@ -1,21 +1,28 @@
-"""KVCache: match, extend, publish and release the blocks of one sequence.
+"""KVCache: name, match, extend, publish and release the blocks of one sequence.
 
 The only place where tokens become blocks. Reuse is contiguous from position 0 or it is nothing, in whole blocks, and
-leaves at least one token to compute (law 3).
+leaves at least one token to compute (law 3). Names: leading blocks that lie in a public pinned prefix are named as
+anybody's, all that follow belong to the request's isolation domain.
 """
 
+from collections.abc import Container
 from typing import NamedTuple
 
 from headstart.core.blocks import BlockPool
-from headstart.core.hashing import extend_hashes
-from headstart.core.request import CacheMode, Sequence
+from headstart.core.events import EventLog
+from headstart.core.hashing import BlockHash, extend_hashes, region_hash, root_hash
+from headstart.core.request import CacheMode, Request, Sequence
 
 
 class Hit(NamedTuple):
-    """Published blocks a sequence could take over, and how many of its tokens they save."""
+    """Published blocks a sequence could take over, in place of its own from block `start_block` on.
+
+    `num_tokens` is how many of its tokens would then be computed.
+    """
 
     block_ids: tuple[int, ...] = ()
     num_tokens: int = 0
+    start_block: int = 0
 
 
 NO_HIT = Hit()
@@ -24,66 +31,93 @@ NO_HIT = Hit()
 class KVCache:
     """The block tables over one pool. `enabled` False: nothing is hashed, found or published."""
 
-    def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool = True) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, *, model: bytes = b"", enabled: bool = True) -> None:
         self.pool = pool
         self.block_size = block_size
         self.enabled = enabled
+        self.public_names: Container[BlockHash] = frozenset()  # of the blocks of public pinned prefixes
+        self.event_log: EventLog | None = None
+        self._model = model
 
-    def name_blocks(self, seq: Sequence) -> None:
-        """Names every full block of the sequence that has no name yet; called on arrival, off the step's path."""
-        if self.enabled and seq.request.cache is not CacheMode.BYPASS:
-            extend_hashes(seq.block_hashes, seq.token_ids, self.block_size, seq.root)
+    def new_sequence(self, request: Request, order: int) -> Sequence:
+        """A sequence with its blocks named: on arrival, off the step's path."""
+        root = root_hash(self._model, adapter=request.adapter, domain=request.domain)
+        seq = Sequence(request, request.prompt[:], root, root, order)
+        if self.enabled and request.cache is not CacheMode.BYPASS:
+            if request.domain and self.public_names:
+                self._name_public_blocks(seq)
+            self.name_blocks(seq)
+        return seq
+
+    def name_blocks(self, seq: Sequence, until: int | None = None) -> None:
+        """Names every full block of `token_ids[:until]` that has no name yet."""
+        hashes = seq.block_hashes
+        at_border = len(hashes) == seq.num_public_blocks
+        parent = seq.region if at_border else None
+        extend_hashes(hashes, seq.token_ids, self.block_size, seq.root, until=until, parent=parent)
 
     def match(self, seq: Sequence) -> Hit:
-        """The longest published prefix of a sequence that has no blocks. Changes nothing but the names it lacks.
+        """The longest run of published blocks from the first that the sequence still needs. Changes nothing.
 
-        When every token is cached, the last block is in the hit and its last token is not: that one is recomputed
-        without being written, because its logits are needed.
+        For a waiting sequence that is a prefix; for one in mid prefill it is what others have published meanwhile, and
+        taking it over drops the last block it has, if that is partly filled. When every token is cached, the last block
+        is in the hit and its last token is not: that one is recomputed without being written, for its logits.
         """
-        if not self._reads(seq):
+        if not self.reads(seq):
             return NO_HIT
-        self.name_blocks(seq)
-        raw = seq.token_ids.tobytes()
-        stride = self.block_size * seq.token_ids.itemsize
-        blocks = self.pool.lookup(seq.block_hashes, seq.root, raw, stride)
-        num_tokens = min(len(blocks) * self.block_size, len(seq.token_ids) - 1)
-        return Hit(tuple(blocks), num_tokens) if num_tokens > 0 else NO_HIT
+        index, names = seq.num_computed_tokens // self.block_size, seq.block_hashes
+        if index >= len(names) or not self.pool.contains(names[index]):
+            return NO_HIT
+        blocks = self._lookup(seq, index)
+        num_tokens = min((index + len(blocks)) * self.block_size, len(seq.token_ids) - 1)
+        return Hit(tuple(blocks), num_tokens, index) if num_tokens > seq.num_computed_tokens else NO_HIT
 
     def num_new_blocks(self, seq: Sequence, hit: Hit, num_tokens: int) -> int:
         """Blocks to allocate so that the table covers `num_tokens`. Changes nothing."""
-        return max(-(-num_tokens // self.block_size) - len(seq.block_ids) - len(hit.block_ids), 0)
+        covered = hit.start_block + len(hit.block_ids) if hit.block_ids else len(seq.block_ids)
+        return max(-(-num_tokens // self.block_size) - covered, 0)
 
-    def num_available(self, hit: Hit) -> int:
-        """Free blocks that are left once the hit is taken over: an idle hit is not also free (vLLM #3402)."""
-        return self.pool.num_free - self.pool.num_idle(hit.block_ids)
+    def num_available(self, seq: Sequence, hit: Hit, *, last_resort: bool = False) -> int:
+        """Free blocks left to the sequence once the hit is taken over: an idle hit is not also free (vLLM #3402)."""
+        return self.pool.num_available(hit.block_ids, seq.request.tenant, last_resort=last_resort)
 
-    def extend(self, seq: Sequence, hit: Hit, num_tokens: int) -> bool:
-        """Takes over `hit` and makes the table cover `num_tokens`; or changes nothing and says False."""
+    def extend(self, seq: Sequence, hit: Hit, num_tokens: int, *, last_resort: bool = False) -> bool:
+        """Takes over `hit` and makes the table cover `num_tokens`; or changes nothing and says False.
+
+        `last_resort` lets it evict what other tenants are promised to keep.
+        """
         new = self.num_new_blocks(seq, hit, num_tokens)
         if not new and not hit.block_ids:
             return True
-        if new > self.num_available(hit):
+        dropped = seq.block_ids[hit.start_block :] if hit.block_ids else []
+        if new > self.num_available(seq, hit, last_resort=last_resort) + len(dropped):
             return False
         if hit.block_ids:
-            assert not seq.block_ids, f"{seq.request_id} takes over a prefix but has blocks already"
             self.pool.acquire(hit.block_ids)
-            seq.block_ids.extend(hit.block_ids)
+            if dropped:
+                assert len(dropped) == 1 and seq.num_published_blocks <= hit.start_block, "only a partial block may go"
+                self.pool.release(dropped)
+            seq.block_ids[hit.start_block :] = hit.block_ids
             seq.num_computed_tokens = hit.num_tokens
-            seq.num_published_blocks = len(hit.block_ids)
-        seq.block_ids += self.pool.allocate(new)
+            seq.num_published_blocks = len(seq.block_ids)
+        if new:
+            request = seq.request
+            seq.block_ids += self.pool.allocate(new, request.tenant, by=request.request_id, last_resort=last_resort)
         return True
 
     def publish(self, seq: Sequence) -> None:
         """Publishes what has become full and computed. Only after the forward pass that wrote it has returned."""
         full = seq.num_computed_tokens // self.block_size
-        if full <= seq.num_published_blocks or not self._writes(seq):
+        if full <= seq.num_published_blocks or not self.writes(seq):
             return
-        extend_hashes(seq.block_hashes, seq.token_ids, self.block_size, seq.root, until=full * self.block_size)
-        size = self.block_size
+        self.name_blocks(seq, until=full * self.block_size)
+        if self.event_log is not None:
+            self.event_log.publishing(seq)
+        size, tenant = self.block_size, seq.request.tenant
         for index in range(seq.num_published_blocks, full):
-            parent = seq.block_hashes[index - 1] if index else seq.root
             tokens = seq.token_ids[index * size : (index + 1) * size].tobytes()
-            self.pool.publish(seq.block_ids[index], seq.block_hashes[index], parent, tokens)
+            owner = tenant if index >= seq.num_public_blocks else ""
+            self.pool.publish(seq.block_ids[index], seq.block_hashes[index], self.parent(seq, index), tokens, owner)
         seq.num_published_blocks = full
 
     def release(self, seq: Sequence, *, failed: bool = False) -> None:
@@ -91,14 +125,55 @@ class KVCache:
         blocks = seq.block_ids
         if failed:
             self.pool.distrust(blocks)
-        self.pool.release(blocks)
+        self.pool.release(blocks, seq.request.retention)
         seq.block_ids = []
         seq.num_computed_tokens = 0
         seq.num_published_blocks = 0
 
-    def _reads(self, seq: Sequence) -> bool:
+    def reads(self, seq: Sequence) -> bool:
+        """Whether it takes over what others computed. Log-probabilities of the prompt have to be computed."""
         request = seq.request
         return self.enabled and request.cache is not CacheMode.BYPASS and request.sampling.prompt_logprobs is None
 
-    def _writes(self, seq: Sequence) -> bool:
+    def writes(self, seq: Sequence) -> bool:
+        """Whether others may take over what it computes."""
         return self.enabled and seq.request.cache is CacheMode.READ_WRITE
+
+    def num_pinned_blocks(self, names: list[BlockHash]) -> int:
+        """How many leading `names` are pinned."""
+        return next((index for index, name in enumerate(names) if not self.pool.is_pinned(name)), len(names))
+
+    def parent(self, seq: Sequence, index: int) -> BlockHash:
+        """Parent's name of one of its named blocks."""
+        if index == seq.num_public_blocks:
+            return seq.region
+        return seq.block_hashes[index - 1] if index else seq.root
+
+    def _name_public_blocks(self, seq: Sequence) -> None:
+        """Names leading blocks as anybody's, as long as these names are those of a public pinned prefix."""
+        size, public = self.block_size, self.public_names
+        root = root_hash(self._model, adapter=seq.request.adapter)
+        hashes = seq.block_hashes
+        for end in range(size, len(seq.token_ids) + 1, size):
+            extend_hashes(hashes, seq.token_ids, size, root, until=end)
+            if hashes[-1] not in public:
+                hashes.pop()
+                break
+        if hashes:
+            seq.root, seq.num_public_blocks = root, len(hashes)
+            seq.region = region_hash(hashes[-1], seq.request.domain)
+
+    def _lookup(self, seq: Sequence, index: int) -> list[int]:
+        """Published blocks from block `index` on, verified; the chain of parents changes at the border."""
+        names, border = seq.block_hashes, seq.num_public_blocks
+        raw, stride = seq.token_ids.tobytes(), self.block_size * seq.token_ids.itemsize
+        if not index and not border:
+            return self.pool.lookup(names, seq.root, raw, stride)
+        found: list[int] = []
+        for start, end in ((index, border), (max(index, border), len(names))):
+            if start < end:
+                tokens = raw[start * stride : end * stride]
+                found += self.pool.lookup(names[start:end], self.parent(seq, start), tokens, stride)
+                if len(found) < end - index:
+                    break
+        return found

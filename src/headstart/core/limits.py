@@ -15,6 +15,7 @@ class Limits:
     long_prefill_threshold: int = 0  # cap on a chunk while others want the step too; 0: none
     align: int = 1  # chunks that are not the last end on a multiple of this; 1: anywhere
     charge_ceil: bool = False  # charge whole blocks of `align` tokens instead of exact tokens
+    min_followed_tokens: int = 1  # a sequence waits a step for promised blocks that save it at least this; 1: any block
 
     def __post_init__(self) -> None:
         for name in ("max_batched_tokens", "max_seqs", "max_model_len", "align"):

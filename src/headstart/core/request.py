@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from headstart.core.hashing import BlockHash
 
@@ -53,6 +54,20 @@ class SamplingParams:
 GREEDY = SamplingParams(temperature=0.0)
 
 
+class Retention(NamedTuple):
+    """A hint how long the blocks of a request are worth keeping; best effort, never a promise.
+
+    Of idle blocks those of lower `priority` (0 to 100) are evicted first; a block keeps the highest of its users'.
+    With a `ttl` (seconds after its last use; 0: none) the priority falls back to the default when that is over.
+    """
+
+    priority: int = 50
+    ttl: float = 0.0
+
+
+DEFAULT_RETENTION = Retention()
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate; never changes. A client's n > 1 or list of prompts becomes several of these."""
@@ -61,10 +76,12 @@ class Request:
     prompt: "array[int]"  # packed int32, at least one token; not modified by anyone
     sampling: SamplingParams = GREEDY
     arrival: float = 0.0  # seconds, caller's clock
-    domain: bytes = b""  # isolation domain (tenant), part of every block's name
+    domain: bytes = b""  # isolation domain, part of the name of every block behind the longest public pinned prefix
     adapter: str | None = None
     priority: int = 0  # smaller is more important, as in vLLM
     cache: CacheMode = CacheMode.READ_WRITE
+    tenant: str = ""  # whose share of the pool its blocks count against; several domains may belong to one tenant
+    retention: Retention = DEFAULT_RETENTION
 
 
 class Status(Enum):
@@ -84,17 +101,24 @@ class Sequence:
 
     request: Request
     token_ids: "array[int]"  # prompt + output
-    root: BlockHash  # parent of its first block: model, adapter and isolation domain
+    root: BlockHash  # parent of its first block
+    region: BlockHash  # parent of its first private block: model, adapter, isolation domain, and the public prefix
     order: int = 0  # place in the order of arrival
     status: Status = Status.WAITING
     num_computed_tokens: int = 0  # KV of token_ids[:this] is in block_ids
     num_scheduled_tokens: int = 0  # of the chunk in flight
-    num_cached_tokens: int = 0  # taken over at first admission; never changes after
+    num_covered_tokens: int = 0  # computed or taken over before a preemption: what is below is replayed
     admitted: bool = False  # ever
+    scheduled_at: float = 0.0  # when it was admitted first
+    num_hit_tokens: int | None = None  # found when its turn came first; what it finds later was followed
+    num_pinned_tokens: int = 0  # of the hit of its first admission
+    num_cached_tokens: int = 0  # taken over at first admission, what it waited for not counted; never changes after
+    num_followed_tokens: int = 0  # computed by others while this one waited for them or ran beside them
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # reported so far; what is recomputed after a preemption is not reported again
     block_ids: list[int] = field(default_factory=list[int])  # block table
     block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])  # of full blocks, each computed once
+    num_public_blocks: int = 0  # leading blocks that lie in a public pinned prefix: every domain may share them
     num_published_blocks: int = 0  # leading blocks that were taken over, or published, or lost to an equal one
 
     @property

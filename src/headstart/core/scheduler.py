@@ -2,33 +2,23 @@
 
 There is no prefill phase and no decode phase: every sequence only has a count to catch up with. Admission and the
 token budget count only what is not cached (vLLM #7883). Sequences are planned from the head of the order and give
-way from its tail, so a victim is never already in the batch (law 7).
+way from its tail, so a victim is never already in the batch (law 7). A sequence whose next block is computed by another
+one in this very step waits and takes it over (promised blocks), so a prefix is computed once, however many want it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from headstart.core.batch import Batch, Chunk, Output, Row, StepResult
+from headstart.core.accounts import Accounts
+from headstart.core.batch import Batch, Chunk, Ledger, Output, Row, StepResult
 from headstart.core.blocks import BlockPool
 from headstart.core.errors import RequestTooLargeError
-from headstart.core.hashing import root_hash
 from headstart.core.kv_cache import NO_HIT, Hit, KVCache
-from headstart.core.limits import Limits, charge, chunk_len
-from headstart.core.policy import POLICIES, OrderedSequences
+from headstart.core.limits import Limits
+from headstart.core.plan import Plan
+from headstart.core.policy import POLICIES, OrderedSequences, WaitingQueue
+from headstart.core.prefixes import Demand, PinnedPrefixes
 from headstart.core.request import FinishReason, Request, Sequence, Status
-
-
-@dataclass(slots=True)
-class Counters:
-    """Running totals since start, in tokens unless the name says otherwise; see engine.EngineStats."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    computed_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    num_preemptions: int = 0
-    num_row_errors: int = 0
+from headstart.core.room import VICTIMS, Room, stays
 
 
 class Scheduler:
@@ -47,19 +37,28 @@ class Scheduler:
         model: bytes = b"",
         enable_prefix_caching: bool = True,
         policy: str = "fcfs",
+        lpm_k: int = 4,
+        eviction_policy: str = "lru",
+        tenant_floor: float = 0.0,
+        max_pinned_share: float = 0.5,
         cache_aware_accounting: bool = True,
     ) -> None:
         self.limits = limits
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
-        self.cache = KVCache(self.pool, block_size, enabled=enable_prefix_caching)
-        self.waiting = OrderedSequences(POLICIES[policy])
-        self.running = OrderedSequences(POLICIES[policy])
-        self.counters = Counters()
-        self._model = model
+        self.pool = BlockPool(num_blocks, eviction_policy=eviction_policy, tenant_floor=tenant_floor)
+        self.cache = KVCache(self.pool, block_size, model=model, enabled=enable_prefix_caching)
+        self.waiting = WaitingQueue(self.pool, policy, lpm_k, self.cache.reads)
+        order = POLICIES[policy]
+        self.running = OrderedSequences(lambda seq: (not stays(seq), *order(seq)))
+        self.room = Room(self.cache, limits.max_model_len)
+        self.prefixes = PinnedPrefixes(self.cache, self._demands, max_share=max_pinned_share)
+        self.accounts = Accounts(self.cache, self.prefixes.is_warming)
+        self.counters = self.accounts.counters
+        self._by_priority = policy == "priority"
         self._cache_aware = cache_aware_accounting
         self._sequences: dict[str, Sequence] = {}
         self._num_arrivals = 0
+        self._now = 0.0
         self._planned: list[tuple[Sequence, Chunk]] = []
         self._finished: list[str] = []  # ids whose state the executor may drop
 
@@ -71,11 +70,11 @@ class Scheduler:
         """Queues a request. Raises RequestTooLargeError for what can never run, ValueError for an id in use."""
         if request.request_id in self._sequences:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        self._check_size(request)
-        root = root_hash(self._model, adapter=request.adapter, domain=request.domain)
-        seq = Sequence(request, request.prompt[:], root, order=self._num_arrivals)
+        self._check_length(request)
+        seq = self.cache.new_sequence(request, self._num_arrivals)
+        self.room.check(seq)
         self._num_arrivals += 1
-        self.cache.name_blocks(seq)
+        self.accounts.arrived(seq)
         self._sequences[request.request_id] = seq
         self.waiting.add(seq)
 
@@ -87,12 +86,16 @@ class Scheduler:
         self._finish(seq)
         return True
 
-    def schedule(self) -> Batch:
-        """Plans one step: running sequences first, in order; then newcomers while anything is left."""
+    def schedule(self, now: float = 0.0) -> Batch:
+        """Plans one step: running sequences first, in order; then newcomers while anything is left.
+
+        `now` in seconds, any clock that does not go back: for retention times and statistics only.
+        """
         assert not self._planned, "the step before this one was not updated"
-        plan = _Plan(self.limits, num_decodes=sum(1 for seq in self.running if _want(seq) == 1))
-        preempted = self._plan_running(plan)
-        if not preempted:
+        self._now = self.pool.now = now
+        num_decodes = sum(1 for seq in self.running if len(seq.token_ids) - seq.num_computed_tokens == 1)
+        plan = Plan(self.limits, self.block_size, num_decodes=num_decodes)
+        if not self._plan_running(plan) and self.waiting:
             self._plan_waiting(plan)
         assert plan.entries or not self._sequences, (
             f"nothing planned for {len(self.waiting)} waiting and {len(self.running)} running sequences "
@@ -114,67 +117,108 @@ class Scheduler:
                     outputs.append(output)
         return outputs
 
-    def _plan_running(self, plan: "_Plan") -> bool:
+    # ------------------------------------------------------------------------------------------------- planning
+
+    def _plan_running(self, plan: Plan) -> bool:
         """Plans the running sequences; True if one of them had to give way."""
         preempted = False
         alone = len(self._sequences) == 1
         for seq in list(self.running):
             if seq.status is not Status.RUNNING:
                 continue  # gave way to a more important one, below
-            n = plan.chunk_len(seq, seq.num_computed_tokens, alone=alone)
-            while n and not self.cache.extend(seq, NO_HIT, seq.num_computed_tokens + n):
+            start = before = seq.num_computed_tokens
+            hit = NO_HIT
+            if len(seq.token_ids) - start > 1:
+                hit = self.cache.match(seq)  # others may have published what it was about to compute
+                start = max(hit.num_tokens, start)
+                if self._is_promised(plan, seq, hit.start_block + len(hit.block_ids) or start // self.block_size):
+                    continue
+            n = plan.chunk_len(seq, start, alone=alone)
+            while n and not self.cache.extend(seq, hit, start + n, last_resort=len(self.running) == 1):
                 preempted = True
-                if self._preempt_last() is seq:
+                if self._preempt(self.room.victim(seq, hit, start + n, self._behind(seq))) is seq:
                     n = 0
             if n:
-                plan.add(seq, seq.num_computed_tokens, n)
+                if hit.block_ids:
+                    self.accounts.adopted(seq, hit, before)
+                plan.add(seq, start, n, writes=self.cache.writes(seq))
         return preempted
 
-    def _plan_waiting(self, plan: "_Plan") -> None:
-        """Admits newcomers in order; stops at the first that finds no room."""
-        alone = len(self._sequences) == 1
-        owed = sum(self._blocks_owed(seq) for seq in self.running) if self.waiting else 0
-        while self.waiting and len(self.running) < self.limits.max_seqs:
-            seq = self.waiting[0]
-            hit = self.cache.match(seq)
-            n = plan.chunk_len(seq, hit.num_tokens, alone=alone)
-            if not n or not self._fits(seq, hit, owed) or not self._affords(plan, hit, n):
+    def _plan_waiting(self, plan: Plan) -> None:
+        """Admits newcomers in the queue's order; stops at the first that finds no room."""
+        self.waiting.refresh()
+        owed = sum(map(self.room.blocks_owed, self.running))
+        while plan.budget > 0 and len(self.running) < self.limits.max_seqs:
+            group = self.waiting.next()
+            if group is None:
                 break
-            admitted = self.cache.extend(seq, hit, hit.num_tokens + n)
-            assert admitted, f"{seq.request_id} fits but cannot be extended"
-            self._admit(seq, hit)
-            owed += self._blocks_owed(seq)
-            plan.add(seq, hit.num_tokens, n, extra=0 if self._cache_aware else hit.num_tokens)
+            seq = group.members[0]
+            hit = self.cache.match(seq)
+            depth = len(hit.block_ids)
+            if depth < group.depth:
+                self.waiting.regroup(seq, depth)
+                continue
+            if self._is_promised(plan, seq, depth):
+                for member in group.members:
+                    if member.num_hit_tokens is None:
+                        member.num_hit_tokens = hit.num_tokens
+                self.waiting.pass_over(group)
+                continue
+            if not self._admit(plan, seq, hit, owed):
+                break
+            owed += self.room.blocks_owed(seq)
+        self.waiting.end_of_turn()
+
+    def _is_promised(self, plan: Plan, seq: Sequence, index: int) -> bool:
+        """Whether to leave the step to another that computes the next blocks of `seq`, from block `index` on."""
+        if not plan.promises(seq, index) or not self.cache.reads(seq):
+            return False
+        self.counters.num_promise_skips += 1
+        return True
+
+    def _admit(self, plan: Plan, seq: Sequence, hit: Hit, owed: int) -> bool:
+        """Lets a waiting sequence run and plans its first chunk, or changes nothing and says False."""
+        n = plan.chunk_len(seq, hit.num_tokens, alone=len(self._sequences) == 1)
+        if not n or not self._fits(seq, hit, owed) or not self._affords(plan, hit, n):
+            return False
+        extended = self.cache.extend(seq, hit, hit.num_tokens + n, last_resort=not self.running)
+        assert extended, f"{seq.request_id} fits but cannot be extended"
+        self.waiting.admitted(seq)
+        is_first = not seq.admitted
+        self.accounts.admitted(seq, hit, self._now)
+        if is_first:
+            self.prefixes.admitted(seq)
+        self.running.add(seq)
+        seq.status = Status.RUNNING
+        extra = 0 if self._cache_aware else hit.num_tokens
+        plan.add(seq, hit.num_tokens, n, writes=self.cache.writes(seq), extra=extra)
+        return True
 
     def _fits(self, seq: Sequence, hit: Hit, owed: int) -> bool:
-        """Whether the whole prompt, less what is cached, fits beside what running prompts still need."""
-        if not self._cache_aware:
-            hit = NO_HIT
-        new = self.cache.num_new_blocks(seq, hit, len(seq.token_ids))
-        return new <= self.cache.num_available(hit) - owed
+        return self.room.fits(seq, hit if self._cache_aware else NO_HIT, self.running, owed)
 
-    def _affords(self, plan: "_Plan", hit: Hit, n: int) -> bool:
+    def _affords(self, plan: Plan, hit: Hit, n: int) -> bool:
         """Whether the budget pays for it; always, unless cached tokens are charged too (see the class)."""
         return self._cache_aware or not plan.entries or hit.num_tokens + n <= plan.budget
 
-    def _blocks_owed(self, seq: Sequence) -> int:
-        """Blocks that a running sequence still needs for the tokens it has."""
-        return self.cache.num_new_blocks(seq, NO_HIT, len(seq.token_ids))
+    def _behind(self, seq: Sequence) -> list[Sequence]:
+        """Running sequences that may give way for `seq`: the last ones behind it, equal in importance."""
+        behind: list[Sequence] = []
+        for index in range(len(self.running) - 1, -1, -1):
+            other = self.running[index]
+            if other is seq or len(behind) == VICTIMS:
+                break
+            if behind and self._by_priority and other.request.priority != behind[0].request.priority:
+                break
+            behind.append(other)
+        return behind
 
-    def _admit(self, seq: Sequence, hit: Hit) -> None:
-        self.waiting.remove(seq)
-        self.running.add(seq)
-        seq.status = Status.RUNNING
-        if not seq.admitted:
-            seq.admitted = True
-            seq.num_cached_tokens = hit.num_tokens
-            self.counters.prefix_queries += len(seq.token_ids)
-            self.counters.prefix_hits += hit.num_tokens
-
-    def _preempt_last(self) -> Sequence:
-        """Takes all blocks from the last sequence in order; it waits and will recompute (often it hits)."""
-        seq = self.running[len(self.running) - 1]
+    def _preempt(self, seq: Sequence) -> Sequence:
+        """Takes all blocks from a running sequence; it waits and will recompute (often it hits)."""
         self.running.remove(seq)
+        if self.cache.reads(seq):
+            self.cache.name_blocks(seq, until=seq.num_computed_tokens)
+        seq.num_covered_tokens = max(seq.num_covered_tokens, seq.num_computed_tokens)
         self.cache.release(seq)
         seq.status = Status.WAITING
         seq.num_preemptions += 1
@@ -198,9 +242,11 @@ class Scheduler:
             adapter=seq.request.adapter,
         )
 
+    # ------------------------------------------------------------------------------------------------- taking in
+
     def _update_row(self, seq: Sequence, chunk: Chunk, row: Row) -> Output | None:
         seq.num_scheduled_tokens = 0
-        self.counters.computed_tokens += len(chunk.token_ids)
+        self.accounts.computed(seq, chunk)
         if row.error is not None:
             self.counters.num_row_errors += 1
             self._finish(seq, failed=True)
@@ -214,16 +260,14 @@ class Scheduler:
             row = row._replace(prompt_logprobs=fresh)
         if not row.token_ids:
             return self._output(seq, row, None) if row.prompt_logprobs else None
-        first = seq.num_output_tokens == 0
+        ledger = self.accounts.close(seq) if len(seq.token_ids) == chunk.num_prompt_tokens else None
         seq.token_ids.extend(row.token_ids)
-        if first:
-            self.counters.prompt_tokens += seq.num_prompt_tokens
-            self.counters.cached_tokens += seq.num_cached_tokens
         self.counters.generation_tokens += len(row.token_ids)
         reason = self._finish_reason(seq)
         if reason is not None:
+            self.room.finished(seq.num_output_tokens)
             self._finish(seq)
-        return self._output(seq, row, reason)
+        return self._output(seq, row, reason, ledger)
 
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         sampling = seq.request.sampling
@@ -237,23 +281,31 @@ class Scheduler:
     def _finish(self, seq: Sequence, *, failed: bool = False) -> None:
         (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
         self.cache.release(seq, failed=failed)
+        self.accounts.finished(seq)
         seq.status = Status.FINISHED
         del self._sequences[seq.request_id]
         self._finished.append(seq.request_id)
 
-    def _output(self, seq: Sequence, row: Row, reason: FinishReason | None) -> Output:
+    def _output(self, seq: Sequence, row: Row, reason: FinishReason | None, ledger: Ledger | None = None) -> Output:
         return Output(
-            seq.request_id,
+            seq.request.request_id,
             row.token_ids,
             row.logprobs,
             reason,
-            seq.num_prompt_tokens,
-            seq.num_cached_tokens,
+            len(seq.request.prompt),
+            seq.num_cached_tokens + seq.num_followed_tokens,
             row.error,
             row.prompt_logprobs,
+            ledger,
+            seq.scheduled_at,
         )
 
-    def _check_size(self, request: Request) -> None:
+    def _demands(self) -> Iterator[Demand]:
+        """What must still fit beside pinned blocks."""
+        for seq in self._sequences.values():
+            yield Demand(seq, self.room.most_blocks(seq), stays(seq) and seq.status is Status.RUNNING)
+
+    def _check_length(self, request: Request) -> None:
         """Refuses at once what could never run, so that nothing waits for ever."""
         length, limit = len(request.prompt), self.limits.max_model_len
         assert length > 0, "an empty prompt has nothing to compute; the front end refuses it"
@@ -263,39 +315,3 @@ class Scheduler:
                 f"(max_model_len); shorten the prompt",
                 param="prompt",
             )
-        # the KV of the very last token is never needed
-        tokens = min(length + request.sampling.max_tokens, limit) - 1
-        blocks, usable = -(-tokens // self.block_size), self.pool.num_usable
-        if blocks > usable:
-            raise RequestTooLargeError(
-                f"prompt and output of {tokens + 1} tokens need {blocks} KV blocks but the pool has {usable}; "
-                f"lower max_tokens, shorten the prompt, or serve with a larger --kv-cache-memory",
-                param="max_tokens",
-            )
-
-
-class _Plan:
-    """What this step will compute so far, and what is left of its budget."""
-
-    def __init__(self, limits: Limits, *, num_decodes: int) -> None:
-        self.limits = limits
-        self.budget = limits.max_batched_tokens
-        self.entries: list[tuple[Sequence, int]] = []
-        self._num_decodes = num_decodes  # running sequences with one token to go, not planned yet
-
-    def chunk_len(self, seq: Sequence, start: int, *, alone: bool) -> int:
-        """Tokens of `seq` from `start` on to compute now; a prefill leaves a token to every decode behind it."""
-        want = len(seq.token_ids) - start
-        budget = self.budget if want == 1 else self.budget - self._num_decodes
-        return chunk_len(want, start, budget, self.limits, alone=alone)
-
-    def add(self, seq: Sequence, start: int, n: int, *, extra: int = 0) -> None:
-        decode = len(seq.token_ids) - start == 1
-        self.budget -= charge(start, n, self.limits, decode=decode) + extra
-        self.entries.append((seq, n))
-        if decode and self._num_decodes:
-            self._num_decodes -= 1
-
-
-def _want(seq: Sequence) -> int:
-    return len(seq.token_ids) - seq.num_computed_tokens
