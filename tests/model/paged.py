@@ -14,6 +14,7 @@ from headstart.core.request import GREEDY, SamplingParams
 from headstart.model.loader import LoadedModel, load_model
 from headstart.model.runner import ModelRunner
 from headstart.model.step import StepBounds, build_step
+from headstart.model.writes import Writes
 
 
 def chunk(
@@ -50,6 +51,12 @@ def all_logits(runner: ModelRunner, *chunks: Chunk) -> list[Tensor]:
         assert step is not None and not errors, errors
         logits = loaded.model.logits(loaded.model.forward(step, runner.attention.begin(step))).float()
     return list(logits.split([len(c.token_ids) for c in chunks]))
+
+
+def token_writes(slots: list[int]) -> Writes:
+    """Writes of all tokens of a step, one by one."""
+    where = torch.tensor(slots, dtype=torch.int64)
+    return Writes(where, None, (), None, where.numpy())
 
 
 class Shared:

@@ -5,6 +5,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from model.paged import token_writes
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
@@ -63,15 +64,14 @@ class Pool:
     def compute(self, starts: list[int], scale: float, window: int | None, cap: float | None) -> list[Tensor]:
         """Fills the KV before `starts`, then computes the rest of every sequence in one step."""
         for index, start in enumerate(starts):
-            slots = torch.tensor(self.slots(index, 0, start), dtype=torch.int64)
-            self.backend.kv.write(1, self.k[index][:start], self.v[index][:start], slots)
+            writes = token_writes(self.slots(index, 0, start))
+            self.backend.kv.write(1, self.k[index][:start], self.v[index][:start], writes)
         spans = list(zip(range(len(starts)), starts, self.lengths, strict=True))
         lengths = [end - start for _, start, end in spans]
         step = StepInputs(
             token_ids=torch.zeros(sum(lengths), dtype=torch.int64),
             positions=torch.cat([torch.arange(start, end) for _, start, end in spans]),
-            slots=torch.tensor([slot for span in spans for slot in self.slots(*span)]),
-            written=None,
+            writes=token_writes([slot for span in spans for slot in self.slots(*span)]),
             qo_indptr=np.cumsum([0, *lengths], dtype=np.int32),
             starts=np.array(starts, dtype=np.int32),
             kv_indptr=np.cumsum([0, *map(len, self.tables)], dtype=np.int32),

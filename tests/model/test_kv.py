@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from model.paged import token_writes
 
 from headstart.model.kv import KVShape, PagedKV
 
@@ -14,12 +15,15 @@ def make(head_dim: int = 8, dtype: torch.dtype = torch.float32) -> PagedKV:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [8, 6])
-def test_a_block_leaves_as_tokens_by_heads_by_dims(head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("by_head", [True, False])
+def test_a_block_leaves_as_tokens_by_heads_by_dims(by_head: bool, head_dim: int, dtype: torch.dtype) -> None:
     kv = make(head_dim, dtype)
     keys, values = torch.randn(2, 2, 16, 3, head_dim).to(dtype).unbind(0)  # [layer, token, head, dim]
-    slots = torch.randperm(16) + 3 * 16
+    order = torch.randperm(16)
+    writes = token_writes((order + 3 * 16).tolist())
+    write = kv.write if by_head else kv.write_tokens
     for layer in range(2):
-        kv.write(layer, keys[layer][slots - 48], values[layer][slots - 48], slots)
+        write(layer, keys[layer][order], values[layer][order], writes)
     data = kv.read_block(3)
     assert len(data) == 16 * kv.shape.token_bytes(dtype)
     read = torch.frombuffer(bytearray(data), dtype=dtype).view(2, 2, 16, 3, head_dim)

@@ -21,12 +21,12 @@ def test_two_chunks_are_packed_without_padding() -> None:
     assert step is not None and kept == [0, 1] and errors == {}
     assert step.token_ids.tolist() == [12, 13, 14, 15, 16, 37]
     assert step.positions.tolist() == [2, 3, 4, 5, 6, 7]
-    assert step.slots.tolist() == [22, 23, 24, 25, 26, 15] and step.written is None
+    assert step.writes.slots.tolist() == [22, 23, 24, 25, 26, 15] and step.writes.tokens is None
     assert step.qo_indptr.tolist() == [0, 5, 6] and step.starts.tolist() == [2, 7]
     assert step.kv_indptr.tolist() == [0, 2, 4] and step.kv_indices.tolist() == [5, 6, 9, 3]
     assert step.last_page_len.tolist() == [3, 4]
     assert (step.num_rows, step.num_tokens) == (2, 6)
-    assert step.token_ids.dtype == step.positions.dtype == step.slots.dtype == torch.int64
+    assert step.token_ids.dtype == step.positions.dtype == step.writes.slots.dtype == torch.int64
     assert step.kv_indices.dtype == step.qo_indptr.dtype == np.int32
 
 
@@ -34,8 +34,8 @@ def test_positions_before_write_from_are_not_written() -> None:
     shared = chunk(list(range(8)), 2, 8, [1, 2], write_from=4)
     cached = chunk(list(range(4)), 3, 4, [1], write_from=4)
     step, _, _ = build_step(Batch((shared, cached)), BOUNDS, CPU)
-    assert step is not None and step.written is not None
-    assert step.written.tolist() == [2, 3, 4, 5] and step.slots.tolist() == [8, 9, 10, 11]
+    assert step is not None and step.writes.tokens is not None
+    assert step.writes.tokens.tolist() == [2, 3, 4, 5] and step.writes.slots.tolist() == [8, 9, 10, 11]
 
 
 GOOD = chunk([1, 2, 3], 0, 3, [1])

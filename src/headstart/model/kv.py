@@ -2,13 +2,19 @@
 
 Head-major in memory - [keys | values, kv heads, blocks, block_size, head_dim] per layer - so that gathered pages of a
 head are contiguous and attention is a plain batched matmul. Zero at birth: a masked slot multiplies 0 by what it holds.
+
+On the host KV is written through numpy, whose elements may be as wide as a whole head: ATen copies 16 bytes at a time.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from headstart.model.writes import Writes
 
 WIDE_BYTES = 16  # indexed writes cost per element, so they move elements of this size where heads allow it
 
@@ -40,17 +46,32 @@ class PagedKV:
         self._wide = wide
         flat = (shape.num_kv_heads, num_blocks * block_size, shape.head_dim)
         self._slots = [(layer[0].view(flat).view(wide), layer[1].view(flat).view(wide)) for layer in self.layers]
+        on_host = device.type == "cpu"
+        self._heads = [[_heads(half.view(flat)).T for half in layer] for layer in self.layers] if on_host else None
 
     @property
     def layer_token_bytes(self) -> int:
         """Bytes of one token in one layer."""
         return 2 * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Stores `keys` and `values` [W, Hkv, D] at `slots` [W] of one layer."""
-        key_slots, value_slots = self._slots[layer]
-        key_slots.index_copy_(1, slots, self._widened(keys))
-        value_slots.index_copy_(1, slots, self._widened(values))
+    def write(self, layer: int, keys: Tensor, values: Tensor, writes: Writes) -> None:
+        """Stores what `writes` says of a step's `keys` and `values` [T, Hkv, D] in one layer."""
+        if self._heads is None:
+            return self.write_tokens(layer, keys, values, writes)
+        for stored, source in zip(self._heads[layer], (_heads(keys), _heads(values)), strict=True):
+            for begin, end, slot in writes.spans:
+                stored[slot : slot + end - begin] = source[begin:end]
+            if writes.loose is None:
+                stored[writes.loose_slots] = source
+            elif len(writes.loose):
+                stored[writes.loose_slots] = source[writes.loose]
+
+    def write_tokens(self, layer: int, keys: Tensor, values: Tensor, writes: Writes) -> None:
+        """The same token by token, on any device: the twin and oracle of `write`."""
+        if writes.tokens is not None:
+            keys, values = keys[writes.tokens], values[writes.tokens]
+        for stored, source in zip(self._slots[layer], (keys, values), strict=True):
+            stored.index_copy_(1, writes.slots, self._widened(source))
 
     def read_block(self, block_id: int) -> bytes:
         """One block in canonical form: for each layer keys, then values, each [block_size, kv heads, head_dim]."""
@@ -76,4 +97,13 @@ class PagedKV:
                 layer.index_fill_(2, chosen, 0)
 
     def _widened(self, heads: Tensor) -> Tensor:
-        return (heads if heads.dtype == self._wide else heads.contiguous().view(self._wide)).transpose(0, 1)
+        """`heads` [W, Hkv, D] in wide elements, head by head; through one dimension, whose stride is always 1."""
+        width = heads.shape[2] * heads.itemsize // self._wide.itemsize
+        return heads.reshape(-1).view(self._wide).view(*heads.shape[:2], width).transpose(0, 1)
+
+
+def _heads(rows: Tensor) -> NDArray[np.void]:
+    """`rows` [..., D] on the host as an array [...] of whole heads; shares memory if a head is contiguous."""
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    head = np.dtype((np.void, rows.shape[-1] * rows.itemsize))
+    return rows.view(torch.uint8).numpy().view(head)[..., 0]

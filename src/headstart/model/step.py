@@ -12,12 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core.batch import Batch, Chunk
-
-Int32s = NDArray[np.int32]
+from headstart.model.writes import Int32s, Ranges, Writes, plan_writes
 
 
 class StepBounds(NamedTuple):
@@ -35,8 +33,7 @@ class StepInputs:
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    slots: Tensor  # [W] int64: block id * block_size + offset of the tokens that are written
-    written: Tensor | None  # [W] int64: which tokens those are; None: all
+    writes: Writes  # where their KV goes
     qo_indptr: Int32s  # [R + 1]: chunk r has the tokens qo_indptr[r] : qo_indptr[r + 1]
     starts: Int32s  # [R]: position of each chunk's first token
     kv_indptr: Int32s  # [R + 1]: chunk r reads the blocks kv_indices[kv_indptr[r] : kv_indptr[r + 1]]
@@ -87,18 +84,13 @@ def _pack(
     qo_indptr = _offsets(lengths)
     kv_indptr = _offsets(np.array([len(table) for table in tables], dtype=np.int32))
     kv_indices = np.concatenate(tables)
-    row_of = np.repeat(np.arange(len(chunks)), lengths)
     positions = np.arange(qo_indptr[-1]) - np.repeat(qo_indptr[:-1] - starts, lengths)
-    blocks = kv_indices[kv_indptr[row_of] + positions // block_size]
-    slots = blocks.astype(np.int64) * block_size + positions % block_size
     write_from = np.array([chunk.write_from for chunk in chunks], dtype=np.int64)
-    written = np.flatnonzero(positions >= write_from[row_of])
-    everything = len(written) == len(positions)
+    ranges = Ranges(qo_indptr, starts, write_from, kv_indptr, kv_indices)
     return StepInputs(
         token_ids=torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(device),
         positions=torch.from_numpy(positions).to(device),
-        slots=torch.from_numpy(slots if everything else slots[written]).to(device),
-        written=None if everything else torch.from_numpy(written).to(device),
+        writes=plan_writes(ranges, positions, block_size, device),
         qo_indptr=qo_indptr,
         starts=starts,
         kv_indptr=kv_indptr,

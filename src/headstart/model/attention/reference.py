@@ -59,13 +59,10 @@ class ReferenceStep:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        step = self._step
-        if step.written is not None:
-            keys, values = keys[step.written], values[step.written]
-        self._backend.kv.write(layer, keys, values, step.slots)
+        self._backend.kv.write(layer, keys, values, self._step.writes)
         plan = self._plans.get(window)
         if plan is None:
-            plan = self._plans[window] = make_plan(step, self._backend.kv, window)
+            plan = self._plans[window] = make_plan(self._step, self._backend.kv, window)
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         if plan.tokens is not None:
             out[plan.tokens] = self._decode(layer, queries[plan.tokens], plan, scale, softcap)
