@@ -7,7 +7,7 @@ from headstart.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one step may hold. Raises ConfigError for combinations that could wait for ever."""
+    """What one step may hold. Raises ConfigError, which names the flags, for combinations that could wait for ever."""
 
     max_batched_tokens: int = 2048  # token budget of a step, charged by `charge`
     max_seqs: int = 256  # running sequences
@@ -25,18 +25,20 @@ class Limits:
             raise ConfigError(f"long_prefill_threshold is {self.long_prefill_threshold}; use 0 to switch it off")
         if 0 < self.long_prefill_threshold < self.align:
             raise ConfigError(
-                f"long_prefill_threshold {self.long_prefill_threshold} is smaller than the alignment {self.align}: "
-                f"no chunk could ever end on a boundary; raise it to at least {self.align}"
+                f"--long-prefill-token-threshold {self.long_prefill_threshold} is smaller than --block-size "
+                f"{self.align}: with --page-aligned-scheduling no capped chunk could end on a block boundary; "
+                f"raise it to {self.align} or set it to 0"
             )
         if self.max_batched_tokens < self.max_seqs:
             raise ConfigError(
-                f"max_batched_tokens {self.max_batched_tokens} is smaller than max_seqs {self.max_seqs}: not even one "
-                f"token for each running sequence; raise it or lower max_seqs"
+                f"--max-num-batched-tokens {self.max_batched_tokens} is smaller than --max-num-seqs {self.max_seqs}: "
+                f"not even one token a step for each running sequence; raise it or lower --max-num-seqs"
             )
         if self.align > 1 and self.max_batched_tokens < self.max_seqs + self.align:
             raise ConfigError(
-                f"max_batched_tokens {self.max_batched_tokens} < max_seqs {self.max_seqs} + alignment {self.align}: "
-                f"decodes could starve an aligned prefill for ever; raise it to {self.max_seqs + self.align}"
+                f"--max-num-batched-tokens {self.max_batched_tokens} is smaller than --max-num-seqs {self.max_seqs} + "
+                f"--block-size {self.align}: with --page-aligned-scheduling decodes could starve a prompt for ever; "
+                f"raise it to {self.max_seqs + self.align} or lower --max-num-seqs"
             )
 
 
