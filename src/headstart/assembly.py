@@ -37,12 +37,7 @@ def build_engine(options: EngineOptions, *, cache_aware_accounting: bool = True)
     scheduler = Scheduler(
         plan.num_blocks,
         options.block_size,
-        Limits(
-            max_batched_tokens=options.max_num_batched_tokens,
-            max_seqs=options.max_num_seqs,
-            max_model_len=max_model_len,
-            long_prefill_threshold=options.long_prefill_token_threshold,
-        ),
+        limits_of(options, max_model_len),
         model=loaded.fingerprint,
         enable_prefix_caching=options.enable_prefix_caching,
         policy=options.scheduling_policy,
@@ -84,10 +79,22 @@ def check_options(options: EngineOptions) -> None:
     check_values(options)
     if options.block_size % 16:
         raise ConfigError(f"block_size is {options.block_size}; it must be a multiple of 16")
-    Limits(
+    if options.page_charge == "ceil" and not options.page_aligned_scheduling:
+        raise ConfigError(
+            "--page-charge ceil needs --page-aligned-scheduling: without it no chunk is aligned; add it, or use exact"
+        )
+    limits_of(options, max_model_len=1)  # no limit depends on the model's
+
+
+def limits_of(options: EngineOptions, max_model_len: int) -> Limits:
+    """What a step may hold, by the flags; sequences are limited by the model or by --max-model-len."""
+    return Limits(
         max_batched_tokens=options.max_num_batched_tokens,
         max_seqs=options.max_num_seqs,
+        max_model_len=max_model_len,
         long_prefill_threshold=options.long_prefill_token_threshold,
+        align=options.block_size if options.page_aligned_scheduling else 1,
+        charge_ceil=options.page_charge == "ceil",
     )
 
 
