@@ -47,6 +47,15 @@ def test_options_reach_the_scheduler(tiny: Path) -> None:
     assert not engine.scheduler.cache.enabled
 
 
+@pytest.mark.parametrize(("charge", "ceil"), [("exact", False), ("ceil", True)])
+def test_page_aligned_prefill_aligns_to_the_block_size(tiny: Path, charge: str, ceil: bool) -> None:
+    options = EngineOptions(model=str(tiny), num_gpu_blocks_override=8, max_model_len=64, block_size=32)
+    engine, _ = build_engine(options)
+    assert (engine.scheduler.limits.align, engine.scheduler.limits.charge_ceil) == (1, False)
+    engine, _ = build_engine(replace(options, page_aligned_scheduling=True, page_charge=charge))
+    assert (engine.scheduler.limits.align, engine.scheduler.limits.charge_ceil) == (32, ceil)
+
+
 def test_without_a_name_the_bundled_model_is_meant() -> None:
     folder = model_folder(EngineOptions())
     assert (folder / "config.json").is_file()
@@ -72,7 +81,11 @@ def test_different_dtypes_never_share_block_names(tiny: Path) -> None:
         ({"scheduling_policy": "sjf"}, "choose one of lpm, fcfs, priority"),
         ({"max_model_len": 1}, "at least 2"),
         ({"max_num_seqs": 0}, "at least 1"),
-        ({"max_num_batched_tokens": 8}, "smaller than max_seqs"),
+        ({"max_num_batched_tokens": 8}, "--max-num-batched-tokens 8 is smaller than --max-num-seqs 256"),
+        ({"page_charge": "floor"}, "choose one of exact, ceil"),
+        ({"page_charge": "ceil"}, "needs --page-aligned-scheduling"),
+        ({"page_aligned_scheduling": True, "max_num_batched_tokens": 260}, "raise it to 272 or lower --max-num-seqs"),
+        ({"page_aligned_scheduling": True, "long_prefill_token_threshold": 15}, "raise it to 16 or set it to 0"),
     ],
 )
 def test_values_that_cannot_work_are_refused_before_loading(change: dict[str, object], message: str) -> None:
