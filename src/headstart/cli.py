@@ -1,4 +1,4 @@
-"""The command line: `headstart serve | generate | doctor | bench | init-model`.
+"""The command line: `headstart serve | generate | prefix | doctor | bench | init-model`.
 
 The only place that reads argv and environment. Verbs import what they need when they run: --help stays fast, and the
 thread settings are in the environment before torch is imported. A mistake is one line on stderr and exit code 2.
@@ -15,8 +15,11 @@ import typer
 
 from headstart import __version__
 from headstart.bench.cli import app as bench
+from headstart.cli_explain import EXAMPLES as EXPLAIN_EXAMPLES
+from headstart.cli_explain import explain
 from headstart.cli_help import GroupedCommand
 from headstart.cli_options import Sources, takes_options
+from headstart.cli_prefix import app as prefix
 from headstart.config_file import DEBUG_VARIABLE, settle
 from headstart.core.errors import ConfigError, HeadstartError
 from headstart.model.threads import prepare_threads
@@ -40,6 +43,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
+app.add_typer(prefix, name="prefix", short_help="Show and change the pinned prefixes of a running server.")
 _USAGE_ERROR = typer.BadParameter.__mro__[1]  # the parent of every complaint about argv, wherever typer keeps it
 
 
@@ -188,6 +192,9 @@ def init_model(
     from headstart.model.init_model import init_model as write_model
 
     print(write_model(shape, out, std=std, seed=seed, dtype=dtype, overwrite=overwrite))
+
+
+app.command(cls=GroupedCommand, epilog=EXPLAIN_EXAMPLES)(explain)
 
 
 def _prompts(arguments: list[str]) -> list[str]:

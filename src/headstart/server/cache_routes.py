@@ -1,0 +1,137 @@
+"""/v1/cache/stats and /v1/cache/explain: what the prefix cache did, and why a prompt was not taken over any further."""
+
+import asyncio
+import time
+from typing import Any
+
+from starlette.requests import Request
+
+from headstart.core.engine import EngineStats
+from headstart.core.errors import InvalidRequestError
+from headstart.core.request import Request as EngineRequest
+from headstart.server.bodies import parse_json
+from headstart.server.explanation import explanation_answer
+from headstart.server.http_errors import HttpError
+from headstart.server.inference import CHAT, COMPLETIONS, LONG_BODY_BYTES
+from headstart.server.metrics import Metrics, blocks_by_state, evictions_by_cause, prefill_redundancy
+from headstart.server.protocol import CACHE_SOURCES, Json
+from headstart.server.record import record_of
+from headstart.server.requests import Origin
+from headstart.server.state import ServerState
+
+_MAX_ID_CHARS = 128
+
+
+async def cache_stats(state: ServerState) -> Json:
+    """Returns every counter since start and every gauge of now. Raises HttpError, EngineDeadError.
+
+    Counters only grow, so the difference of two answers is what lies between them.
+    """
+    model = state.check_ready()
+    stats = EngineStats(**await state.engine.call("cache_stats"))
+    return stats_answer(stats, model.name, model.info.block_size, model.metrics)
+
+
+def stats_answer(stats: EngineStats, model_name: str, block_size: int, metrics: Metrics) -> Json:
+    """Returns the JSON of /v1/cache/stats; tokens unless it says otherwise."""
+    sources = {source: getattr(stats, f"{source}_tokens") for source in CACHE_SOURCES}
+    return {
+        "object": "cache.stats",
+        "model": model_name,
+        "block_size": block_size,
+        "prompt_tokens": {
+            "total": stats.prompt_tokens,
+            "cached": stats.cached_tokens,
+            **sources,
+            "computed": stats.prompt_computed_tokens,
+        },
+        "hit_rate": stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else None,
+        "prefill_tokens": stats.prefill_tokens,
+        "ideal_tokens": stats.ideal_tokens,
+        "replayed_tokens": stats.replayed_tokens,
+        "prefill_redundancy": prefill_redundancy(stats),
+        "generation_tokens": stats.generation_tokens,
+        "computed_tokens": stats.computed_tokens,
+        "blocks": {
+            "total": stats.num_blocks,
+            **blocks_by_state(stats),
+            "published": stats.num_published_blocks,
+            "pinned": stats.num_pinned_blocks,
+        },
+        "evictions": evictions_by_cause(stats),
+        "requests": {"running": stats.num_running, "waiting": stats.num_waiting, "failed": stats.num_row_errors},
+        "preemptions": stats.num_preemptions,
+        "promise_skips": stats.num_promise_skips,
+        "adoptions": stats.num_adoptions,
+        "steps": stats.num_steps,
+        "step_seconds": stats.step_seconds,
+        "tenants": {
+            tenant: {"cached": ledger.cached, **ledger._asdict()} for tenant, ledger in metrics.tenants.items()
+        },
+    }
+
+
+async def explain(state: ServerState, request: Request) -> Json:
+    """Returns why a request (`?request_id=`), or a prompt (a body), was or would be reused so far and no further.
+
+    Raises HttpError 404 for an id that is not known or another tenant's, InvalidRequestError for a wrong body.
+    """
+    model = state.check_ready()
+    principal = record_of(request.scope).principal
+    asked: dict[str, Any] = {"tenant": principal.tenant, "is_admin": principal.is_admin, "now": time.monotonic()}
+    if request.method == "GET":
+        request_id = _request_id(request)
+        found = await state.engine.call("explain", {**asked, "request_id": request_id})
+        if found is None:  # several prompts or choices: the first one stands for all
+            found = await state.engine.call("explain", {**asked, "request_id": f"{request_id}-0"})
+        if found is None:
+            raise HttpError(
+                404,
+                f"request {request_id!a} is not among the recent ones; ask with the prompt instead, as a POST",
+                code="unknown_request",
+                param="request_id",
+            )
+    else:
+        prompt = await _parsed(state, request)
+        found = await state.engine.call("explain", {**asked, "prompt": _plain(prompt)})
+    return explanation_answer(found, model.tokenizer)
+
+
+def _request_id(request: Request) -> str:
+    request_id = request.query_params.get("request_id", "")
+    if not 0 < len(request_id) <= _MAX_ID_CHARS:
+        raise InvalidRequestError(
+            f"request_id has {len(request_id)} characters; give the id of an answer, at most {_MAX_ID_CHARS}: "
+            f"?request_id=chatcmpl-...",
+            param="request_id",
+        )
+    return request_id
+
+
+async def _parsed(state: ServerState, request: Request) -> EngineRequest:
+    """The engine request that the same body would be as a completion or a chat."""
+    model, principal = state.model, record_of(request.scope).principal
+    body = await state.bodies.read(request)
+    origin = Origin("explain", domain=principal.domain, tenant=principal.tenant)
+
+    def prepare() -> list[EngineRequest]:
+        values = parse_json(body)
+        api = CHAT if "messages" in values else COMPLETIONS
+        params, requests = api.prepare(values, model, origin)
+        return requests[:: params.n]
+
+    requests = await asyncio.to_thread(prepare) if len(body) > LONG_BODY_BYTES else prepare()
+    if len(requests) > 1:
+        raise InvalidRequestError(f"there are {len(requests)} prompts; ask about one at a time", param="prompt")
+    return requests[0]
+
+
+def _plain(request: EngineRequest) -> Json:
+    """What decides about reuse, as plain values."""
+    return {
+        "tokens": request.prompt.tobytes(),
+        "domain": request.domain,
+        "adapter": request.adapter,
+        "cache": request.cache.value,
+        "prompt_logprobs": request.sampling.prompt_logprobs,
+    }
