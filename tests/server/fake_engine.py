@@ -9,7 +9,7 @@ import os
 import time
 from urllib.parse import parse_qs
 
-from headstart.core.batch import Output, TokenLogprob
+from headstart.core.batch import Ledger, Output, TokenLogprob
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.core.errors import ConfigError, RequestTooLargeError
 from headstart.core.request import FinishReason, Request
@@ -44,7 +44,7 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.live)
 
-    def step(self) -> list[Output]:
+    def step(self, now: float) -> list[Output]:
         time.sleep(self.knobs.get("step", 0.0))
         self.num_steps += 1
         return [self._advance(request_id) for request_id in list(self.live)]
@@ -77,7 +77,8 @@ class FakeEngine:
         logprobs = ()
         if request.sampling.logprobs is not None:
             logprobs = (TokenLogprob(token, -0.5, ((token, -0.5), (0, -1.0))[: request.sampling.logprobs]),)
-        return Output(request_id, (token,), logprobs, finish, len(request.prompt), cached)
+        ledger = Ledger(shared=cached, computed=len(request.prompt) - cached) if count == 1 else None
+        return Output(request_id, (token,), logprobs, finish, len(request.prompt), cached, ledger=ledger)
 
     def _look_up(self, request: Request) -> int:
         key = (request.domain, request.prompt.tobytes())
@@ -86,7 +87,7 @@ class FakeEngine:
             return 0
         return (len(request.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, *, pinned: bool = False) -> bool:
         if self.live:
             return False
         self.seen.clear()
@@ -103,6 +104,10 @@ class FakeEngine:
             last_batch_tokens=len(self.live),
             prompt_tokens=self.prompted,
             cached_tokens=self.cached,
+            shared_tokens=self.cached,
+            prompt_computed_tokens=self.prompted - self.cached,
+            prefill_tokens=self.prompted - self.cached,
+            ideal_tokens=self.prompted - self.cached,
             computed_tokens=self.prompted + self.generated - self.cached,
             generation_tokens=self.generated,
             prefix_queries=self.prompted,

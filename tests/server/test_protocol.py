@@ -7,7 +7,7 @@ from openai.types import Completion, CompletionUsage, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizer_folders import BYTE_LEVEL, METASPACE, build
 
-from headstart.core.batch import TokenLogprob
+from headstart.core.batch import Ledger, TokenLogprob
 from headstart.core.errors import (
     ConfigError,
     DrainingError,
@@ -23,7 +23,7 @@ from headstart.server.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(build(BYTE_LEVEL))
 HEAD = protocol.head_of("cmpl-1", 1_700_000_000, "tiny")
-USAGE = protocol.usage(10, 3, 8)
+USAGE = protocol.usage(10, 3, Ledger(shared=8, computed=2))
 THE, FOX = TOKENIZER.encode("the fox")
 ENTRIES = (TokenEntry(THE, -0.1, ((THE, -0.1), (FOX, -2.0)), 0), TokenEntry(FOX, -3.0, ((THE, -0.2),), 3))
 DELTA = Delta("the fox", (THE, FOX), ENTRIES, "stop")
@@ -72,20 +72,28 @@ def test_events_are_one_line() -> None:
 
 
 def test_usage_always_tells_the_cached_tokens() -> None:
-    read = CompletionUsage.model_validate(protocol.usage(10, 3, 0))
+    read = CompletionUsage.model_validate(protocol.usage(10, 3, Ledger(computed=10)))
     assert read.total_tokens == 13
     assert read.prompt_tokens_details is not None and read.prompt_tokens_details.cached_tokens == 0
+
+
+def test_usage_tells_where_cached_tokens_came_from() -> None:
+    read = CompletionUsage.model_validate(protocol.usage(10, 3, Ledger(4, 2, 0, 1, 3)))
+    assert read.prompt_tokens_details is not None and read.prompt_tokens_details.cached_tokens == 7
+    sources = {"pinned_tokens": 4, "shared_tokens": 2, "store_tokens": 0, "followed_tokens": 1}
+    assert read.prompt_tokens_details.model_extra == sources
 
 
 def test_a_prompt_counts_once_however_many_choices_share_it() -> None:
     class Done:
         def __init__(self, prompt: int, cached: int) -> None:
-            self.num_prompt_tokens, self.num_tokens, self.num_cached_tokens = prompt, 4, cached
+            self.num_prompt_tokens, self.num_tokens = prompt, 4
+            self.ledger = Ledger(shared=cached, computed=prompt - cached)
 
     generations: Any = [Done(10, 0), Done(10, 9), Done(7, 2), Done(7, 6)]
     usage = protocol.usage_of(generations, n=2)
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (17, 16)
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens_details"]["shared_tokens"] == 2
 
 
 def test_tokens_that_are_no_text_are_written_as_bytes() -> None:

@@ -29,6 +29,7 @@ class Access(Enum):
 
     PUBLIC = "public"
     TENANT = "tenant"  # any key, if keys are configured
+    OWN = "own"  # any tenant's key, for what is its own; as ADMIN, if no tenant has a key: then nothing is anybody's
     OPERATOR = "operator"  # an administrator key, if such are configured; else as TENANT
     ADMIN = "admin"  # an administrator key; without any keys at all, a caller on this machine
 
@@ -42,7 +43,7 @@ ACCESS = {
     "/reset_prefix_cache": Access.ADMIN,
     "/v1/prefixes": Access.ADMIN,  # public prefixes are everyone's
     "/v1/cache/stats": Access.OPERATOR,  # as /metrics
-    "/v1/cache/explain": Access.TENANT,  # of one's own requests; administrators of all
+    "/v1/cache/explain": Access.OWN,  # it shows prompts
 }
 _ADMIN_TREE = "/v1/prefixes/"  # and whatever lies below
 
@@ -91,6 +92,8 @@ class Authenticator:
         if access is Access.PUBLIC:
             return ANYONE
         principal = self._identify(scope["headers"])
+        if access is Access.OWN:
+            access = Access.TENANT if self._has_tenants else Access.ADMIN
         if access is Access.OPERATOR:
             access = Access.ADMIN if self._has_admins else Access.TENANT
         if access is Access.TENANT:

@@ -8,7 +8,7 @@ that ended the text included (as vLLM counts).
 from collections import deque
 from typing import NamedTuple
 
-from headstart.core.batch import Output, TokenLogprob
+from headstart.core.batch import Ledger, Output, TokenLogprob
 from headstart.core.request import FinishReason, Request
 from headstart.server.detokenizer import Detokenizer
 from headstart.server.params import GenerationParams
@@ -74,7 +74,7 @@ class Generation:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenEntry] = []
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.num_cached_tokens = 0
+        self.ledger = Ledger()  # of the prompt, once there is a token
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
@@ -83,6 +83,11 @@ class Generation:
     def text(self) -> str:
         """Everything shown so far."""
         return "".join(self._parts)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were taken over; 0 until the first token."""
+        return self.ledger.cached
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -98,7 +103,7 @@ class Generation:
         """Takes the engine's news and returns what is new for the client; nothing once it has finished."""
         if self.finish_reason is not None:
             return _NOTHING
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.ledger = output.ledger or self.ledger
         self.prompt_logprobs.extend(output.prompt_logprobs)
         if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             return self._fail(output)

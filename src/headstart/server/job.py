@@ -10,7 +10,7 @@ from headstart.server.engine_client import EngineClient, RequestFailedError
 from headstart.server.generation import Delta, Generation
 from headstart.server.metrics import Metrics
 from headstart.server.params import GenerationParams
-from headstart.server.protocol import Json, usage_of
+from headstart.server.protocol import Json, ledger_of, usage_of
 from headstart.server.record import RequestRecord
 from headstart.server.tokenizer import Tokenizer
 
@@ -43,6 +43,7 @@ class Job:
         self._index = {request.request_id: index for index, request in enumerate(requests)}
         self._last_token_at = [record.arrival] * len(requests)
         self._first_token_at: list[float | None] = [None] * len(requests)
+        self._scheduled_at = [record.arrival] * len(requests)
         self._open = set(self._index)
         self._stream = engine.submit(requests)
 
@@ -88,19 +89,27 @@ class Job:
         usage = self.usage()
         self.record.num_prompt_tokens = usage["prompt_tokens"]
         self.record.num_tokens = usage["completion_tokens"]
-        self.record.num_cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        self.record.ledger = ledger_of(self.generations, self.params.n)
+        self._metrics.prompts(self.record.principal.tenant, self.record.ledger)
         self.record.finish_reason = self.generations[0].finish_reason or "abort"
 
     def _count(self, index: int, output: Output, at: float) -> None:
         if not output.token_ids:
             return
         if self._first_token_at[index] is None:
-            self._first_token_at[index] = at
-            self.record.first_token_at = self.record.first_token_at or at
+            self._begin(index, output.scheduled_at, at)
             self._metrics.time_to_first_token.observe(at - self.record.arrival)
         else:
             self._metrics.inter_token_latency.observe(at - self._last_token_at[index])
         self._last_token_at[index] = at
+
+    def _begin(self, index: int, scheduled_at: float, at: float) -> None:
+        """Notes the first token of a choice; the engine's clock is ours, and it may have been read a little before."""
+        record = self.record
+        scheduled_at = self._scheduled_at[index] = max(scheduled_at, record.arrival)
+        self._first_token_at[index] = at
+        record.first_token_at = record.first_token_at or at
+        record.scheduled_at = min(record.scheduled_at or scheduled_at, scheduled_at)
 
     def _finish(self, index: int, request_id: str, delta: Delta, at: float) -> None:
         self._open.discard(request_id)
@@ -110,8 +119,13 @@ class Job:
         metrics = self._metrics
         metrics.finished(delta.finish_reason or "")
         metrics.e2e_latency.observe(time.monotonic() - self.record.arrival)
+        scheduled = self._scheduled_at[index]
+        metrics.queue_time.observe(scheduled - self.record.arrival)
+        metrics.prefill_time.observe(first - scheduled)
+        metrics.inference_time.observe(at - scheduled)
         metrics.decode_time.observe(at - first)
         metrics.prompt_tokens.observe(generation.num_prompt_tokens)
+        metrics.prefill_computed.observe(generation.ledger.computed)
         metrics.generation_tokens.observe(generation.num_tokens)
         metrics.params_n.observe(self.params.n)
         metrics.params_max_tokens.observe(self._max_tokens)

@@ -5,14 +5,16 @@ from its last heartbeat when someone scrapes; only distributions are kept here.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from headstart.core.batch import Ledger
 from headstart.core.engine import EngineInfo, EngineStats
+from headstart.server.protocol import CACHE_SOURCES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -37,8 +39,12 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "inter_token_latency": ("vllm:inter_token_latency_seconds", _TOKEN_TIME),
     "time_per_output_token": ("vllm:request_time_per_output_token_seconds", _TOKEN_TIME),
     "e2e_latency": ("vllm:e2e_request_latency_seconds", _LATENCY),
+    "queue_time": ("vllm:request_queue_time_seconds", _LATENCY),
+    "prefill_time": ("vllm:request_prefill_time_seconds", _LATENCY),
+    "inference_time": ("vllm:request_inference_time_seconds", _LATENCY),
     "decode_time": ("vllm:request_decode_time_seconds", _LATENCY),
     "prompt_tokens": ("vllm:request_prompt_tokens", _TOKENS),
+    "prefill_computed": ("vllm:request_prefill_kv_computed_tokens", _TOKENS),
     "generation_tokens": ("vllm:request_generation_tokens", _TOKENS),
     "params_n": ("vllm:request_params_n", _CHOICES),
     "params_max_tokens": ("vllm:request_params_max_tokens", _TOKENS),
@@ -66,8 +72,12 @@ class Metrics:
         self.inter_token_latency = histograms["inter_token_latency"]
         self.time_per_output_token = histograms["time_per_output_token"]
         self.e2e_latency = histograms["e2e_latency"]
+        self.queue_time = histograms["queue_time"]
+        self.prefill_time = histograms["prefill_time"]
+        self.inference_time = histograms["inference_time"]
         self.decode_time = histograms["decode_time"]
         self.prompt_tokens = histograms["prompt_tokens"]
+        self.prefill_computed = histograms["prefill_computed"]
         self.generation_tokens = histograms["generation_tokens"]
         self.params_n = histograms["params_n"]
         self.params_max_tokens = histograms["params_max_tokens"]
@@ -85,13 +95,20 @@ class Metrics:
         self._rejected = Counter(
             "vllm:admission_rejections", "Requests refused: too much was waiting.", ("model_name",), registry=None
         )
+        self.tenants: dict[str, Ledger] = {}  # tokens of their prompts, by tenant
         self.rejected = self._rejected.labels(model_name)
         self._registry.register(finished)
         self._registry.register(self._rejected)
 
     def watch(self, engine: EngineView) -> None:
         """Adds the engine's own counters and gauges to every scrape."""
-        self._registry.register(_EngineCollector(engine, self._model_name))
+        self._registry.register(_EngineCollector(engine, self._model_name, self.tenants))
+
+    def prompts(self, tenant: str, ledger: Ledger) -> None:
+        """Counts what the prompts of one client request came from; `tenant` is of a configured key, or empty."""
+        if tenant:
+            before = self.tenants.get(tenant, Ledger())
+            self.tenants[tenant] = Ledger(*map(sum, zip(before, ledger, strict=True)))
 
     def finished(self, reason: str) -> None:
         """Counts an engine request that ended."""
@@ -115,14 +132,14 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the last heartbeat."""
 
-    def __init__(self, engine: EngineView, model_name: str) -> None:
+    def __init__(self, engine: EngineView, model_name: str, tenants: Mapping[str, Ledger]) -> None:
         self._engine = engine
+        self._tenants = tenants
         self._model = [model_name]
 
     def collect(self) -> Iterable[Metric]:
         stats = self._engine.stats
-        used = stats.num_blocks - stats.num_free_blocks
-        usage = used / stats.num_blocks if stats.num_blocks else 0.0
+        usage = 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
         yield self._gauge("vllm:num_requests_running", "Sequences in the engine's batch.", stats.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait for room in it.", stats.num_waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", usage)
@@ -135,7 +152,14 @@ class _EngineCollector(Collector):
         yield self._counter("vllm:corrupted_requests", "Requests that failed alone.", stats.num_row_errors)
         yield self._counter("headstart:steps", "Steps of the engine.", stats.num_steps)
         yield self._counter("headstart:step_seconds", "Time spent computing.", stats.step_seconds)
-        yield self._counter("headstart:evictions", "Reusable blocks given up.", stats.num_evictions)
+        yield self._counter("headstart:promise_skips", "Times work was left to an equal.", stats.num_promise_skips)
+        yield self._counter("headstart:adoptions", "Times a prefill under way took over blocks.", stats.num_adoptions)
+        yield self._counter("headstart:prefill_tokens", "Prompt tokens computed, replays too.", stats.prefill_tokens)
+        yield self._counter("headstart:ideal_tokens", "What a perfect cache had computed.", stats.ideal_tokens)
+        yield self._counter("headstart:replayed_tokens", "Computed again after preemptions.", stats.replayed_tokens)
+        redundancy = prefill_redundancy(stats)
+        yield self._gauge("headstart:prefill_redundancy", "Prefill computed, to a perfect cache's.", redundancy)
+        yield self._gauge("headstart:pinned_blocks", "Blocks of pinned prefixes.", stats.num_pinned_blocks)
         age = time.monotonic() - self._engine.last_heard
         yield self._gauge("headstart:heartbeat_age_seconds", "Since the engine was last heard.", age)
         yield from self._by_label(stats)
@@ -143,18 +167,39 @@ class _EngineCollector(Collector):
             yield _cache_config(self._engine.info, self._model[0])
 
     def _by_label(self, stats: EngineStats) -> Iterable[Metric]:
-        tokens = CounterMetricFamily(
-            "headstart:tokens", "Prompt and output tokens by where their KV came from.", labels=("model_name", "source")
-        )
-        for source, value in (("computed", stats.computed_tokens), ("cached", stats.cached_tokens)):
-            tokens.add_metric([*self._model, source], value)
-        yield tokens
-        blocks = GaugeMetricFamily("headstart:kv_blocks", "KV blocks by state.", labels=("model_name", "state"))
-        used = stats.num_blocks - stats.num_free_blocks
-        blocks.add_metric([*self._model, "used"], used)
-        blocks.add_metric([*self._model, "free"], stats.num_free_blocks)
-        blocks.add_metric([*self._model, "published"], stats.num_published_blocks)
-        yield blocks
+        sources = {source: getattr(stats, f"{source}_tokens") for source in CACHE_SOURCES}
+        prompt = {**sources, "computed": stats.prompt_computed_tokens}
+        yield self._labelled("headstart:prompt_tokens", "Prompt tokens by where their KV came from.", "source", prompt)
+        vllm = {
+            "local_compute": stats.prompt_computed_tokens,
+            "local_cache_hit": stats.cached_tokens - stats.store_tokens,
+            "external_kv_transfer": stats.store_tokens,
+        }
+        yield self._labelled("vllm:prompt_tokens_by_source", "The same in vLLM's words.", "source", vllm)
+        tokens = {"computed": stats.computed_tokens, "cached": stats.cached_tokens}
+        yield self._labelled("headstart:tokens", "Prompt and output tokens, computed or not.", "source", tokens)
+        causes = evictions_by_cause(stats)
+        yield self._labelled("headstart:evictions", "Reusable blocks given up, by cause.", "cause", causes)
+        family = GaugeMetricFamily("headstart:kv_blocks", "KV blocks by state.", labels=("model_name", "state"))
+        for state, value in blocks_by_state(stats).items():
+            family.add_metric([*self._model, state], value)
+        yield family
+        if self._tenants:
+            yield self._by_tenant()
+
+    def _by_tenant(self) -> Metric:
+        text, labels = "Prompt tokens by tenant and source.", ("model_name", "tenant", "source")
+        family = CounterMetricFamily("headstart:tenant_prompt_tokens", text, labels=labels)
+        for tenant, ledger in self._tenants.items():
+            for source, value in ledger._asdict().items():
+                family.add_metric([*self._model, tenant, source], value)
+        return family
+
+    def _labelled(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=("model_name", label))
+        for value, count in values.items():
+            family.add_metric([*self._model, value], count)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=("model_name",))
@@ -165,6 +210,27 @@ class _EngineCollector(Collector):
         family = CounterMetricFamily(name, text, labels=("model_name",))
         family.add_metric(self._model, value)
         return family
+
+
+def prefill_redundancy(stats: EngineStats) -> float:
+    """Returns what was computed of prompts, over what a perfect cache would have computed of all that came."""
+    return stats.prefill_tokens / stats.ideal_tokens if stats.ideal_tokens else 1.0
+
+
+def evictions_by_cause(stats: EngineStats) -> dict[str, int]:
+    """Returns how many published blocks were given up, and why."""
+    return {cause: getattr(stats, f"num_evictions_{cause}") for cause in ("capacity", "failed", "reset")}
+
+
+def blocks_by_state(stats: EngineStats) -> dict[str, int]:
+    """Returns how many KV blocks are in each state; every usable one is in exactly one."""
+    used = stats.num_blocks - stats.num_free_blocks - stats.num_pinned_idle_blocks
+    return {
+        "scratch": stats.num_scratch_blocks,
+        "idle": stats.num_idle_blocks,
+        "pinned_idle": stats.num_pinned_idle_blocks,
+        "referenced": used,
+    }
 
 
 def _cache_config(info: EngineInfo, model_name: str) -> Metric:

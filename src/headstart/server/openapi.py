@@ -75,6 +75,7 @@ BODIES: dict[str, Schema] = {
         },
         "messages",
     ),
+    "/v1/cache/explain": _body({"model": _TEXT, "prompt": _PROMPT, "messages": _MESSAGES, "cache_salt": _TEXT}),
     "/tokenize": _body(
         {
             "model": _TEXT,
@@ -83,6 +84,10 @@ BODIES: dict[str, Schema] = {
             "add_special_tokens": _FLAG,
             "return_token_strs": _FLAG,
         }
+    ),
+    "/v1/prefixes": _body(
+        {"name": _TEXT, "tenant": _TEXT, "text": _TEXT, "messages": _MESSAGES, "token_ids": _TOKEN_IDS, "wait": _FLAG},
+        "name",
     ),
     "/detokenize": _body({"model": _TEXT, "tokens": _TOKEN_IDS}, "tokens"),
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from headstart.core.batch import TokenLogprob
+from headstart.core.batch import Ledger, TokenLogprob
 from headstart.core.errors import (
     DrainingError,
     EngineDeadError,
@@ -17,6 +17,7 @@ from headstart.server.generation import Delta, Generation, TokenEntry
 from headstart.server.tokenizer import Tokenizer
 
 Json = dict[str, Any]
+CACHE_SOURCES = ("pinned", "shared", "store", "followed")  # a prompt is these and what was computed
 
 _encoder = msgspec.json.Encoder()
 
@@ -59,13 +60,13 @@ def error_of(error: HeadstartError) -> tuple[int, Json]:
 # --------------------------------------------------------------------------------------------------------------- usage
 
 
-def usage(num_prompt_tokens: int, num_tokens: int, num_cached_tokens: int) -> Json:
-    """Returns the usage object; cached tokens are always told."""
+def usage(num_prompt_tokens: int, num_tokens: int, ledger: Ledger) -> Json:
+    """Returns the usage object; cached tokens are always told, and beyond OpenAI's API where they came from."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt_tokens + num_tokens,
-        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": ledger.cached, **sources(ledger)},
     }
 
 
@@ -74,12 +75,22 @@ def usage_of(generations: Sequence[Generation], n: int) -> Json:
 
     A prompt counts once, however many choices share it, and so do its cached tokens: those of its first choice.
     """
-    firsts = generations[::n]
-    return usage(
-        sum(generation.num_prompt_tokens for generation in firsts),
-        sum(generation.num_tokens for generation in generations),
-        sum(generation.num_cached_tokens for generation in firsts),
-    )
+    num_prompt_tokens = sum(generation.num_prompt_tokens for generation in generations[::n])
+    num_tokens = sum(generation.num_tokens for generation in generations)
+    return usage(num_prompt_tokens, num_tokens, ledger_of(generations, n))
+
+
+def ledger_of(generations: Sequence[Generation], n: int) -> Ledger:
+    """Returns where the prompts of one client request came from, in all; each counts once, as its first choice had it.
+
+    All zeros for a prompt that no token came out of yet.
+    """
+    return Ledger(*map(sum, zip(*(generation.ledger for generation in generations[::n]), strict=True)))
+
+
+def sources(ledger: Ledger) -> dict[str, int]:
+    """Returns what was taken over, by source; they add up to cached_tokens."""
+    return {f"{source}_tokens": getattr(ledger, source) for source in CACHE_SOURCES}
 
 
 # --------------------------------------------------------------------------------------------------------- completions

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+from headstart.core.batch import Ledger
 from headstart.server.auth import ANYONE, Principal
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:@/+=-]")
@@ -24,8 +25,9 @@ class RequestRecord:
     principal: Principal = ANYONE
     status: int | None = None
     num_prompt_tokens: int | None = None
-    num_cached_tokens: int | None = None
+    ledger: Ledger | None = None  # of its prompts
     num_tokens: int | None = None
+    scheduled_at: float | None = None  # when the engine began the first of its prompts
     first_token_at: float | None = None
     finish_reason: str | None = None
     error: str | None = None  # code
@@ -41,7 +43,8 @@ class RequestRecord:
 
     def fields(self, now: float) -> dict[str, object]:
         """Returns the fields of the access line."""
-        first = self.first_token_at
+        first, ledger = self.first_token_at, self.ledger
+        named = {f"{name}_tokens": value for name, value in ledger._asdict().items()} if ledger else {}
         return {
             "request_id": self.request_id,
             "tenant": self.principal.label or None,
@@ -50,12 +53,17 @@ class RequestRecord:
             "status": self.status,
             "error": self.error,
             "prompt_tokens": self.num_prompt_tokens,
-            "cached_tokens": self.num_cached_tokens,
+            "cached_tokens": ledger and ledger.cached,
+            **named,
             "completion_tokens": self.num_tokens,
             "finish_reason": self.finish_reason,
-            "ttft_ms": None if first is None else round((first - self.arrival) * 1000, 1),
-            "e2e_ms": round((now - self.arrival) * 1000, 1),
+            "queue_ms": self._since_arrival(self.scheduled_at),
+            "ttft_ms": self._since_arrival(first),
+            "e2e_ms": self._since_arrival(now),
         }
+
+    def _since_arrival(self, at: float | None) -> float | None:
+        return None if at is None else round((at - self.arrival) * 1000, 1)
 
 
 def record_of(scope: Any) -> RequestRecord:

@@ -4,6 +4,7 @@ import asyncio
 import time
 
 from headstart.core.engine import EngineStats
+from headstart.server.protocol import CACHE_SOURCES
 from headstart.server.state import ServerState
 
 
@@ -24,16 +25,25 @@ async def write_statistics(state: ServerState) -> None:
 
 
 def _fields(last: EngineStats, stats: EngineStats, elapsed: float) -> dict[str, object]:
-    queries, steps = stats.prefix_queries - last.prefix_queries, stats.num_steps - last.num_steps
-    hits = stats.prefix_hits - last.prefix_hits
+    def since(name: str) -> int:
+        return getattr(stats, name) - getattr(last, name)
+
+    steps, prompts, ideal = since("num_steps"), since("prompt_tokens"), since("ideal_tokens")
     return {
         "running": stats.num_running,
         "waiting": stats.num_waiting,
-        "prompt_tokens_per_s": round((stats.prompt_tokens - last.prompt_tokens) / elapsed, 1),
-        "computed_tokens_per_s": round((stats.computed_tokens - last.computed_tokens) / elapsed, 1),
-        "generated_tokens_per_s": round((stats.generation_tokens - last.generation_tokens) / elapsed, 1),
-        "hit_rate": round(hits / queries, 3) if queries else None,
+        "prompt_tokens_per_s": round(prompts / elapsed, 1),
+        "computed_tokens_per_s": round(since("computed_tokens") / elapsed, 1),
+        "generated_tokens_per_s": round(since("generation_tokens") / elapsed, 1),
+        "hit_rate": _share(since("cached_tokens"), prompts),
+        **{f"hit_rate_{source}": _share(since(f"{source}_tokens"), prompts) for source in CACHE_SOURCES},
+        "prefill_redundancy": _share(since("prefill_tokens"), ideal),
         "kv_usage": round(1 - stats.num_free_blocks / max(stats.num_blocks, 1), 3),
         "step_ms": round((stats.step_seconds - last.step_seconds) / steps * 1000, 2) if steps else None,
-        "preemptions": stats.num_preemptions - last.num_preemptions,
+        "preemptions": since("num_preemptions"),
+        "evictions": since("num_evictions"),
     }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(part / whole, 3) if whole else None
