@@ -1,11 +1,10 @@
 """KV events on the wire: configuration, frames, replay, gaps, the end. Decoded as plain msgpack, without our types."""
 
 import gc
+import tempfile
 import threading
-import uuid
 from array import array
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,9 +30,9 @@ def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
 
 
 @pytest.fixture
-def endpoints(tmp_path: Path) -> dict[str, Any]:
-    name = uuid.uuid4().hex[:12]  # ipc paths must be short
-    return {"endpoint": f"ipc:///tmp/{name}.pub", "replay_endpoint": f"ipc:///tmp/{name}.replay"}
+def endpoints() -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path: socket paths must be short
+        yield {"endpoint": f"ipc://{folder}/pub", "replay_endpoint": f"ipc://{folder}/replay"}
 
 
 def decode(encoder: BatchEncoder, *events: Event) -> list[Any]:
