@@ -19,9 +19,10 @@ from server.fake_engine import build_fake
 
 from headstart.options import EngineOptions, ServerOptions
 from headstart.server.app import build_app
-from headstart.server.engine_client import EngineClient
+from headstart.server.engine_client import Build, EngineClient
 from headstart.server.logs import Log
 from headstart.server.state import ServerState
+from headstart.server.warming import warm_prefixes
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 60.0
@@ -121,14 +122,16 @@ class Inside:
 
 
 @asynccontextmanager
-async def inside(model: str, **options: Any) -> AsyncIterator[Inside]:
-    """Everything of a server but its sockets."""
+async def inside(model: str, build: Build = build_fake, **options: Any) -> AsyncIterator[Inside]:
+    """Everything of a server but its sockets; prefixes of the options are warmed first."""
     engine = EngineClient()
     settings = ServerOptions(**{"access_log": False, **options})
     try:
-        info = await engine.start(build_fake, EngineOptions(model=model))
+        info = await engine.start(build, EngineOptions(model=model))
         state = ServerState(settings, engine, Log())
-        state.open(info)
+        loaded = state.prepare(info)
+        await warm_prefixes(state, loaded)
+        state.open(loaded)
         transport = httpx.ASGITransport(build_app(state), client=("127.0.0.1", 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30.0) as client:
             yield Inside(state, engine, client)

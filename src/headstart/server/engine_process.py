@@ -11,6 +11,7 @@ import importlib
 import signal
 import socket
 import sys
+import time
 import traceback
 
 import msgspec
@@ -56,7 +57,7 @@ class EngineLoop:
                 self._handle(payload)
             if self._stopping or channel.is_closed:
                 return
-            outputs = engine.step() if engine.has_work else []
+            outputs = engine.step(time.monotonic()) if engine.has_work else []
             channel.send(News(outputs, engine.stats()))
 
     def _handle(self, payload: bytes) -> None:

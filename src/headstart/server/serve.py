@@ -22,6 +22,7 @@ from headstart.server.http_protocol import BoundedHttpProtocol
 from headstart.server.logs import Log
 from headstart.server.state import Phase, ServerState
 from headstart.server.statistics import write_statistics
+from headstart.server.warming import warm_prefixes
 
 EXIT_OK, EXIT_BROKEN, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
 INTERRUPT_SECONDS = 10.0  # what Ctrl-C leaves for the requests under way
@@ -121,7 +122,11 @@ class _Run:
             if started is None:
                 self._log.line("headstart: stopped while loading")
                 return EXIT_OK
-            model = state.open(started)
+            model = state.prepare(started)
+            if await self._until_stopped(warm_prefixes(state, model)) is None:
+                self._log.line("headstart: stopped while loading")
+                return EXIT_OK
+            state.open(model)
         except (ConfigError, EngineDeadError) as error:
             self._log.line(f"headstart: {error}")
             return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_BROKEN

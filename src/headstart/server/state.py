@@ -20,12 +20,14 @@ from headstart.server.job import Job
 from headstart.server.logs import Log
 from headstart.server.metrics import Metrics
 from headstart.server.params import Bounds, GenerationParams
+from headstart.server.prefixes import Prefixes
 from headstart.server.record import RequestRecord
 from headstart.server.tokenizer import Tokenizer
 
 ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"),
     *("/health", "/readyz", "/livez", "/metrics", "/version", "/reset_prefix_cache", "/openapi.json"),
+    *("/v1/cache/stats", "/v1/cache/explain", "/v1/prefixes"),
 )
 
 
@@ -58,24 +60,28 @@ class ServerState:
         self.log = log
         self.auth = Authenticator(options.api_key, options.admin_api_key, secrets.token_bytes(32), options.tenants)
         self.bodies = BodyReader(options.max_body_bytes)
+        self.prefixes = Prefixes(engine, self.auth.domain_of)
         self.phase = Phase.LOADING
         self.idle = asyncio.Event()  # nothing admitted is unanswered
         self.idle.set()
         self._model: Model | None = None
         self._jobs: set[Job] = set()
 
-    def open(self, info: EngineInfo) -> Model:
-        """Begins to admit requests for the model that the engine has loaded. Raises ConfigError without a tokenizer."""
+    def prepare(self, info: EngineInfo) -> Model:
+        """Returns the model that the engine has loaded, as requests need it. Raises ConfigError without a tokenizer."""
         name = self.options.served_model_name or info.served_name
         tokenizer = Tokenizer.from_folder(Path(info.model))
         metrics = Metrics(name, ROUTES)
         metrics.watch(self.engine)
         self.engine.on_step = lambda stats: metrics.iteration_tokens.observe(stats.last_batch_tokens)
         bounds = Bounds.of(info, self.options)
-        self._model = Model(name, info, tokenizer, bounds, metrics, int(time.time()))
+        return Model(name, info, tokenizer, bounds, metrics, int(time.time()))
+
+    def open(self, model: Model) -> None:
+        """Begins to admit requests."""
+        self._model = model
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
-        return self._model
 
     @property
     def metrics(self) -> Metrics | None:
