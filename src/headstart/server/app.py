@@ -10,13 +10,17 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart import __version__
+from headstart.core.errors import InvalidRequestError
 from headstart.server import protocol
 from headstart.server.bodies import parse_detokenize, parse_json, parse_tokenize
 from headstart.server.body import Refusal
+from headstart.server.cache_routes import cache_stats, explain
+from headstart.server.fields import shown
 from headstart.server.http_errors import HttpError, error_response, json_response
 from headstart.server.inference import CHAT, COMPLETIONS, check_model, infer
 from headstart.server.metrics import CONTENT_TYPE
 from headstart.server.openapi import BODIES
+from headstart.server.prefixes import parse_prefix
 from headstart.server.record import RequestRecord, record_of
 from headstart.server.requests import encode_prompt
 from headstart.server.state import ServerState
@@ -43,6 +47,12 @@ def build_app(state: ServerState) -> ASGIApp:
         ("GET", "/metrics", routes.metrics),
         ("GET", "/version", routes.version),
         ("POST", "/reset_prefix_cache", routes.reset_prefix_cache),
+        ("GET", "/v1/prefixes", routes.list_prefixes),
+        ("POST", "/v1/prefixes", routes.add_prefix),
+        ("DELETE", "/v1/prefixes/{name}", routes.remove_prefix),
+        ("GET", "/v1/cache/stats", routes.cache_stats),
+        ("GET", "/v1/cache/explain", routes.explain_request),
+        ("POST", "/v1/cache/explain", routes.explain_prompt),
     ):
         app.add_api_route(
             path,
@@ -51,7 +61,7 @@ def build_app(state: ServerState) -> ASGIApp:
             response_model=None,
             summary=handler.__doc__,
             operation_id=f"{handler.__name__}{path.replace('/', '_')}" if path == "/readyz" else handler.__name__,
-            openapi_extra=BODIES.get(path),
+            openapi_extra=BODIES.get(path) if method == "POST" else None,
         )
     app.add_exception_handler(HTTPException, _framework_error)
     return Gate(app, state)
@@ -154,12 +164,47 @@ class _Routes:
         return json_response({"version": __version__})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Forget everything reusable. For administrators; 503 while anything runs."""
+        """Forget everything reusable, pinned prefixes only with ?pinned=true. For administrators; 503 if busy."""
         self._state.check_ready()
-        if not await self._state.engine.call("reset_prefix_cache"):
+        pinned = request.query_params.get("pinned", "false")
+        if pinned not in ("true", "false"):
+            raise InvalidRequestError(f"pinned is {shown(pinned)}; it must be true or false", param="pinned")
+        if not await self._state.engine.call("reset_prefix_cache", {"pinned": pinned == "true"}):
             message = "requests are running, and they hold cached blocks; try again when they are done"
             raise HttpError(503, message, code="busy", headers={"retry-after": "1"})
         return json_response({"status": "ok"})
+
+    async def list_prefixes(self, request: Request) -> Response:
+        """List the pinned prefixes. For administrators."""
+        self._state.check_ready()
+        return json_response({"object": "list", "data": await self._state.prefixes.listed()})
+
+    async def add_prefix(self, request: Request) -> Response:
+        """Pin a prefix, and answer when it is warm. For administrators."""
+        model = self._state.check_ready()
+        body = parse_prefix(parse_json(await self._state.bodies.read(request)), model.bounds)
+        return json_response(await self._state.prefixes.add(body, model.tokenizer, model.bounds), 201)
+
+    async def remove_prefix(self, request: Request) -> Response:
+        """Unpin a prefix: its blocks become ordinary cache. For administrators."""
+        self._state.check_ready()
+        name = request.path_params["name"]
+        if not await self._state.prefixes.remove(name):
+            message = f"there is no prefix {shown(name)}; GET /v1/prefixes lists them"
+            raise HttpError(404, message, code="prefix_not_found", param="name")
+        return json_response({"name": name, "deleted": True})
+
+    async def cache_stats(self, request: Request) -> Response:
+        """What the prefix cache did since the start, and how it stands."""
+        return json_response(await cache_stats(self._state))
+
+    async def explain_request(self, request: Request) -> Response:
+        """Why a recent request (`request_id`, the id of its answer) was taken over from the cache so far only."""
+        return json_response(await explain(self._state, request))
+
+    async def explain_prompt(self, request: Request) -> Response:
+        """Why a completion or chat with this body would be taken over from the cache so far only."""
+        return json_response(await explain(self._state, request))
 
     def _model_object(self) -> protocol.Json:
         model = self._state.model
