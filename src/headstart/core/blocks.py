@@ -178,7 +178,8 @@ class BlockPool:
             blocks += self._evict(num - len(blocks), tenant, by, last_resort)
         for block in blocks:
             refs[block] = 1
-        self._idle.sees(tenant)
+        if tenant:
+            self._idle.sees(tenant)
         if self._suspect:
             self._to_zero += [block for block in blocks if block in self._suspect]
             self._suspect.difference_update(blocks)
@@ -225,7 +226,8 @@ class BlockPool:
         evicted = self._history.forget(name)
         self._marks[block] = HOT if evicted is not None and evicted.cause == "capacity" else 0
         self._tenants[block] = tenant
-        self._idle.sees(tenant)
+        if tenant:
+            self._idle.sees(tenant)
         for listener in self.listeners:
             listener.published(block, name, parent, tokens)
         return True
@@ -285,12 +287,10 @@ class BlockPool:
 
     def distrust(self, block_ids: Sequence[int]) -> None:
         """Blocks of a row that failed: nobody finds them any more, and they are zeroed before they are used again."""
-        evicted = Evicted("failed", "", self.now)
-        for block in block_ids:
-            self._suspect.add(block)
-            if self._names[block] is not None:
-                self._vacate(block)
-                self._forget(block, evicted)
+        self._suspect.update(block_ids)
+        published = [block for block in block_ids if self._names[block] is not None]
+        self._vacate(published)
+        self._forget(published, Evicted("failed", "", self.now))
 
     def take_blocks_to_zero(self) -> list[int]:
         """Newly allocated blocks whose content may not be finite; each is reported once, before its first use."""
@@ -303,10 +303,9 @@ class BlockPool:
         `pinned`: these are forgotten too. Their names stay pinned, and may be computed again.
         """
         kept = {name for name in self._pins if name in self._entries} if not pinned else set[BlockHash]()
-        evicted = Evicted("reset", "", self.now)
-        for block in reversed([b for name, (b, _, _) in self._entries.items() if name not in kept]):
-            self._vacate(block)
-            self._forget(block, evicted, tell=bool(kept))
+        blocks = [block for name, (block, _, _) in reversed(self._entries.items()) if name not in kept]
+        self._vacate(blocks)
+        self._forget(blocks, Evicted("reset", "", self.now), tell=bool(kept))
         if not kept:
             for listener in self.listeners:
                 listener.cleared()
@@ -351,30 +350,34 @@ class BlockPool:
             self._count_wants()
         wanted: Callable[[int], bool] | None = self._is_wanted if self._wants else None
         blocks = self._idle.evict(num, tenant, last_resort, self.now, wanted)
-        evicted = Evicted("capacity", by, self.now)
-        for block in blocks:
-            self._forget(block, evicted)
+        self._forget(blocks, Evicted("capacity", by, self.now))
         return blocks
 
-    def _vacate(self, block: int) -> None:
-        """Makes a published block that is idle, pinned or not, scratch."""
-        if self._refs[block]:
-            return
-        if block in self._idle_pinned:
-            self._idle_pinned.remove(block)
-        else:
-            self._idle.remove(block)
-        self._scratch.append(block)
+    def _vacate(self, blocks: Iterable[int]) -> None:
+        """Makes those of these published blocks scratch that nobody uses, pinned or not."""
+        for block in blocks:
+            if block in self._idle_pinned:
+                self._idle_pinned.remove(block)
+            elif not self._refs[block]:
+                self._idle.remove(block)
+            else:
+                continue
+            self._scratch.append(block)
 
-    def _forget(self, block: int, evicted: Evicted, *, tell: bool = True) -> None:
-        """Takes its name from a block that is idle no more."""
-        name = self._names[block]
-        assert name is not None, f"block {block} has no name to forget"
-        del self._entries[name]
-        self._names[block] = None
-        self._history.add(name, evicted)
-        self._idle.retentions.drop(block)
-        self.evictions[evicted.cause] += 1
-        if tell:
-            for listener in self.listeners:
+    def _forget(self, blocks: Iterable[int], evicted: Evicted, *, tell: bool = True) -> None:
+        """Takes their names from published blocks that are idle no more."""
+        names, entries, remember = self._names, self._entries, self._history.add
+        listeners = self.listeners if tell else ()
+        retentions = self._idle.retentions if self._idle.retentions else None
+        num_before = len(entries)
+        for block in blocks:
+            name = names[block]
+            assert name is not None, f"block {block} has no name to forget"
+            del entries[name]
+            names[block] = None
+            remember(name, evicted)
+            if retentions is not None:
+                retentions.drop(block)
+            for listener in listeners:
                 listener.removed(name)
+        self.evictions[evicted.cause] += num_before - len(entries)

@@ -13,7 +13,7 @@ from typing import Protocol
 HOT = 1  # used again after it had been idle or evicted: not a one-off
 SEEN = 2  # somebody with the default retention has used it
 
-PROTECTED_SHARE = 0.8  # of the pool
+PROTECTED_SHARE = 0.5  # of the pool; decided in benchmarks/eviction
 
 
 class EvictionOrder(Protocol):

@@ -41,18 +41,22 @@ class _Shelf:
             order = self.levels[level] = self._new_order()
         return order
 
-    def pop(self, wanted: Wanted | None) -> int | None:
-        """Takes out the block whose turn it is, setting aside those that are wanted; None if there is no other."""
+    def take(self, num: int, wanted: Wanted | None) -> list[int]:
+        """Takes out the next `num` blocks that nobody wants, or all there are; sets aside those that were spared."""
+        found: list[int] = []
         for level in sorted(self.levels):
             order = self.levels[level]
             while order:
+                if len(found) == num:
+                    return found
                 block = order.pop()
                 if wanted is None or not wanted(block):
-                    return block
-                self.aside[block] = None
+                    found.append(block)
+                else:
+                    self.aside[block] = None
             if level != DEFAULT_PRIORITY:
                 del self.levels[level]
-        return None
+        return found
 
 
 class IdleBlocks:
@@ -84,9 +88,8 @@ class IdleBlocks:
             yield from shelf
 
     def sees(self, tenant: str) -> None:
-        """Notes that there is such a tenant: from now on it has a share."""
-        if tenant:
-            self._seen.add(tenant)
+        """Notes that there is such a tenant, not the public one: from now on it has a share."""
+        self._seen.add(tenant)
 
     def add(self, blocks: Sequence[int], retention: Retention, now: float) -> int:
         """Takes in blocks of one chain, tails first; HOT if the last one turns out to be worth protecting."""
@@ -230,14 +233,14 @@ class IdleBlocks:
         while heap and len(found) < num:
             spare, name, shelf = heap[0]
             before = len(shelf.aside)
-            block = shelf.pop(wanted)
+            blocks = shelf.take(min(num - len(found), -spare if len(heap) == 1 else 1), wanted)
             self.num_aside += len(shelf.aside) - before
-            if block is None:
+            found += blocks
+            spare += len(blocks)
+            if not blocks:
                 only_wanted.append(heappop(heap))
-                continue
-            found.append(block)
-            if spare < -1:
-                heapreplace(heap, (spare + 1, name, shelf))
+            elif spare:
+                heapreplace(heap, (spare, name, shelf))
             else:
                 heappop(heap)
         heapify(only_wanted)
