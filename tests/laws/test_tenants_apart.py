@@ -12,7 +12,7 @@ import pytest
 from checking import executor_of, expected_tokens, make_engine, make_request, run
 
 from headstart.core.engine import Engine
-from headstart.core.request import DEFAULT_RETENTION, Request, Retention, SamplingParams
+from headstart.core.request import DEFAULT_RETENTION, CacheMode, Request, Retention, SamplingParams
 
 KEEP_MOST = Retention(100, 86400.0)
 EVICTION = pytest.mark.parametrize("eviction_policy", ["lru", "2q"])
@@ -210,6 +210,25 @@ def test_hints_do_not_evict_another_tenant(floor: float) -> None:
     for turn in range(3):  # 15 blocks each that A wants to keep most
         cached(engine, A.ask(f"a{turn}", range(200 * turn, 200 * turn + 61), retention=KEEP_MOST))
     assert cached(engine, B.ask("b2", hot)) == [28]
+
+
+@pytest.mark.parametrize(("hint", "found"), [(DEFAULT_RETENTION, 0), (KEEP_MOST, 28), (Retention(51, 0.0), 28)])
+def test_a_hint_keeps_a_prompt_among_those_of_its_own_tenant(hint: Retention, found: int) -> None:
+    engine = make_engine(33)
+    cached(engine, A.ask("hot", range(29), retention=hint))
+    for turn in range(1, 4):  # 24 blocks a turn, of the 25 that the hot prompt leaves
+        cached(engine, A.ask(f"cold{turn}", range(200 * turn, 200 * turn + 64 - 1)))
+        cached(engine, A.ask(f"cool{turn}", range(2000 * turn, 2000 * turn + 37)))
+    assert cached(engine, A.ask("again", range(29))) == [found]
+
+
+def test_a_read_only_request_takes_over_and_leaves_nothing() -> None:
+    engine = make_engine(33)
+    assert cached(engine, A.ask("once", range(29), cache=CacheMode.READ_ONLY)) == [0]
+    assert engine.scheduler.pool.num_published == 0
+    cached(engine, A.ask("kept", range(29)))
+    assert cached(engine, A.ask("reads", range(33), cache=CacheMode.READ_ONLY)) == [28]
+    assert engine.scheduler.pool.num_published == 7
 
 
 def test_a_newcomer_gets_its_share_of_a_pool_that_another_has_filled() -> None:
