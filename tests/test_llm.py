@@ -150,11 +150,11 @@ def test_ctrl_c_aborts_everything_after_a_whole_step_and_leaves_the_engine_usabl
     handler = signal.getsignal(signal.SIGINT)
     step, steps = llm.engine.step, []
 
-    def interrupted_step() -> list[Output]:
+    def interrupted_step(now: float) -> list[Output]:
         if len(steps) == 2:
             os.kill(os.getpid(), signal.SIGINT)
         steps.append(1)
-        return step()
+        return step(now)
 
     monkeypatch.setattr(llm.engine, "step", interrupted_step)
     with pytest.raises(KeyboardInterrupt):

@@ -15,6 +15,7 @@ import itertools
 import signal
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from typing import Any
 from headstart.core.batch import TokenLogprob
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError
+from headstart.core.prefix import PrefixInfo, PrefixState
 from headstart.core.request import Request, SamplingParams
 from headstart.model.threads import prepare_threads
 from headstart.options import EngineOptions, check_values
@@ -32,6 +34,7 @@ from headstart.server.bodies import ChatBody, CompletionBody, check_depth, parse
 from headstart.server.fields import Fields
 from headstart.server.generation import Generation, TokenEntry
 from headstart.server.params import Bounds, GenerationParams, Kind, parse_params
+from headstart.server.prefixes import encode_prefix, kind_of, parse_prefix
 from headstart.server.requests import Origin, build_requests, encode_chat, encode_completion
 from headstart.server.tokenizer import Tokenizer
 
@@ -124,9 +127,41 @@ class LLM:
             prompts.append(encode_chat(body, self.tokenizer, self._bounds))
         return self._run(prompts, params, progress)
 
+    def add_prefix(
+        self, prefix: str | Sequence[Mapping[str, Any]] | Sequence[int], name: str, *, progress: bool = True
+    ) -> PrefixInfo:
+        """Computes a text, a conversation or token ids, and keeps them: no prompt that begins so computes them again.
+
+        Returns when it is warm. Of a text and a conversation, what every continuation shares is kept, in whole blocks.
+        Raises InvalidRequestError if that cannot be, and then nothing is kept.
+        """
+        check_depth(prefix)
+        body = parse_prefix({"name": name, kind_of(prefix): prefix}, self._bounds)
+        self.engine.add_prefix(name, encode_prefix(body, self.tokenizer, self._bounds))
+        with GenerationProgress(1, show=progress, label="computing the prefix"), _interruptible() as interrupted:
+            while (info := self._prefix(name)).state is PrefixState.WARMING and not interrupted():
+                self.engine.step(time.monotonic())
+        if info.state is PrefixState.READY:
+            return info
+        self.engine.remove_prefix(name)
+        if info.state is PrefixState.WARMING:
+            raise KeyboardInterrupt
+        raise InvalidRequestError(f"prefix {name!r} could not be computed: {info.error}")
+
+    def remove_prefix(self, name: str) -> bool:
+        """Makes a prefix ordinary cache again; False if there is none of that name."""
+        return self.engine.remove_prefix(name)
+
+    def list_prefixes(self) -> list[PrefixInfo]:
+        """Returns the prefixes that are kept, and what each of them has saved."""
+        return self.engine.list_prefixes()
+
     def reset_prefix_cache(self) -> bool:
-        """Forgets everything that could be reused; False if something is still running."""
+        """Forgets everything that could be reused but added prefixes; False if something is still running."""
         return self.engine.reset_prefix_cache()
+
+    def _prefix(self, name: str) -> PrefixInfo:
+        return next(info for info in self.engine.list_prefixes() if info.name == name)
 
     def _params(self, sampling: Sampling, kind: Kind) -> GenerationParams:
         params = parse_params(Fields(_plain_sampling(sampling, kind)), self._bounds, kind)
@@ -164,7 +199,7 @@ class LLM:
                 unfinished.add(request.request_id)
                 self.engine.add_request(request)
             while unfinished:
-                for output in self.engine.step():
+                for output in self.engine.step(time.monotonic()):
                     generation = generations.get(output.request_id)
                     if generation is None or output.request_id not in unfinished:
                         continue

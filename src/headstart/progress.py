@@ -9,10 +9,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class GenerationProgress:
     """A bar of finished requests with tokens per second; a context manager. Silent unless stderr is a terminal."""
 
-    def __init__(self, num_requests: int, *, show: bool = True, console: Console | None = None) -> None:
+    def __init__(
+        self, num_requests: int, *, show: bool = True, console: Console | None = None, label: str = "generating"
+    ) -> None:
         console = console or Console(stderr=True)
         self._progress = Progress(
-            TextColumn("generating"),
+            TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
@@ -20,7 +22,7 @@ class GenerationProgress:
             console=console,
             disable=not (show and console.is_terminal),
         )
-        self._task = self._progress.add_task("generating", total=num_requests, rate="")
+        self._task = self._progress.add_task(label, total=num_requests, rate="")
         self._num_tokens = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0

@@ -62,6 +62,14 @@ def parse_prefix(values: Mapping[str, Any], bounds: Bounds) -> PrefixBody:
     return body
 
 
+def kind_of(prefix: object) -> str:
+    """Returns which field of a body a prefix belongs to, given as one Python value."""
+    if isinstance(prefix, str):
+        return "text"
+    is_chat = isinstance(prefix, list | tuple) and len(prefix) > 0 and isinstance(prefix[0], Mapping)
+    return "messages" if is_chat else "token_ids"
+
+
 def encode_prefix(body: PrefixBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
     """Returns the tokens that prompts which begin with it share. Thread-safe, and slow. Raises InvalidRequestError."""
     if body.token_ids is not None:
@@ -133,4 +141,5 @@ _COUNTS = ("tokens", "blocks", "hits", "tokens_saved")
 
 
 def _token_ids(values: object, bounds: Bounds) -> "array[int]":
+    values = list(values) if isinstance(values, array) else values
     return array("i", check_token_ids("token_ids", values, bounds, max_items=bounds.max_model_len))
