@@ -38,6 +38,25 @@ def test_the_second_identical_request_takes_its_prefix_over(client: OpenAI) -> N
     assert first.usage.completion_tokens == second.usage.completion_tokens == 8
 
 
+def test_the_clients_own_cache_fields_mean_what_it_says_they_mean(client: OpenAI) -> None:
+    def cached(**fields: Any) -> int:
+        content = [{"type": "text", "text": f"{PROMPT} A tale of caches.", **fields.pop("part", {})}]
+        answer = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": content}], max_tokens=1, **fields
+        )
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    hints: Any = {"prompt_cache_key": "tale", "prompt_cache_retention": "24h", "prompt_cache_options": {"ttl": "30m"}}
+    first, again = cached(**hints), cached(**hints)
+    assert first < again
+    assert cached(prompt_cache_options={"mode": "explicit"}) == 0
+    marked = {"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}}
+    assert cached(prompt_cache_options={"mode": "explicit"}, part=marked) == again
+    with pytest.raises(openai.BadRequestError, match="ttl"):
+        cached(prompt_cache_options={"ttl": "a while"})
+
+
 def test_a_chat_streamed_is_the_chat_whole(client: OpenAI) -> None:
     options: Any = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 12, "temperature": 0}
     whole = client.chat.completions.create(**options)
