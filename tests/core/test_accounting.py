@@ -1,0 +1,77 @@
+"""Whatever happens, the books of an engine add up, and whatever it remembers can be explained."""
+
+from checking import make_engine, make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headstart.core.batch import Ledger
+from headstart.core.engine import Engine
+from headstart.core.explain import Reason, Viewer, explain_prompt, explain_request
+from headstart.core.request import CacheMode
+
+Job = tuple[list[int], CacheMode, int, int]
+STEMS = st.sampled_from([list(range(12)), [*range(8), 90], [7] * 5, []])
+TAILS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+JOBS = st.lists(
+    st.tuples(st.builds(list.__add__, STEMS, TAILS), st.sampled_from(CacheMode), st.integers(1, 8), st.integers(0, 9)),
+    min_size=1,
+    max_size=12,
+)
+ADMIN = Viewer(is_admin=True)
+
+
+def serve(engine: Engine, jobs: list[Job]) -> None:
+    """Adds a job per step; those with a 0 are aborted two jobs later. Checks the books after every step."""
+    ledgers: dict[str, Ledger] = {}
+    for index in range(400):
+        if index < len(jobs):
+            prompt, mode, max_tokens, _ = jobs[index]
+            engine.add_request(make_request(f"r{index}", prompt, max_tokens, cache=mode))
+        if 2 <= index < len(jobs) + 2 and jobs[index - 2][3] == 0:
+            engine.abort(f"r{index - 2}")
+        for output in engine.step(float(index)):
+            if output.ledger is not None:
+                ledgers[output.request_id] = output.ledger
+        check(engine, ledgers)
+        if index >= len(jobs) + 2 and not engine.has_work:
+            return
+    raise AssertionError("still busy")
+
+
+def check(engine: Engine, ledgers: dict[str, Ledger]) -> None:
+    stats = engine.stats()
+    sources = (stats.pinned_tokens, stats.shared_tokens, stats.store_tokens, stats.followed_tokens)
+    totals = [sum(column) for column in zip(Ledger(), *ledgers.values(), strict=True)]
+    assert [*sources, stats.prompt_computed_tokens] == totals
+    assert (stats.cached_tokens, stats.prompt_tokens) == (sum(sources), sum(totals))
+    assert stats.replayed_tokens <= stats.prefill_tokens <= stats.computed_tokens
+    assert stats.num_scratch_blocks + stats.num_idle_blocks == stats.num_free_blocks
+    assert 0 <= stats.num_free_blocks + stats.num_pinned_idle_blocks <= stats.num_blocks
+    causes = (stats.num_evictions_capacity, stats.num_evictions_failed, stats.num_evictions_reset)
+    assert sum(causes) == stats.num_evictions
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs=JOBS, num_blocks=st.integers(9, 24), policy=st.sampled_from(["fcfs", "lpm"]))
+def test_the_books_add_up_and_everything_can_be_explained(jobs: list[Job], num_blocks: int, policy: str) -> None:
+    engine = make_engine(num_blocks, policy=policy, max_batched_tokens=8, max_seqs=3, expects_short_outputs=True)
+    serve(engine, jobs)
+    for index, (prompt, mode, _, _) in enumerate(jobs):
+        found = explain_request(engine.scheduler, engine.recent, f"r{index}", ADMIN, 1000.0)
+        if found is not None:
+            assert found.position <= (len(prompt) - 1 if found.then is None else found.then.cached)
+            assert (found.reason is Reason.BYPASS) is (mode is CacheMode.BYPASS)
+            assert (found.reason is Reason.EVICTED) is (found.eviction is not None)
+        asked = explain_prompt(engine.scheduler, engine.recent, make_request("", prompt), ADMIN, 1000.0)
+        assert sum(asked.now) == len(prompt) and asked.now.cached == asked.position
+        assert asked.reason not in (Reason.COMPUTING, Reason.BYPASS)
+        assert asked.as_dict()["near"] is None or asked.near is not None
+
+
+@settings(max_examples=30, deadline=None)
+@given(jobs=JOBS)
+def test_with_room_for_everything_nothing_is_computed_that_a_perfect_cache_had_not(jobs: list[Job]) -> None:
+    engine = make_engine(200, policy="lpm", max_batched_tokens=8, max_seqs=3)
+    serve(engine, [(prompt, CacheMode.READ_WRITE, num, 1) for prompt, _, num, _ in jobs])
+    stats = engine.stats()
+    assert stats.prefill_tokens <= stats.ideal_tokens and stats.replayed_tokens == 0
