@@ -26,7 +26,8 @@ GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 def make_llm(**engine: object) -> LLM:
     """An LLM over the checking executor: what it answers can be predicted by `expected_tokens`."""
     made = make_engine(num_blocks=200, block_size=4, **engine)  # type: ignore[arg-type]
-    info = EngineInfo("tiny", "tiny", VOCAB, 64, 4, 199, 0, "float32", "cpu", 1, "reference", (1,))
+    policy = str(engine.get("policy", "fcfs"))
+    info = EngineInfo("tiny", "tiny", VOCAB, 64, 4, 199, 0, "float32", "cpu", 1, "reference", (1,), policy)
     return LLM.from_engine(made, info, TOKENIZER)
 
 
@@ -50,6 +51,25 @@ def test_a_repeated_prompt_is_cached() -> None:
     assert [llm.generate([prompt], GREEDY)[0].num_cached_tokens for _ in range(2)] == [0, 28]
     assert llm.reset_prefix_cache()
     assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 0
+
+
+def test_the_cache_fields_of_the_http_api_work_here_too() -> None:
+    llm, prompt = make_llm(), list(range(30))
+
+    def cached(**fields: object) -> int:
+        return llm.generate([prompt], {**GREEDY, **fields})[0].num_cached_tokens
+
+    assert [cached(cache="bypass"), cached(cache="read-only"), cached(prompt_cache_options={"mode": "explicit"})] == [
+        0
+    ] * 3
+    assert [cached(cache_priority=80, cache_ttl=60), cached(prompt_cache_key="k"), cached(cache_salt="s")] == [0, 28, 0]
+
+
+def test_a_priority_is_refused_unless_the_policy_has_priorities() -> None:
+    urgent = {**GREEDY, "priority": -1}
+    assert make_llm(policy="priority").generate([[5]], urgent)[0].finish_reason == "length"
+    with pytest.raises(InvalidRequestError, match="Priority scheduling is not enabled"):
+        make_llm().generate([[5]], urgent)
 
 
 def test_several_choices_stand_together() -> None:

@@ -87,7 +87,13 @@ class LLM:
         self.info = info
         self.tokenizer = tokenizer
         eos_token_ids = info.eos_token_ids or tokenizer.eos_token_ids
-        self._bounds = Bounds(info.vocab_size, info.max_model_len, eos_token_ids, max_prompts=sys.maxsize)
+        self._bounds = Bounds(
+            info.vocab_size,
+            info.max_model_len,
+            eos_token_ids,
+            max_prompts=sys.maxsize,
+            scheduling_policy=info.scheduling_policy,
+        )
         self._ids = (f"llm-{number}" for number in itertools.count())
 
     def generate(
