@@ -67,6 +67,7 @@ def run_verb(monkeypatch: pytest.MonkeyPatch, setup: Setup, *arguments: str) -> 
     [
         (("rotations", "--quick"), ROTATION_KEYS),
         (("lab", "repeat"), {"tokens_computed"}),
+        (("lab", "pinned"), {"cached_tokens", "cached_tokens_after_flood", "first_ttft_ms", "cold_ttft_ms"}),
         (("lab", "scheduler", "--runs", "1"), {"step_256_decodes_us", "admit_4096_cached_us", "hash_1k_tokens_us"}),
     ],
 )

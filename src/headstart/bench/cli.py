@@ -182,6 +182,37 @@ def repeat(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, s
     _run_on_model(bench, model, dtype, threads, seed, None)
 
 
+@lab.command(short_help="A pinned prefix: what the first request finds.")
+def pinned(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, seed: Seed = 0) -> None:
+    """A pinned prefix of 900 tokens: what the first request finds of it, and one after a flood of three pools."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.lab_pinned import run_pinned
+
+        return run_pinned(setup, bar)
+
+    _run_on_model(bench, model, dtype, threads, seed, None)
+
+
+@lab.command("page-aligned", short_help="Aligned prefill: KV writes saved, budget lost.")
+def page_aligned(
+    model: Model = "tiny",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    seed: Seed = 0,
+    runs: Runs = 5,
+    quick: Quick = False,
+) -> None:
+    """--page-aligned-scheduling off, exact and ceil: KV-write time saved, token budget lost, whole time on --model."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.lab_page_aligned import QUICK, AlignedConfig, run_page_aligned
+
+        return run_page_aligned(setup, QUICK if quick else AlignedConfig(runs=runs), bar)
+
+    _run_on_model(bench, model, dtype, threads, seed, None)
+
+
 @lab.command(short_help="What scheduling costs, without a model.")
 def scheduler(
     seed: Seed = 0,
@@ -202,6 +233,24 @@ def scheduler(
         from headstart.bench.lab_scheduler import peer_command, run_scheduler
 
         return run_scheduler(seed, runs, bar, peer=peer_command(peer_python))
+
+    _finish(bench, None)
+
+
+@lab.command(short_help="A hot prefix amid scans of one-off prompts.")
+def scan(
+    seed: Seed = 0,
+    prefix_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the hot prefix.")] = 2048,
+    uses: Annotated[int, typer.Option(min=3, help="How often it is used; counted from the third time.")] = 40,
+    pools: Annotated[int, typer.Option(min=1, help="One-off prompts between two uses, in pools.")] = 3,
+    num_blocks: Annotated[int, typer.Option(min=2, help="Blocks of 16 tokens in the pool.")] = 512,
+) -> None:
+    """A prefix that is used again and again amid scans of one-off prompts: how much of it 2q and lru still have."""
+
+    def bench(bar: "Bar") -> "Report":
+        from headstart.bench.lab_scan import ScanConfig, run_scan
+
+        return run_scan(seed, ScanConfig(prefix=prefix_tokens, uses=uses, pools=pools, num_blocks=num_blocks), bar)
 
     _finish(bench, None)
 
