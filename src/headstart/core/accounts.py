@@ -85,8 +85,8 @@ class Accounts:
         """Notes what one chunk cost."""
         start, n, counters = chunk.start, len(chunk.token_ids), self.counters
         counters.computed_tokens += n
-        known = max(chunk.num_prompt_tokens, seq.num_covered_tokens)
-        if start < known:  # no decode
+        if start < chunk.num_prompt_tokens or start < seq.num_covered_tokens:  # no decode
+            known = max(chunk.num_prompt_tokens, seq.num_covered_tokens)
             counters.prefill_tokens += min(start + n, known) - start
             counters.replayed_tokens += max(min(start + n, seq.num_covered_tokens) - start, 0)
 

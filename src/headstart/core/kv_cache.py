@@ -86,9 +86,9 @@ class KVCache:
 
         `last_resort` lets it evict what other tenants are promised to keep.
         """
-        new = self.num_new_blocks(seq, hit, num_tokens)
-        if not new and not hit.block_ids:
+        if not hit.block_ids and num_tokens <= len(seq.block_ids) * self.block_size:
             return True
+        new = self.num_new_blocks(seq, hit, num_tokens)
         dropped = seq.block_ids[hit.start_block :] if hit.block_ids else []
         if new > self.num_available(seq, hit, last_resort=last_resort) + len(dropped):
             return False

@@ -47,10 +47,12 @@ def chunk_len(want: int, start: int, budget: int, limits: Limits, *, alone: bool
 
     The only place where request-state limits meet. `alone` lifts the long-prefill cap: nobody else is waiting for room.
     """
+    if want == 1:
+        return 1 if budget > 0 else 0  # a decode, most often: there is nothing to cut
     n = want
     if limits.long_prefill_threshold and not alone:
         n = min(n, limits.long_prefill_threshold)
-    n = min(n, _affordable(start, budget, limits) if want > 1 else budget)
+    n = min(n, _affordable(start, budget, limits))
     if n < want and limits.align > 1:
         n = (start + n) // limits.align * limits.align - start
     return max(n, 0)

@@ -93,7 +93,7 @@ class Scheduler:
         """
         assert not self._planned, "the step before this one was not updated"
         self._now = self.pool.now = now
-        num_decodes = sum(1 for seq in self.running if len(seq.token_ids) - seq.num_computed_tokens == 1)
+        num_decodes = [len(seq.token_ids) - seq.num_computed_tokens for seq in self.running].count(1)
         plan = Plan(self.limits, self.block_size, num_decodes=num_decodes)
         if not self._plan_running(plan) and self.waiting:
             self._plan_waiting(plan)
@@ -227,19 +227,21 @@ class Scheduler:
         return seq
 
     def _chunk(self, seq: Sequence, n: int) -> Chunk:
-        start = seq.num_computed_tokens
+        request, tokens, start = seq.request, seq.token_ids, seq.num_computed_tokens
+        end = start + n
         seq.num_scheduled_tokens = n
+        write_from = max(start, seq.num_published_blocks * self.block_size)
         return Chunk(
-            request_id=seq.request.request_id,
-            token_ids=seq.token_ids[start : start + n],
-            start=start,
-            block_ids=seq.block_ids,
-            write_from=max(start, seq.num_published_blocks * self.block_size),
-            num_logits=1 if start + n == len(seq.token_ids) else 0,
-            sampling=seq.request.sampling,
-            num_prompt_tokens=len(seq.request.prompt),
-            history=seq.token_ids,
-            adapter=seq.request.adapter,
+            request.request_id,
+            tokens[start:end],
+            start,
+            seq.block_ids,
+            write_from,
+            1 if end == len(tokens) else 0,
+            request.sampling,
+            len(request.prompt),
+            tokens,
+            request.adapter,
         )
 
     # ------------------------------------------------------------------------------------------------- taking in
@@ -270,11 +272,11 @@ class Scheduler:
         return self._output(seq, row, reason, ledger)
 
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
-        sampling = seq.request.sampling
-        num_outputs = seq.num_output_tokens
-        if num_outputs >= sampling.min_tokens and seq.token_ids[-1] in sampling.stop_token_ids:
+        request, tokens = seq.request, seq.token_ids
+        sampling, num_outputs = request.sampling, len(tokens) - len(request.prompt)
+        if num_outputs >= sampling.min_tokens and tokens[-1] in sampling.stop_token_ids:
             return FinishReason.STOP
-        if num_outputs >= sampling.max_tokens or len(seq.token_ids) >= self.limits.max_model_len:
+        if num_outputs >= sampling.max_tokens or len(tokens) >= self.limits.max_model_len:
             return FinishReason.LENGTH
         return None
 
