@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from headstart.core.batch import Output
 from headstart.core.engine import Engine
 from headstart.core.limits import Limits
-from headstart.core.request import Request, SamplingParams
+from headstart.core.request import CacheMode, Request, Retention, SamplingParams
 from headstart.core.scheduler import Scheduler
 from headstart.model.loader import load_model
 from headstart.model.runner import ModelRunner
@@ -36,6 +36,9 @@ class Tally:
     evictions: int = 0
     cached_tokens: int = 0
     full_pool_steps: int = 0
+    promise_skips: int = 0
+    adoptions: int = 0
+    pinned_tokens: int = 0
 
     def add(self, other: "Tally") -> None:
         self.requests += other.requests
@@ -45,6 +48,9 @@ class Tally:
         self.evictions += other.evictions
         self.cached_tokens += other.cached_tokens
         self.full_pool_steps += other.full_pool_steps
+        self.promise_skips += other.promise_skips
+        self.adoptions += other.adoptions
+        self.pinned_tokens += other.pinned_tokens
 
 
 class Reference:
@@ -86,6 +92,32 @@ class EngineUnderTest:
         )
         return Engine(scheduler, ModelRunner(self.loaded, num_blocks=num_blocks, block_size=block_size))
 
+    def build_everything(self, num_blocks: int, block_size: int, rng: Random) -> Engine:
+        """An engine with everything switched on that could get a token wrong."""
+        max_seqs, align = rng.randint(2, 6), rng.choice([1, block_size, block_size])
+        limits = Limits(
+            max_batched_tokens=max_seqs + align + rng.choice([4, 24, 80]),
+            max_seqs=max_seqs,
+            max_model_len=256,
+            long_prefill_threshold=rng.choice([0, max(align, 5), max(align, 17)]),
+            align=align,
+            charge_ceil=rng.random() < 0.5,
+            min_followed_tokens=rng.choice([1, 1, 8]),
+        )
+        scheduler = Scheduler(
+            num_blocks,
+            block_size,
+            limits,
+            model=self.loaded.fingerprint,
+            policy=rng.choice(["lpm", "lpm", "priority", "fcfs"]),
+            lpm_k=rng.randint(1, 4),
+            eviction_policy=rng.choice(["2q", "2q", "lru"]),
+            tenant_floor=rng.choice([0.0, 0.3]),
+        )
+        for _ in range(rng.choice([0, 200])):  # admits more than will fit
+            scheduler.room.finished(1)
+        return Engine(scheduler, ModelRunner(self.loaded, num_blocks=num_blocks, block_size=block_size))
+
 
 def greedy(request_id: str, prompt: list[int], num: int) -> Request:
     return Request(request_id, array("i", prompt), SamplingParams(temperature=0.0, max_tokens=num))
@@ -107,23 +139,52 @@ def prefix_tree(rng: Random, num: int, max_len: int = 60) -> list[list[int]]:
     return prompts
 
 
-def run_staggered(engine: Engine, requests: list[Request], rng: Random, tally: Tally) -> dict[str, list[int]]:
-    """Adds requests at random moments between steps; the tokens of each."""
+def thicket(rng: Random, num: int) -> list[list[int]]:
+    """Prompts on three long stems, cut here and there: most of what they hold is shared."""
+    stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(24, 50))] for _ in range(3)]
+    tails = [[rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))] for _ in range(num)]
+    return [(stem := rng.choice(stems))[: rng.choice([9, 17, 24, len(stem), len(stem)])] + tail for tail in tails]
+
+
+def any_request(request_id: str, prompt: list[int], num: int, rng: Random) -> Request:
+    """A greedy request of a random tenant, urgency, cache mode and retention."""
+    tenant = rng.choice(["", "", "", "a", "a", "b"])
+    return Request(
+        request_id,
+        array("i", prompt),
+        SamplingParams(temperature=0.0, max_tokens=num, prompt_logprobs=0 if rng.random() < 0.05 else None),
+        domain=tenant.encode() + rng.choice([b"", b"", b"", b"salt"]),
+        tenant=tenant,
+        priority=rng.randint(0, 2),
+        cache=rng.choice([CacheMode.READ_WRITE] * 6 + [CacheMode.READ_ONLY, CacheMode.BYPASS]),
+        retention=rng.choice([Retention(), Retention(), Retention(10), Retention(90, 5.0)]),
+    )
+
+
+def run_staggered(
+    engine: Engine, requests: list[Request], rng: Random, tally: Tally, eager: float = 0.5
+) -> dict[str, list[int]]:
+    """Adds requests at random moments between steps, another one with probability `eager`; the tokens of each."""
     todo, tokens = list(reversed(requests)), {request.request_id: [] for request in requests}
-    pool = engine.scheduler.pool
+    pool, now = engine.scheduler.pool, 0.0
     while todo or engine.has_work:
-        while todo and (not engine.has_work or rng.random() < 0.5):
+        while todo and (not engine.has_work or rng.random() < eager):
             engine.add_request(todo.pop())
-        for output in engine.step():
+        now += rng.random()
+        for output in engine.step(now):
             check_output(output)
             tokens[output.request_id] += output.token_ids
             if output.finish_reason is not None:
                 tally.cached_tokens += output.num_cached_tokens
         tally.full_pool_steps += pool.num_free == 0
-    pool.check()
-    assert pool.num_free == pool.num_usable, "blocks leaked"
-    tally.preemptions += engine.stats().num_preemptions
-    tally.evictions += engine.stats().num_evictions
+        pool.check()
+    assert pool.num_free + pool.num_pinned_idle == pool.num_usable, "blocks leaked"
+    stats = engine.stats()
+    tally.preemptions += stats.num_preemptions
+    tally.evictions += stats.num_evictions
+    tally.promise_skips += stats.num_promise_skips
+    tally.adoptions += stats.num_adoptions
+    tally.pinned_tokens += stats.pinned_tokens
     return tokens
 
 
@@ -150,6 +211,30 @@ def compare(folder: Path, seed: int, num_requests: int, num_tokens: int = 6) -> 
         for request, prompt, (tokens, gaps) in zip(requests, prompts, due, strict=True):
             label = f"{folder.name} seed {seed} {request.request_id} {name}"
             _check(under_test, label, prompt, got[request.request_id], tokens, gaps, tally)
+    return tally
+
+
+def compare_everything(folder: Path, seed: int, num_requests: int, num_tokens: int = 6) -> Tally:
+    """Runs a thicket with promises, k-LPM, 2Q, alignment, caps, pins, tenants, hints and modes all at once, on a
+    pool of one to three requests and the pins, against Transformers; the tally of it."""
+    rng, tally = Random(seed), Tally(requests=num_requests)
+    reference, under_test = Reference(folder), EngineUnderTest(folder)
+    prompts = thicket(rng, num_requests)
+    block_size = rng.choice([4, 4, 16])
+    pins = [(rng.choice(prompts), rng.choice(["", "a"])) for _ in range(2)]
+    pins = [(prompt, tenant) for prompt, tenant in pins if len(prompt) >= block_size]
+    pinned = sum(len(prompt) // block_size for prompt, _ in pins)
+    needed = -(-(60 + num_tokens) // block_size)
+    num_blocks = 1 + max(rng.choice([1, 2, 3]) * needed + pinned, 2 * pinned + 2) + rng.randint(0, 6)
+    engine = under_test.build_everything(num_blocks, block_size, rng)
+    for number, (prompt, tenant) in enumerate(pins):
+        engine.add_prefix(f"p{number}", prompt, tenant=tenant, domain=tenant.encode())
+    requests = [any_request(f"r{i}", prompt, num_tokens, rng) for i, prompt in enumerate(prompts)]
+    got = run_staggered(engine, requests, rng, tally, eager=0.9)
+    for request, prompt in zip(requests, prompts, strict=True):
+        tokens, gaps = reference.generate(prompt, num_tokens)
+        label = f"{folder.name} seed {seed} {request.request_id} everything on"
+        _check(under_test, label, prompt, got[request.request_id], tokens, gaps, tally)
     return tally
 
 

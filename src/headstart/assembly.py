@@ -20,6 +20,7 @@ from headstart.model.sizing import (
 )
 from headstart.model.threads import prepare_threads
 from headstart.options import EngineOptions, check_values
+from headstart.server.kv_events import KVEventPublisher, parse_kv_events_config
 
 
 def build_engine(options: EngineOptions, *, cache_aware_accounting: bool = True) -> tuple[Engine, EngineInfo]:
@@ -31,6 +32,7 @@ def build_engine(options: EngineOptions, *, cache_aware_accounting: bool = True)
     check_options(options)
     threads = prepare_threads(options.threads)
     apply_threads(threads)
+    publisher = _event_publisher(options)  # before the model: a port in use is found at once
     folder = model_folder(options)
     loaded, plan, max_model_len = _load(options, folder)
     runner = ModelRunner(loaded, num_blocks=plan.num_blocks, block_size=options.block_size, seed=options.seed)
@@ -41,6 +43,10 @@ def build_engine(options: EngineOptions, *, cache_aware_accounting: bool = True)
         model=loaded.fingerprint,
         enable_prefix_caching=options.enable_prefix_caching,
         policy=options.scheduling_policy,
+        lpm_k=options.lpm_k,
+        eviction_policy=options.eviction_policy,
+        tenant_floor=options.tenant_cache_floor,
+        max_pinned_share=options.max_pinned_share,
         cache_aware_accounting=cache_aware_accounting,
     )
     info = EngineInfo(
@@ -58,7 +64,7 @@ def build_engine(options: EngineOptions, *, cache_aware_accounting: bool = True)
         eos_token_ids=loaded.eos_token_ids,
         scheduling_policy=options.scheduling_policy,
     )
-    return Engine(scheduler, runner), info
+    return Engine(scheduler, runner, event_sink=None if publisher is None else publisher.publish), info
 
 
 def model_folder(options: EngineOptions) -> Path:
@@ -79,6 +85,8 @@ def check_options(options: EngineOptions) -> None:
     check_values(options)
     if options.block_size % 16:
         raise ConfigError(f"block_size is {options.block_size}; it must be a multiple of 16")
+    if parse_kv_events_config(options.kv_events_config) is not None and not options.enable_prefix_caching:
+        raise ConfigError("kv_events_config: there are no events without the prefix cache; leave one of the two out")
     if options.page_charge == "ceil" and not options.page_aligned_scheduling:
         raise ConfigError(
             "--page-charge ceil needs --page-aligned-scheduling: without it no chunk is aligned; add it, or use exact"
@@ -118,6 +126,13 @@ def _load(options: EngineOptions, folder: Path) -> tuple[LoadedModel, KVPlan, in
         max_num_seqs=options.max_num_seqs,
     )
     return loaded, plan, max_model_len
+
+
+def _event_publisher(options: EngineOptions) -> KVEventPublisher | None:
+    config = parse_kv_events_config(options.kv_events_config)
+    if config is None:
+        return None
+    return KVEventPublisher(config, medium="CPU" if resolve_device(options.device).type == "cpu" else "GPU")
 
 
 def _served_name(model: str) -> str:

@@ -11,11 +11,14 @@ from typing import Any
 
 from hypothesis import Phase, settings
 
-from headstart.core import kv_cache, plan
+from headstart.core import kv_cache, plan, room, scheduler
+from headstart.core.accounts import Accounts
 from headstart.core.blocks import BlockPool
 from headstart.core.hashing import BlockHash
 from headstart.core.kv_cache import Hit, KVCache
 from headstart.core.plan import Plan
+from headstart.core.policy import WaitingQueue
+from headstart.core.room import Room
 from headstart.core.scheduler import Scheduler
 
 
@@ -120,6 +123,87 @@ def lost_on_abort() -> None:
     KVCache.release = planted  # type: ignore[method-assign]
 
 
+def missing_unpin() -> None:
+    BlockPool.unpin = lambda self, names: None  # type: ignore[method-assign]
+
+
+def pinned_blocks_are_evicted() -> None:
+    release = BlockPool.release
+
+    def planted(self: BlockPool, block_ids: Any, *retention: Any) -> None:
+        pins, self._pins = self._pins, {}
+        release(self, block_ids, *retention)
+        self._pins = pins
+
+    BlockPool.release = planted  # type: ignore[method-assign]
+
+
+def promises_are_not_kept_in_mind() -> None:
+    Plan.promises = lambda self, seq, index: False  # type: ignore[method-assign]
+
+
+def promises_of_what_is_not_published() -> None:
+    add = Plan.add
+    Plan.add = lambda self, seq, start, n, *, writes, extra=0: add(  # type: ignore[method-assign]
+        self, seq, start, n, writes=True, extra=extra
+    )
+
+
+def adoption_keeps_the_partial_block() -> None:
+    extend = KVCache.extend
+
+    def planted(self: KVCache, seq: Any, hit: Hit, num_tokens: int, **options: bool) -> bool:
+        if hit.block_ids and seq.block_ids[hit.start_block :]:
+            hit = hit._replace(block_ids=(*seq.block_ids[hit.start_block :], *hit.block_ids[1:]))
+            seq.block_ids = seq.block_ids[: hit.start_block]
+        return extend(self, seq, hit, num_tokens, **options)
+
+    KVCache.extend = planted  # type: ignore[method-assign]
+
+
+def the_oldest_has_no_turn() -> None:
+    following = WaitingQueue.next
+
+    def planted(self: WaitingQueue) -> Any:
+        self._num_admissions = 1
+        return following(self)
+
+    WaitingQueue.next = planted  # type: ignore[method-assign]
+
+
+def the_queue_misses_what_is_published() -> None:
+    WaitingQueue.refresh = lambda self: None  # type: ignore[method-assign]
+
+
+def domains_do_not_count_behind_a_public_prefix() -> None:
+    kv_cache.region_hash = lambda parent, domain: parent  # type: ignore[assignment]
+
+
+def no_room_to_grow() -> None:
+    Room.blocks_owed = lambda self, seq: 0  # type: ignore[method-assign]
+
+
+def preemptions_without_a_bound() -> None:
+    scheduler.stays = lambda seq: False  # type: ignore[assignment]
+    room.stays = lambda seq: False  # type: ignore[assignment]
+
+
+def floors_are_not_kept() -> None:
+    available = BlockPool.num_available
+    BlockPool.num_available = lambda self, blocks, tenant="", *, last_resort=False: (  # type: ignore[method-assign]
+        available(self, blocks, tenant, last_resort=True)
+    )
+
+
+def followed_tokens_are_counted_twice() -> None:
+    adopted = Accounts.adopted
+
+    def planted(self: Accounts, seq: Any, hit: Hit, computed: int) -> None:
+        adopted(self, seq, hit, 0)
+
+    Accounts.adopted = planted  # type: ignore[method-assign]
+
+
 BUGS: dict[str, Callable[[], None]] = {
     bug.__name__: bug
     for bug in (
@@ -134,6 +218,18 @@ BUGS: dict[str, Callable[[], None]] = {
         shared_block_is_written,
         failed_blocks_stay_published,
         lost_on_abort,
+        missing_unpin,
+        pinned_blocks_are_evicted,
+        promises_are_not_kept_in_mind,
+        promises_of_what_is_not_published,
+        adoption_keeps_the_partial_block,
+        the_oldest_has_no_turn,
+        the_queue_misses_what_is_published,
+        domains_do_not_count_behind_a_public_prefix,
+        no_room_to_grow,
+        preemptions_without_a_bound,
+        floors_are_not_kept,
+        followed_tokens_are_counted_twice,
     )
 }
 

@@ -71,6 +71,7 @@ class SchedulerLaws(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.done: set[str] = set()
+        self.books: dict[str, set[int]] = {}  # prompt positions that each request computed, once or more
         self.count = 0
 
     @rule(prompt=prompts(), max_tokens=st.integers(1, 8), mode=st.sampled_from(CacheMode), urgent=st.integers(0, 2),
@@ -90,7 +91,7 @@ class SchedulerLaws(RuleBasedStateMachine):
     @rule(times=st.integers(1, 3))
     def step(self, times: int) -> None:
         for _ in range(times):
-            check_step(self.engine, self.tokens, self.done, self.poisoned)
+            check_step(self.engine, self.tokens, self.done, self.poisoned, self.books)
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -122,7 +123,7 @@ class SchedulerLaws(RuleBasedStateMachine):
         for _ in range(2_000):
             if not self.engine.has_work:
                 break
-            check_step(self.engine, self.tokens, self.done, self.poisoned)
+            check_step(self.engine, self.tokens, self.done, self.poisoned, self.books)
         assert not self.engine.has_work, "a request never finishes"
         pool = self.engine.scheduler.pool
         assert pool.num_free == pool.num_usable, "blocks are held although nothing runs"
@@ -134,7 +135,9 @@ class SchedulerLaws(RuleBasedStateMachine):
                 assert request_id in self.done
 
 
-def check_step(engine: Engine, tokens: dict[str, list[int]], done: set[str], poisoned: set[str]) -> None:
+def check_step(
+    engine: Engine, tokens: dict[str, list[int]], done: set[str], poisoned: set[str], books: dict[str, set[int]]
+) -> None:
     """One step; laws 4-7 and 9 on the batch that was executed."""
     executor = executor_of(engine)
     before = len(executor.batches)
@@ -142,12 +145,16 @@ def check_step(engine: Engine, tokens: dict[str, list[int]], done: set[str], poi
     outputs = engine.step()
     for batch in executor.batches[before:]:
         check_batch(engine, batch, computed)
+        for chunk in batch.chunks:
+            positions = range(chunk.start, min(chunk.start + len(chunk.token_ids), chunk.num_prompt_tokens))
+            books.setdefault(chunk.request_id, set()).update(positions)
     executor.batches.clear()
     for output in outputs:
         assert output.request_id not in done, "news of a request that ended"
         if output.ledger is not None:
             assert sum(output.ledger) == output.num_prompt_tokens and min(output.ledger) >= 0
             assert output.ledger.cached == output.num_cached_tokens < output.num_prompt_tokens
+            assert output.ledger.computed == len(books[output.request_id]), "the books do not tell what was computed"
         tokens[output.request_id] += output.token_ids
         if output.finish_reason is not None:
             done.add(output.request_id)

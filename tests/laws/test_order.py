@@ -62,6 +62,44 @@ def test_what_gave_way_resumes_before_longer_matches() -> None:
     run(engine)
 
 
+def expect_short_outputs(engine: Engine) -> None:
+    for _ in range(300):
+        engine.scheduler.room.finished(1)
+
+
+def test_admission_leaves_running_sequences_room_for_outputs_as_long_as_those_before() -> None:
+    preemptions = []
+    for short in (True, False):
+        engine = make_engine(num_blocks=13, max_model_len=24, expects_short_outputs=short)
+        if not short:
+            for number in range(8):
+                generate(engine, make_request(f"before{number}", [number] * 4, 12))
+        generate(engine, *(make_request(f"r{i}", [50 + i] * 4, 12) for i in range(6)))
+        preemptions.append(engine.stats().num_preemptions)
+    assert preemptions[0] > 0 and preemptions[1] == 0
+
+
+def test_who_gave_way_three_times_comes_back_with_room_to_its_end_and_stays() -> None:
+    engine = make_engine(num_blocks=21, policy="priority", max_model_len=80, max_batched_tokens=90)
+    engine.add_request(make_request("patient", [1] * 5, 75, priority=1))
+    (patient,) = engine.scheduler.waiting
+    for number in range(8):
+        expect_short_outputs(engine)  # so that admission is careless
+        engine.step()
+        engine.add_request(make_request(f"urgent{number}", [10 + number] * 5, 60, priority=0))
+        for _ in range(200):
+            engine.step()
+            if not any(seq.request.priority == 0 for seq in (*engine.scheduler.running, *engine.scheduler.waiting)):
+                break
+            expect_short_outputs(engine)
+        else:
+            raise AssertionError("an urgent request never finished")
+        if not engine.has_work:
+            break
+    assert patient.num_preemptions == MAX_PREEMPTIONS
+    run(engine)
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     arrivals=st.lists(st.tuples(st.booleans(), st.integers(0, 3)), min_size=1, max_size=40),

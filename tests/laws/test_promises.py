@@ -86,19 +86,25 @@ def test_a_running_sequence_adopts_what_another_published_and_drops_its_partly_f
     (slow,) = (seq for seq in scheduler.running if seq.request_id == "slow")
     assert slow.num_computed_tokens == 6
     partly_filled = slow.block_ids[1]
-    quick = make_engine(num_blocks=60)  # only to show what the blocks are called
-    del quick
     engine.add_request(make_request("racer", [*range(20), 51], cache=CacheMode.READ_WRITE))
     scheduler.running.remove(slow)  # for one step it is not planned: the racer overtakes it
     engine.step()
     for _ in range(2):
         engine.step()
     scheduler.running.add(slow)
-    tokens = generate(engine)
+    outputs = run(engine)["slow"]
     assert scheduler.counters.num_adoptions == 1
     assert partly_filled not in slow.block_ids
-    assert tokens["slow"] == expected_tokens([*range(20), 50], 1)
-    assert slow.num_followed_tokens > 0
+    assert list(outputs[0].token_ids) == expected_tokens([*range(20), 50], 1)
+    assert outputs[0].ledger == (0, 0, 0, 14, 7)  # 6 tokens before it was overtaken, and the last one
+
+
+def test_the_last_token_of_a_prompt_is_a_promise_too() -> None:
+    engine = make_engine(num_blocks=60, long_prefill_threshold=15, max_batched_tokens=40)
+    for rid in ("leader", "twin"):
+        engine.add_request(make_request(rid, range(16)))
+    run(engine)
+    assert prefill_computed(engine) == 16 + 1
 
 
 def test_a_promise_worth_less_than_the_minimum_is_not_waited_for() -> None:

@@ -32,12 +32,11 @@ class Plan:
         decode = len(seq.token_ids) - start == 1
         self.budget -= charge(start, n, self.limits, decode=decode) + extra
         self.entries.append((seq, n))
-        if decode:
-            if self._num_decodes:
-                self._num_decodes -= 1
-        elif writes:
-            first, last = start // self._block_size, (start + n - 1) // self._block_size
-            self._promised.update(seq.block_hashes[first : last + 1])
+        if decode and self._num_decodes:
+            self._num_decodes -= 1
+        first = start // self._block_size
+        if writes and first < len(seq.block_hashes):  # a block of output tokens has no name before it is full
+            self._promised.update(seq.block_hashes[first : (start + n - 1) // self._block_size + 1])
 
     def promises(self, seq: Sequence, index: int) -> bool:
         """Whether the next blocks of `seq`, from `index` on, are promised, and enough of them to be worth a step."""
