@@ -18,7 +18,7 @@ TOP = 3
 IMPURE = {"time", "datetime", "random", "secrets", "os", "socket", "subprocess", "asyncio", "threading"}
 FORBIDDEN = {"core": IMPURE, "server": {"torch", "headstart.model"}}
 # Lazy on purpose: a verb of the CLI (fast --help, threads before torch), the attention table, `headstart.LLM`.
-LAZY = ("__init__.py", "cli.py", "cli_", "bench/cli.py", "bench/registry.py", "model/attention/__init__.py")
+LAZY = ("__init__.py", "cli.py", "cli_", "bench/cli", "bench/registry.py", "model/attention/__init__.py")
 OPTIONAL = {"matplotlib", "transformers"}  # an extra; a fallback that would bring torch along
 
 

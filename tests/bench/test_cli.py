@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import headstart
-from headstart.bench import cli, load, rotations
+from headstart.bench import cli_run, load, rotations
 from headstart.bench.cli import app
 from headstart.bench.engines import Setup
 from headstart.bench.nullexec import NullExecutor
@@ -54,9 +54,9 @@ def run_verb(monkeypatch: pytest.MonkeyPatch, setup: Setup, *arguments: str) -> 
     """(exit code, JSON document) of a verb on the given engines."""
 
     def on_setup(bench: Bench, *rest: object) -> None:
-        cli._finish(lambda bar: bench(setup, bar), None)
+        cli_run.finish(lambda bar: bench(setup, bar), None)
 
-    monkeypatch.setattr(cli, "_run_on_model", on_setup)
+    monkeypatch.setattr(cli_run, "run_on_model", on_setup)
     result = CliRunner().invoke(app, list(arguments))
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, json.loads(result.stdout.splitlines()[-1])

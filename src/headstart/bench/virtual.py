@@ -5,6 +5,7 @@ The linear cost of a step is the simplest model in which batching pays (the fixe
 """
 
 from dataclasses import dataclass
+from math import inf, nextafter
 
 from headstart.bench.nullexec import NullExecutor
 from headstart.core.batch import Batch, StepResult
@@ -31,9 +32,10 @@ class VirtualClock:
         return self._now
 
     def wait(self, seconds: float) -> None:
-        """Lets that much time pass; refuses to go back."""
+        """Lets that much time pass, and be it the next float: who waits for a moment must get there."""
         assert seconds >= 0, f"{seconds} s: time does not go back"
-        self._now += seconds
+        if seconds:
+            self._now = max(self._now + seconds, nextafter(self._now, inf))
 
 
 class VirtualExecutor:
