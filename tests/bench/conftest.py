@@ -48,6 +48,8 @@ def build_with(executor: type[NullExecutor], info: dict[str, object]) -> Callabl
             options.block_size,
             limits,
             enable_prefix_caching=options.enable_prefix_caching,
+            policy=options.scheduling_policy,
+            lpm_k=options.lpm_k,
             cache_aware_accounting=cache_aware_accounting,
         )
         engine = Engine(scheduler, executor(num_blocks, options.block_size, VOCAB_SIZE))

@@ -66,7 +66,14 @@ def run_verb(monkeypatch: pytest.MonkeyPatch, setup: Setup, *arguments: str) -> 
     ("arguments", "keys"),
     [
         (("rotations", "--quick"), ROTATION_KEYS),
+        (("twins", "--quick"), {"prefill_computed", "ideal", "redundancy", "total_s"}),
         (("lab", "repeat"), {"tokens_computed"}),
+        (
+            ("lab", "fairness", "--quick", "--requests", "200"),
+            {"max_displacement_over_bound", "cold_p99_over_fcfs", "mean_ttft_over_fcfs"},
+        ),
+        (("lab", "stall", "--quick"), {"tpot_p99_over_unloaded", "tpot_p99_over_unloaded_no_cap"}),
+        (("lab", "order", "--quick", "--waiting", "100"), {"order_us_per_step"}),
         (("lab", "pinned"), {"cached_tokens", "cached_tokens_after_flood", "first_ttft_ms", "cold_ttft_ms"}),
         (("lab", "scheduler", "--runs", "1"), {"step_256_decodes_us", "admit_4096_cached_us", "hash_1k_tokens_us"}),
     ],
@@ -90,7 +97,8 @@ def test_intent_ends_with_its_keys(monkeypatch: pytest.MonkeyPatch, make_setup: 
 
 
 @pytest.mark.parametrize(
-    "arguments", [("rotations", "--quick"), ("lab", "repeat"), ("intent", "--model", "x", "--quick")]
+    "arguments",
+    [("rotations", "--quick"), ("twins", "--quick"), ("lab", "repeat"), ("intent", "--model", "x", "--quick")],
 )
 def test_an_invalid_run_exits_with_one_and_says_why(
     monkeypatch: pytest.MonkeyPatch, make_setup: MakeSetup, failing: type[NullExecutor], arguments: tuple[str, ...]

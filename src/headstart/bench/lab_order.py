@@ -77,8 +77,10 @@ class _Cost:
 def run_order(seed: int, runs: int, config: OrderConfig, bar: Bar = QUIET) -> Report:
     """Measures every form: nothing fits, one is admitted in each step, twins wait for blocks promised to them.
 
-    Raises ConfigError for an unknown policy.
+    Raises ConfigError for an unknown policy, and for a queue that would be over before the last step.
     """
+    if config.waiting <= config.steps:
+        raise ConfigError(f"--waiting {config.waiting}: {config.steps} steps admit one each; ask for more")
     if config.policy not in POLICIES:
         raise ConfigError(f"--scheduling-policy {config.policy!r} is unknown; choose one of {', '.join(POLICIES)}")
     log, costs, problems = ContentionLog.new(), dict[str, _Cost](), list[str]()

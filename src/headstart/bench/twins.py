@@ -87,9 +87,9 @@ class _Result:
         """
         if self.off is None:
             return 0
-        expected = [tokens[0] for tokens in self.off.outputs]
+        expected = [tokens[:1] for tokens in self.off.outputs]
         pairs = [pair for run in self.runs for pair in zip(run.records, run.outputs, strict=True)]
-        return sum(record.ok and expected[_index(record.request_id)] != tokens[0] for record, tokens in pairs)
+        return sum(record.ok and expected[_index(record.request_id)] != tokens[:1] for record, tokens in pairs)
 
     def values(self) -> dict[str, Any]:
         worst = self.worst
@@ -110,7 +110,7 @@ class _Result:
         for index, run in enumerate(self.runs):
             finished = sum(record.ok for record in run.records)
             if finished != expected:
-                problems.append(f"{name}: {finished} requests finished instead of {expected}")
+                problems.append(f"{name}: {finished} requests finished instead of {expected}, {len(run.errors)} failed")
             elif self.redundancy(index) > MAX_REDUNDANCY:
                 ideal = self.form.ideal(self.lost[index])
                 problems.append(f"{name}: {self.prefill(index)} prompt tokens computed, ideal {ideal}")
