@@ -1,4 +1,4 @@
-"""Writes what is generated in these pages: the options (from options.py), and what each file is (from its first line).
+"""Writes what is generated in these pages: options (from options.py), metrics (from a scrape), files (first lines).
 
 python docs/generate.py            # or: make docs
 python docs/generate.py --check    # changes nothing; exit code 1 if a page is not current
@@ -11,7 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
+from headstart.core.batch import Ledger
+from headstart.core.engine import EngineInfo, EngineStats
 from headstart.options import EngineOptions, ServerOptions, flag_fields, flag_of
+from headstart.server.metrics import Metrics
 
 DOCS = Path(__file__).parent
 SRC = DOCS.parent / "src" / "headstart"
@@ -45,7 +50,32 @@ def files() -> str:
     return "\n".join([*parts, ""])
 
 
-PAGES: dict[str, Callable[[], str]] = {"configuration.md": options, "architecture.md": files}
+class _Engine:
+    """An engine that has done nothing, as a scrape sees it."""
+
+    info = EngineInfo("m", "m", 1, 1, 16, 1, 1, "float32", "cpu", 1, "reference", ())
+    stats = EngineStats()
+    last_heard = 0.0
+
+
+def metrics() -> str:
+    """Every metric with its kind and the labels it has beside `model_name`."""
+    source = Metrics("m", ("/health",))
+    source.watch(_Engine())
+    source.answered("/health", "GET", 200)
+    source.prompts("t", Ledger())
+    rows: dict[str, str] = {}
+    for family in text_string_to_metric_families(source.expose().decode()):
+        if family.name.endswith("_created") or not family.samples:
+            continue
+        labels = [label for label in family.samples[0].labels if label not in ("model_name", "le")]
+        name = family.name + ("_total" if family.type == "counter" else "")
+        named = f" {{{', '.join(labels)}}}" if labels and not name.endswith("_info") else ""
+        rows[name] = f"| `{name}`{named} | {family.type} | {family.documentation} |"
+    return "\n".join(["", "| metric | kind | what |", "|---|---|---|", *(rows[name] for name in sorted(rows)), ""])
+
+
+PAGES: dict[str, Callable[[], str]] = {"configuration.md": options, "api.md": metrics, "architecture.md": files}
 
 
 def outdated() -> dict[Path, str]:

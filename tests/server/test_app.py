@@ -22,7 +22,7 @@ def test_a_completion_says_what_it_read_and_what_was_cached(server: Server) -> N
     assert prompt.startswith(first["choices"][0]["text"]) and first["choices"][0]["finish_reason"] == "length"
     usage = first["usage"]
     assert usage["completion_tokens"] == 4 and usage["total_tokens"] == usage["prompt_tokens"] + 4
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert set(usage["prompt_tokens_details"].values()) == {0} and "cached_tokens" in usage["prompt_tokens_details"]
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == (usage["prompt_tokens"] - 1) // 16 * 16 > 0
     assert first["id"] != second["id"]
 

@@ -89,7 +89,7 @@ class Explanation:
 
     def as_dict(self) -> dict[str, object]:
         """Plain values only."""
-        plain: dict[str, object] = asdict(self) | {"reason": self.reason.value}
+        plain: dict[str, object] = {**asdict(self), "reason": self.reason.value}
         for name, value in (("now", self.now), ("then", self.then), ("near", self.near), ("eviction", self.eviction)):
             plain[name] = None if value is None else value._asdict()
         return plain

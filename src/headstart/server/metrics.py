@@ -34,21 +34,29 @@ _TOKEN_TIME = (
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _CHOICES = (1, 2, 5, 10, 20)
-_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "time_to_first_token": ("vllm:time_to_first_token_seconds", _TTFT),
-    "inter_token_latency": ("vllm:inter_token_latency_seconds", _TOKEN_TIME),
-    "time_per_output_token": ("vllm:request_time_per_output_token_seconds", _TOKEN_TIME),
-    "e2e_latency": ("vllm:e2e_request_latency_seconds", _LATENCY),
-    "queue_time": ("vllm:request_queue_time_seconds", _LATENCY),
-    "prefill_time": ("vllm:request_prefill_time_seconds", _LATENCY),
-    "inference_time": ("vllm:request_inference_time_seconds", _LATENCY),
-    "decode_time": ("vllm:request_decode_time_seconds", _LATENCY),
-    "prompt_tokens": ("vllm:request_prompt_tokens", _TOKENS),
-    "prefill_computed": ("vllm:request_prefill_kv_computed_tokens", _TOKENS),
-    "generation_tokens": ("vllm:request_generation_tokens", _TOKENS),
-    "params_n": ("vllm:request_params_n", _CHOICES),
-    "params_max_tokens": ("vllm:request_params_max_tokens", _TOKENS),
-    "iteration_tokens": ("vllm:iteration_tokens_total", _STEP_TOKENS),
+_HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
+    "time_to_first_token": ("vllm:time_to_first_token_seconds", "From arrival to the first token.", _TTFT),
+    "inter_token_latency": ("vllm:inter_token_latency_seconds", "Between two tokens.", _TOKEN_TIME),
+    "time_per_output_token": (
+        "vllm:request_time_per_output_token_seconds",
+        "Per token after the first, by request.",
+        _TOKEN_TIME,
+    ),
+    "e2e_latency": ("vllm:e2e_request_latency_seconds", "From arrival to the last token.", _LATENCY),
+    "queue_time": ("vllm:request_queue_time_seconds", "From arrival to the first step.", _LATENCY),
+    "prefill_time": ("vllm:request_prefill_time_seconds", "From the first step to the first token.", _LATENCY),
+    "inference_time": ("vllm:request_inference_time_seconds", "From the first step to the last token.", _LATENCY),
+    "decode_time": ("vllm:request_decode_time_seconds", "From the first token to the last.", _LATENCY),
+    "prompt_tokens": ("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS),
+    "prefill_computed": (
+        "vllm:request_prefill_kv_computed_tokens",
+        "Tokens of a prompt that were computed, not taken over.",
+        _TOKENS,
+    ),
+    "generation_tokens": ("vllm:request_generation_tokens", "Tokens of an answer.", _TOKENS),
+    "params_n": ("vllm:request_params_n", "Choices asked for.", _CHOICES),
+    "params_max_tokens": ("vllm:request_params_max_tokens", "Tokens allowed for an answer.", _TOKENS),
+    "iteration_tokens": ("vllm:iteration_tokens_total", "Tokens computed in a step.", _STEP_TOKENS),
 }
 
 
@@ -123,8 +131,7 @@ class Metrics:
         """Returns everything in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
-        text = name.removeprefix("vllm:").replace("_", " ").capitalize() + "."
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(name, text, ("model_name",), buckets=buckets, registry=self._registry)
         return histogram.labels(self._model_name)
 
@@ -143,25 +150,37 @@ class _EngineCollector(Collector):
         yield self._gauge("vllm:num_requests_running", "Sequences in the engine's batch.", stats.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait for room in it.", stats.num_waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", usage)
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens answered.", stats.prompt_tokens)
-        yield self._counter("vllm:prompt_tokens_cached", "Of those, taken over from the cache.", stats.cached_tokens)
+        yield self._counter(
+            "vllm:prompt_tokens", "Prompt tokens of requests whose first token is out.", stats.prompt_tokens
+        )
+        yield self._counter(
+            "vllm:prompt_tokens_cached", "Prompt tokens taken over from the cache.", stats.cached_tokens
+        )
         yield self._counter("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens)
-        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", stats.prefix_queries)
-        yield self._counter("vllm:prefix_cache_hits", "Tokens found.", stats.prefix_hits)
+        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries)
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits)
         yield self._counter("vllm:num_preemptions", "Sequences that had to start again.", stats.num_preemptions)
         yield self._counter("vllm:corrupted_requests", "Requests that failed alone.", stats.num_row_errors)
         yield self._counter("headstart:steps", "Steps of the engine.", stats.num_steps)
-        yield self._counter("headstart:step_seconds", "Time spent computing.", stats.step_seconds)
-        yield self._counter("headstart:promise_skips", "Times work was left to an equal.", stats.num_promise_skips)
+        yield self._counter("headstart:step_seconds", "Seconds spent computing.", stats.step_seconds)
+        yield self._counter(
+            "headstart:promise_skips",
+            "Times work was left to a request that computes the same.",
+            stats.num_promise_skips,
+        )
         yield self._counter("headstart:adoptions", "Times a prefill under way took over blocks.", stats.num_adoptions)
         yield self._counter("headstart:prefill_tokens", "Prompt tokens computed, replays too.", stats.prefill_tokens)
-        yield self._counter("headstart:ideal_tokens", "What a perfect cache had computed.", stats.ideal_tokens)
-        yield self._counter("headstart:replayed_tokens", "Computed again after preemptions.", stats.replayed_tokens)
+        yield self._counter(
+            "headstart:ideal_tokens", "What a perfect, infinite, shared cache had computed.", stats.ideal_tokens
+        )
+        yield self._counter(
+            "headstart:replayed_tokens", "Tokens computed again after preemptions.", stats.replayed_tokens
+        )
         redundancy = prefill_redundancy(stats)
-        yield self._gauge("headstart:prefill_redundancy", "Prefill computed, to a perfect cache's.", redundancy)
+        yield self._gauge("headstart:prefill_redundancy", "Prefill tokens, to ideal tokens: 1 is best.", redundancy)
         yield self._gauge("headstart:pinned_blocks", "Blocks of pinned prefixes.", stats.num_pinned_blocks)
         age = time.monotonic() - self._engine.last_heard
-        yield self._gauge("headstart:heartbeat_age_seconds", "Since the engine was last heard.", age)
+        yield self._gauge("headstart:heartbeat_age_seconds", "Seconds since the engine was last heard.", age)
         yield from self._by_label(stats)
         if self._engine.info is not None:
             yield _cache_config(self._engine.info, self._model[0])
@@ -175,7 +194,9 @@ class _EngineCollector(Collector):
             "local_cache_hit": stats.cached_tokens - stats.store_tokens,
             "external_kv_transfer": stats.store_tokens,
         }
-        yield self._labelled("vllm:prompt_tokens_by_source", "The same in vLLM's words.", "source", vllm)
+        yield self._labelled(
+            "vllm:prompt_tokens_by_source", "Prompt tokens by source, in vLLM's words.", "source", vllm
+        )
         tokens = {"computed": stats.computed_tokens, "cached": stats.cached_tokens}
         yield self._labelled("headstart:tokens", "Prompt and output tokens, computed or not.", "source", tokens)
         causes = evictions_by_cause(stats)
