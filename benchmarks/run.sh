@@ -5,12 +5,12 @@ set -eu
 cd "$(dirname "$0")/.."
 headstart=${HEADSTART:-.venv/bin/headstart}
 
-measure() { # measure FIGURE NAME ARGUMENT...
-    figure=$1 out=benchmarks/$1/$2
+measure() { # measure "VERB" NAME ARGUMENT... | measure "lab VERB" NAME ARGUMENT...
+    verb=$1 out=benchmarks/${1#lab }/$2
     shift 2
-    echo "== headstart bench $figure $*" >&2
-    # shellcheck disable=SC2086  # HEADSTART may hold arguments
-    $headstart bench "$figure" "$@" --plot "$out.new.png" >"$out.json.new" || {
+    echo "== headstart bench $verb $*" >&2
+    # shellcheck disable=SC2086  # HEADSTART may hold arguments, a verb of the lab is two words
+    $headstart bench $verb "$@" --plot "$out.new.png" >"$out.json.new" || {
         rm -f "$out.new.png"
         echo "not valid: see $out.json.new" >&2
         exit 1
@@ -19,15 +19,21 @@ measure() { # measure FIGURE NAME ARGUMENT...
     mv "$out.new.png" "$out.png"
 }
 
-figures=${*:-rotations-tiny rotations intent intent-bundled}
+all='rotations-tiny rotations intent intent-bundled twins fairness fairness-decode stall order'
+figures=${*:-$all}
 for figure in $figures; do
     case $figure in
     rotations-tiny) measure rotations tiny ;;
     rotations) measure rotations llama-100m --model llama-100m ;;
     intent) measure intent llama-100m --model llama-100m ;;
     intent-bundled) measure intent bundled --no-load --accuracy ;;
+    twins) measure twins llama-100m --model llama-100m --every ;;
+    fairness) measure 'lab fairness' prefill ;;
+    fairness-decode) measure 'lab fairness' decode --requests 4000 --output-tokens 48 --max-num-seqs 8 ;;
+    stall) measure 'lab stall' llama-100m --model llama-100m ;;
+    order) measure 'lab order' order ;;
     *)
-        echo "no such figure: $figure (rotations-tiny, rotations, intent, intent-bundled)" >&2
+        echo "no such figure: $figure ($all)" >&2
         exit 2
         ;;
     esac
