@@ -93,6 +93,7 @@ def scan(
     prefix_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the hot prefix.")] = 2048,
     uses: Annotated[int, typer.Option(min=3, help="How often it is used; counted from the third time.")] = 40,
     pools: Annotated[int, typer.Option(min=1, help="One-off prompts between two uses, in pools.")] = 3,
+    concurrency: Annotated[int, typer.Option(min=1, help="One-off prompts of 1,024 tokens at a time.")] = 4,
     num_blocks: Annotated[int, typer.Option(min=2, help="Blocks of 16 tokens in the pool.")] = 512,
 ) -> None:
     """A prefix that is used again and again amid scans of one-off prompts: how much of it 2q and lru still have."""
@@ -100,7 +101,10 @@ def scan(
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.lab_scan import ScanConfig, run_scan
 
-        return run_scan(seed, ScanConfig(prefix=prefix_tokens, uses=uses, pools=pools, num_blocks=num_blocks), bar)
+        config = ScanConfig(
+            prefix=prefix_tokens, uses=uses, pools=pools, concurrency=concurrency, num_blocks=num_blocks
+        )
+        return run_scan(seed, config, bar)
 
     cli_run.finish(bench, None)
 
