@@ -57,7 +57,7 @@ class Consumer:
 
 
 def make(consumer: Consumer, num_blocks: int = 13, poison: Any = lambda _: False, **fields: Any) -> Engine:
-    limits = Limits(max_batched_tokens=16, max_seqs=4, max_model_len=40)
+    limits = Limits(max_batched_tokens=32, max_seqs=4, max_model_len=40)
     scheduler = Scheduler(num_blocks, BLOCK, limits, **fields)
     return Engine(scheduler, CheckingExecutor(num_blocks, BLOCK, poison), event_sink=consumer.apply)
 
@@ -75,6 +75,21 @@ def finish(engine: Engine) -> None:
     raise AssertionError("still busy")
 
 
+ASKS = st.fixed_dictionaries(
+    {
+        "prompt": st.builds(
+            list.__add__,
+            st.sampled_from([[], PUBLIC[:4], PUBLIC]),
+            st.lists(st.sampled_from([1, 1, 2, 2, 66]), min_size=1, max_size=13),
+        ),
+        "max_tokens": st.integers(1, 9),
+        "domain": st.sampled_from([b"", b"x", b"y"]),
+        "adapter": st.sampled_from([None, None, "lora"]),
+        "cache": st.sampled_from([CacheMode.READ_WRITE, *CacheMode]),
+    }
+)
+
+
 class Replay(RuleBasedStateMachine):
     """Adds, aborts, failures, preemptions, evictions and resets in any order."""
 
@@ -84,26 +99,22 @@ class Replay(RuleBasedStateMachine):
         self.engine = make(self.consumer, poison=lambda chunk: 66 in chunk.token_ids)
         self.names = 0
 
-    @rule(
-        start=st.sampled_from([[], PUBLIC[:4], PUBLIC]),
-        rest=st.lists(st.sampled_from([1, 2, 66]), min_size=1, max_size=13),
-        max_tokens=st.integers(1, 9),
-        domain=st.sampled_from([b"", b"x", b"y"]),
-        adapter=st.sampled_from([None, None, "lora"]),
-        cache=st.sampled_from([*CacheMode]),
-    )
-    def add(self, start: list[int], rest: list[int], max_tokens: int, **fields: Any) -> None:
-        self.names += 1
-        self.engine.add_request(make_request(str(self.names), start + rest, max_tokens, **fields))
+    @rule(asks=st.lists(ASKS, min_size=1, max_size=4), steps=st.integers(0, 6))
+    def add(self, asks: list[dict[str, Any]], steps: int) -> None:
+        for ask in asks:
+            self.names += 1
+            self.engine.add_request(make_request(str(self.names), **ask))
+        self.step(steps)
 
     @rule(age=st.integers(0, 4))
     def abort(self, age: int) -> None:
         self.engine.abort(str(self.names - age))
 
-    @rule(times=st.integers(1, 4))
+    @rule(times=st.integers(1, 9))
     def step(self, times: int) -> None:
         for _ in range(times):
             self.engine.step()
+            self.the_consumer_has_exactly_the_index()
 
     @rule()
     def reset(self) -> None:
@@ -125,7 +136,7 @@ class ReplayBehindPublicPrefix(Replay):
         assert len(index_of(self.engine)) == 2
 
 
-BOUNDS = settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+BOUNDS = settings(max_examples=100, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TestReplay = Replay.TestCase
 TestReplay.settings = BOUNDS
 TestReplayBehindPublicPrefix = ReplayBehindPublicPrefix.TestCase
