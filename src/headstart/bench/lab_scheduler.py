@@ -1,16 +1,18 @@
 """Lab: what scheduling costs when computing costs nothing. Pure Python, one thread, no model.
 
-Figures are medians over many steps, per run; the report gives the median run. Sampling in the null executor is left
-out of every figure. vLLM's own scheduler, run by turns with ours, is measured by a script of the same shape in an
-environment of its own (benchmarks/scheduler/): its packages and ours never meet in one process.
+Figures are CPU time of the one thread: on an idle machine that is the time it takes, on a busy one the neighbours'
+time slices are not counted (they are longer than a step). They are medians over many steps, per run; the report gives
+the median run. Sampling in the null executor is left out of every figure. vLLM's own scheduler, run by turns with ours,
+is measured by a script of the same shape in an environment of its own (benchmarks/scheduler/): its packages and ours
+never meet in one process.
 """
 
 import json
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from time import thread_time
 from typing import Any
 
 from headstart.bench.machine import ContentionLog, uncontended
@@ -130,9 +132,9 @@ class _Stopwatch(NullExecutor):
     kept = 0.0
 
     def execute(self, batch: Batch) -> StepResult:
-        self.handed = time.perf_counter()
+        self.handed = thread_time()
         result = super().execute(batch)
-        self.kept = time.perf_counter() - self.handed
+        self.kept = thread_time() - self.handed
         return result
 
 
@@ -157,9 +159,9 @@ def _step_of_decodes(rng: Random, steps: int = 64) -> float:
         engine.step()
     times: list[float] = []
     for _ in range(steps):
-        start = time.perf_counter()
+        start = thread_time()
         engine.step()
-        times.append(time.perf_counter() - start - watch.kept)
+        times.append(thread_time() - start - watch.kept)
     return median(times)
 
 
@@ -170,10 +172,10 @@ def _admit_cached(rng: Random, requests: int = 32) -> tuple[float, float]:
     admitted, finished = list[float](), list[float]()
     for index in range(requests + 1):
         prompt = prefix + random_tokens(PROMPT - CACHED, VOCAB_SIZE, rng)
-        start = time.perf_counter()
+        start = thread_time()
         engine.add_request(Request(f"r{index}", prompt, _greedy(1)))
         engine.step()
-        finished.append(time.perf_counter() - start - watch.kept)
+        finished.append(thread_time() - start - watch.kept)
         admitted.append(watch.handed - start)
         assert not engine.has_work, "a request of one output token outlived its step"
     stats = engine.stats()
@@ -187,8 +189,8 @@ def _hash_1k(rng: Random, rounds: int = 200) -> float:
 
     def once() -> float:
         hashes: list[BlockHash] = []
-        start = time.perf_counter()
+        start = thread_time()
         extend_hashes(hashes, tokens, BLOCK_SIZE, root)
-        return time.perf_counter() - start
+        return thread_time() - start
 
     return median(once() for _ in range(rounds))
