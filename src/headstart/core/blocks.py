@@ -102,16 +102,16 @@ class BlockPool:
         `tokens` are the packed ids the names stand for, `stride` bytes per block. Each entry's own tokens and its
         parent's name are compared too: a colliding name is a miss, never a wrong hit.
         """
-        found: list[int] = []
-        entries, parent, start = self._entries, root, 0
-        for name in names:
-            entry = entries.get(name)
-            if entry is None or entry[1] != parent or entry[2] != tokens[start : start + stride]:
+        found: list[tuple[int, BlockHash, bytes]] = []
+        parent = root
+        for name, entry in zip(names, map(self._entries.get, names), strict=True):
+            if entry is None or entry[1] != parent:
                 break
-            found.append(entry[0])
+            found.append(entry)
             parent = name
-            start += stride
-        return found
+        while found and b"".join([entry[2] for entry in found]) != tokens[: len(found) * stride]:
+            found.pop()  # two chains under one name: nobody has seen that yet
+        return [entry[0] for entry in found]
 
     def contains(self, name: BlockHash) -> bool:
         """Whether a block of this name is published."""
@@ -154,9 +154,10 @@ class BlockPool:
         unused: list[int] = []
         for block in block_ids:
             assert names[block] is not None, f"block {block} is not published: nobody may share it"
-            if not refs[block]:
+            count = refs[block]
+            if not count:
                 unused.append(block)
-            refs[block] += 1
+            refs[block] = count + 1
         if unused and self._idle_pinned:
             pinned = self._idle_pinned.intersection(unused)
             self._idle_pinned -= pinned
