@@ -1,6 +1,7 @@
 """The pool by hand: order of reuse, verification on a hit, and what happens to blocks nobody may trust."""
 
 from array import array
+from collections.abc import Iterable
 
 import pytest
 
@@ -21,7 +22,7 @@ def publish_chain(pool: BlockPool, blocks: list[int], tokens: range) -> list[Blo
     return names
 
 
-def lookup(pool: BlockPool, names: list[BlockHash], tokens: range) -> list[int]:
+def lookup(pool: BlockPool, names: list[BlockHash], tokens: Iterable[int]) -> list[int]:
     return pool.lookup(names, ROOT, array("i", tokens).tobytes(), STRIDE)
 
 
@@ -66,6 +67,14 @@ def test_a_colliding_name_is_a_miss() -> None:
     assert lookup(pool, names, range(4)) == [block]
     assert lookup(pool, names, range(1, 5)) == []  # the name's tokens differ
     assert pool.lookup(names, root_hash(b"other"), array("i", range(4)).tobytes(), STRIDE) == []  # its parent differs
+
+
+def test_a_colliding_name_deeper_in_a_chain_keeps_the_blocks_before_it() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(2)
+    names = publish_chain(pool, blocks, range(8))
+    assert lookup(pool, names, range(8)) == blocks
+    assert lookup(pool, names, [*range(4), 9, 9, 9, 9]) == blocks[:1]
 
 
 def test_the_second_block_of_one_name_stays_private() -> None:
