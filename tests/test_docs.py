@@ -61,7 +61,7 @@ def test_headstart_commands_in_the_pages_have_that_verb_and_those_flags(
 
 def test_the_pages_show_every_verb() -> None:
     shown = {command.split()[1] for command in HEADSTART_COMMANDS}
-    assert shown >= {"serve", "generate", "doctor", "init-model", "bench"}
+    assert shown >= {"serve", "generate", "doctor", "init-model", "bench", "explain"}
 
 
 def test_python_in_the_pages_compiles_and_imports_what_exists() -> None:

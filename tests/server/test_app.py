@@ -112,6 +112,10 @@ def test_one_access_line_per_request_and_no_content(server: Server) -> None:
     (record,) = map(json.loads, lines)
     assert record["event"] == "request" and record["status"] == 200 and record["path"] == "/v1/completions"
     assert record["completion_tokens"] == 2 and record["finish_reason"] == "length" and record["ttft_ms"] >= 0
+    assert (
+        record["queue_ms"] >= 0 and record["cached_tokens"] == record["pinned_tokens"] == record["shared_tokens"] == 0
+    )
+    assert record["computed_tokens"] == record["prompt_tokens"]
     assert canary not in server.log and canary not in httpx.get(f"{server.url}/metrics").text
 
 
@@ -193,4 +197,5 @@ def test_statistics_are_written_when_there_was_traffic(folder: str, tmp_path) ->
         line = wait_for(lambda: [line for line in server.log.splitlines() if '"statistics"' in line], 10)[0]
         record = json.loads(line)
         assert record["generated_tokens_per_s"] > 0 and record["running"] == 0 and record["hit_rate"] == 0
+        assert record["hit_rate_shared"] == record["hit_rate_pinned"] == 0 and record["prefill_redundancy"] == 1
         assert '"request"' not in server.log

@@ -1,7 +1,7 @@
 """explain: why a prompt was taken over from the cache so far and no further, by what is known of recent requests.
 
-Changes nothing, and costs nothing until someone asks. Whoever asks sees tokens and ids of requests of the own tenant
-only, an administrator those of all; of other tenants one learns at most that one of them evicted a block of one's own.
+Changes nothing, and costs some milliseconds when someone asks. Whoever asks sees tokens and ids of requests of the own
+tenant only, an administrator those of all; of other tenants one learns at most that one of them evicted a block.
 """
 
 from array import array

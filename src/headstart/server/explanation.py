@@ -136,6 +136,11 @@ def _says(text: str) -> Any:
     return lambda answer: text
 
 
+def _tail(answer: Json) -> str:
+    rest = "The rest" if answer["reused_tokens"] else "A prompt this short"
+    return f"{rest} does not fill a block of {answer['block_size']} tokens, and blocks are shared whole."
+
+
 def _unseen(answer: Json) -> str:
     if answer["reused_tokens"]:
         return f"No recent request goes on like this one after token {answer['reused_tokens']:,}: the rest is new."
@@ -144,7 +149,7 @@ def _unseen(answer: Json) -> str:
 
 _REASONS = {
     "complete": _says("Everything was there; the last token is always computed, because the answer begins from it."),
-    "tail": _says("The rest does not fill a block, and blocks are shared whole."),
+    "tail": _tail,
     "disabled": _says("The server runs without prefix caching (--no-enable-prefix-caching)."),
     "bypass": _says("The request asked to bypass the cache."),
     "prompt_logprobs": _says("Log-probabilities of the prompt were asked for, and these have to be computed."),
