@@ -1,0 +1,235 @@
+"""The pool by hand: what is kept longer than its turn. Pins, wishes, hints, shares of tenants."""
+
+import pytest
+from pools import Index, lookup, names_of, publish_chain
+
+from headstart.core.blocks import BlockPool
+from headstart.core.hashing import BlockHash
+from headstart.core.request import DEFAULT_RETENTION, Retention
+
+
+def store(
+    pool: BlockPool, tokens: range, tenant: str = "", retention: Retention = DEFAULT_RETENTION
+) -> tuple[list[int], list[BlockHash]]:
+    """A chain that was computed and is idle now."""
+    blocks = pool.allocate(len(tokens) // 4, tenant)
+    names = publish_chain(pool, blocks, tokens, tenant)
+    pool.release(blocks, retention)
+    return blocks, names
+
+
+def test_pinned_blocks_are_neither_free_nor_evicted_until_unpinned() -> None:
+    pool = BlockPool(6)
+    pinned, names = store(pool, range(8))
+    pool.pin(names)
+    assert (pool.num_free, pool.num_pinned_idle, pool.num_pinned_names) == (3, 2, 2)
+    pool.allocate(3)
+    with pytest.raises(AssertionError, match="1 blocks wanted, 0 free"):
+        pool.allocate(1)
+    pool.check()
+    pool.unpin(names)
+    pool.check()
+    assert pool.num_free == 2 and pool.allocate(2) == list(reversed(pinned))
+
+
+def test_a_pinned_block_in_use_becomes_idle_and_pinned_and_back() -> None:
+    pool = BlockPool(4)
+    blocks, names = store(pool, range(4))
+    pool.pin(names)
+    assert pool.num_idle(blocks) == 0 and pool.num_available(blocks) == 2  # it was not free to begin with
+    pool.acquire(blocks)
+    assert pool.num_pinned_idle == 0 and pool.num_free == 2
+    pool.release(blocks)
+    assert pool.num_pinned_idle == 1 and pool.num_free == 2
+    pool.check()
+
+
+def test_a_name_may_be_pinned_before_it_is_computed_and_more_than_once() -> None:
+    pool = BlockPool(4)
+    names = names_of(range(4))
+    pool.pin(names)
+    pool.pin(names)
+    blocks, _ = store(pool, range(4))
+    assert pool.is_pinned(names[0]) and pool.num_pinned_idle == 1
+    pool.unpin(names)
+    assert pool.num_pinned_idle == 1
+    pool.unpin(names)
+    assert pool.num_pinned_idle == 0 and pool.num_free == 3 and lookup(pool, names, range(4)) == blocks
+    with pytest.raises(AssertionError, match="unpinned more often"):
+        pool.unpin(names)
+
+
+def test_unpinned_while_in_use_it_is_ordinary_cache_when_released() -> None:
+    pool = BlockPool(3)
+    blocks, names = store(pool, range(4))
+    pool.pin(names)
+    pool.acquire(blocks)
+    pool.unpin(names)
+    pool.release(blocks)
+    assert pool.num_free == 2 and pool.num_pinned_idle == 0
+    pool.check()
+
+
+def test_clear_spares_pinned_blocks_unless_they_are_meant_too() -> None:
+    pool = BlockPool(8)
+    index = Index()
+    pool.listeners.append(index)
+    _, names = store(pool, range(8))
+    _, others = store(pool, range(20, 28))
+    pool.pin(names)
+    pool.clear()
+    pool.check()
+    assert index.names == set(names) and index.num_clears == 0 and set(index.removed_names) == set(others)
+    pool.clear(pinned=True)
+    pool.check()
+    assert index.names == set() and index.num_clears == 1 and pool.num_free == 7
+    blocks, _ = store(pool, range(8))  # still pinned by name
+    assert pool.num_pinned_idle == 2 and lookup(pool, names, range(8)) == blocks
+
+
+def test_a_pinned_block_whose_row_failed_is_given_up_and_may_be_computed_again() -> None:
+    pool = BlockPool(4)
+    blocks, names = store(pool, range(4))
+    pool.pin(names)
+    pool.distrust(blocks)
+    pool.check()
+    assert pool.num_free == 3 and not pool.contains(names[0])
+    store(pool, range(4))
+    assert pool.num_pinned_idle == 1
+
+
+@pytest.mark.parametrize("policy", ["lru", "2q"])
+def test_wanted_blocks_are_evicted_after_all_others_and_still_tails_first(policy: str) -> None:
+    pool = BlockPool(6, eviction_policy=policy)
+    wanted, names = store(pool, range(8))
+    others, _ = store(pool, range(20, 32))
+    pool.want(names)
+    assert pool.allocate(3) == list(reversed(others))
+    pool.check()
+    assert pool.allocate(2) == list(reversed(wanted))
+
+
+def test_two_requests_want_one_block_until_both_have_it() -> None:
+    pool = BlockPool(3)
+    wanted, names = store(pool, range(4))
+    other, _ = store(pool, range(20, 24))
+    pool.want(names)
+    pool.want(names)
+    pool.unwant(names)
+    assert pool.allocate(1) == other
+    pool.unwant(names)
+    with pytest.raises(AssertionError, match="unwanted more often"):
+        pool.unwant(names)
+    assert pool.allocate(1) == wanted
+
+
+def test_a_wish_may_grow_with_the_chain_and_be_taken_back_at_once() -> None:
+    pool = BlockPool(5)
+    blocks, names = store(pool, range(8))
+    others, _ = store(pool, range(20, 28))
+    pool.want(names[:1])
+    pool.want(names[1:])
+    assert pool.allocate(2) == list(reversed(others))
+    pool.unwant(names)
+    assert pool.allocate(2) == list(reversed(blocks))
+    pool.check()
+
+
+def test_blocks_that_were_spared_go_back_in_line_when_nobody_wants_them() -> None:
+    pool = BlockPool(6)
+    _, names = store(pool, range(8))
+    others, _ = store(pool, range(20, 32))
+    pool.want(names)
+    pool.release(pool.allocate(1))  # the wanted chain was first in line and is set aside
+    pool.unwant(names)
+    pool.check()
+    assert pool.allocate(3) == [others[2], others[1], others[0]]
+    assert [pool.contains(name) for name in names] == [True, True]
+
+
+def test_wants_of_names_that_are_not_there_do_no_harm() -> None:
+    pool = BlockPool(3)
+    names = names_of(range(8))
+    pool.want(names)
+    blocks, _ = store(pool, range(4))
+    assert pool.allocate(2) and not pool.contains(names[0])
+    pool.unwant(names)
+    assert pool.refs(blocks[0]) == 1
+
+
+def test_low_priority_goes_first_and_high_priority_last() -> None:
+    pool = BlockPool(7)
+    high, _ = store(pool, range(8), retention=Retention(90))
+    normal, _ = store(pool, range(20, 28))
+    low, _ = store(pool, range(40, 48), retention=Retention(10))
+    pool.check()
+    assert pool.allocate(6) == [*reversed(low), *reversed(normal), *reversed(high)]
+
+
+def test_a_retention_time_ends_and_the_block_counts_as_just_released() -> None:
+    pool = BlockPool(4)
+    kept, _ = store(pool, range(4), retention=Retention(90, ttl=10.0))
+    first, _ = store(pool, range(20, 24))
+    second, _ = store(pool, range(40, 44))
+    pool.now = 9.0
+    assert pool.allocate(1) == first
+    pool.now = 10.0
+    pool.release(first)
+    pool.allocate(1)
+    assert pool.allocate(1) == second
+    assert pool.allocate(1) == kept
+    pool.check()
+
+
+def flood(pool: BlockPool, tenant: str, num: int) -> None:
+    """One-off blocks, one after the other."""
+    for index in range(num):
+        start = 1000 + 4 * index
+        store(pool, range(start, start + 4), tenant)
+
+
+def test_a_flood_of_one_tenant_leaves_another_its_share() -> None:
+    pool = BlockPool(21, tenant_floor=0.5)
+    _, names = store(pool, range(40), "b")
+    flood(pool, "a", 60)
+    pool.check()
+    assert [pool.contains(name) for name in names] == [True] * 10  # the larger one loses first, and that is a
+
+
+def test_a_tenant_cannot_take_the_share_of_another_except_as_a_last_resort() -> None:
+    pool = BlockPool(9, tenant_floor=0.5)
+    _, names = store(pool, range(20), "b")  # 5 blocks; the floor is 4 until there is a second tenant, then 2
+    assert pool.num_available((), "a") == 3 + 1
+    assert pool.num_available((), "a", last_resort=True) == pool.num_available((), "b") == 8
+    pool.allocate(4, "a")
+    assert [pool.contains(name) for name in names] == [True] * 4 + [False]
+    assert pool.num_available((), "a") == 2 and pool.num_available((), "b") == 4
+    pool.allocate(2, "a")
+    with pytest.raises(AssertionError, match="2 blocks wanted, 0 free"):
+        pool.allocate(2, "a")
+    pool.allocate(2, "a", last_resort=True)
+    pool.check()
+    assert not any(map(pool.contains, names))
+
+
+def test_a_hit_leaves_less_to_protect() -> None:
+    pool = BlockPool(9, tenant_floor=0.5)
+    blocks, _ = store(pool, range(12), "b")
+    assert pool.num_available(blocks, "a") == 5 and pool.num_available(blocks[:1], "a") == 5
+    assert pool.num_available((), "a") == 5
+
+
+def test_public_blocks_have_no_floor() -> None:
+    pool = BlockPool(9, tenant_floor=0.5)
+    _, names = store(pool, range(16))
+    pool.allocate(8, "a")
+    assert not any(map(pool.contains, names))
+
+
+def test_the_tenant_with_most_to_spare_loses_first() -> None:
+    pool = BlockPool(10)
+    _, few = store(pool, range(8), "b")
+    _, many = store(pool, range(100, 120), "c")
+    pool.allocate(2 + 3, "a")
+    assert [pool.contains(name) for name in few] == [True] * 2
+    assert [pool.contains(name) for name in many] == [True] * 2 + [False] * 3
