@@ -1,19 +1,28 @@
 """KV events on the wire: configuration, frames, replay, gaps, the end. Decoded as plain msgpack, without our types."""
 
 import gc
+import json
+import sys
 import tempfile
 import threading
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
+from server.harness import spawn, wait_for
 
+from headstart.assembly import build_engine, check_options
 from headstart.core.errors import ConfigError
 from headstart.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from headstart.core.hashing import BlockHash
+from headstart.core.request import Request, SamplingParams
+from headstart.model.init_model import init_model
+from headstart.options import EngineOptions
 from headstart.server.kv_event_encoding import BatchEncoder
 from headstart.server.kv_events import KVEventPublisher, KVEventsConfig, parse_kv_events_config
 
@@ -318,3 +327,56 @@ def test_a_port_in_use_is_refused_with_its_name() -> None:
     with pytest.raises(ConfigError, match=f"cannot use tcp://\\*:{port} .*name another one"):
         KVEventPublisher(KVEventsConfig(endpoint=f"tcp://*:{port}"), medium="CPU")
     first.close()
+
+
+# --- the engine and the server
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(init_model("tiny", tmp_path_factory.mktemp("models") / "tiny", dtype="float32", progress=False))
+
+
+def test_an_engine_built_from_options_publishes_its_index(
+    context: "zmq.Context[Any]", endpoints: dict[str, Any], tiny: str
+) -> None:
+    config = json.dumps({"enable_kv_cache_events": True, **endpoints})
+    engine, _ = build_engine(EngineOptions(model=tiny, num_gpu_blocks_override=40, kv_events_config=config))
+    engine.add_request(Request("a", array("i", range(40)), SamplingParams(temperature=0.0, max_tokens=1)))
+    while engine.has_work:
+        engine.step()
+    pool = engine.scheduler.pool
+    assert pool.num_published == 2
+    ((_, first, (event,)),) = wait_for(lambda: replay(context, endpoints["replay_endpoint"], 0))
+    assert first == 0 and event["token_ids"] == list(range(32)) and event["medium"] == "CPU"
+    assert len(event["block_hashes"]) == 2 and all(pool.contains(name) for name in event["block_hashes"])
+    assert engine.reset_prefix_cache()
+    ((_, _, events),) = wait_for(lambda: replay(context, endpoints["replay_endpoint"], 1))
+    assert events == [{"type": "AllBlocksCleared"}]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"kv_events_config": "{"}, "kv_events_config"), ({"enable_prefix_caching": False}, "without the prefix cache")],
+)
+def test_options_that_cannot_publish_are_refused_before_loading(change: dict[str, Any], message: str) -> None:
+    options = EngineOptions(kv_events_config='{"enable_kv_cache_events": true}')
+    with pytest.raises(ConfigError, match=message):
+        check_options(replace(options, **change))
+
+
+def test_a_server_publishes_what_it_caches_and_ends_cleanly(
+    context: "zmq.Context[Any]", endpoints: dict[str, Any], tiny: str, tmp_path: Path
+) -> None:
+    config = json.dumps({"enable_kv_cache_events": True, "topic": "kv@here@tiny", **endpoints})
+    options = ["--port", "0", "--num-blocks", "64", "--max-model-len", "256", "--kv-events-config", config]
+    with spawn([sys.executable, "-m", "headstart", "serve", tiny, *options], tmp_path / "log") as server:
+        with server.wait_ready().client() as client:
+            for prompt in (list(range(40)), list(range(40)), list(range(100, 140))):
+                assert client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).is_success
+        wait_for(lambda: len(replay(context, endpoints["replay_endpoint"], 0)) == 2)
+        batches = replay(context, endpoints["replay_endpoint"], 0)
+        assert [(topic, seq) for topic, seq, _ in batches] == [(b"kv@here@tiny", 0), (b"kv@here@tiny", 1)]
+        assert [events[0]["token_ids"][0] for _, _, events in batches] == [0, 100]
+        assert "KV events: at ipc://" in server.log
+        assert server.stop() == 0

@@ -121,8 +121,9 @@ class _Sender:
             raise
         self.endpoint = _last_endpoint(self._pub)
         self.replay_endpoint = None if self._replay is None else _last_endpoint(self._replay)
-        replay = "" if self.replay_endpoint is None else f", replay on {self.replay_endpoint}"
-        _say(f"on {self.endpoint}{replay}; they hold the token ids of every prompt, so keep strangers away")
+        replay = "" if self.replay_endpoint is None else f", replay at {self.replay_endpoint}"
+        where = "at" if _is_bound(config.endpoint) else "to whoever binds"
+        _say(f"{where} {self.endpoint}{replay}; they hold the token ids of every prompt, so keep strangers away")
 
     def run(self, batches: "queue.Queue[_Batch | None]") -> None:
         """Sends until the sentinel None, answering replays in between; closes the sockets."""
@@ -170,7 +171,7 @@ class _Sender:
         if "[" in endpoint or "::" in endpoint:
             sock.setsockopt(zmq.IPV6, 1)
         try:
-            if kind == zmq.ROUTER or "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://"):
+            if kind == zmq.ROUTER or _is_bound(endpoint):
                 sock.bind(endpoint)
             else:
                 sock.connect(endpoint)
@@ -187,6 +188,10 @@ def _stop(batches: "queue.Queue[_Batch | None]", thread: threading.Thread) -> No
     except queue.Full:
         return  # it hangs: a daemon, which ends with the process
     thread.join(CLOSE_SECONDS)
+
+
+def _is_bound(endpoint: str) -> bool:
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
 
 
 def _any_port(endpoint: str) -> bool:
