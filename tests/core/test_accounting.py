@@ -71,7 +71,7 @@ def test_the_books_add_up_and_everything_can_be_explained(jobs: list[Job], num_b
 @settings(max_examples=30, deadline=None)
 @given(jobs=JOBS)
 def test_with_room_for_everything_nothing_is_computed_that_a_perfect_cache_had_not(jobs: list[Job]) -> None:
-    engine = make_engine(200, policy="lpm", max_batched_tokens=64, max_seqs=3)
+    engine = make_engine(200, policy="lpm", max_batched_tokens=8, max_seqs=3)
     serve(engine, [(prompt, CacheMode.READ_WRITE, num, 1) for prompt, _, num, _ in jobs])
     stats = engine.stats()
     assert stats.prefill_tokens <= stats.ideal_tokens and stats.replayed_tokens == 0

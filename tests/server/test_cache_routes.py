@@ -180,6 +180,19 @@ def test_the_statistics_grow_by_what_was_asked_and_always_add_up(folder: str) ->
     asyncio.run(scenario())
 
 
+def test_without_administrators_a_tenant_reads_no_row_but_its_own(folder: str) -> None:
+    async def scenario() -> None:
+        async with inside(folder, build_checked, api_key=("key-a", "key-b")) as server:
+            for key in ("key-a", "key-b"):
+                await complete(server, MONDAY, key)
+            found = (await server.client.get("/v1/cache/stats", headers=bearer("key-a"))).json()
+            assert len(found["tenants"]) == 1
+            text = (await server.client.get("/metrics", headers=bearer("key-a"))).text
+            assert "headstart:kv_blocks" in text and "tenant_prompt_tokens" not in text
+
+    asyncio.run(scenario())
+
+
 def test_the_metrics_say_the_same(folder: str) -> None:
     async def scenario() -> None:
         async with inside(folder, build_checked) as server:

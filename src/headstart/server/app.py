@@ -157,7 +157,9 @@ class _Routes:
 
     async def metrics(self, request: Request) -> Response:
         """Metrics in Prometheus' text format."""
-        return Response(self._state.model.metrics.expose(), media_type=CONTENT_TYPE)
+        principal = record_of(request.scope).principal
+        text = self._state.model.metrics.expose(with_tenants=principal.is_admin)
+        return Response(text, media_type=CONTENT_TYPE)
 
     async def version(self, request: Request) -> Response:
         """The version of the server."""
@@ -196,7 +198,7 @@ class _Routes:
 
     async def cache_stats(self, request: Request) -> Response:
         """What the prefix cache did since the start, and how it stands."""
-        return json_response(await cache_stats(self._state))
+        return json_response(await cache_stats(self._state, record_of(request.scope).principal))
 
     async def explain_request(self, request: Request) -> Response:
         """Why a recent request (`request_id`, the id of its answer) was taken over from the cache so far only."""

@@ -2,18 +2,21 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
 
+from headstart.core.batch import Ledger
 from headstart.core.engine import EngineStats
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request as EngineRequest
+from headstart.server.auth import Principal
 from headstart.server.bodies import parse_json
 from headstart.server.explanation import explanation_answer
 from headstart.server.http_errors import HttpError
 from headstart.server.inference import CHAT, COMPLETIONS, LONG_BODY_BYTES
-from headstart.server.metrics import Metrics, blocks_by_state, evictions_by_cause, prefill_redundancy
+from headstart.server.metrics import blocks_by_state, evictions_by_cause, prefill_redundancy
 from headstart.server.protocol import CACHE_SOURCES, Json
 from headstart.server.record import record_of
 from headstart.server.requests import Origin
@@ -22,17 +25,20 @@ from headstart.server.state import ServerState
 _MAX_ID_CHARS = 128
 
 
-async def cache_stats(state: ServerState) -> Json:
+async def cache_stats(state: ServerState, principal: Principal) -> Json:
     """Returns every counter since start and every gauge of now. Raises HttpError, EngineDeadError.
 
-    Counters only grow, so the difference of two answers is what lies between them.
+    Counters only grow, so the difference of two answers is what lies between them. Counts by tenant are for
+    administrators; a tenant sees its own.
     """
     model = state.check_ready()
     stats = EngineStats(**await state.engine.call("cache_stats"))
-    return stats_answer(stats, model.name, model.info.block_size, model.metrics)
+    rows = model.metrics.tenants.items()
+    shown = {name: ledger for name, ledger in rows if principal.is_admin or name == principal.tenant}
+    return stats_answer(stats, model.name, model.info.block_size, shown)
 
 
-def stats_answer(stats: EngineStats, model_name: str, block_size: int, metrics: Metrics) -> Json:
+def stats_answer(stats: EngineStats, model_name: str, block_size: int, tenants: Mapping[str, Ledger]) -> Json:
     """Returns the JSON of /v1/cache/stats; tokens unless it says otherwise."""
     sources = {source: getattr(stats, f"{source}_tokens") for source in CACHE_SOURCES}
     return {
@@ -65,9 +71,7 @@ def stats_answer(stats: EngineStats, model_name: str, block_size: int, metrics: 
         "adoptions": stats.num_adoptions,
         "steps": stats.num_steps,
         "step_seconds": stats.step_seconds,
-        "tenants": {
-            tenant: {"cached": ledger.cached, **ledger._asdict()} for tenant, ledger in metrics.tenants.items()
-        },
+        "tenants": {tenant: {"cached": ledger.cached, **ledger._asdict()} for tenant, ledger in tenants.items()},
     }
 
 

@@ -73,6 +73,7 @@ class Metrics:
 
     def __init__(self, model_name: str, routes: Iterable[str]) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
+        self._by_tenant = CollectorRegistry()
         self._model_name = model_name
         self._routes = frozenset(routes)
         histograms = {field: self._histogram(*row) for field, row in _HISTOGRAMS.items()}
@@ -110,7 +111,8 @@ class Metrics:
 
     def watch(self, engine: EngineView) -> None:
         """Adds the engine's own counters and gauges to every scrape."""
-        self._registry.register(_EngineCollector(engine, self._model_name, self.tenants))
+        self._registry.register(_EngineCollector(engine, self._model_name))
+        self._by_tenant.register(_TenantCollector(self._model_name, self.tenants))
 
     def prompts(self, tenant: str, ledger: Ledger) -> None:
         """Counts what the prompts of one client request came from; `tenant` is of a configured key, or empty."""
@@ -127,9 +129,10 @@ class Metrics:
         route = path if path in self._routes else "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
         self._http.labels(route, method if method in METHODS else "other", str(status)).inc()
 
-    def expose(self) -> bytes:
-        """Returns everything in Prometheus' text format."""
-        return generate_latest(self._registry)
+    def expose(self, *, with_tenants: bool = True) -> bytes:
+        """Returns everything in Prometheus' text format; counts by tenant are for administrators only."""
+        everything = generate_latest(self._registry)
+        return everything + generate_latest(self._by_tenant) if with_tenants else everything
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(name, text, ("model_name",), buckets=buckets, registry=self._registry)
@@ -139,9 +142,8 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the last heartbeat."""
 
-    def __init__(self, engine: EngineView, model_name: str, tenants: Mapping[str, Ledger]) -> None:
+    def __init__(self, engine: EngineView, model_name: str) -> None:
         self._engine = engine
-        self._tenants = tenants
         self._model = [model_name]
 
     def collect(self) -> Iterable[Metric]:
@@ -205,16 +207,6 @@ class _EngineCollector(Collector):
         for state, value in blocks_by_state(stats).items():
             family.add_metric([*self._model, state], value)
         yield family
-        if self._tenants:
-            yield self._by_tenant()
-
-    def _by_tenant(self) -> Metric:
-        text, labels = "Prompt tokens by tenant and source.", ("model_name", "tenant", "source")
-        family = CounterMetricFamily("headstart:tenant_prompt_tokens", text, labels=labels)
-        for tenant, ledger in self._tenants.items():
-            for source, value in ledger._asdict().items():
-                family.add_metric([*self._model, tenant, source], value)
-        return family
 
     def _labelled(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
         family = CounterMetricFamily(name, text, labels=("model_name", label))
@@ -267,3 +259,21 @@ def _cache_config(info: EngineInfo, model_name: str) -> Metric:
     family = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is laid out.", labels=tuple(values))
     family.add_metric(list(values.values()), 1)
     return family
+
+
+class _TenantCollector(Collector):
+    """Where the prompts of each tenant came from."""
+
+    def __init__(self, model_name: str, tenants: Mapping[str, Ledger]) -> None:
+        self._tenants = tenants
+        self._model = [model_name]
+
+    def collect(self) -> Iterable[Metric]:
+        if not self._tenants:
+            return
+        text, labels = "Prompt tokens by tenant and source; for administrators.", ("model_name", "tenant", "source")
+        family = CounterMetricFamily("headstart:tenant_prompt_tokens", text, labels=labels)
+        for tenant, ledger in self._tenants.items():
+            for source, value in ledger._asdict().items():
+                family.add_metric([*self._model, tenant, source], value)
+        yield family
