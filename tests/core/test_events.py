@@ -1,6 +1,7 @@
 """Events replayed by someone who knows nothing else give exactly the index of the pool, after every step."""
 
 from array import array
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from headstart.core.engine import Engine
+from headstart.core.errors import InvalidRequestError
 from headstart.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
 from headstart.core.hashing import BlockHash, region_hash, root_hash
 from headstart.core.limits import Limits
@@ -116,13 +118,35 @@ class Replay(RuleBasedStateMachine):
             self.engine.step()
             self.the_consumer_has_exactly_the_index()
 
-    @rule()
-    def reset(self) -> None:
-        self.engine.reset_prefix_cache()
+    @rule(pinned=st.booleans())
+    def reset(self, pinned: bool) -> None:
+        self.engine.reset_prefix_cache(pinned=pinned)
 
     @invariant()
     def the_consumer_has_exactly_the_index(self) -> None:
         assert self.consumer.index == index_of(self.engine)
+
+
+class ReplayWithPins(Replay):
+    """The same, while prefixes are pinned, survive resets, are recomputed and unpinned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = make(self.consumer, eviction_policy="2q", policy="lpm", tenant_floor=0.5)
+
+    @rule(
+        tokens=st.sampled_from([PUBLIC[:4], PUBLIC, [*PUBLIC, 1, 1, 1, 1]]),
+        tenant=st.sampled_from(["", "x"]),
+        run=st.booleans(),
+    )
+    def pin(self, tokens: list[int], tenant: str, run: bool) -> None:
+        with suppress(InvalidRequestError):  # the name is taken, or there is no room
+            self.engine.add_prefix(f"{len(tokens)}{tenant}", tokens, tenant=tenant, domain=tenant.encode())
+        self.step(3 * run)
+
+    @rule(name=st.sampled_from(["4", "8", "8x", "12x"]))
+    def unpin(self, name: str) -> None:
+        self.engine.remove_prefix(name)
 
 
 class ReplayBehindPublicPrefix(Replay):
@@ -136,9 +160,11 @@ class ReplayBehindPublicPrefix(Replay):
         assert len(index_of(self.engine)) == 2
 
 
-BOUNDS = settings(max_examples=100, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+BOUNDS = settings(max_examples=70, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TestReplay = Replay.TestCase
 TestReplay.settings = BOUNDS
+TestReplayWithPins = ReplayWithPins.TestCase
+TestReplayWithPins.settings = BOUNDS
 TestReplayBehindPublicPrefix = ReplayBehindPublicPrefix.TestCase
 TestReplayBehindPublicPrefix.settings = BOUNDS
 
@@ -196,6 +222,22 @@ def test_a_reset_is_one_event_and_comes_at_once() -> None:
     before = consumer.num_events
     assert consumer.index and engine.reset_prefix_cache()
     assert not consumer.index and consumer.num_events == before + 1
+
+
+def test_a_reset_that_pins_survive_removes_exactly_what_went() -> None:
+    consumer, events = Consumer(), list[Event]()
+    engine = make(consumer)
+    engine.add_prefix("public", PUBLIC)
+    engine.add_request(make_request("a", [*PUBLIC, 1, 1, 1, 1, 2]))
+    finish(engine)
+    (gone,) = (name for name in consumer.index if not engine.scheduler.pool.is_pinned(name))
+    engine._event_sink = events.extend  # type: ignore[reportPrivateUsage]
+    assert engine.reset_prefix_cache()
+    assert events == [BlockRemoved((gone,))] and gone not in index_of(engine)
+    assert len(index_of(engine)) == 2
+    events.clear()
+    assert engine.reset_prefix_cache(pinned=True)
+    assert events == [AllBlocksCleared()]
 
 
 def test_without_a_sink_nothing_is_collected() -> None:
