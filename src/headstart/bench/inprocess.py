@@ -150,7 +150,7 @@ def drive(
                 clock.wait(max(times[added] - now, 0.0))
                 continue
             begin = clock.now()
-            outputs = engine.step()
+            outputs = engine.step(begin)
             end = clock.now()
             last, stats = stats, engine.stats()
             steps.append(_step(end - begin, last, stats))

@@ -28,6 +28,7 @@ VOCAB_SIZE = 32_000
 COST = StepCost(step=0.012, token=0.00038)
 """About what llama-100m takes on two cores: 12 ms for the weights, 0.38 ms for a token."""
 DEFAULT_K = EngineOptions().lpm_k
+COLUMNS = ("policy", "mean s", "hot p99 s", "cold p50 s", "cold p99 s", "mean / fcfs", "p99 / fcfs", "late / bound")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +191,8 @@ def _report(seed: int, config: FairnessConfig, rate: float, traffic: _Traffic, s
         },
         sheets=[
             Sheet(
-                f"{config.requests} requests at {rate:.3g}/s, {config.load:.0%} of capacity, virtual time",
-                tuple(key.replace("_", " ") for key in keys),
+                f"time to first token: {config.requests} requests at {rate:.3g}/s, {config.load:.0%} of capacity",
+                COLUMNS,
                 tuple(tuple(row[key] for key in keys) for row in rows),
             )
         ],
