@@ -7,7 +7,6 @@ computes for all aborted or failed in mid prefill.
 
 from array import array
 from dataclasses import dataclass, field, replace
-from math import nan
 from random import Random
 from typing import Any
 
@@ -99,7 +98,7 @@ class _Result:
             "redundancy": self.redundancy(worst),
             "total_s": median(run.seconds for run in self.runs),
             "steps": len(self.runs[worst].steps),
-            "off_s": self.off.seconds if self.off else nan,
+            "off_s": self.off.seconds if self.off else None,
             "differing_tokens": self.differing,
         }
 
