@@ -98,9 +98,12 @@ def test_ragged_batches_equal_the_naive_loop(
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_prefill_in_many_tiles_equals_the_naive_loop(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference_module, "TILE_SCORES", 1)
-    pool = Pool(1, [150, 40], heads=4, kv_heads=2, dim=8, dtype=torch.float32)
+@pytest.mark.parametrize(("name", "size"), [("TILE_SCORES", 1), ("MAX_TILE", 30), ("MAX_TILE", 128)])
+def test_prefill_in_many_tiles_equals_the_naive_loop(
+    name: str, size: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_module, name, size)
+    pool = Pool(1, [190, 40], heads=4, kv_heads=2, dim=8, dtype=torch.float32)
     for index, found in enumerate(pool.compute([37, 0], 0.5, window, None)):
         start = [37, 0][index]
         expected = naive(pool.q[index][start:], pool.k[index], pool.v[index], start, 0.5, window, None)

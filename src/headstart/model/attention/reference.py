@@ -15,6 +15,7 @@ from headstart.model.step import StepInputs
 
 TILE_SCORES = 2 << 20  # scores held at a time in a prefill
 MIN_TILE = 16  # query rows
+MAX_TILE = 128  # fewer scores above the diagonal: attention of 4 x 512 tokens 24 ms, with tiles of 341 rows 35 ms
 
 
 class ReferenceAttention:
@@ -25,6 +26,8 @@ class ReferenceAttention:
     ) -> None:
         self.kv = PagedKV(shape, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
         self._scratch = torch.empty(0, dtype=dtype, device=device)  # kept: fresh memory costs more than the copy
+        # added to scores: adding is much cheaper than filling where a mask says so
+        self.above_diagonal = torch.full((MAX_TILE, MAX_TILE), float("-inf"), dtype=dtype, device=device).triu_(1)
 
     def begin(self, step: StepInputs) -> "ReferenceStep":
         return ReferenceStep(self, step)
@@ -122,7 +125,7 @@ class ReferenceStep:
         folded = queries.view(num_rows, heads, group, head_dim).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
         folded_out = out.view(num_rows, heads, group, head_dim).permute(1, 2, 0, 3)
         span = prefill.start + num_rows - prefill.first_key if window is None else window + MIN_TILE
-        tile = max(MIN_TILE, TILE_SCORES // (num_heads * span))
+        tile = max(MIN_TILE, min(MAX_TILE, TILE_SCORES // (num_heads * span)))
         for begin in range(0, num_rows, tile):
             end = min(begin + tile, num_rows)
             first = prefill.start + begin - prefill.first_key  # index of the tile's first own key
@@ -130,20 +133,18 @@ class ReferenceStep:
             high = first + end - begin
             rows = folded[:, :, begin:end].reshape(heads, -1, head_dim)
             scores = _scores(rows, keys[:, low:high], scale, softcap)
-            _mask_tile(scores.view(heads * group, end - begin, high - low), window)
+            self._mask_tile(scores.view(heads * group, end - begin, high - low), window)
             weighted = _weighted(scores, values[:, low:high])
             folded_out[:, :, begin:end] = weighted.view(heads, group, end - begin, head_dim)
 
-
-def _mask_tile(scores: Tensor, window: int | None) -> None:
-    """Hides from row i of `scores` [B, m, S] the keys behind its own, S - m + i, and those that left its window."""
-    rows, keys = scores.shape[-2:]
-    ones = torch.ones(rows, rows, dtype=torch.bool, device=scores.device)
-    scores[..., keys - rows :].masked_fill_(ones.triu_(1), float("-inf"))
-    if window is not None and keys > window:
-        own = torch.arange(keys - rows, keys, device=scores.device)[:, None]
-        gone = torch.arange(keys, device=scores.device) <= own - window
-        scores.masked_fill_(gone, float("-inf"))
+    def _mask_tile(self, scores: Tensor, window: int | None) -> None:
+        """Hides from row i of `scores` [B, m, S] the keys behind its own, S - m + i, and those that left its window."""
+        rows, keys = scores.shape[-2:]
+        scores[..., keys - rows :] += self._backend.above_diagonal[:rows, :rows]
+        if window is not None and keys > window:
+            own = torch.arange(keys - rows, keys, device=scores.device)[:, None]
+            gone = torch.arange(keys, device=scores.device) <= own - window
+            scores.masked_fill_(gone, float("-inf"))
 
 
 def _scores(queries: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
