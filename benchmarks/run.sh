@@ -19,7 +19,7 @@ measure() { # measure "VERB" NAME ARGUMENT... | measure "lab VERB" NAME ARGUMENT
     mv "$out.new.png" "$out.png"
 }
 
-all='rotations-tiny rotations intent intent-bundled twins fairness fairness-decode stall order'
+all='rotations-tiny rotations intent intent-bundled twins fairness fairness-decode stall order page-aligned'
 figures=${*:-$all}
 for figure in $figures; do
     case $figure in
@@ -32,6 +32,7 @@ for figure in $figures; do
     fairness-decode) measure 'lab fairness' decode --requests 4000 --output-tokens 48 --max-num-seqs 8 ;;
     stall) measure 'lab stall' llama-100m --model llama-100m ;;
     order) measure 'lab order' order ;;
+    page-aligned) measure 'lab page-aligned' llama-100m --model llama-100m ;;
     *)
         echo "no such figure: $figure ($all)" >&2
         exit 2

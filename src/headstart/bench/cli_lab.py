@@ -52,6 +52,7 @@ def page_aligned(
     seed: Seed = 0,
     runs: Runs = 5,
     quick: Quick = False,
+    plot: Plot = None,
 ) -> None:
     """--page-aligned-scheduling off, exact and ceil: KV-write time saved, token budget lost, whole time on --model."""
 
@@ -60,7 +61,7 @@ def page_aligned(
 
         return run_page_aligned(setup, QUICK if quick else AlignedConfig(runs=runs), bar)
 
-    cli_run.run_on_model(bench, model, dtype, threads, seed, None)
+    cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
 
 
 @lab.command(short_help="What scheduling costs, without a model.")

@@ -23,7 +23,7 @@ from headstart.bench.engines import Setup, describe
 from headstart.bench.inprocess import Run, drive, make_requests
 from headstart.bench.machine import ContentionLog, uncontended
 from headstart.bench.progress import QUIET, Bar
-from headstart.bench.report import Report, Sheet, spread
+from headstart.bench.report import Chart, Report, Sheet, spread
 from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
 from headstart.core.scheduler import Scheduler
@@ -96,6 +96,7 @@ def run_page_aligned(setup: Setup, config: AlignedConfig | None = None, bar: Bar
         setup={"budget": BUDGET, "mixes": MIXES, **config._asdict(), **facts.described},
         contention=log.as_dict(),
         sheets=_sheets(values, by_mix),
+        charts=_charts(values, by_mix),
         problems=problems,
     )
 
@@ -229,4 +230,19 @@ def _sheets(values: dict[str, float], by_mix: dict[str, dict[str, float]]) -> li
         Sheet("KV writes, us per 2,048 tokens in all layers", ("shape", "by token", "off", "exact", "ceil"), writes),
         Sheet("token budget lost while prompts wait, %", ("prompts", "off", "exact", "ceil"), budgets),
         Sheet("the same prompts to their end", ("", "off", "exact", "ceil"), whole),
+    ]
+
+
+def _charts(values: dict[str, float], by_mix: dict[str, dict[str, float]]) -> list[Chart]:
+    keys = {"by token": "by_token", "off": "off", "exact": "on", "ceil": "ceil"}
+    writes: dict[str, tuple[float | None, ...]] = {
+        name: tuple(values[f"{prefix}write_us_{key}"] / 1e3 for key in keys.values())
+        for prefix, name in WRITE_SHAPES.items()
+    }
+    budgets: dict[str, tuple[float | None, ...]] = {
+        mode: tuple(100 * shares[mode] for shares in by_mix.values()) for mode in MODES
+    }
+    return [
+        Chart("KV writes of 2,048 tokens", "", "ms in all layers", tuple(keys), writes, log_y=True),
+        Chart("token budget lost while prompts wait", "prompts", "%", tuple(by_mix), budgets),
     ]
