@@ -200,20 +200,23 @@ def _whole(
     lengths = [min(mix.prompt_length(rng), longest) for _ in range(config.whole_prompts)]
     prompts = [random_tokens(length, info.vocab_size, rng) for length in lengths]
     sampling = SamplingParams(max_tokens=config.whole_outputs, temperature=0.0)
-    bar.stage("the same prompts, to their end", config.runs * len(MODES) * len(prompts))
+    bar.stage("the same prompts, to their end", (1 + config.runs * len(MODES)) * len(prompts))
+
+    def timed(mode: str, name: str) -> Run:
+        limits = replace(engine.scheduler.limits, align=MODES[mode].align, charge_ceil=MODES[mode].charge_ceil)
+        scheduler = Scheduler(engine.scheduler.pool.num_blocks, BLOCK_SIZE, limits, enable_prefix_caching=False)
+        return drive(Engine(scheduler, engine.executor), make_requests(prompts, sampling, name), bar=bar)
+
+    first = timed("off", "warm-up")  # touches all memory for the first time
     found: dict[str, list[Run]] = {mode: [] for mode in MODES}
     problems: list[str] = []
     for run in range(config.runs):
-        for mode, limits in MODES.items():
-            limits = replace(engine.scheduler.limits, align=limits.align, charge_ceil=limits.charge_ceil)
-            scheduler = Scheduler(engine.scheduler.pool.num_blocks, BLOCK_SIZE, limits, enable_prefix_caching=False)
-            aligned = Engine(scheduler, engine.executor)
-            requests = make_requests(prompts, sampling, f"{mode}{run}")
-            done = uncontended(lambda e=aligned, r=requests: drive(e, r, bar=bar), log)
+        order = list(MODES)[run % len(MODES) :] + list(MODES)[: run % len(MODES)]
+        for mode in order:
+            done = uncontended(lambda m=mode, r=run: timed(m, f"{m}{r}"), log)
             problems += done.problems(mode)
             found[mode].append(done)
-    control = found["off"][0].outputs
-    differing = sum(done.outputs != control for runs in found.values() for done in runs)
+    differing = sum(done.outputs != first.outputs for runs in found.values() for done in runs)
     if differing and info.dtype == "float32":
         problems.append(f"{differing} runs gave other tokens than the first in float32")
     return found, _Facts(info.threads, describe(info), prompts, differing), problems
