@@ -75,12 +75,14 @@ class Group:
     `missing` is that block's name; where nothing full is missing, or nothing may be read, a name of the sequence's own.
     """
 
-    __slots__ = ("age", "depth", "match", "members", "missing", "wanted")
+    __slots__ = ("age", "common", "depth", "match", "members", "missing", "num_told", "wanted")
 
     def __init__(self, missing: BlockHash, depth: int, key: Key) -> None:
         self.missing = missing
         self.depth = depth
         self.members = OrderedSequences(key)
+        self.common = depth + 1  # leading blocks that all members are known to have in common
+        self.num_told = 0  # members when it was passed over last
         self.wanted: list[BlockHash] = []  # names asked to be kept for it
         self.age: tuple[float, ...] = ()  # its place in the two heaps; an entry with another place is void
         self.match: tuple[float, ...] = ()
@@ -151,10 +153,18 @@ class WaitingQueue:
             heappop(heap)
         return None
 
-    def pass_over(self, group: Group) -> None:
-        """Leaves the group out until `end_of_turn`; this is no admission and costs nobody's turn."""
+    def pass_over(self, group: Group, num_hit_tokens: int) -> None:
+        """Leaves the group out until `end_of_turn`; this is no admission and costs nobody's turn.
+
+        What its members find now is noted with them: whatever they take over beyond it they will have followed.
+        """
         group.age = group.match = ()
         self._passed.append(group)
+        if group.num_told != len(group.members):
+            group.num_told = len(group.members)
+            for seq in group.members:
+                if seq.num_hit_tokens is None:
+                    seq.num_hit_tokens = num_hit_tokens
 
     def end_of_turn(self) -> None:
         """Those that were passed over may be next again."""
@@ -218,10 +228,12 @@ class WaitingQueue:
         group = self._groups.get(missing)
         if group is None:
             group = self._groups[missing] = Group(missing, depth, self._key)
+            group.common = len(seq.block_hashes)
             group.members.add(seq)
             self._want(group)
             self._enqueue(group)
         else:
+            group.common = _num_common(group.members[0], seq, depth, group.common)
             group.members.add(seq)
             if group.members[0] is seq and group not in self._passed:
                 self._enqueue(group)
@@ -233,10 +245,12 @@ class WaitingQueue:
         depth = self._depth(first, known)
         del self._groups[group.missing]
         if depth < len(first.block_hashes) and first.block_hashes[depth] not in self._groups:
-            missing = first.block_hashes[depth]  # equal names stand for equal prefixes: who misses it too stays
-            apart = [s for s in group.members if len(s.block_hashes) <= depth or s.block_hashes[depth] != missing]
-            for seq in apart:
-                group.members.remove(seq)
+            missing, apart = first.block_hashes[depth], list[Sequence]()
+            if depth >= group.common:  # equal names stand for equal prefixes: who misses the same block stays
+                apart = [s for s in group.members if len(s.block_hashes) <= depth or s.block_hashes[depth] != missing]
+                for seq in apart:
+                    group.members.remove(seq)
+                group.common = depth + 1
             group.missing, group.depth = missing, depth
             self._groups[missing] = group
             self._want(group)
@@ -283,3 +297,15 @@ class WaitingQueue:
     def _unwant(self, group: Group) -> None:
         self._pool.unwant(group.wanted)
         group.wanted = []
+
+
+def _num_common(a: Sequence, b: Sequence, low: int, high: int) -> int:
+    """Leading blocks, `low` to `high`, that two sequences have in common; by bisection, since names are chained."""
+    high = min(high, len(a.block_hashes), len(b.block_hashes))
+    while low < high:
+        middle = (low + high) // 2
+        if a.block_hashes[middle] == b.block_hashes[middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return low

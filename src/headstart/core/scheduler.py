@@ -159,10 +159,7 @@ class Scheduler:
                 self.waiting.regroup(seq, depth)
                 continue
             if self._is_promised(plan, seq, depth):
-                for member in group.members:
-                    if member.num_hit_tokens is None:
-                        member.num_hit_tokens = hit.num_tokens
-                self.waiting.pass_over(group)
+                self.waiting.pass_over(group, hit.num_tokens)
                 continue
             if not self._admit(plan, seq, hit, owed):
                 break
