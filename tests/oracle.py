@@ -85,11 +85,16 @@ class EngineUnderTest:
     def __init__(self, folder: Path) -> None:
         self.loaded = load_model(folder, dtype="float32", device="cpu")
 
-    def build(self, num_blocks: int, block_size: int, *, caching: bool, budget: int, max_seqs: int = 8) -> Engine:
+    def build(
+        self, num_blocks: int, block_size: int, *, caching: bool, budget: int, max_seqs: int = 8, careless: bool = False
+    ) -> Engine:
+        """An engine; a `careless` one admits more than its pool will hold."""
         limits = Limits(max_batched_tokens=max(budget, max_seqs), max_seqs=max_seqs, max_model_len=256)
         scheduler = Scheduler(
             num_blocks, block_size, limits, model=self.loaded.fingerprint, enable_prefix_caching=caching
         )
+        for _ in range(200 * careless):
+            scheduler.room.finished(1)
         return Engine(scheduler, ModelRunner(self.loaded, num_blocks=num_blocks, block_size=block_size))
 
     def build_everything(self, num_blocks: int, block_size: int, rng: Random) -> Engine:
@@ -201,7 +206,9 @@ def compare(folder: Path, seed: int, num_requests: int, num_tokens: int = 6) -> 
     block_size = rng.choice([4, 16])
     tight = -(-(60 + num_tokens) // block_size) + rng.randint(2, 6)  # little more than one request
     engines = {
-        "with reuse": under_test.build(tight, block_size, caching=True, budget=rng.choice([8, 16, 33, 256])),
+        "with reuse": under_test.build(
+            tight, block_size, caching=True, budget=rng.choice([8, 16, 33, 256]), careless=True
+        ),
         "with reuse and room": under_test.build(600, block_size, caching=True, budget=rng.choice([16, 64, 512])),
         "without": under_test.build(600, block_size, caching=False, budget=rng.choice([8, 64, 512])),
     }
