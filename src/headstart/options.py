@@ -91,7 +91,7 @@ class EngineOptions:
         choices=("lpm", "fcfs", "priority"),
     )
     lpm_k: int = _option(
-        4, "lpm: of every K admissions the first is the oldest waiting request; 1 is fcfs.", SCHEDULING, minimum=1
+        8, "lpm: of every K admissions the first is the oldest waiting request; 1 is fcfs.", SCHEDULING, minimum=1
     )
     eviction_policy: str = _option(
         "2q",

@@ -37,7 +37,7 @@ class Scheduler:
         model: bytes = b"",
         enable_prefix_caching: bool = True,
         policy: str = "fcfs",
-        lpm_k: int = 4,
+        lpm_k: int = 8,
         eviction_policy: str = "lru",
         tenant_floor: float = 0.0,
         max_pinned_share: float = 0.5,
