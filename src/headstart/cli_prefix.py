@@ -102,9 +102,11 @@ def _show(answer: dict[str, Any], prefixes: list[dict[str, Any]], as_json: bool)
         table.add_column(column, justify="right")
     for entry in prefixes:
         counts = (f"{entry[key]:,}" for key in ("tokens", "blocks", "hits", "tokens_saved"))
-        state = entry["state"] + (f": {entry['error']}" if entry["error"] else "")
-        table.add_row(entry["name"], entry["tenant"] or "public", state, *counts, _ago(entry["last_used"]))
+        table.add_row(entry["name"], entry["tenant"] or "public", entry["state"], *counts, _ago(entry["last_used"]))
     Console().print(table if prefixes else "no prefix is pinned; headstart prefix add NAME --file FILE pins one")
+    for entry in prefixes:
+        if entry["error"]:
+            print(f"{entry['name']}: {entry['error']}")
 
 
 def _ago(used: float | None) -> str:
