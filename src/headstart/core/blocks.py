@@ -198,12 +198,10 @@ class BlockPool:
             count = refs[block] - 1
             assert count >= 0, f"block {block} is released twice"
             refs[block] = count
-            if count:
-                held.append(block)
-            elif names[block] is None:
+            if names[block] is not None:
+                (held if count else idle).append(block)
+            elif not count:
                 scratch.append(block)
-            else:
-                idle.append(block)
         if idle and self._pins:
             pinned = [block for block in idle if names[block] in self._pins]
             self._idle_pinned.update(pinned)

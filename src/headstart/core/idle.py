@@ -156,13 +156,12 @@ class IdleBlocks:
         return found
 
     def unwanted(self, blocks: Sequence[int], wanted: Wanted) -> None:
-        """Puts blocks that were set aside back, with all heads of their chain; `blocks` of one chain, tails first."""
+        """Puts blocks that were set aside back in line, if nobody wants them any more; `blocks` of one chain, tails
+        first. All heads of such a block follow it, wanted or not, so that they stay behind it in line."""
         moved = False
         for block in blocks:
             aside = block in self._shelves[self.tenants[block]].aside
-            if aside and wanted(block):
-                continue
-            moved = moved or aside
+            moved = moved or (aside and not wanted(block))
             if moved:
                 self.remove(block)
                 self.put(block)

@@ -16,12 +16,13 @@ DEFAULT_PRIORITY = DEFAULT_RETENTION.priority
 class _Hint:
     """What was asked for one block."""
 
-    __slots__ = ("base", "deadline", "priority", "queued")
+    __slots__ = ("base", "deadline", "last_use", "priority", "queued")
 
     def __init__(self, base: int) -> None:
         self.base = base  # for good; -1: nothing yet
         self.priority = -1  # until `deadline`; -1: nothing
         self.deadline = 0.0
+        self.last_use = 0  # in the order of all uses
         self.queued = False
 
     @property
@@ -35,8 +36,8 @@ class Retentions:
     def __init__(self, marks: bytearray) -> None:
         self._marks = marks
         self._hints: dict[int, _Hint] = {}
-        self._due: list[tuple[float, int, int, _Hint]] = []  # heap of (deadline, count, block, hint); some are void
-        self._count = 0
+        self._due: list[tuple[float, int, int, _Hint]] = []  # heap of (deadline, use, block, hint); some are void
+        self._count = 0  # of uses that had a hint
 
     def __len__(self) -> int:
         return len(self._hints)
@@ -54,6 +55,8 @@ class Retentions:
             return
         if hint is None:
             hint = self._hints[block] = _Hint(DEFAULT_PRIORITY if marks[block] & SEEN else -1)
+        self._count += 1
+        hint.last_use = self._count
         priority, ttl = retention
         hint.base = max(hint.base, min(priority, DEFAULT_PRIORITY) if ttl > 0 else priority)
         if ttl > 0 and priority > DEFAULT_PRIORITY:
@@ -70,8 +73,8 @@ class Retentions:
         self._hints.pop(block, None)
 
     def expired(self, now: float) -> list[tuple[int, int]]:
-        """Blocks whose time is over by `now`, each with the priority it had; a chain's tail before its head."""
-        found: list[tuple[int, int]] = []
+        """Blocks whose time is over by `now`, each with the priority it had; in the order of their last use."""
+        found: list[tuple[int, int, int]] = []
         while self._due and self._due[0][0] <= now:
             _, _, block, hint = heappop(self._due)
             hint.queued = False
@@ -81,12 +84,12 @@ class Retentions:
                 self._enqueue(block, hint)
                 continue
             if hint.priority > hint.base:
-                found.append((block, hint.priority))
+                found.append((hint.last_use, block, hint.priority))
             hint.priority = -1
             if hint.base == DEFAULT_PRIORITY:
                 self._marks[block] |= SEEN
                 del self._hints[block]
-        return found
+        return [(block, priority) for _, block, priority in sorted(found)]
 
     def _enqueue(self, block: int, hint: _Hint) -> None:
         """One entry per hint; entries of dropped ones are swept out when they are the majority."""
@@ -94,5 +97,4 @@ class Retentions:
             self._due = [entry for entry in self._due if self._hints.get(entry[2]) is entry[3]]
             heapify(self._due)
         hint.queued = True
-        self._count += 1
-        heappush(self._due, (hint.deadline, self._count, block, hint))
+        heappush(self._due, (hint.deadline, hint.last_use, block, hint))
