@@ -161,6 +161,8 @@ class BlockPool:
         if unused and self._idle_pinned:
             pinned = self._idle_pinned.intersection(unused)
             self._idle_pinned -= pinned
+            for block in pinned:
+                self._marks[block] = HOT | SEEN
             unused = [block for block in unused if block not in pinned] if pinned else unused
         if unused:
             self._idle.revive(unused)
@@ -205,11 +207,11 @@ class BlockPool:
         if idle and self._pins:
             pinned = [block for block in idle if names[block] in self._pins]
             self._idle_pinned.update(pinned)
-            held += pinned
+            held = pinned + held
             idle = [block for block in idle if block not in self._idle_pinned] if pinned else idle
         hot = self._idle.add(idle, retention, self.now) if idle else 0
         if held:
-            self._idle.note_users(held, retention, self.now, SEEN | hot if retention == DEFAULT_RETENTION else hot)
+            self._idle.note_users(held, retention, self.now, hot)
 
     def publish(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes, tenant: str = "") -> bool:
         """Makes a full, computed block findable; False if an equal one is already, and this one stays private.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 HOT = 1  # used again after it had been idle or evicted: not a one-off
-SEEN = 2  # somebody with the default retention has used it
+SEEN = 2  # somebody who gave no hint has stopped using it: hints of others cannot lower its priority
 
 PROTECTED_SHARE = 0.5  # of the pool; decided in benchmarks/eviction
 

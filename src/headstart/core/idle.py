@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
 
-from headstart.core.eviction import EVICTION_POLICIES, PROTECTED_SHARE, EvictionOrder
+from headstart.core.eviction import EVICTION_POLICIES, HOT, PROTECTED_SHARE, SEEN, EvictionOrder
 from headstart.core.request import DEFAULT_RETENTION, Retention
 from headstart.core.retention import DEFAULT_PRIORITY, Retentions
 
@@ -102,13 +102,21 @@ class IdleBlocks:
             hot = self._order_of(block).add((block,), hot)
         return hot
 
-    def note_users(self, blocks: Sequence[int], retention: Retention, now: float, mark: int) -> None:
-        """Marks blocks that one user stops using while others, or a pin, still hold them."""
-        plain, marks = not self.retentions and retention == DEFAULT_RETENTION, self.marks
+    def note_users(self, blocks: Sequence[int], retention: Retention, now: float, hot: int) -> None:
+        """Notes that one user stops using blocks, of one chain, tails first, that others or pins still hold.
+
+        `hot`: HOT if a block behind them is worth protecting; then so are they.
+        """
+        marks = self.marks
+        if retention == DEFAULT_RETENTION and not self.retentions:
+            for block in blocks:
+                hot |= marks[block] & HOT
+                marks[block] |= hot | SEEN
+            return
         for block in blocks:
-            marks[block] |= mark
-            if not plain:
-                self.retentions.note(block, retention, now)
+            hot |= marks[block] & HOT
+            marks[block] |= hot
+            self.retentions.note(block, retention, now)
 
     def put(self, block: int) -> None:
         """Takes in a block as if it had just been released: one that was pinned, or set aside."""
