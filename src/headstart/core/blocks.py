@@ -10,7 +10,6 @@ table is released from its end, so a chain loses its tail before its head. Every
 O(tenants) per allocation. What has a pinned name is never evicted and, while nobody uses it, not free either.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -19,6 +18,7 @@ from headstart.core.hashing import BlockHash
 from headstart.core.history import Evicted, EvictionHistory
 from headstart.core.idle import IdleBlocks
 from headstart.core.request import DEFAULT_RETENTION, Retention
+from headstart.core.wants import Wants
 
 HISTORY_POOLS = 8  # evicted names remembered at most, in pools; at least half as many
 
@@ -57,8 +57,7 @@ class BlockPool:
         self._marks, self._tenants = self._idle.marks, self._idle.tenants
         self._pins: dict[BlockHash, int] = {}
         self._idle_pinned: set[int] = set()
-        self._wants: Counter[BlockHash] = Counter()
-        self._new_wants: list[Sequence[BlockHash]] = []  # not counted yet: most are taken back first
+        self._wants = Wants()
         self._history = EvictionHistory(HISTORY_POOLS * num_blocks)
         self._suspect: set[int] = set()  # may hold NaN: cleared before the next use
         self._to_zero: list[int] = []
@@ -240,24 +239,13 @@ class BlockPool:
 
         Names of one chain, published or not, from its head on.
         """
-        self._new_wants.append(names[:])
-        if len(self._new_wants) > 16:
-            self._count_wants()
+        self._wants.add(names)
 
     def unwant(self, names: Sequence[BlockHash]) -> None:
         """Takes back what `want` counted, in one call or several."""
-        if names in self._new_wants:
-            self._new_wants.remove(names)
-        else:
-            self._count_wants()
-            wants = self._wants
-            for name in names:
-                assert name in wants, f"block {name.hex()} is unwanted more often than wanted"
-                if wants[name] == 1:
-                    del wants[name]
-                else:
-                    wants[name] -= 1
+        self._wants.discard(names)
         if self._idle.num_aside:
+            self._wants.count()
             blocks = [self._entries[name][0] for name in reversed(names) if name in self._entries]
             self._idle.unwanted([block for block in blocks if self._is_idle(block)], self._is_wanted)
 
@@ -341,14 +329,8 @@ class BlockPool:
     def _is_wanted(self, block: int) -> bool:
         return self._names[block] in self._wants
 
-    def _count_wants(self) -> None:
-        for names in self._new_wants:
-            self._wants.update(names)
-        self._new_wants.clear()
-
     def _evict(self, num: int, tenant: str, by: str, last_resort: bool) -> list[int]:
-        if self._new_wants:
-            self._count_wants()
+        self._wants.count()
         wanted: Callable[[int], bool] | None = self._is_wanted if self._wants else None
         blocks = self._idle.evict(num, tenant, last_resort, self.now, wanted)
         self._forget(blocks, Evicted("capacity", by, self.now))

@@ -1,0 +1,53 @@
+"""Wants: how many queued requests are about to use a block of each name.
+
+Most requests are admitted at once: what they want is taken back before anybody asks. So wishes are counted name by name
+only when somebody does, which is when blocks have to be evicted.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from headstart.core.hashing import BlockHash
+
+MAX_UNCOUNTED = 16
+
+
+class Wants:
+    """A bag of names; `name in wants` once `count` has been called since the last change."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[BlockHash] = Counter()
+        self._uncounted: list[Sequence[BlockHash]] = []
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._counts
+
+    def add(self, names: Sequence[BlockHash]) -> None:
+        """Counts every name once more."""
+        if names:
+            self._uncounted.append(names[:])
+            if len(self._uncounted) > MAX_UNCOUNTED:
+                self.count()
+
+    def discard(self, names: Sequence[BlockHash]) -> None:
+        """Takes one count of every name back, however they were added."""
+        if names in self._uncounted:
+            self._uncounted.remove(names)
+            return
+        self.count()
+        counts = self._counts
+        for name in names:
+            assert name in counts, f"block {name.hex()} is unwanted more often than wanted"
+            if counts[name] == 1:
+                del counts[name]
+            else:
+                counts[name] -= 1
+
+    def count(self) -> None:
+        """Counts what has been added since the last time."""
+        for names in self._uncounted:
+            self._counts.update(names)
+        self._uncounted.clear()
