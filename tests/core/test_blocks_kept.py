@@ -1,5 +1,7 @@
 """The pool by hand: what is kept longer than its turn. Pins, wishes, hints, shares of tenants."""
 
+from array import array
+
 import pytest
 from pools import Index, lookup, names_of, publish_chain
 
@@ -145,6 +147,37 @@ def test_blocks_that_were_spared_go_back_in_line_when_nobody_wants_them() -> Non
     pool.check()
     assert pool.allocate(3) == [others[2], others[1], others[0]]
     assert [pool.contains(name) for name in names] == [True, True]
+
+
+def test_use_of_a_pinned_block_counts_as_use_by_somebody_without_a_hint() -> None:
+    pool = BlockPool(3)
+    other, _ = store(pool, range(20, 24))
+    blocks, names = store(pool, range(4))
+    pool.pin(names)
+    pool.acquire(blocks)
+    pool.release(blocks, Retention(10))
+    pool.unpin(names)
+    assert pool.allocate(2) == [*other, *blocks]
+
+
+def test_heat_spreads_through_pinned_blocks_to_the_head_of_their_chain() -> None:
+    pool = BlockPool(5, eviction_policy="2q")
+    names, raw = names_of(range(8)), array("i", range(4, 8)).tobytes()
+    head = pool.allocate(1)
+    publish_chain(pool, head, range(4))  # in use to the end: by itself it is not used again
+    for _ in range(2):
+        pool.acquire(head)
+        tail = pool.allocate(1)
+        pool.publish(tail[0], names[1], names[0], raw)  # the second time it was evicted before
+        if not pool.is_pinned(names[0]):
+            pool.release([*head, *tail])
+            pool.release(pool.allocate(3))
+            pool.pin(names)
+    pool.release([*head, *tail])
+    pool.release(head)
+    pool.unpin(names)
+    one_off, _ = store(pool, range(20, 24))
+    assert pool.allocate(4)[1:] == [*one_off, *tail, *head]
 
 
 def test_wants_of_names_that_are_not_there_do_no_harm() -> None:

@@ -63,6 +63,13 @@ def test_tails_run_out_before_heads() -> None:
     assert [block for block, _ in hints.expired(1.0)] == [3, 2, 1]
 
 
+def test_of_equal_times_the_block_used_last_runs_out_last() -> None:
+    hints = Retentions(bytearray(4))
+    for block in (1, 2, 1):  # a head, then its new tail and the head again
+        hints.note(block, Retention(90, ttl=1.0), 0.0)
+    assert [block for block, _ in hints.expired(1.0)] == [2, 1]
+
+
 def test_a_block_that_lost_its_content_starts_anew() -> None:
     hints = Retentions(bytearray(4))
     hints.note(1, Retention(90, ttl=1.0), 0.0)
