@@ -11,6 +11,7 @@ O(tenants) per allocation. What has a pinned name is never evicted and, while no
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from headstart.core.eviction import HOT, SEEN
@@ -101,16 +102,14 @@ class BlockPool:
         `tokens` are the packed ids the names stand for, `stride` bytes per block. Each entry's own tokens and its
         parent's name are compared too: a colliding name is a miss, never a wrong hit.
         """
-        found: list[tuple[int, BlockHash, bytes]] = []
-        parent = root
-        for name, entry in zip(names, map(self._entries.get, names), strict=True):
-            if entry is None or entry[1] != parent:
-                break
-            found.append(entry)
-            parent = name
-        while found and b"".join([entry[2] for entry in found]) != tokens[: len(found) * stride]:
+        found = list(takewhile(bool, map(self._entries.get, names)))
+        while found:
+            blocks, parents, contents = zip(*found, strict=True)
+            as_named = parents[0] == root and parents[1:] == tuple(names[: len(found) - 1])
+            if as_named and b"".join(contents) == tokens[: len(found) * stride]:
+                return list(blocks)
             found.pop()  # two chains under one name: nobody has seen that yet
-        return [entry[0] for entry in found]
+        return []
 
     def contains(self, name: BlockHash) -> bool:
         """Whether a block of this name is published."""
@@ -149,14 +148,11 @@ class BlockPool:
 
     def acquire(self, block_ids: Sequence[int]) -> None:
         """Takes one more reference to published blocks."""
-        refs, names = self._refs, self._names
-        unused: list[int] = []
+        refs = self._refs
+        assert all(map(self._names.__getitem__, block_ids)), "a block is not published: nobody may share it"
+        unused = [block for block in block_ids if not refs[block]]
         for block in block_ids:
-            assert names[block] is not None, f"block {block} is not published: nobody may share it"
-            count = refs[block]
-            if not count:
-                unused.append(block)
-            refs[block] = count + 1
+            refs[block] += 1
         if unused and self._idle_pinned:
             pinned = self._idle_pinned.intersection(unused)
             self._idle_pinned -= pinned

@@ -90,7 +90,8 @@ class KVCache:
             return True
         new = self.num_new_blocks(seq, hit, num_tokens)
         dropped = seq.block_ids[hit.start_block :] if hit.block_ids else []
-        if new > self.num_available(seq, hit, last_resort=last_resort) + len(dropped):
+        enough = new <= self.pool.num_scratch  # that is anybody's, whatever is taken over
+        if not enough and new > self.num_available(seq, hit, last_resort=last_resort) + len(dropped):
             return False
         if hit.block_ids:
             self.pool.acquire(hit.block_ids)

@@ -39,10 +39,11 @@ class Room:
         cache = self._cache
         if not running:
             new = cache.num_new_blocks(seq, hit, len(seq.token_ids))
-            return new <= cache.num_available(seq, hit, last_resort=True)
+            return new <= cache.pool.num_scratch or new <= cache.num_available(seq, hit, last_resort=True)
         if stays(seq) and not self._can_stay(seq, running):
             return False
-        return self._final_blocks(seq) - len(hit.block_ids) <= cache.num_available(seq, hit) - owed
+        needed = self._final_blocks(seq) - len(hit.block_ids) + owed
+        return needed <= cache.pool.num_scratch or needed <= cache.num_available(seq, hit)
 
     def most_blocks(self, seq: Sequence) -> int:
         """Blocks of its table if its output becomes as long as it may."""
