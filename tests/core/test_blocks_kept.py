@@ -149,6 +149,20 @@ def test_blocks_that_were_spared_go_back_in_line_when_nobody_wants_them() -> Non
     assert [pool.contains(name) for name in names] == [True, True]
 
 
+def test_a_tail_that_went_back_in_line_stays_before_its_wanted_head() -> None:
+    pool = BlockPool(5)
+    blocks, names = store(pool, range(8))
+    store(pool, range(20, 28))
+    pool.want(names[:1])
+    pool.want(names)
+    pool.allocate(1)  # both were first in line and are set aside
+    pool.unwant(names)
+    pool.want(names)
+    pool.allocate(1)
+    pool.check()
+    assert pool.allocate(2) == list(reversed(blocks))
+
+
 def test_use_of_a_pinned_block_counts_as_use_by_somebody_without_a_hint() -> None:
     pool = BlockPool(3)
     other, _ = store(pool, range(20, 24))
