@@ -83,6 +83,8 @@ class Scheduler:
         seq = self._sequences.get(request_id)
         if seq is None:
             return False
+        if seq.num_output_tokens:  # a stop string ends a sequence like this too
+            self.room.finished(seq.num_output_tokens)
         self._finish(seq)
         return True
 
