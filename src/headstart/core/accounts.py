@@ -45,7 +45,7 @@ class Accounts:
         self.counters = Counters()
         self._cache = cache
         self._is_internal = is_internal
-        self._ideal = IdealCache()
+        self._ideal = IdealCache(cache.pool.num_blocks)
 
     def arrived(self, seq: Sequence) -> None:
         """Notes what a perfect cache would compute of it, which is at least one token."""

@@ -1,19 +1,20 @@
 """IdealCache: what a perfect, infinite, shared cache would have had to compute; the floor of prefill redundancy.
 
-It remembers names only. "Infinite" is a bound of a million names: 16 million tokens of different prefixes at 16 to a
-block; beyond that it forgets the oldest, and calls a repeat of those new.
+It remembers names only, and "infinite" is several pools of them: beyond that it forgets the oldest and calls a repeat
+of those new.
 """
 
 from headstart.core.hashing import BlockHash
 
-MAX_NAMES = 1_000_000
+POOLS = 8
+MIN_NAMES = 65_536
 
 
 class IdealCache:
     """All block names that ever were, by arrival: from then on a perfect cache computes them once."""
 
-    def __init__(self, max_names: int = MAX_NAMES) -> None:
-        self._max_names = max_names
+    def __init__(self, num_blocks: int) -> None:
+        self._max_names = max(POOLS * num_blocks, MIN_NAMES)
         self._names: dict[BlockHash, None] = {}
 
     def num_known(self, names: list[BlockHash]) -> int:
