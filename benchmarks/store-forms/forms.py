@@ -1,0 +1,184 @@
+"""LMDB against append-only segment files, as forms of a store of KV blocks: writing, starting, reading, truncation.
+
+    python forms.py FOLDER [NUM_BLOCKS BLOCK_BYTES]        # needs `pip install lmdb`; FOLDER is emptied
+
+Both sides write what they are given in order, are synced at the end (page cache dropped where that is allowed), are
+opened again, list every block, and read a thousand of them in random order with a checksum, twice.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+from statistics import median
+
+import lmdb
+
+HEAD = struct.Struct("<8s32s32sQI")  # magic, name, parent's name, length, checksum
+SEGMENT_BYTES = 64 << 20
+READ_IN_CHILD = """
+import lmdb, sys, zlib
+with lmdb.open(sys.argv[1], readonly=True, lock=False, map_size=1 << 30).begin(buffers=True) as reader:
+    print(sum(zlib.crc32(value) & 1 for _, value in reader.cursor()))
+"""
+
+
+class Blocks:
+    """Names and contents; contents overlap, so that making them costs nothing."""
+
+    def __init__(self, num: int, size: int) -> None:
+        self.num, self.size = num, size
+        self._noise = os.urandom(size + num)
+        self.names = [hashlib.sha256(struct.pack("q", index)).digest() for index in range(num)]
+        self.sample = random.Random(0).sample(self.names, min(num, 1000))
+
+    def content(self, index: int) -> memoryview:
+        return memoryview(self._noise)[index : index + self.size]
+
+
+def empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def drop_caches() -> None:
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        print("the page cache stays", file=sys.stderr)
+
+
+def measure_lmdb(folder: Path, blocks: Blocks) -> dict[str, float]:
+    empty(folder)
+    map_size = blocks.num * (blocks.size + 8192) * 2 + (1 << 26)
+    start = time.perf_counter()
+    writer = lmdb.open(str(folder), map_size=map_size, sync=False, metasync=False)
+    for first in range(0, blocks.num, 16):
+        with writer.begin(write=True) as transaction:
+            for index in range(first, min(first + 16, blocks.num)):
+                transaction.put(blocks.names[index], bytes(blocks.content(index)))
+    writer.sync(True)
+    written = time.perf_counter() - start
+    writer.close()
+    drop_caches()
+    start = time.perf_counter()
+    reader = lmdb.open(str(folder), map_size=map_size, readonly=True, lock=False)
+    with reader.begin() as transaction:
+        assert sum(1 for _ in transaction.cursor().iternext(values=False)) == blocks.num
+    started = time.perf_counter() - start
+
+    def read() -> float:
+        start = time.perf_counter()
+        with reader.begin(buffers=True) as transaction:
+            for name in blocks.sample:
+                zlib.crc32(transaction.get(name))
+        return time.perf_counter() - start
+
+    found = figures(folder, blocks, written, started, read(), read())
+    reader.close()
+    return found
+
+
+def measure_segments(folder: Path, blocks: Blocks) -> dict[str, float]:
+    empty(folder)
+    start = time.perf_counter()
+    write_segments(folder, blocks)
+    written = time.perf_counter() - start
+    drop_caches()
+    start = time.perf_counter()
+    index: dict[bytes, tuple[int, int, int]] = {}  # name -> (file, offset, checksum)
+    files = [os.open(path, os.O_RDONLY) for path in sorted(folder.iterdir())]
+    for file in files:
+        offset, end = 0, os.fstat(file).st_size
+        while offset + HEAD.size <= end:
+            _, name, _, length, checksum = HEAD.unpack(os.pread(file, HEAD.size, offset))
+            index[name] = (file, offset + HEAD.size, checksum)
+            offset += HEAD.size + length
+    assert len(index) == blocks.num
+    started = time.perf_counter() - start
+
+    def read() -> float:
+        start, buffer = time.perf_counter(), bytearray(blocks.size)
+        for name in blocks.sample:
+            file, offset, checksum = index[name]
+            os.preadv(file, [buffer], offset)
+            assert zlib.crc32(buffer) == checksum
+        return time.perf_counter() - start
+
+    found = figures(folder, blocks, written, started, read(), read())
+    for file in files:
+        os.close(file)
+    return found
+
+
+def write_segments(folder: Path, blocks: Blocks) -> None:
+    """Every segment is synced when it is full."""
+    per_segment = max(SEGMENT_BYTES // (HEAD.size + blocks.size), 1)
+    for first in range(0, blocks.num, per_segment):
+        with (folder / f"{first:09d}").open("wb", buffering=0) as file:
+            for index in range(first, min(first + per_segment, blocks.num)):
+                content = blocks.content(index)
+                head = HEAD.pack(
+                    b"a block.", blocks.names[index], blocks.names[index - 1], blocks.size, zlib.crc32(content)
+                )
+                os.writev(file.fileno(), [head, content])
+            os.fdatasync(file.fileno())
+
+
+def figures(
+    folder: Path, blocks: Blocks, written: float, started: float, first: float, again: float
+) -> dict[str, float]:
+    whole, part = blocks.num * blocks.size / 1e6, len(blocks.sample) * blocks.size / 1e6
+    return {
+        "write_mb_s": whole / written,
+        "start_ms": 1e3 * started,
+        "first_read_mb_s": part / first,
+        "second_read_mb_s": part / again,
+        "disk_over_content": sum(path.stat().st_size for path in folder.iterdir()) / 1e6 / whole,
+    }
+
+
+def killed_by_truncation(folder: Path, cases: int = 20) -> int:
+    """How many readers of an LMDB file that was cut somewhere die by a signal."""
+    empty(folder)
+    with lmdb.open(str(folder), map_size=1 << 30) as store, store.begin(write=True) as transaction:
+        for index in range(200):
+            transaction.put(struct.pack("q", index), os.urandom(50_000))
+    data, rng, killed = folder / "data.mdb", random.Random(0), 0
+    whole = data.read_bytes()
+    for _ in range(cases):
+        data.write_bytes(whole[: rng.randrange(8192, len(whole))])
+        child = subprocess.run([sys.executable, "-c", READ_IN_CHILD, str(folder)], capture_output=True, timeout=60)
+        killed += child.returncode < 0
+    return killed
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) / "store-forms"
+    num, size = (int(argument) for argument in sys.argv[2:4]) if len(sys.argv) > 2 else (2000, 196_608)
+    blocks, runs = Blocks(num, size), {"lmdb": list[dict[str, float]](), "segments": list[dict[str, float]]()}
+    for _ in range(3):
+        runs["lmdb"].append(measure_lmdb(folder, blocks))
+        runs["segments"].append(measure_segments(folder, blocks))
+    report = {
+        "blocks": num,
+        "block_bytes": size,
+        **{
+            form: {key: round(median(run[key] for run in found), 3) for key in found[0]} for form, found in runs.items()
+        },
+        "lmdb_readers_killed_by_truncation": f"{killed_by_truncation(folder)} of 20",
+    }
+    shutil.rmtree(folder)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
