@@ -294,7 +294,8 @@ def test_an_event_that_cannot_be_encoded_costs_its_own_batch_only(
     publisher.publish([BlockStored((A,), None, None, 4)])  # type: ignore[arg-type]
     publisher.publish([STORED])
     receive_stored(sub)
-    assert "could not be sent" in capsys.readouterr().err
+    assert "could not be sent (" in capsys.readouterr().err
+    assert publisher.num_dropped == 1
     publisher.close()
 
 

@@ -71,14 +71,19 @@ class KVEventPublisher:
 
     def __init__(self, config: KVEventsConfig, *, medium: str) -> None:
         """Binds the sockets; `medium` is "CPU" or "GPU", where the blocks are. Raises ConfigError if that fails."""
-        self.num_dropped = 0  # batches
         self._num_batches = 0
+        self._num_rejected = 0  # batches that found the queue full
         self._queue: queue.Queue[_Batch | None] = queue.Queue(config.max_queue_size)
-        sender = _Sender(config, medium)
+        self._sender = sender = _Sender(config, medium)
         self.endpoint, self.replay_endpoint = sender.endpoint, sender.replay_endpoint
         thread = threading.Thread(target=sender.run, args=(self._queue,), name="kv-events", daemon=True)
         thread.start()
         self._finalizer = weakref.finalize(self, _stop, self._queue, thread)
+
+    @property
+    def num_dropped(self) -> int:
+        """Batches that no consumer will see: the queue was full, or they could not be sent."""
+        return self._num_rejected + self._sender.num_failed
 
     def publish(self, events: list[Event]) -> None:
         """Hands over what one step did to the index. Never waits and never raises."""
@@ -87,9 +92,9 @@ class KVEventPublisher:
         try:
             self._queue.put_nowait(batch)
         except queue.Full:
-            self.num_dropped += 1
-            if self.num_dropped & (self.num_dropped - 1) == 0:  # 1, 2, 4, 8 ...: no flood of lines
-                _say(f"dropped batch {batch.seq}: {self._queue.maxsize} are waiting; {self.num_dropped} dropped so far")
+            count = self._num_rejected = self._num_rejected + 1
+            if count & (count - 1) == 0:  # 1, 2, 4, 8 ...: no flood of lines
+                _say(f"dropped batch {batch.seq}: {self._queue.maxsize} are waiting; {count} dropped so far")
 
     def close(self) -> None:
         """Sends what is waiting and closes the sockets; twice does no harm."""
@@ -106,6 +111,7 @@ class _Sender:
     """The sockets, and the thread's body. It must not refer to the publisher, whose end is what ends it."""
 
     def __init__(self, config: KVEventsConfig, medium: str) -> None:
+        self.num_failed = 0  # batches
         self._topic = config.topic.encode()
         self._encoder = BatchEncoder(medium, int_block_hashes=config.int_block_hashes)
         self._sent: deque[tuple[bytes, bytes, bytes]] = deque(maxlen=config.buffer_steps)  # the three frames
@@ -147,8 +153,9 @@ class _Sender:
             frames = (self._topic, batch.seq.to_bytes(8, "big"), self._encoder.encode(batch.ts, batch.events))
             self._pub.send_multipart(frames)
             self._sent.append(frames)
-        except Exception:  # a gap that consumers see; the batches behind it are still worth sending
-            _say(f"batch {batch.seq} could not be sent")
+        except Exception as error:  # fails alone: counted, told, and a gap that consumers see
+            self.num_failed += 1
+            _say(f"batch {batch.seq} could not be sent ({type(error).__name__}: {error})")
             traceback.print_exc()
 
     def _answer_replays(self) -> None:
