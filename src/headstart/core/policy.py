@@ -49,9 +49,6 @@ class OrderedSequences:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._items)
 
-    def __contains__(self, seq: object) -> bool:
-        return any(item is seq for item in self._items)
-
     def __getitem__(self, index: int) -> Sequence:
         return self._items[index]
 
@@ -77,11 +74,11 @@ class Group:
 
     __slots__ = ("age", "common", "depth", "match", "members", "missing", "num_told", "wanted")
 
-    def __init__(self, missing: BlockHash, depth: int, key: Key) -> None:
+    def __init__(self, missing: BlockHash, depth: int, common: int, key: Key) -> None:
         self.missing = missing
         self.depth = depth
         self.members = OrderedSequences(key)
-        self.common = depth + 1  # leading blocks that all members are known to have in common
+        self.common = common  # leading blocks that all members are known to have in common
         self.num_told = 0  # members when it was passed over last
         self.wanted: list[BlockHash] = []  # names asked to be kept for it
         self.age: tuple[float, ...] = ()  # its place in the two heaps; an entry with another place is void
@@ -227,8 +224,7 @@ class WaitingQueue:
             missing = BlockHash(b"/" + seq.request_id.encode())
         group = self._groups.get(missing)
         if group is None:
-            group = self._groups[missing] = Group(missing, depth, self._key)
-            group.common = len(seq.block_hashes)
+            group = self._groups[missing] = Group(missing, depth, len(seq.block_hashes), self._key)
             group.members.add(seq)
             self._want(group)
             self._enqueue(group)

@@ -5,10 +5,9 @@ that finished, and no longer than it may. A sequence that had to give way MAX_PR
 pool can hold it to its very end beside all others that were promised so, and then never gives way again.
 """
 
-from collections.abc import Collection
-
 from headstart.core.errors import RequestTooLargeError
 from headstart.core.kv_cache import Hit, KVCache
+from headstart.core.policy import OrderedSequences
 from headstart.core.request import Sequence
 
 MAX_PREEMPTIONS = 3
@@ -31,7 +30,7 @@ class Room:
         self._num_finished = min(self._num_finished + 1, MEMORY)
         self._mean += (num_output_tokens - self._mean) / (self._num_finished + 1)
 
-    def fits(self, seq: Sequence, hit: Hit, running: Collection[Sequence], owed: int) -> bool:
+    def fits(self, seq: Sequence, hit: Hit, running: OrderedSequences, owed: int) -> bool:
         """Whether the whole prompt, less its hit, fits; beside others also what it and they are expected to need.
 
         `owed` is what the running ones need: the sum of their `blocks_owed`.
@@ -81,7 +80,7 @@ class Room:
                 param="max_tokens",
             )
 
-    def _can_stay(self, seq: Sequence, running: Collection[Sequence]) -> bool:
+    def _can_stay(self, seq: Sequence, running: OrderedSequences) -> bool:
         """Whether the pool can hold it to its end beside all those that were promised the same."""
         staying = [other for other in running if stays(other)]
         blocks = sum(self._final_blocks(other) for other in (seq, *staying))
