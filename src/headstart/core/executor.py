@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from headstart.core.batch import Batch, StepResult
+from headstart.core.store import Data
 
 
 class Executor(Protocol):
@@ -15,8 +16,21 @@ class Executor(Protocol):
 
     num_blocks: int
     block_size: int
+    block_bytes: int  # of one block in canonical form; 0: this executor keeps no KV that could leave it
 
     def execute(self, batch: Batch) -> StepResult: ...
+
+    def read_block(self, block_id: int) -> Data:
+        """A copy of one block in canonical form: for each layer keys, then values, [block_size, kv heads, head_dim].
+
+        May be called from any thread, also while `execute` runs: a block that is written meanwhile comes out torn, and
+        the caller finds that out by the block's version.
+        """
+        ...
+
+    def write_block(self, block_id: int, data: Data) -> None:
+        """Takes a block in canonical form, between two steps. Raises ValueError for a wrong length."""
+        ...
 
     def zero_blocks(self, block_ids: list[int]) -> None:
         """Clears blocks whose content may not be finite: a masked slot still multiplies 0 x NaN."""
