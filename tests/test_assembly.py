@@ -85,6 +85,9 @@ def test_different_dtypes_never_share_block_names(tiny: Path) -> None:
         ({"page_charge": "floor"}, "choose one of exact, ceil"),
         ({"page_charge": "ceil"}, "needs --page-aligned-scheduling"),
         ({"page_aligned_scheduling": True, "max_num_batched_tokens": 260}, "raise it to 272 or lower --max-num-seqs"),
+        ({"kv_store": "x", "enable_prefix_caching": False}, "nothing can be stored without the prefix cache"),
+        ({"kv_store_size": "much"}, "kv_store_size: 'much' is not a size; write a number and a unit"),
+        ({"kv_store_size": "1MiB"}, "kv_store_size is 1.0 MiB; it must be at least 64.0 MiB"),
         ({"page_aligned_scheduling": True, "long_prefill_token_threshold": 15}, "raise it to 16 or set it to 0"),
     ],
 )

@@ -15,12 +15,16 @@ from headstart.model.sizing import (
     apply_threads,
     check_weights_fit,
     checkpoint_bytes,
+    format_bytes,
     memory,
+    parse_bytes,
     plan_kv_pool,
 )
 from headstart.model.threads import prepare_threads
 from headstart.options import EngineOptions, check_values
 from headstart.server.kv_events import KVEventPublisher, parse_kv_events_config
+
+MIN_STORE_BYTES = 64 * 2**20
 
 
 def build_engine(options: EngineOptions, *, cache_aware_accounting: bool = True) -> tuple[Engine, EngineInfo]:
@@ -85,6 +89,9 @@ def check_options(options: EngineOptions) -> None:
     check_values(options)
     if options.block_size % 16:
         raise ConfigError(f"block_size is {options.block_size}; it must be a multiple of 16")
+    if options.kv_store is not None and not options.enable_prefix_caching:
+        raise ConfigError("--kv-store: nothing can be stored without the prefix cache; leave one of the two out")
+    store_bytes(options)
     if parse_kv_events_config(options.kv_events_config) is not None and not options.enable_prefix_caching:
         raise ConfigError("kv_events_config: there are no events without the prefix cache; leave one of the two out")
     if options.page_charge == "ceil" and not options.page_aligned_scheduling:
@@ -92,6 +99,20 @@ def check_options(options: EngineOptions) -> None:
             "--page-charge ceil needs --page-aligned-scheduling: without it no chunk is aligned; add it, or use exact"
         )
     limits_of(options, max_model_len=1)  # no limit depends on the model's
+
+
+def store_bytes(options: EngineOptions) -> int:
+    """What the folder of --kv-store may hold. Raises ConfigError for what is no size, or not worth a store."""
+    try:
+        size = parse_bytes(options.kv_store_size)
+    except ConfigError as error:
+        raise ConfigError(f"kv_store_size: {error}") from None
+    if size < MIN_STORE_BYTES:
+        raise ConfigError(
+            f"kv_store_size is {format_bytes(size)}; it must be at least {format_bytes(MIN_STORE_BYTES)}, "
+            "a few files' worth: give it more, or leave --kv-store out"
+        )
+    return size
 
 
 def limits_of(options: EngineOptions, max_model_len: int) -> Limits:

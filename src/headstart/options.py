@@ -118,6 +118,10 @@ class EngineOptions:
         minimum=0,
         maximum=1,
     )
+    kv_store: str | None = _option(
+        None, "Folder for blocks that outlive the process, shared by all that name it.", SCHEDULING
+    )
+    kv_store_size: str = _option("20GiB", "What that folder may hold; the least used goes first.", SCHEDULING)
     kv_events_config: str | None = _option(
         None, "JSON as in vLLM: publish KV events over ZMQ, see docs/api.md.", SCHEDULING
     )
