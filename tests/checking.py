@@ -4,6 +4,7 @@ The oracle of every scheduling test. It samples a pure function of the whole seq
 without it: `expected_tokens`.
 """
 
+import struct
 import zlib
 from array import array
 from collections.abc import Callable, Iterable
@@ -13,8 +14,10 @@ from headstart.core.engine import Engine
 from headstart.core.limits import Limits
 from headstart.core.request import Request, SamplingParams
 from headstart.core.scheduler import Scheduler
+from headstart.core.store import BlockStore, Data
 
 VOCAB = 97
+EMPTY, GARBAGE = (-1, -1), (-2, -2)
 
 
 def next_token(tokens: "array[int]") -> int:
@@ -42,6 +45,7 @@ class CheckingExecutor:
     def __init__(self, num_blocks: int, block_size: int, poison: Callable[[Chunk], bool] = lambda _: False) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.block_bytes = 8 * block_size
         self.poison = poison
         self.slots: list[tuple[int, int] | str | None] = [None] * (num_blocks * block_size)
         self.batches: list[Batch] = []
@@ -51,6 +55,19 @@ class CheckingExecutor:
         for block in block_ids:
             for slot in range(block * self.block_size, (block + 1) * self.block_size):
                 self.slots[slot] = None
+
+    def read_block(self, block_id: int) -> bytes:
+        """Position and token of every slot; (-1, -1) for an empty one and (-2, -2) for garbage."""
+        slots = self.slots[block_id * self.block_size : (block_id + 1) * self.block_size]
+        return b"".join(
+            struct.pack("<ii", *(slot if isinstance(slot, tuple) else (GARBAGE, EMPTY)[slot is None])) for slot in slots
+        )
+
+    def write_block(self, block_id: int, data: Data) -> None:
+        if len(data) != self.block_bytes:
+            raise ValueError(f"{len(data)} bytes, a block has {self.block_bytes}")
+        for slot, pair in enumerate(struct.iter_unpack("<ii", data), block_id * self.block_size):
+            self.slots[slot] = None if pair == EMPTY else "NaN" if pair == GARBAGE else pair
 
     def execute(self, batch: Batch) -> StepResult:
         self.batches.append(batch)
@@ -113,6 +130,7 @@ def make_engine(
     eviction_policy: str = "lru",
     tenant_floor: float = 0.0,
     expects_short_outputs: bool = False,
+    store: BlockStore | None = None,
     **limits: int,
 ) -> Engine:
     """A small engine over the checking executor: 8 usable blocks of 4 tokens.
@@ -130,10 +148,11 @@ def make_engine(
         lpm_k=lpm_k,
         eviction_policy=eviction_policy,
         tenant_floor=tenant_floor,
+        store=store,
     )
     for _ in range(300 * expects_short_outputs):
         scheduler.room.finished(1)
-    return Engine(scheduler, CheckingExecutor(num_blocks, block_size, poison))
+    return Engine(scheduler, CheckingExecutor(num_blocks, block_size, poison), store=store)
 
 
 def make_request(request_id: str, prompt: Iterable[int], max_tokens: int = 1, **fields: object) -> Request:

@@ -1,8 +1,9 @@
 """Accounts: where every token of every prompt came from, and what a perfect cache would have computed.
 
 Per request `prompt = pinned + shared + store + followed + computed`, always (core/batch.py, Ledger). What a prompt
-takes over when it is first admitted counts as cached if it was there when its turn came first, else as followed; so
-does what it takes over later. Replays after a preemption are kept apart. Nothing here decides anything.
+takes over when it is first admitted counts as cached if it was there when its turn came first; else as store or as
+followed, by where it came from; so does what it takes over later. Replays after a preemption are kept apart. Nothing
+here decides anything.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from headstart.core.batch import Chunk, Ledger
 from headstart.core.ideal import IdealCache
 from headstart.core.kv_cache import Hit, KVCache
 from headstart.core.request import Sequence
+from headstart.core.transfers import Transfers
 
 
 @dataclass(slots=True)
@@ -41,9 +43,12 @@ class Counters:
 class Accounts:
     """The books of one scheduler. `is_internal` tells ids of requests that nobody sent: no prompts, but computed."""
 
-    def __init__(self, cache: KVCache, is_internal: Callable[[str], bool] = lambda _: False) -> None:
+    def __init__(
+        self, cache: KVCache, transfers: Transfers, is_internal: Callable[[str], bool] = lambda _: False
+    ) -> None:
         self.counters = Counters()
         self._cache = cache
+        self._transfers = transfers
         self._is_internal = is_internal
         self._ideal = IdealCache(cache.pool.num_blocks)
 
@@ -62,13 +67,15 @@ class Accounts:
 
     def admitted(self, seq: Sequence, hit: Hit, now: float) -> None:
         """Notes what a sequence takes over with its admission, the first or a later one."""
+        self._transfers.used(seq, hit)
         if seq.admitted:
             self._followed(seq, hit, 0)
             return
         seq.admitted = True
         seq.scheduled_at = now
         cached = hit.num_tokens if seq.num_hit_tokens is None else min(seq.num_hit_tokens, hit.num_tokens)
-        seq.num_cached_tokens, seq.num_followed_tokens = cached, hit.num_tokens - cached
+        seq.num_cached_tokens = cached
+        self._late(seq, cached, hit.num_tokens)
         if self._cache.pool.num_pinned_names:
             pinned = self._cache.num_pinned_blocks(seq.block_hashes[: len(hit.block_ids)])
             seq.num_pinned_tokens = min(pinned * self._cache.block_size, cached)
@@ -79,6 +86,7 @@ class Accounts:
     def adopted(self, seq: Sequence, hit: Hit, computed: int) -> None:
         """Notes what a running sequence takes over that had `computed` tokens before."""
         self.counters.num_adoptions += 1
+        self._transfers.used(seq, hit)
         self._followed(seq, hit, computed)
 
     def computed(self, seq: Sequence, chunk: Chunk) -> None:
@@ -93,8 +101,9 @@ class Accounts:
     def close(self, seq: Sequence) -> Ledger:
         """The account of a prompt whose last token has just been computed."""
         length = len(seq.request.prompt)
-        pinned, cached, followed = seq.num_pinned_tokens, seq.num_cached_tokens, seq.num_followed_tokens
-        ledger = Ledger(pinned, cached - pinned, 0, followed, length - cached - followed)
+        pinned, cached, store = seq.num_pinned_tokens, seq.num_cached_tokens, seq.num_store_tokens
+        followed = seq.num_followed_tokens
+        ledger = Ledger(pinned, cached - pinned, store, followed, length - cached - store - followed)
         assert min(ledger) >= 0, f"{seq.request_id}: {ledger} of {length} prompt tokens"
         counters = self.counters
         if self._is_internal(seq.request_id):
@@ -103,6 +112,7 @@ class Accounts:
         counters.cached_tokens += ledger.cached
         counters.pinned_tokens += ledger.pinned
         counters.shared_tokens += ledger.shared
+        counters.store_tokens += ledger.store
         counters.followed_tokens += ledger.followed
         counters.prompt_computed_tokens += ledger.computed
         return ledger
@@ -110,4 +120,10 @@ class Accounts:
     def _followed(self, seq: Sequence, hit: Hit, computed: int) -> None:
         """What it takes over now, had not computed before, and is still owed to its prompt."""
         if len(seq.token_ids) == len(seq.request.prompt):
-            seq.num_followed_tokens += max(hit.num_tokens - max(computed, seq.num_covered_tokens), 0)
+            self._late(seq, max(computed, seq.num_covered_tokens), hit.num_tokens)
+
+    def _late(self, seq: Sequence, start: int, end: int) -> None:
+        """Its tokens `[start, end)` were not there when its turn came first; now they are."""
+        loaded = self._transfers.num_loaded_tokens(seq, start, end)
+        seq.num_store_tokens += loaded
+        seq.num_followed_tokens += max(end - start, 0) - loaded

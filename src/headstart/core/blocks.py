@@ -51,6 +51,7 @@ class BlockPool:
         self.now = 0.0  # seconds; whoever drives the pool sets it, retention times are measured by it
         self.evictions = {"capacity": 0, "failed": 0, "reset": 0}  # published blocks given up, by cause
         self._refs = [0] * num_blocks
+        self._versions = [0] * num_blocks
         self._names: list[BlockHash | None] = [None] * num_blocks
         self._entries: dict[BlockHash, tuple[int, BlockHash, bytes]] = {}  # name -> (block, parent's name, tokens)
         self._scratch = list(range(num_blocks - 1, 0, -1))
@@ -123,6 +124,17 @@ class BlockPool:
         """References to a block; 0: free, or idle and pinned."""
         return self._refs[block]
 
+    def version(self, block: int) -> int:
+        """Grows whenever the block is handed out or distrusted: as long as it stays, a published block's content does.
+
+        May be asked from any thread.
+        """
+        return self._versions[block]
+
+    def entry(self, name: BlockHash) -> tuple[int, BlockHash, bytes] | None:
+        """Block, parent's name and tokens of what is published under a name."""
+        return self._entries.get(name)
+
     def num_idle(self, block_ids: Sequence[int]) -> int:
         """How many of these would leave the free blocks when acquired; idle pinned ones are not free to begin with."""
         unused = list(map(self._refs.__getitem__, block_ids)).count(0)
@@ -176,6 +188,7 @@ class BlockPool:
             blocks += self._evict(num - len(blocks), tenant, by, last_resort)
         for block in blocks:
             refs[block] = 1
+            self._versions[block] += 1
         if tenant:
             self._idle.sees(tenant)
         if self._suspect:
@@ -273,6 +286,8 @@ class BlockPool:
     def distrust(self, block_ids: Sequence[int]) -> None:
         """Blocks of a row that failed: nobody finds them any more, and they are zeroed before they are used again."""
         self._suspect.update(block_ids)
+        for block in block_ids:
+            self._versions[block] += 1
         published = [block for block in block_ids if self._names[block] is not None]
         self._vacate(published)
         self._forget(published, Evicted("failed", "", self.now))

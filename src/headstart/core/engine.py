@@ -12,6 +12,9 @@ from headstart.core.prefix import PrefixInfo, PrefixState
 from headstart.core.recent import RecentRequests
 from headstart.core.request import Request
 from headstart.core.scheduler import Scheduler
+from headstart.core.store import BlockSource, BlockStore, Data, StoreStats
+
+LOAD_WAIT_SECONDS = 0.002  # for blocks on their way, while there is nothing else to do; then others may be heard
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +73,26 @@ class EngineStats(NamedTuple):
     num_evictions_failed: int = 0  # a row that used them failed
     num_evictions_reset: int = 0  # the cache was reset
     num_row_errors: int = 0
+    num_loading_blocks: int = 0  # on their way from the store
+    compute_tokens_per_s: float = 0.0  # of steps that mostly prefill; 0: not measured yet
+    store: StoreStats | None = None
 
 
 class Engine:
     """Owns a scheduler and an executor; every call comes from one thread."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, event_sink: EventSink | None = None) -> None:
-        """`event_sink` is told what happens to the prefix index, once per step that changes it; None costs nothing."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        event_sink: EventSink | None = None,
+        store: BlockStore | None = None,
+    ) -> None:
+        """`event_sink` is told what happens to the prefix index, once per step that changes it; None costs nothing.
+
+        `store` is the one the scheduler was built with; the engine starts it, and ends it with `close`.
+        """
         assert executor.num_blocks == scheduler.pool.num_blocks and executor.block_size == scheduler.block_size
         self.scheduler = scheduler
         self.executor = executor
@@ -85,10 +101,13 @@ class Engine:
         self._step_seconds = 0.0
         self._last_batch_tokens = 0
         self._event_sink = event_sink
+        self._store = store
         self._event_log = EventLog(scheduler.block_size)
         if event_sink is not None:
             scheduler.pool.listeners.append(self._event_log)
             scheduler.cache.event_log = self._event_log
+        if store is not None:
+            store.start(_source(scheduler, executor))
 
     def add_request(self, request: Request) -> None:
         """Queues it. Raises RequestTooLargeError for what can never fit and ValueError for a request id in use."""
@@ -108,12 +127,18 @@ class Engine:
     def step(self, now: float = 0.0) -> list[Output]:
         """One schedule-execute-update; news of the requests it concerned. Without work: nothing happens.
 
-        `now` in seconds, on any clock that does not go back: for retention times and statistics only.
+        If all there is to do waits for the store, so does this, for a moment. `now` in seconds, on any clock that does
+        not go back: for retention times, statistics, and how long to wait for the store.
         """
         if not self.scheduler.has_work:
             return []
         scheduler = self.scheduler
+        scheduler.transfers.take_in(self.executor, now)
         batch = scheduler.schedule(now)
+        if not batch.chunks:
+            scheduler.transfers.wait(LOAD_WAIT_SECONDS)
+            self._publish_events()
+            return []
         self.recent.planned(batch.chunks, scheduler.running, scheduler.pool, scheduler.block_size)
         dirty = scheduler.pool.take_blocks_to_zero()
         if dirty:
@@ -127,13 +152,16 @@ class Engine:
         self.recent.answered(outputs)
         return self._tend_prefixes(outputs)
 
-    def reset_prefix_cache(self, *, pinned: bool = False) -> bool:
+    def reset_prefix_cache(self, *, pinned: bool = False, external: bool = False) -> bool:
         """Forgets every published block; False (and nothing changes) while any sequence holds blocks.
 
-        Pinned prefixes stay, unless `pinned`: then they are forgotten too, and computed anew.
+        Pinned prefixes stay, unless `pinned`: then they are forgotten too, and computed anew. `external`: the store
+        forgets everything as well, for all who use it.
         """
         if self.scheduler.running:
             return False
+        if external and self._store is not None:
+            self._store.clear()
         self.scheduler.pool.clear(pinned=pinned)
         self._publish_events()
         self._warm_prefixes()
@@ -145,6 +173,7 @@ class Engine:
         Raises InvalidRequestError, and then there is no such prefix.
         """
         self.scheduler.prefixes.add(name, token_ids, tenant=tenant, domain=domain)
+        self._keep_prefixes()
         self._warm_prefixes()
         info = self.scheduler.prefixes.get(name)
         assert info is not None
@@ -156,12 +185,18 @@ class Engine:
     def remove_prefix(self, name: str) -> bool:
         """Unpins a prefix, whose blocks become ordinary cache; False if there is none. Raises InvalidRequestError."""
         removed = self.scheduler.prefixes.remove(name)
+        self._keep_prefixes()
         self._warm_prefixes()
         return removed
 
     def list_prefixes(self) -> list[PrefixInfo]:
         """Every pinned prefix as it stands, oldest first."""
         return self.scheduler.prefixes.list()
+
+    def close(self) -> None:
+        """Ends the store, which writes what is pending if that is soon done. Twice does no harm."""
+        if self._store is not None:
+            self._store.close()
 
     def _publish_events(self) -> None:
         events = self._event_log.drain()
@@ -174,8 +209,14 @@ class Engine:
         if not prefixes.is_active:
             return outputs
         others = prefixes.sift(outputs)
+        if len(others) < len(outputs):
+            self._keep_prefixes()
         self._warm_prefixes()
         return others
+
+    def _keep_prefixes(self) -> None:
+        """Tells the store what is pinned, and offers it again what is there of it."""
+        self.scheduler.transfers.keep(self.scheduler.prefixes.names)
 
     def _warm_prefixes(self) -> None:
         prefixes = self.scheduler.prefixes
@@ -227,4 +268,20 @@ class Engine:
             num_evictions_failed=pool.evictions["failed"],
             num_evictions_reset=pool.evictions["reset"],
             num_row_errors=counters.num_row_errors,
+            num_loading_blocks=scheduler.transfers.num_outstanding,
+            compute_tokens_per_s=scheduler.transfers.rate.tokens_per_second,
+            store=None if self._store is None else self._store.stats(),
         )
+
+
+def _source(scheduler: Scheduler, executor: Executor) -> BlockSource:
+    """Reads blocks for the store, from its thread. Knows pool and executor only, so that an engine can be dropped."""
+    pool = scheduler.pool
+
+    def read(block: int, version: int) -> Data | None:
+        if pool.version(block) != version:
+            return None
+        data = executor.read_block(block)
+        return data if pool.version(block) == version else None  # else it was written while it was read
+
+    return read

@@ -12,6 +12,7 @@ from headstart.core.blocks import BlockPool
 from headstart.core.events import EventLog
 from headstart.core.hashing import BlockHash, extend_hashes, region_hash, root_hash
 from headstart.core.request import CacheMode, Request, Sequence
+from headstart.core.store import BlockKey
 
 
 class Hit(NamedTuple):
@@ -114,12 +115,24 @@ class KVCache:
         self.name_blocks(seq, until=full * self.block_size)
         if self.event_log is not None:
             self.event_log.publishing(seq)
-        size, tenant = self.block_size, seq.request.tenant
         for index in range(seq.num_published_blocks, full):
-            tokens = seq.token_ids[index * size : (index + 1) * size].tobytes()
-            owner = tenant if index >= seq.num_public_blocks else ""
-            self.pool.publish(seq.block_ids[index], seq.block_hashes[index], self.parent(seq, index), tokens, owner)
+            self._publish(seq, index, seq.block_ids[index])
         seq.num_published_blocks = full
+
+    def publish_block(self, seq: Sequence, index: int, block: int) -> bool:
+        """Publishes `block`, which is not in its table, as what block `index` of the sequence should hold.
+
+        False if there is one already, and this one stays private.
+        """
+        if self.event_log is not None:
+            self.event_log.publishing(seq)
+        return self._publish(seq, index, block)
+
+    def key(self, seq: Sequence, index: int) -> BlockKey:
+        """All that tells one of its named blocks from every other."""
+        start = index * self.block_size
+        tokens = seq.token_ids[start : start + self.block_size].tobytes()
+        return BlockKey(seq.block_hashes[index], self.parent(seq, index), tokens)
 
     def release(self, seq: Sequence, *, failed: bool = False) -> None:
         """Gives the whole table back. `failed`: its content may not be finite, so nobody may find it again."""
@@ -149,6 +162,10 @@ class KVCache:
         if index == seq.num_public_blocks:
             return seq.region
         return seq.block_hashes[index - 1] if index else seq.root
+
+    def _publish(self, seq: Sequence, index: int, block: int) -> bool:
+        owner = seq.request.tenant if index >= seq.num_public_blocks else ""
+        return self.pool.publish(block, *self.key(seq, index), owner)
 
     def _name_public_blocks(self, seq: Sequence) -> None:
         """Names leading blocks as anybody's, as long as these names are those of a public pinned prefix."""

@@ -58,6 +58,11 @@ class PinnedPrefixes:
         return int(self._pool.num_usable * self._max_share)
 
     @property
+    def names(self) -> Set[BlockHash]:
+        """All that is pinned."""
+        return self._owners.keys()
+
+    @property
     def is_active(self) -> bool:
         """Whether the engine has to tend prefixes: something is warming, was lost, or is to be aborted."""
         return bool(self._warming or self._lost or self._aborted)

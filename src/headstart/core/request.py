@@ -114,6 +114,8 @@ class Sequence:
     num_pinned_tokens: int = 0  # of the hit of its first admission
     num_cached_tokens: int = 0  # taken over at first admission, what it waited for not counted; never changes after
     num_followed_tokens: int = 0  # computed by others while this one waited for them or ran beside them
+    num_store_tokens: int = 0  # came from the store while this one waited for them
+    num_loads: int = 0  # begun for it
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # reported so far; what is recomputed after a preemption is not reported again
     block_ids: list[int] = field(default_factory=list[int])  # block table

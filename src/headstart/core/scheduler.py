@@ -3,7 +3,8 @@
 There is no prefill phase and no decode phase: every sequence only has a count to catch up with. Admission and the
 token budget count only what is not cached (vLLM #7883). Sequences are planned from the head of the order and give
 way from its tail, so a victim is never already in the batch (law 7). A sequence whose next block is computed by another
-one in this very step waits and takes it over (promised blocks), so a prefix is computed once, however many want it.
+one in this very step, or on its way from a store, waits and takes it over (promised blocks), so a prefix is computed
+once, however many want it.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from headstart.core.policy import POLICIES, OrderedSequences, WaitingQueue
 from headstart.core.prefixes import Demand, PinnedPrefixes
 from headstart.core.request import FinishReason, Request, Sequence, Status
 from headstart.core.room import VICTIMS, Room, stays
+from headstart.core.store import BlockStore
+from headstart.core.transfers import Transfers
 
 
 class Scheduler:
@@ -42,6 +45,7 @@ class Scheduler:
         tenant_floor: float = 0.0,
         max_pinned_share: float = 0.5,
         cache_aware_accounting: bool = True,
+        store: BlockStore | None = None,
     ) -> None:
         self.limits = limits
         self.block_size = block_size
@@ -52,7 +56,8 @@ class Scheduler:
         self.running = OrderedSequences(lambda seq: (not stays(seq), *order(seq)))
         self.room = Room(self.cache, limits.max_model_len)
         self.prefixes = PinnedPrefixes(self.cache, self._demands, max_share=max_pinned_share)
-        self.accounts = Accounts(self.cache, self.prefixes.is_warming)
+        self.transfers = Transfers(self.cache, store)
+        self.accounts = Accounts(self.cache, self.transfers, self.prefixes.is_warming)
         self.counters = self.accounts.counters
         self._by_priority = policy == "priority"
         self._cache_aware = cache_aware_accounting
@@ -91,7 +96,8 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> Batch:
         """Plans one step: running sequences first, in order; then newcomers while anything is left.
 
-        `now` in seconds, any clock that does not go back: for retention times and statistics only.
+        Without chunks if all that could be computed is on its way from the store. `now` in seconds, any clock that does
+        not go back: for retention times, statistics, and how long to wait for the store.
         """
         assert not self._planned, "the step before this one was not updated"
         self._now = self.pool.now = now
@@ -99,6 +105,8 @@ class Scheduler:
         plan = Plan(self.limits, self.block_size, num_decodes=num_decodes)
         if not self._plan_running(plan) and self.waiting:
             self._plan_waiting(plan)
+        if not plan.entries and self.transfers.num_outstanding:
+            return Batch(())
         assert plan.entries or not self._sequences, (
             f"nothing planned for {len(self.waiting)} waiting and {len(self.running)} running sequences "
             f"with {self.pool.num_free} free blocks"
@@ -111,6 +119,7 @@ class Scheduler:
         """Takes in what a step computed; news of every sequence that has some."""
         planned, self._planned = self._planned, []
         assert len(result.rows) == len(planned), f"{len(planned)} chunks but {len(result.rows)} rows"
+        self._learn(planned, result.elapsed)
         outputs: list[Output] = []
         for (seq, chunk), row in zip(planned, result.rows, strict=True):
             if seq.status is Status.RUNNING:  # else it was aborted while the step was in flight
@@ -133,7 +142,8 @@ class Scheduler:
             if len(seq.token_ids) - start > 1:
                 hit = self.cache.match(seq)  # others may have published what it was about to compute
                 start = max(hit.num_tokens, start)
-                if self._is_promised(plan, seq, hit.start_block + len(hit.block_ids) or start // self.block_size):
+                index = hit.start_block + len(hit.block_ids) or start // self.block_size
+                if self._is_promised(plan, seq, index) or self._is_loading(seq, hit, index):
                     continue
             n = plan.chunk_len(seq, start, alone=alone)
             while n and not self.cache.extend(seq, hit, start + n, last_resort=len(self.running) == 1):
@@ -160,7 +170,7 @@ class Scheduler:
             if depth < group.depth:
                 self.waiting.regroup(seq, depth)
                 continue
-            if self._is_promised(plan, seq, depth):
+            if self._is_promised(plan, seq, depth) or self._is_loading(seq, hit, depth, owed):
                 self.waiting.pass_over(group, hit.num_tokens)
                 continue
             if not self._admit(plan, seq, hit, owed):
@@ -174,6 +184,22 @@ class Scheduler:
             return False
         self.counters.num_promise_skips += 1
         return True
+
+    def _is_loading(self, seq: Sequence, hit: Hit, index: int, owed: int | None = None) -> bool:
+        """Whether its next blocks, from `index` on, are on their way from the store, perhaps from now on.
+
+        Loads begin for what could run now: for a newcomer if all of it fits beside what others are `owed`.
+        """
+        transfers = self.transfers
+        if transfers.awaits(seq, index):
+            return True
+        num = transfers.finds(seq, index)
+        if not num:
+            return False
+        fits = num + transfers.num_outstanding <= self.cache.num_available(seq, hit)
+        if owed is not None:
+            fits = fits and self._fits(seq, hit, owed)
+        return fits and transfers.begin(seq, index, num, self._now)
 
     def _admit(self, plan: Plan, seq: Sequence, hit: Hit, owed: int) -> bool:
         """Lets a waiting sequence run and plans its first chunk, or changes nothing and says False."""
@@ -194,6 +220,8 @@ class Scheduler:
         return True
 
     def _fits(self, seq: Sequence, hit: Hit, owed: int) -> bool:
+        """Whether there is room for all of it beside what others, and what is on its way from the store, will take."""
+        owed += self.transfers.num_outstanding
         return self.room.fits(seq, hit if self._cache_aware else NO_HIT, self.running, owed)
 
     def _affords(self, plan: Plan, hit: Hit, n: int) -> bool:
@@ -245,6 +273,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------- taking in
 
+    def _learn(self, planned: list[tuple[Sequence, Chunk]], elapsed: float) -> None:
+        """What computing a prompt costs: the other side of the rule of transfers.py."""
+        num_tokens = sum(seq.num_scheduled_tokens for seq, _ in planned)
+        num_decodes = sum(1 for _, chunk in planned if chunk.start >= chunk.num_prompt_tokens)
+        self.transfers.rate.learn(num_tokens, num_tokens - num_decodes, elapsed)
+
     def _update_row(self, seq: Sequence, chunk: Chunk, row: Row) -> Output | None:
         seq.num_scheduled_tokens = 0
         self.accounts.computed(seq, chunk)
@@ -281,6 +315,8 @@ class Scheduler:
 
     def _finish(self, seq: Sequence, *, failed: bool = False) -> None:
         (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
+        if failed:
+            self.transfers.distrust(seq.block_hashes[: seq.num_published_blocks])
         self.cache.release(seq, failed=failed)
         self.accounts.finished(seq)
         seq.status = Status.FINISHED
@@ -294,7 +330,7 @@ class Scheduler:
             row.logprobs,
             reason,
             len(seq.request.prompt),
-            seq.num_cached_tokens + seq.num_followed_tokens,
+            seq.num_cached_tokens + seq.num_store_tokens + seq.num_followed_tokens,
             row.error,
             row.prompt_logprobs,
             ledger,

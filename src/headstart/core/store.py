@@ -1,8 +1,8 @@
 """The seam to blocks outside the pool: what the engine asks of a store, and what it tells it. No disk, no threads.
 
-A store is a cache, never the truth: whatever is odd about a block is a counted miss and the block is computed. Loads are
-asked for by name, parent and tokens, and only a block that agrees in all three comes back. Every method is called from
-the engine's thread, returns at once (`wait` apart) and never raises.
+A store is a cache, never the truth: whatever is odd about a block is a counted miss and the block is computed. Loads
+are asked for by name, parent and tokens, and only a block that agrees in all three comes back. Every method is called
+from the engine's thread, returns at once (`wait` apart) and never raises.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -101,7 +101,10 @@ class BlockStore(Protocol):
         ...
 
     def touch(self, names: Sequence[BlockHash]) -> None:
-        """A request takes these over now, loaded or not: they are in use. Names of one chain; not modified later. O(1)."""
+        """A request takes these over now, loaded or not: they are in use. O(1).
+
+        Names of one chain, in a list that is not modified later.
+        """
         ...
 
     def keep(self, names: Iterable[BlockHash]) -> None:

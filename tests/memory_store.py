@@ -1,0 +1,158 @@
+"""A BlockStore in memory whose latencies and failures are a test's to choose: the null one, for laws and by hand.
+
+Nothing in it knows time: a load arrives some polls later, a block that was offered is read some polls later, by then
+perhaps overwritten. Several engines may share one `Shelf`, as replicas share a folder.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from headstart.core.hashing import BlockHash
+from headstart.core.store import BlockKey, BlockSource, Data, Loaded, StoreStats
+
+Shelf = dict[BlockHash, tuple[BlockKey, bytes]]
+
+
+@dataclass
+class Habits:
+    """How a store behaves; each is asked once per occasion."""
+
+    write_delay: Callable[[], int] = lambda: 0  # polls until an offered block is read
+    load_delay: Callable[[], int] = lambda: 0  # polls until the next piece of a load
+    piece: Callable[[], int] = lambda: 1_000  # blocks in the next piece
+    fails: Callable[[], bool] = lambda: False  # whether the next piece is the last, and is empty
+    expected: Callable[[int], float] = lambda num: 0.0
+
+
+@dataclass
+class _Job:
+    load_id: int
+    keys: list[BlockKey]
+    polls: int
+
+
+@dataclass
+class _Offer:
+    block: int
+    version: int
+    key: BlockKey
+    polls: int
+
+
+@dataclass
+class MemoryStore:
+    """See the module. `shelf` holds what is stored, `log` what was asked."""
+
+    shelf: Shelf = field(default_factory=dict)
+    habits: Habits = field(default_factory=Habits)
+    loads: list[list[BlockKey]] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    used: list[list[BlockHash]] = field(default_factory=list)
+    kept: set[BlockHash] = field(default_factory=set)
+    num_waits: int = 0
+    num_loaded: int = 0
+    num_failed: int = 0
+    num_overwritten: int = 0
+    is_closed: bool = False
+    _jobs: list[_Job] = field(default_factory=list)
+    _offers: list[_Offer] = field(default_factory=list)
+    _source: BlockSource | None = None
+
+    def start(self, source: BlockSource) -> None:
+        self._source = source
+
+    def contains(self, name: BlockHash) -> bool:
+        return name in self.shelf
+
+    def expected_seconds(self, num_blocks: int) -> float:
+        return self.habits.expected(num_blocks)
+
+    def load(self, keys: Sequence[BlockKey]) -> int:
+        self.loads.append(list(keys))
+        self._jobs.append(_Job(len(self.loads), list(keys), self.habits.load_delay()))
+        return len(self.loads)
+
+    def cancel(self, load_id: int) -> None:
+        self.cancelled.append(load_id)
+        self._jobs = [job for job in self._jobs if job.load_id != load_id]
+
+    def poll(self) -> list[Loaded]:
+        self._write()
+        found: list[Loaded] = []
+        for job in self._jobs:
+            if job.polls:
+                job.polls -= 1
+                continue
+            found.append(self._piece(job))
+        self._jobs = [job for job in self._jobs if not any(f.load_id == job.load_id and f.is_last for f in found)]
+        return found
+
+    def done_with(self, loaded: Loaded) -> None:
+        for data in loaded.data:
+            assert isinstance(data, bytearray)
+            data[:] = b"\xaa" * len(data)  # whoever kept it will see
+
+    def wait(self, timeout: float) -> None:
+        self.num_waits += 1
+
+    def offer(self, block: int, version: int, key: BlockKey) -> None:
+        self._offers.append(_Offer(block, version, key, self.habits.write_delay()))
+
+    def touch(self, names: Sequence[BlockHash]) -> None:
+        self.used.append(list(names))
+
+    def keep(self, names: Iterable[BlockHash]) -> None:
+        self.kept = set(names)
+
+    def distrust(self, names: Sequence[BlockHash]) -> None:
+        for name in names:
+            self.shelf.pop(name, None)
+        self._offers = [offer for offer in self._offers if offer.key.name not in names]
+
+    def clear(self) -> None:
+        self.shelf.clear()
+
+    def stats(self) -> StoreStats:
+        return StoreStats(num_blocks=len(self.shelf), num_pending=len(self._offers))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def flush(self) -> None:
+        """Writes everything that was offered."""
+        for offer in self._offers:
+            offer.polls = 0
+        self._write()
+
+    def _write(self) -> None:
+        due = [offer for offer in self._offers if not offer.polls]
+        self._offers = [offer for offer in self._offers if offer.polls]
+        for offer in self._offers:
+            offer.polls -= 1
+        for offer in due:
+            assert self._source is not None
+            data: Data | None = self._source(offer.block, offer.version)
+            if data is None:
+                self.num_overwritten += 1
+            else:
+                self.shelf[offer.key.name] = offer.key, bytes(data)
+
+    def _piece(self, job: _Job) -> Loaded:
+        if self.habits.fails():
+            self.num_failed += 1
+            return Loaded(job.load_id, (), True)
+        asked = job.keys[: max(self.habits.piece(), 1)]
+        data: list[Data] = []
+        for key in asked:
+            held = self.shelf.get(key.name)
+            if held is None or held[0] != key:
+                break
+            data.append(bytearray(held[1]))
+        self.num_loaded += len(data)
+        job.keys = job.keys[len(data) :]
+        job.polls = self.habits.load_delay()
+        return Loaded(job.load_id, tuple(data), len(data) < len(asked) or not job.keys)
+
+
+NEVER = Habits(expected=lambda num: inf)
