@@ -1,0 +1,81 @@
+"""Health: whether one side of the store works, and when to try again what failed. No clock and no thread of its own.
+
+```
+ works ── failed (max_errors in a row) ──> paused for 1 s ── failed ──> paused for 2, 4 ... 30 s
+   ^                                          │
+   └──────────────── worked ──────────────────┘
+```
+Each health belongs to one thread; others may read `reason`. A side that fails again soon after it worked goes on where
+its pauses were, so that a disk that flutters is neither tried nor told about all the time.
+"""
+
+import errno
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds
+
+
+def say(text: str) -> None:
+    """Writes one line to stderr, if there still is one."""
+    with suppress(OSError, ValueError):
+        print(f"headstart: KV store: {text}", file=sys.stderr, flush=True)
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in words, with its symbol: "No space left on device (ENOSPC)"."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{error.strerror} ({errno.errorcode.get(error.errno, error.errno)})"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+class Health:
+    """The state of one side, named as in "writing"; `max_errors` in a row pause it."""
+
+    def __init__(self, side: str, *, max_errors: int = 1, say: Callable[[str], None] = say) -> None:
+        self.side = side
+        self.reason = ""  # why it is paused; empty: it works
+        self.num_degraded = 0  # times that it stopped working
+        self._max_errors = max_errors
+        self._say = say
+        self._errors = 0  # in a row
+        self._pause = 0.0
+        self._retry_at = 0.0
+        self._works_since = float("-inf")
+
+    @property
+    def text(self) -> str:
+        """Side and reason, empty if it works."""
+        reason = self.reason
+        return f"{self.side}: {reason}" if reason else ""
+
+    def may_try(self, now: float) -> bool:
+        """Whether it works, or its pause is over."""
+        return not self.reason or now >= self._retry_at
+
+    def seconds_to_retry(self, now: float) -> float | None:
+        """How long the pause lasts; None if it works."""
+        return max(0.0, self._retry_at - now) if self.reason else None
+
+    def failed(self, reason: str, now: float) -> None:
+        """Takes in that a try failed."""
+        self._errors += 1
+        if not self.reason and self._errors < self._max_errors:
+            return
+        is_recent = bool(self.reason) or now - self._works_since < LONGEST_PAUSE
+        self._pause = min(2 * self._pause, LONGEST_PAUSE) if self._pause and is_recent else FIRST_PAUSE
+        self._retry_at = now + self._pause
+        began = not self.reason
+        self.reason = reason
+        if began:
+            self.num_degraded += 1
+            self._say(f"{self.side} is paused: {reason}; serving goes on, and it is tried again until it works")
+
+    def worked(self, now: float) -> None:
+        """Takes in that a try succeeded."""
+        self._errors = 0
+        if self.reason:
+            self.reason = ""
+            self._works_since = now
+            self._say(f"{self.side} works again")

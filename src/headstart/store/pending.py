@@ -1,0 +1,98 @@
+"""Pending: the blocks that wait to be written, in the order in which they are worth it. One thread's, no I/O.
+
+Pinned ones first, then those that somebody has used since they were offered, then the rest; among equals the one offered
+first, so that the head of a chain comes before its tail. One block per name: what is offered again replaces what waited.
+"""
+
+from collections import OrderedDict
+from collections.abc import Container, Iterable
+from typing import NamedTuple
+
+from headstart.core.hashing import BlockHash
+from headstart.core.store import BlockKey
+
+
+class Offer(NamedTuple):
+    """One block of the pool, to be read as long as it has this version."""
+
+    block: int
+    version: int
+    key: BlockKey
+
+
+_Offers = OrderedDict[BlockHash, Offer]
+
+
+class Pending:
+    """At most `max_blocks` offers."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._pinned, self._used, self._rest = self._places = (_Offers(), _Offers(), _Offers())
+        self._kept: Container[BlockHash] = ()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._places))
+
+    def add(self, offer: Offer) -> int:
+        """Takes one in; returns how many had to go for it (0 or 1): the oldest of those worth least."""
+        name = offer.key.name
+        place = self._pinned if name in self._kept else self._used if name in self._used else self._rest
+        place[name] = offer
+        return self._drop(len(self) - self._max_blocks, self._places)
+
+    def touch(self, names: Iterable[BlockHash]) -> None:
+        """Somebody uses these."""
+        for name in names:
+            if (offer := self._rest.pop(name, None)) is not None:
+                self._used[name] = offer
+
+    def keep(self, names: Container[BlockHash]) -> None:
+        """From now on these, and only these, are pinned."""
+        self._kept = names
+        for place in (self._used, self._rest):
+            for name in [name for name in place if name in names]:
+                self._pinned[name] = place.pop(name)
+        for name in [name for name in self._pinned if name not in names]:
+            self._used[name] = self._pinned.pop(name)
+
+    def remove(self, names: Iterable[BlockHash]) -> None:
+        """Forgets these."""
+        for name in names:
+            for place in self._places:
+                place.pop(name, None)
+
+    def clear(self) -> int:
+        """Forgets all; returns how many there were."""
+        return self._drop(len(self), self._places)
+
+    def take(self, num: int) -> list[Offer]:
+        """Takes out the next `num`, or all there are."""
+        taken: list[Offer] = []
+        for place in self._places:
+            while place and len(taken) < num:
+                taken.append(place.popitem(last=False)[1])
+        return taken
+
+    def put_back(self, taken: Iterable[Offer]) -> None:
+        """Takes back what `take` gave, as the next of their kind, unless they have been offered again since."""
+        for offer in reversed(list(taken)):
+            name = offer.key.name
+            if not any(name in place for place in self._places):
+                place = self._pinned if name in self._kept else self._used
+                place[name] = offer
+                place.move_to_end(name, last=False)
+
+    def shed(self, num_left: int) -> int:
+        """Drops the oldest that are not pinned until `num_left` of those are left; returns how many went."""
+        places = (self._used, self._rest)
+        return self._drop(sum(map(len, places)) - num_left, places)
+
+    def _drop(self, num: int, places: tuple[_Offers, ...]) -> int:
+        """Drops up to `num`, those worth least first."""
+        left = num
+        for place in reversed(places):
+            while place and left > 0:
+                place.popitem(last=False)
+                left -= 1
+        return max(0, num) - max(0, left)
