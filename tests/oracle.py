@@ -5,7 +5,8 @@ compared again behind the reference's token (teacher forcing), so nothing after 
 """
 
 from array import array
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headstart.core.batch import Output
-from headstart.core.engine import Engine
+from headstart.core.engine import Engine, EngineStats
 from headstart.core.limits import Limits
 from headstart.core.request import CacheMode, Request, Retention, SamplingParams
 from headstart.core.scheduler import Scheduler
+from headstart.core.store import BlockStore
 from headstart.model.loader import load_model
 from headstart.model.runner import ModelRunner
 
@@ -39,18 +41,23 @@ class Tally:
     promise_skips: int = 0
     adoptions: int = 0
     pinned_tokens: int = 0
+    store_tokens: int = 0
+    restarts: int = 0
+    runs_with_loads: int = 0
+    troubles: int = 0  # loads that the store or its double let fail
 
     def add(self, other: "Tally") -> None:
-        self.requests += other.requests
-        self.excused += other.excused
-        self.wrong += other.wrong
-        self.preemptions += other.preemptions
-        self.evictions += other.evictions
-        self.cached_tokens += other.cached_tokens
-        self.full_pool_steps += other.full_pool_steps
-        self.promise_skips += other.promise_skips
-        self.adoptions += other.adoptions
-        self.pinned_tokens += other.pinned_tokens
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+    def count(self, stats: EngineStats) -> None:
+        """Adds what one engine counted."""
+        self.preemptions += stats.num_preemptions
+        self.evictions += stats.num_evictions
+        self.promise_skips += stats.num_promise_skips
+        self.adoptions += stats.num_adoptions
+        self.pinned_tokens += stats.pinned_tokens
+        self.store_tokens += stats.store_tokens
 
 
 class Reference:
@@ -97,7 +104,9 @@ class EngineUnderTest:
             scheduler.room.finished(1)
         return Engine(scheduler, ModelRunner(self.loaded, num_blocks=num_blocks, block_size=block_size))
 
-    def build_everything(self, num_blocks: int, block_size: int, rng: Random) -> Engine:
+    def build_everything(
+        self, num_blocks: int, block_size: int, rng: Random, store: Callable[[ModelRunner], BlockStore] | None = None
+    ) -> Engine:
         """An engine with everything switched on that could get a token wrong."""
         max_seqs, align = rng.randint(2, 6), rng.choice([1, block_size, block_size])
         limits = Limits(
@@ -109,6 +118,8 @@ class EngineUnderTest:
             charge_ceil=rng.random() < 0.5,
             min_followed_tokens=rng.choice([1, 1, 8]),
         )
+        runner = ModelRunner(self.loaded, num_blocks=num_blocks, block_size=block_size)
+        opened = store and store(runner)
         scheduler = Scheduler(
             num_blocks,
             block_size,
@@ -118,10 +129,11 @@ class EngineUnderTest:
             lpm_k=rng.randint(1, 4),
             eviction_policy=rng.choice(["2q", "2q", "lru"]),
             tenant_floor=rng.choice([0.0, 0.3]),
+            store=opened,
         )
         for _ in range(rng.choice([0, 200])):  # admits more than will fit
             scheduler.room.finished(1)
-        return Engine(scheduler, ModelRunner(self.loaded, num_blocks=num_blocks, block_size=block_size))
+        return Engine(scheduler, runner, store=opened)
 
 
 def greedy(request_id: str, prompt: list[int], num: int) -> Request:
@@ -184,12 +196,7 @@ def run_staggered(
         tally.full_pool_steps += pool.num_free == 0
         pool.check()
     assert pool.num_free + pool.num_pinned_idle == pool.num_usable, "blocks leaked"
-    stats = engine.stats()
-    tally.preemptions += stats.num_preemptions
-    tally.evictions += stats.num_evictions
-    tally.promise_skips += stats.num_promise_skips
-    tally.adoptions += stats.num_adoptions
-    tally.pinned_tokens += stats.pinned_tokens
+    tally.count(engine.stats())
     return tokens
 
 
@@ -217,7 +224,7 @@ def compare(folder: Path, seed: int, num_requests: int, num_tokens: int = 6) -> 
         got = run_staggered(engine, requests, rng, tally)
         for request, prompt, (tokens, gaps) in zip(requests, prompts, due, strict=True):
             label = f"{folder.name} seed {seed} {request.request_id} {name}"
-            _check(under_test, label, prompt, got[request.request_id], tokens, gaps, tally)
+            check_tokens(under_test, label, prompt, got[request.request_id], tokens, gaps, tally)
     return tally
 
 
@@ -227,25 +234,35 @@ def compare_everything(folder: Path, seed: int, num_requests: int, num_tokens: i
     rng, tally = Random(seed), Tally(requests=num_requests)
     reference, under_test = Reference(folder), EngineUnderTest(folder)
     prompts = thicket(rng, num_requests)
+    block_size, num_blocks, pins = cramped(rng, prompts, num_tokens)
+    engine = under_test.build_everything(num_blocks, block_size, rng)
+    pin(engine, pins)
+    requests = [any_request(f"r{i}", prompt, num_tokens, rng) for i, prompt in enumerate(prompts)]
+    got = run_staggered(engine, requests, rng, tally, eager=0.9)
+    for request, prompt in zip(requests, prompts, strict=True):
+        tokens, gaps = reference.generate(prompt, num_tokens)
+        label = f"{folder.name} seed {seed} {request.request_id} everything on"
+        check_tokens(under_test, label, prompt, got[request.request_id], tokens, gaps, tally)
+    return tally
+
+
+def cramped(rng: Random, prompts: list[list[int]], num_tokens: int) -> tuple[int, int, list[tuple[list[int], str]]]:
+    """A block size, the blocks of a pool of one to three requests and the pins, and these: prompt and tenant."""
     block_size = rng.choice([4, 4, 16])
     pins = [(rng.choice(prompts), rng.choice(["", "a"])) for _ in range(2)]
     pins = [(prompt, tenant) for prompt, tenant in pins if len(prompt) >= block_size]
     pinned = sum(len(prompt) // block_size for prompt, _ in pins)
     needed = -(-(60 + num_tokens) // block_size)
     num_blocks = 1 + max(rng.choice([1, 2, 3]) * needed + pinned, 2 * pinned + 2) + rng.randint(0, 6)
-    engine = under_test.build_everything(num_blocks, block_size, rng)
+    return block_size, num_blocks, pins
+
+
+def pin(engine: Engine, pins: list[tuple[list[int], str]]) -> None:
     for number, (prompt, tenant) in enumerate(pins):
         engine.add_prefix(f"p{number}", prompt, tenant=tenant, domain=tenant.encode())
-    requests = [any_request(f"r{i}", prompt, num_tokens, rng) for i, prompt in enumerate(prompts)]
-    got = run_staggered(engine, requests, rng, tally, eager=0.9)
-    for request, prompt in zip(requests, prompts, strict=True):
-        tokens, gaps = reference.generate(prompt, num_tokens)
-        label = f"{folder.name} seed {seed} {request.request_id} everything on"
-        _check(under_test, label, prompt, got[request.request_id], tokens, gaps, tally)
-    return tally
 
 
-def _check(
+def check_tokens(
     under_test: EngineUnderTest, label: str, prompt: list[int], got: list[int], due: list[int], gaps: list[float],
     tally: Tally,
 ) -> None:  # fmt: skip
@@ -261,7 +278,7 @@ def _check(
             forced = prompt + due[: index + 1]
             engine = under_test.build(64, 16, caching=False, budget=256)
             tokens = run_staggered(engine, [greedy("forced", forced, rest)], Random(0), Tally())["forced"]
-            _check(under_test, label, forced, tokens, due[index + 1 :], gaps[index + 1 :], tally)
+            check_tokens(under_test, label, forced, tokens, due[index + 1 :], gaps[index + 1 :], tally)
         return
 
 
