@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headstart.core.batch import Ledger
 from headstart.core.engine import EngineInfo, EngineStats
+from headstart.core.store import StoreStats
 from headstart.options import EngineOptions, ServerOptions, flag_fields, flag_of
 from headstart.server.metrics import Metrics
 
@@ -54,7 +55,7 @@ class _Engine:
     """An engine that has done nothing, as a scrape sees it."""
 
     info = EngineInfo("m", "m", 1, 1, 16, 1, 1, "float32", "cpu", 1, "reference", ())
-    stats = EngineStats()
+    stats = EngineStats(store=StoreStats())
     last_heard = 0.0
 
 

@@ -16,10 +16,11 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from headstart.core.batch import TokenLogprob
@@ -63,7 +64,11 @@ class Completion:
 
 
 class LLM:
-    """A loaded model and its engine. Not thread-safe; every call runs to its end and leaves the prefix cache warm."""
+    """A loaded model and its engine. Not thread-safe; every call runs to its end and leaves the prefix cache warm.
+
+    With `kv_store`, what was computed is written to disk behind the scenes: `close` it, or use it in a `with`, and what
+    is left of that is done at once. Else it is when the LLM is dropped, or the interpreter ends.
+    """
 
     def __init__(self, model: str = "", **engine_options: Any) -> None:
         """Loads `model`, a folder or hub id (empty: the bundled one). Options: `headstart.options.EngineOptions`.
@@ -95,6 +100,17 @@ class LLM:
             scheduling_policy=info.scheduling_policy,
         )
         self._ids = (f"llm-{number}" for number in itertools.count())
+        self._closing = weakref.finalize(self, engine.close)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the engine, which takes some seconds if its store has much to write. Afterwards nothing can be asked."""
+        self._closing()
 
     def generate(
         self,
@@ -141,6 +157,7 @@ class LLM:
         Returns when it is warm. Of a text and a conversation, what every continuation shares is kept, in whole blocks.
         Raises InvalidRequestError if that cannot be, and then nothing is kept.
         """
+        self._check_open()
         check_depth(prefix)
         body = parse_prefix({"name": name, kind_of(prefix): prefix}, self._bounds)
         self.engine.add_prefix(name, encode_prefix(body, self.tokenizer, self._bounds))
@@ -162,14 +179,22 @@ class LLM:
         """Returns the prefixes that are kept, and what each of them has saved."""
         return self.engine.list_prefixes()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets everything that could be reused but added prefixes; False if something is still running."""
-        return self.engine.reset_prefix_cache()
+    def reset_prefix_cache(self, *, external: bool = False) -> bool:
+        """Forgets everything that could be reused but added prefixes; False if something is still running.
+
+        `external`: the store too, for everybody who uses its folder; without it, prompts come back from there.
+        """
+        return self.engine.reset_prefix_cache(external=external)
 
     def _prefix(self, name: str) -> PrefixInfo:
         return next(info for info in self.engine.list_prefixes() if info.name == name)
 
+    def _check_open(self) -> None:
+        if not self._closing.alive:
+            raise InvalidRequestError("this LLM is closed; build another one")
+
     def _params(self, sampling: Sampling, kind: Kind) -> GenerationParams:
+        self._check_open()
         params = parse_params(Fields(_plain_sampling(sampling, kind)), self._bounds, kind)
         if params.ignored:
             raise InvalidRequestError(

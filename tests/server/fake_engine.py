@@ -1,11 +1,13 @@
 """A small engine that answers by repeating the prompt's tokens, with knobs for faults. No model, no torch.
 
 EngineOptions.model is a folder with a tokenizer, and after a "?" the knobs: `step` seconds of a step, `crash` and
-`poison` tokens (a prompt that begins with one breaks the engine, or fails alone), `load` seconds to build, `die`
-to end the process without a word, `config` to refuse to start.
+`poison` tokens (a prompt that begins with one breaks the engine, or fails alone), `load` seconds to build, `close`
+seconds to end, `die` to end the process without a word, `config` to refuse to start, `store` to tell of a store (2: of
+one that is degraded).
 """
 
 import os
+import sys
 import time
 from urllib.parse import parse_qs
 
@@ -13,6 +15,7 @@ from headstart.core.batch import Ledger, Output, TokenLogprob
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.core.errors import ConfigError, RequestTooLargeError
 from headstart.core.request import FinishReason, Request
+from headstart.core.store import StoreStats
 from headstart.options import EngineOptions
 
 VOCAB_SIZE = 450
@@ -28,6 +31,7 @@ class FakeEngine:
         self.knobs = knobs
         self.live: dict[str, tuple[Request, int]] = {}
         self.seen: set[tuple[bytes, bytes]] = set()
+        self.stored = 7
         self.num_steps = self.generated = self.prompted = self.cached = self.row_errors = 0
 
     def add_request(self, request: Request) -> None:
@@ -87,11 +91,33 @@ class FakeEngine:
             return 0
         return (len(request.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
-    def reset_prefix_cache(self, *, pinned: bool = False) -> bool:
+    def reset_prefix_cache(self, *, pinned: bool = False, external: bool = False) -> bool:
         if self.live:
             return False
         self.seen.clear()
+        if external:
+            self.stored = 0
         return True
+
+    def close(self) -> None:
+        time.sleep(self.knobs.get("close", 0.0))
+        print("the fake engine was closed", file=sys.stderr, flush=True)
+
+    def store(self) -> StoreStats:
+        """What a store would say that had lost a block for every reason but one."""
+        return StoreStats(
+            num_blocks=self.stored,
+            num_bytes=self.stored * 1024,
+            max_bytes=2**30,
+            num_segments=2,
+            loaded_blocks=self.num_steps,
+            misses={"gone": 1, "corrupt": 2, "io": 3, "slow": self.num_steps},
+            written_blocks=self.num_steps,
+            lost_writes={"overload": 4},
+            degraded="writing: the disk is full" if self.knobs["store"] > 1 else "",
+            num_degraded=5,
+            load_bytes_per_s=1e9,
+        )
 
     def stats(self) -> EngineStats:
         held = sum(-(-(len(request.prompt) + count) // BLOCK_SIZE) for request, count in self.live.values())
@@ -113,6 +139,9 @@ class FakeEngine:
             prefix_queries=self.prompted,
             prefix_hits=self.cached,
             num_row_errors=self.row_errors,
+            num_loading_blocks=int(self.knobs.get("store", 0)),
+            compute_tokens_per_s=500.0,
+            store=self.store() if "store" in self.knobs else None,
         )
 
 

@@ -24,6 +24,7 @@ from headstart.server.prefixes import parse_prefix
 from headstart.server.record import RequestRecord, record_of
 from headstart.server.requests import encode_prompt
 from headstart.server.state import ServerState
+from headstart.server.store_figures import may_see_store
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -158,7 +159,8 @@ class _Routes:
     async def metrics(self, request: Request) -> Response:
         """Metrics in Prometheus' text format."""
         principal = record_of(request.scope).principal
-        text = self._state.model.metrics.expose(with_tenants=principal.is_admin)
+        metrics = self._state.model.metrics
+        text = metrics.expose(with_tenants=principal.is_admin, with_store=may_see_store(principal))
         return Response(text, media_type=CONTENT_TYPE)
 
     async def version(self, request: Request) -> Response:
@@ -166,12 +168,10 @@ class _Routes:
         return json_response({"version": __version__})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Forget everything reusable, pinned prefixes only with ?pinned=true. For administrators; 503 if busy."""
+        """Forget what is reusable; with ?pinned=true prefixes, with ?reset_external=true the store too. 503 if busy."""
         self._state.check_ready()
-        pinned = request.query_params.get("pinned", "false")
-        if pinned not in ("true", "false"):
-            raise InvalidRequestError(f"pinned is {shown(pinned)}; it must be true or false", param="pinned")
-        if not await self._state.engine.call("reset_prefix_cache", {"pinned": pinned == "true"}):
+        asked = {"pinned": _switch(request, "pinned"), "external": _switch(request, "reset_external")}
+        if not await self._state.engine.call("reset_prefix_cache", asked):
             message = "requests are running, and they hold cached blocks; try again when they are done"
             raise HttpError(503, message, code="busy", headers={"retry-after": "1"})
         return json_response({"status": "ok"})
@@ -211,6 +211,14 @@ class _Routes:
     def _model_object(self) -> protocol.Json:
         model = self._state.model
         return protocol.model_object(model.name, model.created, model.bounds.max_model_len)
+
+
+def _switch(request: Request, name: str) -> bool:
+    """A parameter of the query that is true or false, by default false. Raises InvalidRequestError."""
+    value = request.query_params.get(name, "false")
+    if value not in ("true", "false"):
+        raise InvalidRequestError(f"{name} is {shown(value)}; it must be true or false", param=name)
+    return value == "true"
 
 
 class Gate:

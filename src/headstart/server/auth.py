@@ -3,7 +3,9 @@
 Decides on the raw ASGI path, never on a URL rebuilt from headers, and denies what it does not know: a new route needs a
 key until it is listed here. Keys are compared by digest in constant time. A tenant is a [[tenant]] of headstart.toml
 with all its keys, or one --api-key alone. Tenants never share cache blocks but public ones: each one's domain is an
-HMAC of its name, or key, with a secret that lives as long as the process, so no client can compute or guess it.
+HMAC of its name, or key, with a secret, so no client can compute or guess it. The secret lives as long as the process,
+or as the store: whoever is to find a tenant's blocks again must come to the same domain. Logs name a key by an HMAC
+with another secret, which no process leaves behind.
 """
 
 import hashlib
@@ -11,7 +13,7 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -65,16 +67,24 @@ class Authenticator:
     """The configured keys. Raises ConfigError for keys that could not protect anything, and for ambiguous ones."""
 
     def __init__(
-        self, keys: Iterable[str], admin_keys: Iterable[str], secret: bytes, tenants: Iterable[TenantEntry] = ()
+        self,
+        keys: Iterable[str],
+        admin_keys: Iterable[str],
+        secret: bytes,
+        tenants: Iterable[TenantEntry] = (),
+        *,
+        label_secret: bytes | None = None,
     ) -> None:
+        """Domains come from `secret`, what logs show of a key from `label_secret` (by default the same)."""
+        labels = secret if label_secret is None else label_secret
         singles, admins, named = tuple(keys), tuple(admin_keys), tuple(tenants)
         _check_keys([("--api-key", singles), *_keys_by_tenant(named), ("--admin-api-key", admins)])
         self._has_tenants, self._has_admins = bool(singles or named), bool(admins)
         self._domains = {entry.name: _domain(secret, b"tenant", entry.name.encode()) for entry in named}
         self._known = [
-            *((_digest(key.encode()), _of_key(key, secret, separate=True)) for key in singles),
+            *((_digest(key.encode()), _of_key(key, secret, labels, separate=True)) for key in singles),
             *((_digest(key.encode()), self._of_tenant(entry.name)) for entry in named for key in entry.api_keys),
-            *((_digest(key.encode()), _of_key(key, secret, True, separate=self._has_tenants)) for key in admins),
+            *((_digest(key.encode()), self._of_admin(key, secret, labels)) for key in admins),
         ]
 
     def domain_of(self, tenant: str) -> bytes:
@@ -104,6 +114,9 @@ class Authenticator:
 
     def _of_tenant(self, name: str) -> Principal:
         return Principal(name, self._domains[name], tenant=name)
+
+    def _of_admin(self, key: str, secret: bytes, labels: bytes) -> Principal:
+        return replace(_of_key(key, secret, labels, separate=self._has_tenants), is_admin=True)
 
     def _authorise_admin(self, principal: Principal | None, scope: Scope) -> Principal:
         if not self._known:
@@ -165,12 +178,12 @@ def _check_keys(groups: Iterable[tuple[str, tuple[str, ...]]]) -> None:
             holders[key] = holder
 
 
-def _of_key(key: str, secret: bytes, is_admin: bool = False, *, separate: bool) -> Principal:
+def _of_key(key: str, secret: bytes, labels: bytes, *, separate: bool) -> Principal:
     """Sub-keys per purpose: what a log shows cannot be turned into a domain."""
     name = _digest(key.encode())
-    label = hmac.digest(secret, b"label" + name, "sha256").hex()[:12]
+    label = hmac.digest(labels, b"label" + name, "sha256").hex()[:12]
     domain = _domain(secret, b"key", name) if separate else b""
-    return Principal(label, domain, is_admin, label if separate else "")
+    return Principal(label, domain, tenant=label if separate else "")
 
 
 def _domain(secret: bytes, kind: bytes, name: bytes) -> bytes:

@@ -4,12 +4,13 @@ import ipaddress
 import json
 
 from headstart import __version__
+from headstart.core.store import StoreStats
 from headstart.options import ServerOptions
 from headstart.server.state import Model
 
 
-def banner(model: Model, options: ServerOptions, host: str, port: int) -> str:
-    """Returns a few lines for the terminal."""
+def banner(model: Model, options: ServerOptions, host: str, port: int, *, store: str | None = None) -> str:
+    """Returns a few lines for the terminal; `store` is what is said of the store, if there is one."""
     info = model.info
     tokens = info.num_blocks * info.block_size
     where = f"[{host}]" if ":" in host else host
@@ -22,11 +23,19 @@ def banner(model: Model, options: ServerOptions, host: str, port: int) -> str:
         f"  engine  {info.dtype} on {info.device}, {info.threads} threads, {info.attention_backend} attention",
         f"  KV      {_size(info.kv_bytes)} = {tokens:,} tokens = {tokens / info.max_model_len:.1f} x max_model_len "
         f"({info.max_model_len:,})",
+        *([] if store is None else [f"  store   {store}"]),
         f"  keys    {_keys(options, host)}",
         f"  try     curl http://{where}:{port}/v1/completions{key} -H 'Content-Type: application/json' \\",
         f"            -d '{body}'",
     ]
     return "\n".join(lines)
+
+
+def store_text(folder: str, store: StoreStats) -> str:
+    """Returns what the banner says of a store: where it is, how full, and what of it this model can use."""
+    found = f"{store.num_blocks:,} blocks of this model" if store.num_blocks else "nothing of this model yet"
+    held = f"{folder}: {found}; {_size(store.num_bytes)} of {_size(store.max_bytes)} used"
+    return f"{held}; NOT IN USE: {store.degraded}" if store.degraded else held
 
 
 def _size(num_bytes: int) -> str:

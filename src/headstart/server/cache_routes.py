@@ -21,6 +21,8 @@ from headstart.server.protocol import CACHE_SOURCES, Json
 from headstart.server.record import record_of
 from headstart.server.requests import Origin
 from headstart.server.state import ServerState
+from headstart.server.store_figures import may_see_store, store_answer
+from headstart.server.wire import stats_of
 
 _MAX_ID_CHARS = 128
 
@@ -29,13 +31,14 @@ async def cache_stats(state: ServerState, principal: Principal) -> Json:
     """Returns every counter since start and every gauge of now. Raises HttpError, EngineDeadError.
 
     Counters only grow, so the difference of two answers is what lies between them. Counts by tenant are for
-    administrators; a tenant sees its own.
+    administrators; a tenant sees its own. So are those of the store.
     """
     model = state.check_ready()
-    stats = EngineStats(**await state.engine.call("cache_stats"))
+    stats = stats_of(await state.engine.call("cache_stats"))
     rows = model.metrics.tenants.items()
     shown = {name: ledger for name, ledger in rows if principal.is_admin or name == principal.tenant}
-    return stats_answer(stats, model.name, model.info.block_size, shown)
+    answer = stats_answer(stats, model.name, model.info.block_size, shown)
+    return answer | {"store": store_answer(stats)} if may_see_store(principal) else answer
 
 
 def stats_answer(stats: EngineStats, model_name: str, block_size: int, tenants: Mapping[str, Ledger]) -> Json:

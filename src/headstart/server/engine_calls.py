@@ -14,13 +14,18 @@ from headstart.core.engine import Engine
 from headstart.core.explain import Viewer, explain_prompt, explain_request
 from headstart.core.prefix import PrefixInfo
 from headstart.core.request import CacheMode, Request, SamplingParams
+from headstart.server.wire import plain_stats
 
 Plain = dict[str, Any]
 
 
 def reset_prefix_cache(engine: Engine, argument: Plain | None) -> bool:
-    """Forgets everything reusable, pinned prefixes only with {"pinned": true}; False if something is running."""
-    return engine.reset_prefix_cache(pinned=bool(argument and argument["pinned"]))
+    """Forgets everything reusable; False if something is running.
+
+    Pinned prefixes only with {"pinned": true}, and what is in the store, for everybody, only with {"external": true}.
+    """
+    asked = argument or {}
+    return engine.reset_prefix_cache(pinned=asked.get("pinned", False), external=asked.get("external", False))
 
 
 def add_prefix(engine: Engine, argument: Plain) -> Plain:
@@ -41,7 +46,7 @@ def list_prefixes(engine: Engine, argument: None) -> list[Plain]:
 
 def cache_stats(engine: Engine, argument: None) -> dict[str, Any]:
     """EngineStats by field."""
-    return engine.stats()._asdict()
+    return plain_stats(engine.stats())
 
 
 def explain(engine: Engine, argument: dict[str, Any]) -> dict[str, Any] | None:

@@ -60,6 +60,10 @@ class EngineLoop:
             outputs = engine.step(time.monotonic()) if engine.has_work else []
             channel.send(News(outputs, engine.stats()))
 
+    def close(self) -> None:
+        """Ends the engine, which takes some seconds if its store has much to write."""
+        self._engine.close()
+
     def _handle(self, payload: bytes) -> None:
         """Does what one message asks; whatever goes wrong concerns this message alone."""
         try:
@@ -148,7 +152,8 @@ def _run(loop: EngineLoop, channel: Channel) -> int:
         traceback.print_exc()
         print(f"headstart: the engine broke in a step ({type(error).__name__}: {error}) and ends", file=sys.stderr)
         channel.send(Failed(f"{type(error).__name__}: {error}", is_config=False))
-        return 1
+        return 1  # without close: what waits to be stored is worth nothing if whatever broke has spoilt it
+    loop.close()
     return 0
 
 

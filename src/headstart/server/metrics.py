@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from headstart.core.batch import Ledger
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.server.protocol import CACHE_SOURCES
+from headstart.server.store_figures import StoreCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -74,6 +75,7 @@ class Metrics:
     def __init__(self, model_name: str, routes: Iterable[str]) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._by_tenant = CollectorRegistry()
+        self._of_store = CollectorRegistry()
         self._model_name = model_name
         self._routes = frozenset(routes)
         histograms = {field: self._histogram(*row) for field, row in _HISTOGRAMS.items()}
@@ -113,6 +115,7 @@ class Metrics:
         """Adds the engine's own counters and gauges to every scrape."""
         self._registry.register(_EngineCollector(engine, self._model_name))
         self._by_tenant.register(_TenantCollector(self._model_name, self.tenants))
+        self._of_store.register(StoreCollector(lambda: engine.stats, self._model_name))
 
     def prompts(self, tenant: str, ledger: Ledger) -> None:
         """Counts what the prompts of one client request came from; `tenant` is of a configured key, or empty."""
@@ -129,10 +132,10 @@ class Metrics:
         route = path if path in self._routes else "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
         self._http.labels(route, method if method in METHODS else "other", str(status)).inc()
 
-    def expose(self, *, with_tenants: bool = True) -> bytes:
+    def expose(self, *, with_tenants: bool = True, with_store: bool = True) -> bytes:
         """Returns everything in Prometheus' text format; counts by tenant are for administrators only."""
-        everything = generate_latest(self._registry)
-        return everything + generate_latest(self._by_tenant) if with_tenants else everything
+        shown = {self._registry: True, self._by_tenant: with_tenants, self._of_store: with_store}
+        return b"".join(generate_latest(registry) for registry, is_shown in shown.items() if is_shown)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(name, text, ("model_name",), buckets=buckets, registry=self._registry)

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import errno
+import secrets
 import signal
 import socket
 import time
 from collections.abc import Coroutine, Generator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -16,13 +18,15 @@ from prometheus_client import disable_created_metrics
 from headstart.core.errors import ConfigError, DrainingError, EngineDeadError
 from headstart.options import EngineOptions, ServerOptions
 from headstart.server.app import build_app
-from headstart.server.banner import banner
+from headstart.server.banner import banner, store_text
 from headstart.server.engine_client import Build, EngineClient
 from headstart.server.http_protocol import BoundedHttpProtocol
 from headstart.server.logs import Log
 from headstart.server.state import Phase, ServerState
 from headstart.server.statistics import write_statistics
 from headstart.server.warming import warm_prefixes
+from headstart.server.wire import stats_of
+from headstart.store.files import read_secret
 
 EXIT_OK, EXIT_BROKEN, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
 INTERRUPT_SECONDS = 10.0  # what Ctrl-C leaves for the requests under way
@@ -101,7 +105,7 @@ class _Run:
         """Starts everything, waits, and ends everything."""
         engine = EngineClient()
         try:
-            state = ServerState(self._options, engine, self._log)
+            state = ServerState(self._options, engine, self._log, self._domain_secret())
         except ConfigError as error:
             self._log.line(f"headstart: {error}")
             return EXIT_CONFIG
@@ -114,7 +118,16 @@ class _Run:
             http.should_exit = True
             http.force_exit = self._now.is_set()
             await asyncio.wait([serving])
-            await engine.close()
+            await engine.close(at_once=self._now.is_set())
+
+    def _domain_secret(self) -> bytes:
+        """What tenants' domains are derived from: the folder's, if blocks are to be found again by other processes.
+
+        Raises ConfigError for a folder that cannot be used.
+        """
+        if self._engine_options.kv_store is None:
+            return secrets.token_bytes(32)
+        return read_secret(Path(self._engine_options.kv_store).expanduser())
 
     async def _live(self, state: ServerState, engine: EngineClient) -> int:
         try:
@@ -126,18 +139,25 @@ class _Run:
             if await self._until_stopped(warm_prefixes(state, model)) is None:
                 self._log.line("headstart: stopped while loading")
                 return EXIT_OK
+            store = await self._store_text(engine)
             state.open(model)
         except (ConfigError, EngineDeadError) as error:
             self._log.line(f"headstart: {error}")
             return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_BROKEN
         host, port = self._listener.getsockname()[:2]
-        self._log.line(banner(model, self._options, host, port))
+        self._log.line(banner(model, self._options, host, port, store=store))
         statistics = asyncio.create_task(write_statistics(state))
         try:
             await self._until_stopped(engine.died.wait())
             return await self._drain(state, engine)
         finally:
             statistics.cancel()
+
+    async def _store_text(self, engine: EngineClient) -> str | None:
+        """What the banner says of the store, None without one. Raises EngineDeadError."""
+        stats = stats_of(await engine.call("cache_stats"))
+        folder = self._engine_options.kv_store
+        return None if stats.store is None or folder is None else store_text(folder, stats.store)
 
     async def _drain(self, state: ServerState, engine: EngineClient) -> int:
         """Answers what was admitted, for as long as there is time."""

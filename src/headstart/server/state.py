@@ -54,11 +54,15 @@ class Model:
 class ServerState:
     """One server. Raises ConfigError for keys that make no sense."""
 
-    def __init__(self, options: ServerOptions, engine: EngineClient, log: Log) -> None:
+    def __init__(
+        self, options: ServerOptions, engine: EngineClient, log: Log, domain_secret: bytes | None = None
+    ) -> None:
+        """`domain_secret` is what tenants' domains are derived from; None: one that nobody else will ever have."""
         self.options = options
         self.engine = engine
         self.log = log
-        self.auth = Authenticator(options.api_key, options.admin_api_key, secrets.token_bytes(32), options.tenants)
+        secret, own = domain_secret or secrets.token_bytes(32), secrets.token_bytes(32)
+        self.auth = Authenticator(options.api_key, options.admin_api_key, secret, options.tenants, label_secret=own)
         self.bodies = BodyReader(options.max_body_bytes)
         self.prefixes = Prefixes(engine, self.auth.domain_of)
         self.phase = Phase.LOADING

@@ -6,6 +6,7 @@ import time
 from headstart.core.engine import EngineStats
 from headstart.server.protocol import CACHE_SOURCES
 from headstart.server.state import ServerState
+from headstart.server.store_figures import statistics_fields
 
 
 async def write_statistics(state: ServerState) -> None:
@@ -42,6 +43,7 @@ def _fields(last: EngineStats, stats: EngineStats, elapsed: float) -> dict[str, 
         "step_ms": round((stats.step_seconds - last.step_seconds) / steps * 1000, 2) if steps else None,
         "preemptions": since("num_preemptions"),
         "evictions": since("num_evictions"),
+        **statistics_fields(last, stats),
     }
 
 

@@ -7,6 +7,7 @@ import socket
 import struct
 from array import array
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from headstart.core.batch import Output
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.core.errors import HeadstartError
 from headstart.core.request import CacheMode, Request, Retention, SamplingParams
+from headstart.core.store import StoreStats
 from headstart.options import EngineOptions
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -164,6 +166,17 @@ def decode_from_engine(payload: bytes) -> FromEngine:
 
 class PeerGoneError(HeadstartError):
     """The process at the other end of the channel is gone."""
+
+
+def plain_stats(stats: EngineStats) -> dict[str, Any]:
+    """Returns every field by name, as plain values: what a Call can be answered with."""
+    return {**stats._asdict(), "store": None if stats.store is None else asdict(stats.store)}
+
+
+def stats_of(values: dict[str, Any]) -> EngineStats:
+    """Returns the EngineStats that `plain_stats` was given."""
+    store = values["store"]
+    return EngineStats(**{**values, "store": None if store is None else StoreStats(**store)})
 
 
 class FrameSplitter:
