@@ -1,0 +1,195 @@
+"""Every system call of the store, in one place; and the folder itself: who may use it, and its secret.
+
+Files in the folder are opened without following links, without waiting (a pipe would block for ever) and only if they
+are regular files of our own user. Segment files are never mapped: a mapping of a file that somebody cuts kills the
+process with SIGBUS (benchmarks/store-forms).
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from headstart.core.errors import ConfigError
+from headstart.core.store import Data
+
+SECRET_BYTES = 32
+_SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class UnsafeFileError(OSError):
+    """What was to be opened is no regular file, or not ours."""
+
+
+class FileEntry(NamedTuple):
+    """One file of a folder, links not followed."""
+
+    name: str
+    size: int  # bytes, holes included
+    num_bytes: int  # on disk
+    mtime: float  # seconds since the epoch
+    is_safe: bool  # a regular file of ours
+
+
+class Space(NamedTuple):
+    """Bytes of the disk: what is free for us, and all."""
+
+    free: int
+    total: int
+
+
+class Files:
+    """The system calls; any may raise OSError. Tests override single ones to have them fail."""
+
+    def open(self, path: Path, *, to_write: bool = False) -> int:
+        """Opens what exists, for reading or for both. Raises UnsafeFileError for what is no regular file of ours."""
+        fd = os.open(path, (os.O_RDWR if to_write else os.O_RDONLY) | _SAFELY)
+        try:
+            if not _is_safe(os.fstat(fd)):
+                raise UnsafeFileError(errno.EPERM, "no regular file of ours", str(path))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def create(self, path: Path) -> int:
+        """A new file, for reading and writing by us alone. Raises FileExistsError."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY, 0o600)
+
+    def pread(self, fd: int, num_bytes: int, offset: int) -> bytes:
+        return os.pread(fd, num_bytes, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[Data], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.rename(old, new)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def touch(self, path: Path) -> None:
+        """Sets its mtime to now."""
+        os.utime(path, follow_symlinks=False)
+
+    def make_folder(self, folder: Path) -> None:
+        os.mkdir(folder, 0o700)
+
+    def stat(self, path: Path) -> FileEntry:
+        return _entry(path.name, os.lstat(path))
+
+    def list(self, folder: Path) -> list[FileEntry]:
+        """All there is in it; what vanishes meanwhile is left out."""
+        found: list[FileEntry] = []
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    found.append(_entry(entry.name, entry.stat(follow_symlinks=False)))
+        return found
+
+    def is_linked(self, fd: int) -> bool:
+        """Whether an open file still has a name."""
+        return os.fstat(fd).st_nlink > 0
+
+    def space(self, folder: Path) -> Space:
+        found = os.statvfs(folder)
+        return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+
+    def lock(self, path: Path) -> int | None:
+        """Locks a file among all processes until it is closed; None if another has it. Creates it where needed."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def now(self) -> float:
+        """The clock of mtimes, seconds since the epoch. Compared with mtimes and with nothing else."""
+        return time.time()
+
+
+def prepare_folder(folder: Path) -> None:
+    """Creates the folder, for us alone, unless it is there.
+
+    Raises ConfigError for what is no folder, belongs to somebody else, or may be entered by others.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"--kv-store {folder}: {error.strerror}; name a folder that can be created") from error
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"--kv-store {folder} belongs to user {found.st_uid}; use a folder of your own ({os.geteuid()})"
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        raise ConfigError(f"--kv-store {folder} is open to others (mode {mode:o}); run: chmod 700 {folder}")
+
+
+def read_secret(folder: Path) -> bytes:
+    """The folder's secret, 32 random bytes, the same for all its processes; made when first asked for.
+
+    Raises ConfigError for a folder that cannot be used and for a secret that is damaged or open to others.
+    """
+    prepare_folder(folder)
+    path = folder / "secret"
+    try:
+        if not os.path.lexists(path):
+            _make_secret(path)
+        return _load_secret(path)
+    except OSError as error:
+        raise ConfigError(f"--kv-store {folder}: its secret cannot be read or made: {error}") from error
+
+
+def _make_secret(path: Path) -> None:
+    """Whole or not at all, and the first to come wins: a link to a finished file never replaces another."""
+    draft = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    fd = Files().create(draft)
+    try:
+        os.write(fd, secrets.token_bytes(SECRET_BYTES))
+        os.fsync(fd)
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        os.close(fd)
+        os.unlink(draft)
+
+
+def _load_secret(path: Path) -> bytes:
+    fd = Files().open(path)
+    try:
+        mode, secret = stat.S_IMODE(os.fstat(fd).st_mode), os.read(fd, SECRET_BYTES + 1)
+    finally:
+        os.close(fd)
+    if mode & 0o077:
+        raise ConfigError(f"{path} is open to others (mode {mode:o}); delete it: tenants' blocks are computed anew")
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError(f"{path} is damaged: not {SECRET_BYTES} bytes; delete it: tenants' blocks are computed anew")
+    return secret
+
+
+def _is_safe(found: os.stat_result) -> bool:
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _entry(name: str, found: os.stat_result) -> FileEntry:
+    num_bytes = min(found.st_size, found.st_blocks * 512)
+    return FileEntry(name, found.st_size, num_bytes, found.st_mtime, _is_safe(found))

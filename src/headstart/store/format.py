@@ -1,0 +1,206 @@
+"""The format of a segment file: [header | table of fixed-size entries | payloads]. Pure: bytes in, values out.
+
+    0          256                     payload_start (a multiple of 4096)
+    | header   | entry 0 | entry 1 | ..| payload 0 | payload 1 | ...
+
+Every position follows from the header, which says nothing that its own shape does not demand: lengths are computed and
+compared, never believed, so nothing is allocated on a file's word. Header and entries carry their own checksum, and an
+entry's is bound to its file and slot: one that was moved does not count. Checksums are XXH3-128: they find accidents,
+while the folder's mode keeps people out. Numbers are little-endian.
+"""
+
+import struct
+from typing import Literal, NamedTuple
+
+from xxhash import xxh3_128_digest
+
+from headstart.core.hashing import BlockHash
+from headstart.core.store import BlockKey, Data
+
+MAGIC = b"headkv\r\n"
+VERSION = 1
+HEADER_BYTES = 256
+MAX_BLOCK_SIZE = 1 << 16
+MAX_BLOCK_BYTES = 1 << 30
+MAX_SEGMENT_BYTES = 256 << 20
+"""No segment is longer than this, unless it holds a single block that is."""
+MAX_SLOTS = 1 << 20
+_HEADER = struct.Struct("<8sIIIIQQQ32s8s")
+_ENTRY_MAGIC = b"blok"
+_ENTRY_HEAD = struct.Struct("<4sB3s32s32s")
+_CHECKSUM_BYTES = 16
+_PAGE = 4096
+_STORED, _DISCARDED = 0, 1
+_NAME = slice(8, 40)
+
+Reason = Literal["short", "magic", "version", "checksum", "lengths", "swapped", "flags", "discarded", "empty"]
+
+
+class FormatError(Exception):
+    """Bytes that are no header or entry; `reason` is one word, to be counted by."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason: Reason = reason
+
+
+class Shape(NamedTuple):
+    """What all blocks of one segment have in common: the model, tokens per block, and bytes per block."""
+
+    fingerprint: bytes  # 32 bytes
+    block_size: int
+    block_bytes: int
+
+    @property
+    def entry_bytes(self) -> int:
+        return _ENTRY_HEAD.size + 4 * self.block_size + 2 * _CHECKSUM_BYTES
+
+
+class Header(NamedTuple):
+    """One segment: what its blocks are like, how many it can hold, and its name, 8 random bytes."""
+
+    shape: Shape
+    num_slots: int
+    segment_id: bytes
+
+    @property
+    def payload_start(self) -> int:
+        table_end = HEADER_BYTES + self.num_slots * self.shape.entry_bytes
+        return -(-table_end // _PAGE) * _PAGE
+
+    @property
+    def file_bytes(self) -> int:
+        """Of the file when it is full."""
+        return self.payload_offset(self.num_slots)
+
+    def entry_offset(self, slot: int) -> int:
+        return HEADER_BYTES + slot * self.shape.entry_bytes
+
+    def payload_offset(self, slot: int) -> int:
+        return self.payload_start + slot * self.shape.block_bytes
+
+    def slots_within(self, file_bytes: int) -> int:
+        """How many slots have their whole payload in a file of this length."""
+        return min(max(0, file_bytes - self.payload_start) // self.shape.block_bytes, self.num_slots)
+
+    def is_sound(self) -> bool:
+        """Whether the sizes are such as we would write."""
+        fingerprint, block_size, block_bytes = self.shape
+        return (
+            len(fingerprint) == 32
+            and len(self.segment_id) == 8
+            and 1 <= block_size <= MAX_BLOCK_SIZE
+            and 1 <= block_bytes <= MAX_BLOCK_BYTES
+            and 1 <= self.num_slots <= MAX_SLOTS
+            and (self.num_slots == 1 or self.file_bytes <= MAX_SEGMENT_BYTES)
+        )
+
+
+class Entry(NamedTuple):
+    """One stored block: all that tells it from others, and the checksum of its content."""
+
+    key: BlockKey
+    payload_checksum: bytes
+
+
+class Names(NamedTuple):
+    """What part of a table says. Entries that are torn or damaged have no name, nor have discarded and empty ones."""
+
+    by_slot: list[bytes]  # up to the last slot that is not empty; b"": nothing that could be loaded
+    bad: list[int]  # places in `by_slot` of entries that fail their check
+
+
+def encode_header(header: Header) -> bytes:
+    shape = header.shape
+    assert header.is_sound(), header
+    sizes = (VERSION, HEADER_BYTES, shape.entry_bytes, shape.block_size, shape.block_bytes, header.num_slots)
+    raw = _HEADER.pack(MAGIC, *sizes, header.payload_start, shape.fingerprint, header.segment_id)
+    raw = raw.ljust(HEADER_BYTES - _CHECKSUM_BYTES, b"\0")
+    return raw + xxh3_128_digest(raw)
+
+
+def decode_header(raw: bytes, segment_id: bytes) -> Header:
+    """Reads the header of the file that is called `segment_id`.
+
+    Raises FormatError: short, magic, version, checksum, lengths, or swapped (another file's).
+    """
+    if len(raw) != HEADER_BYTES:
+        raise FormatError("short")
+    fields = _HEADER.unpack_from(raw)
+    magic, version, header_bytes, entry_bytes, block_size, block_bytes, num_slots, payload_start, fingerprint, own = (
+        fields
+    )
+    if magic != MAGIC:
+        raise FormatError("magic")
+    if version != VERSION:
+        raise FormatError("version")
+    if xxh3_128_digest(raw[:-_CHECKSUM_BYTES]) != raw[-_CHECKSUM_BYTES:]:
+        raise FormatError("checksum")
+    header = Header(Shape(fingerprint, block_size, block_bytes), num_slots, own)
+    said = (header_bytes, entry_bytes, payload_start)
+    if not header.is_sound() or said != (HEADER_BYTES, header.shape.entry_bytes, header.payload_start):
+        raise FormatError("lengths")
+    if own != segment_id:
+        raise FormatError("swapped")
+    return header
+
+
+def checksum(payload: Data) -> bytes:
+    return xxh3_128_digest(payload)
+
+
+def encode_entry(header: Header, slot: int, entry: Entry, *, discarded: bool = False) -> bytes:
+    """The entry of one slot; a discarded one says of its block that it is not to be used any more."""
+    name, parent, tokens = entry.key
+    sizes = (len(name), len(parent), len(tokens), len(entry.payload_checksum))
+    assert sizes == (32, 32, 4 * header.shape.block_size, _CHECKSUM_BYTES), sizes
+    head = _ENTRY_HEAD.pack(_ENTRY_MAGIC, _DISCARDED if discarded else _STORED, bytes(3), name, parent)
+    raw = head + tokens + entry.payload_checksum
+    return raw + xxh3_128_digest(raw, _seed(header, slot))
+
+
+def decode_entry(header: Header, slot: int, raw: bytes) -> Entry:
+    """Raises FormatError: short, empty, checksum, magic, flags, or discarded."""
+    if len(raw) != header.shape.entry_bytes:
+        raise FormatError("short")
+    if not any(raw):
+        raise FormatError("empty")
+    if xxh3_128_digest(raw[:-_CHECKSUM_BYTES], _seed(header, slot)) != raw[-_CHECKSUM_BYTES:]:
+        raise FormatError("checksum")
+    magic, flags, reserved, name, parent = _ENTRY_HEAD.unpack_from(raw)
+    if magic != _ENTRY_MAGIC:
+        raise FormatError("magic")
+    if flags == _DISCARDED:
+        raise FormatError("discarded")
+    if flags != _STORED or any(reserved):
+        raise FormatError("flags")
+    tokens_end = len(raw) - 2 * _CHECKSUM_BYTES
+    key = BlockKey(BlockHash(name), BlockHash(parent), raw[_ENTRY_HEAD.size : tokens_end])
+    return Entry(key, raw[tokens_end:-_CHECKSUM_BYTES])
+
+
+def decode_names(header: Header, first: int, table: bytes) -> Names:
+    """The names in a piece of the table that begins with slot `first`. An incomplete entry at its end is left out."""
+    size, empty = header.shape.entry_bytes, bytes(header.shape.entry_bytes)
+    usable = _ENTRY_MAGIC + bytes([_STORED, 0, 0, 0])
+    names: list[bytes] = []
+    bad: list[int] = []
+    end = 0
+    for place, offset in enumerate(range(0, len(table) - size + 1, size)):
+        raw = table[offset : offset + size]
+        name = b""
+        if raw != empty:
+            end = place + 1
+            if xxh3_128_digest(raw[:-_CHECKSUM_BYTES], _seed(header, first + place)) != raw[-_CHECKSUM_BYTES:]:
+                bad.append(place)
+            elif raw.startswith(usable):
+                name = raw[_NAME]
+            elif raw[: len(_ENTRY_MAGIC)] != _ENTRY_MAGIC or raw[len(_ENTRY_MAGIC)] != _DISCARDED:
+                bad.append(place)
+        names.append(name)
+    return Names(names[:end], bad)
+
+
+def _seed(header: Header, slot: int) -> int:
+    """Of an entry's checksum: valid in this slot of this file only."""
+    return (int.from_bytes(header.segment_id, "little") + slot) % (1 << 64)

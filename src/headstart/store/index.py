@@ -1,0 +1,124 @@
+"""Where each stored block is: name -> segment and slot, in memory. No disk.
+
+A location is one int, so a block costs a dict entry, its name, and that int. `contains` reads one dict and needs no
+lock; everything else holds one lock, for as long as it takes to look something up.
+"""
+
+import threading
+from collections.abc import Container, Iterable, Sequence
+from typing import NamedTuple
+
+from headstart.core.hashing import BlockHash
+from headstart.core.store import BlockKey
+from headstart.store.format import MAX_SLOTS
+from headstart.store.segment import Segment
+
+
+class Run(NamedTuple):
+    """Blocks asked for that lie in adjacent slots of one segment."""
+
+    segment: Segment
+    slot: int
+    length: int
+
+
+class Index:
+    """The names of all segments of one shape that this process knows."""
+
+    def __init__(self) -> None:
+        self._where: dict[bytes, int] = {}
+        self._copies: dict[bytes, list[int]] = {}  # further places of the names that are stored more than once
+        self._segments: dict[int, Segment] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def contains(self, name: bytes) -> bool:
+        return name in self._where
+
+    def add(self, segment: Segment, names: list[bytes]) -> None:
+        """The next slots of the segment hold these. b"" stands for a slot without a name."""
+        with self._lock:
+            self._segments[segment.number] = segment
+            location = segment.number * MAX_SLOTS + len(segment.names)
+            segment.note(names)
+            for name in names:
+                if name and self._where.setdefault(name, location) != location:
+                    self._copies.setdefault(name, []).append(location)
+                location += 1
+
+    def run(self, keys: Sequence[BlockKey], first: int) -> Run | None:
+        """Where `keys[first]` is, and how many of those behind it lie behind it; None if it is nowhere."""
+        with self._lock:
+            location = self._where.get(keys[first].name)
+            if location is None:
+                return None
+            number, slot = divmod(location, MAX_SLOTS)
+            segment, length = self._segments[number], 1
+            names = segment.names
+            while (
+                first + length < len(keys)
+                and slot + length < len(names)
+                and names[slot + length] == keys[first + length].name
+            ):
+                length += 1
+            return Run(segment, slot, length)
+
+    def mark_used(self, segment: Segment, slot: int, length: int) -> None:
+        """Loaded or taken over by a request since they were written there."""
+        with self._lock:
+            segment.used[slot : slot + length] = b"\1" * len(segment.used[slot : slot + length])
+
+    def places(self, name: bytes) -> list[tuple[Segment, int]]:
+        """Everywhere this name is stored."""
+        with self._lock:
+            locations = [self._where[name], *self._copies.get(name, ())] if name in self._where else []
+            return [(self._segments[number], slot) for number, slot in (divmod(at, MAX_SLOTS) for at in locations)]
+
+    def forget(self, name: bytes, segment: Segment, slot: int) -> None:
+        """The block is not, or no longer, there. Elsewhere it may still be."""
+        with self._lock:
+            self._forget(name, segment, slot)
+
+    def drop(self, segment: Segment) -> int:
+        """The segment is gone. Returns how many blocks are not stored anywhere any more."""
+        with self._lock:
+            before = len(self._where)
+            for slot, name in enumerate(segment.names):
+                if name:
+                    self._forget(name, segment, slot)
+            self._segments.pop(segment.number, None)
+            return before - len(self._where)
+
+    def worth_moving(self, segment: Segment, kept: Container[BlockHash]) -> tuple[list[int], list[int]]:
+        """Slots whose block is stored nowhere else: those kept, and those used since they were written there."""
+        pinned: list[int] = []
+        used: list[int] = []
+        with self._lock:
+            for slot, name in enumerate(segment.names):
+                if name and name not in self._copies:
+                    if BlockHash(name) in kept:
+                        pinned.append(slot)
+                    elif segment.used[slot]:
+                        used.append(slot)
+        return pinned, used
+
+    def segments(self) -> Iterable[Segment]:
+        with self._lock:
+            return list(self._segments.values())
+
+    def _forget(self, name: bytes, segment: Segment, slot: int) -> None:
+        location = segment.number * MAX_SLOTS + slot
+        if slot < len(segment.names) and segment.names[slot] == name:
+            segment.names[slot] = b""
+        copies = self._copies.get(name, [])
+        if self._where.get(name) == location:
+            if copies:
+                self._where[name] = copies.pop(0)
+            else:
+                del self._where[name]
+        elif location in copies:
+            copies.remove(location)
+        if not copies:
+            self._copies.pop(name, None)

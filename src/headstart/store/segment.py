@@ -1,0 +1,278 @@
+"""One segment file: what is known of it, how its table and its blocks are read, and how one of our own is written.
+
+A file has one writer, which writes a block's payload before its entry. Readers open the file for each run of blocks
+they read: nothing is held open, so nothing can be closed under a reader, and a file that was evicted is gone at once.
+"""
+
+import contextlib
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from headstart.core.store import BlockKey, Data
+from headstart.store import format
+from headstart.store.files import Files
+from headstart.store.format import HEADER_BYTES, Entry, FormatError, Header
+
+SUFFIX = ".kv"
+DRAFT_SUFFIX = ".tmp"
+_TABLE_BYTES = 1 << 20
+_MAX_BUFFERS = 512  # below IOV_MAX everywhere
+
+Miss = Literal["gone", "corrupt", "mismatch", "io"]
+_MISSES: dict[str, Miss] = {"discarded": "gone", "short": "io"}
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """What this process knows of one segment file of its own shape."""
+
+    number: int  # for locations; never used again
+    path: Path
+    header: Header
+    num_bytes: int
+    names: list[bytes] = field(default_factory=list[bytes])  # by slot, as far as it was read; b"": nothing to load
+    used: bytearray = field(default_factory=bytearray)  # by slot: 1 = used since it was written here
+    torn: int = -1  # the last slot, if its entry failed its check once; its writer may have been writing it
+    touched_at: float = float("-inf")
+    is_sealed: bool = False  # nobody writes to it any more
+
+    def note(self, names: list[bytes]) -> None:
+        """The next slots hold these."""
+        self.names += names
+        self.used.extend(bytes(len(names)))
+        self.is_sealed |= len(self.names) == self.header.num_slots
+
+
+class ReadResult(NamedTuple):
+    """So many blocks from the first on have been read and verified, and why the next has not. `error` is for "io"."""
+
+    num_blocks: int
+    miss: Miss | None = None
+    error: OSError | None = None
+
+
+def segment_id(name: str) -> bytes | None:
+    """The id of the segment that has this file name; None for a file that is none of ours."""
+    stem = name.removesuffix(SUFFIX)
+    if stem == name or len(stem) != 16 or set(stem) - set("0123456789abcdef"):
+        return None
+    return bytes.fromhex(stem)
+
+
+def is_draft(name: str) -> bool:
+    """Whether this is a segment that has not got its header yet."""
+    return (
+        name.startswith(".")
+        and name.endswith(DRAFT_SUFFIX)
+        and segment_id(name[1 : -len(DRAFT_SUFFIX)] + SUFFIX) is not None
+    )
+
+
+def read_header(files: Files, path: Path, own_id: bytes) -> Header:
+    """Raises OSError and FormatError."""
+    fd = files.open(path)
+    try:
+        return format.decode_header(files.pread(fd, HEADER_BYTES, 0), own_id)
+    finally:
+        files.close(fd)
+
+
+def read_names(files: Files, segment: Segment) -> tuple[list[bytes], int]:
+    """Names that were written to it since the last call, and how many entries are damaged. Changes only `torn`.
+
+    An entry at the very end that fails its check is looked at once more before it counts as damaged: its writer may be
+    in the middle of it. Raises OSError.
+    """
+    found = files.stat(segment.path)
+    first, header = len(segment.names), segment.header
+    stop = header.slots_within(found.size)
+    segment.num_bytes = found.num_bytes
+    names: list[bytes] = []
+    num_bad = 0
+    if stop <= first:
+        return names, num_bad
+    fd = files.open(segment.path)
+    try:
+        while first < stop:
+            num_bytes = min(stop - first, max(1, _TABLE_BYTES // header.shape.entry_bytes)) * header.shape.entry_bytes
+            table = files.pread(fd, num_bytes, header.entry_offset(first))
+            piece = format.decode_names(header, first, table)
+            last = len(piece.by_slot) - 1
+            if last in piece.bad and segment.torn != first + last:
+                segment.torn = first + last
+                return names + piece.by_slot[:last], num_bad + len(piece.bad) - 1
+            names += piece.by_slot
+            num_bad += len(piece.bad)
+            if len(table) < num_bytes or len(piece.by_slot) * header.shape.entry_bytes < num_bytes:
+                break
+            first += len(piece.by_slot)
+    finally:
+        files.close(fd)
+    return names, num_bad
+
+
+def is_cut(files: Files, segment: Segment) -> bool:
+    """Whether its end is missing: the header's own place, or the payload of an entry that is there. Raises OSError."""
+    header = segment.header
+    first = header.slots_within(files.stat(segment.path).size)
+    fd = files.open(segment.path)
+    try:
+        entry = files.pread(fd, header.shape.entry_bytes if first < header.num_slots else 0, header.entry_offset(first))
+    finally:
+        files.close(fd)
+    size = files.stat(segment.path).size  # looked at last: a payload is written before its entry
+    return size < header.payload_start or (any(entry) and header.slots_within(size) <= first)
+
+
+def read_blocks(files: Files, segment: Segment, slot: int, keys: Sequence[BlockKey], buffer: memoryview) -> ReadResult:
+    """Reads and verifies blocks in adjacent slots into `buffer`, and stops at the first that is not as asked for.
+
+    What `buffer` holds behind the blocks that count may have been overwritten. Raises nothing.
+    """
+    try:
+        fd = files.open(segment.path)
+        try:
+            return _read_blocks(files, fd, segment.header, slot, keys, buffer)
+        finally:
+            files.close(fd)
+    except FileNotFoundError:
+        return ReadResult(0, "gone")
+    except OSError as error:
+        return ReadResult(0, "io", error)
+
+
+def read_keys(files: Files, segment: Segment, slot: int, num: int) -> list[BlockKey]:
+    """The keys of blocks in adjacent slots, up to the first that is damaged. Raises OSError."""
+    fd = files.open(segment.path)
+    try:
+        size = segment.header.shape.entry_bytes
+        table = files.pread(fd, num * size, segment.header.entry_offset(slot))
+    finally:
+        files.close(fd)
+    keys: list[BlockKey] = []
+    for place in range(num):
+        try:
+            keys.append(format.decode_entry(segment.header, slot + place, table[place * size : (place + 1) * size]).key)
+        except FormatError:
+            break
+    return keys
+
+
+def discard_entry(files: Files, segment: Segment, slot: int) -> None:
+    """Marks a stored block as not to be used by anybody, whoever wrote it. Raises OSError."""
+    header = segment.header
+    fd = files.open(segment.path, to_write=True)
+    try:
+        raw = files.pread(fd, header.shape.entry_bytes, header.entry_offset(slot))
+        try:
+            entry = format.decode_entry(header, slot, raw)
+        except FormatError:
+            return  # nobody can use it anyway
+        raw = format.encode_entry(header, slot, entry, discarded=True)
+        write_fully(files, fd, [raw], header.entry_offset(slot))
+    finally:
+        files.close(fd)
+
+
+class SegmentWriter:
+    """A new segment file and its writer. The file appears in the folder under its name with a header in it."""
+
+    def __init__(self, files: Files, folder: Path, header: Header) -> None:
+        self._files, self.header = files, header
+        self.path = folder / f"{header.segment_id.hex()}{SUFFIX}"
+        self.num_blocks = 0
+        draft = folder / f".{header.segment_id.hex()}{DRAFT_SUFFIX}"
+        self._fd = files.create(draft)
+        try:
+            write_fully(files, self._fd, [format.encode_header(header)], 0)
+            write_fully(files, self._fd, [b"\0"], header.payload_start - 1)  # its length, so that a cut can be told
+            files.rename(draft, self.path)
+        except BaseException:
+            self._abandon(draft)
+            raise
+
+    @property
+    def room(self) -> int:
+        """Blocks that still fit."""
+        return self.header.num_slots - self.num_blocks
+
+    def is_linked(self) -> bool:
+        """Whether the file is still in the folder. Raises OSError."""
+        return self._files.is_linked(self._fd)
+
+    def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> None:
+        """Writes the payloads, then their entries. Raises OSError: then none of them counts.
+
+        If it was an entry that could not be written, nothing more fits: no slot that a reader may have seen is
+        written twice.
+        """
+        assert len(blocks) <= self.room, (len(blocks), self.room)
+        header, slot = self.header, self.num_blocks
+        data = [payload for _, payload in blocks]
+        assert all(len(payload) == header.shape.block_bytes for payload in data), [len(payload) for payload in data]
+        entries = [Entry(key, format.checksum(payload)) for key, payload in blocks]
+        table = b"".join(format.encode_entry(header, slot + place, entry) for place, entry in enumerate(entries))
+        write_fully(self._files, self._fd, data, header.payload_offset(slot))
+        self.num_blocks = header.num_slots
+        write_fully(self._files, self._fd, [table], header.entry_offset(slot))
+        self.num_blocks = slot + len(blocks)
+
+    def close(self) -> None:
+        self._files.close(self._fd)
+
+    def _abandon(self, draft: Path) -> None:
+        for undo in (lambda: self._files.close(self._fd), lambda: self._files.unlink(draft)):
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                undo()
+
+
+def write_fully(files: Files, fd: int, buffers: Sequence[Data], offset: int) -> None:
+    """Raises OSError, also for a disk that takes a part and no more."""
+    left = [memoryview(buffer) for buffer in buffers]
+    while left:
+        written = files.pwritev(fd, left[:_MAX_BUFFERS], offset)
+        if written <= 0:
+            raise OSError(errno.ENOSPC, "nothing was written")
+        offset += written
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
+
+
+def _read_blocks(
+    files: Files, fd: int, header: Header, slot: int, keys: Sequence[BlockKey], buffer: memoryview
+) -> ReadResult:
+    size, block_bytes = header.shape.entry_bytes, header.shape.block_bytes
+    table = files.pread(fd, len(keys) * size, header.entry_offset(slot))
+    checksums: list[bytes] = []
+    miss: Miss | None = None
+    for place, key in enumerate(keys):
+        try:
+            entry = format.decode_entry(header, slot + place, table[place * size : (place + 1) * size])
+        except FormatError as error:
+            miss = _MISSES.get(error.reason, "corrupt")
+            break
+        if entry.key != key:
+            miss = "mismatch"
+            break
+        checksums.append(entry.payload_checksum)
+    whole = _read_fully(files, fd, buffer[: len(checksums) * block_bytes], header.payload_offset(slot)) // block_bytes
+    for place, expected in enumerate(checksums[:whole]):
+        if format.checksum(buffer[place * block_bytes : (place + 1) * block_bytes]) != expected:
+            return ReadResult(place, "corrupt")
+    return ReadResult(whole, miss if whole == len(checksums) else "io")
+
+
+def _read_fully(files: Files, fd: int, buffer: memoryview, offset: int) -> int:
+    """Bytes read: fewer than asked for only where the file ends. Raises OSError."""
+    done = 0
+    while done < len(buffer):
+        got = files.preadv(fd, [buffer[done:]], offset + done)
+        if got <= 0:
+            break
+        done += got
+    return done
