@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import Phase, settings
 
-from headstart.core import kv_cache, plan, room, scheduler
+from headstart.core import engine, kv_cache, plan, room, scheduler
 from headstart.core.accounts import Accounts
 from headstart.core.blocks import BlockPool
 from headstart.core.hashing import BlockHash
@@ -20,6 +20,7 @@ from headstart.core.plan import Plan
 from headstart.core.policy import WaitingQueue
 from headstart.core.room import Room
 from headstart.core.scheduler import Scheduler
+from headstart.core.transfers import Transfers
 
 
 def double_free() -> None:
@@ -204,6 +205,48 @@ def followed_tokens_are_counted_twice() -> None:
     Accounts.adopted = planted  # type: ignore[method-assign]
 
 
+def the_store_writes_what_is_there_now() -> None:
+    def planted(scheduler: Any, executor: Any) -> Any:
+        return lambda block, version: executor.read_block(block)
+
+    engine._source = planted  # type: ignore[attr-defined]
+
+
+def loaded_blocks_are_cleared() -> None:
+    take_in = Transfers._take_in
+
+    def planted(self: Transfers, load: Any, loaded: Any, executor: Any, now: float) -> None:
+        dirty: list[int] = []
+        take = self._pool.take_blocks_to_zero
+        self._pool.take_blocks_to_zero = lambda: dirty.extend(take()) or []  # type: ignore[method-assign, func-returns-value]
+        take_in(self, load, loaded, executor, now)
+        del self._pool.take_blocks_to_zero
+        executor.zero_blocks(dirty)
+
+    Transfers._take_in = planted  # type: ignore[method-assign]
+
+
+def promises_of_a_failed_load_stay() -> None:
+    def planted(self: Transfers, load_id: int) -> None:
+        load = self._loads.pop(load_id)
+        self.num_outstanding -= load.end - load.index
+
+    Transfers._forget = planted  # type: ignore[method-assign]
+
+
+def what_a_failed_row_used_is_loaded_again() -> None:
+    Transfers.distrust = lambda self, names: None  # type: ignore[method-assign]
+
+
+def loads_arrive_one_block_late() -> None:
+    publish = Transfers._publish
+
+    def planted(self: Transfers, load: Any, blocks: list[int]) -> None:
+        publish(self, load, blocks[1:] + blocks[:1])
+
+    Transfers._publish = planted  # type: ignore[method-assign]
+
+
 BUGS: dict[str, Callable[[], None]] = {
     bug.__name__: bug
     for bug in (
@@ -230,6 +273,11 @@ BUGS: dict[str, Callable[[], None]] = {
         preemptions_without_a_bound,
         floors_are_not_kept,
         followed_tokens_are_counted_twice,
+        the_store_writes_what_is_there_now,
+        loaded_blocks_are_cleared,
+        promises_of_a_failed_load_stay,
+        what_a_failed_row_used_is_loaded_again,
+        loads_arrive_one_block_late,
     )
 }
 

@@ -4,11 +4,15 @@ The checking executor catches every wrong, stale or missing block at the read; `
 """
 
 from array import array
+from functools import cache
+from itertools import product
+from random import Random
 
 from checking import CheckingExecutor, executor_of, expected_tokens, make_engine, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from memory_store import Habits, MemoryStore, Shelf
 
 from headstart.core.batch import Batch
 from headstart.core.engine import Engine
@@ -19,14 +23,42 @@ from headstart.core.room import MAX_PREEMPTIONS
 BLOCK = 4
 
 
+STEMS = [list(range(12)), [7] * 8, [*range(8), 90], []]
+
+
 def prompts(max_size: int = 24) -> st.SearchStrategy[list[int]]:
     """Prompts over a tree: few branches, so that prefixes are shared, whole blocks and parts of blocks."""
-    stems = st.sampled_from([list(range(12)), [7] * 8, [*range(8), 90], []])
+    stems = st.sampled_from(STEMS)
     return st.builds(lambda stem, tail: (stem + tail)[:max_size] or [1], stems, st.lists(st.integers(0, 2), max_size=9))
 
 
+def habits(rng: Random) -> Habits:
+    """A store that is sometimes late, sometimes in pieces, and sometimes fails."""
+    return Habits(
+        write_delay=lambda: rng.choice([0, 0, 1, 5]),
+        load_delay=lambda: rng.choice([0, 0, 1, 4]),
+        piece=lambda: rng.choice([1, 2, 100]),
+        fails=lambda: rng.random() < 0.1,
+        expected=lambda num: rng.choice([0.0, 0.0, 1e9]),
+    )
+
+
+@cache
+def stocked() -> Shelf:
+    """What a process left behind that knew the stems, and some more, of every tenant."""
+    store = MemoryStore()
+    engine = make_engine(100, BLOCK, store=store)
+    prompts = ([*stem, *tail] for stem in STEMS for tail in ([0] * 8, [1, 2] * 4, [2, 0] * 4) if stem)
+    for index, (prompt, tenant) in enumerate(product(prompts, ("", "a", "b"))):
+        engine.add_request(make_request(f"stock-{index}", prompt, domain=tenant.encode()))
+    while engine.has_work:
+        engine.step()
+    store.flush()
+    return store.shelf
+
+
 class SchedulerLaws(RuleBasedStateMachine):
-    """Adds, steps, aborts, poisons and resets in any order; every rule is followed by every law."""
+    """Adds, steps, aborts, poisons, resets and restarts in any order; every rule is followed by every law."""
 
     @initialize(
         num_blocks=st.integers(8, 24),
@@ -42,17 +74,20 @@ class SchedulerLaws(RuleBasedStateMachine):
         short=st.booleans(),
         least=st.sampled_from([1, 8]),
         caching=st.sampled_from([True, True, True, False]),
+        store=st.sampled_from([None, 1, 2, 3]),
     )
     def start(
         self, num_blocks: int, budget: int, max_seqs: int, long_prefill: int, align: int, ceil: bool, policy: str,
-        k: int, eviction: str, floor: float, short: bool, least: int, caching: bool,
+        k: int, eviction: str, floor: float, short: bool, least: int, caching: bool, store: int | None,
     ) -> None:  # fmt: skip
         if align > 1:
             budget = max(budget, max_seqs + align)
         self.poisoned: set[str] = set()
-        self.engine = make_engine(
+        self.store = None if store is None else MemoryStore(dict(stocked()), habits(Random(store)))
+        self.build = lambda: make_engine(
             num_blocks,
             BLOCK,
+            store=self.store,
             poison=lambda chunk: chunk.request_id in self.poisoned,
             enable_prefix_caching=caching,
             policy=policy,
@@ -68,6 +103,7 @@ class SchedulerLaws(RuleBasedStateMachine):
             charge_ceil=ceil,
             max_model_len=28,
         )
+        self.engine = self.build()
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.done: set[str] = set()
@@ -112,6 +148,14 @@ class SchedulerLaws(RuleBasedStateMachine):
     def reset(self) -> None:
         held = self.engine.scheduler.pool.num_free < self.engine.scheduler.pool.num_usable
         assert self.engine.reset_prefix_cache() is not held
+
+    @rule()
+    def restart(self) -> None:
+        """The process dies; what it had stored is there for the next."""
+        self.done |= set(self.requests)
+        if self.store is not None:
+            self.store = MemoryStore(self.store.shelf, self.store.habits)
+        self.engine = self.build()
 
     @invariant()
     def laws(self) -> None:
@@ -184,6 +228,9 @@ def check_laws(engine: Engine) -> None:
     scheduler.pool.check()  # law 8
     executor = engine.executor
     assert isinstance(executor, CheckingExecutor)
+    transfers = scheduler.transfers
+    loads = transfers._loads.values()
+    assert transfers.num_outstanding == len(transfers._promised) == sum(load.end - load.index for load in loads)
     references: dict[int, int] = {}
     for seq in scheduler.running:
         assert seq.status is Status.RUNNING

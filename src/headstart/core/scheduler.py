@@ -196,9 +196,10 @@ class Scheduler:
         num = transfers.finds(seq, index)
         if not num:
             return False
-        fits = num + transfers.num_outstanding <= self.cache.num_available(seq, hit)
-        if owed is not None:
-            fits = fits and self._fits(seq, hit, owed)
+        if owed is None:
+            fits = num + transfers.num_outstanding <= self.cache.num_available(seq, hit)
+        else:
+            fits = self._fits(seq, hit, owed)
         return fits and transfers.begin(seq, index, num, self._now)
 
     def _admit(self, plan: Plan, seq: Sequence, hit: Hit, owed: int) -> bool:
@@ -221,8 +222,12 @@ class Scheduler:
 
     def _fits(self, seq: Sequence, hit: Hit, owed: int) -> bool:
         """Whether there is room for all of it beside what others, and what is on its way from the store, will take."""
-        owed += self.transfers.num_outstanding
-        return self.room.fits(seq, hit if self._cache_aware else NO_HIT, self.running, owed)
+        hit, coming = hit if self._cache_aware else NO_HIT, self.transfers.num_outstanding
+        if coming:  # it will not be long, so even where nothing runs yet
+            new = self.cache.num_new_blocks(seq, hit, len(seq.token_ids))
+            if new + coming > self.cache.num_available(seq, hit):
+                return False
+        return self.room.fits(seq, hit, self.running, owed + coming)
 
     def _affords(self, plan: Plan, hit: Hit, n: int) -> bool:
         """Whether the budget pays for it; always, unless cached tokens are charged too (see the class)."""
