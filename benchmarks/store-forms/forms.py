@@ -1,6 +1,7 @@
-"""LMDB against append-only segment files, as forms of a store of KV blocks: writing, starting, reading, truncation.
+"""LMDB against append-only segment files, as forms of a store of KV blocks: writing, starting, reading, cut files.
 
-    python forms.py FOLDER [NUM_BLOCKS BLOCK_BYTES]        # needs `pip install lmdb`; FOLDER is emptied
+    python forms.py FOLDER [NUM_BLOCKS BLOCK_BYTES]        # needs `pip install lmdb`; FOLDER/store-forms is emptied
+    python forms.py FOLDER cut                             # cut files only: nothing is timed
 
 Both sides write what they are given in order, are synced at the end (page cache dropped where that is allowed), are
 opened again, list every block, and read a thousand of them in random order with a checksum, twice.
@@ -18,6 +19,7 @@ import time
 import zlib
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import lmdb
 
@@ -27,6 +29,28 @@ READ_IN_CHILD = """
 import lmdb, sys, zlib
 with lmdb.open(sys.argv[1], readonly=True, lock=False, map_size=1 << 30).begin(buffers=True) as reader:
     print(sum(zlib.crc32(value) & 1 for _, value in reader.cursor()))
+"""
+READ_SEGMENT_IN_CHILD = """
+import mmap, os, struct, sys, zlib
+head, file, how = struct.Struct("<8s32s32sQI"), os.open(sys.argv[1], os.O_RDONLY), sys.argv[2]
+offset, end, index = 0, os.fstat(file).st_size, []
+while offset + head.size <= end:
+    magic, name, _, length, checksum = head.unpack(os.pread(file, head.size, offset))
+    index.append((name, offset + head.size, length, checksum))
+    offset += head.size + length
+mapped = mmap.mmap(file, 0, prot=mmap.PROT_READ) if how == "mmap" else None
+print(len(index), flush=True)
+sys.stdin.readline()  # meanwhile the file may be cut
+served, wrong, buffer = 0, 0, bytearray(max((entry[2] for entry in index), default=0))
+for name, at, length, checksum in index:
+    if mapped is not None:
+        content = mapped[at : at + length]
+    else:
+        content = memoryview(buffer)[: os.preadv(file, [memoryview(buffer)[:length]], at)]
+    if len(content) == length and zlib.crc32(content) == checksum:
+        served += 1
+        wrong += bytes(content[:8]) != name[:8]  # by construction a block begins as its name does
+print(served, wrong)
 """
 
 
@@ -161,8 +185,57 @@ def killed_by_truncation(folder: Path, cases: int = 20) -> int:
     return killed
 
 
+def cut_segments(folder: Path, how: str, *, under_reader: bool, cases: int = 20) -> dict[str, int]:
+    """What becomes of readers of a segment file that is cut somewhere, before they open it or while they have it open.
+
+    Of all blocks they hold: how many they served, how many of those were wrong, and how many they missed.
+    """
+    empty(folder)
+    path, rng, num = folder / "segment", random.Random(0), 200
+    found = {"killed": 0, "served": 0, "wrong": 0, "missed": 0}
+    parts: list[bytes] = []
+    for index in range(num):
+        name = hashlib.sha256(struct.pack("q", index)).digest()
+        content = name[:8] + os.urandom(50_000)
+        parts += [HEAD.pack(b"a block.", name, name, len(content), zlib.crc32(content)), content]
+    whole = b"".join(parts)
+    for _ in range(cases):
+        cut = rng.randrange(HEAD.size, len(whole))
+        path.write_bytes(whole if under_reader else whole[:cut])
+        command = [sys.executable, "-c", READ_SEGMENT_IN_CHILD, str(path), how]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None and child.stdin is not None
+            child.stdout.readline()
+            if under_reader:
+                os.truncate(path, cut)
+            said, _ = child.communicate("go on\n", timeout=60)
+        served, wrong = (int(part) for part in said.split()) if said else (0, 0)
+        found["killed"] += child.returncode < 0
+        found["served"] += served
+        found["wrong"] += wrong
+        found["missed"] += num - served
+    return found
+
+
+def cut_files(folder: Path) -> dict[str, Any]:
+    """Both forms: 20 readers each, of files of 200 blocks."""
+    return {
+        "lmdb_readers_killed_by_truncation": f"{killed_by_truncation(folder)} of 20",
+        "segment_readers_of_cut_files": {
+            "preadv": cut_segments(folder, "preadv", under_reader=False),
+            "preadv_cut_while_open": cut_segments(folder, "preadv", under_reader=True),
+            "mapped": cut_segments(folder, "mmap", under_reader=False),
+            "mapped_cut_while_open": cut_segments(folder, "mmap", under_reader=True),
+        },
+    }
+
+
 def main() -> None:
     folder = Path(sys.argv[1]) / "store-forms"
+    if sys.argv[2:] == ["cut"]:
+        print(json.dumps(cut_files(folder)))
+        shutil.rmtree(folder)
+        return
     num, size = (int(argument) for argument in sys.argv[2:4]) if len(sys.argv) > 2 else (2000, 196_608)
     blocks, runs = Blocks(num, size), {"lmdb": list[dict[str, float]](), "segments": list[dict[str, float]]()}
     for _ in range(3):
@@ -174,7 +247,7 @@ def main() -> None:
         **{
             form: {key: round(median(run[key] for run in found), 3) for key in found[0]} for form, found in runs.items()
         },
-        "lmdb_readers_killed_by_truncation": f"{killed_by_truncation(folder)} of 20",
+        **cut_files(folder),
     }
     shutil.rmtree(folder)
     print(json.dumps(report))
