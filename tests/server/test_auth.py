@@ -2,14 +2,19 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from server.harness import Inside, Server, fake_server, inside
 
 from headstart.core.errors import ConfigError, InvalidRequestError
-from headstart.options import TenantEntry
+from headstart.options import ServerOptions, TenantEntry
 from headstart.server.auth import Authenticator, Principal
+from headstart.server.engine_client import EngineClient
 from headstart.server.http_errors import HttpError
+from headstart.server.logs import Log
+from headstart.server.state import ServerState
+from headstart.store.files import read_secret
 
 OPEN = ("/health", "/readyz", "/livez", "/version")
 CLOSED = {
@@ -224,3 +229,30 @@ def test_no_error_and_no_printed_option_shows_a_key() -> None:
     with pytest.raises(ConfigError) as caught:
         Authenticator((), (), b"secret", (entry,))
     assert "a-secret" not in str(caught.value) + repr(entry)
+
+
+def test_servers_on_one_folder_agree_on_domains_and_on_two_they_do_not(tmp_path: Path) -> None:
+    entries = (TenantEntry("acme", ("k1",)),)
+
+    def domains(folder: str) -> list[bytes]:
+        auth = Authenticator(("a",), ("root",), read_secret(tmp_path / folder), entries)
+        return [auth.domain_of("acme"), *(who(auth, key).domain for key in ("a", "k1", "root"))]
+
+    one, again, elsewhere = domains("x"), domains("x"), domains("y")
+    assert one == again and set(one).isdisjoint(elsewhere)
+
+
+def test_what_a_log_shows_of_a_key_hangs_on_no_secret_that_stays() -> None:
+    first, second = (Authenticator(("a",), (), b"kept", label_secret=own) for own in (b"x", b"y"))
+    assert who(first, "a").domain == who(second, "a").domain == who(Authenticator(("a",), (), b"kept"), "a").domain
+    assert len({who(auth, "a").label for auth in (first, second, Authenticator(("a",), (), b"kept"))}) == 3
+
+
+def test_every_server_names_keys_by_a_secret_of_its_own() -> None:
+    async def labels() -> set[str]:
+        options = ServerOptions(api_key=("a",))
+        states = [ServerState(options, EngineClient(), Log(), b"kept" * 8) for _ in range(2)]
+        assert len({who(state.auth, "a").domain for state in states}) == 1
+        return {who(state.auth, "a").label for state in states}
+
+    assert len(asyncio.run(labels())) == 2

@@ -234,3 +234,26 @@ def _is_zombie(pid: int) -> bool:
             return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
     except OSError:
         return True
+
+
+@pytest.mark.parametrize(
+    ("model", "at_once", "is_closed"),
+    [
+        ("/none?close=0.2", False, True),
+        ("/none?close=0.2", True, False),  # whoever cannot wait leaves unwritten what is unwritten
+        ("/none?crash=66", False, False),  # nor is anything written that a broken engine may have spoilt
+    ],
+)
+def test_an_engine_that_is_stopped_in_peace_is_closed(
+    model: str, at_once: bool, is_closed: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> None:
+        client = await started(model)
+        client.submit([request("a", 66, max_tokens=1)])
+        if "crash" in model:
+            await client.died.wait()
+        await client.close(at_once=at_once)
+        assert client.exit_code == (1 if "crash" in model else -signal.SIGKILL if at_once else 0)
+
+    asyncio.run(run())
+    assert ("the fake engine was closed" in capfd.readouterr().err) is is_closed

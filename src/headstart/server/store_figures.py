@@ -39,7 +39,7 @@ class StoreCollector(Collector):
         yield families.gauge("blocks", "Blocks in the store that this model could load.", store.num_blocks)
         yield families.gauge("bytes", "Bytes of all files in its folder.", store.num_bytes)
         yield families.gauge("max_bytes", "What they may grow to now, on a full disk too.", store.max_bytes)
-        yield families.gauge("segments", "Files with blocks of this model.", store.num_segments)
+        yield families.gauge("segments", "Files with blocks in its folder.", store.num_segments)
         yield families.gauge("pending_blocks", "Blocks that wait to be written.", store.num_pending)
         yield families.gauge("loading_blocks", "Blocks on their way from the store.", stats.num_loading_blocks)
         yield families.gauge("degraded", "1 while the store is not used, in full or in part.", bool(store.degraded))
