@@ -16,12 +16,11 @@ METHODS = {"import_module", "system", "popen", "memmap", "eval", "exec"}
 def findings(path: str, source: str) -> Iterator[str]:
     """What is forbidden in one file of store/."""
     for node in ast.walk(ast.parse(source)):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name.split(".")[0] for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [(node.module or "").split(".")[0], *(alias.name for alias in node.names)]
-        yield from (f"{path}:{node.lineno}: imports {name}" for name in names if name in MODULES)
+            if isinstance(node, ast.ImportFrom):
+                names.append((node.module or "").split(".")[0])
+            yield from (f"{path}:{node.lineno}: imports {name}" for name in names if name in MODULES)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLS:
             yield f"{path}:{node.lineno}: calls {node.func.id}"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
