@@ -11,6 +11,7 @@ from headstart.core.batch import Batch, Row, StepResult
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.limits import Limits
 from headstart.core.scheduler import Scheduler
+from headstart.model.init_model import init_model
 from headstart.options import EngineOptions
 
 VOCAB_SIZE = 1000
@@ -90,3 +91,10 @@ def failing() -> type[NullExecutor]:
 @pytest.fixture
 def forgetful() -> type[NullExecutor]:
     return ForgetfulExecutor
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model with random weights, float32."""
+    folder = tmp_path_factory.mktemp("bench") / "tiny"
+    return str(init_model("tiny", folder, std=0.2, dtype="float32", progress=False))

@@ -97,8 +97,24 @@ async def _first_model(session: aiohttp.ClientSession, target: Target) -> str:
         raise ConfigError(f"{target.base}/models lists no model; name one with --model") from error
 
 
-class _Failure(Exception):
+class RequestFailedError(Exception):
     """A request that did not end as it should; the text says how."""
+
+
+def read_event(line: bytes) -> dict[str, Any] | None:
+    """The JSON of one line of a stream: None for `[DONE]`, nothing in it for a line without data.
+
+    Raises RequestFailedError for an error in mid stream and ValueError for what is no JSON.
+    """
+    if not line.startswith(b"data:"):
+        return {}
+    data = line.removeprefix(b"data:").strip()
+    if data == b"[DONE]":
+        return None
+    event: dict[str, Any] = json.loads(data)
+    if "error" in event:
+        raise RequestFailedError(f"error in mid stream: {event['error']}")
+    return event
 
 
 @dataclass(slots=True)
@@ -131,7 +147,7 @@ class _Client:
                 if any(choice.get("text") or choice.get("finish_reason") for choice in event.get("choices", ())):
                     times.append(time.perf_counter())
             self._check(usage, len(prompt), times)
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, _Failure) as failure:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RequestFailedError) as failure:
             error = str(failure) or type(failure).__name__
         self.bar.advance()
         return RequestRecord(
@@ -147,7 +163,7 @@ class _Client:
         )
 
     async def _events(self, prompt: "array[int]") -> AsyncIterator[dict[str, Any]]:
-        """The JSON events of one streamed completion, up to `[DONE]`. Raises _Failure for an error or a torn stream."""
+        """The JSON events of one streamed completion, up to `[DONE]`. Raises RequestFailedError if it is torn."""
         body = {
             "model": self.model,
             "prompt": prompt.tolist(),
@@ -159,25 +175,23 @@ class _Client:
         }
         async with self.session.post(f"{self.target.base}/completions", json=body) as response:
             if response.status != 200:
-                raise _Failure(f"HTTP {response.status}: {(await response.text())[:300]}")
+                raise RequestFailedError(f"HTTP {response.status}: {(await response.text())[:300]}")
             async for line in response.content:
-                data = line.strip().removeprefix(b"data:").strip()
-                if line.startswith(b"data:") and data == b"[DONE]":
+                event = read_event(line)
+                if event is None:
                     return
-                if line.startswith(b"data:"):
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise _Failure(f"error in mid stream: {event['error']}")
-                    yield event
-        raise _Failure("the stream ended without [DONE]")
+                yield event
+        raise RequestFailedError("the stream ended without [DONE]")
 
     def _check(self, usage: dict[str, Any], prompt_tokens: int, times: list[float]) -> None:
-        """Raises _Failure if the server's own count of tokens is not what was asked."""
+        """Raises RequestFailedError if the server's own count of tokens is not what was asked."""
         counted = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
         if counted != (prompt_tokens, self.output_tokens):
-            raise _Failure(f"usage says {counted} tokens in and out, sent were {(prompt_tokens, self.output_tokens)}")
+            raise RequestFailedError(
+                f"usage says {counted} tokens in and out, sent were {(prompt_tokens, self.output_tokens)}"
+            )
         if not times:
-            raise _Failure("the stream had no choices")
+            raise RequestFailedError("the stream had no choices")
 
 
 def _report(target: Target, config: LoadConfig, model: str, records: list[RequestRecord]) -> Report:

@@ -50,13 +50,16 @@ class ContentionMeter:
     def start(self) -> None:
         self._before = _cpu_seconds()
 
-    def stop(self) -> float | None:
-        """CPU seconds of others per second of wall time, >= 0; None where it cannot be known."""
+    def stop(self, also_ours: float = 0.0) -> float | None:
+        """CPU seconds of others per second of wall time, >= 0; None where it cannot be known.
+
+        `also_ours`: CPU seconds meanwhile of processes that belong to the measurement and are not over yet.
+        """
         before, after = self._before, _cpu_seconds()
         if before is None or after is None:
             return None
         wall = after[0] - before[0]
-        others = (after[1] - before[1]) - (after[2] - before[2]) - _RESOLUTION
+        others = (after[1] - before[1]) - (after[2] - before[2]) - also_ours - _RESOLUTION
         return max(others, 0.0) / wall if wall > 0 else 0.0
 
 
