@@ -3,7 +3,9 @@
 Head-major in memory - [keys | values, kv heads, blocks, block_size, head_dim] per layer - so that gathered pages of a
 head are contiguous and attention is a plain batched matmul. Zero at birth: a masked slot multiplies 0 by what it holds.
 
-On the host KV is written through numpy, whose elements may be as wide as a whole head: ATen copies 16 bytes at a time.
+On the host, numpy writes KV and copies blocks: its elements may be as wide as a whole head, while ATen copies 16 bytes
+at a time. Another thread may read blocks while a step runs: numpy gives the GIL back while it copies, and a thread that
+called torch would bring a team of OpenMP threads of its own.
 """
 
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headstart.core.store import Data
 from headstart.model.writes import Writes
 
 WIDE_BYTES = 16  # indexed writes cost per element, so they move elements of this size where heads allow it
@@ -39,15 +42,18 @@ class PagedKV:
     ) -> None:
         self.shape, self.num_blocks, self.block_size, self.dtype = shape, num_blocks, block_size, dtype
         self.device = device
-        size = (2, shape.num_kv_heads, num_blocks, block_size, shape.head_dim)
-        self.layers = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+        self.block_bytes = block_size * shape.token_bytes(dtype)  # of one block in canonical form
+        size = (shape.num_layers, 2, shape.num_kv_heads, num_blocks, block_size, shape.head_dim)
+        pool = torch.zeros(size, dtype=dtype, device=device)
+        self.layers = list(pool.unbind(0))
         row_bytes = shape.head_dim * dtype.itemsize
         wide = torch.complex128 if row_bytes % WIDE_BYTES == 0 else dtype
         self._wide = wide
         flat = (shape.num_kv_heads, num_blocks * block_size, shape.head_dim)
         self._slots = [(layer[0].view(flat).view(wide), layer[1].view(flat).view(wide)) for layer in self.layers]
-        on_host = device.type == "cpu"
-        self._heads = [[_heads(half.view(flat)).T for half in layer] for layer in self.layers] if on_host else None
+        heads = _heads(pool) if device.type == "cpu" else None  # [layers, 2, kv heads, blocks, block_size]
+        self._heads = None if heads is None else heads.reshape(*heads.shape[:3], -1).swapaxes(2, 3)
+        self._blocks = None if heads is None else heads.transpose(3, 0, 1, 4, 2)  # [blocks], each in canonical order
 
     @property
     def layer_token_bytes(self) -> int:
@@ -73,18 +79,37 @@ class PagedKV:
         for stored, source in zip(self._slots[layer], (keys, values), strict=True):
             stored.index_copy_(1, writes.slots, self._widened(source))
 
-    def read_block(self, block_id: int) -> bytes:
-        """One block in canonical form: for each layer keys, then values, each [block_size, kv heads, head_dim]."""
+    def read_block(self, block_id: int) -> Data:
+        """A copy of one block in canonical form: for each layer keys, then values, [block_size, kv heads, head_dim].
+
+        From any thread, also while a step writes: a block that is written meanwhile comes out torn.
+        """
+        if self._blocks is None:
+            return self.gather_block(block_id)
+        data = np.empty(self.block_bytes, dtype=np.uint8)
+        block = self._blocks[block_id]
+        data.view(block.dtype).reshape(block.shape)[...] = block
+        return data.data
+
+    def gather_block(self, block_id: int) -> bytes:
+        """The same by torch, on any device: the twin and oracle of `read_block`."""
         block = torch.stack([layer[:, :, block_id] for layer in self.layers]).transpose(2, 3)
         return block.contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
-    def write_block(self, block_id: int, data: bytes) -> None:
-        """Takes a block in canonical form. Raises ValueError for a wrong length."""
-        heads, head_dim = self.shape.num_kv_heads, self.shape.head_dim
-        expected = self.block_size * self.shape.token_bytes(self.dtype)
-        if len(data) != expected:
-            raise ValueError(f"a block of this model has {expected} bytes, got {len(data)}")
+    def write_block(self, block_id: int, data: Data) -> None:
+        """Takes a block in canonical form, between two steps. Raises ValueError for a wrong length."""
+        num_bytes = memoryview(data).nbytes
+        if num_bytes != self.block_bytes:
+            raise ValueError(f"a block of this model has {self.block_bytes} bytes, got {num_bytes}")
+        if self._blocks is None:
+            return self.scatter_block(block_id, data)
+        block = self._blocks[block_id]
+        block[...] = np.frombuffer(data, dtype=block.dtype).reshape(block.shape)
+
+    def scatter_block(self, block_id: int, data: Data) -> None:
+        """The same by torch, on any device, of the right length: the twin and oracle of `write_block`."""
         flat = torch.frombuffer(bytearray(data), dtype=self.dtype)
+        heads, head_dim = self.shape.num_kv_heads, self.shape.head_dim
         block = flat.view(len(self.layers), 2, self.block_size, heads, head_dim).transpose(2, 3)
         for layer, content in zip(self.layers, block, strict=True):
             layer[:, :, block_id] = content

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headstart.core.batch import Batch, Chunk, Row, StepResult, TokenLogprob
+from headstart.core.store import Data
 from headstart.model.attention.base import backend_factory
 from headstart.model.loader import LoadedModel
 from headstart.model.sampler import Sampler
@@ -28,6 +29,7 @@ class ModelRunner:
         self.attention = backend_factory(loaded.attention_backend)(
             loaded.kv_shape, num_blocks=num_blocks, block_size=block_size, dtype=loaded.dtype, device=loaded.device
         )
+        self.block_bytes = self.attention.kv.block_bytes
         self.sampler = Sampler(loaded.vocab_size, seed=seed)
         self._bounds = StepBounds(num_blocks, block_size, loaded.vocab_size, loaded.max_model_len)
 
@@ -48,12 +50,12 @@ class ModelRunner:
         assert len(complete) == len(batch.chunks), (len(complete), len(batch.chunks))
         return StepResult(complete, time.perf_counter() - began)
 
-    def read_block(self, block_id: int) -> bytes:
-        """One block in canonical form; see PagedKV."""
+    def read_block(self, block_id: int) -> Data:
+        """A copy of one block in canonical form, from any thread, also while `execute` runs; see PagedKV."""
         return self.attention.kv.read_block(block_id)
 
-    def write_block(self, block_id: int, data: bytes) -> None:
-        """Takes a block in canonical form; see PagedKV."""
+    def write_block(self, block_id: int, data: Data) -> None:
+        """Takes a block in canonical form, between two steps. Raises ValueError for a wrong length."""
         self.attention.kv.write_block(block_id, data)
 
     def zero_blocks(self, block_ids: list[int]) -> None:
