@@ -7,38 +7,23 @@ Who gives way is decided by files: the least recently used segment, by its mtime
 its blocks renews. What this process holds dear in a victim is written again to its own segment first.
 """
 
-import contextlib
-import errno
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from headstart.core.errors import ConfigError
 from headstart.core.hashing import BlockHash
 from headstart.core.store import BlockKey, Data
 from headstart.store import segment as segments
-from headstart.store.files import FileEntry, Files, prepare_folder
-from headstart.store.format import MAX_SEGMENT_BYTES, MAX_SLOTS, FormatError, Header, Shape
+from headstart.store.eviction import Eviction
+from headstart.store.files import Files, prepare_folder
+from headstart.store.folder import CORRUPT, Folder
+from headstart.store.format import MAX_SEGMENT_BYTES, MAX_SLOTS, Header, Shape
 from headstart.store.index import Index
-from headstart.store.segment import ReadResult, Segment, SegmentWriter, segment_id
+from headstart.store.segment import ReadResult, SegmentWriter
 
 MIN_SEGMENT_BYTES = 8 << 20
-RESERVE_BYTES = 1 << 30
-"""A disk is left this much, or a twentieth of it if that is less."""
-TOUCH_SECONDS = 1.0
-"""A segment's mtime is renewed at most this often."""
-LIST_SECONDS = 2.0
-"""So long after the folder changed it is listed every time: its own mtime may be too coarse to show a second change."""
-MOVE_BYTES = 8 << 20
-LOCK_TRIES, LOCK_SECONDS = 50, 0.01
-CORRUPT = ("short", "magic", "checksum", "lengths", "swapped", "cut", "entry")
-"""Of the reasons in `Catalog.skipped`; the others are version, other shape, unsafe (no file of ours) and unreadable."""
-STARVED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # says nothing about a file
-STALE_SECONDS = (
-    60.0  # an unfinished file this old has no writer any more; a mtime so far ahead comes from another clock
-)
 
 
 class Catalog:
@@ -61,33 +46,41 @@ class Catalog:
         Raises ConfigError for a folder that cannot be used, and for a size that does not hold a single block.
         """
         prepare_folder(folder)
-        self._folder, self._shape, self._size, self._clock = folder, shape, max_bytes, clock
-        self._files = files or Files()
+        self._shape, self._files = shape, files or Files()
         self._num_slots = _slots_per_segment(shape, max_bytes)
         self._index = Index()
-        self._known: dict[str, Segment] = {}  # segments of our shape, by file name
-        self._others: dict[str, FileEntry] = {}  # all other segment files: not to be read, but they take room
-        self._unsafe: set[str] = set()  # called like segments, but no files of ours
+        self._folder = Folder(folder.resolve(), shape, self._files, self._index, clock)
+        self._eviction = Eviction(self._folder, self._index, self._files, max_bytes, self._write)
         self._writer: SegmentWriter | None = None
-        self._next_number = 0
-        self._folder_mtime, self._folder_changed = -1.0, float("-inf")
-        self.skipped: Counter[str] = Counter()
-        self.num_bytes = 0
-        self.max_bytes = max_bytes
 
     @property
     def num_blocks(self) -> int:
         return len(self._index)
 
     @property
+    def num_bytes(self) -> int:
+        """Of all segments in the folder, of whatever shape."""
+        return self._folder.num_bytes
+
+    @property
     def num_segments(self) -> int:
         """Files, of whatever shape."""
-        return len(self._known) + len(self._others)
+        return len(self._folder.known) + len(self._folder.others)
+
+    @property
+    def max_bytes(self) -> int:
+        """What they may grow to: the size asked for, or what the disk allowed when room was last asked for."""
+        return self._eviction.max_bytes
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """Files and entries that are not served, by reason, each counted once."""
+        return self._folder.skipped
 
     @property
     def num_corrupt(self) -> int:
-        """Files and entries that were damaged when they were scanned."""
-        return sum(self.skipped[reason] for reason in CORRUPT)
+        """Those of them that were damaged."""
+        return sum(self.skipped.get(reason, 0) for reason in CORRUPT)
 
     def contains(self, name: BlockHash) -> bool:
         return self._index.contains(name)
@@ -97,19 +90,7 @@ class Catalog:
 
         Raises OSError if that fails as a whole; a single odd file is counted in `skipped`.
         """
-        try:
-            changed_at = self._files.stat(self._folder).mtime
-        except FileNotFoundError:
-            self._files.make_folder(self._folder)
-            changed_at = self._files.stat(self._folder).mtime
-        if changed_at != self._folder_mtime or self._clock() - self._folder_changed < LIST_SECONDS:
-            self._list()
-            if changed_at != self._folder_mtime:
-                self._folder_mtime, self._folder_changed = changed_at, self._clock()
-        for segment in list(self._known.values()):
-            if not segment.is_sealed:
-                self._take_in_more(segment)
-        self._measure()
+        self._folder.refresh()
 
     def read(self, keys: Sequence[BlockKey], buffer: memoryview) -> ReadResult:
         """Reads blocks from the first on, each verified to be what its key says, until one cannot be had.
@@ -129,7 +110,7 @@ class Catalog:
             found = segments.read_blocks(self._files, segment, slot, keys[done : done + length], part)
             if found.num_blocks:
                 self._index.mark_used(segment, slot, found.num_blocks)
-                self._touch(segment)
+                self._folder.touch(segment)
             done += found.num_blocks
             if found.error is not None:
                 return ReadResult(done, found.miss, found.error)
@@ -150,34 +131,22 @@ class Catalog:
     def make_room(self, num_bytes: int, *, kept: Container[BlockHash]) -> int:
         """Evicts until so many bytes of blocks can be appended; returns how many blocks were given up for that.
 
-        Raises OSError: ENOSPC if there is no room even so, EAGAIN if another process has been at it for long.
+        What is in `kept` is not given up, unless another process evicts it. Raises OSError: ENOSPC if there is no room
+        even so, EAGAIN if another process has been at it for long.
         """
+        self._let_go()
         needed = num_bytes + self._overhead(num_bytes)
-        segment_bytes = self._new_header(bytes(8)).file_bytes
-        if self._room() >= needed + 2 * segment_bytes:  # else it depends on what others wrote meanwhile
-            return 0
-        self._list()
-        if self._room() >= needed:
-            return 0
-        for _ in range(LOCK_TRIES):
-            lock = self._files.lock(self._folder / "lock")
-            if lock is not None:
-                try:
-                    return self._evict(needed, kept)
-                finally:
-                    self._files.close(lock)
-            time.sleep(LOCK_SECONDS)
-            self._list()
-            if self._room() >= needed:
-                return 0
-        raise OSError(errno.EAGAIN, "another process has been making room for long")
+        if self._eviction.room() >= needed + 2 * self._header(bytes(8)).file_bytes:
+            return 0  # else it depends on what others wrote meanwhile
+        own = self._writer.path.name if self._writer is not None else ""
+        return self._eviction.make_room(needed, own, kept)
 
     def used(self, names: Iterable[BlockHash]) -> None:
         """A request takes these over: they, and their files, are recent now."""
         for name in names:
             for segment, slot in self._index.places(name):
                 self._index.mark_used(segment, slot, 1)
-                self._touch(segment)
+                self._folder.touch(segment)
 
     def discard(self, names: Iterable[BlockHash]) -> None:
         """Forgets these and marks them in their files, so that no other process loads them either. Raises OSError."""
@@ -197,93 +166,12 @@ class Catalog:
     def clear(self) -> None:
         """Deletes all segments, of every model and process. Raises OSError."""
         self._close_writer()
-        for name in self._list():
-            self._unlink(name)
-        self._measure()
+        for name in self._folder.list():
+            self._folder.unlink(name)
 
     def close(self) -> None:
         """Ends writing; what was written stays. Twice does no harm."""
         self._close_writer()
-
-    def _list(self) -> dict[str, FileEntry]:
-        """Looks for files that came and went. Returns all that count as segments, of whatever shape. Raises OSError."""
-        found = {entry.name: entry for entry in self._files.list(self._folder) if segment_id(entry.name)}
-        unsafe = {name for name, entry in found.items() if not entry.is_safe}
-        self.skipped["unsafe"] += len(unsafe - self._unsafe)
-        self._unsafe = unsafe
-        for name in self._known.keys() - (found.keys() - unsafe):
-            self._drop(name)
-        for name in self._others.keys() - (found.keys() - unsafe):
-            del self._others[name]
-        entries = {name: entry for name, entry in found.items() if entry.is_safe}
-        for name, entry in entries.items():
-            if name in self._others:
-                self._others[name] = entry
-            elif name not in self._known:
-                self._take_in(entry)
-        self._measure()
-        return entries
-
-    def _take_in(self, entry: FileEntry) -> None:
-        path = self._folder / entry.name
-        own_id = segment_id(entry.name)
-        assert own_id is not None, entry.name
-        try:
-            header = segments.read_header(self._files, path, own_id)
-            if header.shape != self._shape:
-                self._reject(entry, "other shape")
-                return
-            segment = self._new_segment(path, header, entry.num_bytes)
-            names, num_bad = segments.read_names(self._files, segment)
-            self.skipped["cut"] += segments.is_cut(self._files, segment)
-        except FileNotFoundError:
-            return
-        except FormatError as error:
-            self._reject(entry, error.reason)
-        except OSError as error:
-            if error.errno in STARVED:
-                raise
-            self._reject(entry, "unreadable")
-        else:
-            self._known[entry.name] = segment
-            self._index.add(segment, names)
-            self.skipped["entry"] += num_bad
-
-    def _take_in_more(self, segment: Segment) -> None:
-        try:
-            names, num_bad = segments.read_names(self._files, segment)
-        except FileNotFoundError:
-            self._drop(segment.path.name)
-        except OSError as error:
-            if error.errno in STARVED:
-                raise
-            self.skipped["unreadable"] += 1
-            segment.is_sealed = True
-        else:
-            self._index.add(segment, names)
-            self.skipped["entry"] += num_bad
-
-    def _reject(self, entry: FileEntry, reason: str) -> None:
-        self._others[entry.name] = entry
-        self.skipped[reason] += 1
-
-    def _drop(self, name: str) -> int:
-        """Forgets a file. Returns how many blocks were lost with it."""
-        self._others.pop(name, None)
-        segment = self._known.pop(name, None)
-        return 0 if segment is None else self._index.drop(segment)
-
-    def _unlink(self, name: str) -> int:
-        with contextlib.suppress(FileNotFoundError):
-            self._files.unlink(self._folder / name)
-        return self._drop(name)
-
-    def _touch(self, segment: Segment) -> None:
-        now = self._clock()
-        if now - segment.touched_at >= TOUCH_SECONDS:
-            segment.touched_at = now
-            with contextlib.suppress(OSError):  # it is about recency only; what ails the disk shows elsewhere
-                self._files.touch(segment.path)
 
     def _write(self, blocks: Sequence[tuple[BlockKey, Data]]) -> None:
         done = 0
@@ -291,120 +179,42 @@ class Catalog:
             writer = self._writer_with_room()
             part = blocks[done : done + writer.room]
             writer.append(part)
-            segment = self._known[writer.path.name]
+            segment = self._folder.known[writer.path.name]
             self._index.add(segment, [key.name for key, _ in part])
             segment.num_bytes = writer.header.payload_offset(writer.num_blocks)
             done += len(part)
-        self._measure()
+        self._folder.measure()
 
     def _writer_with_room(self) -> SegmentWriter:
-        if self._writer is not None and not self._writer.is_linked():  # evicted by another process
-            self._drop(self._writer.path.name)
-            self._close_writer()
+        self._let_go()
         if self._writer is not None and not self._writer.room:
             self._close_writer()
         if self._writer is None:
-            header = self._new_header(secrets.token_bytes(8))
-            self._writer = SegmentWriter(self._files, self._folder, header)
-            segment = self._new_segment(self._writer.path, header, header.payload_start)
-            segment.is_sealed = True  # what is in it we know from writing it
-            self._known[segment.path.name] = segment
+            header = self._header(secrets.token_bytes(8))
+            self._writer = SegmentWriter(self._files, self._folder.path, header)
+            self._folder.begin(self._writer.path, header)
         return self._writer
+
+    def _let_go(self) -> None:
+        """Closes our segment if another process evicted it; only then is its room free."""
+        if self._writer is not None:
+            name = self._writer.path.name
+            if name not in self._folder.known or not self._writer.is_linked():
+                self._folder.forget(name)
+                self._close_writer()
 
     def _close_writer(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
 
-    def _evict(self, needed: int, kept: Container[BlockHash]) -> int:
-        """Under the lock. First with what is dear moved away; if that does not do, without."""
-        given_up = 0
-        victims = self._oldest_first(self._list())
-        self._sweep()
-        for is_last_resort in (False, True):
-            for name in victims:
-                self._measure()
-                if self._room() >= needed:
-                    return given_up
-                segment = self._known.get(name)
-                if segment is None and name not in self._others:
-                    continue
-                if segment is None or is_last_resort or self._moved(segment, kept):
-                    given_up += self._unlink(name)
-        self._measure()
-        if self._room() < needed and self._writer is not None:
-            given_up += self._unlink(self._writer.path.name)
-            self._close_writer()
-            self._measure()
-        if self._room() < needed:
-            raise OSError(errno.ENOSPC, f"no room for {needed} bytes even in an empty store")
-        return given_up
-
-    def _oldest_first(self, entries: dict[str, FileEntry]) -> list[str]:
-        now = self._files.now()
-        own = self._writer.path.name if self._writer is not None else ""
-        for name, entry in entries.items():
-            if entry.mtime > now + STALE_SECONDS:  # set by another clock: it would stay the youngest for as long
-                entries[name] = entry._replace(mtime=now)
-                with contextlib.suppress(FileNotFoundError):
-                    self._files.touch(self._folder / name)
-        return sorted(entries.keys() - {own}, key=lambda name: (entries[name].mtime, name))
-
-    def _moved(self, segment: Segment, kept: Container[BlockHash]) -> bool:
-        """Writes what is dear in a victim to our own segment. False: that is nearly all of it, so take another."""
-        pinned, used = self._index.worth_moving(segment, kept)
-        half = segment.header.num_slots // 2
-        if len(pinned) > half:
-            return False
-        slots = sorted(pinned + used[: half - len(pinned)])
-        keys_at_once = max(1, MOVE_BYTES // self._shape.block_bytes)
-        buffer = memoryview(bytearray(min(keys_at_once, len(slots)) * self._shape.block_bytes))
-        with contextlib.suppress(OSError):  # a disk that is full or broken: room matters more
-            while slots:
-                length = 1
-                while length < min(len(slots), keys_at_once) and slots[length] == slots[0] + length:
-                    length += 1
-                self._move(segment, slots[0], length, buffer)
-                del slots[:length]
-        return True
-
-    def _move(self, segment: Segment, slot: int, length: int, buffer: memoryview) -> None:
-        keys = segments.read_keys(self._files, segment, slot, length)
-        found = segments.read_blocks(self._files, segment, slot, keys, buffer)
-        size = self._shape.block_bytes
-        self._write([(key, buffer[i * size : (i + 1) * size]) for i, key in enumerate(keys[: found.num_blocks])])
-
-    def _sweep(self) -> None:
-        """Deletes files whose writers were killed before they had a name."""
-        now = self._files.now()
-        for entry in self._files.list(self._folder):
-            if segments.is_draft(entry.name) and entry.is_safe and now - entry.mtime > STALE_SECONDS:
-                with contextlib.suppress(FileNotFoundError):
-                    self._files.unlink(self._folder / entry.name)
-
-    def _measure(self) -> None:
-        self.num_bytes = sum(segment.num_bytes for segment in self._known.values()) + sum(
-            entry.num_bytes for entry in self._others.values()
-        )
-
-    def _room(self) -> int:
-        """Bytes that may still be written, by the size asked for and by what the disk has left. Raises OSError."""
-        space = self._files.space(self._folder)
-        reserve = min(RESERVE_BYTES, space.total // 20)
-        self.max_bytes = max(0, min(self._size, self.num_bytes + space.free - reserve))
-        return self.max_bytes - self.num_bytes
-
     def _overhead(self, num_bytes: int) -> int:
         """Bytes for the tables of the segments that have to be begun for so many bytes of blocks."""
         left = num_bytes // self._shape.block_bytes - (self._writer.room if self._writer is not None else 0)
-        return max(0, -(-left // self._num_slots)) * self._new_header(bytes(8)).payload_start
+        return max(0, -(-left // self._num_slots)) * self._header(bytes(8)).payload_start
 
-    def _new_header(self, own_id: bytes) -> Header:
+    def _header(self, own_id: bytes) -> Header:
         return Header(self._shape, self._num_slots, own_id)
-
-    def _new_segment(self, path: Path, header: Header, num_bytes: int) -> Segment:
-        self._next_number += 1
-        return Segment(self._next_number, path, header, num_bytes)
 
 
 def _slots_per_segment(shape: Shape, max_bytes: int) -> int:

@@ -39,11 +39,14 @@ class Segment:
     touched_at: float = float("-inf")
     is_sealed: bool = False  # nobody writes to it any more
 
+    def is_full(self) -> bool:
+        return len(self.names) == self.header.num_slots
+
     def note(self, names: list[bytes]) -> None:
         """The next slots hold these."""
         self.names += names
         self.used.extend(bytes(len(names)))
-        self.is_sealed |= len(self.names) == self.header.num_slots
+        self.is_sealed |= self.is_full()
 
 
 class ReadResult(NamedTuple):
@@ -144,21 +147,36 @@ def read_blocks(files: Files, segment: Segment, slot: int, keys: Sequence[BlockK
         return ReadResult(0, "io", error)
 
 
-def read_keys(files: Files, segment: Segment, slot: int, num: int) -> list[BlockKey]:
-    """The keys of blocks in adjacent slots, up to the first that is damaged. Raises OSError."""
-    fd = files.open(segment.path)
+def first_run(slots: Sequence[int], at_most: int) -> range:
+    """As many of the first of these ascending slots as lie side by side."""
+    length = 1
+    while length < min(len(slots), at_most) and slots[length] == slots[0] + length:
+        length += 1
+    return range(slots[0], slots[0] + length)
+
+
+def read_stored(files: Files, segment: Segment, slots: range, buffer: memoryview) -> tuple[list[BlockKey], ReadResult]:
+    """Reads adjacent blocks, whatever they are, as `read_blocks` does, and says what they are. Raises nothing."""
+    header, keys = segment.header, list[BlockKey]()
+    size = header.shape.entry_bytes
     try:
-        size = segment.header.shape.entry_bytes
-        table = files.pread(fd, num * size, segment.header.entry_offset(slot))
-    finally:
-        files.close(fd)
-    keys: list[BlockKey] = []
-    for place in range(num):
+        fd = files.open(segment.path)
         try:
-            keys.append(format.decode_entry(segment.header, slot + place, table[place * size : (place + 1) * size]).key)
-        except FormatError:
-            break
-    return keys
+            table = files.pread(fd, len(slots) * size, header.entry_offset(slots.start))
+        finally:
+            files.close(fd)
+        for place, slot in enumerate(slots):
+            keys.append(format.decode_entry(header, slot, table[place * size : (place + 1) * size]).key)
+    except FileNotFoundError:
+        return [], ReadResult(0, "gone")
+    except OSError as error:
+        return [], ReadResult(0, "io", error)
+    except FormatError as error:
+        miss: Miss | None = _MISSES.get(error.reason, "corrupt")
+    else:
+        miss = None
+    found = read_blocks(files, segment, slots.start, keys, buffer)
+    return keys, found if found.miss is not None else found._replace(miss=miss)
 
 
 def discard_entry(files: Files, segment: Segment, slot: int) -> None:

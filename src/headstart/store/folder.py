@@ -1,0 +1,171 @@
+"""Folder: the segment files that are there, what each of our shape holds, and how many bytes all of them take.
+
+What is odd about a file or an entry is counted by reason and skipped; the rest of its file counts. Files that are not
+called like segments are left alone.
+"""
+
+import contextlib
+import errno
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from headstart.store import segment as segments
+from headstart.store.files import FileEntry, Files
+from headstart.store.format import FormatError, Header, Shape
+from headstart.store.index import Index
+from headstart.store.segment import Segment, segment_id
+
+TOUCH_SECONDS = 1.0
+"""A segment's mtime is renewed at most this often."""
+LIST_SECONDS = 2.0
+"""So long after the folder changed it is listed every time: its own mtime may be too coarse to show a second change."""
+CORRUPT = ("short", "magic", "checksum", "lengths", "swapped", "cut", "entry")
+"""Of the reasons in `Folder.skipped`; the others are version, other shape, unsafe (no file of ours) and unreadable."""
+STALE_SECONDS = 60.0
+"""An unfinished file this old has no writer any more."""
+STARVED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # says nothing about a file
+
+
+class Folder:
+    """All methods but `touch` are for one thread at a time."""
+
+    def __init__(self, path: Path, shape: Shape, files: Files, index: Index, clock: Callable[[], float]) -> None:
+        self.path, self._shape, self._files, self._index, self._clock = path, shape, files, index, clock
+        self.known: dict[str, Segment] = {}  # segments of our shape, by file name
+        self.others: dict[str, FileEntry] = {}  # all other segment files: not to be read, but they take room
+        self.skipped: Counter[str] = Counter()
+        self.num_bytes = 0
+        self._unsafe: set[str] = set()  # called like segments, but no files of ours
+        self._next_number = 0
+        self._mtime, self._changed_at = -1.0, float("-inf")
+
+    def refresh(self) -> None:
+        """Takes in what other processes wrote, and forgets what they evicted. Creates the folder if it vanished.
+
+        Raises OSError if that fails as a whole; a single odd file is counted in `skipped`.
+        """
+        try:
+            mtime = self._files.stat(self.path).mtime
+        except FileNotFoundError:
+            for name in [*self.known, *self.others]:
+                self.forget(name)
+            self._files.make_folder(self.path)
+            mtime = self._files.stat(self.path).mtime
+        now = self._clock()
+        if mtime != self._mtime or now - self._changed_at < LIST_SECONDS:
+            self.list()
+            if mtime != self._mtime:
+                self._mtime, self._changed_at = mtime, now
+        for segment in list(self.known.values()):
+            if not segment.is_sealed:
+                self._take_in_more(segment)
+        self.measure()
+
+    def list(self) -> dict[str, FileEntry]:
+        """Looks for files that came and went. Returns all that count as segments, of whatever shape. Raises OSError."""
+        found = {entry.name: entry for entry in self._files.list(self.path) if segment_id(entry.name) is not None}
+        entries = {name: entry for name, entry in found.items() if entry.is_safe}
+        unsafe = found.keys() - entries.keys()
+        self.skipped["unsafe"] += len(unsafe - self._unsafe)
+        self._unsafe = set(unsafe)
+        for name in (self.known.keys() | self.others.keys()) - entries.keys():
+            self.forget(name)
+        for name, entry in entries.items():
+            if name in self.others:
+                self.others[name] = entry
+            elif name not in self.known:
+                self._take_in(entry)
+            elif self.known[name].is_full():
+                self.known[name].num_bytes = entry.num_bytes
+        self.measure()
+        return entries
+
+    def begin(self, path: Path, header: Header) -> Segment:
+        """A segment that this process has begun to write. What is in it is known from writing it."""
+        segment = self._new_segment(path, header, header.payload_start)
+        segment.is_sealed = True
+        self.known[path.name] = segment
+        return segment
+
+    def unlink(self, name: str) -> int:
+        """Deletes a file. Returns how many blocks are not stored anywhere any more. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.unlink(self.path / name)
+        lost = self.forget(name)
+        self.measure()
+        return lost
+
+    def forget(self, name: str) -> int:
+        """A file is gone. Returns how many blocks are not stored anywhere any more."""
+        self.others.pop(name, None)
+        segment = self.known.pop(name, None)
+        return 0 if segment is None else self._index.drop(segment)
+
+    def touch(self, segment: Segment) -> None:
+        """Renews its mtime, by which all processes know that it is in use. From any thread."""
+        now = self._clock()
+        if now - segment.touched_at >= TOUCH_SECONDS:
+            segment.touched_at = now
+            with contextlib.suppress(OSError):  # it is about recency only; what ails the disk shows elsewhere
+                self._files.touch(segment.path)
+
+    def sweep(self) -> None:
+        """Deletes files whose writers were killed before they had a name. Raises OSError."""
+        now = self._files.now()
+        for entry in self._files.list(self.path):
+            if segments.is_draft(entry.name) and entry.is_safe and now - entry.mtime > STALE_SECONDS:
+                with contextlib.suppress(FileNotFoundError):
+                    self._files.unlink(self.path / entry.name)
+
+    def measure(self) -> None:
+        """Works out `num_bytes` again."""
+        of_ours = sum(segment.num_bytes for segment in self.known.values())
+        self.num_bytes = of_ours + sum(entry.num_bytes for entry in self.others.values())
+
+    def _take_in(self, entry: FileEntry) -> None:
+        path, own_id = self.path / entry.name, segment_id(entry.name)
+        assert own_id is not None, entry.name
+        try:
+            header = segments.read_header(self._files, path, own_id)
+            if header.shape != self._shape:
+                self._reject(entry, "other shape")
+                return
+            segment = self._new_segment(path, header, entry.num_bytes)
+            names, num_bad = segments.read_names(self._files, segment)
+            is_cut = segments.is_cut(self._files, segment)
+        except FileNotFoundError:
+            return
+        except FormatError as error:
+            self._reject(entry, error.reason)
+        except OSError as error:
+            if error.errno in STARVED:
+                raise
+            self._reject(entry, "unreadable")
+        else:
+            self.known[entry.name] = segment
+            self._index.add(segment, names)
+            self.skipped["entry"] += num_bad
+            self.skipped["cut"] += is_cut
+
+    def _take_in_more(self, segment: Segment) -> None:
+        try:
+            names, num_bad = segments.read_names(self._files, segment)
+        except FileNotFoundError:
+            self.forget(segment.path.name)
+        except OSError as error:
+            if error.errno in STARVED:
+                raise
+            self.skipped["unreadable"] += 1
+            segment.is_sealed = True
+        else:
+            self._index.add(segment, names)
+            self.skipped["entry"] += num_bad
+
+    def _reject(self, entry: FileEntry, reason: str) -> None:
+        self.others[entry.name] = entry
+        self.skipped[reason] += 1
+
+    def _new_segment(self, path: Path, header: Header, num_bytes: int) -> Segment:
+        self._next_number += 1
+        return Segment(self._next_number, path, header, num_bytes)

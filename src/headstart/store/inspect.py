@@ -1,0 +1,152 @@
+"""What a folder holds, for people: of every model, without a server, while servers use it. Never changes a block.
+
+Errors of single files are counted by reason; OSError is raised where the folder itself cannot be read.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headstart.store import segment as segments
+from headstart.store.files import FileEntry, Files
+from headstart.store.format import FormatError, Shape
+from headstart.store.segment import Segment
+
+READ_BYTES = 8 << 20
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all)"""
+
+
+@dataclass(slots=True)
+class ShapeStats:
+    """All segments of one model and block size. Times are seconds since the epoch."""
+
+    shape: Shape
+    num_segments: int = 0
+    num_blocks: int = 0  # a block that is stored twice counts twice
+    num_bytes: int = 0
+    oldest_use: float = float("inf")
+    newest_use: float = float("-inf")
+
+
+@dataclass(slots=True)
+class FolderStats:
+    """What is in a folder. `odd` counts files and entries that are not served, by reason."""
+
+    shapes: list[ShapeStats] = field(default_factory=list[ShapeStats])  # the largest first
+    num_bytes: int = 0  # of all segment files, odd ones too
+    num_files: int = 0
+    odd: Counter[str] = field(default_factory=Counter[str])
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What reading every block of a folder found. Good blocks are those that would be loaded if asked for."""
+
+    num_good: int = 0
+    num_bytes: int = 0  # of their contents
+    bad: dict[str, Counter[str]] = field(default_factory=dict[str, Counter[str]])  # file name -> reason -> how often
+
+    @property
+    def num_bad(self) -> int:
+        return sum(counts.total() for counts in self.bad.values())
+
+
+def stat(folder: Path, files: Files | None = None) -> FolderStats:
+    """Counts what is in a folder, from headers and tables alone. Raises OSError for a folder that cannot be read."""
+    files = files or Files()
+    found, by_shape = FolderStats(), dict[Shape, ShapeStats]()
+    for entry in _segment_files(files, folder):
+        segment, bad = _open(files, folder, entry)
+        found.odd.update(bad)
+        if entry.is_safe:
+            found.num_files += 1
+            found.num_bytes += entry.num_bytes
+        if segment is not None:
+            stats = by_shape.setdefault(segment.header.shape, ShapeStats(segment.header.shape))
+            stats.num_segments += 1
+            stats.num_blocks += sum(map(bool, segment.names))
+            stats.num_bytes += entry.num_bytes
+            stats.oldest_use = min(stats.oldest_use, entry.mtime)
+            stats.newest_use = max(stats.newest_use, entry.mtime)
+    found.shapes = sorted(by_shape.values(), key=lambda stats: -stats.num_bytes)
+    return found
+
+
+def verify(folder: Path, progress: Progress | None = None, files: Files | None = None) -> VerifyReport:
+    """Reads every block and checks it as a load would. Raises OSError for a folder that cannot be read."""
+    files = files or Files()
+    report = VerifyReport()
+    entries = _segment_files(files, folder)
+    before, total = 0, sum(entry.num_bytes for entry in entries)
+    for entry in entries:
+        segment, bad = _open(files, folder, entry)
+        done = 0
+        for good, miss in () if segment is None else _check(files, segment):
+            report.num_good += good
+            done += good * (segment.header.shape.block_bytes if segment else 0)
+            bad.update([miss] if miss else [])
+            if progress is not None:
+                progress(min(before + done, total), total)
+        before += entry.num_bytes
+        report.num_bytes += done
+        if bad:
+            report.bad[entry.name] = bad
+    if progress is not None:
+        progress(total, total)
+    return report
+
+
+def clear(folder: Path, files: Files | None = None) -> tuple[int, int]:
+    """Deletes all segments, of every model; servers that use the folder go on. Returns how many files and bytes.
+
+    Raises OSError for a folder that cannot be read or changed.
+    """
+    files = files or Files()
+    num_files = num_bytes = 0
+    for entry in files.list(folder):
+        is_ours = segments.segment_id(entry.name) is not None or segments.is_draft(entry.name)
+        if is_ours and entry.is_safe:
+            with contextlib.suppress(FileNotFoundError):
+                files.unlink(folder / entry.name)
+                num_files += 1
+                num_bytes += entry.num_bytes
+    return num_files, num_bytes
+
+
+def _segment_files(files: Files, folder: Path) -> list[FileEntry]:
+    return sorted(entry for entry in files.list(folder) if segments.segment_id(entry.name) is not None)
+
+
+def _open(files: Files, folder: Path, entry: FileEntry) -> tuple[Segment | None, Counter[str]]:
+    """A segment with all its names, or None; and what is odd about it."""
+    path, own_id = folder / entry.name, segments.segment_id(entry.name)
+    assert own_id is not None, entry.name
+    if not entry.is_safe:
+        return None, Counter(["unsafe"])
+    try:
+        segment = Segment(0, path, segments.read_header(files, path, own_id), entry.num_bytes)
+        names, num_bad = segments.read_names(files, segment)
+        is_cut = segments.is_cut(files, segment)
+    except FileNotFoundError:
+        return None, Counter()  # evicted just now
+    except FormatError as error:
+        return None, Counter([error.reason])
+    except OSError:
+        return None, Counter(["unreadable"])
+    segment.note(names)
+    return segment, +Counter({"entry": num_bad, "cut": int(is_cut)})
+
+
+def _check(files: Files, segment: Segment) -> Iterator[tuple[int, str]]:
+    """Reads all blocks, in runs. Yields how many were good, and what was wrong with the one behind them, if it was."""
+    block_bytes = segment.header.shape.block_bytes
+    at_once = max(1, READ_BYTES // block_bytes)
+    buffer = memoryview(bytearray(min(at_once, len(segment.names)) * block_bytes))
+    slots = [slot for slot, name in enumerate(segment.names) if name]
+    while slots:
+        found = segments.read_stored(files, segment, segments.first_run(slots, at_once), buffer)[1]
+        yield found.num_blocks, found.miss if found.miss and found.miss != "gone" else ""
+        del slots[: found.num_blocks + (found.miss is not None)]
