@@ -1,14 +1,16 @@
-"""What every executor promises, run on all of them: checking, null, and the runner on torch."""
+"""What every executor promises, run on all of them: checking, null, virtual, and the runner on torch."""
 
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 from checking import CheckingExecutor
 from model.tiny import make_checkpoint
 
 from headstart.bench.nullexec import NullExecutor
+from headstart.bench.virtual import StepCost, VirtualClock, VirtualExecutor
 from headstart.core.batch import Batch, Chunk
 from headstart.core.engine import Engine
 from headstart.core.executor import Executor
@@ -21,6 +23,7 @@ from headstart.model.runner import ModelRunner
 BLOCK = 16
 NUM_BLOCKS = 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+KEEPING_KV, WITHOUT_KV = ("checking", "null with blocks", "runner"), ("null", "virtual")
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +31,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama", tmp_path_factory.mktemp("contract"))
 
 
-@pytest.fixture(params=["checking", "null", "runner"])
+@pytest.fixture(params=[*KEEPING_KV, *WITHOUT_KV])
 def make(request: pytest.FixtureRequest, folder: Path) -> Callable[[], Executor]:
     if request.param == "checking":
         return lambda: CheckingExecutor(NUM_BLOCKS, BLOCK)
-    if request.param == "null":
-        return lambda: NullExecutor(NUM_BLOCKS, BLOCK, vocab_size=97)
+    if request.param.startswith("null"):
+        block_bytes = 100 if "blocks" in request.param else 0
+        return lambda: NullExecutor(NUM_BLOCKS, BLOCK, vocab_size=97, block_bytes=block_bytes)
+    if request.param == "virtual":
+        return lambda: VirtualExecutor(NUM_BLOCKS, BLOCK, 97, StepCost(step=1.0, token=0.0), VirtualClock())
     loaded = load_model(folder, dtype="float32", device="cpu")
     return lambda: ModelRunner(loaded, num_blocks=NUM_BLOCKS, block_size=BLOCK)
 
@@ -87,6 +93,68 @@ def test_geometry_is_what_was_asked_for(make: Callable[[], Executor]) -> None:
     executor = make()
     assert (executor.num_blocks, executor.block_size) == (NUM_BLOCKS, BLOCK)
     executor.zero_blocks([3, 4])
+
+
+@pytest.mark.parametrize("make", KEEPING_KV, indirect=True)
+def test_blocks_read_here_and_written_elsewhere_continue_with_the_same_tokens(make: Callable[[], Executor]) -> None:
+    tokens, here, there = [7 + i % 11 for i in range(40)], make(), make()
+    here.execute(Batch((chunk("a", tokens, 0, 32, [1, 2]),)))
+    for old, new in ((1, 9), (2, 8)):
+        data = here.read_block(old)
+        assert len(data) == here.block_bytes
+        for executor in (here, there):
+            executor.write_block(new, data)
+            assert executor.read_block(new) == data
+    history, tables = list(tokens), ((here, [1, 2, 3]), (here, [9, 8, 7]), (there, [9, 8, 6]))
+    for start, num in ((32, 8), (40, 1), (41, 1)):
+        batches = [(executor, Batch((chunk("a", history, start, num, table),))) for executor, table in tables]
+        rows = [executor.execute(batch).rows[0] for executor, batch in batches]
+        assert rows[0].error is None and len(rows[0].token_ids) == 1 and rows[1:] == rows[:1] * 2
+        history.append(rows[0].token_ids[0])
+
+
+@pytest.mark.parametrize("make", KEEPING_KV, indirect=True)
+def test_a_block_of_another_length_is_refused_and_changes_nothing(make: Callable[[], Executor]) -> None:
+    executor = make()
+    before = executor.read_block(3)
+    for length in (0, executor.block_bytes - 1, executor.block_bytes + 1):
+        with pytest.raises(ValueError, match=f"{length} bytes|got {length}"):
+            executor.write_block(3, bytes(length))
+    assert executor.read_block(3) == before
+
+
+@pytest.mark.parametrize("make", WITHOUT_KV, indirect=True)
+def test_an_executor_without_kv_says_so_and_refuses_every_block(make: Callable[[], Executor]) -> None:
+    executor = make()
+    assert executor.block_bytes == 0
+    with pytest.raises(ValueError, match="keeps no KV"):
+        executor.read_block(3)
+    for data in (b"", b"x"):
+        with pytest.raises(ValueError, match=f"got {len(data)}"):
+            executor.write_block(3, data)
+
+
+@pytest.mark.parametrize("make", KEEPING_KV, indirect=True)
+def test_reading_blocks_beside_steps_changes_no_token(make: Callable[[], Executor]) -> None:
+    prompts = [[*range(1, 40), 50 + i] for i in range(6)]
+    executor, errors, stop = make(), list[Exception](), Event()
+
+    def read() -> None:
+        try:
+            while not stop.is_set():
+                assert {len(executor.read_block(block)) for block in range(NUM_BLOCKS)} == {executor.block_bytes}
+        except Exception as error:
+            errors.append(error)
+
+    reader = Thread(target=read)
+    reader.start()
+    try:
+        found = [run(executor, prompts) for _ in range(3)]
+    finally:
+        stop.set()
+        reader.join(timeout=10)
+    assert not reader.is_alive() and not errors
+    assert found == [run(make(), prompts)] * 3
 
 
 def test_a_token_outside_the_vocabulary_fails_alone_on_the_runner(folder: Path) -> None:

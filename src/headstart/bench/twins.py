@@ -20,6 +20,7 @@ from headstart.core.batch import Batch, Row, StepResult
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.executor import Executor
 from headstart.core.request import CacheMode, Request, SamplingParams
+from headstart.core.store import Data
 from headstart.workload.record import median
 
 MAX_REDUNDANCY = 1.02
@@ -120,7 +121,7 @@ class _LosingExecutor:
     """Loses one request in its `LOSS_STEP`-th chunk: its row fails, or it is aborted while the step is in flight."""
 
     def __init__(self, inner: Executor, engine: Engine, request_id: str, loss: str) -> None:
-        self.num_blocks, self.block_size = inner.num_blocks, inner.block_size
+        self.num_blocks, self.block_size, self.block_bytes = inner.num_blocks, inner.block_size, inner.block_bytes
         self.lost = 0  # tokens of the request that had been computed
         self._inner = inner
         self._engine = engine
@@ -137,6 +138,12 @@ class _LosingExecutor:
                     self.lost = chunk.start + len(chunk.token_ids)
                     return self._lose(result, index)
         return result
+
+    def read_block(self, block_id: int) -> Data:
+        return self._inner.read_block(block_id)
+
+    def write_block(self, block_id: int, data: Data) -> None:
+        self._inner.write_block(block_id, data)
 
     def zero_blocks(self, block_ids: list[int]) -> None:
         self._inner.zero_blocks(block_ids)

@@ -9,6 +9,7 @@ from math import inf, nextafter
 
 from headstart.bench.nullexec import NullExecutor
 from headstart.core.batch import Batch, StepResult
+from headstart.core.store import Data
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class VirtualExecutor:
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int, cost: StepCost, clock: VirtualClock) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.block_bytes = 0
         self.cost = cost
         self.clock = clock
         self.first_chunks: dict[str, float] = {}
@@ -60,6 +62,14 @@ class VirtualExecutor:
         elapsed = self.cost.seconds(sum(len(chunk.token_ids) for chunk in batch.chunks))
         self.clock.wait(elapsed)
         return StepResult(self._null.execute(batch).rows, elapsed)
+
+    def read_block(self, block_id: int) -> Data:
+        """Raises ValueError: there is no KV in virtual time."""
+        return self._null.read_block(block_id)
+
+    def write_block(self, block_id: int, data: Data) -> None:
+        """Raises ValueError: there is no KV in virtual time."""
+        self._null.write_block(block_id, data)
 
     def zero_blocks(self, block_ids: list[int]) -> None:
         """There is no content to clear."""
