@@ -5,8 +5,9 @@ set -eu
 cd "$(dirname "$0")/.."
 headstart=${HEADSTART:-.venv/bin/headstart}
 
-measure() { # measure "VERB" NAME ARGUMENT... | measure "lab VERB" NAME ARGUMENT...
+measure() { # measure "VERB" NAME ARGUMENT... | measure "lab VERB" NAME ARGUMENT... (NAME may have a folder of its own)
     verb=$1 out=benchmarks/${1#lab }/$2
+    case $2 in */*) out=benchmarks/$2 ;; esac
     shift 2
     echo "== headstart bench $verb $*" >&2
     # shellcheck disable=SC2086  # HEADSTART may hold arguments, a verb of the lab is two words
@@ -19,7 +20,8 @@ measure() { # measure "VERB" NAME ARGUMENT... | measure "lab VERB" NAME ARGUMENT
     mv "$out.new.png" "$out.png"
 }
 
-all='rotations-tiny rotations intent intent-bundled twins fairness fairness-decode stall order page-aligned'
+all='rotations-tiny rotations intent intent-bundled twins fairness fairness-decode stall order page-aligned
+    restart restart-float32 siblings write-behind'
 figures=${*:-$all}
 for figure in $figures; do
     case $figure in
@@ -32,6 +34,10 @@ for figure in $figures; do
     fairness-decode) measure 'lab fairness' decode --requests 4000 --output-tokens 48 --max-num-seqs 8 ;;
     stall) measure 'lab stall' llama-100m --model llama-100m ;;
     order) measure 'lab order' order ;;
+    restart) measure 'lab restart' store/restart --model llama-100m ;;
+    restart-float32) measure 'lab restart' store/restart_float32 --model llama-100m --dtype float32 --runs 1 ;;
+    siblings) measure 'lab siblings' store/siblings --model llama-100m ;;
+    write-behind) measure 'lab write-behind' store/write_behind --model llama-100m ;;
     page-aligned) measure 'lab page-aligned' llama-100m --model llama-100m ;;
     *)
         echo "no such figure: $figure ($all)" >&2

@@ -1,5 +1,6 @@
 """`headstart bench lab ...`: one verb per experiment on the engine's laws."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,11 @@ if TYPE_CHECKING:
     from headstart.bench.engines import Setup
     from headstart.bench.progress import Bar
     from headstart.bench.report import Report
+
+Folder = Annotated[
+    Path | None,
+    typer.Option("--folder", metavar="DIR", help="Where stores are made and removed; default: the temporary folder."),
+]
 
 lab = typer.Typer(
     help="Experiments on the engine's laws: small, exact, most of them without a real model.",
@@ -177,3 +183,69 @@ def order(
         return run_order(seed, 1 if quick else runs, config, bar)
 
     cli_run.finish(bench, plot)
+
+
+@lab.command(short_help="kill -9, start again: what is still known.")
+def restart(
+    model: Model = "tiny",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    seed: Seed = 0,
+    runs: Runs = 3,
+    folder: Folder = None,
+    quick: Quick = False,
+    plot: Plot = None,
+) -> None:
+    """64 prompts, kill -9 of a real server with --kv-store, the same prompts; and opening 100,000 stored blocks."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.lab_restart import QUICK, RestartConfig, run_restart
+
+        config = QUICK if quick else RestartConfig(runs=runs)
+        return run_restart(setup, replace(config, folder=folder), bar)
+
+    cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
+
+
+@lab.command(short_help="Two servers on one folder: who computes what.")
+def siblings(
+    model: Model = "tiny",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    seed: Seed = 0,
+    runs: Runs = 3,
+    folder: Folder = None,
+    quick: Quick = False,
+    plot: Plot = None,
+) -> None:
+    """Two real servers on one --kv-store: what A computed B loads, how soon, and nothing of another tenant's."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.lab_siblings import QUICK, SiblingsConfig, run_siblings
+
+        config = QUICK if quick else SiblingsConfig(runs=runs)
+        return run_siblings(setup, replace(config, folder=folder), bar)
+
+    cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
+
+
+@lab.command("write-behind", short_help="What writing blocks to disk costs the engine.")
+def write_behind(
+    model: Model = "tiny",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    seed: Seed = 0,
+    runs: Runs = 5,
+    folder: Folder = None,
+    quick: Quick = False,
+    plot: Plot = None,
+) -> None:
+    """The same work with a store and without, by turns: throughput, slowest steps, blocks written and lost."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.lab_write_behind import QUICK, WriteBehindConfig, run_write_behind
+
+        config = QUICK if quick else WriteBehindConfig(runs=runs)
+        return run_write_behind(setup, replace(config, folder=folder), bar)
+
+    cli_run.run_on_model(bench, model, dtype, threads, seed, plot)

@@ -33,13 +33,14 @@ def _advise(path: Path) -> None:
 
 
 def _probe(path: Path) -> list[bool]:
-    """For some pages of it, the first among them: whether it is not in memory. Nothing where nobody can tell."""
-    if not hasattr(os, "RWF_NOWAIT"):
+    """For some of its pages that are no holes: whether they are not in memory. Nothing where nobody can tell."""
+    if not hasattr(os, "RWF_NOWAIT") or not hasattr(os, "SEEK_DATA"):
         return []
     descriptor = os.open(path, os.O_RDONLY)
     try:
         size = os.fstat(descriptor).st_size
-        return [_is_absent(descriptor, size * i // PROBES) for i in range(PROBES)] if size else []
+        offsets = [os.lseek(descriptor, size * i // PROBES, os.SEEK_DATA) for i in range(PROBES)] if size else []
+        return [_is_absent(descriptor, offset) for offset in offsets]
     except OSError:  # a file system that cannot tell
         return []
     finally:
