@@ -224,6 +224,7 @@ def _figures(runs: list[_Restart]) -> dict[str, Any]:
         "ttft_cold_ms": median(_ttft_ms(run.cold) for run in runs),
         "ttft_restart_ms": median(_ttft_ms(run.restart) for run in runs),
         "ttft_warm_ms": median(_ttft_ms(run.warm) for run in runs),
+        "ttft_restart_max_ms": median(1e3 * max(answer.ttft for answer in run.restart) for run in runs),
         "ttft_restart_over_cold": median(run.restart_over_cold for run in runs),
         "answers_differ": sum(differing(run.cold, run.restart) for run in runs),
         "store_token_share": median(run.store_tokens / sum(a.prompt_tokens for a in run.restart) for run in runs),
