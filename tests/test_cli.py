@@ -54,7 +54,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     return calls
 
 
-@pytest.mark.parametrize("verb", ["serve", "generate", "doctor", "init-model", "bench", "bench lab", ""])
+@pytest.mark.parametrize(
+    "verb", ["serve", "generate", "doctor", "init-model", "bench", "bench lab", "store", "store verify", ""]
+)
 def test_every_verb_has_help_that_fits_the_width(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*verb.split(), "--help"]) == 0
     shown = capsys.readouterr().out

@@ -53,7 +53,11 @@ def test_headstart_commands_in_the_pages_have_that_verb_and_those_flags(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = shlex.split(command)[1:]
-    verb = words[: {"bench": 3 if words[1] == "lab" else 2, "prefix": 2}.get(words[0], 1)] if len(words) > 1 else words
+    verb = (
+        words[: {"bench": 3 if words[1] == "lab" else 2, "prefix": 2, "store": 2}.get(words[0], 1)]
+        if len(words) > 1
+        else words
+    )
     assert cli.main([*verb, "--help"]) == 0
     shown = capsys.readouterr().out
     assert [word for word in words if word.startswith("--") and word not in shown] == []

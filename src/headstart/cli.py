@@ -1,4 +1,4 @@
-"""The command line: `headstart serve | generate | prefix | doctor | bench | init-model`.
+"""The command line: `headstart serve | generate | prefix | store | doctor | bench | init-model`.
 
 The only place that reads argv and environment. Verbs import what they need when they run: --help stays fast, and the
 thread settings are in the environment before torch is imported. A mistake is one line on stderr and exit code 2.
@@ -20,6 +20,7 @@ from headstart.cli_explain import explain
 from headstart.cli_help import GroupedCommand
 from headstart.cli_options import Sources, takes_options
 from headstart.cli_prefix import app as prefix
+from headstart.cli_store import app as store
 from headstart.config_file import DEBUG_VARIABLE, settle
 from headstart.core.errors import ConfigError, HeadstartError
 from headstart.model.threads import prepare_threads
@@ -44,6 +45,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(prefix, name="prefix", short_help="Show and change the pinned prefixes of a running server.")
+app.add_typer(store, name="store", short_help="Look into, check and clear a folder of stored blocks.")
 _USAGE_ERROR = typer.BadParameter.__mro__[1]  # the parent of every complaint about argv, wherever typer keeps it
 
 

@@ -102,14 +102,15 @@ def _show(answer: dict[str, Any], prefixes: list[dict[str, Any]], as_json: bool)
         table.add_column(column, justify="right")
     for entry in prefixes:
         counts = (f"{entry[key]:,}" for key in ("tokens", "blocks", "hits", "tokens_saved"))
-        table.add_row(entry["name"], entry["tenant"] or "public", entry["state"], *counts, _ago(entry["last_used"]))
+        table.add_row(entry["name"], entry["tenant"] or "public", entry["state"], *counts, ago(entry["last_used"]))
     Console().print(table if prefixes else "no prefix is pinned; headstart prefix add NAME --file FILE pins one")
     for entry in prefixes:
         if entry["error"]:
             print(f"{entry['name']}: {entry['error']}")
 
 
-def _ago(used: float | None) -> str:
+def ago(used: float | None) -> str:
+    """A time in seconds since 1970, as seen from now; None: never."""
     if used is None:
         return "never"
     seconds = max(time.time() - used, 0.0)
