@@ -107,7 +107,7 @@ class Names(NamedTuple):
     """What part of a table says. Entries that are torn or damaged have no name, nor have discarded and empty ones."""
 
     by_slot: list[bytes]  # up to the last slot that is not empty; b"": nothing that could be loaded
-    bad: list[int]  # places in `by_slot` of entries that fail their check
+    bad: list[int]  # places in `by_slot` of entries that fail their check, or are empty though a later one is not
 
 
 def encode_header(header: Header) -> bytes:
@@ -185,11 +185,14 @@ def decode_names(header: Header, first: int, table: bytes) -> Names:
     usable = _ENTRY_MAGIC + bytes([_STORED, 0, 0, 0])
     names: list[bytes] = []
     bad: list[int] = []
+    holes: list[int] = []
     end = 0
     for place, offset in enumerate(range(0, len(table) - size + 1, size)):
         raw = table[offset : offset + size]
         name = b""
-        if raw != empty:
+        if raw == empty:
+            holes.append(place)
+        else:
             end = place + 1
             if xxh3_128_digest(raw[:-_CHECKSUM_BYTES], _seed(header, first + place)) != raw[-_CHECKSUM_BYTES:]:
                 bad.append(place)
@@ -198,7 +201,7 @@ def decode_names(header: Header, first: int, table: bytes) -> Names:
             elif raw[: len(_ENTRY_MAGIC)] != _ENTRY_MAGIC or raw[len(_ENTRY_MAGIC)] != _DISCARDED:
                 bad.append(place)
         names.append(name)
-    return Names(names[:end], bad)
+    return Names(names[:end], sorted(bad + [hole for hole in holes if hole < end]))
 
 
 def _seed(header: Header, slot: int) -> int:

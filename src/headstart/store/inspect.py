@@ -128,7 +128,7 @@ def _open(files: Files, folder: Path, entry: FileEntry) -> tuple[Segment | None,
         return None, Counter(["unsafe"])
     try:
         segment = Segment(0, path, segments.read_header(files, path, own_id), entry.num_bytes)
-        names, num_bad = segments.read_names(files, segment)
+        num_bad = segments.read_all_names(files, segment)
         is_cut = segments.is_cut(files, segment)
     except FileNotFoundError:
         return None, Counter()  # evicted just now
@@ -136,7 +136,6 @@ def _open(files: Files, folder: Path, entry: FileEntry) -> tuple[Segment | None,
         return None, Counter([error.reason])
     except OSError:
         return None, Counter(["unreadable"])
-    segment.note(names)
     return segment, +Counter({"entry": num_bad, "cut": int(is_cut)})
 
 

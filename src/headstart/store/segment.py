@@ -35,7 +35,7 @@ class Segment:
     num_bytes: int
     names: list[bytes] = field(default_factory=list[bytes])  # by slot, as far as it was read; b"": nothing to load
     used: bytearray = field(default_factory=bytearray)  # by slot: 1 = used since it was written here
-    torn: int = -1  # the last slot, if its entry failed its check once; its writer may have been writing it
+    suspect_until: int = 0  # entries before this slot have been looked at twice
     touched_at: float = float("-inf")
     is_sealed: bool = False  # nobody writes to it any more
 
@@ -84,14 +84,14 @@ def read_header(files: Files, path: Path, own_id: bytes) -> Header:
 
 
 def read_names(files: Files, segment: Segment) -> tuple[list[bytes], int]:
-    """Names that were written to it since the last call, and how many entries are damaged. Changes only `torn`.
+    """Names that were written to it since the last call, and how many entries are damaged.
 
-    An entry at the very end that fails its check is looked at once more before it counts as damaged: its writer may be
-    in the middle of it. Raises OSError.
+    Stops before the first that is damaged unless it was so at an earlier call: its writer may be in the middle of it.
+    Changes only `suspect_until` and `num_bytes`. Raises OSError.
     """
     found = files.stat(segment.path)
     first, header = len(segment.names), segment.header
-    stop = header.slots_within(found.size)
+    stop, size = header.slots_within(found.size), header.shape.entry_bytes
     segment.num_bytes = found.num_bytes
     names: list[bytes] = []
     num_bad = 0
@@ -100,21 +100,30 @@ def read_names(files: Files, segment: Segment) -> tuple[list[bytes], int]:
     fd = files.open(segment.path)
     try:
         while first < stop:
-            num_bytes = min(stop - first, max(1, _TABLE_BYTES // header.shape.entry_bytes)) * header.shape.entry_bytes
-            table = files.pread(fd, num_bytes, header.entry_offset(first))
-            piece = format.decode_names(header, first, table)
-            last = len(piece.by_slot) - 1
-            if last in piece.bad and segment.torn != first + last:
-                segment.torn = first + last
-                return names + piece.by_slot[:last], num_bad + len(piece.bad) - 1
-            names += piece.by_slot
-            num_bad += len(piece.bad)
-            if len(table) < num_bytes or len(piece.by_slot) * header.shape.entry_bytes < num_bytes:
+            asked = min(stop - first, max(1, _TABLE_BYTES // size))
+            piece = format.decode_names(header, first, files.pread(fd, asked * size, header.entry_offset(first)))
+            new = next((place for place in piece.bad if first + place >= segment.suspect_until), len(piece.by_slot))
+            names += piece.by_slot[:new]
+            num_bad += sum(place < new for place in piece.bad)
+            if new < len(piece.by_slot):
+                segment.suspect_until = first + len(piece.by_slot)
+            if new < asked:
                 break
-            first += len(piece.by_slot)
+            first += new
     finally:
         files.close(fd)
     return names, num_bad
+
+
+def read_all_names(files: Files, segment: Segment) -> int:
+    """Notes all names that are there now, and returns how many entries are damaged. Raises OSError."""
+    num_bad = num_idle = 0
+    while num_idle < 2:
+        names, more_bad = read_names(files, segment)
+        segment.note(names)
+        num_bad += more_bad
+        num_idle = 0 if names else num_idle + 1
+    return num_bad
 
 
 def is_cut(files: Files, segment: Segment) -> bool:
