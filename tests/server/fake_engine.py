@@ -110,6 +110,7 @@ class FakeEngine:
             num_bytes=self.stored * 1024,
             max_bytes=2**30,
             num_segments=2,
+            num_pending=6 if "close" in self.knobs else 0,
             loaded_blocks=self.num_steps,
             misses={"gone": 1, "corrupt": 2, "io": 3, "slow": self.num_steps},
             written_blocks=self.num_steps,

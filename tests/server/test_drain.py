@@ -89,6 +89,20 @@ def test_ctrl_c_twice_stops_at_once(folder: str, tmp_path) -> None:
         wait_for(lambda: not os.path.exists(f"/proc/{engine}"), 10)
 
 
+@pytest.mark.parametrize("is_in_a_hurry", [False, True])
+def test_what_waits_for_the_store_is_written_unless_somebody_is_in_a_hurry(
+    folder: str, tmp_path, is_in_a_hurry: bool
+) -> None:
+    with fake_server(f"{folder}?store=1&close=2", tmp_path / "log") as server:
+        wait_for(lambda: server.metric("headstart:kv_store_pending_blocks") == 6, 10)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "writing 6 blocks to the store" in server.log, 10)
+        if is_in_a_hurry:
+            server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(20) == 0
+        assert ("the fake engine was closed" in server.log) is not is_in_a_hurry
+
+
 def test_ctrl_c_of_a_terminal_reaches_the_engine_only_through_its_parent(folder: str, tmp_path) -> None:
     with fake_server(folder, tmp_path / "log") as server:
         (engine,) = engine_pids(server)

@@ -173,13 +173,18 @@ class EngineClient:
         finally:
             del self._calls[call_id]
 
-    async def close(self, *, at_once: bool = False) -> None:
-        """Ends the engine process; gently, with time to write what its store still has to, if it listens."""
+    def kill(self) -> None:
+        """Ends the engine process at once: whatever it was about to write is lost. To be closed all the same."""
+        if self._process is not None:
+            self._process.kill()
+
+    async def close(self) -> None:
+        """Ends the engine process; gently, with time to write what waits for its store, if it listens."""
         process, transport = self._process, self._transport
         if process is None:
             return
         if transport is not None and not transport.is_closing():
-            if at_once or self.info is None:  # still loading: it would not listen
+            if self.info is None:  # still loading: it would not listen
                 process.kill()
             else:
                 self._send(Stop())

@@ -118,7 +118,7 @@ class _Run:
             http.should_exit = True
             http.force_exit = self._now.is_set()
             await asyncio.wait([serving])
-            await engine.close(at_once=self._now.is_set())
+            await self._close(engine)
 
     def _domain_secret(self) -> bytes:
         """What tenants' domains are derived from: the folder's, if blocks are to be found again by other processes.
@@ -174,6 +174,19 @@ class _Run:
         state.cancel_all(DrainingError("the server shut down before this request was finished"))
         await _first_of(state.idle.wait(), timeout=CUT_SECONDS)
         return EXIT_INTERRUPTED if self._now.is_set() else EXIT_BROKEN
+
+    async def _close(self, engine: EngineClient) -> None:
+        """Ends the engine, which first writes what waits for its store, unless somebody is in a hurry."""
+        store = engine.stats.store
+        if store is not None and store.num_pending and engine.dead is None and not self._now.is_set():
+            self._log.line(f"headstart: writing {store.num_pending:,} blocks to the store; Ctrl-C stops at once")
+        hurry = asyncio.create_task(self._now.wait())
+        closing = asyncio.create_task(engine.close())
+        await asyncio.wait([closing, hurry], return_when=asyncio.FIRST_COMPLETED)
+        if not closing.done():
+            engine.kill()
+        hurry.cancel()
+        await closing
 
     async def _until_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Returns the result of `work`, or None if a signal came first."""
