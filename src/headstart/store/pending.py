@@ -1,7 +1,7 @@
 """Pending: the blocks that wait to be written, in the order in which they are worth it. One thread's, no I/O.
 
-Pinned ones first, then those that somebody has used since they were offered, then the rest; among equals the one offered
-first, so that the head of a chain comes before its tail. One block per name: what is offered again replaces what waited.
+Pinned ones first, then those that somebody has used since they were offered, then the rest; among equals the one
+offered first, so that the head of a chain comes before its tail. What is offered again replaces what waited.
 """
 
 from collections import OrderedDict

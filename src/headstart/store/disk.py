@@ -1,0 +1,244 @@
+"""DiskStore: blocks in a folder that all processes of a machine share; core/store.py says what each method promises.
+
+The engine's thread appends to queues and looks into dicts here, and does nothing that could wait for a disk. Two
+threads do the rest, one writing (`writer.py`), one reading (`loader.py`); a disk that hangs holds up these alone.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from headstart.core.hashing import BlockHash
+from headstart.core.store import BlockKey, BlockSource, Data, Loaded, StoreStats
+from headstart.store.catalog import Catalog
+from headstart.store.estimate import LoadEstimate
+from headstart.store.files import Files
+from headstart.store.format import Shape
+from headstart.store.loader import Load, Loader, Piece
+from headstart.store.pending import Offer
+from headstart.store.writer import Writer
+
+CLOSE_SECONDS = 5.0  # at the most, to write what is pending
+MAX_LOADS = 1024  # under way at once
+MISSES = ("gone", "corrupt", "mismatch", "io", "slow")
+
+
+class DiskStore:
+    """A folder of blocks of one shape; ends with close(), with the interpreter, or when dropped."""
+
+    def __init__(
+        self,
+        folder: Path,
+        shape: Shape,
+        max_bytes: int,
+        *,
+        files: Files | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Opens the folder, made where needed, and reads what is in it.
+
+        Raises ConfigError for a folder that cannot be used at all, and for a size that does not hold one block.
+        """
+        self._block_bytes, self._clock = shape.block_bytes, clock
+        self._catalog = catalog = Catalog(folder, shape, max_bytes, files or Files(), clock)
+        self._writer = writer = Writer(catalog, shape.block_bytes, clock)
+        self._loader = loader = Loader(catalog, shape.block_bytes, clock)
+        writer.look()
+        self._estimate = LoadEstimate()
+        self._loads: dict[int, Load] = {}  # those that somebody waits for
+        self._num_loads, self._num_asked = 0, 0  # loads and blocks, ever
+        self._lent: dict[int, bytearray] = {}  # by id: buffers that the engine has
+        self._barred: set[BlockHash] | None = set()  # distrusted until the writer has forgotten them; None: all are
+        self._barred_until = 0
+        self._misses: dict[str, int] = dict.fromkeys(MISSES, 0)
+        self._loaded_blocks = 0
+        self._is_closed = False
+        threads = [
+            threading.Thread(target=body.run, name=f"kv-store-{name}", daemon=True)
+            for name, body in (("writer", writer), ("loader", loader))
+        ]
+        for thread in threads:
+            thread.start()
+        self._finalizer = weakref.finalize(self, _end, writer, loader, catalog, threads)
+
+    def start(self, source: BlockSource) -> None:
+        """Begins to write. `source` must not refer to this store, or dropping the store would not end it."""
+        self._writer.source = source
+
+    def contains(self, name: BlockHash) -> bool:
+        return not self._is_barred(name) and self._catalog.contains(name)
+
+    def expected_seconds(self, num_blocks: int) -> float:
+        now, loader = self._clock(), self._loader
+        if self._is_closed or loader.health.reason or len(self._loads) >= MAX_LOADS or loader.is_overdue(now):
+            return float("inf")
+        return self._estimate.expected(num_blocks + self._num_asked - loader.num_read, now)
+
+    def load(self, keys: Sequence[BlockKey]) -> int:
+        now = self._clock()
+        if len(self._loads) >= MAX_LOADS:
+            self._misses["slow"] += 1
+            keys = ()
+        self._num_loads += 1
+        self._num_asked += len(keys)
+        waiting = self._num_asked - self._loader.num_read
+        load = self._loads[self._num_loads] = Load(self._num_loads, keys, now, waiting, len(keys))
+        if self._is_closed:
+            self._end_load(load)
+        else:
+            self._cut(load)
+            self._estimate.asked(now)
+            self._loader.ask(load)
+        return load.load_id
+
+    def cancel(self, load_id: int) -> None:
+        load = self._loads.pop(load_id, None)
+        if load is not None:
+            now = self._clock()
+            load.is_cancelled = True
+            self._misses["slow"] += 1
+            self._estimate.too_slow(max(1, load.num_waiting), now - load.asked_at, now)
+
+    def poll(self) -> list[Loaded]:
+        self._loader.has_done.clear()
+        found: list[Loaded] = []
+        done = self._loader.done
+        while done:
+            if (loaded := self._take(done.popleft())) is not None:
+                found.append(loaded)
+        return found
+
+    def done_with(self, loaded: Loaded) -> None:
+        if loaded.data and isinstance(first := loaded.data[0], memoryview):
+            buffer = self._lent.pop(id(first.obj), None)
+            if buffer is not None:
+                self._loader.give_back(buffer)
+
+    def wait(self, timeout: float) -> None:
+        until = time.monotonic() + timeout
+        loader = self._loader
+        while True:
+            loader.has_done.clear()
+            while loader.done and loader.done[0].load.load_id not in self._loads:
+                self._take(loader.done.popleft())
+            left = until - time.monotonic()
+            if loader.done or left <= 0:
+                return
+            loader.has_done.wait(left)
+
+    def offer(self, block: int, version: int, key: BlockKey) -> None:
+        if not self._is_closed:
+            self._writer.offer(Offer(block, version, key))
+
+    def touch(self, names: Sequence[BlockHash]) -> None:
+        if not self._is_closed:
+            self._writer.touch(names)
+
+    def keep(self, names: Iterable[BlockHash]) -> None:
+        self._writer.keep(frozenset(names))
+
+    def distrust(self, names: Sequence[BlockHash]) -> None:
+        if self._barred_until <= self._writer.num_settled:
+            self._barred = set()
+        if self._barred is not None:
+            self._barred.update(names)
+        self._forget(names)
+
+    def clear(self) -> None:
+        self._barred = None
+        self._forget(None)
+
+    def stats(self) -> StoreStats:
+        now, writer, catalog = self._clock(), self._writer, self._catalog
+        return StoreStats(
+            num_blocks=catalog.num_blocks,
+            num_bytes=catalog.num_bytes,
+            max_bytes=catalog.max_bytes,
+            num_segments=catalog.num_segments,
+            num_pending=writer.num_pending,
+            loaded_blocks=self._loaded_blocks,
+            loaded_bytes=self._loaded_blocks * self._block_bytes,
+            misses={**self._misses, "corrupt": self._misses["corrupt"] + catalog.num_corrupt},
+            written_blocks=writer.written_blocks,
+            written_bytes=writer.written_blocks * self._block_bytes,
+            lost_writes=writer.lost(),
+            evicted_blocks=writer.evicted_blocks,
+            degraded="; ".join(self._loader.degraded(now) + writer.degraded(now)),
+            num_degraded=self._loader.health.num_degraded + writer.num_degraded,
+            load_bytes_per_s=self._estimate.blocks_per_s() * self._block_bytes,
+            write_bytes_per_s=writer.bytes_per_s,
+        )
+
+    def close(self) -> None:
+        self._is_closed = True
+        for load in list(self._loads.values()):
+            self._end_load(load)
+        self._finalizer()
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _take(self, piece: Piece) -> Loaded | None:
+        """What of a piece the engine gets; None if nobody waits for it."""
+        load, buffer = piece.load, piece.buffer
+        if piece.num_blocks:
+            self._estimate.measured(piece.num_blocks, piece.seconds, piece.latency, self._clock())
+        is_awaited = load.load_id in self._loads
+        num = min(piece.num_blocks, load.num_wanted - load.num_given) if is_awaited else 0
+        data: tuple[Data, ...] = ()
+        if buffer is not None and num:
+            view, size = memoryview(buffer), self._block_bytes
+            data = tuple(view[at : at + size] for at in range(0, num * size, size))
+            self._lent[id(buffer)] = buffer
+        elif buffer is not None:
+            self._loader.give_back(buffer)
+        if not is_awaited:
+            return None
+        load.num_given += num
+        self._loaded_blocks += num
+        if piece.miss is not None:
+            self._misses[piece.miss] += 1
+        is_last = piece.is_last or load.num_given >= load.num_wanted
+        if is_last:
+            load.is_cancelled = True  # where there is more of it, nobody wants that
+            del self._loads[load.load_id]
+        return Loaded(load.load_id, data, is_last)
+
+    def _end_load(self, load: Load) -> None:
+        """Gives up a load of a closed store: what was not handed out does not come."""
+        load.is_cancelled, load.num_wanted = True, load.num_given
+        self._loader.hand_over(Piece(load, None, 0, True, None, 0.0, 0.0))
+
+    def _forget(self, names: Sequence[BlockHash] | None) -> None:
+        self._barred_until = self._writer.forget(names)
+        for load in self._loads.values():
+            self._cut(load)
+
+    def _cut(self, load: Load) -> None:
+        """Ends a load before the first block that must not come back."""
+        keys = load.keys[load.num_given : load.num_wanted]
+        for place, key in enumerate(keys if self._barred_until > self._writer.num_settled else ()):
+            if self._is_barred(key.name):
+                load.num_wanted = load.num_given + place
+                load.is_cancelled = not place
+                return
+
+    def _is_barred(self, name: BlockHash) -> bool:
+        if self._barred_until <= self._writer.num_settled:
+            return False
+        return self._barred is None or name in self._barred
+
+
+def _end(writer: Writer, loader: Loader, catalog: Catalog, threads: Sequence[threading.Thread]) -> None:
+    """Ends both threads, or leaves behind the one whose disk does not answer: they are daemons."""
+    loader.stop()
+    writer.stop(CLOSE_SECONDS)
+    until = time.monotonic() + CLOSE_SECONDS
+    others = [thread for thread in threads if thread is not threading.current_thread()]
+    for thread in others:
+        thread.join(max(0.0, until - time.monotonic()))
+    if len(others) == len(threads) and not any(thread.is_alive() for thread in threads):
+        with suppress(OSError):
+            catalog.close()

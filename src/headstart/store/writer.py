@@ -1,0 +1,241 @@
+"""Writer: one thread that writes behind, sees what other processes wrote, and forgets what must not come back.
+
+The engine hands over what it has to say through a bounded queue, which costs it an append; everything else happens
+here, in rounds, so that a disk that hangs holds up nobody else. What was distrusted is forgotten before anything
+offered later is written. The same thread looks at the folder, between two runs of a few megabytes.
+"""
+
+import os
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from headstart.core.hashing import BlockHash
+from headstart.core.store import BlockKey, BlockSource, Data
+from headstart.store.catalog import Catalog
+from headstart.store.health import Health, reason_of, say
+from headstart.store.pending import Offer, Pending
+
+ROUND_SECONDS = 0.02  # between two looks at the folder and at what was offered
+RUN_BYTES = 4 << 20  # copied out of the pool and written at once
+MAX_RUN_BLOCKS = 256
+MAX_PENDING = 16_384  # blocks; also the most messages that wait
+NICE = 10  # below the threads that compute
+KEEP_RATE = 0.8  # the weight of the past in the measured rate
+OVERDUE_SECONDS = 5.0  # for one round
+LOST = ("overwritten", "overload", "degraded", "closing")
+
+
+class _Touch(NamedTuple):
+    names: Sequence[BlockHash]
+
+
+class _Keep(NamedTuple):
+    names: frozenset[BlockHash]
+
+
+class _Forget(NamedTuple):
+    order: int
+    names: Sequence[BlockHash] | None  # None: all there is
+
+
+class Writer:
+    """The thread's body and its counters, which others may read."""
+
+    def __init__(self, catalog: Catalog, block_bytes: int, clock: Callable[[], float]) -> None:
+        self.source: BlockSource | None = None  # before it is set nothing is written
+        self.health = Health("writing")
+        self.folder_health = Health("looking for other processes' blocks", max_errors=3)
+        self.written_blocks = 0
+        self.evicted_blocks = 0
+        self.bytes_per_s = 0.0
+        self.num_settled = 0  # the last order to forget that has been carried out
+        self._lost: dict[str, int] = dict.fromkeys(LOST, 0)
+        self._num_offered = 0  # put into the queue, by the engine's thread
+        self._num_read = 0  # of these, taken out of it
+        self._num_writing = 0
+        self._num_refused = 0  # offers that found the queue full; the engine's thread counts them
+        self._catalog, self._block_bytes, self._clock = catalog, block_bytes, clock
+        self._run_blocks = max(1, min(MAX_RUN_BLOCKS, RUN_BYTES // block_bytes))
+        self._inbox: deque[Offer | _Touch | _Keep | _Forget] = deque()
+        self._num_orders = 0  # to forget; the engine's thread counts them
+        self._pending = Pending(MAX_PENDING)
+        self._kept: frozenset[BlockHash] = frozenset()
+        self._forgets: deque[_Forget] = deque()
+        self._look_at = float("-inf")
+        self._busy_since = float("inf")
+        self._wake = threading.Event()
+        self._end_at: float | None = None
+
+    # What the engine's thread calls: none of it waits for anything. ------------------------------------------------
+
+    def offer(self, offer: Offer) -> None:
+        """A block to write."""
+        if len(self._inbox) < MAX_PENDING:
+            self._num_offered += 1
+            self._inbox.append(offer)
+        else:
+            self._num_refused += 1
+
+    def touch(self, names: Sequence[BlockHash]) -> None:
+        """Somebody uses these. Any thread."""
+        if len(self._inbox) < MAX_PENDING:
+            self._inbox.append(_Touch(names))
+
+    def keep(self, names: frozenset[BlockHash]) -> None:
+        """From now on these, and only these, are pinned."""
+        self._inbox.append(_Keep(names))
+
+    def forget(self, names: Sequence[BlockHash] | None) -> int:
+        """Orders to forget these, or all; done as soon as `num_settled` has reached the number that this returns."""
+        self._num_orders += 1
+        self._inbox.append(_Forget(self._num_orders, names))
+        return self._num_orders
+
+    @property
+    def num_pending(self) -> int:
+        """Blocks that wait to be written or are being written."""
+        return self._num_offered - self._num_read + len(self._pending) + self._num_writing
+
+    def lost(self) -> dict[str, int]:
+        """Blocks that were to be written and were not, by reason."""
+        return {**self._lost, "overload": self._lost["overload"] + self._num_refused}
+
+    @property
+    def num_degraded(self) -> int:
+        """Times that either side began not to work."""
+        return self.health.num_degraded + self.folder_health.num_degraded
+
+    def degraded(self, now: float) -> list[str]:
+        """What does not work right now, in words."""
+        found = [health.text for health in (self.health, self.folder_health) if health.text]
+        if now - self._busy_since > OVERDUE_SECONDS:
+            found.append(f"{self.health.side}: no answer from the disk for {now - self._busy_since:.0f} s")
+        return found
+
+    def stop(self, seconds: float) -> None:
+        """Ends after what is pending has been written, or after `seconds`."""
+        self._end_at = self._clock() + seconds
+        self._wake.set()
+
+    # The thread. ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Rounds until `stop`."""
+        _lower_priority()
+        while self._end_at is None:
+            if not self.round():
+                self._wake.wait(ROUND_SECONDS)
+        while self.round() and self._clock() < self._end_at:
+            pass
+        self._lost["closing"] += self._pending.clear()
+
+    def round(self) -> bool:
+        """Reads what was said, looks at the folder when it is time, forgets, and writes one run.
+
+        Returns whether there is more to write at once.
+        """
+        self._busy_since = now = self._clock()
+        try:
+            self._read_inbox()
+            self.look()
+            if self.health.may_try(now):
+                with self._guard(self.health):
+                    self._forget()
+                    return self._write()
+            self._lost["degraded"] += self._pending.shed(self._run_blocks)  # some stay, for the next try
+            return False
+        finally:
+            self._num_writing = 0
+            self._busy_since = float("inf")
+
+    def look(self) -> None:
+        """Takes in what other processes wrote, when it is time for that. Called once before the thread begins."""
+        now = self._clock()
+        if now >= self._look_at and self.folder_health.may_try(now):
+            with self._guard(self.folder_health):
+                self._catalog.refresh()
+                self.folder_health.worked(now)
+            self._look_at = self._clock() + ROUND_SECONDS
+
+    def _read_inbox(self) -> None:
+        used: list[BlockHash] = []
+        for _ in range(len(self._inbox)):
+            match self._inbox.popleft():
+                case Offer() as offer:
+                    if self._forgets or not self._catalog.contains(offer.key.name):
+                        self._lost["overload"] += self._pending.add(offer)
+                    self._num_read += 1
+                case _Touch(names):
+                    self._pending.touch(names)
+                    used += names
+                case _Keep(names):
+                    self._kept = names
+                    self._pending.keep(names)
+                case _Forget(_, names) as forget:
+                    self._pending.clear() if names is None else self._pending.remove(names)
+                    self._forgets.append(forget)
+        if used:
+            with suppress(OSError):  # others think them a little older than they are
+                self._catalog.used(used)
+
+    def _forget(self) -> None:
+        """Carries out the orders to forget. Raises OSError; then the rest waits, and so do all writes."""
+        while self._forgets:
+            order, names = self._forgets[0]
+            self._catalog.clear() if names is None else self._catalog.discard(names)
+            self._forgets.popleft()
+            self.num_settled = order
+
+    def _write(self) -> bool:
+        """Writes one run; returns whether there is more. Raises OSError, and then keeps what was not written."""
+        source = self.source
+        if source is None or not self._pending:
+            return False
+        self._num_writing = min(self._run_blocks, len(self._pending))
+        taken = self._pending.take(self._run_blocks)
+        blocks: list[tuple[BlockKey, Data]] = []
+        for offer in taken:
+            data = source(offer.block, offer.version)
+            if data is None:
+                self._lost["overwritten"] += 1
+            else:
+                blocks.append((offer.key, data))
+        if blocks:
+            try:
+                self._append(blocks)
+            except OSError:
+                unwritten = {key.name for key, _ in blocks if not self._catalog.contains(key.name)}
+                self._pending.put_back(offer for offer in taken if offer.key.name in unwritten)
+                raise
+        return bool(self._pending)
+
+    def _append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> None:
+        began, num_bytes = self._clock(), len(blocks) * self._block_bytes
+        self.evicted_blocks += self._catalog.make_room(num_bytes, kept=self._kept)
+        self.written_blocks += self._catalog.append(blocks)
+        now = self._clock()
+        rate = num_bytes / max(now - began, 1e-9)
+        self.bytes_per_s = KEEP_RATE * self.bytes_per_s + (1 - KEEP_RATE) * rate if self.bytes_per_s else rate
+        self.health.worked(now)
+
+    @contextmanager
+    def _guard(self, health: Health) -> Generator[None]:
+        """Takes any error as one of this side: not even a mistake of ours may end the thread."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, OSError):
+                say(traceback.format_exc())
+            health.failed(reason_of(error), self._clock())
+
+
+def _lower_priority() -> None:
+    """Has this thread give way to those that compute, where the system knows of threads' priorities."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICE)
