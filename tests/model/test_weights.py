@@ -10,7 +10,8 @@ from model.tiny import make_checkpoint
 from safetensors.torch import save_file
 
 from headstart.core.errors import ConfigError
-from headstart.model import weights
+from headstart.model import loader, weights
+from headstart.model.attention.base import BACKENDS
 from headstart.model.loader import load_model
 from headstart.model.weights import Checkpoint, LoadingBar, weight_files
 
@@ -85,6 +86,103 @@ def test_a_sharded_checkpoint_gives_the_same_logits_and_fingerprint(tmp_path: Pa
     sharded = load_model(folder, dtype="float32", device="cpu")
     assert torch.equal(all_logits(tiny_runner(sharded), chunk(tokens, 0, 20, [1, 2]))[0], whole)
     assert sharded.fingerprint == single.fingerprint
+
+
+def test_a_single_file_goes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    save(tmp_path, a=torch.zeros(2))
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_one_flipped_bit_anywhere_is_another_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: bool
+) -> None:
+    monkeypatch.setattr(weights, "CHUNK_BYTES", 1000)
+    kept = {"a": torch.arange(1500, dtype=torch.float32), "b": torch.ones(7, dtype=torch.bfloat16), "c": torch.ones(())}
+    file = tmp_path / "model.safetensors"
+    entries = save(tmp_path, **kept).entries
+    content = bytearray(file.read_bytes())
+
+    def fingerprint() -> bytes:
+        file.write_bytes(content)
+        checkpoint = Checkpoint(tmp_path)
+        if taken:
+            with checkpoint.reading(lambda _: None):
+                for name, tensor in kept.items():
+                    checkpoint.take(name, tuple(tensor.shape), torch.float32)
+        return checkpoint.fingerprint()
+
+    found = {fingerprint()}
+    for entry in entries.values():
+        places = {entry.begin, (entry.begin + entry.end) // 2, entry.end - 1, min(entry.begin + 999, entry.end - 1)}
+        for place in places:
+            content[place] ^= 16
+            found.add(fingerprint())
+            content[place] ^= 16
+    assert len(found) == 1 + 4 + 3 + 3
+    assert fingerprint() in found
+
+
+def test_tensors_that_were_taken_and_others_have_the_same_fingerprint(tmp_path: Path) -> None:
+    kept = {"a": torch.randn(3, 50), "b": torch.randn(7).to(torch.bfloat16), "none": torch.zeros(0, 4)}
+    untouched = save(tmp_path, **kept, ids=torch.arange(3)).fingerprint(b"x")
+    checkpoint = Checkpoint(tmp_path)
+    with checkpoint.reading(lambda _: None):
+        for name, tensor in [*kept.items(), ("a", kept["a"])]:
+            checkpoint.take(name, tuple(tensor.shape), torch.bfloat16)
+    assert checkpoint.fingerprint(b"x") == untouched != checkpoint.fingerprint(b"y")
+
+
+def test_the_same_bytes_under_another_name_shape_or_dtype_are_another_fingerprint(tmp_path: Path) -> None:
+    a, b = torch.arange(6.0), torch.ones(6)
+    variants = [
+        dict(a=a, b=b),
+        dict(a=b, b=a),
+        dict(a=a, c=b),
+        dict(a=a.view(2, 3), b=b),
+        dict(a=a.view(torch.int32), b=b),
+        dict(a=a),
+    ]
+    assert len({save(tmp_path, **variant).fingerprint() for variant in variants}) == len(variants)
+
+
+def test_a_file_that_became_shorter_is_refused(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, a=torch.zeros(100))
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(ConfigError, match="ended while it was read"):
+        checkpoint.fingerprint()
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors: No such file"):
+        checkpoint.fingerprint()
+
+
+@pytest.mark.parametrize(("family", "dependent"), [("llama", False), ("gpt_neox", True)])
+def test_the_fingerprint_follows_the_releases_that_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dependent: bool
+) -> None:
+    folder = make_checkpoint(family, tmp_path)
+
+    def fingerprint() -> bytes:
+        return load_model(folder, dtype="float32", device="cpu").fingerprint
+
+    first = fingerprint()
+    monkeypatch.setattr(loader, "__version__", "9.9.9")
+    second = fingerprint()
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    third = fingerprint()
+    monkeypatch.setattr(loader.transformers, "__version__", "9.9.9")
+    assert len({first, second, third}) == 3
+    assert (fingerprint() != third) is dependent
+
+
+def test_the_fingerprint_follows_the_attention_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    first = load_model(folder, dtype="float32", device="cpu").fingerprint
+    monkeypatch.setitem(BACKENDS, "other", BACKENDS["reference"])
+    assert load_model(folder, dtype="float32", device="cpu", attention_backend="reference").fingerprint == first
+    assert load_model(folder, dtype="float32", device="cpu", attention_backend="other").fingerprint != first
 
 
 def test_the_fingerprint_follows_weights_config_and_dtype(tmp_path: Path) -> None:

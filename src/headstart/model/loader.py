@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
+from headstart import __version__
 from headstart.core.errors import ConfigError
 from headstart.model.attention.base import resolve_backend
 from headstart.model.config import (
@@ -43,7 +45,7 @@ class LoadedModel:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     weight_bytes: int
-    fingerprint: bytes  # of weights, config, dtype: equal exactly if KV may be shared
+    fingerprint: bytes  # of weights and of whatever else decides what KV holds: equal exactly if KV may be shared
     attention_backend: str
 
     @property
@@ -71,7 +73,7 @@ def load_model(
             model = load_decoder(native, checkpoint, chosen_dtype, chosen_device)
         shape = KVShape(native.num_layers, native.num_kv_heads, native.head_dim)
         vocab_size, max_model_len = native.vocab_size, native.max_model_len
-    identity = json.dumps(raw, sort_keys=True).encode()
+    computed_by = _computed_by(chosen_dtype, chosen_device, backend, native is None)
     return LoadedModel(
         folder=folder,
         architecture=architecture,
@@ -83,9 +85,22 @@ def load_model(
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids(folder, raw),
         weight_bytes=model.weight_bytes,
-        fingerprint=checkpoint.fingerprint(identity, str(chosen_dtype).encode()),
+        fingerprint=checkpoint.fingerprint(json.dumps(raw, sort_keys=True).encode(), computed_by),
         attention_backend=backend,
     )
+
+
+def _computed_by(dtype: torch.dtype, device: torch.device, backend: str, by_transformers: bool) -> bytes:
+    """What besides weights and config decides the numbers in a block; it is part of the fingerprint.
+
+    The dtype, the kind of device, the attention backend, and the releases of Headstart, torch and (where it runs the
+    model) Transformers: KV may outlive the process, and another release must never take over what it would not compute
+    itself. Threads and instruction sets are left out: they reorder sums as the company in a batch does.
+    """
+    releases = {"headstart": __version__, "torch": str(torch.__version__)}
+    if by_transformers:
+        releases["transformers"] = transformers.__version__
+    return json.dumps([str(dtype), device.type, backend, releases], sort_keys=True).encode()
 
 
 def resolve_dtype(dtype: str, config: dict[str, Any]) -> torch.dtype:

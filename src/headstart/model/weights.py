@@ -8,11 +8,13 @@ import json
 import re
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
+import xxhash
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError, safe_open
@@ -22,7 +24,7 @@ from headstart.core.errors import ConfigError
 from headstart.model.config import read_json
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
-SAMPLES, SAMPLE_BYTES = 16, 64  # per tensor, for the fingerprint
+CHUNK_BYTES = 1 << 20  # read and hashed at a time: stays in the cache between the two
 SLOW_SECONDS = 2.0  # a load that takes longer shows its progress even without a terminal
 
 
@@ -43,6 +45,7 @@ class Checkpoint:
         self.folder = folder
         self.entries: dict[str, Entry] = {}
         self._progress: Callable[[int], None] | None = None
+        self._digests: dict[str, bytes] = {}  # XXH3-128 of the tensors read so far
         self._open: dict[Path, Any] = {}  # safetensors exports no type for its handles
         for file in weight_files(folder):
             self.entries.update(_read_header(file))
@@ -79,37 +82,54 @@ class Checkpoint:
         handle = self._open.get(entry.file)
         if handle is None:
             handle = self._open[entry.file] = safe_open(entry.file, framework="pt")
-        tensor = handle.get_tensor(name).to(dtype, copy=True)
+        stored: Tensor = handle.get_tensor(name)
+        if name not in self._digests:
+            self._digests[name] = xxhash.xxh3_128_digest(stored.reshape(-1).view(torch.uint8).numpy().data)
+        tensor = stored.to(dtype, copy=True)
         if self._progress is not None:
             self._progress(entry.end - entry.begin)
         return tensor
 
     def fingerprint(self, *extra: bytes) -> bytes:
-        """Identity of the weights and `extra`: SHA-256 over every header entry and 16 samples of 64 bytes per tensor.
+        """Identity of the weights and `extra`: SHA-256 over the name, dtype, shape and XXH3-128 of every tensor.
 
-        Independent of file names, sharding and times. Two models that differ only in bytes never sampled would collide;
-        training changes nearly every byte, so it is an identity against mix-ups, not against forgery.
+        Covers every byte of every tensor. Independent of file names, sharding and times. What `take` has read is not
+        read again; the rest is now, with progress on stderr. 128 bits tell any edited weights apart, but are no defence
+        against somebody who forges weights. Raises ConfigError if a file cannot be read.
         """
+        self._digest_the_rest()
         digest = hashlib.sha256()
         for part in extra:
             digest.update(len(part).to_bytes(8, "little") + part)
-        handles = {entry.file: entry.file.open("rb") for entry in self.entries.values()}
-        try:
-            for name, entry in sorted(self.entries.items()):
-                digest.update(json.dumps([name, entry.dtype, entry.shape]).encode())
-                size = entry.end - entry.begin
-                for sample in range(SAMPLES):
-                    offset = max(size - SAMPLE_BYTES, 0) * sample // (SAMPLES - 1)
-                    handles[entry.file].seek(entry.begin + offset)
-                    digest.update(handles[entry.file].read(min(SAMPLE_BYTES, size)))
-        finally:
-            for handle in handles.values():
-                handle.close()
+        for name, entry in sorted(self.entries.items()):
+            header = json.dumps([name, entry.dtype, entry.shape]).encode()
+            digest.update(len(header).to_bytes(8, "little") + header + self._digests[name])
         return digest.digest()
+
+    def _digest_the_rest(self) -> None:
+        """Reads from the files what nobody has taken: all of it, or such as a head that is tied to the embedding."""
+        rest = {name: entry for name, entry in self.entries.items() if name not in self._digests}
+        num_bytes = sum(entry.end - entry.begin for entry in rest.values())
+        with ExitStack() as stack:
+            bar = stack.enter_context(LoadingBar(num_bytes, f"Identifying {self.folder.name}"))
+            streams: dict[Path, FileIO] = {}
+            for name, entry in rest.items():
+                try:
+                    if entry.file not in streams:
+                        streams[entry.file] = stack.enter_context(FileIO(entry.file))
+                    self._digests[name] = _file_digest(streams[entry.file], entry)
+                except OSError as error:
+                    raise ConfigError(f"cannot read {entry.file}: {error.strerror}") from error
+                bar.advance(entry.end - entry.begin)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of `folder`, by its index if it has one. Raises ConfigError if there are none."""
+    """The safetensors files of `folder`: one, or by its index, or all. Raises ConfigError if there are none.
+
+    A single file goes before an index, as in Transformers: what is identified here must be what it loads.
+    """
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names = read_json(index).get("weight_map")
@@ -123,8 +143,6 @@ def weight_files(folder: Path) -> list[Path]:
         if missing:
             raise ConfigError(f"{folder}: {len(missing)} of {len(files)} shards are missing, first {missing[0]}")
         return files
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
     files = sorted(folder.glob("*.safetensors"))
     if files:
         return files
@@ -165,6 +183,20 @@ class LoadingBar:
             share = self._done / max(self._num_bytes, 1)
             self._console.print(f"{self._label}: {share:.0%} of {self._num_bytes / 2**30:.2f} GiB", highlight=False)
             self._next_line = time.monotonic() + 5 * SLOW_SECONDS
+
+
+def _file_digest(stream: FileIO, entry: Entry) -> bytes:
+    """XXH3-128 of one tensor, as `take` computes it. Raises OSError; ConfigError if the file has become shorter."""
+    digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(min(CHUNK_BYTES, entry.end - entry.begin)))
+    stream.seek(entry.begin)
+    left = entry.end - entry.begin
+    while left:
+        read = stream.readinto(chunk[:left])
+        if not read:
+            raise ConfigError(f"{entry.file} ended while it was read: it is being replaced, or was not copied whole")
+        digest.update(chunk[:read])
+        left -= read
+    return digest.digest()
 
 
 def _read_header(file: Path) -> dict[str, Entry]:
