@@ -1,5 +1,6 @@
 """Options become an engine; what cannot work is refused in one line, before anything is loaded where possible."""
 
+import time
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,41 @@ def test_different_dtypes_never_share_block_names(tiny: Path) -> None:
     assert first and first != second
 
 
+def cached_tokens(options: EngineOptions) -> int:
+    """What one prompt of 100 tokens finds in a new engine that is closed afterwards."""
+    engine, _ = build_engine(options)
+    engine.add_request(Request("a", array("i", range(100)), SamplingParams(temperature=0.0, max_tokens=2)))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step(time.monotonic())
+    engine.close()
+    return outputs[0].num_cached_tokens
+
+
+def test_what_one_engine_computed_another_on_the_same_folder_loads(tiny: Path, tmp_path: Path) -> None:
+    options = EngineOptions(model=str(tiny), num_gpu_blocks_override=40, kv_store=str(tmp_path / "kv"))
+    assert [cached_tokens(options) for _ in range(2)] == [0, 96]
+    others = (replace(options, block_size=32), replace(options, dtype="float32"), replace(options, kv_store=None))
+    assert [cached_tokens(other) for other in others] == [0, 0, 0]
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "kv").iterdir()} == {0o600}
+
+
+def test_a_folder_that_cannot_be_used_is_found_before_the_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    (tmp_path / "open").mkdir(mode=0o755)
+    for name, message in (("file", "file: File exists"), ("open", "is open to others .* chmod 700")):
+        with pytest.raises(ConfigError, match=message):
+            build_engine(EngineOptions(model="/nowhere", kv_store=str(tmp_path / name)))
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    engine, _ = build_engine(EngineOptions(model=str(tiny), num_gpu_blocks_override=40, kv_store="~/a/kv"))
+    engine.close()
+    assert (tmp_path / "a" / "kv").is_dir()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -86,6 +122,7 @@ def test_different_dtypes_never_share_block_names(tiny: Path) -> None:
         ({"page_charge": "ceil"}, "needs --page-aligned-scheduling"),
         ({"page_aligned_scheduling": True, "max_num_batched_tokens": 260}, "raise it to 272 or lower --max-num-seqs"),
         ({"kv_store": "x", "enable_prefix_caching": False}, "nothing can be stored without the prefix cache"),
+        ({"kv_store": ""}, "kv_store is empty; name a folder"),
         ({"kv_store_size": "much"}, "kv_store_size: 'much' is not a size; write a number and a unit"),
         ({"kv_store_size": "1MiB"}, "kv_store_size is 1.0 MiB; it must be at least 64.0 MiB"),
         ({"page_aligned_scheduling": True, "long_prefill_token_threshold": 15}, "raise it to 16 or set it to 0"),

@@ -261,3 +261,40 @@ def test_the_real_engine_repeats_a_seed(real: LLM) -> None:
 def test_the_real_engine_chats(real: LLM) -> None:
     [completion] = real.chat([{"role": "user", "content": "hello there"}], {**GREEDY, "logit_bias": {"70": 100}})
     assert completion.token_ids == [70] * 6
+
+
+def test_what_is_computed_outlives_an_llm_that_is_closed_or_dropped(tmp_path: Path) -> None:
+    model = init_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
+    prompts = [list(range(start, start + 64)) for start in (0, 100)]
+
+    def build() -> LLM:
+        return LLM(str(model), num_blocks=64, kv_store=str(tmp_path / "kv"))
+
+    with build() as llm:
+        assert llm.generate(prompts[0], GREEDY)[0].num_cached_tokens == 0
+    with pytest.raises(InvalidRequestError, match="this LLM is closed"):
+        llm.generate(prompts[0], GREEDY)
+    with pytest.raises(InvalidRequestError, match="this LLM is closed"):
+        llm.add_prefix(prompts[0], "p")
+    llm.close()
+    llm = build()
+    assert [done.num_cached_tokens for done in llm.generate(prompts, GREEDY)] == [63, 0]
+    del llm
+    again = build()
+    assert [done.num_cached_tokens for done in again.generate(prompts, GREEDY)] == [63, 63]
+    assert again.reset_prefix_cache(external=True)
+    assert [done.num_cached_tokens for done in again.generate(prompts, GREEDY)] == [0, 0]
+    again.close()
+
+
+def test_what_is_computed_outlives_a_script_that_just_ends(tmp_path: Path) -> None:
+    model = init_model("tiny", tmp_path / "tiny", std=0.2, dtype="float32", progress=False)
+    script = f"""
+from headstart import LLM
+llm = LLM({str(model)!r}, num_blocks=64, kv_store={str(tmp_path / "kv")!r})
+print(llm.generate(list(range(64)), {{"max_tokens": 1}}, progress=False)[0].num_cached_tokens)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = [sys.executable, "-c", script]
+    shown = [subprocess.run(run, env=environment, capture_output=True, text=True, timeout=60) for _ in range(2)]
+    assert [(done.stdout, done.returncode) for done in shown] == [("0\n", 0), ("63\n", 0)], shown

@@ -23,6 +23,9 @@ from headstart.model.sizing import (
 from headstart.model.threads import prepare_threads
 from headstart.options import EngineOptions, check_values
 from headstart.server.kv_events import KVEventPublisher, parse_kv_events_config
+from headstart.store.disk import DiskStore
+from headstart.store.files import prepare_folder
+from headstart.store.format import Shape
 
 MIN_STORE_BYTES = 64 * 2**20
 
@@ -36,10 +39,12 @@ def build_engine(options: EngineOptions, *, cache_aware_accounting: bool = True)
     check_options(options)
     threads = prepare_threads(options.threads)
     apply_threads(threads)
-    publisher = _event_publisher(options)  # before the model: a port in use is found at once
+    store_folder = _store_folder(options)  # before the model, as is the port: what cannot be used is found at once
+    publisher = _event_publisher(options)
     folder = model_folder(options)
     loaded, plan, max_model_len = _load(options, folder)
     runner = ModelRunner(loaded, num_blocks=plan.num_blocks, block_size=options.block_size, seed=options.seed)
+    store = _open_store(options, store_folder, Shape(loaded.fingerprint, options.block_size, runner.block_bytes))
     scheduler = Scheduler(
         plan.num_blocks,
         options.block_size,
@@ -52,6 +57,7 @@ def build_engine(options: EngineOptions, *, cache_aware_accounting: bool = True)
         tenant_floor=options.tenant_cache_floor,
         max_pinned_share=options.max_pinned_share,
         cache_aware_accounting=cache_aware_accounting,
+        store=store,
     )
     info = EngineInfo(
         model=str(folder),
@@ -68,7 +74,8 @@ def build_engine(options: EngineOptions, *, cache_aware_accounting: bool = True)
         eos_token_ids=loaded.eos_token_ids,
         scheduling_policy=options.scheduling_policy,
     )
-    return Engine(scheduler, runner, event_sink=None if publisher is None else publisher.publish), info
+    event_sink = None if publisher is None else publisher.publish
+    return Engine(scheduler, runner, event_sink=event_sink, store=store), info
 
 
 def model_folder(options: EngineOptions) -> Path:
@@ -89,6 +96,8 @@ def check_options(options: EngineOptions) -> None:
     check_values(options)
     if options.block_size % 16:
         raise ConfigError(f"block_size is {options.block_size}; it must be a multiple of 16")
+    if options.kv_store == "":
+        raise ConfigError("kv_store is empty; name a folder, or leave it out")
     if options.kv_store is not None and not options.enable_prefix_caching:
         raise ConfigError("--kv-store: nothing can be stored without the prefix cache; leave one of the two out")
     store_bytes(options)
@@ -147,6 +156,19 @@ def _load(options: EngineOptions, folder: Path) -> tuple[LoadedModel, KVPlan, in
         max_num_seqs=options.max_num_seqs,
     )
     return loaded, plan, max_model_len
+
+
+def _store_folder(options: EngineOptions) -> Path | None:
+    """The folder of --kv-store, ready to be used. Raises ConfigError."""
+    if options.kv_store is None:
+        return None
+    folder = Path(options.kv_store).expanduser()
+    prepare_folder(folder)
+    return folder
+
+
+def _open_store(options: EngineOptions, folder: Path | None, shape: Shape) -> DiskStore | None:
+    return None if folder is None else DiskStore(folder, shape, store_bytes(options))
 
 
 def _event_publisher(options: EngineOptions) -> KVEventPublisher | None:

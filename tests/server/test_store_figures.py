@@ -10,7 +10,9 @@ from server.harness import Inside, inside, until
 from headstart.core.engine import EngineStats
 from headstart.core.store import StoreStats
 from headstart.server.banner import store_text
-from headstart.server.store_figures import LOST_REASONS, MISS_REASONS, statistics_fields, store_answer
+from headstart.server.store_figures import statistics_fields, store_answer
+from headstart.store.disk import MISSES
+from headstart.store.writer import LOST
 
 PREFIX = "headstart:kv_store_"
 
@@ -47,9 +49,9 @@ def test_metrics_and_statistics_say_what_the_store_said(folder: str) -> None:
                 assert shown[name] == told[name], name
             for name in ("loaded_blocks", "loaded_bytes", "written_blocks", "written_bytes", "evicted_blocks"):
                 assert shown[f"{name}_total"] == told[name], name
-            assert {r: shown[f"misses_total {r}"] for r in MISS_REASONS} == told["misses"]
+            assert {r: shown[f"misses_total {r}"] for r in MISSES} == told["misses"]
             assert told["misses"] == {"gone": 1, "corrupt": 2, "mismatch": 0, "io": 3, "slow": 3}
-            assert {r: shown[f"lost_writes_total {r}"] for r in LOST_REASONS} == told["lost_writes"]
+            assert {r: shown[f"lost_writes_total {r}"] for r in LOST} == told["lost_writes"]
             assert (shown["degraded"], told["degraded"]) == (1, "writing: the disk is full")
             assert shown["degradations_total"] == told["degradations"] == 5
             assert (shown["load_bytes_per_second"], shown["compute_tokens_per_second"]) == (1e9, 500)

@@ -38,7 +38,7 @@ from headstart.server.wire import (
 )
 
 Build = Callable[[EngineOptions], tuple[Engine, EngineInfo]]
-STOP_SECONDS = 5.0
+STOP_SECONDS = 8.0  # for the step under way, and for what the store may take to write what is pending
 
 
 class RequestFailedError(HeadstartError):

@@ -13,9 +13,8 @@ from headstart.core.engine import EngineStats
 from headstart.core.store import StoreStats
 from headstart.server.auth import Principal
 from headstart.server.protocol import Json
-
-MISS_REASONS = ("gone", "corrupt", "mismatch", "io", "slow")
-LOST_REASONS = ("overwritten", "overload", "degraded")
+from headstart.store.disk import MISSES
+from headstart.store.writer import LOST
 
 
 def may_see_store(principal: Principal) -> bool:
@@ -49,7 +48,7 @@ class StoreCollector(Collector):
         yield families.counter("written_blocks", "Blocks written.", store.written_blocks)
         yield families.counter("written_bytes", "Bytes written.", store.written_bytes)
         yield families.counter("evicted_blocks", "Blocks given up for room.", store.evicted_blocks)
-        yield families.by_reason("misses", "Blocks that could not be loaded.", misses(store))
+        yield families.by_reason("misses", "Loads that ended early, and damage found.", misses(store))
         yield families.by_reason("lost_writes", "Blocks that were to be written and were not.", lost_writes(store))
         yield families.gauge("load_bytes_per_second", "While loading; 0: not measured.", store.load_bytes_per_s)
         yield families.gauge("write_bytes_per_second", "While writing; 0: not measured.", store.write_bytes_per_s)
@@ -81,13 +80,13 @@ class _Families:
 
 
 def misses(store: StoreStats) -> dict[str, int]:
-    """Returns how many blocks could not be loaded, by every reason there is."""
-    return dict.fromkeys(MISS_REASONS, 0) | store.misses
+    """Returns how often blocks could not be loaded, by every reason there is."""
+    return dict.fromkeys(MISSES, 0) | store.misses
 
 
 def lost_writes(store: StoreStats) -> dict[str, int]:
     """Returns how many blocks were not written, by every reason there is."""
-    return dict.fromkeys(LOST_REASONS, 0) | store.lost_writes
+    return dict.fromkeys(LOST, 0) | store.lost_writes
 
 
 def store_answer(stats: EngineStats) -> Json | None:
