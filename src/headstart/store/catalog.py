@@ -45,9 +45,11 @@ class Catalog:
 
         Raises ConfigError for a folder that cannot be used, and for a size that does not hold a single block.
         """
+        smallest = Header(shape, 1, bytes(8)).file_bytes
+        if smallest > max_bytes:
+            raise ConfigError(f"--kv-store-size {max_bytes} holds not even one block; give at least {smallest} bytes")
         prepare_folder(folder)
         self._shape, self._files = shape, files or Files()
-        self._num_slots = _slots_per_segment(shape, max_bytes)
         self._index = Index()
         self._folder = Folder(folder.resolve(), shape, self._files, self._index, clock)
         self._eviction = Eviction(self._folder, self._index, self._files, max_bytes, self._write)
@@ -135,8 +137,9 @@ class Catalog:
         even so, EAGAIN if another process has been at it for long.
         """
         self._let_go()
+        room = self._eviction.room()  # first, since segments are the smaller the less room there is
         needed = num_bytes + self._overhead(num_bytes)
-        if self._eviction.room() >= needed + 2 * self._header(bytes(8)).file_bytes:
+        if room >= needed + 2 * self._header(bytes(8)).file_bytes:
             return 0  # else it depends on what others wrote meanwhile
         own = self._writer.path.name if self._writer is not None else ""
         return self._eviction.make_room(needed, own, kept)
@@ -211,17 +214,12 @@ class Catalog:
     def _overhead(self, num_bytes: int) -> int:
         """Bytes for the tables of the segments that have to be begun for so many bytes of blocks."""
         left = num_bytes // self._shape.block_bytes - (self._writer.room if self._writer is not None else 0)
-        return max(0, -(-left // self._num_slots)) * self._header(bytes(8)).payload_start
+        header = self._header(bytes(8))
+        return max(0, -(-left // header.num_slots)) * header.payload_start
 
     def _header(self, own_id: bytes) -> Header:
-        return Header(self._shape, self._num_slots, own_id)
-
-
-def _slots_per_segment(shape: Shape, max_bytes: int) -> int:
-    """Segments are small enough that evicting one loses little, and large enough that there are not many."""
-    smallest = Header(shape, 1, bytes(8)).file_bytes
-    if smallest > max_bytes:
-        raise ConfigError(f"--kv-store-size {max_bytes} is less than one block takes; give at least {smallest} bytes")
-    wanted = min(max(max_bytes // 256, MIN_SEGMENT_BYTES), MAX_SEGMENT_BYTES, max_bytes // 4)
-    per_slot = shape.entry_bytes + shape.block_bytes
-    return max(1, min(MAX_SLOTS, (wanted - smallest) // per_slot))
+        """Of a new segment: small enough that evicting one loses little, large enough that there are not many."""
+        max_bytes, smallest = self.max_bytes, Header(self._shape, 1, own_id).file_bytes
+        wanted = min(max(max_bytes // 256, MIN_SEGMENT_BYTES), MAX_SEGMENT_BYTES, max_bytes // 4)
+        num_slots = (wanted - smallest) // (self._shape.entry_bytes + self._shape.block_bytes)
+        return Header(self._shape, max(1, min(MAX_SLOTS, num_slots)), own_id)
