@@ -28,7 +28,7 @@ from headstart.core.errors import ConfigError
 from headstart.core.hashing import BlockHash
 from headstart.core.store import Data
 from headstart.store.catalog import Catalog
-from headstart.store.files import Files
+from headstart.store.files import FileEntry, Files
 from headstart.store.format import Shape
 
 PER_SEGMENT = 66  # blocks of SHAPE in a folder of SMALL bytes
@@ -338,7 +338,7 @@ def test_a_folder_that_does_not_change_is_not_listed_again(folder: Path) -> None
     class Counting(Files):
         num_lists = 0
 
-        def list(self, folder: Path) -> "list":  # type: ignore[type-arg]
+        def list(self, folder: Path) -> list[FileEntry]:
             self.num_lists += 1
             return super().list(folder)
 
