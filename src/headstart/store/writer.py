@@ -195,6 +195,9 @@ class Writer:
         """Writes one run; returns whether there is more. Raises OSError, and then keeps what was not written."""
         source = self.source
         if source is None or not self._pending:
+            if self.health.reason:  # nothing to try it with: see whether there would be room
+                self._catalog.make_room(self._block_bytes, kept=self._kept)
+                self.health.worked(self._clock())
             return False
         self._num_writing = min(self._run_blocks, len(self._pending))
         taken = self._pending.take(self._run_blocks)

@@ -1,0 +1,220 @@
+"""Writer, round by round and without its thread: what goes first, what is lost and counted, what is tried again."""
+
+import errno
+from pathlib import Path
+
+import pytest
+from stored import BLOCK_BYTES, MAX_BYTES, SHAPE, Clock, Disk, Pool, key, name, names
+
+from headstart.store import writer
+from headstart.store.catalog import Catalog
+from headstart.store.pending import Offer
+from headstart.store.writer import LOST, Writer
+
+
+class Bench:
+    """A writer whose rounds are called by hand, its disk, its pool, and a clock that stands still."""
+
+    def __init__(self, folder: Path, max_bytes: int = MAX_BYTES) -> None:
+        self.files, self.clock, self.pool = Disk(), Clock(), Pool()
+        self.catalog = Catalog(folder, SHAPE, max_bytes, self.files, self.clock)
+        self.writer = Writer(self.catalog, BLOCK_BYTES, self.clock)
+        self.writer.source = self.pool
+
+    def offer(self, *numbers: int) -> None:
+        for number in numbers:
+            self.writer.offer(Offer(number, self.pool.versions.get(number, 1), key(number)))
+
+    def has(self, *numbers: int) -> bool:
+        return all(self.catalog.contains(name(number)) for number in numbers)
+
+    def lost(self) -> dict[str, int]:
+        return {reason: num for reason, num in self.writer.lost().items() if num}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_pinned_ones_are_read_first_then_those_in_use(bench: Bench) -> None:
+    bench.offer(1, 2, 3, 4)
+    bench.writer.touch(names(3))
+    bench.writer.keep(frozenset(names(4)))
+    assert not bench.writer.round() and bench.pool.asked == [4, 3, 1, 2] and bench.has(1, 2, 3, 4)
+
+
+def test_a_run_is_bounded_and_the_rest_follows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.writer, "_run_blocks", 3)
+    bench.offer(1, 2, 3, 4)
+    assert bench.writer.num_pending == 4
+    assert bench.writer.round() and bench.pool.asked == [1, 2, 3] and bench.writer.num_pending == 1
+    assert not bench.writer.round() and bench.writer.written_blocks == 4 and bench.writer.num_pending == 0
+
+
+def test_what_is_stored_is_not_read_again(bench: Bench) -> None:
+    bench.offer(1)
+    bench.writer.round()
+    bench.offer(1)
+    bench.writer.round()
+    assert bench.pool.asked == [1] and bench.writer.written_blocks == 1
+
+
+def test_a_block_reused_since_is_counted_and_not_written(bench: Bench) -> None:
+    bench.offer(1, 2)
+    bench.pool.reuse(1)
+    bench.writer.round()
+    assert bench.has(2) and not bench.has(1) and bench.lost() == {"overwritten": 1}
+
+
+def test_more_offers_than_it_keeps_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "MAX_PENDING", 3)
+    bench = Bench(tmp_path)
+    bench.writer.source = None
+    bench.offer(1, 2, 3, 4)
+    assert bench.lost() == {"overload": 1} and bench.writer.num_pending == 3
+    bench.writer.round()
+    bench.offer(5)
+    bench.writer.touch(names(1))
+    bench.writer.round()
+    bench.writer.source = bench.pool
+    bench.writer.round()
+    assert bench.lost() == {"overload": 2} and bench.pool.asked == [2, 3, 5]
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EMFILE])
+def test_a_failing_disk_keeps_one_run_and_all_that_is_pinned_for_the_next_try(
+    bench: Bench, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.writer, "_run_blocks", 2)
+    bench.files.fail(error, calls=("create", "pwritev"))
+    bench.writer.keep(frozenset(names(1, 2, 3)))
+    bench.offer(1, 2, 3, 4, 5, 6, 7)
+    assert not bench.writer.round()
+    assert bench.lost() == {"degraded": 2} and bench.writer.num_pending == 5
+    assert errno.errorcode[error] in bench.writer.degraded(bench.clock.now)[0]
+    bench.pool.asked.clear()
+    bench.files.heal()
+    bench.writer.round()
+    assert not bench.pool.asked  # it is paused
+    bench.clock.now += 1.0
+    while bench.writer.round():
+        pass
+    assert bench.has(1, 2, 3, 6, 7) and bench.writer.degraded(bench.clock.now) == []
+    assert bench.writer.num_degraded == 1
+
+
+def test_without_anything_to_write_it_finds_out_by_itself_that_the_disk_works_again(bench: Bench) -> None:
+    bench.files.fail(errno.EIO, calls=("create",))
+    bench.offer(1)
+    bench.writer.round()
+    bench.pool.reuse(1)
+    bench.files.heal()
+    for _ in range(3):
+        bench.clock.now += 30.0
+        bench.writer.round()
+    assert bench.writer.degraded(bench.clock.now) == [] and not bench.has(1)
+
+
+def test_forgetting_comes_before_what_was_offered_later(bench: Bench) -> None:
+    bench.offer(1, 2)
+    bench.writer.round()
+    bench.offer(3)
+    order = bench.writer.forget(names(1, 3))
+    bench.offer(1)
+    assert bench.writer.num_settled < order
+    bench.writer.round()
+    assert bench.writer.num_settled == order and bench.has(1, 2) and not bench.has(3)
+    assert bench.pool.asked == [1, 2, 1]
+
+
+def test_nothing_is_written_before_a_failed_order_to_forget_has_been_carried_out(bench: Bench) -> None:
+    bench.offer(1)
+    bench.writer.round()
+    bench.files.fail(errno.EROFS, calls=("unlink",))
+    order = bench.writer.forget(None)
+    bench.offer(1, 2)
+    bench.writer.round()
+    assert bench.writer.num_settled < order and bench.pool.asked == [1] and bench.writer.degraded(bench.clock.now)
+    bench.files.heal()
+    bench.clock.now += 30.0
+    bench.writer.round()
+    assert bench.writer.num_settled == order and bench.has(1, 2) and bench.pool.asked == [1, 1, 2]
+
+
+def test_a_source_that_fails_pauses_writing_and_no_more(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(block: int, version: int) -> None:
+        raise RuntimeError("no such block")
+
+    bench.writer.source = broken
+    bench.offer(1)
+    bench.writer.round()
+    assert bench.writer.degraded(bench.clock.now) == ["writing: RuntimeError: no such block"]
+    bench.writer.source = bench.pool
+    bench.offer(2)
+    bench.clock.now += 1.0
+    bench.writer.round()
+    assert bench.has(2) and "Traceback" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_listed_does_not_keep_it_from_writing(bench: Bench) -> None:
+    bench.files.fail(errno.EIO, calls=("list", "stat"))
+    for number in range(1, 5):
+        bench.offer(number)
+        bench.writer.round()
+        bench.clock.now += 0.1
+    assert bench.has(1, 2, 3, 4) and "other processes" in bench.writer.degraded(bench.clock.now)[0]
+    bench.files.heal()
+    bench.clock.now += 30.0
+    bench.writer.round()
+    assert bench.writer.degraded(bench.clock.now) == []
+
+
+def test_what_does_not_fit_beside_pinned_blocks_is_lost_and_the_store_says_so(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, max_bytes=12 * BLOCK_BYTES)
+    bench.writer.keep(frozenset(names(*range(30))))
+    for number in range(30):
+        bench.offer(number)
+        bench.clock.now += 31.0
+        bench.writer.round()
+    assert "ENOSPC" in bench.writer.degraded(bench.clock.now)[0]
+    assert bench.catalog.num_bytes <= 12 * BLOCK_BYTES and bench.has(0, 1, 2)
+
+
+def test_a_round_without_end_is_told_as_degraded(bench: Bench) -> None:
+    seen: list[str] = []
+
+    def slow(block: int, version: int) -> None:
+        bench.clock.now += 60.0
+        seen.extend(bench.writer.degraded(bench.clock.now))
+
+    bench.writer.source = slow
+    bench.offer(1)
+    bench.writer.round()
+    assert seen == ["writing: no answer from the disk for 60 s"] and not bench.writer.degraded(bench.clock.now)
+
+
+def test_stopping_writes_what_is_pending(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.writer, "_run_blocks", 1)
+    bench.offer(1, 2, 3)
+    bench.writer.stop(5.0)
+    bench.writer.run()
+    assert bench.has(1, 2, 3) and bench.lost() == {}
+
+
+def test_stopping_gives_up_when_its_time_is_over(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.writer, "_run_blocks", 1)
+
+    def slow(block: int, version: int) -> bytes:
+        bench.clock.now += 3.0
+        return bytes(BLOCK_BYTES)
+
+    bench.writer.source = slow
+    bench.offer(1, 2, 3)
+    bench.writer.stop(5.0)
+    bench.writer.run()
+    assert bench.has(1, 2) and not bench.has(3) and bench.lost() == {"closing": 1}
+
+
+def test_every_way_to_lose_a_block_is_always_listed(bench: Bench) -> None:
+    assert bench.writer.lost() == dict.fromkeys(LOST, 0)
