@@ -1,7 +1,13 @@
-"""Everything on, over HTTP, by the hundred: tenants, pins, aborts, a small pool; tokens are those without a cache."""
+"""Everything on, over HTTP, by the hundred: tenants, pins, aborts, a small pool; tokens are those without a cache.
+
+In a second form two replicas share a store, and are killed and restarted again and again.
+"""
 
 import asyncio
+import os
+import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -13,6 +19,7 @@ from server.harness import Server, spawn
 from headstart import LLM
 
 VOCAB = 1500  # of the bundled model
+ROOT = {"authorization": "Bearer root"}
 REQUESTS = 400
 TABLES = '[[tenant]]\nname = "a"\napi_keys = ["a1", "a2"]\n[[tenant]]\nname = "b"\napi_keys = ["b1"]\n'
 FLAGS = (
@@ -44,9 +51,14 @@ def make_jobs(rng: Random) -> tuple[list[list[int]], list[Job]]:
     return stems, jobs
 
 
+def make_pins(stems: list[list[int]]) -> list[dict[str, Any]]:
+    own = {"name": "own", "token_ids": stems[1][:140], "tenant": "a"}
+    return [{"name": "public", "token_ids": stems[0][:128]}, own]
+
+
 async def ask(server: Server, stems: list[list[int]], jobs: list[Job], rng: Random) -> tuple[list[Any], Any]:
     """The answers, None for those who hung up, and the statistics when all is quiet."""
-    seats, root = asyncio.Semaphore(48), {"authorization": "Bearer root"}
+    seats = asyncio.Semaphore(48)
     pauses = [rng.random() / 5 for _ in jobs]
 
     async def one(job: Job, pause: float) -> Any:
@@ -62,13 +74,12 @@ async def ask(server: Server, stems: list[list[int]], jobs: list[Job], rng: Rand
                 return None
 
     async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
-        for name, tokens, tenant in (("public", stems[0][:128], ""), ("own", stems[1][:140], "a")):
-            pin = {"name": name, "token_ids": tokens, "tenant": tenant}
-            assert (await client.post("/v1/prefixes", headers=root, json=pin)).status_code == 201
+        for pin in make_pins(stems):
+            assert (await client.post("/v1/prefixes", headers=ROOT, json=pin)).status_code == 201
         answers = await asyncio.gather(*map(one, jobs, pauses))
         async with asyncio.timeout(60):
             while True:
-                stats = (await client.get("/v1/cache/stats", headers=root)).json()
+                stats = (await client.get("/v1/cache/stats", headers=ROOT)).json()
                 if not stats["requests"]["running"] + stats["requests"]["waiting"]:
                     return answers, stats
                 await asyncio.sleep(0.1)
@@ -91,6 +102,11 @@ def test_hundreds_of_requests_with_everything_on_get_the_tokens_of_an_engine_wit
     tokens = stats["prompt_tokens"]
     assert tokens["pinned"] > 0 and tokens["followed"] > 0 and stats["evictions"]["capacity"] > 0
     assert tokens["cached"] + tokens["computed"] == tokens["total"]
+    assert count_equal(jobs, answers) > REQUESTS * 0.7
+
+
+def count_equal(jobs: list[Job], answers: list[Any]) -> int:
+    """Compares every answer with an engine without a cache; how many there were."""
     llm = LLM("", dtype="float32", enable_prefix_caching=False)
     compared = 0
     for max_tokens in (1, 8, 24):
@@ -100,4 +116,95 @@ def test_hundreds_of_requests_with_everything_on_get_the_tokens_of_an_engine_wit
         for (job, answer), due in zip(asked, plain, strict=True):
             assert answer["choices"][0]["token_ids"] == due.token_ids, (job.key, job.cache, len(job.prompt))
             compared += 1
-    assert compared > REQUESTS * 0.7
+    return compared
+
+
+class Replicas:
+    """Servers on one folder. `restart` kills one; who asked it asks again."""
+
+    def __init__(self, command: list[str], pins: list[dict[str, Any]], room: Path, stack: ExitStack) -> None:
+        self._command, self._pins, self._room, self._stack = command, pins, room, stack
+        self.num_starts = 0
+        self.loaded_tokens = 0  # of those that are no more
+        self.servers = [self.start(), self.start()]
+
+    def start(self) -> Server:
+        self.num_starts += 1
+        server = self._stack.enter_context(spawn(self._command, self._room / f"log{self.num_starts}")).wait_ready()
+        for pin in self._pins:
+            assert httpx.post(f"{server.url}/v1/prefixes", headers=ROOT, json=pin, timeout=60).status_code == 201
+        return server
+
+    def restart(self, index: int) -> None:
+        """kill -9 for the server and its engine, both at once, and a new server in its place."""
+        server = self.servers[index]
+        self.loaded_tokens += self.store_tokens(server)
+        pid = server.process.pid
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in children.read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+        assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+        self.servers[index] = self.start()
+
+    def store_tokens(self, server: Server) -> int:
+        answer = httpx.get(f"{server.url}/v1/cache/stats", headers=ROOT, timeout=30).json()
+        return answer["prompt_tokens"]["store"]
+
+
+async def ask_replicas(replicas: Replicas, jobs: list[Job], rng: Random) -> list[Any]:
+    """The answers, while one replica after the other dies every few seconds."""
+    seats, left = asyncio.Semaphore(24), len(jobs)
+    chosen = [rng.randrange(2) for _ in jobs]
+
+    async def one(job: Job, index: int) -> Any:
+        nonlocal left
+        body = {"prompt": job.prompt, "max_tokens": job.max_tokens, "cache": job.cache}
+        body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        headers = {"authorization": f"Bearer {job.key}"}
+        async with seats:
+            for attempt in range(200):
+                url = replicas.servers[(index + attempt) % 2].url
+                try:
+                    answer = await client.post(f"{url}/v1/completions", headers=headers, json=body)
+                except httpx.TransportError:
+                    await asyncio.sleep(0.1)
+                    continue
+                if answer.status_code == 200:
+                    left -= 1
+                    return answer.json()
+                assert answer.status_code == 503, answer.text
+                await asyncio.sleep(0.1)
+        raise AssertionError("no replica ever answered")
+
+    async def kill() -> None:
+        index = 0
+        while left > len(jobs) // 10:
+            await asyncio.sleep(rng.uniform(0.5, 2.5))
+            await asyncio.to_thread(replicas.restart, index)
+            index = 1 - index
+
+    async with httpx.AsyncClient(timeout=300) as client:
+        killing = asyncio.create_task(kill())
+        answers = await asyncio.gather(*map(one, jobs, chosen))
+        await killing
+        return answers
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [3, 4])
+def test_replicas_that_share_a_store_and_are_killed_and_restarted_get_nothing_wrong(seed: int, tmp_path: Path) -> None:
+    rng = Random(seed)
+    stems, jobs = make_jobs(rng)
+    pins = make_pins(stems)
+    (tmp_path / "headstart.toml").write_text(TABLES)
+    command = [sys.executable, "-m", "headstart", "serve", "--config", str(tmp_path / "headstart.toml"), *FLAGS]
+    command += ["--kv-store", str(tmp_path / "store"), "--kv-store-size", "64MiB"]  # so small that blocks are evicted
+    with ExitStack() as stack:
+        replicas = Replicas(command, pins, tmp_path, stack)
+        answers = asyncio.run(ask_replicas(replicas, jobs, rng))
+        loaded = replicas.loaded_tokens + sum(map(replicas.store_tokens, replicas.servers))
+        assert [server.stop() for server in replicas.servers] == [0, 0]
+    print(f"\nsoak: {replicas.num_starts - 2} deaths, {loaded} tokens loaded")
+    assert replicas.num_starts >= 6 and loaded > 5_000
+    assert count_equal(jobs, answers) == len(jobs)

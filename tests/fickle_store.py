@@ -1,0 +1,222 @@
+"""Test doubles around a real store: one that is slow and fails in every way it may, and one that lies (a planted bug).
+
+Latencies are counted in polls, not slept, and all chance comes from an rng, so that a run can be had again.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from headstart.core.hashing import BlockHash
+from headstart.core.store import BlockKey, BlockSource, BlockStore, Loaded, StoreStats
+
+LOAD_SECONDS = 30.0
+
+
+@dataclass
+class Troubles:
+    """How often what happens; what did happen is counted below. Probabilities are per call."""
+
+    slow: float = 0.5  # a load waits for some polls
+    very_slow: float = 0.05  # and so long that nobody should still wait for it
+    short: float = 0.1  # a load ends early
+    flip: float = 0.02  # a bit on disk turns over before a load
+    refuse: float = 0.05  # expected_seconds says inf
+    boast: float = 0.02  # contains says yes to what is not there
+    unwritten: float = 0.05  # an offer is lost
+    flush: float = 0.2  # an offer is waited for until it is on disk
+
+    loads: int = 0
+    loaded_blocks: int = 0
+    shortened: int = 0
+    flipped: int = 0
+    delayed: int = 0
+    cancelled: int = 0
+    misses: int = 0
+
+
+@dataclass(eq=False)
+class _Load:
+    """One load as its caller sees it."""
+
+    load_id: int
+    parts: deque[Loaded]
+    polls: int  # before the next part is handed over
+
+
+@dataclass
+class FickleStore:
+    """A BlockStore over `inner`. What it hands out is a copy of its own that turns to garbage after `done_with`."""
+
+    inner: BlockStore
+    folder: Path
+    rng: Random
+    troubles: Troubles = field(default_factory=Troubles)
+    _loads: deque[_Load] = field(default_factory=deque[_Load], init=False)
+    _handed_out: list[Loaded] = field(default_factory=list[Loaded], init=False)
+
+    def start(self, source: BlockSource) -> None:
+        self.inner.start(source)
+
+    def contains(self, name: BlockHash) -> bool:
+        return self.inner.contains(name) or self._happens(self.troubles.boast)
+
+    def expected_seconds(self, num_blocks: int) -> float:
+        return float("inf") if self._happens(self.troubles.refuse) else 0.0
+
+    def load(self, keys: Sequence[BlockKey]) -> int:
+        """Loads at once, but tells later."""
+        troubles = self.troubles
+        troubles.loads += 1
+        asked = list(keys)
+        if self._happens(troubles.short):
+            troubles.shortened += 1
+            asked = asked[: self.rng.randrange(len(asked) + 1)]
+        if self._happens(troubles.flip):
+            self._flip_a_bit()
+        load_id = self.inner.load(asked or list(keys[:1]))
+        parts = self._whole(load_id) if asked else []
+        if not asked:
+            self._whole(load_id)
+        parts = [part for loaded in parts for part in self._cut(loaded)] or [Loaded(load_id, (), True)]
+        parts[-1] = parts[-1]._replace(is_last=True)
+        troubles.loaded_blocks += sum(len(part.data) for part in parts)
+        troubles.misses += len(keys) > sum(len(part.data) for part in parts)
+        self._loads.append(_Load(load_id, deque(parts), self._delay()))
+        return load_id
+
+    def cancel(self, load_id: int) -> None:
+        self.troubles.cancelled += any(load.load_id == load_id for load in self._loads)
+        self._loads = deque(load for load in self._loads if load.load_id != load_id)
+
+    def poll(self) -> list[Loaded]:
+        """One tick: the oldest load comes nearer by one poll."""
+        ready: list[Loaded] = []
+        while self._loads:
+            load = self._loads[0]
+            if load.polls:
+                load.polls -= 1
+                break
+            ready.append(load.parts.popleft())
+            if load.parts:
+                load.polls = self.rng.choice([0, 0, 1, 3])
+            else:
+                self._loads.popleft()
+        self._handed_out += ready
+        return ready
+
+    def done_with(self, loaded: Loaded) -> None:
+        found = [index for index, other in enumerate(self._handed_out) if other is loaded]
+        assert len(found) == 1, "handed back twice, or never handed out"
+        del self._handed_out[found[0]]
+        for data in loaded.data:
+            view = memoryview(data)
+            view[:] = b"\xff" * len(view)  # NaN, for whoever still reads it
+
+    def wait(self, timeout: float) -> None:
+        if self._loads:
+            self._loads[0].polls = 0
+
+    def offer(self, block: int, version: int, key: BlockKey) -> None:
+        if self._happens(self.troubles.unwritten):
+            return
+        self.inner.offer(block, version, key)
+        if self._happens(self.troubles.flush):
+            for _ in range(100):
+                if self.inner.contains(key.name):
+                    break
+                self.inner.wait(0.002)
+
+    def touch(self, names: Sequence[BlockHash]) -> None:
+        self.inner.touch(names)
+
+    def keep(self, names: Iterable[BlockHash]) -> None:
+        self.inner.keep(names)
+
+    def distrust(self, names: Sequence[BlockHash]) -> None:
+        self.inner.distrust(names)
+
+    def clear(self) -> None:
+        self.inner.clear()
+
+    def stats(self) -> StoreStats:
+        return self.inner.stats()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def check_idle(self) -> None:
+        """Nothing is owed to either side any more."""
+        assert not self._handed_out, "a load was never handed back"
+
+    def _happens(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+    def _delay(self) -> int:
+        if self._happens(self.troubles.very_slow):
+            self.troubles.delayed += 1
+            return 10_000
+        if self._happens(self.troubles.slow):
+            self.troubles.delayed += 1
+            return self.rng.randint(1, 12)
+        return 0
+
+    def _whole(self, load_id: int) -> list[Loaded]:
+        """All of one load of the inner store, copied."""
+        parts: list[Loaded] = []
+        for _ in range(int(LOAD_SECONDS / 0.01)):
+            self.inner.wait(0.01)
+            for loaded in self.inner.poll():
+                assert loaded.load_id == load_id, "of a load that is over"
+                parts.append(loaded._replace(data=tuple(map(bytearray, loaded.data))))
+                self.inner.done_with(loaded)
+            if parts and parts[-1].is_last:
+                return parts
+        raise AssertionError("a load never ended")
+
+    def _cut(self, loaded: Loaded) -> list[Loaded]:
+        """The same in pieces."""
+        data, pieces = loaded.data, list[Loaded]()
+        while data:
+            size = self.rng.randint(1, len(data))
+            pieces.append(Loaded(loaded.load_id, data[:size], False))
+            data = data[size:]
+        return pieces
+
+    def _flip_a_bit(self) -> None:
+        files = sorted(self.folder.glob("*.kv"))
+        if not files:
+            return
+        path = self.rng.choice(files)
+        with path.open("r+b") as file:
+            offset = self.rng.randrange(path.stat().st_size)
+            file.seek(offset)
+            byte = file.read(1)
+            file.seek(offset)
+            file.write(bytes([(byte[0] if byte else 0) ^ 1 << self.rng.randrange(8)]))
+        self.troubles.flipped += 1
+
+
+@dataclass
+class LyingStore(FickleStore):
+    """The planted bug: the right name with another block's content. `lies` counts how often."""
+
+    lies: int = 0
+    _others: list[bytes] = field(default_factory=list[bytes], init=False)
+
+    def poll(self) -> list[Loaded]:
+        ready = super().poll()
+        for loaded in ready:
+            for data in loaded.data:
+                self._lie(memoryview(data))
+        return ready
+
+    def _lie(self, data: memoryview) -> None:
+        own = bytes(data)
+        strangers = [other for other in self._others if other != own]
+        if strangers:
+            data[:] = self.rng.choice(strangers)
+            self.lies += 1
+        self._others.append(own)
