@@ -77,14 +77,14 @@ def test_stat_lists_what_each_model_has(folder: Path, capsys: pytest.CaptureFixt
     assert found["models"][0]["model"] == SHAPE.fingerprint.hex()
     assert store("stat", folder) == 0
     shown = capsys.readouterr().out
-    assert SHAPE.fingerprint.hex()[:12] in shown and " 48 " in shown and "in 2 files" in shown and "ago" in shown
+    assert SHAPE.fingerprint.hex()[:12] in shown and " 48 " in shown and "files: 2" in shown and "ago" in shown
 
 
 def test_a_sound_store_verifies_and_a_damaged_one_says_what_and_where(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert store("verify", folder) == 0
-    assert "5 blocks" in (told := capsys.readouterr()).out and "0 files are damaged" in told.out
+    assert "5 blocks" in (told := capsys.readouterr()).out and "damaged files: 0" in told.out
     path = segment(folder)
     damage(path, path.read_bytes().find(b"\2" * BLOCK_BYTES) + 17)
     assert store("verify", folder) == 1
@@ -127,7 +127,7 @@ def test_clear_removes_blocks_and_nothing_else(folder: Path, capsys: pytest.Capt
     assert sorted(path.name for path in folder.iterdir() if path.name != "lock") == ["notes.txt", "secret"]
     assert read_secret(folder) == secret
     assert store("clear", folder, "--yes") == 0
-    assert "removed 0 files" in capsys.readouterr().out
+    assert "(files: 0)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("answer", "is_cleared"), [("y\n", True), ("\n", False), ("no\n", False), ("", False)])
@@ -143,7 +143,7 @@ def test_clear_asks_first(
     monkeypatch.setattr(sys, "stdin", terminal)
     assert store("clear", folder) == 0
     shown = capsys.readouterr()
-    assert "remove 2 files" in shown.err and ("removed 2 files" in shown.out) is is_cleared
+    assert "(files: 2)" in shown.err and ("removed " in shown.out) is is_cleared
     assert ("nothing was removed" in shown.err) is not is_cleared
     assert bool(list(folder.glob("*.kv"))) is not is_cleared
 

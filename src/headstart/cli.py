@@ -145,12 +145,12 @@ def generate(
     sampling = {name: value for name, value in wishes.items() if value is not None}
     from headstart.llm import LLM
 
-    llm = LLM(**{name: getattr(options, name) for name in EngineOptions.__dataclass_fields__})
-    if chat:
-        before = [{"role": "system", "content": _system(system)}] if system is not None else []
-        completions = llm.chat([[*before, {"role": "user", "content": text}] for text in texts], sampling)
-    else:
-        completions = llm.generate(texts, sampling)
+    with LLM(**{name: getattr(options, name) for name in EngineOptions.__dataclass_fields__}) as llm:
+        if chat:
+            before = [{"role": "system", "content": _system(system)}] if system is not None else []
+            completions = llm.chat([[*before, {"role": "user", "content": text}] for text in texts], sampling)
+        else:
+            completions = llm.generate(texts, sampling)
     for done in completions:
         print(json.dumps(_summary(done), ensure_ascii=False) if as_json else done.text, flush=True)
     if failed := [done.error for done in completions if done.error is not None]:

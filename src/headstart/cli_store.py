@@ -62,15 +62,14 @@ def stat(folder: Folder, as_json: AsJson = False) -> None:
         print(json.dumps({**whole, "models": models, "odd": found.odd}))
         return
     table = Table("model", box=None, header_style="bold")
-    for column in ("tokens/block", "bytes/block", "blocks", "tokens", "size", "files", "last used"):
-        table.add_column(column, justify="right")
+    for column in ("blocks", "of tokens", "tokens", "size", "files", "last used"):
+        table.add_column(column, justify="right", no_wrap=True)
     for shape in found.shapes:
-        size, num_bytes = shape.shape.block_size, _size(shape.shape.block_bytes)
-        counts = (f"{shape.num_blocks:,}", f"{shape.num_blocks * size:,}", _size(shape.num_bytes))
-        used = (f"{shape.num_segments:,}", ago(shape.newest_use))
-        table.add_row(shape.shape.fingerprint.hex()[:12], str(size), num_bytes, *counts, *used)
+        tokens = shape.shape.block_size
+        counts = (f"{shape.num_blocks:,}", str(tokens), f"{shape.num_blocks * tokens:,}", _size(shape.num_bytes))
+        table.add_row(shape.shape.fingerprint.hex()[:12], *counts, f"{shape.num_segments:,}", ago(shape.newest_use))
     Console().print(table if found.shapes else "no blocks are stored")
-    print(f"{folder}: {_size(found.num_bytes)} in {found.num_files:,} files")
+    print(f"{folder}: {_size(found.num_bytes)}, files: {found.num_files:,}")
     for reason, count in sorted(found.odd.items()):
         print(f"left aside: {count:,} x {_MEANINGS.get(reason, reason)}")
 
@@ -91,7 +90,7 @@ def verify(folder: Folder, as_json: AsJson = False) -> None:
         for name, counts in sorted(report.bad.items()):
             for reason, count in sorted(counts.items()):
                 print(f"{folder / name}: {_MEANINGS.get(reason, reason)}" + (f" ({count:,})" if count > 1 else ""))
-        print(f"{report.num_good:,} blocks, {_size(report.num_bytes)}, are sound; {len(harmed):,} files are damaged")
+        print(f"{report.num_good:,} blocks, {_size(report.num_bytes)}, are sound; damaged files: {len(harmed):,}")
         if harmed:
             print("nothing damaged is ever served; it goes when its file does: delete it, or leave that to the store")
     if harmed:
@@ -111,12 +110,12 @@ def clear(
     with _opened(folder) as folder:
         if not yes:
             found = inspect.stat(folder)
-            _ask(f"remove {found.num_files:,} files with {_size(found.num_bytes)} of blocks from {folder}? [y/N]")
+            _ask(f"remove {_size(found.num_bytes)} of blocks (files: {found.num_files:,}) from {folder}? [y/N]")
         num_files, num_bytes = inspect.clear(folder)
     if as_json:
         print(json.dumps({"folder": str(folder), "files": num_files, "bytes": num_bytes}))
     else:
-        print(f"removed {num_files:,} files, {_size(num_bytes)}, from {folder}")
+        print(f"removed {_size(num_bytes)} of blocks (files: {num_files:,}) from {folder}")
 
 
 @contextmanager
