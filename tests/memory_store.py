@@ -47,7 +47,7 @@ class MemoryStore:
     shelf: Shelf = field(default_factory=dict)
     habits: Habits = field(default_factory=Habits)
     loads: list[list[BlockKey]] = field(default_factory=list)
-    cancelled: list[int] = field(default_factory=list)
+    cancelled: list[tuple[int, bool]] = field(default_factory=list)  # loads, and whether they were late
     used: list[list[BlockHash]] = field(default_factory=list)
     kept: set[BlockHash] = field(default_factory=set)
     num_waits: int = 0
@@ -73,8 +73,8 @@ class MemoryStore:
         self._jobs.append(_Job(len(self.loads), list(keys), self.habits.load_delay()))
         return len(self.loads)
 
-    def cancel(self, load_id: int) -> None:
-        self.cancelled.append(load_id)
+    def cancel(self, load_id: int, *, is_late: bool) -> None:
+        self.cancelled.append((load_id, is_late))
         self._jobs = [job for job in self._jobs if job.load_id != load_id]
 
     def poll(self) -> list[Loaded]:

@@ -136,7 +136,7 @@ def test_an_overdue_load_is_cancelled_and_computed() -> None:
         engine.step(now=now * 0.1)
         if executor_of(engine).batches:
             break
-    assert store.cancelled == [1] and 1.0 < now * 0.1 < 1.3  # nobody knows yet what computing takes
+    assert store.cancelled == [(1, True)] and 1.0 < now * 0.1 < 1.3  # nobody knows yet what computing takes
     assert engine.scheduler.transfers.num_outstanding == 0 and not engine.scheduler.transfers._promised
     engine.add_request(make_request("b", [*A, 1]))
     assert run(engine)["b"][0].ledger == Ledger(shared=8, computed=1)
@@ -188,7 +188,7 @@ def test_blocks_that_find_no_room_are_dropped() -> None:
     outputs = run(engine)
     assert [t for out in outputs["a"] for t in out.token_ids] == expected_tokens([*A, *B], 1)
     ledger = outputs["a"][0].ledger
-    assert ledger is not None and ledger.computed >= 4 and len(store.cancelled) == 1
+    assert ledger is not None and ledger.computed >= 4 and len(store.loads) == 1
 
 
 def test_a_suspect_block_is_cleared_before_it_is_filled_and_not_after() -> None:
@@ -353,3 +353,25 @@ def test_names_in_flight_are_those_of_the_loads() -> None:
     assert engine.scheduler.transfers._promised == names and engine.stats().num_loading_blocks == 4
     run(engine)
     assert not engine.scheduler.transfers._promised
+
+
+def test_what_finds_no_room_though_more_is_coming_is_called_off_and_not_called_late() -> None:
+    store = stocked([*A, *B], habits=Habits(load_delay=lambda: 3, piece=lambda: 1))
+    engine = make_engine(num_blocks=7, store=store)
+    engine.scheduler.room._mean = 0.0
+    engine.add_request(make_request("grows", [90], max_tokens=20))
+    engine.step()
+    engine.add_request(make_request("a", [*A, *B]))
+    assert [t for out in run(engine)["a"] for t in out.token_ids] == expected_tokens([*A, *B], 1)
+    assert store.cancelled == [(1, False)]
+
+
+def test_a_cleared_store_gets_pinned_prefixes_again() -> None:
+    store = MemoryStore()
+    engine = make_engine(store=store)
+    engine.add_prefix("p", A)
+    run(engine)
+    store.flush()
+    engine.reset_prefix_cache(external=True)
+    store.flush()
+    assert set(store.shelf) == store.kept and len(store.kept) == 2

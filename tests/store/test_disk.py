@@ -243,7 +243,7 @@ def test_a_disk_that_hangs_is_not_asked_again_and_holds_up_nobody(opened: Open, 
     assert store.contains(name(1)) and "no answer" in store.stats().degraded
     pool.offer(store, 2)
     store.touch(names(1))
-    store.cancel(load_id)
+    store.cancel(load_id, is_late=True)
     assert store.poll() == [] and store.stats().misses["slow"] == 1
     files.gate.set()
     assert until(lambda: store.expected_seconds(1) != float("inf")) and store.expected_seconds(1) > 10
@@ -259,8 +259,8 @@ def test_cancelled_loads_give_nothing_and_their_buffers_come_back(
     pool.offer(store, 1, 2, 3, 4)
     assert written(store, 1, 2, 3, 4)
     for _ in range(5):
-        store.cancel(store.load(keys(1, 2, 3, 4)))
-    store.cancel(77)  # no such load
+        store.cancel(store.load(keys(1, 2, 3, 4)), is_late=True)
+    store.cancel(77, is_late=True)  # no such load
     assert load(store, keys(1, 2, 3, 4)) == contents(1, 2, 3, 4)
     assert store.stats().misses["slow"] == 5
 

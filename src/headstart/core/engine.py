@@ -164,6 +164,7 @@ class Engine:
             self._store.clear()
         self.scheduler.pool.clear(pinned=pinned)
         self._publish_events()
+        self._keep_prefixes()  # the store may have lost them, and they need not be computed again
         self._warm_prefixes()
         return True
 

@@ -80,8 +80,8 @@ class BlockStore(Protocol):
         """Begins to load these, in order, and stops at the first that cannot be had. Returns the load's id."""
         ...
 
-    def cancel(self, load_id: int) -> None:
-        """Nobody waits for it any more, because it took too long: nothing further comes of it."""
+    def cancel(self, load_id: int, *, is_late: bool) -> None:
+        """Nobody waits for it any more: nothing further comes of it. `is_late`: because it took too long."""
         ...
 
     def poll(self) -> list[Loaded]:

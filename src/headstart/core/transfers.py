@@ -116,7 +116,9 @@ class Transfers:
             store.done_with(loaded)
         for load_id, load in list(self._loads.items()):
             if now > load.deadline:
-                self._give_up(load_id)
+                load.seq.num_loads = MAX_LOADS
+                store.cancel(load_id, is_late=True)
+                self._forget(load_id)
 
     def wait(self, timeout: float) -> None:
         """Waits for something to arrive, if anything is on its way."""
@@ -177,6 +179,7 @@ class Transfers:
 
     def _take_in(self, load: _Load, loaded: Loaded, executor: Executor, now: float) -> None:
         """Blocks, content and names for what arrived; the rest of the load is given up if there is no room for it."""
+        assert self._store is not None
         blocks = self._allocate(load.seq, len(loaded.data))
         dirty = self._pool.take_blocks_to_zero()
         if dirty:  # before they are written: nobody may clear them after
@@ -186,7 +189,10 @@ class Transfers:
         self._publish(load, blocks)
         load.deadline = now + load.patience
         if len(blocks) < len(loaded.data):
-            self._give_up(loaded.load_id)
+            load.seq.num_loads = MAX_LOADS  # there is no room, so it computes what it has room for
+            if not loaded.is_last:
+                self._store.cancel(loaded.load_id, is_late=False)
+            self._forget(loaded.load_id)
         elif loaded.is_last:
             self._forget(loaded.load_id)
 
@@ -212,13 +218,6 @@ class Transfers:
             if self._cache.publish_block(seq, index, block):
                 self._loaded.add(names[index - start])
         self._pool.release(blocks, seq.request.retention)
-
-    def _give_up(self, load_id: int) -> None:
-        """Waits for it no longer; its sequence will compute."""
-        assert self._store is not None
-        self._store.cancel(load_id)
-        self._loads[load_id].seq.num_loads = MAX_LOADS
-        self._forget(load_id)
 
     def _forget(self, load_id: int) -> None:
         load = self._loads.pop(load_id)

@@ -94,11 +94,12 @@ class DiskStore:
             self._loader.ask(load)
         return load.load_id
 
-    def cancel(self, load_id: int) -> None:
+    def cancel(self, load_id: int, *, is_late: bool) -> None:
         load = self._loads.pop(load_id, None)
         if load is not None:
-            now = self._clock()
             load.is_cancelled = True
+        if load is not None and is_late:
+            now = self._clock()
             self._misses["slow"] += 1
             self._estimate.too_slow(max(1, load.num_waiting), now - load.asked_at, now)
 
