@@ -17,6 +17,7 @@ from headstart.core.executor import Executor
 from headstart.core.limits import Limits
 from headstart.core.request import FinishReason, Request, SamplingParams
 from headstart.core.scheduler import Scheduler
+from headstart.core.store import Data
 from headstart.model.loader import load_model
 from headstart.model.runner import ModelRunner
 
@@ -111,6 +112,21 @@ def test_blocks_read_here_and_written_elsewhere_continue_with_the_same_tokens(ma
         rows = [executor.execute(batch).rows[0] for executor, batch in batches]
         assert rows[0].error is None and len(rows[0].token_ids) == 1 and rows[1:] == rows[:1] * 2
         history.append(rows[0].token_ids[0])
+
+
+@pytest.mark.parametrize("make", KEEPING_KV, indirect=True)
+@pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview])
+def test_a_written_block_reads_back_and_touches_no_other(
+    make: Callable[[], Executor], wrap: Callable[[bytes], Data]
+) -> None:
+    executor = make()
+    others = [executor.read_block(block) for block in (0, 1, 3)]
+    data = bytes(1 + i % 100 for i in range(executor.block_bytes))
+    executor.write_block(2, wrap(data))
+    assert executor.read_block(2) == data
+    assert [executor.read_block(block) for block in (0, 1, 3)] == others
+    executor.zero_blocks([2])
+    assert executor.read_block(2) == others[1]
 
 
 @pytest.mark.parametrize("make", KEEPING_KV, indirect=True)
