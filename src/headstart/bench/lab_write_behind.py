@@ -28,10 +28,8 @@ from headstart.workload.synthetic import Shape, shared_prefix
 BLOCK_SIZE = 16
 DRAIN_SECONDS = 30.0  # what a writer that lags may take to write the rest
 LOOK_STEPS = 4  # how often the queue is looked at
-COLUMNS = (
-    *("workload", "tokens/s off", "on", "on / off", "p99 step ms off", "on", "blocks written", "lost"),
-    *("most pending", "drained after s"),
-)
+SPEED = ("workload", "tokens/s off", "on", "on / off", "p99 step ms off", "on")
+WRITER = ("workload", "blocks written", "lost", "most pending", "MB/s", "idle after s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +185,11 @@ def _report(
         **{f"{name}_throughput_on_over_off": row["throughput_on_over_off"] for name, row in rows.items()},
         "workloads": rows,
     }
-    table = tuple(
+    speed = ("tokens_per_s_off", "tokens_per_s_on", "throughput_on_over_off", "p99_step_ms_off", "p99_step_ms_on")
+    writer = tuple(
         (
-            *(name, row["tokens_per_s_off"], row["tokens_per_s_on"], row["throughput_on_over_off"]),
-            *(row["p99_step_ms_off"], row["p99_step_ms_on"], row["written_blocks"], sum(row["lost_writes"].values())),
-            *(row["most_pending_blocks"], row["drain_s"]),
+            *(name, row["written_blocks"], sum(row["lost_writes"].values()), row["most_pending_blocks"]),
+            *(row["write_bytes_per_s"] / 1e6, row["drain_s"]),
         )
         for name, row in rows.items()
     )
@@ -218,7 +216,14 @@ def _report(
             **describe(info),
         },
         contention=log.as_dict(),
-        sheets=[Sheet("the same work without and with a store", COLUMNS, table)],
+        sheets=[
+            Sheet(
+                "the same work without and with a store",
+                SPEED,
+                tuple((name, *(row[key] for key in speed)) for name, row in rows.items()),
+            ),
+            Sheet("the writer, all pairs", WRITER, writer),
+        ],
         charts=[Chart("throughput with a store", "workload", "over without", tuple(rows), ratios)],
         problems=[problem for name, pairs in found.items() for pair in pairs for problem in _problems(name, pair)],
     )
