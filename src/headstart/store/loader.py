@@ -24,7 +24,7 @@ LENT_BYTES = 32 << 20
 """The most that has been read and not given back; at least two pieces."""
 MAX_ERRORS = 3  # loads in a row that end with an error of the disk
 OVERDUE_SECONDS = 1.0  # for one piece
-LOOK_SECONDS = 0.05  # between two looks at whether a load that waits for a buffer is still wanted
+LOOK_SECONDS = 0.05  # between two looks at whether a pause is over, or a load that waits for a buffer still wanted
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +106,7 @@ class Loader:
         self._idle_since = self._clock()
         while not self._is_ending:
             try:
-                load = self._asked.get(timeout=self.health.seconds_to_retry(self._clock()))
+                load = self._asked.get(timeout=LOOK_SECONDS if self.health.reason else None)
             except queue.Empty:
                 self._try_again()
                 continue
