@@ -270,8 +270,13 @@ def test_what_is_computed_outlives_an_llm_that_is_closed_or_dropped(tmp_path: Pa
     def build() -> LLM:
         return LLM(str(model), num_blocks=64, kv_store=str(tmp_path / "kv"))
 
+    def store_threads() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-store")]
+
     with build() as llm:
         assert llm.generate(prompts[0], GREEDY)[0].num_cached_tokens == 0
+        assert len(store_threads()) == 2
+    assert store_threads() == []
     with pytest.raises(InvalidRequestError, match="this LLM is closed"):
         llm.generate(prompts[0], GREEDY)
     with pytest.raises(InvalidRequestError, match="this LLM is closed"):
