@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 
 Folder = Annotated[
     Path | None,
-    typer.Option("--folder", metavar="DIR", help="Where stores are made and removed; default: the temporary folder."),
+    typer.Option(
+        "--folder",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        writable=True,
+        resolve_path=True,  # servers run elsewhere
+        help="Where stores are made and removed; default: the temporary folder.",
+    ),
 ]
 
 lab = typer.Typer(
