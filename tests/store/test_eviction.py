@@ -122,8 +122,10 @@ def test_where_all_is_kept_there_is_no_room_and_nothing_is_lost(folder: Path) ->
     catalog, blocks = opened(folder), chain(5 * PER_SEGMENT)
     kept = frozenset(names(blocks))
     write(catalog, blocks, kept)
+    before = segment_files(folder)
     with pytest.raises(OSError, match="pinned") as raised:
         write(catalog, chain(10, seed=1), kept)
+    assert segment_files(folder) == before  # nor was anything moved in vain
     assert raised.value.errno == errno.ENOSPC
     assert all(catalog.contains(name) for name in kept)
     assert write(catalog, chain(10, seed=2)) > 0  # not kept any more: it goes on
@@ -193,7 +195,7 @@ def test_a_disk_is_never_filled(folder: Path) -> None:
     for seed in range(40):
         write(catalog, chain(60, seed=seed))
         assert disk.space(folder).free >= 5_000
-    assert catalog.max_bytes == pytest.approx(95_000, abs=8192)
+    assert catalog.max_bytes == pytest.approx(95_000, abs=4_500)  # files have holes
 
 
 def test_on_a_disk_that_others_filled_the_store_gives_room_back(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """The format: what is written is read again, and every single wrong bit is told."""
 
 import re
+import struct
 
 import pytest
 from stored_blocks import SHAPE, content_of, key_of
@@ -8,6 +9,7 @@ from xxhash import xxh3_128_digest
 
 from headstart.store.format import (
     HEADER_BYTES,
+    MAGIC,
     MAX_SEGMENT_BYTES,
     Entry,
     FormatError,
@@ -58,6 +60,28 @@ def test_positions_follow_from_the_shape() -> None:
 @pytest.mark.parametrize("num_slots", [0, 1 << 21])
 def test_sizes_that_we_would_not_write_are_no_header(num_slots: int) -> None:
     assert not HEADER._replace(num_slots=num_slots).is_sound()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        HEADER._replace(num_slots=0),
+        HEADER._replace(num_slots=1 << 50),
+        HEADER._replace(shape=SHAPE._replace(block_size=0)),
+        HEADER._replace(shape=SHAPE._replace(block_size=1 << 20)),
+        HEADER._replace(shape=SHAPE._replace(block_bytes=0)),
+        HEADER._replace(shape=SHAPE._replace(block_bytes=1 << 31)),
+        HEADER._replace(shape=SHAPE._replace(block_bytes=100 << 20)),
+    ],
+)
+def test_lengths_that_agree_with_each_other_but_are_beyond_reason_are_refused(header: Header) -> None:
+    """Under a checksum that is right: the header of a model that nobody has, written by nobody."""
+    shape = header.shape
+    sizes = (1, HEADER_BYTES, shape.entry_bytes, shape.block_size, shape.block_bytes, header.num_slots)
+    raw = struct.pack("<8sIIIIQQQ32s8s", MAGIC, *sizes, header.payload_start, shape.fingerprint, OWN_ID)
+    raw = raw.ljust(HEADER_BYTES - 16, b"\0")
+    with raises("lengths"):
+        decode_header(raw + xxh3_128_digest(raw), OWN_ID)
 
 
 def test_only_a_single_block_may_be_longer_than_a_segment() -> None:
