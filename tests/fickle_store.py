@@ -48,12 +48,16 @@ class _Load:
 
 @dataclass
 class FickleStore:
-    """A BlockStore over `inner`. What it hands out is a copy of its own that turns to garbage after `done_with`."""
+    """A BlockStore over `inner`. What it hands out is a copy of its own that turns to garbage after `done_with`.
+
+    A `direct` one adds no latencies and shortens no loads: `inner` does what it does, in its own time.
+    """
 
     inner: BlockStore
     folder: Path
     rng: Random
     troubles: Troubles = field(default_factory=Troubles)
+    is_direct: bool = False
     _loads: deque[_Load] = field(default_factory=deque[_Load], init=False)
     _handed_out: list[Loaded] = field(default_factory=list[Loaded], init=False)
 
@@ -70,6 +74,8 @@ class FickleStore:
         """Loads at once, but tells later."""
         troubles = self.troubles
         troubles.loads += 1
+        if self.is_direct:
+            return self.inner.load(keys)
         asked = list(keys)
         if self._happens(troubles.short):
             troubles.shortened += 1
@@ -87,13 +93,17 @@ class FickleStore:
         self._loads.append(_Load(load_id, deque(parts), self._delay()))
         return load_id
 
-    def cancel(self, load_id: int) -> None:
-        self.troubles.cancelled += any(load.load_id == load_id for load in self._loads)
+    def cancel(self, load_id: int, *, is_late: bool = True) -> None:
+        self.troubles.cancelled += is_late
+        if self.is_direct:
+            self.inner.cancel(load_id, is_late=is_late)
         self._loads = deque(load for load in self._loads if load.load_id != load_id)
 
     def poll(self) -> list[Loaded]:
         """One tick: the oldest load comes nearer by one poll."""
         ready: list[Loaded] = []
+        if self.is_direct:
+            ready = [self._copied(loaded) for loaded in self.inner.poll()]
         while self._loads:
             load = self._loads[0]
             if load.polls:
@@ -116,7 +126,9 @@ class FickleStore:
             view[:] = b"\xff" * len(view)  # NaN, for whoever still reads it
 
     def wait(self, timeout: float) -> None:
-        if self._loads:
+        if self.is_direct:
+            self.inner.wait(timeout)
+        elif self._loads:
             self._loads[0].polls = 0
 
     def offer(self, block: int, version: int, key: BlockKey) -> None:
@@ -170,11 +182,15 @@ class FickleStore:
             self.inner.wait(0.01)
             for loaded in self.inner.poll():
                 assert loaded.load_id == load_id, "of a load that is over"
-                parts.append(loaded._replace(data=tuple(map(bytearray, loaded.data))))
-                self.inner.done_with(loaded)
+                parts.append(self._copied(loaded))
             if parts and parts[-1].is_last:
                 return parts
         raise AssertionError("a load never ended")
+
+    def _copied(self, loaded: Loaded) -> Loaded:
+        copy = loaded._replace(data=tuple(map(bytearray, loaded.data)))
+        self.inner.done_with(loaded)
+        return copy
 
     def _cut(self, loaded: Loaded) -> list[Loaded]:
         """The same in pieces."""

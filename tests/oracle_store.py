@@ -56,7 +56,8 @@ class Fleet:
         def opened(runner: ModelRunner) -> FickleStore:
             shape = Shape(self.under_test.loaded.fingerprint, self.block_size, runner.block_bytes)
             inner = DiskStore(self.folder, shape, self.max_bytes)
-            self.stores.append(self.store_class(inner, self.folder, self.rng, self.troubles))
+            is_direct = self.rng.random() < 0.3
+            self.stores.append(self.store_class(inner, self.folder, self.rng, self.troubles, is_direct))
             return self.stores[-1]
 
         engine = self.under_test.build_everything(self.num_blocks, self.block_size, self.rng, opened)
