@@ -1,6 +1,7 @@
 """Writer, round by round and without its thread: what goes first, what is lost and counted, what is tried again."""
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,22 @@ def test_pinned_ones_are_read_first_then_those_in_use(bench: Bench) -> None:
     bench.writer.touch(names(3))
     bench.writer.keep(frozenset(names(4)))
     assert not bench.writer.round() and bench.pool.asked == [4, 3, 1, 2] and bench.has(1, 2, 3, 4)
+
+
+def test_what_is_pinned_stays_recent_for_other_processes(bench: Bench, tmp_path: Path) -> None:
+    bench.offer(1)
+    bench.writer.round()
+    (file,) = tmp_path.glob("*.kv")
+
+    def is_renewed_after(seconds: float) -> bool:
+        os.utime(file, (1, 1))
+        bench.clock.now += seconds
+        bench.writer.round()
+        return file.stat().st_mtime > 1
+
+    assert not is_renewed_after(100.0)
+    bench.writer.keep(frozenset(names(1)))
+    assert is_renewed_after(0.0) and not is_renewed_after(4.9) and is_renewed_after(0.2)
 
 
 def test_a_run_is_bounded_and_the_rest_follows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +157,21 @@ def test_nothing_is_written_before_a_failed_order_to_forget_has_been_carried_out
     bench.clock.now += 30.0
     bench.writer.round()
     assert bench.writer.num_settled == order and bench.has(1, 2) and bench.pool.asked == [1, 1, 2]
+
+
+def test_a_block_that_could_not_be_marked_as_forgotten_is_marked_by_the_next_try(bench: Bench, tmp_path: Path) -> None:
+    bench.offer(1)
+    bench.writer.round()
+    bench.files.fail(errno.EIO, 2, 2, calls=("pread", "pwritev"))
+    order = bench.writer.forget(names(1))
+    bench.writer.round()
+    assert bench.writer.num_settled < order
+    bench.files.heal()
+    bench.clock.now += 1.0
+    bench.writer.round()
+    other = Bench(tmp_path)
+    other.writer.round()
+    assert bench.writer.num_settled == order and not other.has(1)
 
 
 def test_a_source_that_fails_pauses_writing_and_no_more(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ Who gives way is decided by files: the least recently used segment, by its mtime
 its blocks renews. What this process holds dear in a victim is written again to its own segment first.
 """
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from headstart.store.files import Files, prepare_folder
 from headstart.store.folder import CORRUPT, Folder
 from headstart.store.format import MAX_SEGMENT_BYTES, MAX_SLOTS, Header, Shape
 from headstart.store.index import Index
-from headstart.store.segment import ReadResult, SegmentWriter
+from headstart.store.segment import ReadResult, Segment, SegmentWriter
 
 MIN_SEGMENT_BYTES = 8 << 20
 
@@ -54,6 +55,7 @@ class Catalog:
         self._folder = Folder(folder.resolve(), shape, self._files, self._index, clock)
         self._eviction = Eviction(self._folder, self._index, self._files, max_bytes, self._write)
         self._writer: SegmentWriter | None = None
+        self._unmarked: list[tuple[Segment, int]] = []  # discarded, and other processes cannot tell yet
 
     @property
     def num_blocks(self) -> int:
@@ -152,19 +154,18 @@ class Catalog:
                 self._folder.touch(segment)
 
     def discard(self, names: Iterable[BlockHash]) -> None:
-        """Forgets these and marks them in their files, so that no other process loads them either. Raises OSError."""
-        failed: OSError | None = None
+        """Forgets these and marks them in their files, so that no other process loads them either.
+
+        Raises OSError; then what could not be marked is forgotten here all the same, and marked by the next call.
+        """
         for name in names:
             for segment, slot in self._index.places(name):
                 self._index.forget(name, segment, slot)
-                try:
-                    segments.discard_entry(self._files, segment, slot)
-                except FileNotFoundError:
-                    continue
-                except OSError as error:
-                    failed = error
-        if failed is not None:
-            raise failed
+                self._unmarked.append((segment, slot))
+        while self._unmarked:
+            with contextlib.suppress(FileNotFoundError):
+                segments.discard_entry(self._files, *self._unmarked[0])
+            del self._unmarked[0]
 
     def clear(self) -> None:
         """Deletes all segments, of every model and process. Raises OSError."""

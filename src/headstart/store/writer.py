@@ -24,6 +24,7 @@ ROUND_SECONDS = 0.02  # between two looks at the folder and at what was offered
 RUN_BYTES = 4 << 20  # copied out of the pool and written at once
 MAX_RUN_BLOCKS = 256
 MAX_PENDING = 16_384  # blocks; also the most messages that wait
+RENEW_SECONDS = 5.0  # so often the files of what is pinned are made recent
 NICE = 10  # below the threads that compute
 KEEP_RATE = 0.8  # the weight of the past in the measured rate
 OVERDUE_SECONDS = 5.0  # for one round
@@ -67,6 +68,7 @@ class Writer:
         self._kept: frozenset[BlockHash] = frozenset()
         self._forgets: deque[_Forget] = deque()
         self._look_at = float("-inf")
+        self._renew_at = float("-inf")
         self._busy_since = float("inf")
         self._wake = threading.Event()
         self._end_at: float | None = None
@@ -143,6 +145,7 @@ class Writer:
         try:
             self._read_inbox()
             self.look()
+            self._renew()
             if self.health.may_try(now):
                 with self._guard(self.health):
                     self._forget()
@@ -162,6 +165,13 @@ class Writer:
                 self.folder_health.worked(now)
             self._look_at = self._clock() + ROUND_SECONDS
 
+    def _renew(self) -> None:
+        """Makes what is pinned recent, so that other processes, which do not know of our pins, evict it last."""
+        now = self._clock()
+        if self._kept and now >= self._renew_at:
+            self._renew_at = now + RENEW_SECONDS
+            self._catalog.used(self._kept)
+
     def _read_inbox(self) -> None:
         used: list[BlockHash] = []
         for _ in range(len(self._inbox)):
@@ -174,7 +184,7 @@ class Writer:
                     self._pending.touch(names)
                     used += names
                 case _Keep(names):
-                    self._kept = names
+                    self._kept, self._renew_at = names, float("-inf")
                     self._pending.keep(names)
                 case _Forget(_, names) as forget:
                     self._pending.clear() if names is None else self._pending.remove(names)
