@@ -11,6 +11,7 @@ from random import Random
 
 from headstart.core.hashing import BlockHash
 from headstart.core.store import BlockKey, BlockSource, BlockStore, Loaded, StoreStats
+from headstart.store.format import HEADER_BYTES, decode_header
 
 LOAD_SECONDS = 30.0
 
@@ -22,16 +23,17 @@ class Troubles:
     slow: float = 0.5  # a load waits for some polls
     very_slow: float = 0.05  # and so long that nobody should still wait for it
     short: float = 0.1  # a load ends early
-    flip: float = 0.02  # a bit on disk turns over before a load
+    spoil: float = 0.1  # something on disk is overwritten before a load: a bit, or a kilobyte
     refuse: float = 0.05  # expected_seconds says inf
     boast: float = 0.02  # contains says yes to what is not there
     unwritten: float = 0.05  # an offer is lost
+    late: float = 0.4  # an offer is passed on many polls later, when its block may hold something else
     flush: float = 0.2  # an offer is waited for until it is on disk
 
     loads: int = 0
     loaded_blocks: int = 0
     shortened: int = 0
-    flipped: int = 0
+    spoilt: int = 0
     delayed: int = 0
     cancelled: int = 0
     misses: int = 0
@@ -44,6 +46,16 @@ class _Load:
     load_id: int
     parts: deque[Loaded]
     polls: int  # before the next part is handed over
+
+
+@dataclass(eq=False)
+class _Late:
+    """An offer that is held back for so many polls."""
+
+    polls: int
+    block: int
+    version: int
+    key: BlockKey
 
 
 @dataclass
@@ -59,6 +71,7 @@ class FickleStore:
     troubles: Troubles = field(default_factory=Troubles)
     is_direct: bool = False
     _loads: deque[_Load] = field(default_factory=deque[_Load], init=False)
+    _late: list[_Late] = field(default_factory=list[_Late], init=False)
     _handed_out: list[Loaded] = field(default_factory=list[Loaded], init=False)
 
     def start(self, source: BlockSource) -> None:
@@ -74,14 +87,14 @@ class FickleStore:
         """Loads at once, but tells later."""
         troubles = self.troubles
         troubles.loads += 1
+        if self._happens(troubles.spoil):
+            self._spoil(self.rng.choice(keys).name)
         if self.is_direct:
             return self.inner.load(keys)
         asked = list(keys)
         if self._happens(troubles.short):
             troubles.shortened += 1
             asked = asked[: self.rng.randrange(len(asked) + 1)]
-        if self._happens(troubles.flip):
-            self._flip_a_bit()
         load_id = self.inner.load(asked or list(keys[:1]))
         parts = self._whole(load_id) if asked else []
         if not asked:
@@ -102,6 +115,7 @@ class FickleStore:
     def poll(self) -> list[Loaded]:
         """One tick: the oldest load comes nearer by one poll."""
         ready: list[Loaded] = []
+        self._pass_on()
         if self.is_direct:
             ready = [self._copied(loaded) for loaded in self.inner.poll()]
         while self._loads:
@@ -134,6 +148,9 @@ class FickleStore:
     def offer(self, block: int, version: int, key: BlockKey) -> None:
         if self._happens(self.troubles.unwritten):
             return
+        if self._happens(self.troubles.late):
+            self._late.append(_Late(self.rng.randint(1, 40), block, version, key))
+            return
         self.inner.offer(block, version, key)
         if self._happens(self.troubles.flush):
             for _ in range(100):
@@ -162,6 +179,14 @@ class FickleStore:
     def check_idle(self) -> None:
         """Nothing is owed to either side any more."""
         assert not self._handed_out, "a load was never handed back"
+
+    def _pass_on(self) -> None:
+        """Passes on the late offers that are due."""
+        for late in self._late:
+            late.polls -= 1
+            if not late.polls:
+                self.inner.offer(late.block, late.version, late.key)
+        self._late = [late for late in self._late if late.polls]
 
     def _happens(self, probability: float) -> bool:
         return self.rng.random() < probability
@@ -201,18 +226,25 @@ class FickleStore:
             data = data[size:]
         return pieces
 
-    def _flip_a_bit(self) -> None:
-        files = sorted(self.folder.glob("*.kv"))
-        if not files:
-            return
-        path = self.rng.choice(files)
-        with path.open("r+b") as file:
-            offset = self.rng.randrange(path.stat().st_size)
-            file.seek(offset)
-            byte = file.read(1)
-            file.seek(offset)
-            file.write(bytes([(byte[0] if byte else 0) ^ 1 << self.rng.randrange(8)]))
-        self.troubles.flipped += 1
+    def _spoil(self, name: BlockHash) -> None:
+        """Overwrites a bit, or up to a kilobyte, of the entry or the content of a block on disk."""
+        for path in sorted(self.folder.glob("*.kv")):
+            raw = path.read_bytes()
+            at = raw.find(name, HEADER_BYTES)
+            if at < 0:
+                continue
+            header = decode_header(raw[:HEADER_BYTES], bytes.fromhex(path.stem))
+            size = header.shape.entry_bytes
+            first, num = at - (at - HEADER_BYTES) % size, size
+            if self._happens(0.8):
+                first, num = header.payload_offset((at - HEADER_BYTES) // size), header.shape.block_bytes
+            first += self.rng.randrange(num)
+            was = raw[first : first + self.rng.choice([1, 1024])] or b"\0"
+            now = bytes([was[0] ^ 1 << self.rng.randrange(8)]) if len(was) == 1 else self.rng.randbytes(len(was))
+            with path.open("r+b") as file:
+                file.seek(first)
+                file.write(now)
+            self.troubles.spoilt += 1
 
 
 @dataclass

@@ -45,6 +45,8 @@ class Tally:
     restarts: int = 0
     runs_with_loads: int = 0
     troubles: int = 0  # loads that the store or its double let fail
+    corrupt: int = 0  # of what was on disk
+    overwritten: int = 0  # blocks that were not written in time
 
     def add(self, other: "Tally") -> None:
         for item in fields(self):

@@ -110,7 +110,11 @@ class Fleet:
         self.tally.restarts += 1
 
     def end(self, engine: Engine) -> None:
-        self.tally.count(engine.stats())
+        stats = engine.stats()
+        self.tally.count(stats)
+        if stats.store is not None:
+            self.tally.corrupt += stats.store.misses.get("corrupt", 0)
+            self.tally.overwritten += stats.store.lost_writes.get("overwritten", 0)
         engine.close()
 
     def close(self) -> None:

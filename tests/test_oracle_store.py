@@ -24,9 +24,9 @@ def test_output_is_the_same_with_blocks_that_come_back_from_disk(
 ) -> None:
     tally = Tally()
     for seed in range(3):
-        tally.add(compare_with_store(checkpoints[family], tmp_path / str(seed), seed, num_requests=24))
+        tally.add(compare_with_store(checkpoints[family], tmp_path / str(seed), seed, num_requests=32))
     assert tally.wrong == []
-    assert tally.runs_with_loads >= 2 and tally.restarts > 0 and tally.troubles > 0, tally
+    assert tally.runs_with_loads >= 2 and tally.restarts > 0 and tally.troubles > 0 and tally.overwritten > 0, tally
     assert tally.excused <= 2
 
 
@@ -62,5 +62,6 @@ def test_thousands_of_requests_with_restarts_siblings_and_failing_disks(
     print(f"\noracle, with a store, {runs} runs: {total}")
     assert total.wrong == []
     assert total.runs_with_loads > runs // 2 and total.restarts > runs // 2 and total.troubles > runs
+    assert total.corrupt > runs // 4 and total.overwritten > runs
     assert total.preemptions > 0 and total.evictions > 0 and total.pinned_tokens > 0
     assert total.excused <= total.requests // 100
