@@ -141,7 +141,10 @@ def prepare_folder(folder: Path) -> None:
         )
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077:
-        raise ConfigError(f"--kv-store {folder} is open to others (mode {mode:o}); run: chmod 700 {folder}")
+        raise ConfigError(
+            f"--kv-store {folder} is open to others (mode {mode:o}); name a new folder, "
+            f"or, if nothing else is in this one, run: chmod 700 {folder}"
+        )
 
 
 def read_secret(folder: Path) -> bytes:
