@@ -17,12 +17,13 @@ FLAGS = ("--num-blocks", "64", "--threads", "1", "--dtype", "float32")
 def test_a_server_answers_counts_and_dies_as_a_whole(tiny: str, tmp_path: Path) -> None:
     prompts = [random_tokens(64, 512, Random(seed)) for seed in (1, 2)]
     log = ContentionLog.new()
+    others = psutil.Process().children(recursive=True)
     with replica(Launch(tiny, tmp_path, FLAGS, ("right",)), None) as server:
         first = ask_in_turn(server, prompts, key="right", log=log)
         again = ask_in_turn(server, prompts, key="right")
         (refused,) = ask_in_turn(server, prompts[:1], key="wrong")
         counted = server.prompt_tokens(key="right")
-        children = psutil.Process().children(recursive=True)
+        children = [one for one in psutil.Process().children(recursive=True) if one not in others]
         server.kill()
         survivors = [one for one in children if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     assert [answer.error for answer in (*first, *again)] == [None] * 4
