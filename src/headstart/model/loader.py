@@ -22,11 +22,14 @@ from headstart.model.config import (
     refuse_quantised,
 )
 from headstart.model.decoder import LanguageModel, load_decoder
+from headstart.model.kernels.load import kernels
 from headstart.model.kv import KVShape
+from headstart.model.linear import Form
 from headstart.model.transformers_model import load_transformers
 from headstart.model.weights import Checkpoint, LoadingBar
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+QUANTIZATIONS = ("none", "int8")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +46,7 @@ class LoadedModel:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     weight_bytes: int
-    fingerprint: bytes  # of weights, config, dtype: equal exactly if KV may be shared
+    fingerprint: bytes  # of weights, config, dtype, quantization: equal exactly if KV may be shared
     attention_backend: str
 
     @property
@@ -53,25 +56,42 @@ class LoadedModel:
 
 
 def load_model(
-    folder: Path, *, dtype: str = "auto", device: str = "auto", attention_backend: str = "auto"
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    attention_backend: str = "auto",
+    quantization: str = "none",
 ) -> LoadedModel:
-    """Loads the model in `folder`, with progress on stderr. Raises ConfigError for what cannot be served."""
+    """Loads the model in `folder`, with progress on stderr. Raises ConfigError for what cannot be served.
+
+    `quantization` int8 keeps every matrix but the embedding as int8 with one scale per output.
+    """
     raw = read_json(folder / "config.json")
     architecture = architecture_of(raw)
     refuse_quantised(raw)
     chosen_dtype, chosen_device = resolve_dtype(dtype, raw), resolve_device(device)
     backend = resolve_backend(attention_backend)
     native = parse_config(raw) if architecture in NATIVE_ARCHITECTURES else None
+    if quantization not in QUANTIZATIONS:
+        raise ConfigError(f"quantization {quantization!r} is not known; choose {' or '.join(QUANTIZATIONS)}")
+    if quantization != "none" and native is None:
+        raise ConfigError(
+            f"quantization {quantization} is not supported for {architecture}, which Transformers runs; "
+            f"leave it out, or use one of {', '.join(NATIVE_ARCHITECTURES)}"
+        )
     checkpoint = Checkpoint(folder)
     if native is None:
         model = breadth = load_transformers(folder, raw, chosen_dtype, chosen_device)
         shape, vocab_size, max_model_len = breadth.kv_shape, breadth.vocab_size, breadth.max_model_len
     else:
         with LoadingBar(checkpoint.num_bytes, f"Loading {folder.name}") as bar, checkpoint.reading(bar.advance):
-            model = load_decoder(native, checkpoint, chosen_dtype, chosen_device)
+            form = Form(kernels() if chosen_device.type == "cpu" else None, int8=quantization == "int8")
+            model = load_decoder(native, checkpoint, chosen_dtype, chosen_device, form)
         shape = KVShape(native.num_layers, native.num_kv_heads, native.head_dim)
         vocab_size, max_model_len = native.vocab_size, native.max_model_len
     identity = json.dumps(raw, sort_keys=True).encode()
+    kind = [str(chosen_dtype).encode(), *([quantization.encode()] if quantization != "none" else [])]
     return LoadedModel(
         folder=folder,
         architecture=architecture,
@@ -83,7 +103,7 @@ def load_model(
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids(folder, raw),
         weight_bytes=model.weight_bytes,
-        fingerprint=checkpoint.fingerprint(identity, str(chosen_dtype).encode()),
+        fingerprint=checkpoint.fingerprint(identity, *kind),
         attention_backend=backend,
     )
 

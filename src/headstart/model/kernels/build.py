@@ -18,7 +18,7 @@ VARIANT_FLAGS: dict[str, tuple[str, ...]] = {
     "avx512": AVX512,
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
 }
-FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra")
+FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fvisibility=hidden")
 SOURCES = Path(__file__).parent
 COMPILERS = ("g++", "c++", "clang++")
 TIMEOUT = 300  # seconds for one source

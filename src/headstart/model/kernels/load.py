@@ -28,7 +28,46 @@ _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ct
 # name -> (result, arguments); see the sources for what they mean
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "headstart_abi": (_int, ()),
+    "headstart_attention_plan": (_long, (_pointer, _pointer, _long)),
+    "headstart_attention": (None, (_pointer,)),
+    "headstart_read_block": (None, (_pointer, _int, _pointer, _pointer)),
+    "headstart_read": (ctypes.c_uint64, (_pointer, _long, _int)),
+    "headstart_linear": (None, (_pointer, _pointer, _pointer, _pointer, _pointer, _long, _int)),
+    "headstart_rotate": (None, (_pointer, _pointer, _pointer, _pointer, _long, _int)),
+    "headstart_pack_bf16": (None, (_pointer, _pointer, _long, _long, _long, _int, _int)),
+    "headstart_pack_int8": (None, (_pointer, _pointer, _pointer, _long, _long, _long, _int, _int)),
 }
+
+
+class Descriptor(ctypes.Structure):
+    """`Linear` of linear.cpp: addresses and sizes of one packed weight."""
+
+    _fields_ = (
+        ("weight", _pointer),
+        ("scales", _pointer),
+        ("bias", _pointer),
+        ("norm", _pointer),
+        ("eps", _float),
+        ("gated", _int),
+        ("in_features", _long),
+        ("out_features", _long),
+    )
+
+
+class HeadsDescriptor(ctypes.Structure):
+    """`Heads` of rows.cpp: what a row of heads holds."""
+
+    _fields_ = (
+        ("query_norm", _pointer),
+        ("key_norm", _pointer),
+        ("query_eps", _float),
+        ("key_eps", _float),
+        ("heads", _long),
+        ("queries", _long),
+        ("keys", _long),
+        ("head_dim", _long),
+        ("rotary_dim", _long),
+    )
 
 
 class Kernels:
