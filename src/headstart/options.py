@@ -65,7 +65,12 @@ class EngineOptions:
     )
     device: str = _option("auto", "auto | cpu | cuda | cuda:N.", COMPUTE)
     threads: int = _option(0, "Compute threads; 0: as many as the cgroup grants cores.", COMPUTE, minimum=0)
-    attention_backend: str = _option("auto", "Which code computes attention.", COMPUTE, choices=("auto", "reference"))
+    attention_backend: str = _option(
+        "auto",
+        "auto: cpu on a CPU with compiled kernels, else reference.",
+        COMPUTE,
+        choices=("auto", "cpu", "reference"),
+    )
     block_size: int = _option(16, "Tokens per KV block; a multiple of 16.", COMPUTE, minimum=16)
     num_gpu_blocks_override: int | None = _option(
         None, "KV blocks, whatever the memory (CPU or GPU).", COMPUTE, alias="num-blocks", minimum=1

@@ -109,7 +109,7 @@ def _compute(*, packs: bool) -> tuple[tuple[str, str], ...]:
     return (
         ("device", "cuda" if torch.cuda.is_available() else "cpu"),
         ("GPU", gpu),
-        ("attention backend", resolve_backend("auto")),
+        ("attention backend", resolve_backend("auto", "cuda" if torch.cuda.is_available() else "cpu")),
         ("bfloat16 linears", "oneDNN, prepacked" if packs else "plain torch"),
     )
 

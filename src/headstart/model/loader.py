@@ -71,7 +71,7 @@ def load_model(
     architecture = architecture_of(raw)
     refuse_quantised(raw)
     chosen_dtype, chosen_device = resolve_dtype(dtype, raw), resolve_device(device)
-    backend = resolve_backend(attention_backend)
+    resolve_backend(attention_backend, chosen_device)
     native = parse_config(raw) if architecture in NATIVE_ARCHITECTURES else None
     if quantization not in QUANTIZATIONS:
         raise ConfigError(f"quantization {quantization!r} is not known; choose {' or '.join(QUANTIZATIONS)}")
@@ -104,7 +104,7 @@ def load_model(
         eos_token_ids=eos_token_ids(folder, raw),
         weight_bytes=model.weight_bytes,
         fingerprint=checkpoint.fingerprint(identity, *kind),
-        attention_backend=backend,
+        attention_backend=resolve_backend(attention_backend, chosen_device, shape.head_dim),
     )
 
 
