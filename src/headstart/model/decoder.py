@@ -1,8 +1,7 @@
 """Decoder: the Llama family's forward pass over packed rows, without padding, masks or caches of its own.
 
-Query, key and value projections are one weight, so are gate and up. A layer is six calls: query-key-value (normalised
-before), rotation, attention, output (plus residual), gate and up (normalised before, gated after), down (plus
-residual). Numbers follow the eager code of Transformers.
+Query, key and value projections are one weight, so are gate and up. Where there are kernels, what lies between two
+attentions is one call (fused.py). Numbers follow the eager code of Transformers.
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from headstart.model.attention.base import Attend
 from headstart.model.config import ModelConfig
-from headstart.model.kernels.heads import HeadTurner
+from headstart.model.fused import FusedLayers
 from headstart.model.layers import RMSNorm, join
 from headstart.model.linear import PLAIN, Form, Linear
 from headstart.model.rope import Rotary
@@ -43,7 +42,6 @@ class DecoderLayer:
     qkv: Linear
     query_norm: RMSNorm | None  # Qwen3 normalises each query and key head
     key_norm: RMSNorm | None
-    turner: HeadTurner | None  # None: no kernels
     out: Linear
     gate_up: Linear
     down: Linear
@@ -60,16 +58,21 @@ class Decoder:
         layers: list[DecoderLayer],
         norm: RMSNorm,
         head: Linear,
+        form: Form = PLAIN,
     ) -> None:
         self.config, self.layers, self.norm, self.head = config, layers, norm, head
         self.embedding = embedding  # [vocab, hidden]
         self.weight_bytes = embedding.nbytes + sum(linear.weight_bytes for linear in self._linears())
         self.rotary = Rotary(config.rope, embedding.dtype, embedding.device)
+        kernels = None if head.packed is None else form.kernels  # kernels take only some weights: all of them, or none
+        self.fused = None if kernels is None else FusedLayers(kernels, config, layers)
 
     def forward(self, step: StepInputs, attend: Attend) -> Tensor:
         """See LanguageModel."""
         angles = self.rotary.angles(step.positions)
         residual = F.embedding(step.token_ids, self.embedding)
+        if self.fused is not None:
+            return self.norm(self.fused.forward(residual, angles, attend))
         for index, layer in enumerate(self.layers):
             attended = self._attention(index, layer, residual, angles, attend)
             residual = layer.out(attended, residual)
@@ -91,18 +94,14 @@ class Decoder:
         """What attention gives for `rows` [T, hidden], as [T, heads * head_dim]."""
         config = self.config
         heads = layer.qkv(rows).view(len(rows), -1, config.head_dim)
-        if layer.turner is not None:
-            layer.turner(heads, angles)
-            queries, keys, values = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
-        else:
-            queries, keys, values = self._turned(layer, heads, angles)
+        queries, keys, values = self._turned(layer, heads, angles)
         attended = attend(index, queries, keys, values, scale=config.head_dim**-0.5, window=layer.window)
         return attended.reshape(len(rows), -1)
 
     def _turned(
         self, layer: DecoderLayer, heads: Tensor, angles: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What HeadTurner does, by torch: queries, keys and values of `heads`, each [T, its heads, head_dim]."""
+        """Queries, keys and values [T, its heads, head_dim] of `heads`, the first two normalised and turned."""
         config = self.config
         sizes, num_turned = (config.num_heads, config.num_kv_heads), config.num_heads + config.num_kv_heads
         turning = heads[:, :num_turned]
@@ -125,7 +124,7 @@ def load_decoder(
     if tied is None:
         tied = "lm_head.weight" not in checkpoint
     head = embedding if tied else reader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
-    return Decoder(config, embedding, layers, norm, Linear(head, form=form))
+    return Decoder(config, embedding, layers, norm, Linear(head, form=form), form)
 
 
 class _Reader:
@@ -174,24 +173,8 @@ class _Reader:
             qkv=self.linear(qkv, config.hidden_size, bias=config.qkv_bias, norm=input_norm),
             query_norm=query_norm,
             key_norm=key_norm,
-            turner=self.turner(query_norm, key_norm),
             out=self.linear(out, query_size, bias=config.o_bias),
             gate_up=self.linear(gate_up, config.hidden_size, bias=config.mlp_bias, norm=mlp_norm, gated=True),
             down=self.linear(down, config.intermediate_size, bias=config.mlp_bias),
             window=config.windows[index],
-        )
-
-    def turner(self, query_norm: RMSNorm | None, key_norm: RMSNorm | None) -> HeadTurner | None:
-        """Rotation by a kernel, where there is one for this dtype."""
-        config, kernels = self.config, self.form.kernels
-        if kernels is None or self.dtype != torch.bfloat16 or self.device.type != "cpu":
-            return None
-        return HeadTurner(
-            kernels,
-            num_queries=config.num_heads,
-            num_keys=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rotary_dim=config.rope.rotary_dim,
-            query_norm=None if query_norm is None else query_norm.packed,
-            key_norm=None if key_norm is None else key_norm.packed,
         )

@@ -1,9 +1,9 @@
 """Linear: a matrix product with what surrounds it, the weight kept in the fastest form there is, and only in that.
 
-bfloat16 on a CPU goes to our kernels (kernels/packed.py), which do all of it in one call. Without them it is torch's
+bfloat16 on a CPU goes to our kernels (kernels/chain.py), which do all of it in one call. Without them it is torch's
 own operators one after the other, with the weight prepacked for oneDNN (`torch.ops.mkldnn`, private and therefore
-guarded) where that exists. That is the slow twin and the oracle, and rounds to bfloat16 at the same places. The plain weight is
-dropped, so memory does not double; only a tied embedding keeps its plain copy, for the lookup.
+guarded) where that exists. That is the slow twin and the oracle, and rounds to bfloat16 at the same places. The plain
+weight is dropped, so memory does not double; only a tied embedding keeps its plain copy, for the lookup.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headstart.model.kernels.chain import Buffers, Chain, Link
 from headstart.model.kernels.load import Kernels
 from headstart.model.kernels.packed import PackedLinear
 from headstart.model.layers import RMSNorm
@@ -36,7 +37,7 @@ class Linear:
     `gated`: W holds gates above ups, and y is silu(gate) * up. Takes the weight over: do not use it elsewhere.
     """
 
-    __slots__ = ("_fused", "_product", "gated", "norm", "out_features", "weight", "weight_bytes")
+    __slots__ = ("_alone", "_onto", "_product", "gated", "norm", "out_features", "packed", "weight", "weight_bytes")
 
     def __init__(
         self,
@@ -50,12 +51,15 @@ class Linear:
         self.out_features = weight.shape[0] // 2 if gated else weight.shape[0]
         self.norm, self.gated = norm, gated
         self.weight: Tensor | None = None  # as it was given, if it is kept so
-        self._fused: PackedLinear | None = None
-        self._product: Callable[[Tensor], Tensor] | None = None
+        self.packed: PackedLinear | None = None  # by our kernels
+        self._product: Callable[[Tensor], Tensor] | None = None  # by torch
         if form.kernels is not None and weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
             inner = None if norm is None else norm.packed
-            self._fused = PackedLinear(form.kernels, weight, bias, norm=inner, gated=gated, int8=form.int8)
-            self.weight_bytes = self._fused.nbytes
+            self.packed = PackedLinear(form.kernels, weight, bias, norm=inner, gated=gated, int8=form.int8)
+            self.weight_bytes = self.packed.nbytes
+            widths = (self.packed.in_features, self.out_features, self.out_features)
+            self._alone = Chain(form.kernels, [Link(self.packed, 0, 1)], widths[:2])
+            self._onto = Chain(form.kernels, [Link(self.packed, 0, 1, residual=2)], widths)
             return
         if form.int8:
             self._product, self.weight_bytes = _int8_product(weight, bias)
@@ -66,8 +70,15 @@ class Linear:
 
     def __call__(self, rows: Tensor, residual: Tensor | None = None) -> Tensor:
         """Outputs [T, out_features] of rows [T, in_features]; `residual` has the outputs' shape."""
-        if self._fused is not None:
-            return self._fused(rows, residual)
+        if self.packed is not None:
+            chain = self._alone if residual is None else self._onto
+            buffers = Buffers(len(rows), chain.widths)
+            buffers[0] = rows
+            buffers.fill(1)
+            if residual is not None:
+                buffers[2] = residual
+            chain(buffers, chain.scratch(len(rows)))
+            return buffers[1]
         assert self._product is not None
         out = self._product(rows if self.norm is None else self.norm(rows))
         if self.gated:

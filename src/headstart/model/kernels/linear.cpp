@@ -11,6 +11,7 @@
 namespace {
 
 constexpr int TILE = 32, HALF = 16;
+constexpr long MANY_ROWS = 16;  // so many are shared out among the threads also where a row takes but a moment
 
 // ---- arithmetic: sums of 16 outputs, over pairs of inputs -------------------------------------------------------------
 
@@ -193,11 +194,16 @@ struct Linear {  // mirrored by load.py
     long in_features, out_features;  // K, and the outputs that are stored: half of the weight's if it is gated
 };
 
-struct Rows {
-    const bf16 *x;         // [count, K]
-    const bf16 *residual;  // [count, out_features], added to the result; or null. May be y
-    bf16 *y;               // [count, out_features]
-    long count;
+struct Link {  // mirrored by load.py: one product of a chain, on buffers known by their number
+    const Linear *linear;
+    const Heads *heads;       // the outputs are heads that are turned in the end, or null
+    int x, y, residual;       // [count, K] -> [count, out_features], plus a buffer of that shape, or -1. y may be residual
+};
+
+struct Step {  // the same with addresses
+    const Linear *linear;
+    const bf16 *x, *residual;
+    bf16 *y;
 };
 
 // ---- before: rows as an Op takes them ---------------------------------------------------------------------------------
@@ -263,7 +269,8 @@ void prepare_int16(const Linear &linear, const bf16 *x, uint32_t *out, float *sc
 // ---- after: sums become outputs ---------------------------------------------------------------------------------------
 
 // Stores one row's sums of a tile: scaled, biased, gated, added to the residual, rounded where torch rounds.
-void finish(const Linear &linear, const Rows &rows, float *sums, float row_scale, long tile, long row) {
+void finish(const Step &step, float *sums, float row_scale, long tile, long row) {
+    const Linear &linear = *step.linear;
     if (linear.scales) {
         const float *scales = linear.scales + tile * TILE;
         for (int c = 0; c < TILE; c++) sums[c] *= scales[c] * row_scale;
@@ -281,63 +288,73 @@ void finish(const Linear &linear, const Rows &rows, float *sums, float row_scale
     }
     long at = row * linear.out_features + tile * width, left = linear.out_features - tile * width;
     int count = left < width ? (int)left : width;
-    if (rows.residual) {
-        for (int c = 0; c < count; c++) rounded[c] = to_bf16(to_float(rounded[c]) + to_float(rows.residual[at + c]));
+    if (step.residual) {
+        for (int c = 0; c < count; c++) rounded[c] = to_bf16(to_float(rounded[c]) + to_float(step.residual[at + c]));
     }
-    memcpy(rows.y + at, rounded, count * sizeof(bf16));
+    memcpy(step.y + at, rounded, count * sizeof(bf16));
 }
 
 // ---- all of it --------------------------------------------------------------------------------------------------------
 
 // All rows through one tile.
 template <class Op>
-void through_tile(const Linear &linear, const Rows &rows, const typename Op::Pair *x, const float *scales, long tile) {
+void through_tile(const Step &step, const typename Op::Pair *x, const float *scales, long count, long tile) {
     constexpr long STEP = TILE * 2 * Op::BYTES;
-    long pairs = (linear.in_features + 1) / 2, passes = (rows.count + Op::ROWS - 1) / Op::ROWS;
+    const Linear &linear = *step.linear;
+    long pairs = (linear.in_features + 1) / 2, passes = (count + Op::ROWS - 1) / Op::ROWS;
     const char *weights = linear.weight + tile * pairs * STEP, *next = weights + pairs * STEP;
     long fetch = (STEP + passes - 1) / passes;
     for (long p = 0; p < passes; p++) {
-        long begin = rows.count * p / passes, end = rows.count * (p + 1) / passes;
+        long begin = count * p / passes, end = count * (p + 1) / passes;
         float sums[Op::ROWS * TILE] = {0};
-        long piece = sizeof(typename Op::Sum) && Op::BYTES == 1 ? MAX_INT_PAIRS : pairs;
+        long piece = Op::BYTES == 1 ? MAX_INT_PAIRS : pairs;
         for (long k = 0; k < pairs; k += piece) {
-            long count = pairs - k < piece ? pairs - k : piece;
-            pass_of<Op>(end - begin, x + begin * pairs + k, pairs, weights + k * STEP, count,
+            long length = pairs - k < piece ? pairs - k : piece;
+            pass_of<Op>(end - begin, x + begin * pairs + k, pairs, weights + k * STEP, length,
                         next + (p * pairs + k) * fetch, fetch, sums);
         }
         for (long row = begin; row < end; row++)
-            finish(linear, rows, sums + (row - begin) * TILE, scales ? scales[row] : 1.0f, tile, row);
+            finish(step, sums + (row - begin) * TILE, scales ? scales[row] : 1.0f, tile, row);
     }
 }
 
-// Rows from which on preparing them is shared out among the threads.
-constexpr long MANY_ROWS = 16;
+// Bytes for `count` rows as an Op takes them, at most, and their scales.
+inline long prepared_bytes(long in_features, long count) { return (count * ((in_features + 1) / 2 * 8 + 4) + 63) / 64 * 64; }
 
+// One product, by all threads of a parallel region together; they leave it together. Of few rows each thread prepares a
+// copy of its own, which is cheaper than waiting for another's.
 template <class Op, class Prepare>
-void run(const Linear &linear, const Rows &rows, char *scratch, int threads, bool as_is, Prepare prepare) {
+void product(const Step &step, char *scratch, long count, bool as_is, Prepare prepare) {
     typedef typename Op::Pair Pair;
-    long pairs = (linear.in_features + 1) / 2;
-    long outputs = linear.out_features * (linear.gated ? 2 : 1);
-    long tiles = linear.gated ? (linear.out_features + HALF - 1) / HALF : (outputs + TILE - 1) / TILE;
+    const Linear &linear = *step.linear;
+    long pairs = (linear.in_features + 1) / 2, width = linear.gated ? HALF : TILE;
+    long tiles = (linear.out_features + width - 1) / width, chunk = tiles / (8 * omp_get_num_threads()) + 1;
+    bool few = count < MANY_ROWS;
+    if (few) scratch += omp_get_thread_num() * prepared_bytes(linear.in_features, count);
     Pair *prepared = (Pair *)scratch;
-    float *scales = (float *)(prepared + rows.count * pairs);
-    const Pair *x = as_is ? (const Pair *)rows.x : prepared;
-    long chunk = tiles / (8 * threads) + 1;
-    bool few = rows.count < MANY_ROWS;
-    if (!as_is && few)
-        for (long row = 0; row < rows.count; row++)
-            prepare(linear, rows.x + row * linear.in_features, prepared + row * pairs, scales + row);
-#pragma omp parallel num_threads(threads)
-    {
-        if (!as_is && !few) {
+    float *scales = (float *)(prepared + count * pairs);
+    if (!as_is && few) {
+        for (long row = 0; row < count; row++)
+            prepare(linear, step.x + row * linear.in_features, prepared + row * pairs, scales + row);
+    } else if (!as_is) {
 #pragma omp for
-            for (long row = 0; row < rows.count; row++)
-                prepare(linear, rows.x + row * linear.in_features, prepared + row * pairs, scales + row);
-        }
-#pragma omp for schedule(dynamic, chunk) nowait
-        for (long tile = 0; tile < tiles; tile++)
-            through_tile<Op>(linear, rows, x, linear.scales ? scales : nullptr, tile);
+        for (long row = 0; row < count; row++)
+            prepare(linear, step.x + row * linear.in_features, prepared + row * pairs, scales + row);
     }
+    const Pair *x = as_is ? (const Pair *)step.x : prepared;
+#pragma omp for schedule(dynamic, chunk)
+    for (long tile = 0; tile < tiles; tile++) through_tile<Op>(step, x, linear.scales ? scales : nullptr, count, tile);
+}
+
+void run(const Step &step, char *scratch, long count) {
+    const Linear &linear = *step.linear;
+    if (linear.scales) return product<Int8>(step, scratch, count, false, prepare_int16);
+#if defined(__AVX512BF16__)
+    bool as_is = !linear.norm && linear.in_features % 2 == 0;
+#else
+    bool as_is = false;
+#endif
+    product<Bf16>(step, scratch, count, as_is, prepare);
 }
 
 // Index in the weight of what a tile holds at `column`; the number of rows or more: padding.
@@ -352,17 +369,25 @@ long source_row(long tile, int column, long out_features, int gated) {
 
 // ---- exported ---------------------------------------------------------------------------------------------------------
 
-// y [count, out] = x @ W^T and what `linear` asks for besides. scratch: count * (pairs * 8 + 4) bytes, 64-byte aligned.
-EXPORT void headstart_linear(const Linear *linear, const bf16 *x, const bf16 *residual, bf16 *y, char *scratch,
-                             long count, int threads) {
-    Rows rows = {x, residual, y, count};
-    if (linear->scales) return run<Int8>(*linear, rows, scratch, threads, false, prepare_int16);
-#if defined(__AVX512BF16__)
-    bool as_is = !linear->norm && linear->in_features % 2 == 0;
-#else
-    bool as_is = false;
-#endif
-    run<Bf16>(*linear, rows, scratch, threads, as_is, prepare);
+// Bytes of scratch a chain needs whose widest rows have `in_features`.
+EXPORT long headstart_scratch(long in_features, long count, int threads) {
+    return prepared_bytes(in_features, count) * (count < MANY_ROWS ? threads : 1);
+}
+
+// Runs `num_links` products one after the other in one parallel region; each may read what those before it wrote.
+// cosine and sine [count, 2, rotary_dim / 2] are the angles of heads (see rows.h), null if there are none. scratch:
+// headstart_scratch bytes for the largest K, 64-byte aligned.
+EXPORT void headstart_chain(const Link *links, int num_links, bf16 *const *buffers, const bf16 *cosine,
+                            const bf16 *sine, char *scratch, long count, int threads) {
+#pragma omp parallel num_threads(threads)
+    for (int l = 0; l < num_links; l++) {
+        const Link &link = links[l];
+        bf16 *y = buffers[link.y];
+        run({link.linear, buffers[link.x], link.residual < 0 ? nullptr : buffers[link.residual], y}, scratch, count);
+        if (!link.heads) continue;
+#pragma omp for
+        for (long row = 0; row < count; row++) turn_heads(*link.heads, y, cosine, sine, row);
+    }
 }
 
 // Packs weight [rows, K] into `out` [tiles, pairs, 32, 2] of bf16.

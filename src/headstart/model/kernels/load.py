@@ -32,14 +32,14 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "headstart_attention": (None, (_pointer,)),
     "headstart_read_block": (None, (_pointer, _int, _pointer, _pointer)),
     "headstart_read": (ctypes.c_uint64, (_pointer, _long, _int)),
-    "headstart_linear": (None, (_pointer, _pointer, _pointer, _pointer, _pointer, _long, _int)),
-    "headstart_rotate": (None, (_pointer, _pointer, _pointer, _pointer, _long, _int)),
+    "headstart_scratch": (_long, (_long, _long, _int)),
+    "headstart_chain": (None, (_pointer, _int, _pointer, _pointer, _pointer, _pointer, _long, _int)),
     "headstart_pack_bf16": (None, (_pointer, _pointer, _long, _long, _long, _int, _int)),
     "headstart_pack_int8": (None, (_pointer, _pointer, _pointer, _long, _long, _long, _int, _int)),
 }
 
 
-class Descriptor(ctypes.Structure):
+class LinearDescriptor(ctypes.Structure):
     """`Linear` of linear.cpp: addresses and sizes of one packed weight."""
 
     _fields_ = (
@@ -55,7 +55,7 @@ class Descriptor(ctypes.Structure):
 
 
 class HeadsDescriptor(ctypes.Structure):
-    """`Heads` of rows.cpp: what a row of heads holds."""
+    """`Heads` of rows.h: what a row of heads holds."""
 
     _fields_ = (
         ("query_norm", _pointer),
@@ -68,6 +68,12 @@ class HeadsDescriptor(ctypes.Structure):
         ("head_dim", _long),
         ("rotary_dim", _long),
     )
+
+
+class LinkDescriptor(ctypes.Structure):
+    """`Link` of linear.cpp: one product of a chain, on numbered buffers."""
+
+    _fields_ = (("linear", _pointer), ("heads", _pointer), ("x", _int), ("y", _int), ("residual", _int))
 
 
 class Kernels:

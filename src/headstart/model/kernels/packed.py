@@ -1,12 +1,11 @@
-"""PackedLinear: a frozen weight in the kernels' form, bf16 or int8, and in the same call all that happens around it."""
+"""What a chain of products is made of: packed weights, bf16 or int8, and heads that are turned. Run by chain.py."""
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headstart.model.kernels.load import Descriptor, Kernels, threads
+from headstart.model.kernels.load import HeadsDescriptor, Kernels, LinearDescriptor, threads
 
 TILE = 32  # outputs side by side in the packed form; see linear.cpp
 SCRATCH_ALIGNED = 64
@@ -21,12 +20,12 @@ class Norm:
 
 
 class PackedLinear:
-    """y = x @ W^T + b on rows [T, K] of bf16; perhaps normalised before, gated or added to a residual after.
+    """y = x @ W^T + b on rows [T, K] of bf16, perhaps normalised before and gated after; run by chain.py.
 
     `gated`: W holds gates above ups, [2 * out, K], and y is silu(gate) * up. int8: one scale for each row of W.
     """
 
-    __slots__ = ("_descriptor", "_kept", "_kernels", "in_features", "nbytes", "out_features")
+    __slots__ = ("_kept", "descriptor", "in_features", "nbytes", "out_features")
 
     def __init__(
         self,
@@ -55,9 +54,8 @@ class PackedLinear:
         biases = None if bias is None else _in_tiles(bias, tiles, gated=gated)
         if norm is not None:
             check(norm.weight, "norm", (self.in_features,), torch.bfloat16)
-        self._kernels = kernels
         self._kept = (packed, scales, biases, norm)  # the descriptor holds only their addresses
-        self._descriptor = Descriptor(
+        self.descriptor = LinearDescriptor(
             weight=packed.data_ptr(),
             scales=None if scales is None else scales.data_ptr(),
             bias=None if biases is None else biases.data_ptr(),
@@ -69,25 +67,44 @@ class PackedLinear:
         )
         self.nbytes = packed.nbytes + sum(tensor.nbytes for tensor in (scales, biases) if tensor is not None)
 
-    def __call__(self, rows: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Outputs [T, out_features] for rows [T, K], plus `residual` of the outputs' shape. Raises ValueError."""
-        count = rows.shape[0]
-        check(rows, "rows", (count, self.in_features), torch.bfloat16)
-        shape = (count, self.out_features)
-        if residual is not None:
-            check(residual, "residual", shape, torch.bfloat16)
-        out = torch.empty(shape, dtype=torch.bfloat16)
-        scratch = torch.empty(count * (4 * (self.in_features + 1) + 4), dtype=torch.uint8)
-        self._kernels.library.headstart_linear(
-            ctypes.addressof(self._descriptor),
-            rows.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            out.data_ptr(),
-            scratch.data_ptr(),
-            count,
-            threads(),
+
+class HeadTurner:
+    """Rows that are heads [heads, head_dim], queries then keys then values: the first two are turned to their position.
+
+    Before that they are normalised head by head, if there are norms [head_dim] for it (Qwen3).
+    """
+
+    __slots__ = ("_kept", "descriptor", "rotary_dim", "width")
+
+    def __init__(
+        self,
+        *,
+        num_queries: int,
+        num_keys: int,
+        head_dim: int,
+        rotary_dim: int,
+        query_norm: Norm | None = None,
+        key_norm: Norm | None = None,
+    ) -> None:
+        if not 0 <= rotary_dim <= head_dim or rotary_dim % 2:
+            raise ValueError(f"rotary_dim is {rotary_dim}; it must be even and at most head_dim, {head_dim}")
+        for norm in (query_norm, key_norm):
+            if norm is not None:
+                check(norm.weight, "norm", (head_dim,), torch.bfloat16)
+        self.rotary_dim = rotary_dim
+        self.width = (num_queries + 2 * num_keys) * head_dim  # of a row
+        self._kept = (query_norm, key_norm)  # the descriptor holds only their addresses
+        self.descriptor = HeadsDescriptor(
+            query_norm=None if query_norm is None else query_norm.weight.data_ptr(),
+            key_norm=None if key_norm is None else key_norm.weight.data_ptr(),
+            query_eps=0.0 if query_norm is None else query_norm.eps,
+            key_eps=0.0 if key_norm is None else key_norm.eps,
+            heads=num_queries + 2 * num_keys,
+            queries=num_queries,
+            keys=num_keys,
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
         )
-        return out
 
 
 def check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
