@@ -19,7 +19,7 @@ from headstart.core.store import Data
 from headstart.model.kernels.attention import MAX_DIMS, NO_PLAN, PAGE, AttentionCall
 from headstart.model.kernels.load import Kernels, threads
 from headstart.model.kv import KVShape
-from headstart.model.writes import Writes
+from headstart.model.writes import Span, Writes
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -87,8 +87,8 @@ class PackedKV:
 
     def call(
         self, layer: int, keys: Tensor, values: Tensor, writes: PageWrites
-    ) -> tuple[AttentionCall, tuple[Tensor, Tensor]]:
-        """A call that writes one layer, without a plan; the tensors must live as long as it.
+    ) -> tuple[AttentionCall, tuple[object, ...]]:
+        """A call that writes one layer, without a plan, and all that must live as long as it does.
 
         Raises ValueError for keys and values that are not [T, Hkv, D] in this pool's dtype, or of another step.
         """
@@ -103,7 +103,7 @@ class PackedKV:
         call.value_token, call.value_head = values.stride(0), values.stride(1)
         call.page_writes, call.num_page_writes = writes.pages.ctypes.data, len(writes.pages)
         call.token_writes, call.num_token_writes = writes.tokens.ctypes.data, len(writes.tokens)
-        return call, (keys, values)
+        return call, (keys, values, writes)
 
     def read_block(self, block_id: int) -> Data:
         """A copy of one block in canonical form: for each layer keys, then values, [block_size, kv heads, head_dim].
@@ -187,7 +187,9 @@ def packed(rows: Tensor) -> Tensor:
 
 def _as_block(slots: NDArray[np.int64], block_size: int) -> Writes:
     """The writes of one whole block."""
-    return Writes(torch.empty(0), None, ((0, block_size, int(slots[0])),), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    return Writes(
+        torch.empty(0), None, (Span(0, block_size, int(slots[0])),), np.zeros(0, np.int64), np.zeros(0, np.int64)
+    )
 
 
 def _zeros(size: tuple[int, ...]) -> NDArray[np.uint32]:

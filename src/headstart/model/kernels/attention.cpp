@@ -363,6 +363,9 @@ class Layer {
             piece.filled[i] = filled < PAGE ? filled : PAGE;
             piece.whole = piece.whole && filled >= PAGE;
         }
+        if (begin > 0) return;
+        for (int i = 0; i < 2; i++)  // later ones are fetched while these are weighed
+            for (int at = 0; at < page_words; at += PAGE) _mm_prefetch((const char *)(piece.values[i] + at), _MM_HINT_T0);
     }
 
     void close_tile(Tile<Kind> &tile, int head, const Item &item) const {

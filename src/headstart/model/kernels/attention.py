@@ -69,4 +69,4 @@ def make_plan(library: Any, tables: StepTables) -> Plan:
     if needed > data.nbytes:
         data = np.empty(-(-needed // 8), np.int64)
         library.headstart_attention_plan(ctypes.byref(tables), data.ctypes.data, data.nbytes)
-    return Plan(data, PlanHead.from_buffer_copy(data))
+    return Plan(data, PlanHead.from_buffer_copy(data[: ctypes.sizeof(PlanHead) // 8].tobytes()))
