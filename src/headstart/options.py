@@ -63,6 +63,12 @@ class EngineOptions:
         COMPUTE,
         choices=("auto", "bfloat16", "float32"),
     )
+    quantization: str = _option(
+        "none",
+        "int8: weights in half the bytes of bfloat16, one scale per output; faster, a little less exact.",
+        COMPUTE,
+        choices=("none", "int8"),
+    )
     device: str = _option("auto", "auto | cpu | cuda | cuda:N.", COMPUTE)
     threads: int = _option(0, "Compute threads; 0: as many as the cgroup grants cores.", COMPUTE, minimum=0)
     attention_backend: str = _option(

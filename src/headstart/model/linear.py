@@ -109,8 +109,9 @@ def _product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 def _int8_product(weight: Tensor, bias: Tensor | None) -> tuple[Callable[[Tensor], Tensor], int]:
     """The same with W rounded to int8 times a scale per output, and its bytes. Slow: W is widened every time."""
-    scales = weight.float().abs().amax(1).div_(127)
-    inverse = torch.where(scales > 0, 1 / scales, 0)
+    largest = weight.float().abs().amax(1)
+    # one division, as the kernel does it: `127 / largest` would be a reciprocal and a product
+    scales, inverse = largest / 127, torch.where(largest > 0, torch.tensor(127.0).to(largest) / largest, 0)
     rounded = (weight.float() * inverse[:, None]).round_().to(torch.int8)
     offset = 0 if bias is None else bias.float()
 

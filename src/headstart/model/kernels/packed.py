@@ -51,6 +51,8 @@ class PackedLinear:
             kernels.library.headstart_pack_int8(weight.data_ptr(), packed.data_ptr(), scales.data_ptr(), *sizes)
         else:
             kernels.library.headstart_pack_bf16(weight.data_ptr(), packed.data_ptr(), *sizes)
+        if bias is not None:
+            check(bias, "bias", (num_rows,), torch.bfloat16)
         biases = None if bias is None else _in_tiles(bias, tiles, gated=gated)
         if norm is not None:
             check(norm.weight, "norm", (self.in_features,), torch.bfloat16)
