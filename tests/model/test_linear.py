@@ -12,6 +12,7 @@ from headstart.model.kernels.load import NEEDED, Kernels, cpu_flags, load
 from headstart.model.kernels.packed import HeadTurner, Norm, PackedLinear
 from headstart.model.layers import RMSNorm
 from headstart.model.linear import Form, Linear, can_pack
+from headstart.model.rope import RopeConfig, Rotary
 
 RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
 SIZES = [(1, 1), (31, 2), (32, 7), (33, 64), (80, 129), (200, 1030)]  # outputs, inputs: tails of tiles and of pairs
@@ -166,6 +167,34 @@ def test_kernels_neither_read_nor_write_beside_their_buffers(
         assert guards.intact()
         assert buffers[1].isfinite().all()
         assert torch.equal(buffers[0], plain[0]) and torch.equal(buffers[2], plain[2])
+
+
+@pytest.mark.parametrize("rotary_dim", [20, 12, 2])
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_heads_are_normalised_and_turned_as_by_torch(kernels: Kernels, rotary_dim: int, with_norms: bool) -> None:
+    weight, norms = random(140, 30), (RMSNorm(random(20), 1e-5), RMSNorm(random(20, seed=1), 1e-3))
+    packed = [norm.packed if with_norms else None for norm in norms]
+    turner = HeadTurner(
+        num_queries=3, num_keys=2, head_dim=20, rotary_dim=rotary_dim, query_norm=packed[0], key_norm=packed[1]
+    )
+    linear = PackedLinear(kernels, weight)
+    turned = Chain(kernels, [Link(linear, 0, 1, turner=turner)], (30, 140))
+    rotary = Rotary(RopeConfig("default", 1e4, rotary_dim, 512, 512), torch.bfloat16, torch.device("cpu"))
+    for count in (1, 5, 40):
+        angles = rotary.angles(torch.arange(7, 7 + count))
+        buffers = Buffers(count, (30, 140))
+        buffers[0] = random(count, 30)
+        buffers.fill(1)
+        Chain(kernels, [Link(linear, 0, 1)], (30, 140))(buffers, turned.scratch(count))
+        heads = buffers[1].view(count, 7, 20).clone()
+        turned(buffers, turned.scratch(count), angles)
+        queries, keys = heads[:, :3], heads[:, 3:5]
+        if with_norms:
+            queries, keys = norms[0](queries), norms[1](keys)
+        expected = torch.cat((rotary.turn(torch.cat((queries, keys), dim=1), angles), heads[:, 5:]), dim=1)
+        found = buffers[1].view(count, 7, 20)
+        torch.testing.assert_close(found, expected, rtol=8e-3, atol=1e-2)
+        assert torch.equal(found[:, 5:], heads[:, 5:])
 
 
 def test_heads_beside_their_angles_and_norms_stay_untouched(kernels: Kernels) -> None:
