@@ -71,6 +71,7 @@ def build_engine(options: EngineOptions, *, cache_aware_accounting: bool = True)
         device=str(loaded.device),
         threads=threads,
         attention_backend=loaded.attention_backend,
+        quantization=options.quantization,
         eos_token_ids=loaded.eos_token_ids,
         scheduling_policy=options.scheduling_policy,
     )
@@ -140,8 +141,15 @@ def _load(options: EngineOptions, folder: Path) -> tuple[LoadedModel, KVPlan, in
     """The model, the pool beside it, and the longest sequence; refuses before loading what cannot fit."""
     device = str(resolve_device(options.device))
     available = memory(device).available
-    check_weights_fit(checkpoint_bytes(folder, dtype=options.dtype), available)
-    loaded = load_model(folder, dtype=options.dtype, device=device, attention_backend=options.attention_backend)
+    int8 = options.quantization == "int8"
+    check_weights_fit(checkpoint_bytes(folder, dtype=options.dtype, int8=int8), available)
+    loaded = load_model(
+        folder,
+        dtype=options.dtype,
+        device=device,
+        attention_backend=options.attention_backend,
+        quantization=options.quantization,
+    )
     max_model_len = loaded.max_model_len if options.max_model_len is None else options.max_model_len
     if max_model_len > loaded.max_model_len:
         raise ConfigError(f"max_model_len is {max_model_len}, but the model knows {loaded.max_model_len} positions")

@@ -63,9 +63,20 @@ class EngineOptions:
         COMPUTE,
         choices=("auto", "bfloat16", "float32"),
     )
+    quantization: str = _option(
+        "none",
+        "int8: weights in half the bytes of bfloat16, one scale per output; faster, a little less exact.",
+        COMPUTE,
+        choices=("none", "int8"),
+    )
     device: str = _option("auto", "auto | cpu | cuda | cuda:N.", COMPUTE)
     threads: int = _option(0, "Compute threads; 0: as many as the cgroup grants cores.", COMPUTE, minimum=0)
-    attention_backend: str = _option("auto", "Which code computes attention.", COMPUTE, choices=("auto", "reference"))
+    attention_backend: str = _option(
+        "auto",
+        "auto: cpu on a CPU with compiled kernels, else reference.",
+        COMPUTE,
+        choices=("auto", "cpu", "reference"),
+    )
     block_size: int = _option(16, "Tokens per KV block; a multiple of 16.", COMPUTE, minimum=16)
     num_gpu_blocks_override: int | None = _option(
         None, "KV blocks, whatever the memory (CPU or GPU).", COMPUTE, alias="num-blocks", minimum=1

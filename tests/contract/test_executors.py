@@ -7,6 +7,7 @@ from threading import Event, Thread
 
 import pytest
 from checking import CheckingExecutor
+from model.paged import change_block
 from model.tiny import make_checkpoint
 
 from headstart.bench.nullexec import NullExecutor
@@ -196,9 +197,9 @@ def test_an_engine_survives_a_row_that_is_not_finite_and_forgets_its_blocks(fold
 
     clean = generate("cold")
     assert clean[1:] == (FinishReason.LENGTH, 0)
-    for layer in runner.attention.kv.layers:
-        layer.fill_(float("nan"))  # all that is published is poisoned
+    for block in range(NUM_BLOCKS):
+        change_block(runner, block, lambda kv: kv.fill_(float("nan")))  # all that is published is poisoned
     assert generate("hit")[1:] == (FinishReason.ERROR, 32)
-    for layer in runner.attention.kv.layers:  # what was free is not zeroed by the engine: it did not know
-        layer.nan_to_num_(0.0)
+    for block in range(NUM_BLOCKS):  # what was free is not zeroed by the engine: it did not know
+        change_block(runner, block, lambda kv: kv.nan_to_num_(0.0))
     assert generate("again") == clean

@@ -1,6 +1,7 @@
 """Chunks and logits of hand-made sequences through a ModelRunner, for tests of the torch half."""
 
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -53,10 +54,25 @@ def all_logits(runner: ModelRunner, *chunks: Chunk) -> list[Tensor]:
     return list(logits.split([len(c.token_ids) for c in chunks]))
 
 
+def change_block(runner: ModelRunner, block: int, change: Callable[[Tensor], object]) -> None:
+    """Lets `change` edit a block's KV, [layers, keys and values, block_size, kv heads, head_dim], in place."""
+    shape, dtype = runner.loaded.kv_shape, runner.loaded.dtype
+    data = bytearray(runner.read_block(block))
+    size = (shape.num_layers, 2, runner.block_size, shape.num_kv_heads, shape.head_dim)
+    change(torch.frombuffer(data, dtype=dtype).view(size))
+    runner.write_block(block, bytes(data))
+
+
 def token_writes(slots: list[int]) -> Writes:
     """Writes of all tokens of a step, one by one."""
     where = torch.tensor(slots, dtype=torch.int64)
     return Writes(where, None, (), None, where.numpy())
+
+
+def without_spans(writes: Writes) -> Writes:
+    """The same writes, one by one."""
+    loose = None if writes.tokens is None else writes.tokens.numpy()
+    return writes._replace(spans=(), loose=loose, loose_slots=writes.slots.numpy())
 
 
 class Shared:

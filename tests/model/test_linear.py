@@ -1,16 +1,47 @@
-"""Linear equals F.linear in both dtypes, for any number of rows."""
+"""Linear equals torch in every form: dtypes, variants of the kernels, int8, odd sizes, gates, norms and residuals."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from model.guarded import Guards
+from torch import Tensor
 
-from headstart.model.linear import Linear, can_pack
+from headstart.core.errors import ConfigError
+from headstart.model.kernels.chain import Buffers, Chain, Link
+from headstart.model.kernels.load import NEEDED, Kernels, cpu_flags, load
+from headstart.model.kernels.packed import HeadTurner, Norm, PackedLinear
+from headstart.model.layers import RMSNorm
+from headstart.model.linear import Form, Linear, can_pack
+from headstart.model.rope import RopeConfig, Rotary
+
+RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
+SIZES = [(1, 1), (31, 2), (32, 7), (33, 64), (80, 129), (200, 1030)]  # outputs, inputs: tails of tiles and of pairs
+ROWS = [1, 2, 5, 12, 13, 30, 70]
+
+
+@pytest.fixture(params=RUNNABLE)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    found = load(request.param)
+    if found.kernels is None:
+        pytest.skip(found.note)
+    assert found.kernels.variant == request.param
+    return found.kernels
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
+
+
+def assert_near(found: Tensor, expected: Tensor, scale: float) -> None:
+    """bfloat16 `found` is `expected` up to its own rounding and that of sums of numbers as large as `scale`."""
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected.float(), rtol=1.2e-2, atol=6e-3 * scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 3, 17, 200])
-def test_linear_equals_plain(dtype: torch.dtype, with_bias: bool, rows: int) -> None:
+def test_linear_without_kernels_equals_plain(dtype: torch.dtype, with_bias: bool, rows: int) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(40, 24).to(dtype), torch.randn(rows, 24).to(dtype)
     bias = torch.randn(40).to(dtype) if with_bias else None
@@ -32,3 +63,198 @@ def test_only_bfloat16_on_a_cpu_is_packed_and_its_bytes_count_once() -> None:
     assert not can_pack(torch.zeros(4, 4))
     layer = Linear(torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.bfloat16))
     assert layer.weight_bytes == 4 * 8 * 2 + 4 * 2
+
+
+def test_fp32_weights_stay_with_torch_where_there_are_kernels(kernels: Kernels) -> None:
+    assert Linear(torch.randn(40, 24), form=Form(kernels)).packed is None
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+@pytest.mark.parametrize("int8", [False, True])
+def test_kernels_equal_torch_for_all_that_surrounds_a_product(
+    kernels: Kernels, outputs: int, inputs: int, int8: bool
+) -> None:
+    weight, bias, gain = random(2 * outputs, inputs), random(2 * outputs), random(inputs)
+    rounded = dequantised(weight) if int8 else weight.float()
+    for count in ROWS:
+        x, residual = random(count, inputs), random(count, outputs)
+        form, scale = Form(kernels, int8=int8), inputs**0.5
+        exact = F.linear(x.float(), rounded[:outputs], bias[:outputs].float())
+        plain = Linear(weight[:outputs].contiguous(), bias[:outputs].clone(), form=form)
+        assert_near(plain(x), exact, scale)
+        assert_near(plain(x, residual), exact + residual.float(), scale * 4)  # rounded twice
+        norm = RMSNorm(gain, 1e-5)
+        normed = Linear(weight[:outputs].contiguous(), norm=norm, form=form)
+        assert_near(normed(x), F.linear(norm(x).float(), rounded[:outputs]), scale * 2)
+        small = (x / scale).bfloat16()  # gates near 1: where a rounded gate is large, so is the difference it makes
+        both = F.linear(small.float(), rounded, bias.float()).bfloat16().float()
+        gated = Linear(weight.clone(), bias.clone(), gated=True, form=form)
+        assert_near(gated(small), F.silu(both[:, :outputs]) * both[:, outputs:], 8)
+
+
+def dequantised(weight: Tensor) -> Tensor:
+    """What int8 with one scale per output makes of a weight, in fp32."""
+    largest = weight.float().abs().amax(1, keepdim=True)
+    return (weight.float() * (torch.tensor(127.0) / largest)).round() * (largest / 127)
+
+
+def test_int8_without_kernels_is_the_same_rounding(kernels: Kernels) -> None:
+    weight, bias, x = random(70, 300), random(70), random(9, 300)
+    weight[3] = 0  # an output without weights has no scale
+    slow, fast = (Linear(weight.clone(), bias, form=Form(k, int8=True)) for k in (None, kernels))
+    assert slow.packed is None and fast.packed is not None
+    assert_near(fast(x), slow(x), 300**0.5)
+    assert (fast(x)[:, 3] == bias[3]).all()
+    assert slow.weight_bytes < 0.6 * Linear(weight.clone(), bias).weight_bytes
+
+
+def test_int8_sums_of_the_largest_numbers_do_not_overflow(kernels: Kernels) -> None:
+    weight, x = torch.ones(32, 4096).bfloat16(), torch.ones(1, 4096).bfloat16()
+    for sign in (1, -1):
+        found = Linear(sign * weight, form=Form(kernels, int8=True))(x)
+        assert_near(found, torch.full((1, 32), sign * 4096.0), 1.0)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_leaves_the_others_alone(kernels: Kernels, int8: bool, bad: float) -> None:
+    weight, norm = random(50, 70), RMSNorm(random(70), 1e-6)
+    for count in (2, 13, 40):
+        for layer in (
+            Linear(weight.clone(), form=Form(kernels, int8=int8)),
+            Linear(weight.clone(), norm=norm, gated=True, form=Form(kernels, int8=int8)),
+        ):
+            x = random(count, 70)
+            clean = layer(x)
+            x[1, 33] = bad
+            found = layer(x)
+            assert not found[1].isfinite().any()
+            others = [row for row in range(count) if row != 1]
+            assert torch.equal(found[others], clean[others])
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_row_does_not_depend_on_how_many_there_are_or_on_threads(kernels: Kernels, int8: bool) -> None:
+    layer, x = Linear(random(100, 250), form=Form(kernels, int8=int8)), random(40, 250)
+    together, before = layer(x), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(layer(x), together)
+        for rows in (slice(0, 1), slice(3, 16), slice(20, 40)):
+            assert torch.equal(layer(x[rows]), together[rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+@pytest.mark.parametrize("int8", [False, True])
+def test_kernels_neither_read_nor_write_beside_their_buffers(
+    kernels: Kernels, outputs: int, inputs: int, int8: bool
+) -> None:
+    guards = Guards()
+    norm = Norm(guards.put(random(inputs)), 1e-5)
+    weight, bias = guards.put(random(2 * outputs, inputs)), guards.put(random(2 * outputs))
+    linear = PackedLinear(kernels, weight, bias, norm=norm, gated=True, int8=int8)
+    widths = (inputs, outputs, outputs)
+    chain = Chain(kernels, [Link(linear, 0, 1, residual=2)], widths)
+    for count in ROWS:
+        buffers = Buffers(count, widths)
+        plain = [random(count, inputs), torch.zeros(count, outputs).bfloat16(), random(count, outputs)]
+        for index, tensor in enumerate(plain):
+            buffers[index] = guards.put(tensor)
+        scratch = guards.put(torch.zeros(-(-chain.scratch(count).numel() // 4)))
+        chain(buffers, scratch)
+        assert guards.intact()
+        assert buffers[1].isfinite().all()
+        assert torch.equal(buffers[0], plain[0]) and torch.equal(buffers[2], plain[2])
+
+
+@pytest.mark.parametrize("rotary_dim", [20, 12, 2])
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_heads_are_normalised_and_turned_as_by_torch(kernels: Kernels, rotary_dim: int, with_norms: bool) -> None:
+    weight, norms = random(140, 30), (RMSNorm(random(20), 1e-5), RMSNorm(random(20, seed=1), 1e-3))
+    packed = [norm.packed if with_norms else None for norm in norms]
+    turner = HeadTurner(
+        num_queries=3, num_keys=2, head_dim=20, rotary_dim=rotary_dim, query_norm=packed[0], key_norm=packed[1]
+    )
+    linear = PackedLinear(kernels, weight)
+    turned = Chain(kernels, [Link(linear, 0, 1, turner=turner)], (30, 140))
+    rotary = Rotary(RopeConfig("default", 1e4, rotary_dim, 512, 512), torch.bfloat16, torch.device("cpu"))
+    for count in (1, 5, 40):
+        angles = rotary.angles(torch.arange(7, 7 + count))
+        buffers = Buffers(count, (30, 140))
+        buffers[0] = random(count, 30)
+        buffers.fill(1)
+        Chain(kernels, [Link(linear, 0, 1)], (30, 140))(buffers, turned.scratch(count))
+        heads = buffers[1].view(count, 7, 20).clone()
+        turned(buffers, turned.scratch(count), angles)
+        queries, keys = heads[:, :3], heads[:, 3:5]
+        if with_norms:
+            queries, keys = norms[0](queries), norms[1](keys)
+        expected = torch.cat((rotary.turn(torch.cat((queries, keys), dim=1), angles), heads[:, 5:]), dim=1)
+        found = buffers[1].view(count, 7, 20)
+        torch.testing.assert_close(found, expected, rtol=8e-3, atol=1e-2)
+        assert torch.equal(found[:, 5:], heads[:, 5:])
+
+
+def test_heads_beside_their_angles_and_norms_stay_untouched(kernels: Kernels) -> None:
+    guards, count = Guards(), 5
+    norm = Norm(guards.put(random(20)), 1e-5)
+    turner = HeadTurner(num_queries=3, num_keys=2, head_dim=20, rotary_dim=12, query_norm=norm, key_norm=norm)
+    linear = PackedLinear(kernels, random(140, 30))
+    chain = Chain(kernels, [Link(linear, 0, 1, turner=turner)], (30, 140))
+    buffers = Buffers(count, (30, 140))
+    buffers[0], buffers[1] = guards.put(random(count, 30)), guards.put(random(count, 140))
+    angles = tuple(guards.put(random(count, 1, 2, 6, seed=seed)) for seed in (1, 2))
+    chain(buffers, chain.scratch(count), (angles[0], angles[1]))
+    assert guards.intact() and buffers[1].isfinite().all()
+    values = F.linear(buffers[0].float(), random(140, 30).float())[:, 100:]
+    assert_near(buffers[1][:, 100:], values, 30**0.5)
+
+
+def test_what_does_not_fit_a_kernel_is_refused(kernels: Kernels) -> None:
+    linear, layer = PackedLinear(kernels, random(8, 6)), Linear(random(8, 6), form=Form(kernels))
+    with pytest.raises(ValueError, match=r"kernel takes dense torch.bfloat16 \[2, 6\]"):
+        layer(random(2, 7))
+    with pytest.raises(ValueError, match="dense"):
+        layer(random(2, 6).float())
+    with pytest.raises(ValueError, match="strides"):
+        layer(random(6, 2).T)
+    with pytest.raises(ValueError, match="buffer 2"):
+        layer(random(2, 6), random(2, 9))
+    with pytest.raises(ValueError, match="as many gates as ups"):
+        PackedLinear(kernels, random(7, 6), gated=True)
+    with pytest.raises(ValueError, match="bias"):
+        PackedLinear(kernels, random(8, 6), random(7))
+    links: list[tuple[Link, str]] = [
+        (Link(linear, 0, 2), "not 8 wide"),
+        (Link(linear, 1, 1), "not 6 wide"),
+        (Link(linear, 0, 1, residual=0), "not 8 wide"),
+        (Link(linear, 0, 1, turner=HeadTurner(num_queries=1, num_keys=1, head_dim=4, rotary_dim=4)), "heads fill 12"),
+    ]
+    for link, message in links:
+        with pytest.raises(ValueError, match=message):
+            Chain(kernels, [link], (6, 8))
+    with pytest.raises(ValueError, match="cannot write"):
+        Chain(kernels, [Link(PackedLinear(kernels, random(6, 6)), 0, 0)], (6,))
+    with pytest.raises(ValueError, match="must be even"):
+        HeadTurner(num_queries=1, num_keys=1, head_dim=4, rotary_dim=3)
+    chain, buffers = Chain(kernels, [Link(linear, 0, 1)], (6, 8)), Buffers(3, (6, 8))
+    buffers[0] = random(3, 6)
+    with pytest.raises(ValueError, match="all to be filled"):
+        chain(buffers, chain.scratch(3))
+    buffers.fill(1)
+    with pytest.raises(ValueError, match="too few for 3 rows"):
+        chain(buffers, chain.scratch(2))
+    turned = Chain(kernels, [Link(PackedLinear(kernels, random(12, 6)), 0, 1, turner=links[3][0].turner)], (6, 12))
+    buffers = Buffers(3, (6, 12))
+    buffers.fill(0, 1)
+    with pytest.raises(ValueError, match="without angles"):
+        turned(buffers, turned.scratch(3))
+    with pytest.raises(ValueError, match="cosine"):
+        turned(buffers, turned.scratch(3), (random(2, 1, 2, 2), random(3, 1, 2, 2)))
+
+
+def test_unknown_variant_is_refused() -> None:
+    with pytest.raises(ConfigError, match="HEADSTART_KERNELS=sse9 is not known"):
+        load("sse9")

@@ -5,11 +5,12 @@ from random import Random
 
 import pytest
 import torch
-from model.paged import all_logits, chunk, load_tiny, tiny_runner
+from model.paged import all_logits, change_block, chunk, load_tiny, tiny_runner
 from model.tiny import eager
 
 from headstart.core.batch import Batch, Row
 from headstart.core.request import SamplingParams
+from headstart.model.attention.base import resolve_backend
 from headstart.model.loader import LoadedModel
 from headstart.model.runner import ModelRunner
 
@@ -45,8 +46,7 @@ def test_poisoned_and_invalid_rows_fail_alone(loaded: LoadedModel) -> None:
     clean = rows_of(prepared(), *lasts, decode)
     assert all(row.error is None and len(row.token_ids) == 1 for row in clean)
     runner = prepared()
-    for layer in runner.attention.kv.layers:
-        layer[:, :, 5] = float("nan")  # the second sequence's
+    change_block(runner, 5, lambda kv: kv.fill_(float("nan")))  # the second sequence's
     outside = chunk([1, 999], 0, 2, [14], request_id="x", num_logits=1)
     rows = rows_of(runner, lasts[0], lasts[1], outside, lasts[2], lasts[3], decode)
     assert rows[1].error == "the model computed no finite hidden states" and rows[1].token_ids == ()
@@ -59,7 +59,7 @@ def test_poisoned_and_invalid_rows_fail_alone(loaded: LoadedModel) -> None:
 
 def test_a_poisoned_chunk_in_mid_prompt_is_reported_too(loaded: LoadedModel) -> None:
     runner = tiny_runner(loaded)
-    runner.attention.kv.layers[0][1, :, 1] = float("inf")
+    change_block(runner, 1, lambda kv: kv[0, 1].fill_(float("inf")))
     assert rows_of(runner, chunk(text(0, 40), 16, 30, [1, 2]))[0].error is not None
 
 
@@ -67,8 +67,7 @@ def test_shared_blocks_are_read_and_never_written(loaded: LoadedModel) -> None:
     runner, tokens = tiny_runner(loaded), text(1, 32)
     whole = all_logits(runner, chunk(tokens, 0, 32, [3, 4]))[0]
     before = [runner.read_block(block) for block in (3, 4)]
-    for layer in runner.attention.kv.layers:
-        layer[..., 4, 15, :] += 1e-3  # a trace: a rewrite would erase it
+    change_block(runner, 4, lambda kv: kv[:, :, 15].add_(1e-3))  # a trace: a rewrite would erase it
     marked = runner.read_block(4)
     assert marked != before[1]
     last = all_logits(runner, chunk(tokens, 31, 32, [3, 4], write_from=32))[0]
@@ -115,5 +114,5 @@ def test_loaded_model_says_what_a_front_end_must_know(tmp_path: Path) -> None:
     model = load_tiny("llama", tmp_path, eos_token_id=[2, 9])
     assert (model.vocab_size, model.max_model_len, model.eos_token_ids) == (128, 512, (2, 9))
     assert model.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
-    assert model.attention_backend == "reference" and len(model.fingerprint) == 32
+    assert model.attention_backend == resolve_backend("auto") and len(model.fingerprint) == 32
     assert model.architecture == "LlamaForCausalLM"

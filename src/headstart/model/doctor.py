@@ -16,6 +16,7 @@ import torch
 from headstart import __version__
 from headstart.model.attention.base import resolve_backend
 from headstart.model.cgroup import SYSTEM, cpu_quota
+from headstart.model.kernels.load import find
 from headstart.model.linear import can_pack
 from headstart.model.sizing import KV_SHARE, format_bytes, memory
 from headstart.model.threads import SPIN_COUNT, available_cores
@@ -109,9 +110,16 @@ def _compute(*, packs: bool) -> tuple[tuple[str, str], ...]:
     return (
         ("device", "cuda" if torch.cuda.is_available() else "cpu"),
         ("GPU", gpu),
-        ("attention backend", resolve_backend("auto")),
-        ("bfloat16 linears", "oneDNN, prepacked" if packs else "plain torch"),
+        ("attention backend", resolve_backend("auto", "cuda" if torch.cuda.is_available() else "cpu")),
+        ("CPU kernels", find().note),
+        ("bfloat16 linears", _linears(packs=packs)),
     )
+
+
+def _linears(*, packs: bool) -> str:
+    if find().kernels is not None:
+        return "our kernels, packed"
+    return "oneDNN, prepacked" if packs else "plain torch"
 
 
 def _versions() -> tuple[tuple[str, str], ...]:
@@ -138,7 +146,7 @@ def _warnings(flags: set[str], threads: int, *, packs: bool, root: Path) -> list
         found.append("OMP_WAIT_POLICY=ACTIVE makes idle threads hold the cores of busy ones: unset it")
     if threads > granted:
         found.append(f"{threads} threads on {granted} granted cores wait for each other: use --threads {granted}")
-    if flags and not packs:
+    if flags and not packs and find().kernels is None:
         found.append("no prepacked bfloat16 linears here, so decoding is slower: --dtype float32 may be faster")
     if not torch.backends.mkldnn.is_available():
         found.append("this torch is built without oneDNN (MKL-DNN): install the CPU build from download.pytorch.org")

@@ -1,10 +1,10 @@
-"""The pieces of a decoder layer that are not attention: RMS normalisation and the gated feed-forward."""
+"""The pieces of a decoder layer that are neither attention nor a matrix product."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.model.linear import Linear
+from headstart.model.kernels.packed import Norm
 
 
 class RMSNorm:
@@ -18,18 +18,10 @@ class RMSNorm:
     def __call__(self, rows: Tensor) -> Tensor:
         return F.rms_norm(rows, self.shape, self.weight, self.eps)
 
-
-class GatedMLP:
-    """down(silu(gate(x)) * up(x)), gate and up in one weight [2 * intermediate, hidden]."""
-
-    __slots__ = ("down", "gate_up")
-
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self.gate_up, self.down = gate_up, down
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        gate, up = self.gate_up(rows).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up))
+    @property
+    def packed(self) -> Norm:
+        """The same for a kernel that normalises rows as it reads them."""
+        return Norm(self.weight, self.eps)
 
 
 def join(tensors: list[Tensor]) -> Tensor:

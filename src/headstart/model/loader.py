@@ -24,11 +24,14 @@ from headstart.model.config import (
     refuse_quantised,
 )
 from headstart.model.decoder import LanguageModel, load_decoder
+from headstart.model.kernels.load import kernels
 from headstart.model.kv import KVShape
+from headstart.model.linear import Form
 from headstart.model.transformers_model import load_transformers
 from headstart.model.weights import Checkpoint, LoadingBar
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+QUANTIZATIONS = ("none", "int8")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,25 +58,42 @@ class LoadedModel:
 
 
 def load_model(
-    folder: Path, *, dtype: str = "auto", device: str = "auto", attention_backend: str = "auto"
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    attention_backend: str = "auto",
+    quantization: str = "none",
 ) -> LoadedModel:
-    """Loads the model in `folder`, with progress on stderr. Raises ConfigError for what cannot be served."""
+    """Loads the model in `folder`, with progress on stderr. Raises ConfigError for what cannot be served.
+
+    `quantization` int8 keeps every matrix but the embedding as int8 with one scale per output.
+    """
     raw = read_json(folder / "config.json")
     architecture = architecture_of(raw)
     refuse_quantised(raw)
     chosen_dtype, chosen_device = resolve_dtype(dtype, raw), resolve_device(device)
-    backend = resolve_backend(attention_backend)
+    resolve_backend(attention_backend, chosen_device)
     native = parse_config(raw) if architecture in NATIVE_ARCHITECTURES else None
+    if quantization not in QUANTIZATIONS:
+        raise ConfigError(f"quantization {quantization!r} is not known; choose {' or '.join(QUANTIZATIONS)}")
+    if quantization != "none" and native is None:
+        raise ConfigError(
+            f"quantization {quantization} is not supported for {architecture}, which Transformers runs; "
+            f"leave it out, or use one of {', '.join(NATIVE_ARCHITECTURES)}"
+        )
     checkpoint = Checkpoint(folder)
     if native is None:
         model = breadth = load_transformers(folder, raw, chosen_dtype, chosen_device)
         shape, vocab_size, max_model_len = breadth.kv_shape, breadth.vocab_size, breadth.max_model_len
     else:
         with LoadingBar(checkpoint.num_bytes, f"Loading {folder.name}") as bar, checkpoint.reading(bar.advance):
-            model = load_decoder(native, checkpoint, chosen_dtype, chosen_device)
+            form = Form(kernels() if chosen_device.type == "cpu" else None, int8=quantization == "int8")
+            model = load_decoder(native, checkpoint, chosen_dtype, chosen_device, form)
         shape = KVShape(native.num_layers, native.num_kv_heads, native.head_dim)
         vocab_size, max_model_len = native.vocab_size, native.max_model_len
-    computed_by = _computed_by(chosen_dtype, chosen_device, backend, native is None)
+    resolved = resolve_backend(attention_backend, chosen_device, shape.head_dim)
+    computed_by = _computed_by(chosen_dtype, chosen_device, resolved, quantization, native is None)
     return LoadedModel(
         folder=folder,
         architecture=architecture,
@@ -86,21 +106,23 @@ def load_model(
         eos_token_ids=eos_token_ids(folder, raw),
         weight_bytes=model.weight_bytes,
         fingerprint=checkpoint.fingerprint(json.dumps(raw, sort_keys=True).encode(), computed_by),
-        attention_backend=backend,
+        attention_backend=resolved,
     )
 
 
-def _computed_by(dtype: torch.dtype, device: torch.device, backend: str, by_transformers: bool) -> bytes:
+def _computed_by(
+    dtype: torch.dtype, device: torch.device, backend: str, quantization: str, by_transformers: bool
+) -> bytes:
     """What besides weights and config decides the numbers in a block; it is part of the fingerprint.
 
-    The dtype, the kind of device, the attention backend, and the releases of Headstart, torch and (where it runs the
-    model) Transformers: KV may outlive the process, and another release must never take over what it would not compute
-    itself. Threads and instruction sets are left out: they reorder sums as the company in a batch does.
+    Dtype, quantisation, the kind of device, the attention backend, and the releases of Headstart, torch and (where it
+    runs the model) Transformers: KV may outlive the process, and another release must never take over what it would not
+    compute itself. Threads and instruction sets are left out: they reorder sums as the company in a batch does.
     """
     releases = {"headstart": __version__, "torch": str(torch.__version__)}
     if by_transformers:
         releases["transformers"] = transformers.__version__
-    return json.dumps([str(dtype), device.type, backend, releases], sort_keys=True).encode()
+    return json.dumps([str(dtype), quantization, device.type, backend, releases], sort_keys=True).encode()
 
 
 def resolve_dtype(dtype: str, config: dict[str, Any]) -> torch.dtype:

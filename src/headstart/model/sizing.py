@@ -77,10 +77,10 @@ def apply_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def checkpoint_bytes(folder: Path, *, dtype: str = "auto") -> int:
+def checkpoint_bytes(folder: Path, *, dtype: str = "auto", int8: bool = False) -> int:
     """Bytes the weights in `folder` take once loaded as `dtype` ("auto": as stored, float16 and bfloat16 as they are).
 
-    Reads the headers of the safetensors files only.
+    With `int8`, every matrix but the embedding takes a byte per weight. Reads the headers of the files only.
     """
     element = _DTYPE_BYTES.get(dtype)
     if element is None:
@@ -93,6 +93,8 @@ def checkpoint_bytes(folder: Path, *, dtype: str = "auto") -> int:
             begin, end = tensor["data_offsets"]
             stored = _ELEMENT_BYTES.get(tensor["dtype"], 1)
             convert = element if tensor["dtype"] in _FLOATS else 0
+            if int8 and len(tensor["shape"]) == 2 and "embed_tokens" not in name:
+                convert = 1
             total += (end - begin) // stored * (convert or stored)
     return total
 

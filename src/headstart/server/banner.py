@@ -4,6 +4,7 @@ import ipaddress
 import json
 
 from headstart import __version__
+from headstart.core.engine import EngineInfo
 from headstart.core.store import StoreStats
 from headstart.options import ServerOptions
 from headstart.server.state import Model
@@ -20,7 +21,7 @@ def banner(model: Model, options: ServerOptions, host: str, port: int, *, store:
     key = ' -H "Authorization: Bearer $KEY"' if options.api_key or options.tenants else ""
     lines = [
         f"Headstart {__version__} serves {model.name} at http://{where}:{port}/v1",
-        f"  engine  {info.dtype} on {info.device}, {info.threads} threads, {info.attention_backend} attention",
+        f"  engine  {_numbers(info)} on {info.device}, {info.threads} threads, {info.attention_backend} attention",
         f"  KV      {_size(info.kv_bytes)} = {tokens:,} tokens = {tokens / info.max_model_len:.1f} x max_model_len "
         f"({info.max_model_len:,})",
         *([] if store is None else [f"  store   {store}"]),
@@ -36,6 +37,10 @@ def store_text(folder: str, store: StoreStats) -> str:
     found = f"{store.num_blocks:,} blocks of this model" if store.num_blocks else "nothing of this model yet"
     held = f"{folder}: {found}; {_size(store.num_bytes)} of {_size(store.max_bytes)} used"
     return f"{held}; NOT IN USE: {store.degraded}" if store.degraded else held
+
+
+def _numbers(info: EngineInfo) -> str:
+    return info.dtype if info.quantization == "none" else f"{info.dtype} with {info.quantization} weights"
 
 
 def _size(num_bytes: int) -> str:

@@ -1,9 +1,11 @@
 """The attention seam: what a backend is given, what it gives, and the table of those there are.
 
-A backend owns the KV tensors and their layout. Per step `begin` returns the function that every layer calls: it stores
-the new keys and values at their slots, then lets each row see its whole prefix. The reference is the oracle of others.
+A backend owns the KV and its layout; blocks leave it in one canonical form, whatever the layout. Per step `begin`
+returns the function that every layer calls: it stores the new keys and values at their slots, then lets each row see
+its whole prefix. The reference is the oracle of others.
 """
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Protocol
 
@@ -11,7 +13,10 @@ import torch
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
-from headstart.model.kv import KVShape, PagedKV
+from headstart.core.store import Data
+from headstart.model.kernels.attention import MAX_DIMS
+from headstart.model.kernels.load import find
+from headstart.model.kv import KVShape
 from headstart.model.step import StepInputs
 
 
@@ -36,10 +41,29 @@ class Attend(Protocol):
         ...
 
 
+class KVBlocks(Protocol):
+    """The KV of a backend, block by block; see PagedKV."""
+
+    block_bytes: int  # of one block in canonical form
+
+    def read_block(self, block_id: int) -> Data:
+        """A copy of one block: for each layer keys, then values, [block_size, kv heads, head_dim]; from any thread."""
+        ...
+
+    def write_block(self, block_id: int, data: Data) -> None:
+        """Takes a block in that form, between two steps. Raises ValueError for a wrong length."""
+        ...
+
+    def zero_blocks(self, block_ids: Sequence[int]) -> None:
+        """Clears blocks whose content may not be finite."""
+        ...
+
+
 class AttentionBackend(Protocol):
     """Attention over the KV it owns."""
 
-    kv: PagedKV
+    @property
+    def kv(self) -> KVBlocks: ...
 
     def begin(self, step: StepInputs) -> Attend:
         """The attention of one step; valid until the next call of `begin`."""
@@ -54,15 +78,22 @@ class BackendFactory(Protocol):
     ) -> AttentionBackend: ...
 
 
-BACKENDS = {"reference": "headstart.model.attention.reference:ReferenceAttention"}
+BACKENDS = {
+    "cpu": "headstart.model.attention.cpu:CPUAttention",
+    "reference": "headstart.model.attention.reference:ReferenceAttention",
+}
 
 
-def resolve_backend(name: str) -> str:
-    """The backend that `name` (or "auto") stands for. Raises ConfigError for an unknown one."""
+def resolve_backend(name: str, device: str | torch.device = "cpu", head_dim: int = 0) -> str:
+    """The backend that `name` stands for; "auto" is cpu on a CPU that has its kernels for `head_dim`, else reference.
+
+    Raises ConfigError for an unknown one.
+    """
     if name == "auto":
-        return "reference"
+        fits = torch.device(device).type == "cpu" and head_dim <= MAX_DIMS
+        return "cpu" if fits and find().kernels is not None else "reference"
     if name not in BACKENDS:
-        raise ConfigError(f"attention_backend {name!r} is not known; choose auto or {', '.join(BACKENDS)}")
+        raise ConfigError(f"attention_backend {name!r} is not known; choose auto, {' or '.join(BACKENDS)}")
     return name
 
 

@@ -1,0 +1,160 @@
+"""Attention by the kernels of `model/kernels/attention.cpp`: one call per layer that writes KV and attends to it.
+
+Everything is checked here, once per step or by shape; the kernels trust what they are given. What a step reads is
+planned once per window, by the kernels' planner: groups of sequences that share blocks, splits of long rows.
+"""
+
+import ctypes
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headstart.core.errors import ConfigError
+from headstart.model.kernels.attention import Plan, StepTables, make_plan
+from headstart.model.kernels.load import find, threads
+from headstart.model.kv import KVShape
+from headstart.model.packed_kv import PackedKV, packed
+from headstart.model.step import StepInputs
+
+SPLIT_TOKENS = 256  # fewest tokens of a part of a row that is split between threads
+SHARING = {"never": 0, "where it pays": 1, "always": 2}
+
+
+class CPUAttention:
+    """Owns the KV of one model; see `AttentionBackend`."""
+
+    def __init__(
+        self,
+        shape: KVShape,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        sharing: str = "where it pays",
+        split_tokens: int = SPLIT_TOKENS,
+    ) -> None:
+        found = find()
+        if found.kernels is None:
+            raise ConfigError(f"attention_backend cpu needs compiled kernels ({found.note}): choose reference")
+        if device.type != "cpu":
+            raise ConfigError(f"attention_backend cpu runs on the CPU, not on {device}: choose reference")
+        self.kv = PackedKV(found.kernels, shape, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
+        self.sharing = SHARING[sharing]
+        self.split_blocks = -(-split_tokens // block_size)
+
+    def begin(self, step: StepInputs) -> "CPUStep":
+        """See AttentionBackend. Raises ValueError for a step that reads or writes outside the pool."""
+        return CPUStep(self, step)
+
+
+class CPUStep:
+    """The attention of one step; plans are made on first use of each window."""
+
+    def __init__(self, backend: CPUAttention, step: StepInputs) -> None:
+        self._backend, self._step = backend, step
+        self._writes = backend.kv.plan_writes(step.writes, step.num_tokens)
+        self._arrays = tuple(
+            np.ascontiguousarray(array, np.int32)
+            for array in (step.qo_indptr, step.starts, step.kv_indptr, step.kv_indices)
+        )
+        _check_tables(*self._arrays, num_blocks=backend.kv.num_blocks, block_size=backend.kv.block_size)
+        self._plans: dict[tuple[int, int], _Prepared] = {}
+
+    def __call__(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """See Attend. `lse` [T, Hq] in fp32, if given, takes the log-sum-exp of each row's scores."""
+        kv, num_heads = self._backend.kv, queries.shape[1]
+        if queries.shape != (len(keys), num_heads, kv.shape.head_dim) or num_heads % kv.shape.num_kv_heads:
+            raise ValueError(f"queries {list(queries.shape)} do not go with keys {list(keys.shape)}")
+        if queries.dtype != kv.dtype or queries.device.type != "cpu":
+            raise ValueError(f"queries are {queries.dtype} on {queries.device}, the KV is {kv.dtype} on the CPU")
+        if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
+            raise ValueError(f"window {window} and softcap {softcap} must be positive")
+        if lse is not None and (lse.shape != queries.shape[:2] or lse.dtype != torch.float32 or not _on_host(lse)):
+            raise ValueError(f"lse must be contiguous fp32 {list(queries.shape[:2])}, got {lse.dtype} {lse.shape}")
+        queries = packed(queries)
+        call, _kept = kv.call(layer, keys, values, self._writes)
+        prepared = self._prepared(window or 0, num_heads // kv.shape.num_kv_heads)
+        out = torch.empty(queries.shape, dtype=kv.dtype)
+        call.queries, call.out, call.lse = queries.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
+        call.query_token, call.query_head = queries.stride(0), queries.stride(1)
+        call.plan, call.tables = prepared.plan.data.ctypes.data, self._arrays[3].ctypes.data
+        call.parts, call.part_lse = prepared.parts.ctypes.data, prepared.part_lse.ctypes.data
+        call.arrived = prepared.arrived.ctypes.data
+        call.group, call.window = prepared.group, window or 0
+        call.scale, call.softcap = scale, softcap or 0.0
+        kv.kernels.library.headstart_attention(ctypes.byref(call))
+        return out
+
+    def plan(self, window: int | None, group: int) -> Plan:
+        """What layers with `window` and `group` query heads per kv head read."""
+        return self._prepared(window or 0, group).plan
+
+    def _prepared(self, window: int, group: int) -> "_Prepared":
+        found = self._plans.get((window, group))
+        if found is None:
+            kv = self._backend.kv
+            tables = StepTables(
+                *(array.ctypes.data for array in self._arrays),
+                self._step.num_rows,
+                kv.block_size,
+                window,
+                group,
+                kv.shape.num_kv_heads,
+                threads(),
+                self._backend.sharing,
+                self._backend.split_blocks,
+            )
+            found = _Prepared(make_plan(kv.kernels.library, tables), group, kv.shape)
+            self._plans[window, group] = found
+        return found
+
+
+class _Prepared:
+    """A plan, and the memory for the parts that its items leave to be merged."""
+
+    def __init__(self, plan: Plan, group: int, shape: KVShape) -> None:
+        self.plan, self.group = plan, group
+        num_heads, dims = group * shape.num_kv_heads, -(-shape.head_dim // 16) * 16
+        self.parts = np.empty((plan.head.num_slots, num_heads, dims), np.float32)
+        self.part_lse = np.empty((plan.head.num_slots, num_heads), np.float32)
+        self.arrived = np.zeros((plan.head.num_merges, shape.num_kv_heads), np.int32)
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.device.type == "cpu"
+
+
+def _check_tables(
+    qo_indptr: NDArray[np.int32],
+    starts: NDArray[np.int32],
+    kv_indptr: NDArray[np.int32],
+    kv_indices: NDArray[np.int32],
+    *,
+    num_blocks: int,
+    block_size: int,
+) -> None:
+    """Raises ValueError unless every row has tokens, and a table of existing blocks for all its positions."""
+    lengths, pages = np.diff(qo_indptr), np.diff(kv_indptr)
+    rows = len(starts)
+    shaped = rows and len(lengths) == rows and len(pages) == rows and qo_indptr[0] == 0 and kv_indptr[0] >= 0
+    if not shaped or lengths.min() < 1 or starts.min() < 0 or kv_indptr[-1] > len(kv_indices):
+        raise ValueError("the arrays of the step do not belong together")
+    ends = starts.astype(np.int64) + lengths
+    if (pages < -(-ends // block_size)).any():
+        raise ValueError(f"a block table is too short for its {int(ends.max())} positions")
+    if kv_indices.min() < 0 or kv_indices.max() >= num_blocks:
+        raise ValueError(f"a block table names blocks outside [0, {num_blocks})")

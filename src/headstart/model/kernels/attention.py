@@ -1,0 +1,72 @@
+"""What the attention kernels are called with, as in attention.h, and their plan of a step as Python can read it."""
+
+import ctypes
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+PAGE = 16  # token slots of a page
+MAX_DIMS = 512  # largest head size
+_pointer, _int32, _int64, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+
+class StepTables(ctypes.Structure):
+    """A step as the planner reads it."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("qo_indptr", "starts", "kv_indptr", "kv_indices")),
+        *((name, _int32) for name in ("num_rows", "block_size", "window", "group", "num_kv_heads", "threads")),
+        *((name, _int32) for name in ("sharing", "split_blocks")),
+    )
+
+
+class AttentionCall(ctypes.Structure):
+    """One layer of one step."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("queries", "keys", "values", "out", "lse", "key_pages", "value_pages")),
+        *((name, _pointer) for name in ("plan", "tables", "parts", "part_lse", "arrived")),
+        *((name, _pointer) for name in ("page_writes", "token_writes")),
+        *((name, _int64) for name in ("query_token", "query_head", "key_token", "key_head")),
+        *((name, _int64) for name in ("value_token", "value_head", "head_words")),
+        *((name, _int32) for name in ("num_page_writes", "num_token_writes", "head_dim", "num_kv_heads", "group")),
+        *((name, _int32) for name in ("block_size", "is_bf16", "window", "threads")),
+        *((name, _float) for name in ("scale", "softcap")),
+    )
+
+
+class PlanHead(ctypes.Structure):
+    """How much a plan holds; `cost` is of one kv head, in rows times pages."""
+
+    _fields_ = (
+        *((name, _int32) for name in ("num_items", "num_entries", "num_merges", "num_slots")),
+        *((name, _int32) for name in ("num_groups", "grouped_blocks")),
+        ("cost", _int64),
+    )
+
+
+class Plan(NamedTuple):
+    """The bytes of a plan, and its head."""
+
+    data: NDArray[np.int64]
+    head: PlanHead
+
+    def items(self) -> NDArray[np.int32]:
+        """[items, 6]: first entry, rows from and to, first of its table, blocks from and to."""
+        words = self.data.view(np.int32)
+        begin = ctypes.sizeof(PlanHead) // 4
+        return words[begin : begin + 6 * self.head.num_items].reshape(-1, 6)
+
+
+NO_PLAN = Plan(np.zeros(ctypes.sizeof(PlanHead) // 8, np.int64), PlanHead())
+
+
+def make_plan(library: Any, tables: StepTables) -> Plan:
+    """Plans a step with the kernels' own planner. The arrays behind `tables` must be alive and consistent."""
+    data = np.empty(64 + 16 * tables.num_rows, np.int64)
+    needed = library.headstart_attention_plan(ctypes.byref(tables), data.ctypes.data, data.nbytes)
+    if needed > data.nbytes:
+        data = np.empty(-(-needed // 8), np.int64)
+        library.headstart_attention_plan(ctypes.byref(tables), data.ctypes.data, data.nbytes)
+    return Plan(data, PlanHead.from_buffer_copy(data[: ctypes.sizeof(PlanHead) // 8].tobytes()))

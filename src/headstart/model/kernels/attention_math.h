@@ -1,0 +1,164 @@
+// Vectors of fp32 in the width of the variant, and the products that attention is made of.
+//
+// A product sums words of pages times words of rows. How it multiplies a word is a Kind: one fp32, two bf16 widened to
+// fp32, or two bf16 at once where the processor can. A row's words lie in memory as the kind wants to broadcast them.
+#pragma once
+
+#include "attention.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+enum { LANES = 16 };
+typedef __m512 vec;
+typedef __m512i words;
+static inline vec zero() { return _mm512_setzero_ps(); }
+static inline vec all(float x) { return _mm512_set1_ps(x); }
+static inline vec load(const float *p) { return _mm512_loadu_ps(p); }
+static inline void store(float *p, vec x) { _mm512_storeu_ps(p, x); }
+static inline vec fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+static inline vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
+static inline vec sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
+static inline vec quotient(vec a, vec b) { return _mm512_div_ps(a, b); }
+// The second operand's NaN survives.
+static inline vec greater(vec a, vec b) { return _mm512_max_ps(a, b); }
+static inline vec lesser(vec a, vec b) { return _mm512_min_ps(a, b); }
+static inline float sum(vec x) { return _mm512_reduce_add_ps(x); }
+static inline float greatest(vec x) { return _mm512_reduce_max_ps(x); }
+static inline words load_words(const void *p) { return _mm512_loadu_si512(p); }
+static inline vec low_half(words w) { return _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)); }
+static inline vec high_half(words w) {
+    return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000u)));
+}
+static inline vec scaled_by_power(vec x, vec n) { return _mm512_scalef_ps(x, n); }
+static inline vec nearest(vec x) { return _mm512_roundscale_ps(x, 0); }
+// `x` in lanes [from, to), `other` elsewhere.
+static inline vec between(vec x, vec other, int from, int to) {
+    uint32_t upto = to >= LANES ? 0xffffu : to <= 0 ? 0u : (1u << to) - 1u;
+    uint32_t before = from >= LANES ? 0xffffu : from <= 0 ? 0u : (1u << from) - 1u;
+    return _mm512_mask_blend_ps((__mmask16)(upto & ~before), other, x);
+}
+#else
+enum { LANES = 8 };
+typedef __m256 vec;
+typedef __m256i words;
+static inline vec zero() { return _mm256_setzero_ps(); }
+static inline vec all(float x) { return _mm256_set1_ps(x); }
+static inline vec load(const float *p) { return _mm256_loadu_ps(p); }
+static inline void store(float *p, vec x) { _mm256_storeu_ps(p, x); }
+static inline vec fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+static inline vec mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
+static inline vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
+static inline vec sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
+static inline vec quotient(vec a, vec b) { return _mm256_div_ps(a, b); }
+static inline vec greater(vec a, vec b) { return _mm256_max_ps(a, b); }
+static inline vec lesser(vec a, vec b) { return _mm256_min_ps(a, b); }
+static inline float sum(vec x) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+static inline float greatest(vec x) {
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+static inline words load_words(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+static inline vec low_half(words w) { return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16)); }
+static inline vec high_half(words w) {
+    return _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32((int)0xffff0000u)));
+}
+static inline vec nearest(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline vec scaled_by_power(vec x, vec n) {
+    __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
+}
+static inline vec between(vec x, vec other, int from, int to) {
+    __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    __m256i low = _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(from - 1));
+    __m256i high = _mm256_cmpgt_epi32(_mm256_set1_epi32(to), lane);
+    return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(_mm256_and_si256(low, high)));
+}
+#endif
+enum { PAGE_VECS = PAGE / LANES };
+
+// 2^x for x <= 128, to 2e-7; below -126 it is 2^-126, and a NaN stays one. Coefficients: exp2f of Cephes.
+static inline vec power_of_two(vec x) {
+    x = greater(all(-126.0f), x);
+    vec n = nearest(x), r = sub(x, n);
+    vec p = fma(all(1.535336188319500e-4f), r, all(1.339887440266574e-3f));
+    p = fma(p, r, all(9.618437357674640e-3f));
+    p = fma(p, r, all(5.550332471162809e-2f));
+    p = fma(p, r, all(2.402264791363012e-1f));
+    p = fma(p, r, all(6.931472028550421e-1f));
+    return scaled_by_power(fma(p, r, all(1.0f)), n);
+}
+
+// cap * tanh(x / cap), given 2 * log2(e) / cap.
+static inline vec capped(vec x, float cap, float twice) {
+    vec e = power_of_two(lesser(all(126.0f), mul(x, all(twice))));
+    return sub(all(cap), quotient(all(2.0f * cap), add(e, all(1.0f))));
+}
+
+// One fp32 per word.
+struct Single {
+    enum { W = 1, PER_WORD = 1 };
+    typedef float element;  // of pages
+    typedef float factor;   // of rows: PER_WORD of them are one word
+    struct loaded {
+        vec value;
+    };
+    static loaded take(const uint32_t *p) { return {load((const float *)p)}; }
+    static vec step(vec acc, const factor *row, loaded word) { return fma(all(row[0]), word.value, acc); }
+    static void put(factor *to, vec x) { store(to, x); }
+    static void pack(factor *to, const element *from, int count) { memcpy(to, from, sizeof(float) * count); }
+};
+
+// Two bf16 per word, multiplied as fp32.
+struct Widened {
+    enum { W = 2, PER_WORD = 2 };
+    typedef bf16 element;
+    typedef float factor;
+    struct loaded {
+        vec low, high;
+    };
+    static loaded take(const uint32_t *p) {
+        words w = load_words(p);
+        return {low_half(w), high_half(w)};
+    }
+    static vec step(vec acc, const factor *row, loaded word) {
+        return fma(all(row[1]), word.high, fma(all(row[0]), word.low, acc));
+    }
+    static void put(factor *to, vec x) { store(to, x); }
+    static void pack(factor *to, const element *from, int count) {
+        for (int i = 0; i < count; i++) to[i] = to_float(from[i]);
+    }
+};
+
+#if defined(__AVX512BF16__)
+// Two bf16 per word, multiplied and summed by vdpbf16ps.
+struct Paired {
+    enum { W = 2, PER_WORD = 2 };
+    typedef bf16 element;
+    typedef bf16 factor;
+    struct loaded {
+        __m512bh value;
+    };
+    static loaded take(const uint32_t *p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
+    static vec step(vec acc, const factor *row, loaded word) {
+        int32_t pair;
+        memcpy(&pair, row, 4);
+        return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(pair), word.value);
+    }
+    static void put(factor *to, vec x) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x)); }
+    static void pack(factor *to, const element *from, int count) { memcpy(to, from, sizeof(bf16) * count); }
+};
+#endif
+
+static inline void put_row(float *to, const float *from, int count) { memcpy(to, from, sizeof(float) * count); }
+static inline void put_row(bf16 *to, const float *from, int count) {
+    for (int i = 0; i < count; i++) to[i] = to_bf16(from[i]);
+}
+
+}  // namespace

@@ -1,0 +1,277 @@
+// Plans the attention of a step: which rows read which blocks, what is read once for many, and what is split.
+//
+// Sequences whose tables begin with the same blocks form a tree: a node is a run of blocks and the sequences that share
+// it, a leaf is what one sequence reads alone. A node pays if the tiles of rows that its fusion saves outweigh merging
+// one more part per row; what does not pay is read by its children themselves.
+#include "attention.h"
+
+#include <stdlib.h>
+
+namespace {
+
+// Costs in units of one row times one page. Loading a page costs a tile of MICRO_ROWS as much as TILE_COST rows.
+enum { TILE_COST = 3, PARTS_PER_THREAD = 4 };
+// A part costs each row about as much as this many pages: it is written, read back and weighed. Set so that groups of
+// 2 to 32 decoding sequences with 1, 3 and 7 rows per kv head are made only where they were measured to be no slower.
+enum { PART_COST = 6 };
+// A group costs its items' overhead, too.
+enum { GROUP_COST = 32 };
+
+struct Node {
+    int32_t *members;  // sequences
+    int32_t count, block_begin, block_end, parts;
+};
+
+struct Planner {
+    const StepTables *step;
+    Node *nodes;
+    int32_t num_nodes, num_groups, grouped_blocks;
+    uint64_t *keys;  // scratch to sort by
+};
+
+int32_t tokens_of(const StepTables &step, int32_t row) { return step.qo_indptr[row + 1] - step.qo_indptr[row]; }
+
+const int32_t *table_of(const StepTables &step, int32_t row) { return step.kv_indices + step.kv_indptr[row]; }
+
+int32_t blocks_of(const StepTables &step, int32_t row) {
+    return ceil_div(step.starts[row] + tokens_of(step, row), step.block_size);
+}
+
+// Blocks that every token of the row sees whole, none of which the row writes.
+int32_t seen_whole(const StepTables &step, int32_t row) { return step.starts[row] / step.block_size; }
+
+int64_t tiles_of(int64_t rows) { return (rows + MICRO_ROWS - 1) / MICRO_ROWS; }
+
+int compare_keys(const void *a, const void *b) {
+    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return x < y ? -1 : x > y;
+}
+
+void add_node(Planner &planner, int32_t *members, int32_t count, int32_t begin, int32_t end) {
+    if (begin < end) planner.nodes[planner.num_nodes++] = Node{members, count, begin, end, 1};
+}
+
+// Whether reading `blocks` once for all of `members` is cheaper than each reading them.
+bool pays(const Planner &planner, const int32_t *members, int32_t count, int64_t blocks) {
+    const StepTables &step = *planner.step;
+    if (step.sharing == 2) return true;
+    int64_t rows = 0, apart = 0;
+    for (int32_t i = 0; i < count; i++) {
+        int64_t own = (int64_t)tokens_of(step, members[i]) * step.group;
+        rows += own;
+        apart += tiles_of(own);
+    }
+    int64_t pages = blocks * ceil_div(step.block_size, PAGE);
+    return (apart - tiles_of(rows)) * TILE_COST * pages > PART_COST * rows + GROUP_COST;
+}
+
+// Adds the nodes of `members`, whose tables agree in the first `depth` blocks; blocks before `begin` are taken care of.
+// Reorders `members`.
+void grow(Planner &planner, int32_t *members, int32_t count, int32_t depth, int32_t begin) {
+    const StepTables &step = *planner.step;
+    if (count == 1) return add_node(planner, members, 1, begin, blocks_of(step, members[0]));
+    const int32_t *first = table_of(step, members[0]);
+    int32_t common = seen_whole(step, members[0]);
+    for (int32_t i = 1; i < count; i++) {
+        int32_t limit = seen_whole(step, members[i]);
+        if (limit < common) common = limit;
+    }
+    for (int32_t i = 1; i < count && common > depth; i++) {
+        const int32_t *table = table_of(step, members[i]);
+        int32_t same = depth;
+        while (same < common && table[same] == first[same]) same++;
+        common = same;
+    }
+    if (common > begin && pays(planner, members, count, common - begin)) {
+        add_node(planner, members, count, begin, common);
+        planner.num_groups++;
+        planner.grouped_blocks += common - begin;
+        begin = common;
+    }
+    // Those that see no further whole block go on alone: key 0, as block 0 is in no table.
+    for (int32_t i = 0; i < count; i++) {
+        bool ends = seen_whole(step, members[i]) <= common;
+        uint64_t block = ends ? 0 : (uint64_t)table_of(step, members[i])[common];
+        planner.keys[i] = block << 32 | (uint32_t)members[i];
+    }
+    qsort(planner.keys, count, sizeof *planner.keys, compare_keys);
+    // A node is a set: its members may be reordered by its children, which are slices of the same array.
+    int32_t *sorted = (int32_t *)malloc(sizeof(int32_t) * count);
+    uint32_t *blocks = (uint32_t *)malloc(sizeof(uint32_t) * count);
+    for (int32_t i = 0; i < count; i++) {
+        sorted[i] = (int32_t)(uint32_t)planner.keys[i];
+        blocks[i] = (uint32_t)(planner.keys[i] >> 32);
+    }
+    memcpy(members, sorted, sizeof(int32_t) * count);
+    for (int32_t low = 0, high; low < count; low = high) {
+        for (high = low + 1; high < count && blocks[low] != 0 && blocks[high] == blocks[low];) high++;
+        grow(planner, members + low, high - low, common, begin);
+    }
+    free(sorted);
+    free(blocks);
+}
+
+// The nodes of all sequences, which `members` lists.
+void grow_all(Planner &planner, int32_t *members) {
+    const StepTables &step = *planner.step;
+    if (step.window > 0 || step.sharing == 0 || step.num_rows < 2) {
+        for (int32_t row = 0; row < step.num_rows; row++) {
+            int32_t first = step.window > 0 ? step.starts[row] - step.window + 1 : 0;
+            add_node(planner, members + row, 1, first > 0 ? first / step.block_size : 0, blocks_of(step, row));
+        }
+        return;
+    }
+    grow(planner, members, step.num_rows, 0, 0);
+}
+
+int32_t node_tokens(const StepTables &step, const Node &node) {
+    int32_t tokens = 0;
+    for (int32_t i = 0; i < node.count; i++) tokens += tokens_of(step, node.members[i]);
+    return tokens;
+}
+
+// Tokens per tile: whole tokens, unless a single one has more rows than a tile.
+int32_t tile_tokens(int32_t group) { return group > TILE_ROWS ? 1 : TILE_ROWS / group; }
+
+int32_t items_of(const StepTables &step, const Node &node) {
+    int32_t tiles = ceil_div(node_tokens(step, node), tile_tokens(step.group));
+    return tiles * ceil_div(step.group, TILE_ROWS);
+}
+
+int64_t cost_of(const StepTables &step, const Node &node) {
+    int64_t rows = (int64_t)node_tokens(step, node) * step.group;
+    int64_t pages = (int64_t)(node.block_end - node.block_begin) * ceil_div(step.block_size, PAGE);
+    return (rows + TILE_COST * tiles_of(rows)) * pages;
+}
+
+// Splits long nodes where there are too few items for the threads. Gives the cost of one kv head.
+int64_t split(Planner &planner) {
+    const StepTables &step = *planner.step;
+    int64_t cost = 0, items = 0;
+    for (int32_t i = 0; i < planner.num_nodes; i++) {
+        cost += cost_of(step, planner.nodes[i]);
+        items += items_of(step, planner.nodes[i]);
+    }
+    int64_t wanted = (int64_t)PARTS_PER_THREAD * step.threads;
+    if (step.split_blocks == 0 || step.threads < 2 || items * step.num_kv_heads >= wanted) return cost;
+    int64_t per_item = cost * step.num_kv_heads / wanted + 1;
+    for (int32_t i = 0; i < planner.num_nodes; i++) {
+        Node &node = planner.nodes[i];
+        int64_t parts = cost_of(step, node) / items_of(step, node) / per_item + 1;
+        int64_t most = (node.block_end - node.block_begin) / step.split_blocks;
+        if (parts > most) parts = most;
+        node.parts = parts < 1 ? 1 : (int32_t)parts;
+    }
+    return cost;
+}
+
+// Where the next structures of a plan are written; beyond the capacity they are only counted.
+struct Writer {
+    Plan head;
+    Item *items;
+    Entry *entries;
+    Merge *merges;
+    bool dry;
+};
+
+void write_node(Writer &out, const StepTables &step, const Node &node, int32_t *part_of, int32_t part) {
+    int32_t blocks = node.block_end - node.block_begin;
+    int32_t begin = node.block_begin + (int32_t)((int64_t)blocks * part / node.parts);
+    int32_t end = node.block_begin + (int32_t)((int64_t)blocks * (part + 1) / node.parts);
+    int32_t first_entry = out.head.num_entries, tokens = 0;
+    for (int32_t i = 0; i < node.count; i++) {
+        int32_t row = node.members[i];
+        for (int32_t at = 0; at < tokens_of(step, row); at++, tokens++) {
+            int32_t token = step.qo_indptr[row] + at;
+            int32_t slot = part_of[2 * row] < 0 ? -1 : part_of[2 * row] + at * part_of[2 * row + 1];
+            if (!out.dry) {
+                Entry entry = {token, step.starts[row] + at + 1, slot, -1};
+                out.entries[out.head.num_entries] = entry;
+            }
+            out.head.num_entries++;
+        }
+        if (part_of[2 * row] >= 0) part_of[2 * row]++;
+    }
+    int32_t per_tile = tile_tokens(step.group);
+    for (int32_t tile = 0; tile < tokens; tile += per_tile) {
+        int32_t last = tile + per_tile < tokens ? tile + per_tile : tokens;
+        for (int32_t row = tile * step.group; row < last * step.group; row += TILE_ROWS) {
+            int32_t stop = row + TILE_ROWS < last * step.group ? row + TILE_ROWS : last * step.group;
+            if (!out.dry)
+                out.items[out.head.num_items] =
+                    Item{first_entry, row, stop, step.kv_indptr[node.members[0]], begin, end};
+            out.head.num_items++;
+        }
+    }
+}
+
+// Writes, or counts, the whole plan. `part_of` [num_rows, 2] is scratch: next slot of a row's first token, and its parts.
+void write_plan(Writer &out, const Planner &planner, int32_t *part_of, int32_t *merge_of) {
+    const StepTables &step = *planner.step;
+    memset(part_of, 0, sizeof(int32_t) * 2 * step.num_rows);
+    for (int32_t i = 0; i < planner.num_nodes; i++)
+        for (int32_t m = 0; m < planner.nodes[i].count; m++)
+            part_of[2 * planner.nodes[i].members[m] + 1] += planner.nodes[i].parts;
+    for (int32_t row = 0; row < step.num_rows; row++) {
+        int32_t parts = part_of[2 * row + 1];
+        part_of[2 * row] = -1;
+        if (parts < 2) continue;
+        part_of[2 * row] = out.head.num_slots;
+        for (int32_t token = step.qo_indptr[row]; token < step.qo_indptr[row + 1]; token++) {
+            merge_of[token] = out.head.num_merges;
+            if (!out.dry) out.merges[out.head.num_merges] = Merge{token, out.head.num_slots, parts};
+            out.head.num_merges++;
+            out.head.num_slots += parts;
+        }
+    }
+    for (int32_t i = 0; i < planner.num_nodes; i++)
+        for (int32_t part = 0; part < planner.nodes[i].parts; part++)
+            write_node(out, step, planner.nodes[i], part_of, part);
+    for (int32_t i = 0; !out.dry && i < out.head.num_entries; i++)
+        if (out.entries[i].slot >= 0) out.entries[i].merge = merge_of[out.entries[i].token];
+}
+
+int64_t bytes_of(const Plan &head) {
+    return (int64_t)sizeof(Plan) + (int64_t)sizeof(Item) * head.num_items + (int64_t)sizeof(Entry) * head.num_entries +
+           (int64_t)sizeof(Merge) * head.num_merges;
+}
+
+}  // namespace
+
+// Writes the plan of `step` into `out` if it fits in `capacity` bytes. Gives the bytes it takes.
+EXPORT int64_t headstart_attention_plan(const StepTables *step, void *out, int64_t capacity) {
+    int32_t rows = step->num_rows, tokens = step->qo_indptr[rows];
+    // Every node but the leaves has two children at least, so there are fewer than 2 * rows.
+    Node *nodes = (Node *)malloc(sizeof(Node) * (2 * rows + 1));
+    uint64_t *keys = (uint64_t *)malloc(sizeof(uint64_t) * (rows + 1));
+    int32_t *members = (int32_t *)malloc(sizeof(int32_t) * (rows + 1));
+    int32_t *part_of = (int32_t *)malloc(sizeof(int32_t) * 2 * (rows + 1));
+    int32_t *merge_of = (int32_t *)malloc(sizeof(int32_t) * (tokens + 1));
+    for (int32_t row = 0; row < rows; row++) members[row] = row;
+    Planner planner = {step, nodes, 0, 0, 0, keys};
+    grow_all(planner, members);
+    int64_t cost = split(planner);
+
+    Writer counter = {};
+    counter.dry = true;
+    write_plan(counter, planner, part_of, merge_of);
+    Plan head = counter.head;
+    head.num_groups = planner.num_groups;
+    head.grouped_blocks = planner.grouped_blocks;
+    head.cost = cost;
+    int64_t needed = bytes_of(head);
+    if (needed <= capacity) {
+        Writer writer = {};
+        writer.items = (Item *)((Plan *)out + 1);
+        writer.entries = (Entry *)(writer.items + head.num_items);
+        writer.merges = (Merge *)(writer.entries + head.num_entries);
+        write_plan(writer, planner, part_of, merge_of);
+        memcpy(out, &head, sizeof head);
+    }
+    free(nodes);
+    free(keys);
+    free(members);
+    free(part_of);
+    free(merge_of);
+    return needed;
+}

@@ -1,0 +1,120 @@
+"""Compiles the C++ sources beside this file, once per machine: one shared object per variant, kept in a cache folder.
+
+A variant is an instruction set; its object is compiled whole for it, so the sources ask the compiler's own macros
+(`__AVX512BF16__`, ...) and every variant exports the same names. Which one runs is decided before, in load.py.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c")
+VARIANT_FLAGS: dict[str, tuple[str, ...]] = {
+    "avx512_bf16": (*AVX512, "-mavx512bf16", "-mavx512vnni"),
+    "avx512": AVX512,
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+}
+FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fvisibility=hidden")
+SOURCES = Path(__file__).parent
+COMPILERS = ("g++", "c++", "clang++")
+TIMEOUT = 300  # seconds for one source
+
+
+class BuildError(Exception):
+    """Why there are no kernels here, in one line."""
+
+
+def build(variant: str, cache: Path, *, extra_flags: tuple[str, ...] = (), environ: Mapping[str, str]) -> Path:
+    """The shared object of `variant`, compiled if `cache` does not hold it yet. Raises BuildError.
+
+    Several processes may build at once: each compiles into a folder of its own and renames the whole file into place.
+    """
+    compiler = find_compiler(environ)
+    flags = (*FLAGS, *VARIANT_FLAGS[variant], *extra_flags)
+    target = cache / f"{variant}-{_digest(compiler, flags)}.so"
+    if target.exists():
+        return target
+    try:
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(prefix=".build-", dir=cache) as scratch:
+            made = _compile(compiler, flags, Path(scratch))
+            os.replace(made, target)
+    except OSError as error:
+        raise BuildError(f"cannot build in {cache}: {error.strerror or error}") from None
+    return target
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Where built kernels are kept: XDG_CACHE_HOME, else ~/.cache."""
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "kernels"
+
+
+def find_compiler(environ: Mapping[str, str]) -> str:
+    """CXX, else the first C++ compiler on the path. Raises BuildError if there is none."""
+    names = (environ["CXX"],) if environ.get("CXX") else COMPILERS
+    for name in names:
+        found = shutil.which(name, path=environ.get("PATH"))
+        if found is not None:
+            return found
+    raise BuildError(f"no C++ compiler ({', '.join(names)}) on the path: install g++ for faster kernels")
+
+
+def sources() -> list[Path]:
+    """The files that are compiled, each by itself; headers (*.h) only count for the digest."""
+    return sorted(SOURCES.glob("*.cpp"))
+
+
+def _digest(compiler: str, flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for part in (_run([compiler, "--version"]), *flags):
+        digest.update(part.encode() + b"\0")
+    for file in sorted([*sources(), *SOURCES.glob("*.h")]):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _compile(compiler: str, flags: tuple[str, ...], scratch: Path) -> Path:
+    """Compiles every source on a core of its own, then links them; gives the shared object in `scratch`."""
+    objects = [scratch / f"{source.stem}.o" for source in sources()]
+    running = [
+        subprocess.Popen(
+            [compiler, *flags, "-c", str(source), "-o", str(made)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for source, made in zip(sources(), objects, strict=True)
+    ]
+    try:
+        for process in running:
+            _, errors = process.communicate(timeout=TIMEOUT)
+            if process.returncode != 0:
+                raise BuildError(f"{compiler} failed: {_first_error(errors)}")
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{compiler} took longer than {TIMEOUT} s") from None
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    target = scratch / "kernels.so"
+    _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(target)])
+    return target
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
+    if done.returncode != 0:
+        raise BuildError(f"{command[0]} failed: {_first_error(done.stderr)}")
+    return done.stdout
+
+
+def _first_error(errors: str) -> str:
+    lines = errors.strip().splitlines()
+    return next((line for line in lines if "error" in line), lines[0] if lines else "it gave no reason")

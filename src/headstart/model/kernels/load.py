@@ -1,0 +1,144 @@
+"""Kernels: the compiled functions of one variant, and how the variant is chosen.
+
+HEADSTART_KERNELS names a variant (avx512_bf16, avx512, avx2), or `none` for torch's own operators; unset, it is the
+best one this processor has. Import torch first: the library then finds torch's OpenMP loaded and shares its threads.
+"""
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch  # before the library: see above
+
+from headstart.core.errors import ConfigError
+from headstart.model.kernels.build import VARIANT_FLAGS, BuildError, build, cache_folder
+
+VARIABLE = "HEADSTART_KERNELS"
+VARIANTS = (*VARIANT_FLAGS, "none")
+# what /proc/cpuinfo must list for a variant; the kernel hides what it does not save for its processes
+NEEDED = {
+    "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "avx2", "fma", "f16c"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"},
+    "avx2": {"avx2", "fma", "f16c"},
+}
+
+_pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
+# name -> (result, arguments); see the sources for what they mean
+SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "headstart_abi": (_int, ()),
+    "headstart_attention_plan": (_long, (_pointer, _pointer, _long)),
+    "headstart_attention": (None, (_pointer,)),
+    "headstart_read_block": (None, (_pointer, _int, _pointer, _pointer)),
+    "headstart_read": (ctypes.c_uint64, (_pointer, _long, _int)),
+    "headstart_scratch": (_long, (_long, _long, _int)),
+    "headstart_chain": (None, (_pointer, _int, _pointer, _pointer, _pointer, _pointer, _long, _int)),
+    "headstart_pack_bf16": (None, (_pointer, _pointer, _long, _long, _long, _int, _int)),
+    "headstart_pack_int8": (None, (_pointer, _pointer, _pointer, _long, _long, _long, _int, _int)),
+}
+
+
+class LinearDescriptor(ctypes.Structure):
+    """`Linear` of linear.cpp: addresses and sizes of one packed weight."""
+
+    _fields_ = (
+        ("weight", _pointer),
+        ("scales", _pointer),
+        ("bias", _pointer),
+        ("norm", _pointer),
+        ("eps", _float),
+        ("gated", _int),
+        ("in_features", _long),
+        ("out_features", _long),
+    )
+
+
+class HeadsDescriptor(ctypes.Structure):
+    """`Heads` of rows.h: what a row of heads holds."""
+
+    _fields_ = (
+        ("query_norm", _pointer),
+        ("key_norm", _pointer),
+        ("query_eps", _float),
+        ("key_eps", _float),
+        ("heads", _long),
+        ("queries", _long),
+        ("keys", _long),
+        ("head_dim", _long),
+        ("rotary_dim", _long),
+    )
+
+
+class LinkDescriptor(ctypes.Structure):
+    """`Link` of linear.cpp: one product of a chain, on numbered buffers."""
+
+    _fields_ = (("linear", _pointer), ("heads", _pointer), ("x", _int), ("y", _int), ("residual", _int))
+
+
+class Kernels:
+    """One variant's functions, each an attribute of `library` under its C name. They release the GIL."""
+
+    def __init__(self, variant: str, path: Path) -> None:
+        self.variant = variant
+        self.library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in SIGNATURES.items():
+            function = getattr(self.library, name)
+            function.restype, function.argtypes = result, list(arguments)
+
+
+class Found(NamedTuple):
+    """The kernels there are, or None, and one line that says which or why not."""
+
+    kernels: Kernels | None
+    note: str
+
+
+def kernels() -> Kernels | None:
+    """The kernels this process uses; None: torch's own operators."""
+    return find().kernels
+
+
+def find() -> Found:
+    """As `kernels`, with the reason."""
+    return load(os.environ.get(VARIABLE, ""))
+
+
+@cache
+def load(variant: str = "") -> Found:
+    """The kernels of `variant`; empty: the best this processor has. Raises ConfigError for one it cannot run."""
+    flags = cpu_flags()
+    runnable = [name for name, needed in NEEDED.items() if needed <= flags]
+    if variant and variant not in VARIANTS:
+        raise ConfigError(f"{VARIABLE}={variant} is not known; choose {', '.join(VARIANTS)}")
+    if variant == "none":
+        return Found(None, f"none: {VARIABLE}=none")
+    if variant and variant not in runnable:
+        raise ConfigError(
+            f"{VARIABLE}={variant}: this processor cannot run it; choose {', '.join([*runnable, 'none'])}"
+        )
+    if not runnable:
+        return Found(None, "none: they need a processor with AVX2 and Linux")
+    chosen = variant or runnable[0]
+    try:
+        return Found(Kernels(chosen, build(chosen, cache_folder(os.environ), environ=os.environ)), chosen)
+    except (BuildError, OSError) as error:
+        return Found(None, f"none: {error}")
+
+
+def threads() -> int:
+    """Threads of a kernel's parallel region: torch's own number, in whichever thread this is called."""
+    return torch.get_num_threads()
+
+
+def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Features of the processor as the operating system grants them; empty where there is no such file."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(value.split())
+    return frozenset()

@@ -1,0 +1,137 @@
+"""What a chain of products is made of: packed weights, bf16 or int8, and heads that are turned. Run by chain.py."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.model.kernels.load import HeadsDescriptor, Kernels, LinearDescriptor, threads
+
+TILE = 32  # outputs side by side in the packed form; see linear.cpp
+SCRATCH_ALIGNED = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """RMS normalisation of the rows that go in: weight [K] in bf16."""
+
+    weight: Tensor
+    eps: float
+
+
+class PackedLinear:
+    """y = x @ W^T + b on rows [T, K] of bf16, perhaps normalised before and gated after; run by chain.py.
+
+    `gated`: W holds gates above ups, [2 * out, K], and y is silu(gate) * up. int8: one scale for each row of W.
+    """
+
+    __slots__ = ("_kept", "descriptor", "in_features", "nbytes", "out_features")
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        int8: bool = False,
+    ) -> None:
+        check(weight, "weight", weight.shape, torch.bfloat16)
+        num_rows, self.in_features = weight.shape
+        if gated and num_rows % 2:
+            raise ValueError(f"a gated weight has as many gates as ups, not {num_rows} rows together")
+        self.out_features = num_rows // 2 if gated else num_rows
+        width = TILE // 2 if gated else TILE
+        tiles, pairs = -(-self.out_features // width), -(-self.in_features // 2)
+        packed = _aligned((tiles, pairs, TILE, 2), torch.int8 if int8 else torch.bfloat16)
+        scales = torch.empty(tiles, TILE) if int8 else None
+        sizes = (tiles, self.out_features, self.in_features, int(gated), threads())
+        if scales is not None:
+            kernels.library.headstart_pack_int8(weight.data_ptr(), packed.data_ptr(), scales.data_ptr(), *sizes)
+        else:
+            kernels.library.headstart_pack_bf16(weight.data_ptr(), packed.data_ptr(), *sizes)
+        if bias is not None:
+            check(bias, "bias", (num_rows,), torch.bfloat16)
+        biases = None if bias is None else _in_tiles(bias, tiles, gated=gated)
+        if norm is not None:
+            check(norm.weight, "norm", (self.in_features,), torch.bfloat16)
+        self._kept = (packed, scales, biases, norm)  # the descriptor holds only their addresses
+        self.descriptor = LinearDescriptor(
+            weight=packed.data_ptr(),
+            scales=None if scales is None else scales.data_ptr(),
+            bias=None if biases is None else biases.data_ptr(),
+            norm=None if norm is None else norm.weight.data_ptr(),
+            eps=0.0 if norm is None else norm.eps,
+            gated=int(gated),
+            in_features=self.in_features,
+            out_features=self.out_features,
+        )
+        self.nbytes = packed.nbytes + sum(tensor.nbytes for tensor in (scales, biases) if tensor is not None)
+
+
+class HeadTurner:
+    """Rows that are heads [heads, head_dim], queries then keys then values: the first two are turned to their position.
+
+    Before that they are normalised head by head, if there are norms [head_dim] for it (Qwen3).
+    """
+
+    __slots__ = ("_kept", "descriptor", "rotary_dim", "width")
+
+    def __init__(
+        self,
+        *,
+        num_queries: int,
+        num_keys: int,
+        head_dim: int,
+        rotary_dim: int,
+        query_norm: Norm | None = None,
+        key_norm: Norm | None = None,
+    ) -> None:
+        if not 0 <= rotary_dim <= head_dim or rotary_dim % 2:
+            raise ValueError(f"rotary_dim is {rotary_dim}; it must be even and at most head_dim, {head_dim}")
+        for norm in (query_norm, key_norm):
+            if norm is not None:
+                check(norm.weight, "norm", (head_dim,), torch.bfloat16)
+        self.rotary_dim = rotary_dim
+        self.width = (num_queries + 2 * num_keys) * head_dim  # of a row
+        self._kept = (query_norm, key_norm)  # the descriptor holds only their addresses
+        self.descriptor = HeadsDescriptor(
+            query_norm=None if query_norm is None else query_norm.weight.data_ptr(),
+            key_norm=None if key_norm is None else key_norm.weight.data_ptr(),
+            query_eps=0.0 if query_norm is None else query_norm.eps,
+            key_eps=0.0 if key_norm is None else key_norm.eps,
+            heads=num_queries + 2 * num_keys,
+            queries=num_queries,
+            keys=num_keys,
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+        )
+
+
+def check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raises ValueError unless a kernel may read `tensor` as dense memory of this shape."""
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; "
+            f"the kernel takes dense {dtype} {list(shape)} on the CPU"
+        )
+
+
+def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Fresh memory; torch aligns it to 64 bytes, which the sources count on."""
+    tensor = torch.empty(shape, dtype=dtype)
+    assert tensor.data_ptr() % SCRATCH_ALIGNED == 0, tensor.data_ptr()
+    return tensor
+
+
+def _in_tiles(bias: Tensor, tiles: int, *, gated: bool) -> Tensor:
+    """A bias [N] as fp32 [tiles, TILE], in the order in which the tiles hold the outputs."""
+    parts = bias.float().chunk(2) if gated else [bias.float()]
+    width = TILE // len(parts)
+    laid = torch.zeros(tiles, len(parts), width)
+    for index, part in enumerate(parts):
+        padded = torch.zeros(tiles * width)
+        padded[: len(part)] = part
+        laid[:, index] = padded.view(tiles, width)
+    return laid.view(tiles, TILE)

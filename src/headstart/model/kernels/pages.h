@@ -1,0 +1,153 @@
+// Copies keys and values between rows [tokens, kv heads, head_dim] and pages, whose layout attention.h describes.
+#pragma once
+
+#include "attention.h"
+
+namespace pages {
+
+// A word as numbers of W elements each.
+template <int W>
+struct Of;
+template <>
+struct Of<1> {
+    typedef float element;
+};
+template <>
+struct Of<2> {
+    typedef bf16 element;
+};
+
+// What one head's rows look like: row r starts at `rows + r * stride`, in elements.
+template <int W>
+struct Rows {
+    const typename Of<W>::element *rows;
+    int64_t stride;
+};
+
+#if defined(__AVX512F__)
+// Transposes 16 x 16 words: row r is sixteen words from rows[r].
+static inline void transpose16(__m512i rows[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 8; i++) {
+        t[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; i++) {
+        rows[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        rows[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        rows[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        rows[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+    // Now lane l of rows[4 i + c] holds column 4 l + c of rows 4 i .. 4 i + 3: transpose the lanes.
+    for (int c = 0; c < 4; c++) {
+        __m512i low = _mm512_shuffle_i32x4(rows[c], rows[4 + c], 0x88);
+        __m512i high = _mm512_shuffle_i32x4(rows[c], rows[4 + c], 0xdd);
+        __m512i low2 = _mm512_shuffle_i32x4(rows[8 + c], rows[12 + c], 0x88);
+        __m512i high2 = _mm512_shuffle_i32x4(rows[8 + c], rows[12 + c], 0xdd);
+        t[c] = _mm512_shuffle_i32x4(low, low2, 0x88);
+        t[8 + c] = _mm512_shuffle_i32x4(low, low2, 0xdd);
+        t[4 + c] = _mm512_shuffle_i32x4(high, high2, 0x88);
+        t[12 + c] = _mm512_shuffle_i32x4(high, high2, 0xdd);
+    }
+    for (int i = 0; i < 16; i++) rows[i] = t[i];
+}
+#endif
+
+// Sixteen rows of `words` words each become `words` vectors of sixteen.
+static inline void transpose_page(const uint32_t *const rows[PAGE], int words, uint32_t *page) {
+    int word = 0;
+#if defined(__AVX512F__)
+    for (; word < words; word += 16) {
+        int count = words - word < 16 ? words - word : 16;
+        __mmask16 present = (__mmask16)((1u << count) - 1);
+        __m512i block[16];
+        for (int token = 0; token < PAGE; token++)
+            block[token] = _mm512_maskz_loadu_epi32(present, rows[token] + word);
+        transpose16(block);
+        for (int i = 0; i < count; i++) _mm512_storeu_si512(page + (word + i) * PAGE, block[i]);
+    }
+#else
+    for (; word < words; word++)
+        for (int token = 0; token < PAGE; token++) memcpy(page + word * PAGE + token, rows[token] + word, 4);
+#endif
+}
+
+// Two rows of bf16 become one of words: element d of the first and of the second.
+static inline void interleave(const bf16 *first, const bf16 *second, int dims, bf16 *words) {
+    int dim = 0;
+#if defined(__AVX512BW__)
+    for (; dim + 16 <= dims; dim += 16) {
+        __m512i a = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(first + dim)));
+        __m512i b = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(second + dim)));
+        _mm512_storeu_si512(words + 2 * dim, _mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
+    }
+#endif
+    for (; dim < dims; dim++) {
+        words[2 * dim] = first[dim];
+        words[2 * dim + 1] = second[dim];
+    }
+}
+
+// Whole rows of PAGE tokens, padded to `dims` with zeros if they are narrower; gives where each begins.
+template <int W>
+static inline void pad_rows(Rows<W> from, int head_dim, int dims, typename Of<W>::element *scratch,
+                            const typename Of<W>::element *begins[PAGE]) {
+    for (int token = 0; token < PAGE; token++) {
+        const typename Of<W>::element *row = from.rows + token * from.stride;
+        begins[token] = row;
+        if (head_dim == dims) continue;
+        typename Of<W>::element *copy = scratch + token * dims;
+        memcpy(copy, row, sizeof *row * head_dim);
+        memset(copy + head_dim, 0, sizeof *row * (dims - head_dim));
+        begins[token] = copy;
+    }
+}
+
+template <int W>
+static inline void write_page(Rows<W> keys, Rows<W> values, int head_dim, void *key_page, void *value_page) {
+    typedef typename Of<W>::element element;
+    int dims = padded_dims(head_dim);
+    alignas(64) element scratch[PAGE * MAX_DIMS];
+    const element *rows[PAGE];
+    pad_rows<W>(keys, head_dim, dims, scratch, rows);
+    transpose_page((const uint32_t *const *)rows, dims / W, (uint32_t *)key_page);
+    pad_rows<W>(values, head_dim, dims, scratch, rows);
+    element *page = (element *)value_page;
+    for (int word = 0; word < PAGE / W; word++) {
+        if constexpr (W == 2)
+            interleave(rows[2 * word], rows[2 * word + 1], dims, page + word * dims * 2);
+        else
+            memcpy(page + word * dims, rows[word], sizeof(float) * dims);
+    }
+}
+
+// Calls visit(element of a row, element of a key page, element of a value page) for one token's dims.
+template <int W, typename Visit>
+static inline void each_dim(int head_dim, int place, Visit visit) {
+    int dims = padded_dims(head_dim);
+    for (int dim = 0; dim < head_dim; dim++)
+        visit(dim, (dim / W * PAGE + place) * W + dim % W, (place / W * dims + dim) * W + place % W);
+}
+
+template <int W>
+static inline void write_token(Rows<W> key, Rows<W> value, int head_dim, int place, void *key_page, void *value_page) {
+    typedef typename Of<W>::element element;
+    element *keys = (element *)key_page, *values = (element *)value_page;
+    each_dim<W>(head_dim, place, [&](int dim, int key_at, int value_at) {
+        keys[key_at] = key.rows[dim];
+        values[value_at] = value.rows[dim];
+    });
+}
+
+template <int W>
+static inline void read_token(const void *key_page, const void *value_page, int head_dim, int place,
+                              typename Of<W>::element *key, typename Of<W>::element *value) {
+    typedef typename Of<W>::element element;
+    const element *keys = (const element *)key_page, *values = (const element *)value_page;
+    each_dim<W>(head_dim, place, [&](int dim, int key_at, int value_at) {
+        key[dim] = keys[key_at];
+        value[dim] = values[value_at];
+    });
+}
+
+}  // namespace pages

@@ -1,0 +1,69 @@
+// What happens to single rows between two matrix products: normalisation, the gate, rotation. Plain loops, which the compiler
+// vectorises for each instruction set; numbers are rounded to bf16 where torch's own operators round.
+#pragma once
+#include "common.h"
+
+// 1 / sqrt(mean(x^2) + eps) of x [size].
+static inline float inverse_rms(const bf16 *x, long size, float eps) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (long i = 0; i < size; i++) sum += to_float(x[i]) * to_float(x[i]);
+    return 1.0f / sqrtf(sum / (float)size + eps);
+}
+
+// e^x to about 1e-7 of it, for any float; branchless, so that loops over it vectorise. NaN stays NaN.
+static inline float exponential(float x) {
+    float bounded = x > -87.0f ? (x < 88.0f ? x : 88.0f) : -87.0f;
+    float whole = rintf(bounded * 1.44269504f);
+    float rest = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;  // ln 2 in two parts
+    float power = 1.0f + rest * (1.0f + rest * (0.5f + rest * (1.66666667e-1f + rest * (4.16666667e-2f +
+                  rest * (8.33333333e-3f + rest * 1.38888889e-3f)))));
+    int32_t bits = ((int32_t)whole + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return x != x ? x : power * scale;
+}
+
+// silu(gate) * up, silu rounded first.
+static inline bf16 silu_times(bf16 gate, bf16 up) {
+    float value = to_float(gate);
+    return to_bf16(to_float(to_bf16(value / (1.0f + exponential(-value)))) * to_float(up));
+}
+
+// ---- queries and keys between their projection and attention ----------------------------------------------------------
+
+struct Heads {  // mirrored by load.py; a row is [heads, head_dim]: queries, then keys, then values
+    const bf16 *query_norm, *key_norm;  // [head_dim], or null
+    float query_eps, key_eps;
+    long heads, queries, keys, head_dim, rotary_dim;
+};
+
+static inline void normalise(bf16 *head, const bf16 *weight, long size, float eps) {
+    float factor = inverse_rms(head, size, eps);
+#pragma omp simd
+    for (long i = 0; i < size; i++) head[i] = to_bf16(to_float(head[i]) * factor * to_float(weight[i]));
+}
+
+// Turns the pairs (i, i + half) of a head; products are rounded before the sum, as in Rotary.turn.
+static inline void turn(bf16 *head, const bf16 *cosine, const bf16 *sine, long half) {
+#pragma omp simd
+    for (long i = 0; i < half; i++) {
+        float first = to_float(head[i]), second = to_float(head[half + i]);
+        float c = to_float(cosine[i]), s = to_float(sine[i]);
+        head[i] = to_bf16(to_float(to_bf16(first * c)) - second * s);
+        head[half + i] = to_bf16(to_float(to_bf16(second * c)) + first * s);
+    }
+}
+
+// Normalises (Qwen3) and turns the queries and keys of one row of `rows` [count, heads, head_dim] in place. cosine and
+// sine [count, 2, rotary_dim / 2] repeat themselves, and the first half of a row's sine is negated: the second is read.
+static inline void turn_heads(const Heads &heads, bf16 *rows, const bf16 *cosine, const bf16 *sine, long row) {
+    long half = heads.rotary_dim / 2;
+    for (long h = 0; h < heads.queries + heads.keys; h++) {
+        bf16 *head = rows + (row * heads.heads + h) * heads.head_dim;
+        bool query = h < heads.queries;
+        const bf16 *norm = query ? heads.query_norm : heads.key_norm;
+        if (norm) normalise(head, norm, heads.head_dim, query ? heads.query_eps : heads.key_eps);
+        turn(head, cosine + row * 2 * half, sine + row * 2 * half + half, half);
+    }
+}

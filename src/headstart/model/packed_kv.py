@@ -1,0 +1,202 @@
+"""PackedKV: the keys and values of all blocks in the pages that the kernels of `model/kernels/attention.cpp` read.
+
+What PagedKV is to ATen: same blocks, same canonical form, another layout (see kernels/attention.h). Every variant of
+the kernels has the same one. A head size that is no multiple of 16 is padded, a block size likewise; zero at birth.
+"""
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headstart.core.errors import ConfigError
+from headstart.core.store import Data
+from headstart.model.kernels.attention import MAX_DIMS, NO_PLAN, PAGE, AttentionCall
+from headstart.model.kernels.load import Kernels, threads
+from headstart.model.kv import KVShape
+from headstart.model.writes import Span, Writes
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class PageWrites(NamedTuple):
+    """The writes of a step for the kernels, checked: pages whose slots are all filled, and single tokens."""
+
+    pages: NDArray[np.int32]  # [P, 2]: first of PAGE tokens that follow each other, page
+    tokens: NDArray[np.int32]  # [L, 2]: token, page * PAGE + place in it
+    num_tokens: int  # that the keys and values written must at least have
+
+
+class PackedKV:
+    """KV of `num_blocks` blocks of `block_size` tokens on the host; block 0 is never written and stays zero."""
+
+    def __init__(
+        self, kernels: Kernels, shape: KVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        if shape.head_dim > MAX_DIMS:
+            raise ConfigError(f"head size {shape.head_dim} is more than the {MAX_DIMS} the CPU kernels know")
+        if dtype not in DTYPES:
+            raise ConfigError(f"the CPU kernels do not compute in {dtype}; choose float32 or bfloat16")
+        self.kernels, self.shape, self.num_blocks, self.block_size, self.dtype = (
+            kernels,
+            shape,
+            num_blocks,
+            block_size,
+            dtype,
+        )
+        self.device = torch.device("cpu")
+        self.block_bytes = block_size * shape.token_bytes(dtype)  # of one block in canonical form
+        self.pages_per_block = -(-block_size // PAGE)
+        block_words = self.pages_per_block * PAGE * -(-shape.head_dim // 16) * 16 * dtype.itemsize // 4
+        self.pool = _zeros((shape.num_layers, 2, shape.num_kv_heads, num_blocks, block_words))
+        self._head_words = num_blocks * block_words
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, writes: Writes) -> None:
+        """Stores what `writes` says of a step's `keys` and `values` [T, Hkv, D] in one layer."""
+        call, kept = self.call(layer, keys, values, self.plan_writes(writes, len(keys)))
+        call.plan = NO_PLAN.data.ctypes.data
+        self.kernels.library.headstart_attention(ctypes.byref(call))
+        del kept
+
+    def plan_writes(self, writes: Writes, num_tokens: int) -> PageWrites:
+        """`writes` for the kernels. Raises ValueError for slots outside the pool or tokens that are not there."""
+        loose = np.arange(len(writes.loose_slots)) if writes.loose is None else writes.loose
+        tokens, slots = [loose], [writes.loose_slots]
+        pages: list[NDArray[np.int64]] = []
+        for begin, end, slot in writes.spans:
+            if self.block_size % PAGE:
+                tokens.append(np.arange(begin, end))
+                slots.append(np.arange(slot, slot + end - begin))
+            else:
+                pages.append(np.stack((np.arange(begin, end, PAGE), np.arange(slot, slot + end - begin, PAGE)), 1))
+        token, slot = np.concatenate(tokens), np.concatenate(slots)
+        page = np.concatenate(pages) if pages else np.zeros((0, 2), np.int64)
+        self._check_writes(token, slot, page, num_tokens)
+        if self.block_size % PAGE:
+            block, place = np.divmod(slot, self.block_size)
+            slot = block * self.pages_per_block * PAGE + place
+        page[:, 1] //= PAGE
+        return PageWrites(
+            np.ascontiguousarray(page, np.int32), np.stack((token, slot), 1).astype(np.int32, order="C"), num_tokens
+        )
+
+    def call(
+        self, layer: int, keys: Tensor, values: Tensor, writes: PageWrites
+    ) -> tuple[AttentionCall, tuple[object, ...]]:
+        """A call that writes one layer, without a plan, and all that must live as long as it does.
+
+        Raises ValueError for keys and values that are not [T, Hkv, D] in this pool's dtype, or of another step.
+        """
+        expected = (writes.num_tokens, self.shape.num_kv_heads, self.shape.head_dim)
+        for rows in (keys, values):
+            if tuple(rows.shape) != expected or rows.dtype != self.dtype or rows.device.type != "cpu":
+                raise ValueError(f"keys and values must be {expected} in {self.dtype}, got {rows.shape} {rows.dtype}")
+        keys, values = packed(keys), packed(values)
+        call = self._layer_call(layer)
+        call.keys, call.values = keys.data_ptr(), values.data_ptr()
+        call.key_token, call.key_head = keys.stride(0), keys.stride(1)
+        call.value_token, call.value_head = values.stride(0), values.stride(1)
+        call.page_writes, call.num_page_writes = writes.pages.ctypes.data, len(writes.pages)
+        call.token_writes, call.num_token_writes = writes.tokens.ctypes.data, len(writes.tokens)
+        return call, (keys, values, writes)
+
+    def read_block(self, block_id: int) -> Data:
+        """A copy of one block in canonical form: for each layer keys, then values, [block_size, kv heads, head_dim].
+
+        From any thread, also while a step writes: a block that is written meanwhile comes out torn.
+        """
+        self._check_block(block_id)
+        data = np.empty(self.block_bytes, dtype=np.uint8)
+        half = self.block_bytes // self.shape.num_layers // 2
+        for layer in range(self.shape.num_layers):
+            at = data.ctypes.data + 2 * layer * half
+            call = self._layer_call(layer)
+            self.kernels.library.headstart_read_block(ctypes.byref(call), block_id, at, at + half)
+        return data.data
+
+    def write_block(self, block_id: int, data: Data) -> None:
+        """Takes a block in canonical form, between two steps. Raises ValueError for a wrong length."""
+        self._check_block(block_id)
+        num_bytes = memoryview(data).nbytes
+        if num_bytes != self.block_bytes:
+            raise ValueError(f"a block of this model has {self.block_bytes} bytes, got {num_bytes}")
+        address = np.frombuffer(data, dtype=np.uint8).ctypes.data
+        half = self.block_bytes // self.shape.num_layers // 2
+        slots = np.arange(self.block_size) + block_id * self.block_size
+        writes = self.plan_writes(_as_block(slots, self.block_size), self.block_size)
+        for layer in range(self.shape.num_layers):
+            call = self._layer_call(layer)
+            call.keys, call.values = address + 2 * layer * half, address + (2 * layer + 1) * half
+            call.key_token = call.value_token = self.shape.num_kv_heads * self.shape.head_dim
+            call.key_head = call.value_head = self.shape.head_dim
+            call.page_writes, call.num_page_writes = writes.pages.ctypes.data, len(writes.pages)
+            call.token_writes, call.num_token_writes = writes.tokens.ctypes.data, len(writes.tokens)
+            call.plan, call.threads = NO_PLAN.data.ctypes.data, 1
+            self.kernels.library.headstart_attention(ctypes.byref(call))
+
+    def zero_blocks(self, block_ids: Sequence[int]) -> None:
+        """Clears blocks whose content may not be finite."""
+        if block_ids:
+            self.pool[:, :, :, list(block_ids)] = 0
+
+    def _layer_call(self, layer: int) -> AttentionCall:
+        """A call with the pool of one layer and nothing to do."""
+        if not 0 <= layer < self.shape.num_layers:
+            raise ValueError(f"layer {layer} is not one of {self.shape.num_layers}")
+        base, half = self.pool.ctypes.data, 4 * self.shape.num_kv_heads * self._head_words
+        return AttentionCall(
+            key_pages=base + 2 * layer * half,
+            value_pages=base + (2 * layer + 1) * half,
+            head_words=self._head_words,
+            head_dim=self.shape.head_dim,
+            num_kv_heads=self.shape.num_kv_heads,
+            group=1,
+            block_size=self.block_size,
+            is_bf16=self.dtype == torch.bfloat16,
+            threads=threads(),
+        )
+
+    def _check_block(self, block_id: int) -> None:
+        if not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"block {block_id} is not one of {self.num_blocks}")
+
+    def _check_writes(
+        self, token: NDArray[np.int64], slot: NDArray[np.int64], page: NDArray[np.int64], num_tokens: int
+    ) -> None:
+        """Raises ValueError unless all tokens and slots exist."""
+        last = PAGE - 1
+        for first, end, bound in (
+            (token, token, num_tokens),
+            (slot, slot, self.num_blocks * self.block_size),
+            (page[:, 0], page[:, 0] + last, num_tokens),
+            (page[:, 1], page[:, 1] + last, self.num_blocks * self.block_size),
+        ):
+            if len(first) and not (first.min() >= 0 and end.max() < bound):
+                raise ValueError(f"writes of {first.min()} to {end.max()} lie outside the {bound} there are")
+
+
+def packed(rows: Tensor) -> Tensor:
+    """`rows` [T, H, D], copied if the elements of a head do not follow each other."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _as_block(slots: NDArray[np.int64], block_size: int) -> Writes:
+    """The writes of one whole block."""
+    return Writes(
+        torch.empty(0), None, (Span(0, block_size, int(slots[0])),), np.zeros(0, np.int64), np.zeros(0, np.int64)
+    )
+
+
+def _zeros(size: tuple[int, ...]) -> NDArray[np.uint32]:
+    """Zeroed words on pages of the machine, huge ones where it has them: a sequence touches many places."""
+    memory = mmap.mmap(-1, max(4 * int(np.prod(size)), 1))
+    if hasattr(memory, "madvise") and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    words = np.frombuffer(memory, dtype=np.uint32).reshape(size)
+    words.fill(0)  # so that memory that is not there is missed now, not in the middle of a step
+    return words

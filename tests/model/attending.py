@@ -1,0 +1,115 @@
+"""Random steps over the CPU attention and the reference beside it, each with a pool of its own; and poisoned blocks."""
+
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.model.attention.cpu import CPUAttention, CPUStep
+from headstart.model.attention.reference import ReferenceAttention
+from headstart.model.kv import KVShape
+from headstart.model.step import StepInputs
+from headstart.model.writes import Ranges, plan_writes
+
+CPU = torch.device("cpu")
+ATOL = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # of outputs about 1; bf16 has 8 bits, and is rounded in between
+
+
+class Pools:
+    """Sequences in random blocks of both backends; `share` makes their tables begin alike."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype = torch.float32,
+        block_size: int = 16,
+        sharing: str = "where it pays",
+        split_tokens: int = 256,
+        seed: int = 0,
+    ) -> None:
+        self.rng, self.block_size = Random(seed), block_size
+        torch.manual_seed(seed)
+        self.lengths, self.heads, self.dtype = list(lengths), heads, dtype
+        counts = [-(-length // block_size) for length in lengths]
+        self.num_blocks = sum(counts) + 3  # two that nobody uses
+        free = self.rng.sample(range(1, self.num_blocks), self.num_blocks - 1)
+        self.tables = [[free.pop() for _ in range(count)] for count in counts]
+        self.unused = free
+        self.shape = KVShape(2, kv_heads, dim)
+        size = {"num_blocks": self.num_blocks, "block_size": block_size, "dtype": dtype, "device": CPU}
+        self.reference = ReferenceAttention(self.shape, **size)
+        self.own = CPUAttention(self.shape, **size, sharing=sharing, split_tokens=split_tokens)
+        self.queries, self.keys, self.values = (
+            [torch.randn(length, count, dim).to(dtype) for length in lengths] for count in (heads, kv_heads, kv_heads)
+        )
+
+    def share(self, follower: int, leader: int, num_blocks: int) -> None:
+        """The follower's first blocks become the leader's."""
+        self.tables[follower][:num_blocks] = self.tables[leader][:num_blocks]
+        tokens = num_blocks * self.block_size
+        for rows in (self.keys, self.values):
+            rows[follower][:tokens] = rows[leader][:tokens]
+
+    def step(self, starts: Sequence[int], ends: Sequence[int], write_from: Sequence[int] | None = None) -> StepInputs:
+        """The step that computes positions [start, end) of every sequence."""
+        lengths = np.array(ends, np.int32) - np.array(starts, np.int32)
+        tables = [table[: -(-end // self.block_size)] for table, end in zip(self.tables, ends, strict=True)]
+        first = np.array(starts, np.int32)
+        qo_indptr = np.cumsum([0, *lengths], dtype=np.int32)
+        kv_indptr = np.cumsum([0, *map(len, tables)], dtype=np.int32)
+        kv_indices = np.array([block for table in tables for block in table], np.int32)
+        positions = np.arange(qo_indptr[-1]) - np.repeat(qo_indptr[:-1] - first, lengths)
+        from_ = np.array(write_from or [0] * len(first), np.int64)
+        return StepInputs(
+            token_ids=torch.zeros(len(positions), dtype=torch.int64),
+            positions=torch.from_numpy(positions),
+            writes=plan_writes(Ranges(qo_indptr, first, from_, kv_indptr, kv_indices), positions, self.block_size, CPU),
+            qo_indptr=qo_indptr,
+            starts=first,
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+            last_page_len=((np.array(ends) - 1) % self.block_size + 1).astype(np.int32),
+        )
+
+    def fill(self, ends: Sequence[int]) -> None:
+        """Writes the KV before `ends` to both pools, sequence by sequence."""
+        for index, end in enumerate(ends):
+            if end:
+                only = Pools.step(self._only(index), [0], [end])
+                for kv in (self.reference.kv, self.own.kv):
+                    kv.write(1, self.keys[index][:end], self.values[index][:end], only.writes)
+
+    def _only(self, index: int) -> "Pools":
+        one = object.__new__(Pools)
+        one.tables, one.block_size = [self.tables[index]], self.block_size
+        return one
+
+    def rows(self, starts: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a step, packed."""
+        spans = list(zip(range(len(starts)), starts, ends, strict=True))
+        q, k, v = (torch.cat([x[i][s:e] for i, s, e in spans]) for x in (self.queries, self.keys, self.values))
+        return q, k, v
+
+    def compute(
+        self, starts: Sequence[int], *, scale: float, window: int | None = None, cap: float | None = None
+    ) -> tuple[Tensor, Tensor, CPUStep]:
+        """What the reference and the kernels give for the rest of every sequence, and the kernels' step."""
+        step = self.step(starts, self.lengths)
+        q, k, v = self.rows(starts, self.lengths)
+        due = self.reference.begin(step)(1, q, k, v, scale=scale, window=window, softcap=cap)
+        own = self.own.begin(step)
+        return due, own(1, q, k, v, scale=scale, window=window, softcap=cap), own
+
+
+def poison(backend: CPUAttention, block: int, slots: slice = slice(None)) -> None:
+    """Fills slots of a block with NaN, in all layers."""
+    kv, data = backend.kv, bytearray(backend.kv.read_block(block))
+    size = (kv.shape.num_layers, 2, kv.block_size, kv.shape.num_kv_heads, kv.shape.head_dim)
+    torch.frombuffer(data, dtype=kv.dtype).view(size)[:, :, slots] = float("nan")
+    kv.write_block(block, data)

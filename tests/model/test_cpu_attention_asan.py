@@ -1,0 +1,48 @@
+"""The attention kernels under AddressSanitizer: the same tests, in a process of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headstart.model.kernels import load
+from headstart.model.kernels.build import BuildError, find_compiler
+
+TESTS = Path(__file__).parents[1]
+SCRIPT = """
+import sys
+import numpy as np, pytest
+from headstart.model import packed_kv
+packed_kv._zeros = lambda size: np.zeros(size, np.uint32)  # from malloc, which the sanitizer surrounds with guards
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not long", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_no_kernel_touches_memory_that_is_not_its_own(tmp_path: Path) -> None:
+    try:
+        compiler = find_compiler(os.environ)
+    except BuildError as error:
+        pytest.skip(str(error))
+    runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    if load.kernels() is None or not Path(runtime.stdout.strip()).is_absolute():
+        pytest.skip("no compiled kernels, or no AddressSanitizer here")
+    wrapper = tmp_path / "g++"
+    wrapper.write_text(f'#!/bin/sh\nunset LD_PRELOAD\nexec "{compiler}" -fsanitize=address -O1 "$@" -O1\n')
+    wrapper.chmod(0o755)
+    environ = os.environ | {
+        "CXX": str(wrapper),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "LD_PRELOAD": runtime.stdout.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    files = [str(TESTS / "model" / name) for name in ("test_cpu_attention.py", "test_packed_kv.py")]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *files], env=environ, cwd=TESTS.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert list((tmp_path / "cache").rglob("*.so"))

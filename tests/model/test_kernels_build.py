@@ -1,0 +1,132 @@
+"""Building and choosing kernels: once per machine, by several processes at once, and never in the way of a start."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headstart.core.errors import ConfigError
+from headstart.model.kernels import build as building
+from headstart.model.kernels.build import BuildError, build, cache_folder, find_compiler
+from headstart.model.kernels.load import NEEDED, VARIABLE, cpu_flags, load
+
+RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
+pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor runs no variant")
+
+
+def test_the_best_variant_is_chosen_and_every_other_can_be_forced() -> None:
+    if load(RUNNABLE[0]).kernels is None:
+        pytest.skip("no compiler")
+    assert load("").note == RUNNABLE[0]
+    for variant in RUNNABLE:
+        kernels = load(variant).kernels
+        assert kernels is not None and kernels.variant == variant
+    assert load("none").kernels is None
+
+
+def test_a_variant_this_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.model.kernels.load.cpu_flags", lambda: NEEDED["avx2"])
+    with pytest.raises(ConfigError, match="this processor cannot run it; choose avx2, none"):
+        load.__wrapped__("avx512")
+
+
+def test_a_processor_without_avx2_gets_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.model.kernels.load.cpu_flags", frozenset)
+    found = load.__wrapped__("")
+    assert found.kernels is None and "AVX2" in found.note
+
+
+def test_no_compiler_is_one_line_not_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = load.__wrapped__("")
+    assert found.kernels is None
+    assert found.note == "none: no C++ compiler (g++, c++, clang++) on the path: install g++ for faster kernels"
+
+
+def test_a_compiler_that_fails_says_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "source"
+    broken.mkdir()
+    (broken / "a.cpp").write_text("int f() { return nonsense; }\n")
+    monkeypatch.setattr(building, "SOURCES", broken)
+    with pytest.raises(BuildError, match=r"failed: .*error: .nonsense. was not declared"):
+        build("avx2", tmp_path / "cache", environ=os.environ)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match=r"cannot build in .*file/below"):
+        build("avx2", tmp_path / "file" / "below", environ=os.environ)
+
+
+def test_cxx_chooses_the_compiler(tmp_path: Path) -> None:
+    other = tmp_path / "my++"
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    assert find_compiler({"CXX": str(other), "PATH": ""}) == str(other)
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler \(gone\)"):
+        find_compiler({"CXX": "gone", "PATH": str(tmp_path)})
+
+
+def test_built_once_and_again_only_if_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.cpp").write_text("int f() { return 1; }\n")
+    monkeypatch.setattr(building, "SOURCES", source)
+    first = build("avx2", tmp_path / "cache", environ=os.environ)
+    written = first.stat().st_mtime_ns
+    assert build("avx2", tmp_path / "cache", environ=os.environ) == first and first.stat().st_mtime_ns == written
+    assert build("avx2", tmp_path / "cache", extra_flags=("-g",), environ=os.environ) != first
+    (source / "b.h").write_text("// more\n")
+    assert build("avx2", tmp_path / "cache", environ=os.environ) != first
+
+
+def test_several_processes_build_at_once_and_share_torchs_openmp(tmp_path: Path) -> None:
+    code = (
+        "from headstart.model.kernels.load import load\n"
+        f"assert load({RUNNABLE[-1]!r}).kernels is not None, load({RUNNABLE[-1]!r})\n"
+        "lines = open('/proc/self/maps').read().splitlines()\n"
+        "print(len({line.split()[-1] for line in lines if 'libgomp' in line or 'libiomp' in line}))\n"
+    )
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), VARIABLE: ""}
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    assert [process.communicate(timeout=170)[0].strip() for process in running] == ["1"] * 3
+    assert len(list((tmp_path / "headstart" / "kernels").glob("*.so"))) == 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("variant", RUNNABLE)
+def test_address_sanitizer_finds_nothing(variant: str, tmp_path: Path) -> None:
+    """The kernels' own tests again, in a process whose kernels are instrumented."""
+    wrapper = tmp_path / "g++-asan"
+    wrapper.write_text(
+        f'#!/bin/sh\nexec {find_compiler(os.environ)} "$@" -fsanitize=address -fno-omit-frame-pointer -g\n'
+    )
+    wrapper.chmod(0o755)
+    runtime = subprocess.run(
+        [find_compiler(os.environ), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not Path(runtime).is_absolute():
+        pytest.skip("this compiler has no AddressSanitizer")
+    plain = {**os.environ, "CXX": str(wrapper), "XDG_CACHE_HOME": str(tmp_path)}
+    build(variant, cache_folder(plain), environ=plain)  # before the preload, which the compiler would run under too
+    environ = {
+        **plain,
+        "LD_PRELOAD": runtime,
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONMALLOC": "malloc",
+        VARIABLE: variant,
+    }
+    here = Path(__file__).parent
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / "test_linear.py")]
+    done = subprocess.run(
+        [*command, "-k", variant], env=environ, capture_output=True, text=True, cwd=here.parents[1], timeout=880
+    )
+    assert done.returncode == 0 and ".....  " in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]

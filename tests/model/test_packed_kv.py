@@ -1,0 +1,115 @@
+"""PackedKV: what is written lies where PagedKV would have it, in every variant, layout and shape."""
+
+from random import Random
+from threading import Thread
+
+import numpy as np
+import pytest
+import torch
+from model.paged import token_writes
+
+from headstart.model.kernels import load
+from headstart.model.kv import KVShape, PagedKV
+from headstart.model.packed_kv import PackedKV
+from headstart.model.writes import Span, Writes
+
+CPU = torch.device("cpu")
+RUNNABLE = [name for name, needed in load.NEEDED.items() if needed <= load.cpu_flags()]
+pytestmark = pytest.mark.skipif(load.kernels() is None, reason="no compiled kernels here")
+
+
+@pytest.fixture(params=RUNNABLE)
+def kernels(request: pytest.FixtureRequest) -> load.Kernels:
+    found = load.load(request.param).kernels
+    assert found is not None
+    return found
+
+
+def pair(
+    kernels: load.Kernels, dim: int, dtype: torch.dtype, block_size: int, kv_heads: int = 3
+) -> tuple[PackedKV, PagedKV]:
+    shape = KVShape(2, kv_heads, dim)
+    packed = PackedKV(kernels, shape, num_blocks=8, block_size=block_size, dtype=dtype)
+    return packed, PagedKV(shape, num_blocks=8, block_size=block_size, dtype=dtype, device=CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [16, 48, 8, 20])
+@pytest.mark.parametrize("dim", [1, 7, 16, 64, 80, 112, 200])
+def test_tokens_and_spans_land_where_paged_kv_puts_them(
+    kernels: load.Kernels, dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    packed, paged = pair(kernels, dim, dtype, block_size)
+    rng = Random(dim)
+    size = block_size
+    spans = (Span(3, 3 + 2 * size, 4 * size), Span(3 + 2 * size, 3 + 3 * size, 2 * size))
+    loose = np.array([0, 1, 2, 3 + 3 * size])
+    slots = np.array(rng.sample([*range(size, 2 * size), *range(6 * size, 8 * size)], 4))
+    writes = Writes(torch.empty(0), None, spans, loose, slots)
+    wide = torch.randn(2, 4 + 3 * size, 7, dim).to(dtype)
+    keys, values = wide[0][:, 1:4], wide[1][:, 4:]  # heads of wider rows
+    for kv in (packed, paged):
+        kv.write(1, keys, values, writes)
+    assert [bytes(packed.read_block(block)) for block in range(8)] == [
+        bytes(paged.read_block(block)) for block in range(8)
+    ]
+    for block in range(8):  # and back, through canonical form
+        packed.write_block(7 - block, bytes(paged.read_block(block)))
+    assert [bytes(packed.read_block(7 - block)) for block in range(8)] == [
+        bytes(paged.read_block(block)) for block in range(8)
+    ]
+
+
+def test_a_block_of_the_wrong_length_or_outside_is_refused(kernels: load.Kernels) -> None:
+    packed, _ = pair(kernels, 8, torch.float32, 16)
+    with pytest.raises(ValueError, match="6144 bytes, got 5"):
+        packed.write_block(1, b"12345")
+    for call in (lambda: packed.read_block(8), lambda: packed.write_block(-1, bytes(6144))):
+        with pytest.raises(ValueError, match="is not one of 8"):
+            call()
+
+
+def test_blocks_are_taken_from_any_buffer(kernels: load.Kernels) -> None:
+    packed, _ = pair(kernels, 8, torch.bfloat16, 16)
+    data = bytes(range(256)) * 12
+    for block, buffer in enumerate((data, bytearray(data), memoryview(data), memoryview(b"x" + data)[1:])):
+        packed.write_block(block + 1, buffer)
+        assert bytes(packed.read_block(block + 1)) == data
+
+
+def test_zeroing_clears_exactly_the_given_blocks(kernels: load.Kernels) -> None:
+    packed, _ = pair(kernels, 8, torch.float32, 16)
+    for block in range(8):
+        packed.write_block(block, b"\x07" * packed.block_bytes)
+    packed.zero_blocks([1, 4])
+    packed.zero_blocks([])
+    assert [any(packed.read_block(block)) for block in range(8)] == [block not in (1, 4) for block in range(8)]
+
+
+def test_writes_outside_the_pool_or_of_tokens_that_are_not_there_are_refused(kernels: load.Kernels) -> None:
+    packed, _ = pair(kernels, 8, torch.float32, 16)
+    keys = torch.zeros(16, 3, 8)
+    none = np.zeros(0, np.int64)
+    for writes in (
+        token_writes([8 * 16]),
+        token_writes([-1]),
+        Writes(torch.empty(0), None, (Span(0, 16, 8 * 16),), none, none),
+        Writes(torch.empty(0), None, (Span(1, 17, 16),), none, none),
+        Writes(torch.empty(0), None, (), np.array([16]), np.array([1])),
+    ):
+        with pytest.raises(ValueError, match="lie outside"):
+            packed.write(0, keys, keys, writes)
+    assert not packed.pool.any()
+
+
+def test_blocks_are_read_from_another_thread_while_others_are_written(kernels: load.Kernels) -> None:
+    packed, _ = pair(kernels, 64, torch.bfloat16, 16)
+    packed.write_block(1, b"\x05" * packed.block_bytes)
+    found: list[bool] = []
+    reader = Thread(target=lambda: found.extend(set(bytes(packed.read_block(1))) == {5} for _ in range(200)))
+    reader.start()
+    keys = torch.randn(32, 3, 64).to(torch.bfloat16)
+    while reader.is_alive():
+        packed.write(0, keys, keys, token_writes(list(range(32, 64))))
+    reader.join()
+    assert found == [True] * 200
