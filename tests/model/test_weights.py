@@ -179,7 +179,7 @@ def test_the_fingerprint_follows_the_releases_that_compute(
 
 def test_the_fingerprint_follows_the_attention_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_checkpoint("llama", tmp_path)
-    first = load_model(folder, dtype="float32", device="cpu").fingerprint
+    first = load_model(folder, dtype="float32", device="cpu", attention_backend="reference").fingerprint
     monkeypatch.setitem(BACKENDS, "other", BACKENDS["reference"])
     assert load_model(folder, dtype="float32", device="cpu", attention_backend="reference").fingerprint == first
     assert load_model(folder, dtype="float32", device="cpu", attention_backend="other").fingerprint != first

@@ -33,8 +33,8 @@ class EngineInfo:
     threads: int
     attention_backend: str
     eos_token_ids: tuple[int, ...]
-    quantization: str = "none"
     scheduling_policy: str = "lpm"  # decides whether a request may have a priority
+    quantization: str = "none"
 
 
 class EngineStats(NamedTuple):
