@@ -58,6 +58,12 @@ class Files:
             raise
         return fd
 
+    def open_direct(self, path: Path) -> int:
+        """Opens what exists for writing past the page cache. Raises OSError (EINVAL) where there is no such thing."""
+        if not hasattr(os, "O_DIRECT"):
+            raise OSError(errno.EINVAL, "this system knows no direct writes", str(path))
+        return os.open(path, os.O_WRONLY | os.O_DIRECT | _SAFELY)
+
     def create(self, path: Path) -> int:
         """A new file, for reading and writing by us alone. Raises FileExistsError."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY, 0o600)

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from headstart.core.store import BlockKey, Data
 from headstart.store import format
+from headstart.store.direct import DirectWrites
 from headstart.store.files import Files
 from headstart.store.format import HEADER_BYTES, Entry, FormatError, Header
 
@@ -217,6 +218,7 @@ class SegmentWriter:
             write_fully(files, self._fd, [format.encode_header(header)], 0)
             write_fully(files, self._fd, [b"\0"], header.payload_start - 1)  # its length, so that a cut can be told
             files.rename(draft, self.path)
+            self._direct = DirectWrites(files, self.path, header.shape.block_bytes)
         except BaseException:
             self._abandon(draft)
             raise
@@ -242,18 +244,23 @@ class SegmentWriter:
         assert all(len(payload) == header.shape.block_bytes for payload in data), [len(payload) for payload in data]
         entries = [Entry(key, format.checksum(payload)) for key, payload in blocks]
         table = b"".join(format.encode_entry(header, slot + place, entry) for place, entry in enumerate(entries))
-        write_fully(self._files, self._fd, data, header.payload_offset(slot))
+        offset = header.payload_offset(slot)
+        if not self._direct.write(data, offset):
+            write_fully(self._files, self._fd, data, offset)
         self.num_blocks = header.num_slots
         write_fully(self._files, self._fd, [table], header.entry_offset(slot))
         self.num_blocks = slot + len(blocks)
 
     def close(self) -> None:
+        self._direct.close()
         self._files.close(self._fd)
 
     def _abandon(self, draft: Path) -> None:
-        for undo in (lambda: self._files.close(self._fd), lambda: self._files.unlink(draft)):
-            with contextlib.suppress(OSError):  # the first error is the one to tell
-                undo()
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            self._files.close(self._fd)
+        for path in (draft, self.path):
+            with contextlib.suppress(OSError):
+                self._files.unlink(path)
 
 
 def write_fully(files: Files, fd: int, buffers: Sequence[Data], offset: int) -> None:

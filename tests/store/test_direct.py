@@ -1,0 +1,104 @@
+"""Direct writes: the same bytes as through the page cache, and nothing lost where there are none."""
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from headstart.core.store import Data
+from headstart.store.direct import GATHER_BYTES, PAGE_BYTES, DirectWrites
+from headstart.store.files import Files
+
+
+class Watched(Files):
+    """Notes direct writes; may refuse them, or write only a part."""
+
+    def __init__(self, refusal: int = 0, late_refusal: int = 0, part: int | None = None) -> None:
+        self.refusal, self.late_refusal, self.part = refusal, late_refusal, part
+        self.written: list[int] = []
+
+    def open_direct(self, path: Path) -> int:
+        if self.refusal:
+            raise OSError(self.refusal, "refused")
+        return os.open(path, os.O_WRONLY)  # the system of whoever runs the tests may know none
+
+    def pwritev(self, fd: int, buffers: Sequence[Data], offset: int) -> int:
+        if self.late_refusal:
+            raise OSError(self.late_refusal, "refused")
+        self.written.append(len(buffers[0]))
+        return super().pwritev(fd, [memoryview(buffers[0])[: self.part]], offset)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_bytes(b"\0" * PAGE_BYTES)
+    return tmp_path / "file"
+
+
+def blocks(num: int, size: int = PAGE_BYTES) -> list[bytes]:
+    return [bytes([number + 1]) * size for number in range(num)]
+
+
+def test_payloads_come_to_lie_behind_one_another(path: Path) -> None:
+    direct = DirectWrites(Watched(), path, PAGE_BYTES)
+    assert direct.write(blocks(3), PAGE_BYTES)
+    assert path.read_bytes() == b"\0" * PAGE_BYTES + b"".join(blocks(3))
+    direct.close()
+    direct.close()
+
+
+def test_the_real_system_writes_the_same_or_says_that_it_does_not(path: Path) -> None:
+    direct = DirectWrites(Files(), path, PAGE_BYTES)
+    if direct.write(blocks(2), PAGE_BYTES):
+        assert path.read_bytes()[PAGE_BYTES:] == b"".join(blocks(2))
+    direct.close()
+
+
+def test_what_is_longer_than_the_buffer_goes_in_several_writes(path: Path) -> None:
+    files = Watched()
+    size = GATHER_BYTES // 2
+    assert DirectWrites(files, path, size).write(blocks(5, size), PAGE_BYTES)
+    assert files.written == [2 * size, 2 * size, size] and path.read_bytes()[PAGE_BYTES:] == b"".join(blocks(5, size))
+
+
+def test_one_block_larger_than_the_buffer_is_written_whole(path: Path) -> None:
+    size = GATHER_BYTES + PAGE_BYTES
+    assert DirectWrites(Watched(), path, size).write(blocks(1, size), PAGE_BYTES)
+    assert path.stat().st_size == PAGE_BYTES + size
+
+
+@pytest.mark.parametrize("size", [PAGE_BYTES - 1, 512])
+def test_blocks_that_are_no_whole_pages_go_another_way(path: Path, size: int) -> None:
+    files = Watched()
+    assert not DirectWrites(files, path, size).write(blocks(1, size), PAGE_BYTES) and not files.written
+
+
+def test_an_offset_inside_a_page_goes_another_way(path: Path) -> None:
+    files = Watched()
+    assert not DirectWrites(files, path, PAGE_BYTES).write(blocks(1), 512) and not files.written
+
+
+@pytest.mark.parametrize(
+    "files", [Watched(refusal=errno.EINVAL), Watched(late_refusal=errno.EOPNOTSUPP), Watched(part=512)]
+)
+def test_a_file_system_that_refuses_or_stops_short_is_no_error(path: Path, files: Watched) -> None:
+    direct = DirectWrites(files, path, PAGE_BYTES)
+    assert not direct.write(blocks(2), PAGE_BYTES)
+    assert not direct.write(blocks(2), PAGE_BYTES)
+    direct.close()
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+def test_what_ails_the_disk_is_told(path: Path, error: int) -> None:
+    direct = DirectWrites(Watched(late_refusal=error), path, PAGE_BYTES)
+    with pytest.raises(OSError) as caught:
+        direct.write(blocks(1), PAGE_BYTES)
+    assert caught.value.errno == error
+    direct.close()
+
+
+def test_running_out_of_descriptors_is_told(path: Path) -> None:
+    with pytest.raises(OSError):
+        DirectWrites(Watched(refusal=errno.EMFILE), path, PAGE_BYTES)
