@@ -5,18 +5,21 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headstart.core.store import Data
-from headstart.store.direct import GATHER_BYTES, PAGE_BYTES, DirectWrites
+from headstart.store.direct import GATHER_BYTES, PAGE_BYTES, DirectWrites, aligned
 from headstart.store.files import Files
 
 
 class Watched(Files):
-    """Notes direct writes; may refuse them, or write only a part."""
+    """Notes direct writes; may refuse them, all or those from memory that is not aligned, or write only a part."""
 
-    def __init__(self, refusal: int = 0, late_refusal: int = 0, part: int | None = None) -> None:
-        self.refusal, self.late_refusal, self.part = refusal, late_refusal, part
+    def __init__(
+        self, refusal: int = 0, late_refusal: int = 0, part: int | None = None, *, picky: bool = False
+    ) -> None:
+        self.refusal, self.late_refusal, self.part, self.picky = refusal, late_refusal, part, picky
         self.written: list[int] = []
 
     def open_direct(self, path: Path) -> int:
@@ -27,8 +30,10 @@ class Watched(Files):
     def pwritev(self, fd: int, buffers: Sequence[Data], offset: int) -> int:
         if self.late_refusal:
             raise OSError(self.late_refusal, "refused")
-        self.written.append(len(buffers[0]))
-        return super().pwritev(fd, [memoryview(buffers[0])[: self.part]], offset)
+        if self.picky and isinstance(buffers[0], bytes):
+            raise OSError(errno.EINVAL, "not aligned")
+        self.written.append(sum(map(len, buffers)))
+        return super().pwritev(fd, [memoryview(buffers[0])[: self.part]] if self.part else buffers, offset)
 
 
 @pytest.fixture
@@ -56,8 +61,16 @@ def test_the_real_system_writes_the_same_or_says_that_it_does_not(path: Path) ->
     direct.close()
 
 
-def test_what_is_longer_than_the_buffer_goes_in_several_writes(path: Path) -> None:
-    files = Watched()
+def test_memory_begins_on_a_page() -> None:
+    for num_bytes in (1, PAGE_BYTES, 3 * PAGE_BYTES):
+        view = aligned(num_bytes)
+        address = np.frombuffer(view, np.uint8).ctypes.data
+        assert len(view) == num_bytes and address % PAGE_BYTES == 0
+
+
+@pytest.mark.parametrize("picky", [False, True])
+def test_what_is_longer_than_the_buffer_goes_in_several_writes(path: Path, picky: bool) -> None:
+    files = Watched(picky=picky)
     size = GATHER_BYTES // 2
     assert DirectWrites(files, path, size).write(blocks(5, size), PAGE_BYTES)
     assert files.written == [2 * size, 2 * size, size] and path.read_bytes()[PAGE_BYTES:] == b"".join(blocks(5, size))
@@ -65,7 +78,7 @@ def test_what_is_longer_than_the_buffer_goes_in_several_writes(path: Path) -> No
 
 def test_one_block_larger_than_the_buffer_is_written_whole(path: Path) -> None:
     size = GATHER_BYTES + PAGE_BYTES
-    assert DirectWrites(Watched(), path, size).write(blocks(1, size), PAGE_BYTES)
+    assert DirectWrites(Watched(picky=True), path, size).write(blocks(1, size), PAGE_BYTES)
     assert path.stat().st_size == PAGE_BYTES + size
 
 

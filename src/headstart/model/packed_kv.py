@@ -19,7 +19,7 @@ from headstart.core.store import Data
 from headstart.model.kernels.attention import MAX_DIMS, NO_PLAN, PAGE, AttentionCall
 from headstart.model.kernels.load import Kernels, threads
 from headstart.model.kv import KVShape
-from headstart.model.writes import Span, Writes
+from headstart.model.writes import Writes
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -55,6 +55,10 @@ class PackedKV:
         block_words = self.pages_per_block * PAGE * -(-shape.head_dim // 16) * 16 * dtype.itemsize // 4
         self.pool = _zeros((shape.num_layers, 2, shape.num_kv_heads, num_blocks, block_words))
         self._head_words = num_blocks * block_words
+        calls = [self._layer_call(layer) for layer in range(shape.num_layers)]
+        for call in calls:
+            call.plan = NO_PLAN.data.ctypes.data
+        self._calls = (AttentionCall * shape.num_layers)(*calls)
 
     def write(self, layer: int, keys: Tensor, values: Tensor, writes: Writes) -> None:
         """Stores what `writes` says of a step's `keys` and `values` [T, Hkv, D] in one layer."""
@@ -112,11 +116,7 @@ class PackedKV:
         """
         self._check_block(block_id)
         data = np.empty(self.block_bytes, dtype=np.uint8)
-        half = self.block_bytes // self.shape.num_layers // 2
-        for layer in range(self.shape.num_layers):
-            at = data.ctypes.data + 2 * layer * half
-            call = self._layer_call(layer)
-            self.kernels.library.headstart_read_block(ctypes.byref(call), block_id, at, at + half)
+        self.kernels.library.headstart_read_block(self._calls, len(self._calls), block_id, data.ctypes.data)
         return data.data
 
     def write_block(self, block_id: int, data: Data) -> None:
@@ -126,18 +126,7 @@ class PackedKV:
         if num_bytes != self.block_bytes:
             raise ValueError(f"a block of this model has {self.block_bytes} bytes, got {num_bytes}")
         address = np.frombuffer(data, dtype=np.uint8).ctypes.data
-        half = self.block_bytes // self.shape.num_layers // 2
-        slots = np.arange(self.block_size) + block_id * self.block_size
-        writes = self.plan_writes(_as_block(slots, self.block_size), self.block_size)
-        for layer in range(self.shape.num_layers):
-            call = self._layer_call(layer)
-            call.keys, call.values = address + 2 * layer * half, address + (2 * layer + 1) * half
-            call.key_token = call.value_token = self.shape.num_kv_heads * self.shape.head_dim
-            call.key_head = call.value_head = self.shape.head_dim
-            call.page_writes, call.num_page_writes = writes.pages.ctypes.data, len(writes.pages)
-            call.token_writes, call.num_token_writes = writes.tokens.ctypes.data, len(writes.tokens)
-            call.plan, call.threads = NO_PLAN.data.ctypes.data, 1
-            self.kernels.library.headstart_attention(ctypes.byref(call))
+        self.kernels.library.headstart_write_block(self._calls, len(self._calls), block_id, address)
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Clears blocks whose content may not be finite."""
@@ -183,13 +172,6 @@ class PackedKV:
 def packed(rows: Tensor) -> Tensor:
     """`rows` [T, H, D], copied if the elements of a head do not follow each other."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-def _as_block(slots: NDArray[np.int64], block_size: int) -> Writes:
-    """The writes of one whole block."""
-    return Writes(
-        torch.empty(0), None, (Span(0, block_size, int(slots[0])),), np.zeros(0, np.int64), np.zeros(0, np.int64)
-    )
 
 
 def _zeros(size: tuple[int, ...]) -> NDArray[np.uint32]:

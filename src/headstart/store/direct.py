@@ -2,8 +2,8 @@
 
 Filling the page cache costs the processor thirty times what the transfer itself does (docs/experiments.md), and that is
 taken from whoever computes. What is read later comes through the page cache all the same: the kernel keeps both views
-of a file the same. The disk wants addresses, offsets and lengths in whole pages, so payloads are gathered in a buffer
-that begins on one.
+of a file the same. The disk wants offsets, lengths and perhaps addresses in whole pages: what does not lie so is
+gathered in a buffer that begins on one.
 """
 
 import errno
@@ -33,8 +33,6 @@ class DirectWrites:
             except OSError as error:
                 if error.errno not in REFUSALS:
                     raise
-        if self._fd is not None:
-            self._gathered = _aligned(max(GATHER_BYTES // block_bytes, 1) * block_bytes)
 
     def write(self, payloads: Sequence[Data], offset: int) -> bool:
         """Writes them one behind the other; False, and perhaps a part of them, if that has to go another way.
@@ -43,22 +41,34 @@ class DirectWrites:
         """
         if self._fd is None or offset % PAGE_BYTES:
             return False
-        size, at_once = self._block_bytes, len(self._gathered) // self._block_bytes
+        size, at_once = self._block_bytes, max(GATHER_BYTES // self._block_bytes, 1)
         for first in range(0, len(payloads), at_once):
             part = payloads[first : first + at_once]
-            for place, payload in enumerate(part):
-                self._gathered[place * size : (place + 1) * size] = payload
-            whole = self._gathered[: len(part) * size]
-            try:
-                written = self._files.pwritev(self._fd, [whole], offset + first * size)
-            except OSError as error:
-                if error.errno not in REFUSALS:
-                    raise
+            written = self._write(self._fd, part, offset + first * size)
+            if written is None:
+                written = self._write(self._fd, [self._gather(part)], offset + first * size)
+            if written is None:
                 self.close()
-                return False
-            if written != len(whole):  # the rest would not begin on a page
+            if written != len(part) * size:  # or the rest would not begin on a page
                 return False
         return True
+
+    def _write(self, fd: int, buffers: Sequence[Data], offset: int) -> int | None:
+        """Bytes written; None if the file system does not take them so."""
+        try:
+            return self._files.pwritev(fd, buffers, offset)
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            return None
+
+    def _gather(self, payloads: Sequence[Data]) -> memoryview:
+        size = self._block_bytes
+        if not self._gathered:
+            self._gathered = aligned(max(GATHER_BYTES // size, 1) * size)
+        for place, payload in enumerate(payloads):
+            self._gathered[place * size : (place + 1) * size] = payload
+        return self._gathered[: len(payloads) * size]
 
     def close(self) -> None:
         """Twice does no harm."""
@@ -68,7 +78,7 @@ class DirectWrites:
             self._files.close(fd)
 
 
-def _aligned(num_bytes: int) -> memoryview:
+def aligned(num_bytes: int) -> memoryview:
     """Writable memory that begins on a page."""
     memory = array("B", bytes(num_bytes + PAGE_BYTES))
     skip = -memory.buffer_info()[0] % PAGE_BYTES

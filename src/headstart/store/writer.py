@@ -17,6 +17,7 @@ from typing import NamedTuple
 from headstart.core.hashing import BlockHash
 from headstart.core.store import BlockKey, BlockSource, Data
 from headstart.store.catalog import Catalog
+from headstart.store.direct import aligned
 from headstart.store.health import Health, reason_of, say
 from headstart.store.pending import Offer, Pending
 
@@ -62,6 +63,7 @@ class Writer:
         self._num_refused = 0  # offers that found the queue full; the engine's thread counts them
         self._catalog, self._block_bytes, self._clock = catalog, block_bytes, clock
         self._run_blocks = max(1, min(MAX_RUN_BLOCKS, RUN_BYTES // block_bytes))
+        self._run = aligned(self._run_blocks * block_bytes)
         self._inbox: deque[Offer | _Touch | _Keep | _Forget] = deque()
         self._num_orders = 0  # to forget; the engine's thread counts them
         self._pending = Pending(MAX_PENDING)
@@ -216,8 +218,10 @@ class Writer:
             data = source(offer.block, offer.version)
             if data is None:
                 self._lost["overwritten"] += 1
-            else:
-                blocks.append((offer.key, data))
+            else:  # copied at once: memory for a whole run, given back each time, costs more in page faults
+                place = self._run[len(blocks) * self._block_bytes :][: self._block_bytes]
+                place[:] = data
+                blocks.append((offer.key, place))
         if blocks:
             try:
                 self._append(blocks)

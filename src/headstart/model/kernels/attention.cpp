@@ -475,6 +475,11 @@ void read_page_rows(const AttentionCall &call, int block, void *keys, void *valu
     }
 }
 
+// Bytes of one layer's keys, or values, of one block.
+int64_t half_bytes(const AttentionCall &call) {
+    return (int64_t)call.block_size * call.num_kv_heads * call.head_dim * (call.is_bf16 ? 2 : 4);
+}
+
 }  // namespace
 
 // Writes the step's keys and values, then attends. A plan without items only writes.
@@ -487,8 +492,42 @@ EXPORT void headstart_attention(const AttentionCall *call) {
     run<Single>(*call);
 }
 
-// Copies one block out as [block_size, kv heads, head_dim] keys and values, on the calling thread alone.
-EXPORT void headstart_read_block(const AttentionCall *call, int block, void *keys, void *values) {
-    if (call->is_bf16) return read_page_rows<2>(*call, block, keys, values);
-    read_page_rows<1>(*call, block, keys, values);
+// Copies one block out, on the calling thread alone: for each layer keys, then values, [block_size, kv heads, head_dim].
+EXPORT void headstart_read_block(const AttentionCall *layers, int num_layers, int block, void *data) {
+    char *at = (char *)data;
+    for (int layer = 0; layer < num_layers; layer++) {
+        const AttentionCall &call = layers[layer];
+        int64_t half = half_bytes(call);
+        if (call.is_bf16)
+            read_page_rows<2>(call, block, at, at + half);
+        else
+            read_page_rows<1>(call, block, at, at + half);
+        at += 2 * half;
+    }
+}
+
+// Writes the rows of one whole block: page by page where it has whole ones, else token by token.
+static void write_rows(AttentionCall &call, int block) {
+    bool by_page = call.block_size % PAGE == 0;
+    int first_page = block * ceil_div(call.block_size, PAGE);
+    for (int token = 0; token < call.block_size; token += by_page ? PAGE : 1) {
+        int32_t write[2] = {token, by_page ? first_page + token / PAGE : first_page * PAGE + token};
+        (by_page ? call.page_writes : call.token_writes) = write;
+        (by_page ? call.num_page_writes : call.num_token_writes) = 1;
+        headstart_attention(&call);
+    }
+}
+
+// Takes one block in, the other way round. The plan of each call has no items.
+EXPORT void headstart_write_block(const AttentionCall *layers, int num_layers, int block, const void *data) {
+    const char *at = (const char *)data;
+    for (int layer = 0; layer < num_layers; layer++) {
+        AttentionCall call = layers[layer];
+        call.keys = at, call.values = at + half_bytes(call);
+        call.key_token = call.value_token = (int64_t)call.num_kv_heads * call.head_dim;
+        call.key_head = call.value_head = call.head_dim;
+        call.threads = 1;
+        write_rows(call, block);
+        at += 2 * half_bytes(call);
+    }
 }
