@@ -115,7 +115,7 @@ def test_a_disk_that_takes_nothing_is_told_as_degraded_and_its_blocks_still_load
     assert degraded.startswith("writing: ") and errno.errorcode[error] in degraded
     assert load(sick.store, keys(1, 2)) == contents(1, 2) and sick.store.expected_seconds(1) < float("inf")
     assert until(lambda: sick.store.stats().lost_writes["degraded"] > 0)
-    assert sick.store.stats().num_pending <= writer.MAX_RUN_BLOCKS
+    assert until(lambda: sick.store.stats().num_pending <= writer.MAX_RUN_BLOCKS)
     sick.files.heal()
     assert sick.recovers(3, 20)
     sick.store.close()
