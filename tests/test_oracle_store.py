@@ -32,9 +32,11 @@ def test_output_is_the_same_with_blocks_that_come_back_from_disk(
 
 def test_a_store_that_gives_another_blocks_content_is_caught(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     tally = Tally()
-    for seed in range(3):
+    for seed in range(12):  # the writer's thread decides how much there is to load
         room = tmp_path / str(seed)
         tally.add(compare_with_store(checkpoints["llama"], room, seed, num_requests=24, store_class=LyingStore))
+        if len(tally.wrong) > 3:
+            break
     assert tally.store_tokens > 0 and len(tally.wrong) > 3
 
 
