@@ -16,6 +16,21 @@ RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
 pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor runs no variant")
 
 
+def has_compiler() -> bool:
+    try:
+        return bool(find_compiler(os.environ))
+    except BuildError:
+        return False
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no compiler")
+def test_the_sources_build_wherever_there_is_a_compiler() -> None:
+    """Or else every test of a kernel would be left out without a word."""
+    for variant in RUNNABLE:
+        found = load(variant)
+        assert found.kernels is not None, found.note
+
+
 def test_the_best_variant_is_chosen_and_every_other_can_be_forced() -> None:
     if load(RUNNABLE[0]).kernels is None:
         pytest.skip("no compiler")
