@@ -166,7 +166,7 @@ def test_leaving_a_stream_frees_its_blocks(client: OpenAI, real_server: Server) 
 
 
 def test_keys_overload_and_failures_in_mid_stream_are_told_apart(folder: str, tmp_path) -> None:
-    model = f"{folder}?step=0.05&poison=66&after=3"
+    model = f"{folder}?step=0.05&poison=66&after=20"
     with fake_server(model, tmp_path / "log", api_key=("right",), max_num_queued_reqs=1) as server:
         url = f"{server.url}/v1"
         with (
@@ -175,11 +175,11 @@ def test_keys_overload_and_failures_in_mid_stream_are_told_apart(folder: str, tm
         ):
             stranger.models.list()
         with OpenAI(base_url=url, api_key="right", max_retries=0) as client:
-            stream = client.completions.create(model="fake", prompt=[66, 1], max_tokens=9, stream=True)
+            stream = client.completions.create(model="fake", prompt=[66, 1], max_tokens=30, stream=True)
             with pytest.raises(openai.APIError, match="failed in the engine"):
                 list(stream)
             with pytest.raises(openai.InternalServerError):
-                client.completions.create(model="fake", prompt=[66, 1], max_tokens=9)
+                client.completions.create(model="fake", prompt=[66, 1], max_tokens=30)
             with pytest.raises(openai.PermissionDeniedError):
                 client.post("../reset_prefix_cache", cast_to=object)
 

@@ -79,9 +79,9 @@ def test_an_error_before_the_first_token_is_an_http_error(folder: str) -> None:
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_error_behind_the_first_token_ends_the_stream_as_an_error(folder: str, n: int) -> None:
     async def run() -> None:
-        async with inside(f"{folder}?poison=7&after=3&step=0.03") as server:
+        async with inside(f"{folder}?poison=7&after=30&step=0.03") as server:
             answer = await server.complete(
-                [7, 8], stream=True, max_tokens=9, n=n, stream_options={"include_usage": True}
+                [7, 8], stream=True, max_tokens=40, n=n, stream_options={"include_usage": True}
             )
             assert answer.status_code == 200
             *_, error, done, rest = answer.text.split("\n\n")

@@ -7,6 +7,7 @@ run without a umask, so that nothing but their own care keeps the files private.
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -110,6 +111,20 @@ class Store:
             self.num_blocks += reply.new_blocks
         return reply
 
+    def load(self, server: Server, key: str, prompt: str, **fields: Any) -> Reply:
+        """What the owner gets of the store, as soon as the rule prefers loading: on busy cores this model computes as fast.
+
+        Raises:
+            AssertionError: not in eight attempts, between which the measured rates fade.
+        """
+        for _ in range(8):
+            reply = self.ask(server, key, prompt, **fields)
+            if reply.from_store:
+                return reply
+            httpx.post(f"{server.url}/reset_prefix_cache", headers=ROOT, timeout=30).raise_for_status()
+            time.sleep(3)
+        raise AssertionError(f"{key} never loaded what is its own")
+
     def wait_written(self, *servers: Server) -> None:
         """Waits until every server knows of all blocks that were ever computed."""
         for server in servers:
@@ -156,7 +171,7 @@ def test_a_tenant_loads_what_it_computed_elsewhere_and_no_other_ever_does(
     for key in ("beta-key-1", "single-key", "root-of-all-keys"):  # while all of it lies ready
         other = store.ask(second, key, prompt)
         assert (other.cached, other.asked_the_store, other.text) == (0, False, cold.text), key
-    warm = store.ask(second, "acme-key-2", prompt)
+    warm = store.load(second, "acme-key-2", prompt)
     assert (warm.cached, warm.from_store, warm.text) == (cold.reusable, cold.reusable, cold.text)
     assert warm.loaded == -(-warm.reusable // BLOCK) and not warm.missed
     store.wait_written(first, second)
@@ -179,7 +194,7 @@ def test_a_salt_only_narrows_and_opens_nobody_elses_blocks(store: Store, pair: t
     for key, fields in strangers:
         other = store.ask(second, key, prompt, **fields)
         assert (other.cached, other.asked_the_store) == (0, False), (key, fields)
-    assert store.ask(second, "acme-key-2", prompt, cache_salt="bobs-salt").from_store == salted.reusable
+    assert store.load(second, "acme-key-2", prompt, cache_salt="bobs-salt").from_store == salted.reusable
 
 
 def test_all_share_the_public_prefix_and_nothing_behind_it(store: Store, pair: tuple[Server, Server]) -> None:
@@ -191,7 +206,7 @@ def test_all_share_the_public_prefix_and_nothing_behind_it(store: Store, pair: t
     for key in ("beta-key-1", "single-key", "root-of-all-keys"):
         other = store.ask(second, key, prompt)
         assert (other.cached, other.asked_the_store) == (cold.cached, False), key
-    warm = store.ask(second, "acme-key-1", prompt)
+    warm = store.load(second, "acme-key-1", prompt)
     assert warm.cached == cold.reusable and warm.from_store == cold.reusable - cold.cached
 
 
@@ -207,7 +222,7 @@ def test_a_request_that_bypasses_the_cache_leaves_nothing_on_disk_and_asks_for_n
     cold = store.ask(first, "acme-key-1", prompt)
     store.wait_written(first, second)
     assert not store.ask(second, "acme-key-1", prompt, cache="bypass").asked_the_store
-    assert store.ask(second, "acme-key-1", prompt, cache="read-only").from_store == cold.reusable
+    assert store.load(second, "acme-key-1", prompt, cache="read-only").from_store == cold.reusable
 
 
 def test_a_server_that_was_killed_comes_back_to_the_same_domains(store: Store, pair: tuple[Server, Server]) -> None:
@@ -219,8 +234,8 @@ def test_a_server_that_was_killed_comes_back_to_the_same_domains(store: Store, p
     assert third.stop(signal.SIGKILL) == -signal.SIGKILL
     again = store.start()
     assert not store.ask(again, "beta-key-1", prompt).asked_the_store
-    assert store.ask(again, "acme-key-2", prompt).from_store == cold.reusable
-    assert store.ask(again, "single-key", prompt).from_store == single.reusable
+    assert store.load(again, "acme-key-2", prompt).from_store == cold.reusable
+    assert store.load(again, "single-key", prompt).from_store == single.reusable
     assert again.stop() == 0
 
 
