@@ -112,7 +112,7 @@ class Store:
         return reply
 
     def load(self, server: Server, key: str, prompt: str, **fields: Any) -> Reply:
-        """What the owner gets of the store, as soon as the rule prefers loading: on busy cores this model computes as fast.
+        """What the owner gets of the store, once the rule prefers loading: on busy cores this model computes as fast.
 
         Raises:
             AssertionError: not in eight attempts, between which the measured rates fade.

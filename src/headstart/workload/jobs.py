@@ -1,0 +1,68 @@
+"""Jobs: requests by their token ids, lengths and due times; what a workload is before anybody serves it.
+
+Not here: who serves them (`bench/runner.py`) and what became of them (`record.py`).
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request to send: exactly `output` tokens are to be generated, whatever they are."""
+
+    prompt: "array[int]"  # token ids
+    output: int  # tokens
+    at: float = 0.0  # seconds after the start at which it is due
+
+
+def make_jobs(prompts: "Iterable[array[int]]", output: int, due: Sequence[float] | None = None) -> list[Job]:
+    """One job per prompt; `due`: when each arrives, in seconds (None: all at once).
+
+    Raises:
+        ValueError: `due` has another length than `prompts`.
+    """
+    found = list(prompts)
+    times = [0.0] * len(found) if due is None else due
+    return [Job(prompt, output, at) for prompt, at in zip(found, times, strict=True)]
+
+
+def ideal_tokens(prompts: "Sequence[array[int]]") -> int:
+    """Prefill tokens that a perfect, infinite cache computes for these prompts in their order, starting empty.
+
+    Every distinct prefix once, token by token; of a prompt that an earlier one contains, its last token, since somebody
+    has to yield the logits. This is the lower part of prefill redundancy. It knows of no blocks: engines share whole
+    blocks only, so what they can reach lies a little above 1.
+    """
+    ordered = sorted((prompt.tobytes(), index, prompt.itemsize) for index, prompt in enumerate(prompts))
+    total, before = 0, b""
+    for position, (tokens, index, size) in enumerate(ordered):
+        total += (len(tokens) - _common_bytes(before, tokens) // size * size) // size
+        total += _is_contained(ordered, position, tokens, index)
+        before = tokens
+    return total
+
+
+def _is_contained(ordered: list[tuple[bytes, int, int]], position: int, tokens: bytes, index: int) -> bool:
+    """Whether a prompt that came before begins with all of these tokens; equal ones stand together in `ordered`."""
+    if position and ordered[position - 1][0] == tokens:
+        return True
+    for longer, at, _ in ordered[position + 1 :]:
+        if not longer.startswith(tokens):
+            return False
+        if at < index:
+            return True
+    return False
+
+
+def _common_bytes(a: bytes, b: bytes) -> int:
+    """Length of the common prefix, by bisection."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[:middle] == b[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
