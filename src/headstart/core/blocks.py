@@ -10,7 +10,7 @@ table is released from its end, so a chain loses its tail before its head. Every
 O(tenants) per allocation. What has a pinned name is never evicted and, while nobody uses it, not free either.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Protocol
 
@@ -41,10 +41,17 @@ class BlockPool:
     """Hands out blocks `1 .. num_blocks - 1`. Block 0 is reserved: padding may point there.
 
     `tenant_floor` is the share of the pool, split evenly among the tenants seen, that nobody else can evict. The public
-    tenant, "", has none.
+    tenant, "", has none. Of `history_pools` times the pool's size it remembers what was evicted.
     """
 
-    def __init__(self, num_blocks: int, *, eviction_policy: str = "lru", tenant_floor: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        eviction_policy: str = "lru",
+        tenant_floor: float = 0.0,
+        history_pools: int = HISTORY_POOLS,
+    ) -> None:
         assert num_blocks >= 2, f"a pool of {num_blocks} blocks has none to hand out: block 0 is reserved"
         self.num_blocks = num_blocks
         self.listeners: list[BlockListener] = []
@@ -60,7 +67,8 @@ class BlockPool:
         self._pins: dict[BlockHash, int] = {}
         self._idle_pinned: set[int] = set()
         self._wants = Wants()
-        self._history = EvictionHistory(HISTORY_POOLS * num_blocks)
+        self._history_pools = history_pools
+        self._history = EvictionHistory(history_pools * num_blocks)
         self._suspect: set[int] = set()  # may hold NaN: cleared before the next use
         self._to_zero: list[int] = []
 
@@ -155,6 +163,10 @@ class BlockPool:
     def eviction_of(self, name: BlockHash) -> Evicted | None:
         """What became of a block that is not published any more; None if that is not known (any more)."""
         return self._history.get(name)
+
+    def in_eviction_order(self) -> Iterator[int]:
+        """Idle blocks, the next to be evicted first, if nobody wants one. The pool must not change meanwhile."""
+        return iter(self._idle)
 
     # ------------------------------------------------------------------------------------------------- use
 
@@ -329,7 +341,7 @@ class BlockPool:
             assert self._names[block] == name, f"block {block} and the index disagree"
             assert self._history.get(name) is None, f"block {block} is published and evicted"
         assert len(published) == len(self._entries)
-        assert len(self._history) <= HISTORY_POOLS * self.num_blocks
+        assert len(self._history) <= self._history_pools * self.num_blocks
         self._idle.check()
 
     # ------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ HeadstartError
 │   └── RequestTooLargeError  it can never fit: longer than the model's context or than the whole pool
 ├── QueueFullError            too much is waiting already: HTTP 429, retry later
 ├── DrainingError             shutting down, nothing new is admitted: HTTP 503
+├── NoReplicaError           the router has nobody to send a request to: HTTP 503
 ├── EngineDeadError           the engine process or its executor failed: HTTP 503
 └── ConfigError               options that cannot work together, or a model that cannot be loaded; exit code 2
 """
@@ -43,6 +44,14 @@ class QueueFullError(HeadstartError):
 
 class DrainingError(HeadstartError):
     """The server is shutting down and admits nothing new."""
+
+
+class NoReplicaError(HeadstartError):
+    """No replica may serve this request now; `reasons` says of each why not."""
+
+    def __init__(self, message: str, *, reasons: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.reasons = reasons or {}
 
 
 class EngineDeadError(HeadstartError):

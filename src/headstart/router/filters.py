@@ -1,0 +1,44 @@
+"""Filters: who may serve a request at all, and of everybody else why not."""
+
+from collections.abc import Iterable
+
+from headstart.router.ask import Ask
+from headstart.router.endpoint import Endpoint
+
+
+def eligible(
+    endpoints: Iterable[Endpoint], ask: Ask, now: float, tried: frozenset[str] = frozenset()
+) -> tuple[list[Endpoint], dict[str, str]]:
+    """Those that may serve `ask`, and the reasons of all others by name.
+
+    If everybody who could serve it is ejected, the one that is back first is asked all the same: a router that asks
+    nobody learns nothing. `tried`: who has failed this very request.
+    """
+    found: list[Endpoint] = []
+    ejected: list[Endpoint] = []
+    reasons: dict[str, str] = {}
+    for endpoint in endpoints:
+        reason = _reason(endpoint, ask, now, tried)
+        if reason is None:
+            found.append(endpoint)
+        else:
+            reasons[endpoint.name] = reason
+            if reason == "ejected":
+                ejected.append(endpoint)
+    if not found and ejected:
+        last = min(ejected, key=lambda endpoint: (endpoint.health.back_at(), endpoint.name))
+        del reasons[last.name]
+        found.append(last)
+    return found, reasons
+
+
+def _reason(endpoint: Endpoint, ask: Ask, now: float, tried: frozenset[str]) -> str | None:
+    if ask.subset is not None and endpoint.name not in ask.subset:
+        return "not in the subset"
+    if ask.model and endpoint.models and ask.model not in endpoint.models:
+        return "other models"
+    if endpoint.name in tried:
+        return "tried"
+    if endpoint.health.draining:
+        return "draining"
+    return None if endpoint.health.is_up(now) else "ejected"

@@ -1,0 +1,92 @@
+"""Rates: how many milliseconds a replica needs for a prompt, learned from its own first tokens.
+
+A prefill of u tokens behind c cached ones is `base + token * u + pair * u * (c + u / 2) + stream * streams`: a part for
+the step, one for the weights, one for attention (every new token looks at all before it), and one for the answers that
+are generated in the same steps. The four numbers are the least-squares fit of what was seen, older samples counting
+less, none of them negative, drawn to a prior as long as little was seen.
+"""
+
+from typing import NamedTuple
+
+DECAY = 0.96  # what a sample still counts when the next one comes: half after 17
+PRIOR_WEIGHT = 2.0  # the prior counts like so many samples
+PRIOR_FADES = 0.9  # per sample
+SWEEPS = 6  # of coordinate descent per sample; it starts from the last result
+MAX_SURPRISE = 8.0  # a sample counts as at most so many times what was expected; a pause is not a rate
+SURPRISE = 3.0  # a sample of more than so many times what was expected makes the older ones doubtful
+DOUBTED = 0.7  # what they still count then
+SCALES = (0.1, 1e-4, 1e-9, 1e-3)  # below these a prior of 0 is as good
+MIN_MS = 0.05
+
+
+class Rates(NamedTuple):
+    """Milliseconds: for a prefill at all, per token computed, per pair of tokens that meet, per answer under way."""
+
+    base: float = 5.0
+    token: float = 0.06  # 16,000 tokens per second, until something is seen
+    pair: float = 1e-7
+    stream: float = 0.05
+
+    def prefill_ms(self, work: "Work") -> float:
+        """What computing `work` takes."""
+        return self.base + self.token * work.tokens + self.pair * work.pairs + self.stream * work.streams
+
+
+class Work(NamedTuple):
+    """What a prefill has to do."""
+
+    tokens: int  # to compute
+    pairs: float  # of a computed token and one before it
+    streams: int  # answers that are generated meanwhile
+
+    @classmethod
+    def of(cls, prompt_tokens: int, cached_tokens: int, streams: int = 0) -> "Work":
+        """The work of a prompt of which so much is cached; its last token is computed in any case."""
+        tokens = max(prompt_tokens - cached_tokens, 1)
+        return cls(tokens, tokens * (prompt_tokens - tokens / 2), streams)
+
+
+class RateLearner:
+    """Fits `rates` to samples (work, milliseconds). Each counts by its error relative to what was expected."""
+
+    __slots__ = ("_gram", "_prior", "_target", "num_samples", "rates")
+
+    def __init__(self, prior: Rates | None = None) -> None:
+        self._prior = self.rates = prior or Rates()
+        self._gram = [[0.0] * 4 for _ in range(4)]
+        self._target = [0.0] * 4
+        self.num_samples = 0
+
+    def learn(self, work: Work, ms: float) -> None:
+        """Takes in that `work` took `ms`."""
+        expected = self.rates.prefill_ms(work)
+        ms = max(ms, MIN_MS)
+        if self.num_samples >= PRIOR_WEIGHT:
+            ms = min(ms, MAX_SURPRISE * expected)
+        decay = DOUBTED if ms > SURPRISE * expected else DECAY
+        features = (1.0, float(work.tokens), work.pairs, float(work.streams))
+        scale = (
+            1.0 / max(self._prior.prefill_ms(work), MIN_MS) ** 2
+        )  # never by what was seen: that would favour the fast
+        self.num_samples += 1
+        for i, x in enumerate(features):
+            row = self._gram[i]
+            self._target[i] = decay * self._target[i] + scale * x * ms
+            for j, y in enumerate(features):
+                row[j] = decay * row[j] + scale * x * y
+        self.rates = self._fit()
+        # Older samples count relative to what is expected now, as new ones do: else one that slows down looks fast.
+        level = (max(expected, MIN_MS) / max(self.rates.prefill_ms(work), MIN_MS)) ** 2
+        self._gram = [[level * value for value in row] for row in self._gram]
+        self._target = [level * value for value in self._target]
+
+    def _fit(self) -> Rates:
+        """Non-negative least squares by coordinate descent, each number drawn to its prior."""
+        values, gram = list(self.rates), self._gram
+        weight = PRIOR_WEIGHT * PRIOR_FADES ** min(self.num_samples, 200)
+        for _ in range(SWEEPS):
+            for i, prior in enumerate(self._prior):
+                ridge = weight / max(prior, SCALES[i]) ** 2
+                others = sum(gram[i][j] * values[j] for j in range(4) if j != i)
+                values[i] = max((self._target[i] - others + ridge * prior) / (gram[i][i] + ridge), 0.0)
+        return Rates(*values)

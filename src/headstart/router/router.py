@@ -1,0 +1,210 @@
+"""Router: filter, match, choose; then `sent`, `first_token`, `finished`. The same in every body.
+
+A body asks `pick` whom to ask, and says what happened: `sent` when the request leaves, `failed` when that replica could
+not serve it (then it picks again), `first_token`, and `finished` with what the replica said of it. Every one of these
+calls is short, none waits, and only one may run at a time. Time is the caller's, in seconds.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from headstart.core.errors import NoReplicaError
+from headstart.router.ask import Ask, Usage
+from headstart.router.cost import CostPolicy, cost_of
+from headstart.router.decision import Decision, joined
+from headstart.router.endpoint import Endpoint
+from headstart.router.filters import eligible
+from headstart.router.load import Flight
+from headstart.router.pick import Pick
+from headstart.router.policy import Candidate, Policy, View
+from headstart.router.rates import Work
+from headstart.router.reports import cached_blocks
+from headstart.router.shadow import Shadow
+from headstart.router.told import ToldContents
+
+
+@dataclass(slots=True)
+class Regret:
+    """How another policy would have done, by our own estimate of costs."""
+
+    decisions: int = 0
+    agreed: int = 0
+    total_ms: float = 0.0  # above 0: it would have cost so much more
+
+
+class Router:
+    """Replicas and the policy that chooses among them. `shadow_policies` decide too, and nobody follows them.
+
+    `log` is told of every decision when its request has ended.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        *,
+        shadow_policies: Iterable[Policy] = (),
+        log: Callable[[Decision], None] | None = None,
+    ) -> None:
+        self.policy: Policy = policy or CostPolicy()
+        self.endpoints: dict[str, Endpoint] = {}
+        self.shadow_policies = tuple(shadow_policies)
+        self.regrets = {shadow.name: Regret() for shadow in self.shadow_policies}
+        self.num_blind = 0  # replicas whose events were given up, since none was of use
+        self.prediction_error = 0  # tokens believed cached and not, or the reverse, of all that were reported
+        self.num_reported = 0
+        self._log = log
+        self._count = 0
+
+    def add(self, endpoint: Endpoint) -> None:
+        """Takes in a replica, or puts another one in the place of the one of that name."""
+        self.endpoints[endpoint.name] = endpoint
+
+    def remove(self, name: str) -> None:
+        """Forgets a replica and all that was believed of it; requests under way there may still end."""
+        self.endpoints.pop(name, None)
+
+    # ------------------------------------------------------------------------------------------------------ deciding
+
+    def pick(self, ask: Ask, now: float, *, tried: frozenset[str] = frozenset()) -> Pick:
+        """Who is to serve the request. Changes nothing but what shadow policies remember.
+
+        Raises:
+            NoReplicaError: nobody may.
+        """
+        endpoints, excluded = eligible(self.endpoints.values(), ask, now, tried)
+        if not endpoints:
+            raise NoReplicaError(f"none of {len(self.endpoints)} replicas may serve this request", reasons=excluded)
+        view = _view(endpoints, ask, now)
+        pick = Pick(view, self.policy.choose(view), excluded, self.policy.name)
+        for shadow in self.shadow_policies:
+            self._compare(shadow, pick)
+        return pick
+
+    def sent(self, pick: Pick, now: float, endpoint: str | None = None) -> None:
+        """The request leaves, to whom `pick` said or to one of the others it named."""
+        if endpoint is not None:
+            pick.endpoint = pick.candidate_of(endpoint).endpoint
+        chosen, view = pick.endpoint, pick.view
+        cost = cost_of(view, chosen.name)
+        work = Work.of(view.prompt_tokens, pick.candidate.hit_tokens, chosen.load.num_streams)
+        pick.flight = Flight(work, cost.prefill, cost.backlog, view.ask.max_tokens)
+        pick.contents = chosen.contents
+        pick.hold = chosen.contents.sent(pick.names, now)
+        pick.sent_at = now
+        chosen.load.sent(pick.flight, now, self._count)
+        self._count += 1
+        self.policy.picked(pick.choice, chosen)
+
+    # --------------------------------------------------------------------------------------------------- what follows
+
+    def first_token(self, pick: Pick, now: float, usage: Usage | None = None) -> None:
+        """The first token is there; some replicas say by then how much was cached."""
+        assert pick.hold is not None and pick.flight is not None and pick.contents is not None, "it was never sent"
+        pick.first_token = now
+        pick.endpoint.health.succeeded(now)
+        pick.endpoint.load.answered(pick.flight, now)
+        if usage is not None:
+            self._reported(pick, usage, now)
+        pick.contents.computed(pick.hold, now)
+
+    def finished(self, pick: Pick, now: float, usage: Usage | None = None, output: Sequence[int] = ()) -> None:
+        """The whole answer is there. `output` are its token ids, where a body knows them."""
+        assert pick.hold is not None and pick.flight is not None and pick.contents is not None, "it was never sent"
+        if pick.first_token is None:
+            self.first_token(pick, now, usage)
+        elif usage is not None:
+            self._reported(pick, usage, now)
+        load, flight = pick.endpoint.load, pick.flight
+        load.learn(flight, flight.work)
+        load.finished(flight, now)
+        names = pick.view.ask.prompt.names_with(output, pick.endpoint.block_size) if output else pick.hold.names
+        pick.contents.finished(pick.hold, names, now)
+        self._look_for_events(pick.endpoint)
+        self._end(pick, now, ok=True)
+
+    def failed(self, pick: Pick, now: float, *, refused: bool = False, blame: bool = True) -> bool:
+        """The request ended without an answer, or in the middle of one; whether that ejects the replica.
+
+        `blame` False: the client went away, which says nothing about the replica.
+        """
+        if pick.hold is None or pick.flight is None or pick.contents is None:
+            return pick.endpoint.health.failed(now, refused=refused) if blame else False
+        pick.flight.took_ms = None
+        pick.endpoint.load.finished(pick.flight, now)
+        pick.contents.failed(pick.hold)
+        ejected = blame and pick.endpoint.health.failed(now, refused=refused)
+        self._end(pick, now, ok=False)
+        return ejected
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _reported(self, pick: Pick, usage: Usage, now: float) -> None:
+        """Corrects contents and rates by what the replica says was cached. Once per request."""
+        if pick.cached_tokens is not None:
+            return
+        assert pick.hold is not None and pick.flight is not None and pick.contents is not None
+        pick.cached_tokens = usage.cached_tokens
+        prompt = pick.view.ask.prompt
+        scaled = usage.cached_tokens * prompt.num_tokens // max(usage.prompt_tokens, 1)
+        pick.endpoint.load.learn(pick.flight, Work.of(prompt.num_tokens, scaled, pick.flight.work.streams))
+        self.prediction_error += abs(pick.candidate.hit_tokens - scaled)
+        self.num_reported += 1
+        blocks = cached_blocks(pick.endpoint, prompt, usage, pick.hold.hit)
+        pick.contents.observed(pick.hold, min(blocks, len(pick.hold.names)), now)
+
+    def _look_for_events(self, endpoint: Endpoint) -> None:
+        """Guesses instead of listening where nothing of use is heard."""
+        contents = endpoint.contents
+        if isinstance(contents, ToldContents) and contents.is_blind:
+            endpoint.contents = Shadow()
+            self.num_blind += 1
+
+    def _compare(self, shadow: Policy, pick: Pick) -> None:
+        choice = shadow.choose(pick.view)
+        first = choice.ranked[0]
+        shadow.picked(choice, first.endpoint)
+        regret = cost_of(pick.view, first.name).total - cost_of(pick.view, pick.endpoint.name).total
+        pick.regrets[shadow.name] = (first.name, regret)
+        known = self.regrets[shadow.name]
+        known.decisions += 1
+        known.agreed += first.name == pick.endpoint.name
+        known.total_ms += regret
+
+    def _end(self, pick: Pick, now: float, *, ok: bool) -> None:
+        pick.finish = now
+        if self._log is None or pick.flight is None or pick.sent_at is None:
+            return
+        choice, ask = pick.choice, pick.view.ask
+        decision = Decision(
+            at=pick.sent_at,
+            endpoint=pick.endpoint.name,
+            reason=choice.reason,
+            scores={c.name: score for c, score in zip(choice.ranked, choice.scores, strict=True)},
+            excluded=pick.excluded,
+            prompt_tokens=ask.prompt.num_tokens,
+            block_size=pick.endpoint.block_size,
+            names=joined(pick.names),
+            output_tokens=ask.max_tokens,
+            predicted_tokens=pick.candidate.hit_tokens,
+            expected_ms=pick.flight.expected_ms,
+            cached_tokens=pick.cached_tokens,
+            first_token=pick.first_token,
+            finish=now,
+            ok=ok,
+            session=ask.session,
+            adapter=ask.adapter,
+        )
+        self._log(decision)
+
+
+def _view(endpoints: list[Endpoint], ask: Ask, now: float) -> View:
+    """What each replica has of the prompt, and the name of the first block that none of them has."""
+    prompt, candidates = ask.prompt, list[Candidate]()
+    for endpoint in endpoints:
+        blocks = endpoint.contents.match(prompt.names(endpoint.block_size), now)
+        tokens = min(blocks * endpoint.block_size, max(prompt.num_tokens - 1, 0))
+        candidates.append(Candidate(endpoint, blocks, tokens))
+    best = max(candidates, key=lambda candidate: candidate.hit_tokens)
+    names = prompt.names(best.endpoint.block_size)
+    key = names[min(best.hit_blocks, len(names) - 1)] if names else prompt.tail_key()
+    return View(ask, tuple(candidates), key, now)

@@ -1,0 +1,200 @@
+"""Shadow: a replica's prefix cache as the router imagines it, from what it sent there and what came back.
+
+It is the engine's own pool (core/blocks.py) without KV, so it evicts what the engine evicts: chains lose their tails
+first, blocks of requests under way are not evicted, and there is no more than the engine has. Invariant: if a block is
+in it, so are all before it in its chain; `match` is a bisection.
+
+What an engine reports of a request corrects it. If less was cached than was believed, the first missing block was
+evicted, and so was all that had been used before it: the shadow drops that, and learns how much the cache really holds.
+If a block is missing that had been used only just, the cache was emptied. If more was cached, the shadow was too small.
+"""
+
+from itertools import takewhile
+
+from headstart.core.blocks import BlockPool
+from headstart.core.hashing import BlockHash
+from headstart.router.contents import Hold
+
+UNKNOWN_BLOCKS = 16_384  # how much a cache is believed to hold whose size nobody told; it learns
+MAX_UNKNOWN_BLOCKS = 65_536
+FLUSHED_SHARE = 0.25  # of the capacity: what was used so lately is not evicted; where it is missing, all is
+GROWTH = 0.125  # of the capacity, for a block that was there and should not have been
+MIN_BLOCKS = 16
+
+_IN_USE = -1  # instead of a serial: somebody was using the block
+_ENDED = -1  # instead of an epoch
+
+
+class Shadow:
+    """The contents of one cache, guessed. `num_blocks` 0: not known how many it has.
+
+    `at_pick`: a request's blocks count from the moment it is sent; else from its first token on.
+    """
+
+    def __init__(
+        self, num_blocks: int = 0, *, eviction_policy: str = "lru", at_pick: bool = True, corrects: bool = True
+    ) -> None:
+        self.at_pick = at_pick
+        self.corrects = corrects
+        self.num_flushes = 0  # emptied caches it noticed
+        self.num_trims = 0
+        self._max_blocks = num_blocks or MAX_UNKNOWN_BLOCKS
+        self._eviction_policy = eviction_policy
+        self._epoch = 0
+        self._start(num_blocks or UNKNOWN_BLOCKS)
+
+    @property
+    def capacity(self) -> int:
+        """Blocks the cache is believed to hold."""
+        return self._max_blocks - len(self._ballast)
+
+    def __len__(self) -> int:
+        return self._pool.num_published
+
+    def match(self, names: list[BlockHash], now: float = 0.0) -> int:
+        """How many leading blocks are believed to be there. Changes nothing."""
+        contains, low, high = self._pool.contains, 0, len(names)
+        while low < high:
+            middle = (low + high) // 2
+            if contains(names[middle]):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def sent(self, names: list[BlockHash], now: float = 0.0) -> Hold:
+        """Keeps the blocks of a request from eviction, and takes in those that are new if it learns at the pick."""
+        hold = Hold(names, self.match(names))
+        hold.epoch = self._epoch
+        evicted = self._pool.eviction_of(names[hold.hit]) if hold.hit < len(names) else None
+        hold.evicted = evicted is not None and evicted.cause == "capacity"
+        self._acquire(hold, hold.hit)
+        unsure = bytes(map(self._unsure.__getitem__, hold.blocks)).find(1)
+        hold.sure = hold.hit if unsure < 0 else unsure
+        if self.at_pick:
+            self._extend(hold, unsure=1)
+        return hold
+
+    def computed(self, hold: Hold, now: float = 0.0) -> None:
+        """The prompt is computed: its blocks are there."""
+        if not self._is_open(hold):
+            return
+        for block in hold.blocks[hold.sure :]:
+            self._unsure[block] = 0
+        self._extend(hold, unsure=0)
+
+    def finished(self, hold: Hold, names: list[BlockHash], now: float = 0.0) -> None:
+        """Prompt and answer are there, and may be evicted from now on."""
+        if not self._is_open(hold):
+            return
+        self.computed(hold)
+        hold.names = names
+        self._extend(hold, unsure=0)
+        self._release(hold)
+
+    def failed(self, hold: Hold) -> None:
+        """Lets its blocks go; those it was to compute are forgotten."""
+        if not self._is_open(hold):
+            return
+        self._pool.take_blocks_to_zero()  # there is nothing to zero here
+        unsure = [block for block in hold.blocks[hold.sure :] if self._unsure[block] and self._pool.refs(block) == 1]
+        if unsure:
+            self._pool.distrust(unsure)
+        self._release(hold)
+
+    def observed(self, hold: Hold, num_blocks: int, now: float = 0.0) -> None:
+        """Corrects what is believed by what was really cached. Once per request."""
+        if hold.epoch != self._epoch or hold.reported or not self.corrects:
+            return
+        hold.reported = True
+        if num_blocks < min(hold.sure, hold.hit):
+            self._lost(hold.serials[num_blocks])
+        elif num_blocks > hold.hit and hold.evicted:
+            self._resize(min(self.capacity + max(int(GROWTH * self.capacity), 1), self._max_blocks))
+
+    def clear(self) -> None:
+        """Empties it, as after a restart. What requests under way compute is taken in when they answer."""
+        self._epoch += 1
+        self._start(self.capacity)
+
+    def check(self) -> None:
+        """Asserts that it keeps its promises; O(blocks), for tests."""
+        self._pool.check()
+        assert len(self) <= self.capacity, f"{len(self)} blocks in a cache of {self.capacity}"
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _start(self, capacity: int) -> None:
+        num_blocks = self._max_blocks + 1  # block 0 of a pool is never used
+        self._pool = BlockPool(num_blocks, eviction_policy=self._eviction_policy, history_pools=1)
+        self._ballast: list[int] = []  # blocks that nobody may use: the cache is smaller than the pool
+        self._serials = [0] * num_blocks  # of a block's last use; all blocks of one request have the same
+        self._unsure = bytearray(num_blocks)  # 1: on its way, not computed yet as far as we know
+        self._now = 0  # counts uses
+        self._resize(capacity)
+
+    def _is_open(self, hold: Hold) -> bool:
+        """Whether the request is still under way; one from before the cache was emptied holds nothing any more."""
+        if hold.epoch not in (self._epoch, _ENDED):
+            hold.blocks, hold.hit, hold.sure, hold.epoch, hold.reported = [], 0, 0, self._epoch, True
+        return hold.epoch != _ENDED
+
+    def _acquire(self, hold: Hold, end: int) -> None:
+        """Takes over published blocks up to `end` of its names."""
+        pool, start = self._pool, len(hold.blocks)
+        blocks = [entry[0] for name in hold.names[start:end] if (entry := pool.entry(name)) is not None]
+        assert len(blocks) == end - start, "a block is there and one before it is not"
+        hold.serials += [_IN_USE if pool.refs(block) else self._serials[block] for block in blocks]
+        pool.acquire(blocks)
+        hold.blocks += blocks
+
+    def _extend(self, hold: Hold, unsure: int) -> None:
+        """Takes in those of its names that are missing, head first, as many as there is room for."""
+        pool, names = self._pool, hold.names
+        if len(hold.blocks) == len(names):
+            return
+        self._acquire(hold, self.match(names))
+        start = len(hold.blocks)
+        blocks = pool.allocate(min(len(names) - start, pool.num_available(())))
+        parent = names[start - 1] if start else BlockHash(b"")
+        for block, name in zip(blocks, names[start:], strict=False):
+            pool.publish(block, name, parent, b"")
+            self._unsure[block] = unsure
+            parent = name
+        hold.blocks += blocks
+
+    def _release(self, hold: Hold) -> None:
+        self._now += 1
+        for block in hold.blocks:
+            self._serials[block] = self._now
+        self._pool.release(hold.blocks)
+        hold.blocks = []
+        hold.epoch = _ENDED
+
+    def _lost(self, serial: int) -> None:
+        """A block is missing that was used last at `serial`."""
+        pool = self._pool
+        gone = sum(1 for _ in takewhile(lambda block: self._serials[block] < serial, pool.in_eviction_order()))
+        num_kept = len(self) - gone
+        if serial == _IN_USE or num_kept < FLUSHED_SHARE * self.capacity:
+            self.num_flushes += 1
+            self._drop(pool.num_free - pool.num_scratch)
+            return
+        self.num_trims += 1
+        self._drop(gone)
+        self._resize(max((self.capacity + num_kept) // 2, MIN_BLOCKS))
+
+    def _drop(self, num: int) -> None:
+        """Forgets the next `num` blocks in the order of eviction."""
+        pool = self._pool
+        pool.release(pool.allocate(pool.num_scratch + num))
+
+    def _resize(self, capacity: int) -> None:
+        """Believes in another capacity, as far as blocks under way let it."""
+        pool, change = self._pool, self.capacity - capacity
+        if change > 0:
+            self._ballast += pool.allocate(min(change, pool.num_available(())))
+        elif change < 0:
+            keep = len(self._ballast) + change
+            pool.release(self._ballast[keep:])
+            del self._ballast[keep:]

@@ -1,0 +1,44 @@
+"""Small replicas and prompts for the tests of the router: blocks of four tokens, caches of a few blocks."""
+
+from headstart.core.hashing import BlockHash
+from headstart.router.ask import Ask, Prompt, Usage, router_root
+from headstart.router.endpoint import Endpoint
+from headstart.router.pick import Pick
+from headstart.router.rates import Rates
+from headstart.router.router import Router
+from headstart.router.shadow import Shadow
+
+BLOCK = 4
+RATES = Rates(1.0, 1.0, 0.0, 0.0)  # a millisecond per prefill and one per token
+ROOT = router_root("m")
+
+
+def prompt(*blocks: int, tail: int = 1) -> Prompt:
+    """A prompt of blocks that are the same wherever the number is, and `tail` tokens more."""
+    return Prompt([10 * block + i for block in blocks for i in range(BLOCK)] + [9] * tail, ROOT)
+
+
+def ask(*blocks: int, tail: int = 1, session: str | None = None) -> Ask:
+    """A request for such a prompt."""
+    return Ask(prompt(*blocks, tail=tail), session=session)
+
+
+def names(*blocks: int) -> list[BlockHash]:
+    """The names of such a prompt's blocks."""
+    return prompt(*blocks).names(BLOCK)
+
+
+def endpoint(name: str, num_blocks: int = 16, rates: Rates = RATES) -> Endpoint:
+    """A replica with a shadow of the right size and rates that are known."""
+    return Endpoint(name, Shadow(num_blocks), block_size=BLOCK, prior=rates)
+
+
+def serve(router: Router, request: Ask, now: float = 0.0, cached: int | None = None) -> Pick:
+    """Routes one request and lets it end at once; `cached` is what the replica says, by default what was believed."""
+    pick = router.pick(request, now)
+    router.sent(pick, now)
+    believed = pick.candidate.hit_tokens
+    usage = Usage(request.prompt.num_tokens, believed if cached is None else cached)
+    router.first_token(pick, now + pick.flight.prefill_ms / 1e3 if pick.flight else now, usage)
+    router.finished(pick, now + 1.0, usage)
+    return pick

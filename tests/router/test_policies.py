@@ -1,0 +1,304 @@
+"""Every policy by hand-made cases; endpoints are real, what they know is what was served."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from router.fleets import RATES, ask, endpoint, serve
+
+from headstart.core.errors import ConfigError
+from headstart.router.ask import Ask
+from headstart.router.cost import CostPolicy
+from headstart.router.endpoint import Reported
+from headstart.router.pick import Pick
+from headstart.router.policy import Policy
+from headstart.router.rates import Work
+from headstart.router.rendezvous import ranked
+from headstart.router.router import Router
+from headstart.router.scorers import SessionScorer
+from headstart.router.simple import PrefixThresholdPolicy
+from headstart.router.table import POLICIES, make_policy
+from headstart.router.weighted import WeightedPolicy
+
+
+def fleet(policy: Policy | None = None, count: int = 3) -> Router:
+    router = Router(policy)
+    for index in range(count):
+        router.add(endpoint(f"r{index}", 64))
+    return router
+
+
+def warm(router: Router, name: str, request: Ask, noise: float = 1.0) -> None:
+    """Lets one replica serve a request at time 0, whatever the policy says, in the time that takes."""
+    pick = router.pick(request, 0.0)
+    router.sent(pick, 0.0, name)
+    took = RATES.prefill_ms(Work.of(request.prompt.num_tokens, pick.candidate.hit_tokens)) / 1e3
+    router.first_token(pick, noise * took)
+    router.finished(pick, noise * took)
+
+
+def send(router: Router, request: Ask, now: float = 0.0, to: str | None = None) -> Pick:
+    """A request that stays under way."""
+    pick = router.pick(request, now)
+    router.sent(pick, now, to)
+    return pick
+
+
+def test_policies_have_the_names_in_the_table() -> None:
+    assert set(POLICIES) == {"cost", "weighted", "prefix-threshold", "least-load", "round-robin"}
+    assert all(make_policy(name).name == name for name in POLICIES)
+    with pytest.raises(ConfigError, match="no routing policy 'best'"):
+        make_policy("best")
+
+
+@pytest.mark.parametrize("name", ["cost", "weighted", "prefix-threshold"])
+def test_a_warm_prefix_is_asked_where_it_is(name: str) -> None:
+    router = fleet(make_policy(name))
+    warm(router, "r1", ask(1, 2, 3, 4))
+    assert router.pick(ask(1, 2, 3, 4, 5), 1.0).endpoint.name == "r1"
+
+
+# -------------------------------------------------------------------------------------------------------------- cost
+
+
+def test_cost_leaves_a_warm_replica_when_the_wait_there_is_longer_than_computing_again() -> None:
+    router = fleet()
+    warm(router, "r1", ask(1, 2, 3, 4))
+    asked = [send(router, ask(1, 2, 3, 4, 100 + index)).endpoint.name for index in range(12)]
+    assert asked[0] == "r1" and asked.count("r1") < 12
+    busy = router.endpoints["r1"].load.backlog_ms(0.0)
+    assert busy <= 2.5 * 17  # more than a prefill of the whole prompt, and of what is added for those behind, never
+
+
+def test_cost_is_made_of_backlog_and_uncached_tokens() -> None:
+    router = fleet()
+    warm(router, "r1", ask(1, 2))
+    send(router, ask(7, 8, 9, tail=0), to="r0")
+    rows = {row["endpoint"]: row for row in router.pick(ask(1, 2, 3, tail=0), 0.0).explain()["candidates"]}
+    assert rows["r1"]["cached_tokens"] == 8 and rows["r1"]["prefill_ms"] == pytest.approx(1.0 + 4)
+    assert rows["r0"]["backlog_ms"] == pytest.approx(13.0) and rows["r0"]["prefill_ms"] == pytest.approx(13.0)
+    assert rows["r2"]["cost_ms"] == pytest.approx(13.0)
+
+
+def test_cost_avoids_a_slow_replica_by_its_learned_rates() -> None:
+    router = fleet(count=2)
+    for index in range(30):
+        now = 10.0 * index
+        pick = send(router, ask(index, 200 + index), now, to=f"r{index % 2}")
+        took = 0.01 if index % 2 else 0.1
+        router.first_token(pick, now + took)
+        router.finished(pick, now + took)
+    asked = [router.pick(ask(1000 + index, 7), 1000.0).endpoint.name for index in range(10)]
+    assert asked == ["r1"] * 10
+
+
+def test_cost_avoids_a_replica_that_does_not_answer_before_anything_is_learned() -> None:
+    router = fleet(count=2)
+    stuck = send(router, ask(1), 0.0)
+    other = "r1" if stuck.endpoint.name == "r0" else "r0"
+    assert {send(router, ask(10 + index), 60.0 + index).endpoint.name for index in range(3)} == {other}
+
+
+def test_cold_prefixes_are_spread_and_each_goes_where_its_first_new_block_says() -> None:
+    router = fleet()
+    for number in range(60):
+        request = ask(1, 100 + number)
+        pick = router.pick(request, 0.0)
+        key = request.prompt.names(4)[max(candidate.hit_blocks for candidate in pick.choice.ranked)]
+        assert pick.endpoint.name == ranked(key, router.endpoints)[0]
+    counts = [0, 0, 0]
+    for number in range(60):
+        counts[int(router.pick(ask(500 + number), 0.0).endpoint.name[1])] += 1
+    assert min(counts) >= 10
+
+
+def test_placement_of_the_cold_gives_way_to_load() -> None:
+    router = fleet()
+    request = ask(1, 2, 3, 4)
+    first = router.pick(request, 0.0).endpoint.name
+    send(router, ask(*range(50, 60)), to=first)
+    assert router.pick(request, 0.0).endpoint.name != first
+
+
+def test_fallbacks_are_all_others_the_best_first() -> None:
+    router = fleet()
+    warm(router, "r1", ask(1, 2, 3))
+    send(router, ask(9, 9, 9, 9), to="r2")
+    pick = router.pick(ask(1, 2, 3, 4), 0.0)
+    assert (pick.endpoint.name, *pick.fallbacks) == ("r1", "r0", "r2")
+
+
+@given(st.integers(2, 8), st.integers(0, 10_000))
+def test_two_routers_that_never_talked_agree_on_cold_prefixes_at_equal_loads(count: int, seed: int) -> None:
+    """Law: whatever either has served before, a prefix new to both goes to the same replica."""
+    rng, one, two = Random(seed), fleet(count=count), fleet(count=count)
+    for router in (one, two):
+        for _ in range(rng.randrange(8)):
+            warm(router, f"r{rng.randrange(count)}", ask(rng.randrange(4), rng.randrange(4)), rng.uniform(0.95, 1.05))
+    for number in range(20):
+        request = ask(100 + number, 5, 6)
+        assert one.pick(request, 1e3).endpoint.name == two.pick(request, 1e3).endpoint.name
+
+
+# ---------------------------------------------------------------------------------------------------------- weighted
+
+
+def test_the_gateway_prefers_an_empty_queue_to_a_small_match() -> None:
+    router = fleet(WeightedPolicy())
+    warm(router, "r1", ask(1, 2))
+    for _ in range(3):
+        send(router, ask(50), to="r1")
+    pick = router.pick(ask(1, 2, 3, 4, 5, 6), 0.0)
+    assert pick.endpoint.name != "r1"
+    assert pick.choice.scores[-1] == pytest.approx(2.0 * 0 + 2.0 + 3.0 * 8 / 25)
+
+
+def test_kv_usage_and_adapters_are_what_replicas_say_of_themselves() -> None:
+    router = fleet(WeightedPolicy({"kv-usage": 1.0}))
+    for name, usage in (("r0", 0.9), ("r1", 0.2), ("r2", 0.5)):
+        router.endpoints[name].reported = Reported(at=0.0, kv_usage=usage)
+    assert (router.pick(ask(1), 1.0).endpoint.name, *router.pick(ask(1), 1.0).fallbacks) == ("r1", "r2", "r0")
+    router = fleet(WeightedPolicy({"lora": 1.0}), count=4)
+    states = (Reported(0.0, max_adapters=1, adapters=frozenset("b")), Reported(0.0, max_adapters=2))
+    waiting = Reported(0.0, max_adapters=1, waiting_adapters=frozenset("a"))
+    for name, state in zip(
+        ("r0", "r1", "r2", "r3"), (*states, waiting, Reported(0.0, adapters=frozenset("a"))), strict=True
+    ):
+        router.endpoints[name].reported = state
+    pick = router.pick(Ask(ask(1).prompt, adapter="a"), 0.0)
+    assert [(c.name, score) for c, score in zip(pick.choice.ranked, pick.choice.scores, strict=True)] == [
+        ("r3", 1.0),
+        ("r1", 0.8),
+        ("r2", 0.6),
+        ("r0", 0.0),
+    ]
+
+
+def test_inflight_tokens_count_what_is_to_be_generated_too() -> None:
+    router = fleet(WeightedPolicy({"inflight-tokens": 1.0}), count=2)
+    send(router, Ask(ask(1).prompt, max_tokens=1000), to="r0")
+    send(router, ask(*range(100)), to="r1")
+    assert router.pick(ask(5), 0.0).endpoint.name == "r1"
+
+
+def test_a_session_stays_where_it_was_served_last() -> None:
+    router = fleet(WeightedPolicy({"session": 1.0}))
+    first = router.pick(ask(1, session="s"), 0.0)
+    router.sent(first, 0.0, "r2")
+    assert all(router.pick(ask(number, session="s"), 0.0).endpoint.name == "r2" for number in range(20))
+    others = {router.pick(ask(number, session="t"), 0.0).endpoint.name for number in range(20)}
+    assert len(others) > 1
+
+
+def test_sessions_are_bounded_and_the_oldest_is_forgotten() -> None:
+    scorer = SessionScorer(max_sessions=2)
+    for name in ("a", "b", "a", "c"):
+        scorer.picked(name, endpoint("r0"))
+    assert len(scorer) == 2 and list(scorer._last) == ["a", "c"]
+
+
+def test_weights_that_make_no_sense_are_refused() -> None:
+    for weights in ({"prefx": 1.0}, {}, {"prefix": -1.0}):
+        with pytest.raises(ConfigError):
+            WeightedPolicy(weights)
+
+
+def test_drawing_by_score_gives_each_its_share() -> None:
+    router = fleet(WeightedPolicy({"kv-usage": 1.0}, rng=Random(0)), count=2)
+    router.endpoints["r0"].reported = Reported(0.0, kv_usage=0.75)
+    router.endpoints["r1"].reported = Reported(0.0, kv_usage=0.25)
+    picks = [router.pick(ask(1), 0.0).endpoint.name for _ in range(400)]
+    assert 70 <= picks.count("r0") <= 130
+
+
+# ------------------------------------------------------------------------------------------------------ the simple ones
+
+
+def test_prefix_threshold_follows_a_match_only_above_its_share() -> None:
+    router = fleet(PrefixThresholdPolicy(cache_threshold=0.5))
+    warm(router, "r1", ask(1, 2))
+    send(router, ask(9), to="r1")
+    assert router.pick(ask(1, 2, tail=1), 0.0).endpoint.name == "r1"
+    assert router.pick(ask(1, 2, 3, 4, tail=1), 0.0).endpoint.name != "r1"
+
+
+def test_prefix_threshold_follows_no_match_out_of_balance() -> None:
+    router = fleet(PrefixThresholdPolicy(balance_abs=2))
+    warm(router, "r1", ask(1, 2))
+    for _ in range(2):
+        send(router, ask(9), to="r1")
+    assert router.pick(ask(1, 2), 0.0).endpoint.name == "r1"
+    send(router, ask(9), to="r1")
+    assert router.pick(ask(1, 2), 0.0).endpoint.name != "r1"
+
+
+def test_least_load_counts_requests_and_takes_turns_among_equals() -> None:
+    router = fleet(make_policy("least-load"))
+    assert [send(router, ask(1)).endpoint.name for _ in range(6)] == ["r0", "r1", "r2"] * 2
+    router.endpoints["r0"].reported = Reported(0.0, waiting=9)
+    assert {send(router, ask(1)).endpoint.name for _ in range(4)} == {"r1", "r2"}
+
+
+def test_round_robin_takes_turns_and_remembers_only_who_is_there() -> None:
+    router = fleet(make_policy("round-robin"))
+    assert [serve(router, ask(1)).endpoint.name for _ in range(4)] == ["r0", "r1", "r2", "r0"]
+    router.remove("r1")
+    assert [serve(router, ask(1)).endpoint.name for _ in range(3)] == ["r2", "r0", "r2"]
+    router.add(endpoint("r9"))
+    assert serve(router, ask(1)).endpoint.name == "r9"
+
+
+def test_a_report_is_not_true_for_ever() -> None:
+    one = endpoint("r0")
+    one.reported = Reported(at=0.0, waiting=5, running=2)
+    assert (one.waiting(1.0), one.num_requests(1.0)) == (5, 7)
+    assert (one.waiting(60.0), one.num_requests(60.0)) == (0, 0)
+
+
+def test_requests_of_other_routers_count_in_the_backlog() -> None:
+    router = fleet(CostPolicy(), count=2)
+    send(router, ask(1, 2, 3), to="r0")
+    one = router.endpoints["r0"]
+    assert one.backlog_ms(0.0) == pytest.approx(14.0)
+    one.reported = Reported(at=0.0, waiting=3)
+    assert one.backlog_ms(0.0) == pytest.approx(3 * 14.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------- laws
+
+Served = tuple[list[int], int, bool]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(
+    st.integers(1, 5), st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=5), st.integers(0, 9), st.booleans()))
+)
+def test_whatever_happened_all_are_ranked_once_and_picking_changes_nothing(
+    name: str, count: int, served: list[Served]
+) -> None:
+    router = fleet(make_policy(name), count)
+    for index, (blocks, who, stays) in enumerate(served):
+        pick = router.pick(ask(*blocks), float(index))
+        again = router.pick(ask(*blocks), float(index))
+        assert again.choice == pick.choice
+        assert sorted(c.name for c in pick.choice.ranked) == sorted(router.endpoints)
+        scores = [-score if not router.policy.lower_is_better else score for score in pick.choice.scores]
+        assert scores[1:] == sorted(scores[1:])
+        router.sent(pick, float(index), f"r{who % count}")
+        if not stays:
+            router.first_token(pick, index + 0.5)
+            router.finished(pick, index + 0.5)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(0, 5))
+def test_more_cached_or_less_to_do_never_makes_a_replica_less_attractive(blocks: list[int], extra: int) -> None:
+    router = fleet(count=2)
+    warm(router, "r0", ask(*blocks))
+    for _ in range(extra):
+        send(router, ask(77), to="r1")
+    pick = router.pick(ask(*blocks), 0.0)
+    rows = {row["endpoint"]: row for row in pick.explain()["candidates"]}
+    assert rows["r0"]["cost_ms"] <= rows["r1"]["cost_ms"]
+    if rows["r0"]["cost_ms"] * 1.2 < rows["r1"]["cost_ms"]:
+        assert pick.endpoint.name == "r0"

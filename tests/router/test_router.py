@@ -1,0 +1,299 @@
+"""The router's books: what a pick's way through it leaves behind, and what goes wrong on the way."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from router.fleets import BLOCK, RATES, ask, endpoint, names, serve
+from router.test_told import new, stored
+
+from headstart.core.errors import NoReplicaError
+from headstart.router.ask import Ask, Prompt, Usage
+from headstart.router.decision import Decision
+from headstart.router.endpoint import Endpoint
+from headstart.router.pick import Pick
+from headstart.router.rendezvous import ranked
+from headstart.router.reports import cached_blocks
+from headstart.router.router import Router
+from headstart.router.shadow import Shadow
+from headstart.router.table import make_policy
+from headstart.router.told import SILENCE, ToldContents
+
+
+def fleet(count: int = 2) -> Router:
+    router = Router()
+    for index in range(count):
+        router.add(endpoint(f"r{index}"))
+    return router
+
+
+def shadow_of(router: Router, name: str = "r0") -> Shadow:
+    contents = router.endpoints[name].contents
+    assert isinstance(contents, Shadow)
+    return contents
+
+
+# ---------------------------------------------------------------------------------------------------------- filters
+
+
+def test_nobody_to_ask_is_said_with_everybodys_reason() -> None:
+    router = fleet(3)
+    router.endpoints["r0"].health.draining = True
+    router.endpoints["r1"].models = frozenset({"other"})
+    with pytest.raises(NoReplicaError) as caught:
+        router.pick(Ask(ask(1).prompt, model="m", subset=frozenset({"r0", "r1"})), 0.0)
+    assert caught.value.reasons == {"r0": "draining", "r1": "other models", "r2": "not in the subset"}
+    with pytest.raises(NoReplicaError):
+        Router().pick(ask(1), 0.0)
+
+
+def test_who_failed_this_request_is_not_asked_again() -> None:
+    router = fleet(3)
+    pick = router.pick(ask(1), 0.0)
+    again = router.pick(ask(1), 0.0, tried=frozenset({pick.endpoint.name}))
+    assert again.endpoint is not pick.endpoint and again.excluded == {pick.endpoint.name: "tried"}
+
+
+def test_an_ejected_replica_is_left_out_until_it_may_come_back() -> None:
+    router = fleet(2)
+    pick = router.pick(ask(1), 0.0)
+    router.sent(pick, 0.0)
+    assert router.failed(pick, 0.0, refused=True)
+    assert router.pick(ask(1), 0.5).excluded == {pick.endpoint.name: "ejected"}
+    assert router.pick(ask(1), 1.5).excluded == {}
+
+
+def test_the_last_one_is_asked_even_if_it_is_ejected() -> None:
+    router = fleet(2)
+    for name, at in (("r1", 0.0), ("r0", 0.2)):
+        router.endpoints[name].health.failed(at, refused=True)
+    pick = router.pick(ask(1), 0.5)
+    assert pick.endpoint.name == "r1" and pick.excluded == {"r0": "ejected"}
+
+
+# ----------------------------------------------------------------------------------------------------- what is learned
+
+
+def test_a_refused_request_leaves_nothing_behind() -> None:
+    router = fleet(1)
+    pick = router.pick(ask(1, 2), 0.0)
+    router.sent(pick, 0.0)
+    router.failed(pick, 0.1)
+    load = router.endpoints["r0"].load
+    assert (len(shadow_of(router)), load.num_requests, load.inflight_tokens, load.learner.num_samples) == (0, 0, 0, 0)
+
+
+def test_a_client_that_goes_away_is_no_failure_of_the_replica() -> None:
+    router = fleet(1)
+    for _ in range(5):
+        pick = router.pick(ask(1), 0.0)
+        router.sent(pick, 0.0)
+        router.failed(pick, 0.0, blame=False)
+    assert router.endpoints["r0"].health.num_ejections == 0
+
+
+def test_the_index_learns_whom_the_request_really_went_to() -> None:
+    router = fleet(2)
+    pick = router.pick(ask(1), 0.0)
+    other = pick.fallbacks[0]
+    router.sent(pick, 0.0, other)
+    assert shadow_of(router, other).match(names(1)) == 1
+    with pytest.raises(KeyError):
+        router.sent(router.pick(ask(1), 0.0), 0.0, "r9")
+
+
+def test_rates_are_learned_from_what_was_really_to_do() -> None:
+    """Believed to be cached and not: a long prefill, not a slow replica."""
+    router = Router()
+    router.add(endpoint("r0", 256))
+    serve(router, ask(*range(50)), 0.0)
+    for turn in range(20):
+        shadow_of(router).corrects = False
+        request, now = ask(*range(50)), 10.0 * (turn + 1)
+        pick = router.pick(request, now)
+        assert pick.candidate.hit_tokens == 200
+        router.sent(pick, now)
+        router.first_token(pick, now + 0.202)
+        router.finished(pick, now + 0.202, Usage(201, 0))
+    assert router.endpoints["r0"].load.rates.token == pytest.approx(RATES.token, rel=0.05)
+    assert router.prediction_error == 20 * 200 and router.num_reported == 21
+
+
+def test_tokens_of_the_answer_are_known_where_a_body_tells_them() -> None:
+    router = fleet(1)
+    one = Prompt(range(6), ask(1).prompt._root)
+    pick = router.pick(Ask(one), 0.0)
+    router.sent(pick, 0.0)
+    router.finished(pick, 1.0, output=[6, 7, 8])
+    assert shadow_of(router).match(one.names_with([6, 7, 8], BLOCK)) == 2
+
+
+def test_a_replica_that_was_removed_or_reconfigured_does_not_trouble_requests_under_way() -> None:
+    router = fleet(2)
+    picks: list[Pick] = []
+    for name in ("r0", "r1"):
+        pick = router.pick(ask(1, 2), 0.0)
+        router.sent(pick, 0.0, name)
+        picks.append(pick)
+    router.remove("r0")
+    router.endpoints["r1"].reconfigured(8, Shadow(4))
+    for pick in picks:
+        router.first_token(pick, 0.1, Usage(9, 0))
+        router.finished(pick, 0.2, Usage(9, 0))
+    assert len(shadow_of(router, "r1")) == 0
+    assert serve(router, ask(1, 2), 1.0).endpoint.block_size == 8
+
+
+def test_events_of_no_use_are_given_up_for_guesses() -> None:
+    router = Router()
+    router.add(Endpoint("r0", new(), block_size=BLOCK))
+    for number in range(SILENCE):
+        assert isinstance(router.endpoints["r0"].contents, ToldContents)
+        serve(router, ask(number))
+    assert router.num_blind == 1
+    serve(router, ask(7, 8))
+    assert router.pick(ask(7, 8, 9), 5.0).candidate.hit_tokens == 8
+
+
+def test_precise_mode_believes_events_and_what_was_just_sent() -> None:
+    router, told = Router(), new()
+    router.add(Endpoint("r0", told, block_size=BLOCK))
+    told.apply([stored("ab", 1, 2)])
+    assert router.pick(ask(1, 2, 3), 0.0).candidate.hit_tokens == 8
+    router.sent(router.pick(ask(1, 2, 3), 0.0), 0.0)
+    assert router.pick(ask(1, 2, 3), 0.1).candidate.hit_tokens == 12
+
+
+# -------------------------------------------------------------------------------------------------------------- reports
+
+
+def blocks(cached: int, *, expected: int, total: int = 41, one: Endpoint | None = None, exact: bool = True) -> int:
+    prompt = Prompt(range(total), ask(1).prompt._root, exact=exact)
+    return cached_blocks(one or endpoint("r0"), prompt, Usage(total if exact else 2 * total, cached), expected)
+
+
+def test_a_report_is_in_whole_blocks() -> None:
+    assert blocks(8, expected=5) == 2
+    assert blocks(0, expected=5) == 0
+
+
+def test_all_but_the_last_token_is_all_of_it() -> None:
+    assert blocks(39, expected=3, total=40) == 10
+    assert blocks(40, expected=10) == 10
+
+
+def test_larger_blocks_of_the_engine_round_down_and_are_no_evictions() -> None:
+    one = endpoint("r0")
+    for cached in (16, 32, 16):
+        blocks(cached, expected=cached // 4, one=one)
+    assert one.granule == 16
+    assert blocks(16, expected=7, one=one) == 7  # 28 tokens: an engine with blocks of 16 says 16
+    assert blocks(0, expected=7, one=one) == 0
+
+
+def test_tokens_of_text_are_scaled_and_nearly_is_enough() -> None:
+    assert blocks(40, expected=5, exact=False) == 5  # of twice as many tokens
+    assert blocks(44, expected=5, exact=False) == 5
+    assert blocks(0, expected=5, exact=False) == 0
+
+
+# ------------------------------------------------------------------------------------------------- explain, log, regret
+
+
+def test_the_explanation_is_json_and_says_who_was_chosen_and_what_all_cost() -> None:
+    router = fleet(2)
+    serve(router, ask(1, 2))
+    router.endpoints["r1"].health.draining = True
+    found = json.loads(json.dumps(router.pick(ask(1, 2, 3), 2.0).explain()))
+    assert found["endpoint"] == "r0" and found["policy"] == "cost" and found["excluded"] == {"r1": "draining"}
+    (row,) = found["candidates"]
+    assert {"endpoint", "cached_tokens", "backlog_ms", "prefill_ms", "slowness", "cost_ms", "score"} < row.keys()
+
+
+def test_a_decision_can_be_read_back_and_made_again() -> None:
+    log: list[Decision] = []
+    router = Router(log=log.append)
+    router.add(endpoint("r0"))
+    serve(router, ask(1, 2, session="s"), 5.0)
+    decision = Decision.from_dict(json.loads(json.dumps(log[0].as_dict())))
+    assert decision == log[0]
+    assert (decision.at, decision.endpoint, decision.cached_tokens, decision.ok) == (5.0, "r0", 0, True)
+    again = Router()
+    again.add(endpoint("r0"))
+    for _ in range(2):
+        request = decision.ask()
+        assert (request.prompt.num_tokens, request.session) == (9, "s")
+        pick = again.pick(request, 0.0)
+        again.sent(pick, 0.0)
+    assert pick.candidate.hit_tokens == 8
+
+
+def test_the_log_holds_no_tokens() -> None:
+    log: list[Decision] = []
+    router = Router(log=log.append)
+    router.add(endpoint("r0"))
+    serve(router, ask(1, 2))
+    assert len(bytes.fromhex(log[0].names)) == 2 * 8
+
+
+def test_shadow_policies_decide_too_and_their_regret_is_counted() -> None:
+    router = Router(shadow_policies=[make_policy("round-robin")])
+    for index in range(2):
+        router.add(endpoint(f"r{index}"))
+    for turn in range(10):
+        serve(router, ask(1, 2, 3, 4), 10.0 * turn)
+    regret = router.regrets["round-robin"]
+    assert regret.decisions == 10 and regret.agreed == 5
+    assert regret.total_ms == pytest.approx(4 * 16.0)  # four times 16 tokens for nothing; the first was new to both
+    pick = router.pick(ask(1, 2, 3, 4), 1000.0)
+    assert pick.explain()["shadow_policies"].keys() == {"round-robin"}
+
+
+# ---------------------------------------------------------------------------------------------------------------- laws
+
+act = st.tuples(st.integers(0, 5), st.lists(st.integers(0, 3), max_size=5), st.integers(0, 7))
+
+
+@pytest.mark.parametrize("name", ["cost", "weighted", "prefix-threshold", "least-load", "round-robin"])
+@given(st.booleans(), st.lists(act, max_size=60))
+def test_when_all_is_over_no_replica_has_anything_to_do(
+    name: str, at_pick: bool, acts: list[tuple[int, list[int], int]]
+) -> None:
+    """Law: whatever order things happen in, and however often, the books come out even."""
+    router = Router(make_policy(name))
+    shadows = [Shadow(8, at_pick=at_pick) for _ in range(3)]
+    for index, shadow in enumerate(shadows):
+        router.add(Endpoint(f"r{index}", shadow, block_size=BLOCK))
+    under_way: list[Pick] = []
+    for now, (kind, chain, which) in enumerate(acts):
+        if kind < 2 or not under_way:
+            pick = router.pick(ask(*chain), float(now))
+            router.sent(pick, float(now))
+            under_way.append(pick)
+        elif kind == 2:
+            router.first_token(under_way[which % len(under_way)], float(now))
+        elif kind == 3:
+            pick = under_way.pop(which % len(under_way))
+            router.finished(
+                pick, float(now), Usage(pick.view.prompt_tokens, min(which * BLOCK, pick.view.prompt_tokens))
+            )
+        elif kind == 4:
+            router.failed(under_way.pop(which % len(under_way)), float(now), refused=which == 0)
+        else:
+            shadows[which % 3].clear()
+        for shadow in shadows:
+            shadow.check()
+    for pick in under_way:
+        router.finished(pick, 1000.0)
+    for one in router.endpoints.values():
+        assert (one.load.num_requests, one.load.inflight_tokens, one.load.backlog_ms(2000.0)) == (0, 0, 0.0)
+    assert all(shadow._pool.num_free == 8 for shadow in shadows)
+
+
+@given(st.binary(max_size=8), st.sets(st.text(min_size=1, max_size=4), min_size=1, max_size=8))
+def test_when_a_replica_leaves_only_its_own_keys_move(key: bytes, addresses: set[str]) -> None:
+    order = ranked(key, addresses)
+    assert sorted(order) == sorted(addresses)
+    for gone in addresses:
+        assert ranked(key, addresses - {gone}) == [name for name in order if name != gone]
