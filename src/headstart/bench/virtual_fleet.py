@@ -77,12 +77,13 @@ class VirtualReplica:
         job, pool = self.waiting[0], self.pool
         found = [entry[0] for entry in takewhile(bool, map(pool.entry, job.names)) if entry]
         prompt_tokens = job.arrival.ask.prompt.num_tokens
-        total = min(-(-(prompt_tokens + job.arrival.output) // self.block_size), pool.num_usable)
+        total = -(-(prompt_tokens + job.arrival.output) // self.block_size)
+        assert total <= pool.num_usable, f"a request of {total} blocks never fits into {pool.num_usable}"
         if total - len(found) > pool.num_available(found):
             return None
         self.waiting.popleft()
         pool.acquire(found)
-        job.blocks = found + pool.allocate(max(total - len(found), 0))
+        job.blocks = found + pool.allocate(total - len(found))
         job.cached_tokens = min(len(found) * self.block_size, prompt_tokens - 1)
         self.prefilling = job
         work = Work.of(prompt_tokens, job.cached_tokens, self.num_streams)

@@ -6,7 +6,8 @@ in it, so are all before it in its chain; `match` is a bisection.
 
 What an engine reports of a request corrects it. If less was cached than was believed, the first missing block was
 evicted, and so was all that had been used before it: the shadow drops that, and learns how much the cache really holds.
-If a block is missing that had been used only just, the cache was emptied. If more was cached, the shadow was too small.
+If a block is missing that had been used only just, the cache was emptied, unless later reports say it was not: then
+it is that small. If more was cached than was believed, the shadow was too small.
 """
 
 from itertools import takewhile
@@ -110,7 +111,7 @@ class Shadow:
         if num_blocks < min(hold.sure, hold.hit):
             self._lost(hold.serials[num_blocks])
         elif num_blocks > hold.hit and hold.evicted:
-            self._resize(min(self.capacity + max(int(GROWTH * self.capacity), 1), self._max_blocks))
+            self._kept()
 
     def clear(self) -> None:
         """Empties it, as after a restart. What requests under way compute is taken in when they answer."""
@@ -131,6 +132,7 @@ class Shadow:
         self._serials = [0] * num_blocks  # of a block's last use; all blocks of one request have the same
         self._unsure = bytearray(num_blocks)  # 1: on its way, not computed yet as far as we know
         self._now = 0  # counts uses
+        self._doubt = 0  # blocks that were used since the one that made us believe in an emptied cache
         self._resize(capacity)
 
     def _is_open(self, hold: Hold) -> bool:
@@ -178,11 +180,19 @@ class Shadow:
         num_kept = len(self) - gone
         if serial == _IN_USE or num_kept < FLUSHED_SHARE * self.capacity:
             self.num_flushes += 1
+            self._doubt = num_kept
             self._drop(pool.num_free - pool.num_scratch)
             return
+        self._doubt = 0
         self.num_trims += 1
         self._drop(gone)
         self._resize(max((self.capacity + num_kept) // 2, MIN_BLOCKS))
+
+    def _kept(self) -> None:
+        """A block is there that was dropped: the cache is larger; or it was not emptied at all, but is that small."""
+        larger = self.capacity + max(int(GROWTH * self.capacity), 1)
+        self._resize(max(self._doubt, MIN_BLOCKS) if self._doubt else min(larger, self._max_blocks))
+        self._doubt = 0
 
     def _drop(self, num: int) -> None:
         """Forgets the next `num` blocks in the order of eviction."""
