@@ -257,3 +257,35 @@ def write_behind(
         return run_write_behind(setup, replace(config, folder=folder), bar)
 
     cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
+
+
+@lab.command(short_help="What a routing decision costs.")
+def pick(seed: Seed = 0, quick: Quick = False) -> None:
+    """Decisions on a 32k-token prompt with 16 replicas and a million blocks in the index: microseconds of CPU time."""
+
+    def bench(bar: "Bar") -> "Report":
+        from headstart.bench.lab_pick import QUICK, PickConfig, run_pick
+
+        return run_pick(seed, QUICK if quick else PickConfig(), bar)
+
+    cli_run.finish(bench, None)
+
+
+@lab.command(short_help="Routing policies on recorded traffic, in virtual time.")
+def route(
+    trace: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="A Mooncake or LMCache agent trace.")],
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas behind the router.")] = 8,
+    routers: Annotated[int, typer.Option(min=1, help="Routers that never talk, each with a share of it.")] = 1,
+    speed: Annotated[float, typer.Option(min=0.01, help="Times the recorded rate; of agents: calls per second.")] = 2.6,
+    cache_blocks: Annotated[int, typer.Option(min=2, help="Blocks in each replica's cache.")] = 2930,
+    requests: Annotated[int, typer.Option(min=0, help="The first so many; 0: all.")] = 0,
+) -> None:
+    """Every policy, learning at the pick and at the response, and an index four times too large, on the same trace."""
+
+    def bench(bar: "Bar") -> "Report":
+        from headstart.bench.lab_route import RouteConfig, run_route
+
+        config = RouteConfig(replicas, speed, cache_blocks, max_requests=requests, routers=routers)
+        return run_route(trace, config, bar)
+
+    cli_run.finish(bench, None)
