@@ -132,6 +132,17 @@ def test_what_is_older_than_a_missing_block_is_gone_too() -> None:
     assert shadow.num_trims == 1 and shadow.num_flushes == 0
 
 
+def test_what_hangs_on_a_missing_block_is_gone_with_it() -> None:
+    shadow = Shadow(16)
+    serve_all(shadow, (names(9), names(1, 2, 3, 4), *(names(number) for number in range(20, 28))))
+    hold = shadow.sent(names(1, 2))
+    shadow.computed(hold)
+    shadow.observed(hold, 1)
+    assert shadow.num_trims == 1
+    assert shadow.match(names(1, 2, 3, 4)) == 2
+    assert shadow.match(names(20)) == shadow.match(names(27)) == 1
+
+
 def test_a_missing_block_says_how_much_the_cache_really_holds() -> None:
     shadow = Shadow(256)
     real = RealCache(64)

@@ -176,7 +176,7 @@ class Shadow:
     def _lost(self, serial: int) -> None:
         """A block is missing that was used last at `serial`."""
         pool = self._pool
-        gone = sum(1 for _ in takewhile(lambda block: self._serials[block] < serial, pool.in_eviction_order()))
+        gone = sum(1 for _ in takewhile(lambda block: self._serials[block] <= serial, pool.in_eviction_order()))
         num_kept = len(self) - gone
         if serial == _IN_USE or num_kept < FLUSHED_SHARE * self.capacity:
             self.num_flushes += 1
