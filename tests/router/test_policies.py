@@ -113,6 +113,21 @@ def test_cold_prefixes_are_spread_and_each_goes_where_its_first_new_block_says()
     assert min(counts) >= 10
 
 
+def test_placement_never_gives_up_what_is_cached_elsewhere() -> None:
+    router = fleet()
+    warm(router, "r1", ask(1))
+    asked = {router.pick(ask(1, *range(100 + number, 112 + number)), 0.0).endpoint.name for number in range(30)}
+    assert asked == {"r1"}
+
+
+def test_a_first_block_that_all_have_does_not_place_anything() -> None:
+    router = fleet()
+    for name in router.endpoints:
+        warm(router, name, ask(1))
+    asked = [router.pick(ask(1, 100 + number, 5), 0.0).endpoint.name for number in range(60)]
+    assert min(asked.count(name) for name in router.endpoints) >= 10
+
+
 def test_placement_of_the_cold_gives_way_to_load() -> None:
     router = fleet()
     request = ask(1, 2, 3, 4)

@@ -103,6 +103,13 @@ def test_the_index_learns_whom_the_request_really_went_to() -> None:
         router.sent(router.pick(ask(1), 0.0), 0.0, "r9")
 
 
+def test_the_last_token_of_a_prompt_is_never_believed_to_be_cached() -> None:
+    router = fleet(1)
+    serve(router, ask(1, 2, tail=0))
+    candidate = router.pick(ask(1, 2, tail=0), 5.0).candidate
+    assert (candidate.hit_blocks, candidate.hit_tokens) == (2, 7)
+
+
 def test_rates_are_learned_from_what_was_really_to_do() -> None:
     """Believed to be cached and not: a long prefill, not a slow replica."""
     router = Router()
