@@ -206,6 +206,14 @@ def test_learning_at_the_response_scatters_a_burst_and_learning_at_the_pick_does
     assert computed[0] < 0.6 * computed[1]
 
 
+def test_a_prompt_of_whole_blocks_that_is_all_cached_computes_one_token() -> None:
+    prompt = Prompt.of_names(names(1, 2), 2 * BLOCK, BLOCK)
+    fleet = VirtualFleet(replicas(1, 8))
+    fleet.run([Arrival(float(at), Ask(prompt), 1) for at in range(3)], [router(1, 8)])
+    assert cached(fleet.records) == [0, 2 * BLOCK - 1, 2 * BLOCK - 1]
+    assert errors(fleet) == [0, 0, 0]
+
+
 def test_every_request_is_served_and_the_books_are_even_at_the_end() -> None:
     fleet, one = VirtualFleet(replicas(3, 256)), router(3, 256)
     records = fleet.run(trap(300), [one])

@@ -38,6 +38,7 @@ class _Job:
     names: list[BlockHash]
     number: int
     blocks: list[int] = field(default_factory=list[int])
+    num_found: int = 0  # blocks that were cached
     cached_tokens: int = 0
     first_token: float = 0.0
 
@@ -84,6 +85,7 @@ class VirtualReplica:
         self.waiting.popleft()
         pool.acquire(found)
         job.blocks = found + pool.allocate(total - len(found))
+        job.num_found = len(found)
         job.cached_tokens = min(len(found) * self.block_size, prompt_tokens - 1)
         self.prefilling = job
         work = Work.of(prompt_tokens, job.cached_tokens, self.num_streams)
@@ -93,8 +95,7 @@ class VirtualReplica:
         """The prefill under way ends; its request, and how many seconds the rest of the answer takes."""
         job = self.prefilling
         assert job is not None, "nothing is under way"
-        start = job.cached_tokens // self.block_size
-        for index in range(start, len(job.names)):
+        for index in range(job.num_found, len(job.names)):
             parent = job.names[index - 1] if index else BlockHash(b"")
             self.pool.publish(job.blocks[index], job.names[index], parent, b"")
         self.prefilling = None
