@@ -40,3 +40,9 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text('{"a": 1}\n')
     with pytest.raises(ConfigError, match="another kind of trace"):
         run_route(tmp_path / "trace", RouteConfig())
+
+
+def test_a_cache_that_is_too_small_for_the_longest_prompt_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text('{"timestamp": 0, "input_length": 5120, "output_length": 4, "hash_ids": [0]}\n')
+    with pytest.raises(ConfigError, match="never fits"):
+        run_route(tmp_path / "trace", RouteConfig(cache=10))

@@ -13,7 +13,7 @@ from headstart.router.cost import CostPolicy
 from headstart.router.endpoint import Reported
 from headstart.router.pick import Pick
 from headstart.router.policy import Policy
-from headstart.router.rates import Work
+from headstart.router.rates import Rates, Work
 from headstart.router.rendezvous import ranked
 from headstart.router.router import Router
 from headstart.router.scorers import SessionScorer
@@ -118,6 +118,17 @@ def test_placement_never_gives_up_what_is_cached_elsewhere() -> None:
     warm(router, "r1", ask(1))
     asked = {router.pick(ask(1, *range(100 + number, 112 + number)), 0.0).endpoint.name for number in range(30)}
     assert asked == {"r1"}
+
+
+def test_replicas_that_were_hardly_asked_are_taken_to_be_like_the_others() -> None:
+    """Found on agent traces: one replica turned out faster than its prior, and the others were never asked."""
+    router = Router()
+    for index in range(3):
+        router.add(endpoint(f"r{index}", 64, rates=Rates(50.0, 5.0, 0.0, 0.0)))
+    for number in range(30):
+        pick = send(router, ask(number, 7), 10.0 * number)
+        router.finished(pick, 10.0 * number + 0.01)
+    assert all(one.load.learner.num_own >= 3 for one in router.endpoints.values())
 
 
 def test_a_first_block_that_all_have_does_not_place_anything() -> None:

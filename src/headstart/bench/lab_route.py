@@ -64,6 +64,9 @@ COLUMNS = ("policy", "hit rate", "TTFT mean ms", "p50", "p90", "p99", "error, to
 def run_route(trace: Path, config: RouteConfig, bar: Bar = QUIET) -> Report:
     """Replays a Mooncake trace (or agent texts) once per policy. Raises ConfigError."""
     arrivals, block_size = _arrivals(trace, config)
+    longest = max((one.ask.prompt.num_tokens + one.output for one in arrivals), default=0)
+    if -(-longest // block_size) > config.cache:
+        raise ConfigError(f"--cache-blocks {config.cache}: a request of {longest} tokens never fits; give it more")
     values: dict[str, Any] = {}
     rows: list[tuple[Any, ...]] = []
     bar.stage("policies", len(CASES))

@@ -16,6 +16,7 @@ MAX_SURPRISE = 8.0  # a sample counts as at most so many times what was expected
 SURPRISE = 3.0  # a sample of more than so many times what was expected makes the older ones doubtful
 DOUBTED = 0.7  # what they still count then
 SCALES = (0.1, 1e-4, 1e-9, 1e-3)  # below these a prior of 0 is as good
+YOUNG = 4  # samples of its own until which a replica is also judged by those of others
 MIN_MS = 0.05
 
 
@@ -49,16 +50,22 @@ class Work(NamedTuple):
 class RateLearner:
     """Fits `rates` to samples (work, milliseconds). Each counts by its error relative to what was expected."""
 
-    __slots__ = ("_gram", "_prior", "_target", "num_samples", "rates")
+    __slots__ = ("_gram", "_prior", "_target", "num_own", "num_samples", "rates")
 
     def __init__(self, prior: Rates | None = None) -> None:
         self._prior = self.rates = prior or Rates()
         self._gram = [[0.0] * 4 for _ in range(4)]
         self._target = [0.0] * 4
         self.num_samples = 0
+        self.num_own = 0
 
-    def learn(self, work: Work, ms: float) -> None:
-        """Takes in that `work` took `ms`."""
+    @property
+    def is_young(self) -> bool:
+        """Whether it has seen too little of its own replica to do without what others saw."""
+        return self.num_own < YOUNG
+
+    def learn(self, work: Work, ms: float, *, own: bool = True) -> None:
+        """Takes in that `work` took `ms`; `own` False: at another replica."""
         expected = self.rates.prefill_ms(work)
         ms = max(ms, MIN_MS)
         if self.num_samples >= PRIOR_WEIGHT:
@@ -69,6 +76,7 @@ class RateLearner:
             1.0 / max(self._prior.prefill_ms(work), MIN_MS) ** 2
         )  # never by what was seen: that would favour the fast
         self.num_samples += 1
+        self.num_own += own
         for i, x in enumerate(features):
             row = self._gram[i]
             self._target[i] = decay * self._target[i] + scale * x * ms

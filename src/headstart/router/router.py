@@ -114,9 +114,8 @@ class Router:
             self.first_token(pick, now, usage)
         elif usage is not None:
             self._reported(pick, usage, now)
-        load, flight = pick.endpoint.load, pick.flight
-        load.learn(flight, flight.work)
-        load.finished(flight, now)
+        self._learn(pick.endpoint, pick.flight, pick.flight.work)
+        pick.endpoint.load.finished(pick.flight, now)
         names = pick.view.ask.prompt.names_with(output, pick.endpoint.block_size) if output else pick.hold.names
         pick.contents.finished(pick.hold, names, now)
         self._look_for_events(pick.endpoint)
@@ -146,11 +145,20 @@ class Router:
         pick.cached_tokens = usage.cached_tokens
         prompt = pick.view.ask.prompt
         scaled = usage.cached_tokens * prompt.num_tokens // max(usage.prompt_tokens, 1)
-        pick.endpoint.load.learn(pick.flight, Work.of(prompt.num_tokens, scaled, pick.flight.work.streams))
+        self._learn(pick.endpoint, pick.flight, Work.of(prompt.num_tokens, scaled, pick.flight.work.streams))
         self.prediction_error += abs(pick.candidate.hit_tokens - scaled)
         self.num_reported += 1
         blocks = cached_blocks(pick.endpoint, prompt, usage, pick.hold.hit)
         pick.contents.observed(pick.hold, min(blocks, len(pick.hold.names)), now)
+
+    def _learn(self, endpoint: Endpoint, flight: Flight, work: Work) -> None:
+        """A sample for its rates, and for those of replicas little is known of: they would never be asked otherwise."""
+        took_ms = flight.took_ms
+        endpoint.load.learn(flight, work)
+        if took_ms is not None:
+            for other in self.endpoints.values():
+                if other is not endpoint and other.load.learner.is_young:
+                    other.load.learner.learn(work, took_ms, own=False)
 
     def _look_for_events(self, endpoint: Endpoint) -> None:
         """Guesses instead of listening where nothing of use is heard."""
