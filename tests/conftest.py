@@ -9,6 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import patience  # noqa: E402
+import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 # No deadline: two shared cores. Derandomised: a red run is red again; `--hypothesis-seed` explores.
@@ -16,3 +18,9 @@ settings.register_profile(
     "headstart", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("headstart")
+
+
+@pytest.fixture
+def patient_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores on disk of this process are always preferred, and waited for."""
+    patience.prefer_the_store(monkeypatch.setattr)

@@ -63,7 +63,7 @@ class Process:
         assert self._child.stdin is not None and self._child.stdout is not None
         self._child.stdin.close()
         self._child.stdout.close()
-        return self._child.wait(60)
+        return self._child.wait(300)
 
     def kill(self) -> None:
         self._child.kill()
