@@ -10,7 +10,7 @@ from headstart.bench.engines import Setup
 from headstart.bench.inprocess import drive
 from headstart.bench.measure import measure
 from headstart.bench.nullexec import NullExecutor
-from headstart.bench.rate import RateConfig, measure_rate, search_rate
+from headstart.bench.rate import RateConfig, behind_prefix, measure_rate, search_rate
 from headstart.bench.rows import ROWS, measure_poisson, measure_row
 from headstart.bench.runner import Trial
 from headstart.workload import scenarios
@@ -120,22 +120,22 @@ def test_redundancy_is_unknown_where_cached_tokens_are_not_reported() -> None:
 
 
 def test_the_highest_rate_is_below_what_one_at_a_time_can_serve() -> None:
-    config = RateConfig(SHAPE, seconds=5.0, min_requests=200, precision=1.05)
-    found = search_rate(SlowRunner(), Slo(e2e=0.4), 3.0, config)
+    config = RateConfig(seconds=5.0, min_requests=200, precision=1.05)
+    found = search_rate(SlowRunner(), behind_prefix(SHAPE), Slo(e2e=0.4), 3.0, config)
     assert 3.0 < found.rate < 10.0 and found.problems == []
     assert all(point.holds == (point.rate <= found.rate) for point in found.points)
     assert any(point.result.trial.is_cut for point in found.points)
 
 
 def test_a_rate_without_limits_is_measured_to_its_end() -> None:
-    point = measure_rate(SlowRunner(), Slo(), 50.0, RateConfig(SHAPE, min_requests=20, seconds=0.1))
+    point = measure_rate(SlowRunner(), behind_prefix(SHAPE), Slo(), 50.0, RateConfig(min_requests=20, seconds=0.1))
     assert len(point.result.trial.records) == 20 and point.holds
 
 
 def test_poisson_allows_four_times_the_latency_alone_unless_told() -> None:
-    config = RateConfig(SHAPE, seconds=1.0, min_requests=50, precision=1.2)
-    outcome, alone = measure_poisson(SlowRunner(), None, config)
+    config = RateConfig(seconds=1.0, min_requests=50, precision=1.2)
+    outcome, alone = measure_poisson(SlowRunner(), None, config, shape=SHAPE)
     assert alone == pytest.approx(0.1)
-    told, _ = measure_poisson(SlowRunner(), 0.4, config)
+    told, _ = measure_poisson(SlowRunner(), 0.4, config, shape=SHAPE)
     assert outcome.figures == told.figures and (outcome.figures["poisson"] or 0) > 1
     assert outcome.redundancy["poisson"] == pytest.approx(64 / 16, rel=0.1)

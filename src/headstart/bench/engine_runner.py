@@ -5,7 +5,6 @@ from typing import Any
 
 from headstart.bench.engines import Setup, describe
 from headstart.bench.inprocess import Run, drive
-from headstart.bench.machine import describe_versions
 from headstart.bench.progress import QUIET, Bar
 from headstart.bench.runner import Trial
 from headstart.core.engine import Engine, EngineInfo
@@ -18,19 +17,23 @@ from headstart.workload.record import RequestRecord
 class EngineRunner:
     """Steps one engine. What it says was cached is held against what the engine says it computed."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, label: str = "headstart") -> None:
+    def __init__(self, engine: Engine, info: EngineInfo, model: str, label: str = "headstart") -> None:
         self.engine = engine
         self.info = info
         self.label = label
         self.vocab_size = info.vocab_size
-        self.about: dict[str, Any] = {"versions": describe_versions(), "settings": describe(info)}
+        self.about: dict[str, Any] = {
+            "model": model,
+            "max_model_len": info.max_model_len,
+            "settings": {**describe(info), "threads": info.threads},
+        }
         self._runs = 0
 
     @classmethod
     def build(cls, setup: Setup, options: EngineOptions) -> "EngineRunner":
         """Loads a model; `close` gives it back."""
         engine, info = setup.build(options)
-        return cls(engine, info)
+        return cls(engine, info, setup.label)
 
     def reset(self) -> bool:
         return self.engine.reset_prefix_cache()
@@ -45,7 +48,8 @@ class EngineRunner:
     ) -> Trial:
         due = [job.at for job in jobs]
         run = drive(self.engine, self._requests(jobs), due=due, concurrency=concurrency, bar=bar, give_up=give_up)
-        return Trial(run.records, run.seconds, is_cut=run.given_up, problems=_problems(run))
+        seconds = max((record.finish for record in run.records if record.finish is not None), default=run.seconds)
+        return Trial(run.records, seconds, is_cut=run.given_up, problems=_problems(run))
 
     def close(self) -> None:
         self.engine.close()

@@ -45,6 +45,11 @@ class PhaseResult:
         if errors and not self.trial.is_cut:
             head = f"{self.phase.name}: {len(errors)} of {len(self.trial.records)} requests failed"
             found.append(f"{head}, the first with: {errors[0]}")
+        if self.computed is not None and self.computed < self.ideal:
+            found.append(
+                f"{self.phase.name}: {self.computed} prompt tokens computed, but nobody can do with less than "
+                f"{self.ideal}: the prompts were known already (another --seed?), or cached tokens are misreported"
+            )
         return found
 
 

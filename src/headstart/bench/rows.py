@@ -10,14 +10,14 @@ from random import Random
 
 from headstart.bench.measure import Measured, PhaseResult, measure
 from headstart.bench.progress import QUIET, Bar
-from headstart.bench.rate import RateConfig, search_rate, unloaded_e2e
+from headstart.bench.rate import DEFAULTS, RateConfig, behind_prefix, search_rate
 from headstart.bench.runner import Runner
 from headstart.workload import scenarios
 from headstart.workload.record import median
 from headstart.workload.scenarios import Scenario
 from headstart.workload.slo import Slo
+from headstart.workload.synthetic import INTENT, Shape
 
-DEFAULTS = RateConfig()
 Build = Callable[[int, Random], Scenario]  # (vocabulary size, chance) -> one repetition
 Figure = Callable[[PhaseResult], float | None]
 
@@ -98,16 +98,22 @@ def measure_row(name: str, runner: Runner, seed: int | str, bar: Bar = QUIET) ->
 
 
 def measure_poisson(
-    runner: Runner, slo_seconds: float | None, config: RateConfig = DEFAULTS, bar: Bar = QUIET
+    runner: Runner,
+    slo_seconds: float | None,
+    config: RateConfig = DEFAULTS,
+    bar: Bar = QUIET,
+    *,
+    shape: Shape = INTENT,
 ) -> tuple[Outcome, float | None]:
-    """(the highest rate whose p90 latency is within `slo_seconds`, latency of a request alone in seconds).
+    """(the highest rate whose p90 latency is within `slo_seconds`, seconds that a request takes when it is alone).
 
-    Without `slo_seconds` four times the runner's own latency alone is allowed.
+    Without `slo_seconds` four times the runner's own latency alone is allowed. A rate of 0: none held.
     """
-    alone = unloaded_e2e(runner, config, bar)
+    alone = unloaded_e2e(runner, config.seed, bar, shape=shape)
     if alone is None:
         return Outcome({"poisson": None}, {}, {}, {}, ("no request alone came through",)), None
-    found = search_rate(runner, Slo(e2e=slo_seconds or 4 * alone), 0.5 / alone, config, bar)
+    slo = Slo(e2e=slo_seconds or 4 * alone)
+    found = search_rate(runner, behind_prefix(shape), slo, 0.5 / alone, config, bar)
     held = [point.result for point in found.points if point.holds and point.rate == found.rate]
     return Outcome(
         {"poisson": found.rate},
@@ -116,6 +122,16 @@ def measure_poisson(
         {"poisson": held[0].ideal} if held else {},
         tuple(found.problems),
     ), alone
+
+
+def unloaded_e2e(
+    runner: Runner, seed: int | str, bar: Bar = QUIET, *, shape: Shape = INTENT, requests: int = 8
+) -> float | None:
+    """Median seconds that a request takes when it is alone, behind a cached prefix; None: none came through."""
+    rng = Random(f"{seed}/unloaded")
+    found = measure(runner, scenarios.intent(runner.vocab_size, rng, shape=shape, requests=requests), bar)
+    known = [record.e2e for record in found["alone"].trial.records if record.e2e is not None]
+    return median(known) if known else None
 
 
 def read_off(parts: tuple[Part, ...], found: Measured) -> Outcome:

@@ -68,7 +68,7 @@ class Runner(Protocol):
 
     label: str  # short: what tables call it
     vocab_size: int  # prompts are drawn from below this
-    about: dict[str, Any]  # versions and settings, for the report
+    about: dict[str, Any]  # for the report: versions, settings; model and max_model_len where they are known
 
     def reset(self) -> bool:
         """Forgets every cached prefix; False: it cannot, so prompts must be new to be cold."""
