@@ -1,6 +1,8 @@
 """What holds for every test: one quiet compute thread, settled before torch is imported, and repeatable examples."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 SRC = str(Path(__file__).parents[1] / "src")
@@ -18,6 +20,19 @@ settings.register_profile(
     "headstart", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("headstart")
+
+BUILD_KERNELS = """
+from headstart.model.kernels.load import NEEDED, cpu_flags, load
+for variant, needed in NEEDED.items():
+    if needed <= cpu_flags():
+        load(variant)
+"""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Builds the kernels before workers start: once, by all cores, and in no test's time. Cached, it takes a moment."""
+    if getattr(session.config.option, "numprocesses", None):
+        subprocess.run([sys.executable, "-c", BUILD_KERNELS], check=False)
 
 
 @pytest.fixture
