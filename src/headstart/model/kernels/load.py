@@ -35,6 +35,9 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "headstart_read": (ctypes.c_uint64, (_pointer, _long, _int)),
     "headstart_scratch": (_long, (_long, _long, _int)),
     "headstart_chain": (None, (_pointer, _int, _pointer, _pointer, _pointer, _pointer, _long, _int)),
+    "headstart_stack": (_int, (_pointer,)),
+    "headstart_finite": (None, (_pointer, _long, _pointer, _long, _pointer)),
+    "headstart_greatest": (None, (_pointer, _int, _long, _long, _pointer, _pointer, _int)),
     "headstart_pack_bf16": (None, (_pointer, _pointer, _long, _long, _long, _int, _int)),
     "headstart_pack_int8": (None, (_pointer, _pointer, _pointer, _long, _long, _long, _int, _int)),
 }
