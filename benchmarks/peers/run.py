@@ -40,7 +40,8 @@ def main() -> int:
         ONCE if args.quick else OTHERS,
         overrides=overrides,
     )
-    args.output.mkdir(parents=True, exist_ok=True)
+    logs = args.output / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
     config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     setup = {"model": args.model, "threads": args.threads, "spin_count": args.spin_count, "config": config}
     try:
@@ -52,7 +53,7 @@ def main() -> int:
         return 2
     say("measuring what this machine can do at most")
     journal.note_ceilings(ceilings(args.threads))
-    site = Site(args.environments, model, args.threads, args.output, args.spin_count)
+    site = Site(args.environments, model, args.threads, logs, args.spin_count)
     comparison = Comparison(plan, journal, site, retries=args.retries, say=say)
     try:
         comparison.start()
@@ -88,7 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--retries", type=int, default=1, help="of a trial that others disturbed")
     parser.add_argument("--quick", action="store_true", help="every row once: a look, not a figure")
     parser.add_argument("--resume", action="store_true", help="keep the trials that --output has")
-    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of journal, logs and results")
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of journal, results and logs")
     parser.add_argument("--page", type=Path, help="page whose generated part is written, such as docs/benchmarks.md")
     return parser.parse_args()
 
