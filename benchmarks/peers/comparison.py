@@ -45,6 +45,7 @@ class Comparison:
         self._peers: dict[str, Peer] = {}
         self._deaths = dict.fromkeys((entrant.name for entrant in plan.entrants), 0)
         self._futile = 0
+        self._told = ""
         self._estimate = Estimate()
         for entry in journal.entries:
             self._estimate.note(entry.row, entry.peer, entry.elapsed)
@@ -186,8 +187,10 @@ class Comparison:
 
     def _progress(self, row: str, here: list[tuple[str, Entrant]], later: tuple[str, ...]) -> None:
         rest = [(name, entrant) for name in later for _, entrant in self._turns(name)]
-        minutes = self._estimate.seconds([*here, *rest]) / 60
-        self._say(f"{row}: about {minutes:.0f} min are left")
+        text = f"{row}: about {self._estimate.seconds([*here, *rest]) / 60:.0f} min are left"
+        if text != self._told:
+            self._told = text
+            self._say(text)
 
     def _turns(self, row: str) -> list[tuple[int, Entrant]]:
         """All trials of a row; of a search, as many rates as are usual."""

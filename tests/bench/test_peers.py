@@ -248,7 +248,8 @@ def test_a_journal_of_another_setup_is_refused(tmp_path: Path) -> None:
 def test_of_trials_measured_again_the_least_contended_counts() -> None:
     busy = Entry("twins", "a", 0, figures={"twins": 9.0}, other_cores=0.5)
     quiet = replace(busy, figures={"twins": 3.0}, other_cores=0.0)
-    assert find([quiet, busy, replace(busy, problems=("no",), other_cores=0.0)], busy.key) is quiet
+    failed = replace(busy, problems=("no",), other_cores=0.0)
+    assert find([busy, quiet, failed], busy.key) is quiet is find([failed, quiet, busy], busy.key)
     assert find([], busy.key) is None
 
 
