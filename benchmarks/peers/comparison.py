@@ -150,12 +150,14 @@ class Comparison:
         except PeerError as error:
             self._bury(blank.peer)
             return replace(blank, elapsed=time.monotonic() - start, problems=(str(error),))
+        used = peer.cpu_seconds() - cpu
         return replace(
             blank,
+            cpu_seconds=used,
             figures=outcome.figures,
             redundancy=outcome.redundancy,
             elapsed=time.monotonic() - start,
-            other_cores=meter.stop(peer.cpu_seconds() - cpu),
+            other_cores=meter.stop(used),
             problems=outcome.problems,
         )
 

@@ -23,6 +23,7 @@ class Entry:
     figures: dict[str, float | None] = field(default_factory=dict[str, float | None])
     redundancy: dict[str, float | None] = field(default_factory=dict[str, float | None])
     elapsed: float = 0.0  # seconds that the trial took in all, warm-up included
+    cpu_seconds: float | None = None  # of the driver meanwhile: what says most on a machine that others use
     other_cores: float | None = None  # that others burnt meanwhile; None: not known
     cut_after: float | None = None  # seconds after which it was given up
     problems: tuple[str, ...] = ()

@@ -200,6 +200,7 @@ def test_entrants_take_turns_and_every_trial_is_noted(driver: Path, tmp_path: Pa
     about, entries = read(journal.path)
     assert [(entry.peer, entry.repetition) for entry in entries] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     assert all(entry.is_good and (entry.figures["cold_ttft"] or 0) > 0 for entry in entries)
+    assert all(entry.cpu_seconds is not None for entry in entries)
     assert about["peers"]["b"]["versions"] == {"torch": "1"}
 
 
