@@ -13,6 +13,7 @@ from headstart.model.kernels.load import Kernels, LinkDescriptor, threads
 from headstart.model.kernels.packed import HeadTurner, PackedLinear, check
 
 Angles = tuple[Tensor, Tensor]
+MAX_LINKS = 8  # see linear.cpp
 
 
 class Link(NamedTuple):
@@ -56,11 +57,13 @@ class Buffers:
 
 
 class Chain:
-    """Links in their order. Raises ValueError if they do not fit the buffers' widths."""
+    """Links in their order. Raises ValueError for too many, or if they do not fit the buffers' widths."""
 
     __slots__ = ("_functions", "_kept", "_links", "_rotary_dim", "_widest", "widths")
 
     def __init__(self, kernels: Kernels, links: list[Link], widths: tuple[int, ...]) -> None:
+        if len(links) > MAX_LINKS:
+            raise ValueError(f"a chain has at most {MAX_LINKS} links, not {len(links)}")
         self.widths = widths
         self._functions = kernels.library
         self._kept = links  # the descriptors hold only addresses

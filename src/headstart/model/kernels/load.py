@@ -44,7 +44,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 class LinearDescriptor(ctypes.Structure):
-    """`Linear` of linear.cpp: addresses and sizes of one packed weight."""
+    """`Linear` of linear.h: addresses and sizes of one packed weight."""
 
     _fields_ = (
         ("weight", _pointer),
@@ -75,7 +75,7 @@ class HeadsDescriptor(ctypes.Structure):
 
 
 class LinkDescriptor(ctypes.Structure):
-    """`Link` of linear.cpp: one product of a chain, on numbered buffers."""
+    """`Link` of linear.h: one product of a chain, on numbered buffers."""
 
     _fields_ = (("linear", _pointer), ("heads", _pointer), ("x", _int), ("y", _int), ("residual", _int))
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headstart.model.kernels.load import HeadsDescriptor, Kernels, LinearDescriptor, threads
 
-TILE = 32  # outputs side by side in the packed form; see linear.cpp
+TILE = 32  # outputs side by side in the packed form; see linear.h
 SCRATCH_ALIGNED = 64
 
 
