@@ -86,6 +86,14 @@ def test_the_first_requests_are_those_that_came_first() -> None:
     assert trace.first(0) == trace
 
 
+def test_long_prompts_can_be_left_out() -> None:
+    trace = read_trace(lines(MOONCAKE))
+    assert [request.length for request in trace.up_to(1000).requests] == [1000, 600]
+    assert trace.up_to(0) == trace
+    with pytest.raises(ConfigError, match="no prompt of the trace has 599"):
+        trace.up_to(599)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -187,6 +187,9 @@ def trace(
     model: Named = "",
     against: Against = "",
     limit: Annotated[int, typer.Option(min=0, help="The first so many requests; 0: all.")] = 100,
+    skip_above: Annotated[
+        int, typer.Option(min=0, help="Leave out longer prompts, in the trace's tokens; 0: none.")
+    ] = 0,
     speed: Annotated[float, typer.Option(min=0.001, help="How many times as fast they come.")] = 1,
     max_prompt_tokens: Annotated[
         int,
@@ -213,12 +216,13 @@ def trace(
 
     where = Where(model, against, api_key, vocab_size, timeout, dtype, threads, quantization, caching, seed, plot)
     with cli_run.refusing():
-        found = open_trace(trace, limit)
+        found = open_trace(trace, skip_above, limit)
     factor = found.factor(max_prompt_tokens)
     sizes = {
         "trace": trace.name,
         "kind": found.kind,
         "requests": len(found.requests),
+        "skip_above": skip_above,
         "speed": speed,
         "factor": factor,
         "loop": f"closed, {concurrency} at a time" if concurrency else "open, as recorded",

@@ -10,7 +10,7 @@ from headstart.bench.progress import QUIET, Bar
 from headstart.bench.rate import DEFAULTS, Load, Point, RateConfig, RateSearch, search_rate
 from headstart.bench.report import Chart, Report, Sheet
 from headstart.bench.runner import Runner
-from headstart.bench.suite import by_phase, check_lengths, latencies, overview, redundancy_text
+from headstart.bench.suite import by_phase, check_lengths, latencies, redundancy_sheet, redundancy_text
 from headstart.workload.record import median, summarize
 from headstart.workload.scenarios import Scenario
 from headstart.workload.slo import Slo
@@ -71,7 +71,7 @@ def _report(runner: Runner, plan: RatePlan, alone: Measured, search: RateSearch 
         setup={**plan.setup, **runner.about, "seconds_per_rate": plan.config.seconds},
         problems=alone.problems,
     )
-    report.sheets += [overview(f"{plan.name}: one request at a time", values), latencies(values)]
+    report.sheets += [redundancy_sheet(values), latencies(values)]
     if search is None:
         return report
     points = [_values(point, search.slo) for point in search.points]
@@ -109,7 +109,7 @@ def _values(point: Point, slo: Slo) -> dict[str, Any]:
 def _points_sheet(search: RateSearch, points: list[dict[str, Any]]) -> Sheet:
     limits = ", ".join(f"{name} <= {1e3 * limit:.0f} ms" for name, limit in search.slo.limits)
     keys = ("rate", "requests", "ttft_p90_ms", "tpot_p90_ms", "e2e_p90_ms", "goodput")
-    columns = ("req/s", "requests", "TTFT p90", "TPOT p90", "e2e p90", "goodput")
+    columns = ("req/s", "sent", "TTFT p90", "TPOT p90", "e2e p90", "goodput")
     rows = tuple(
         (
             *(found[key] for key in keys),
@@ -118,7 +118,7 @@ def _points_sheet(search: RateSearch, points: list[dict[str, Any]]) -> Sheet:
         )
         for found in sorted(points, key=lambda found: found["rate"])
     )
-    title = f"highest rate with 90 % of the requests within {limits}: {search.rate:.3g} requests/s (latencies in ms)"
+    title = f"highest rate with p90 of {limits}: {search.rate:.3g} requests/s (ms; -: given up, sure to miss)"
     return Sheet(title, (*columns, "redundancy", "holds"), rows)
 
 

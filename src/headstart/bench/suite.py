@@ -133,10 +133,12 @@ def report_on(runner: Runner, plan: Plan, found: Sequence[Measured]) -> Report:
         setup={**plan.setup, **runner.about, "was_reset": all(one.was_reset for one in found)},
         problems=list(dict.fromkeys(problem for one in found for problem in one.problems)),
     )
-    report.sheets += [overview(plan.name, values), latencies(values)]
+    report.sheets += [speed_sheet(plan.name, values), redundancy_sheet(values), latencies(values)]
     if plan.slo:
         report.sheets.append(_slo_sheet(plan.slo, values))
-    report.charts += [tokens_chart(values), latency_chart(last)]
+    report.charts += [tokens_chart(phases), latency_chart(last)]
+    if all(found["decode_tokens_per_s"] for found in values.values()):
+        report.charts.append(decode_chart(values))
     return report
 
 
@@ -149,22 +151,24 @@ def by_phase(found: Sequence[Measured]) -> list[PhaseFigures]:
     return [PhaseFigures(name, tuple(several)) for name, several in results.items()]
 
 
-def overview(title: str, values: dict[str, dict[str, Any]]) -> Sheet:
-    """What a phase took, and what of its prompts was computed: medians; out/s are all tokens over all seconds."""
-    columns = (
-        *("phase", "requests", "s", "out/s", "decode/s", "TTFT ms", "TPOT ms"),
-        *("computed", "ideal", "redundancy"),
-    )
+def speed_sheet(title: str, values: dict[str, dict[str, Any]]) -> Sheet:
+    """How fast each phase was served: medians over the repetitions."""
+    keys = ("requests", "seconds", "request_rate", "output_tokens_per_s", "decode_tokens_per_s")
+    columns = ("phase", "requests", "seconds", "requests/s", "tokens/s", "all decoding")
+    return Sheet(title, columns, tuple((name, *(found[key] for key in keys)) for name, found in values.items()))
+
+
+def redundancy_sheet(values: dict[str, dict[str, Any]]) -> Sheet:
+    """What of the prompts was computed in the worst repetition, beside the time to the first token."""
     rows = tuple(
         (
-            *(name, found["requests"], found["seconds"]),
-            *(found["output_tokens_per_s"], found["decode_tokens_per_s"]),
-            *((found[key] or {}).get("p50") for key in ("ttft_ms", "tpot_ms")),
+            *(name, (found["ttft_ms"] or {}).get("p50")),
             *(found["prefill_computed"], found["ideal"], redundancy_text(found)),
         )
         for name, found in values.items()
     )
-    return Sheet(title, columns, rows)
+    columns = ("phase", "TTFT p50, ms", "prompt tokens computed", "least possible", "redundancy")
+    return Sheet("prefill redundancy, counted by the client", columns, rows)
 
 
 def redundancy_text(found: dict[str, Any]) -> str | None:
@@ -193,10 +197,21 @@ def in_ms(found: Percentiles | None) -> dict[str, float] | None:
     return None if found is None else {name: 1e3 * value for name, value in found._asdict().items()}
 
 
-def tokens_chart(values: dict[str, dict[str, Any]]) -> Chart:
-    """Computed beside the least possible."""
-    series = {label: tuple(found[key] for found in values.values()) for key, label in _TOKENS.items()}
-    return Chart("prompt tokens computed", "phase", "tokens", tuple(values), series)
+def tokens_chart(phases: Sequence[PhaseFigures]) -> Chart:
+    """Of one repetition of each phase: prompt tokens sent, computed, and the least possible."""
+    worst = [phase.worst for phase in phases]
+    series: dict[str, tuple[float | None, ...]] = {
+        "sent": tuple(sum(len(job.prompt) for job in result.phase.jobs) for result in worst),
+        "computed": tuple(result.computed for result in worst),
+        "least possible": tuple(result.ideal for result in worst),
+    }
+    return Chart("prompt tokens", "phase", "tokens", tuple(phase.name for phase in phases), series)
+
+
+def decode_chart(values: dict[str, dict[str, Any]]) -> Chart:
+    """Tokens per second while all streams decode."""
+    series = {"median": tuple(found["decode_tokens_per_s"] for found in values.values())}
+    return Chart("decode", "phase", "tokens/s while all decode", tuple(values), series)
 
 
 def latency_chart(phase: PhaseFigures) -> Chart:
@@ -210,9 +225,6 @@ def latency_chart(phase: PhaseFigures) -> Chart:
         for name, found in known.items()
     }
     return Chart(f"latency, {phase.name}", "percentile", "ms", SHARES, series)
-
-
-_TOKENS = {"prefill_computed": "computed", "ideal": "least possible"}
 
 
 def _goodput(phase: PhaseFigures, slo: Slo) -> dict[str, Any]:

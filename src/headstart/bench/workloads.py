@@ -139,11 +139,14 @@ def twins(form: Form) -> Build:
     return build
 
 
-def open_trace(path: Path, limit: int) -> Trace:
-    """The first `limit` requests of a trace file (0: all). Raises ConfigError."""
+def open_trace(path: Path, skip_above: int, limit: int) -> Trace:
+    """Of a trace file the first `limit` requests whose prompts have at most `skip_above` tokens (0: no limit).
+
+    Raises ConfigError.
+    """
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            return read_trace(file).first(limit)
+            return read_trace(file).up_to(skip_above).first(limit)
     except OSError as error:
         raise ConfigError(f"cannot read --trace {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

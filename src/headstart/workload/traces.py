@@ -48,6 +48,13 @@ class Trace:
         """The first `count` requests; 0: all."""
         return replace(self, requests=self.requests[: count or None])
 
+    def up_to(self, longest: int) -> "Trace":
+        """The requests whose prompts have at most `longest` tokens; 0: all. Raises ConfigError if there are none."""
+        kept = tuple(request for request in self.requests if not longest or request.length <= longest)
+        if not kept:
+            raise ConfigError(f"no prompt of the trace has {longest} tokens or less")
+        return replace(self, requests=kept)
+
     def factor(self, max_prompt_tokens: int) -> float:
         """By what all lengths must be multiplied for the longest prompt to have at most so many tokens; 0: no limit."""
         longest = max(request.length for request in self.requests)
