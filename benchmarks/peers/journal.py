@@ -68,8 +68,9 @@ class Journal:
             file.write(json.dumps(asdict(entry)) + "\n")
 
     def note_peer(self, name: str, about: dict[str, Any]) -> None:
-        """Notes versions and settings of a peer, once it has told them."""
-        self.about.setdefault("peers", {})[name] = about
+        """Notes versions and settings of a peer, once it has told them, or beside them why it failed later."""
+        peers = self.about.setdefault("peers", {})
+        peers[name] = {**peers.get(name, {}), **about} if "failed" in about else about
         self._rewrite()
 
     def note_ceilings(self, ceilings: dict[str, float]) -> None:

@@ -25,6 +25,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
     axes.scatter(floors, range(len(keys)), marker="|", s=220, color="black", label="floor", zorder=3)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
     axes.set_yticks(range(len(keys)), [key.replace("_", " ") for key in keys])
     axes.invert_yaxis()
     axes.set(xlabel="times slower than Headstart (right of 1: slower)")

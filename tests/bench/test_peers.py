@@ -246,6 +246,15 @@ def test_a_journal_of_another_setup_is_refused(tmp_path: Path) -> None:
         Journal(tmp_path / "j", {"setup": 2}, resume=True)
 
 
+def test_who_fails_later_keeps_the_versions_of_its_trials(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", {"setup": 1}, resume=False)
+    journal.note_peer("a", {"versions": {"torch": "1"}})
+    journal.note_peer("a", {"failed": "gone"})
+    assert read(tmp_path / "j")[0]["peers"]["a"] == {"versions": {"torch": "1"}, "failed": "gone"}
+    journal.note_peer("a", {"versions": {"torch": "2"}})
+    assert read(tmp_path / "j")[0]["peers"]["a"] == {"versions": {"torch": "2"}}
+
+
 def test_of_trials_measured_again_the_least_contended_counts() -> None:
     busy = Entry("twins", "a", 0, figures={"twins": 9.0}, other_cores=0.5)
     quiet = replace(busy, figures={"twins": 3.0}, other_cores=0.0)
