@@ -23,7 +23,10 @@ def has_compiler() -> bool:
         return False
 
 
-@pytest.mark.skipif(not has_compiler(), reason="no compiler")
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no compiler")
+
+
+@needs_compiler
 def test_the_sources_build_wherever_there_is_a_compiler() -> None:
     """Or else every test of a kernel would be left out without a word."""
     for variant in RUNNABLE:
@@ -31,9 +34,8 @@ def test_the_sources_build_wherever_there_is_a_compiler() -> None:
         assert found.kernels is not None, found.note
 
 
+@needs_compiler
 def test_the_best_variant_is_chosen_and_every_other_can_be_forced() -> None:
-    if load(RUNNABLE[0]).kernels is None:
-        pytest.skip("no compiler")
     assert load("").note == RUNNABLE[0]
     for variant in RUNNABLE:
         kernels = load(variant).kernels
@@ -62,16 +64,18 @@ def test_no_compiler_is_one_line_not_a_failure(tmp_path: Path, monkeypatch: pyte
     assert found.note == "none: no C++ compiler (g++, c++, clang++) on the path: install g++ for faster kernels"
 
 
+@needs_compiler
 def test_a_compiler_that_fails_says_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "source"
     broken.mkdir()
     (broken / "a.cpp").write_text("int f() { return nonsense; }\n")
     monkeypatch.setattr(building, "SOURCES", broken)
-    with pytest.raises(BuildError, match=r"failed: .*error: .nonsense. was not declared"):
+    with pytest.raises(BuildError, match=r"failed: .*error: .*nonsense"):
         build("avx2", tmp_path / "cache", environ=os.environ)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@needs_compiler
 def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match=r"cannot build in .*file/below"):
@@ -87,6 +91,7 @@ def test_cxx_chooses_the_compiler(tmp_path: Path) -> None:
         find_compiler({"CXX": "gone", "PATH": str(tmp_path)})
 
 
+@needs_compiler
 def test_built_once_and_again_only_if_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "source"
     source.mkdir()
@@ -100,6 +105,7 @@ def test_built_once_and_again_only_if_a_source_changes(tmp_path: Path, monkeypat
     assert build("avx2", tmp_path / "cache", environ=os.environ) != first
 
 
+@needs_compiler
 def test_several_processes_build_at_once_and_share_torchs_openmp(tmp_path: Path) -> None:
     code = (
         "from headstart.model.kernels.load import load\n"
