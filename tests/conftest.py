@@ -1,8 +1,11 @@
 """What holds for every test: one quiet compute thread, settled before torch is imported, and repeatable examples."""
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 SRC = str(Path(__file__).parents[1] / "src")
@@ -14,6 +17,22 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import patience  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+
+
+def has_cache() -> bool:
+    """Whether kernels that were built can be kept for the next run."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "kernels"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        tempfile.TemporaryFile(dir=folder).close()
+    except (OSError, RuntimeError):  # no home
+        return False
+    return True
+
+
+if not has_cache():  # one for this run, which workers inherit
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="headstart-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # No deadline: two shared cores. Derandomised: a red run is red again; `--hypothesis-seed` explores.
 settings.register_profile(
