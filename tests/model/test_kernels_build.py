@@ -1,15 +1,18 @@
 """Building and choosing kernels: once per machine, by several processes at once, and never in the way of a start."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
 from headstart.core.errors import ConfigError
+from headstart.model.doctor import report
 from headstart.model.kernels import build as building
-from headstart.model.kernels.build import BuildError, build, cache_folder, find_compiler
+from headstart.model.kernels.build import BuildError, build, build_packaged, cache_folder, find_compiler, packaged
 from headstart.model.kernels.load import NEEDED, VARIABLE, cpu_flags, load
 
 RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
@@ -106,6 +109,79 @@ def test_built_once_and_again_only_if_a_source_changes(tmp_path: Path, monkeypat
 
 
 @needs_compiler
+def test_what_came_with_the_package_is_used_if_it_is_of_these_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.cpp").write_text("int f() { return 1; }\n")
+    monkeypatch.setattr(building, "SOURCES", source)
+    monkeypatch.setattr(building, "PACKAGED", tmp_path / "compiled")
+    assert packaged("avx2") is None
+    made = build_packaged("avx2", tmp_path / "compiled", environ=os.environ)
+    assert packaged("avx2") == made and packaged("avx512") is None
+    assert [file.name for file in (tmp_path / "compiled").iterdir()] == [made.name]
+    (source / "a.cpp").write_text("int f() { return 2; }\n")
+    assert packaged("avx2") is None
+
+
+def test_a_packaged_library_that_cannot_be_loaded_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.so").write_bytes(b"not a library")
+    monkeypatch.setattr("headstart.model.kernels.load.packaged", lambda variant: tmp_path / "broken.so")
+    found = load.__wrapped__(RUNNABLE[-1])
+    assert found.kernels is None or found.origin.startswith("compiled on this machine")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_wheel_brings_the_kernels_and_needs_no_compiler_to_use_them(tmp_path: Path) -> None:
+    """Also without one to build it: the wheel is then for every platform, and torch does the work."""
+    root = Path(__file__).parents[2]
+    if not has_compiler() or not (root / "setup.py").exists():
+        pytest.skip("no compiler")
+    copy, empty = tmp_path / "checkout", tmp_path / "empty"
+    empty.mkdir()
+    shutil.copytree(root / "src", copy / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "bundled"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(root / name, copy)
+    bare = {**os.environ, "PATH": str(empty), "CXX": "", VARIABLE: "", "XDG_CACHE_HOME": str(empty)}
+    code = "from headstart.model.kernels.load import find; f = find(); print(f.note, f.origin, sep='|')"
+    expected = {
+        "platform": (os.environ, "linux_x86_64", f"{RUNNABLE[0]}|built with the package"),
+        "any": (bare, "any", "none: no C++ compiler (g++, c++, clang++) on the path: install g++ for faster kernels|"),
+    }
+    for kind, (environ, tag, note) in expected.items():
+        out = tmp_path / kind
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+        build_wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(out), str(copy)]
+        subprocess.run(build_wheel, env=environ, check=True, capture_output=True, timeout=900)
+        (wheel,) = out.iterdir()
+        assert wheel.name.endswith(f"-py3-none-{tag}.whl")
+        with ZipFile(wheel) as archive:
+            archive.extractall(out / "site")
+        found = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**bare, "PYTHONPATH": str(out / "site")},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=100,
+        )
+        assert found.stdout.strip() == note
+        shutil.rmtree(copy / "build")  # setuptools would put what lies there into the next wheel
+
+
+def test_doctor_says_where_the_kernels_are_from() -> None:
+    found = load("")
+    shown = report().text()
+    assert found.origin in shown
+    assert found.kernels is None or found.origin.startswith(("built with the package", "compiled on this machine"))
+
+
+@needs_compiler
+@pytest.mark.timeout(900)
 def test_several_processes_build_at_once_and_share_torchs_openmp(tmp_path: Path) -> None:
     code = (
         "from headstart.model.kernels.load import load\n"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch  # before the library: see above
 
 from headstart.core.errors import ConfigError
-from headstart.model.kernels.build import VARIANT_FLAGS, BuildError, build, cache_folder
+from headstart.model.kernels.build import VARIANT_FLAGS, BuildError, build, cache_folder, packaged
 
 VARIABLE = "HEADSTART_KERNELS"
 VARIANTS = (*VARIANT_FLAGS, "none")
@@ -92,10 +92,11 @@ class Kernels:
 
 
 class Found(NamedTuple):
-    """The kernels there are, or None, and one line that says which or why not."""
+    """The kernels there are, or None; their variant or why there are none, in one line; and where they are from."""
 
     kernels: Kernels | None
     note: str
+    origin: str = ""
 
 
 def kernels() -> Kernels | None:
@@ -124,8 +125,22 @@ def load(variant: str = "") -> Found:
     if not runnable:
         return Found(None, "none: they need a processor with AVX2 and Linux")
     chosen = variant or runnable[0]
+    return _packaged(chosen) or _compiled(chosen)
+
+
+def _packaged(variant: str) -> Found | None:
+    """What came with the package, if it did and if it can be loaded here."""
+    path = packaged(variant)
     try:
-        return Found(Kernels(chosen, build(chosen, cache_folder(os.environ), environ=os.environ)), chosen)
+        return None if path is None else Found(Kernels(variant, path), variant, "built with the package")
+    except OSError:  # made for another C library: ours may still be compiled
+        return None
+
+
+def _compiled(variant: str) -> Found:
+    try:
+        path = build(variant, cache_folder(os.environ), environ=os.environ)
+        return Found(Kernels(variant, path), variant, f"compiled on this machine, {path}")
     except (BuildError, OSError) as error:
         return Found(None, f"none: {error}")
 
