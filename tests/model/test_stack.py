@@ -94,3 +94,12 @@ def test_positions_before_the_first_are_refused(tmp_path: Path) -> None:
     step.positions[0] = -1
     with pytest.raises(ValueError, match="a position outside"):
         layers.forward(step, runner.attention.begin(step))
+
+
+def test_a_step_that_was_checked_against_a_larger_pool_is_checked_again(tmp_path: Path) -> None:
+    runner, _ = make_runner(tmp_path)
+    bounds = StepBounds(runner.num_blocks + 1, runner.block_size, 128, 512)
+    step, _, _ = build_step(Batch((chunk([5, 6], 0, 1, [runner.num_blocks]),)), bounds, torch.device("cpu"))
+    assert step is not None
+    with pytest.raises(ValueError, match="outside"):
+        runner.attention.begin(step)

@@ -21,6 +21,7 @@ from headstart.model.kernels.load import Kernels, threads
 from headstart.model.kv import KVShape
 from headstart.model.writes import Writes
 
+_NO_IDS, _NO_PAGES = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -69,6 +70,14 @@ class PackedKV:
 
     def plan_writes(self, writes: Writes, num_tokens: int) -> PageWrites:
         """`writes` for the kernels. Raises ValueError for slots outside the pool or tokens that are not there."""
+        if not writes.spans and writes.loose is None and self.block_size % PAGE == 0:  # a step of decodes
+            slots = writes.loose_slots
+            self._check_writes(_NO_IDS, slots, _NO_PAGES, num_tokens)
+            if len(slots) > num_tokens:
+                raise ValueError(f"{len(slots)} writes of {num_tokens} tokens")
+            loose = np.empty((len(slots), 2), np.int32)
+            loose[:, 0], loose[:, 1] = np.arange(len(slots)), slots
+            return PageWrites(_NO_PAGES.astype(np.int32), loose, num_tokens)
         loose = np.arange(len(writes.loose_slots)) if writes.loose is None else writes.loose
         tokens, slots = [loose], [writes.loose_slots]
         pages: list[NDArray[np.int64]] = []
