@@ -54,7 +54,7 @@ def _arguments() -> Namespace:
     parser.add_argument("--batch", type=int, default=defaults.batch, help="tokens in a call")
     parser.add_argument("--ubatch", type=int, default=defaults.ubatch, help="tokens in a graph")
     parser.add_argument("--unified", action="store_true", default=defaults.unified, help="one KV buffer for all")
-    parser.add_argument("--no-flash", dest="flash", action="store_false", default=defaults.flash)
+    parser.add_argument("--flash", action="store_true", default=defaults.flash, help="flash attention")
     parser.add_argument(
         "--kv", choices=("f16", "bf16", "f32", "q8_0"), default=defaults.kv, help="type of keys, values"
     )

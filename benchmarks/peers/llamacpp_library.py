@@ -33,7 +33,7 @@ class Settings:
     batch: int = 2048  # tokens a call of llama_decode takes
     ubatch: int = 512  # tokens one graph computes
     unified: bool = False
-    flash: bool = True
+    flash: bool = False  # on a CPU plain attention is faster with several sequences, and as fast with one
     kv: str = "f16"
 
 
