@@ -1,7 +1,7 @@
 // Chains of products: which thread computes what, and the rows as the innermost loops (tiles.h) take them.
 //
-// Of few rows every thread reads another part of the weights, product by product; of many, every thread takes blocks of
-// rows through all products of the chain, and waits for nobody in between.
+// Of few rows, threads share out the weights, product by product; of many, each takes blocks of rows through all products
+// of the chain, and waits for nobody in between.
 #include "tiles.h"
 
 namespace {
@@ -90,20 +90,31 @@ inline long prepared_bytes(long in_features, long count) {
 
 // ---- what threads share -----------------------------------------------------------------------------------------------
 
-// One thread's part of the tiles of a product, and what of it is still to be done: begin and end, in the halves of a word.
+// Tiles of a product that two threads work off, one from either end: begin and end of what is left, in the halves of a word.
+// Both read weights that lie side by side, neither waits while there is something left, and others may help in the end.
 struct alignas(64) Share {
     uint64_t left;
-    long end;
 };
 
-// Takes up to `most` tiles, from the front (its owner) or from the back (who has finished and helps).
-bool take(Share &share, long most, bool front, long &begin, long &end) {
+struct Taken {
+    long begin, end;
+    long next;  // where the next tiles from this end will begin, or -1
+};
+
+// How many of `left` tiles are taken at once: ever fewer, but for whole groups.
+inline long portion(long left, long group) {
+    long most = left / 8 / group * group;
+    return most > group ? most : left < group ? left : group;
+}
+
+bool take(Share &share, long group, bool front, Taken &taken) {
     uint64_t seen = __atomic_load_n(&share.left, __ATOMIC_RELAXED);
     for (;;) {
-        long low = seen >> 32, high = seen & 0xffffffffu, count = high - low < most ? high - low : most;
+        long low = seen >> 32, high = seen & 0xffffffffu, count = portion(high - low, group), rest = high - low - count;
         if (count <= 0) return false;
-        begin = front ? low : high - count, end = begin + count;
-        uint64_t left = front ? (uint64_t)end << 32 | high : (uint64_t)low << 32 | begin;
+        taken.begin = front ? low : high - count, taken.end = taken.begin + count;
+        taken.next = rest == 0 ? -1 : front ? taken.end : taken.begin - portion(rest, group);
+        uint64_t left = front ? (uint64_t)taken.end << 32 | high : (uint64_t)low << 32 | taken.begin;
         if (__atomic_compare_exchange_n(&share.left, &seen, left, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
             return true;
     }
@@ -111,12 +122,13 @@ bool take(Share &share, long most, bool front, long &begin, long &end) {
 
 constexpr int MAX_LINKS = 8;  // of a chain; chain.py keeps it
 
-// Memory of one call: for each link and thread its share, for each thread its sums, then the prepared rows.
+// Memory of one call: the shares of each link, for each thread its sums, then the prepared rows.
 struct Scratch {
     static constexpr long FIXED_BYTES = MAX_LINKS * sizeof(Share) + SUMS_BYTES;  // for each thread
     char *start;
     int threads;
-    Share *share(int link, int thread) const { return (Share *)start + link * threads + thread; }
+    int shares() const { return (threads + 1) / 2; }
+    Share *share(int link, int index) const { return (Share *)start + link * threads + index; }
     float *sums(int thread) const { return (float *)(start + MAX_LINKS * threads * sizeof(Share) + thread * SUMS_BYTES); }
     char *prepared() const { return start + threads * FIXED_BYTES; }
 };
@@ -133,10 +145,13 @@ struct Call {
         const Link &at = links[link];
         return {at.linear, buffers[at.x], at.residual < 0 ? nullptr : buffers[at.residual], buffers[at.y]};
     }
-    // The first tile of a thread's part of the next product: fetched while the last one of this product is computed.
-    const char *after(int link, int thread, int threads) const {
+    // The first tile of share `index` of a product, or of the one after the last.
+    static long first(const Linear &linear, int index, int shares) { return linear.tiles() * index / shares; }
+    // What a thread will read first of the next product: fetched while the last of this one is computed.
+    const char *after(int link, int thread) const {
         const Linear &next = *links[link + 1 < num_links ? link + 1 : link].linear;
-        return next.tile(next.tiles() * thread / threads);
+        int index = thread / 2 % scratch.shares();
+        return next.tile(thread % 2 ? first(next, index + 1, scratch.shares()) - 1 : first(next, index, scratch.shares()));
     }
 };
 
@@ -148,7 +163,7 @@ void by_tiles(const Call &call, int link) {
     typedef typename Op::Pair Pair;
     const Step step = call.step(link);
     const Linear &linear = *step.linear;
-    int me = omp_get_thread_num(), team = omp_get_num_threads();
+    int me = omp_get_thread_num();
     long count = call.count, pairs = linear.pairs(), size = linear.in_features;
     bool few = count < MANY_ROWS;
     Pair *prepared = (Pair *)(call.scratch.prepared() + (few ? me * prepared_bytes(size, count) : 0));
@@ -162,16 +177,17 @@ void by_tiles(const Call &call, int link) {
             prepare_row(Op(), linear, step.x + row * size, prepared + row * pairs, scales + row);
     }
     const Pair *x = as_is(Op(), linear) ? (const Pair *)step.x : prepared;
-    long most = group_of<Op>(linear, count), blocks = (count + BLOCK - 1) / BLOCK, begin, end;
-    for (int turn = 0; turn < call.scratch.threads; turn++) {
-        Share *share = call.scratch.share(link, (me + turn) % call.scratch.threads);
-        while (take(*share, most, turn == 0, begin, end)) {
-            const char *after = end < share->end ? linear.tile(end) : call.after(link, me, team);
+    long group = group_of<Op>(linear, count), blocks = (count + BLOCK - 1) / BLOCK;
+    Taken taken;
+    for (int turn = 0; turn < call.scratch.shares(); turn++) {
+        Share *share = call.scratch.share(link, (me / 2 + turn) % call.scratch.shares());
+        while (take(*share, group, me % 2 == 0, taken)) {
+            const char *after = taken.next < 0 ? call.after(link, me) : linear.tile(taken.next);
             for (long b = 0; b < blocks; b++) {
                 long first = count * b / blocks, past = count * (b + 1) / blocks;
                 Rows<Op> rows{x + first * pairs, linear.scales ? scales + first : nullptr, first, past - first};
-                const char *next = b + 1 < blocks ? linear.tile(begin) : after;
-                multiply<Op>(step, rows, begin, end, next, call.scratch.sums(me));
+                const char *next = b + 1 < blocks ? linear.tile(taken.begin) : after;
+                multiply<Op>(step, rows, taken.begin, taken.end, next, call.scratch.sums(me));
             }
         }
     }
@@ -205,7 +221,7 @@ void block_through(const Call &call, int link, long first, long past, char *prep
         prepare_row(Op(), linear, step.x + row * size, prepared + (row - first) * pairs, scales + row - first);
     const Pair *x = plain ? (const Pair *)(step.x + first * size) : prepared;
     Rows<Op> rows{x, linear.scales ? scales : nullptr, first, past - first};
-    multiply<Op>(step, rows, 0, linear.tiles(), call.after(link, 0, 1), call.scratch.sums(omp_get_thread_num()));
+    multiply<Op>(step, rows, 0, linear.tiles(), call.after(link, 0), call.scratch.sums(omp_get_thread_num()));
 }
 
 void all_by_blocks(const Call &call) {
@@ -246,10 +262,9 @@ EXPORT void headstart_chain(const Link *links, int num_links, bf16 *const *buffe
     Call call{links, num_links, buffers, cosine, sine, count, {scratch, threads}};
     bool many = is_many(count, threads);
     for (int l = 0; !many && l < num_links; l++) {
-        long tiles = links[l].linear->tiles();
-        for (int t = 0; t < threads; t++) {
-            uint64_t begin = tiles * t / threads, end = tiles * (t + 1) / threads;
-            *call.scratch.share(l, t) = {begin << 32 | end, (long)end};
+        for (int i = 0, shares = call.scratch.shares(); i < shares; i++) {
+            uint64_t begin = Call::first(*links[l].linear, i, shares), end = Call::first(*links[l].linear, i + 1, shares);
+            call.scratch.share(l, i)->left = begin << 32 | end;
         }
     }
 #pragma omp parallel num_threads(threads)
