@@ -63,7 +63,11 @@ class PackedKV:
 
     def write(self, layer: int, keys: Tensor, values: Tensor, writes: Writes) -> None:
         """Stores what `writes` says of a step's `keys` and `values` [T, Hkv, D] in one layer."""
-        call, kept = self.call(layer, keys, values, self.plan_writes(writes, len(keys)))
+        self.write_planned(layer, keys, values, self.plan_writes(writes, len(keys)))
+
+    def write_planned(self, layer: int, keys: Tensor, values: Tensor, writes: PageWrites) -> None:
+        """The same with what `plan_writes` made of a step's writes once for all its layers."""
+        call, kept = self.call(layer, keys, values, writes)
         call.plan = NO_PLAN.data.ctypes.data
         self.kernels.library.headstart_attention(ctypes.byref(call))
         del kept
