@@ -5,8 +5,9 @@ given to the next one by `llama_memory_seq_cp`, which llama-server never does. W
 simple: every stream that decodes gets its token, the rest of the batch is prefill in order of arrival, and a request
 waits while somebody else is computing a prefix of it. Only a sequence's own tokens count as its cache.
 
-Two layouts of llama.cpp's KV cache. `unified`: all sequences in one buffer, copies share cells, attention looks at
-every cell of it. Streams (not unified): a buffer per sequence, attention looks at its own, a copy moves the bytes.
+Two layouts of llama.cpp's KV cache. Streams: a buffer per sequence, attention looks at its own, a copy moves the bytes.
+`unified`: all sequences in one buffer, copies share cells, attention looks at every cell of it; better where all share
+one prefix, and much slower as soon as there are several.
 """
 
 import ctypes

@@ -5,7 +5,9 @@ everything the server is started anew: it can erase a sequence, but not what it 
 """
 
 import asyncio
+import ctypes
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +24,8 @@ from llamacpp_library import Settings
 from serve import GIVEN_UP, Flight, Job
 
 START_SECONDS = 120.0
+STOP_SECONDS = 5.0  # less than a driver has to quit; then it is killed
+PR_SET_PDEATHSIG = 1
 HEAD = "POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
 OPTIONS = {
     "stream": True,
@@ -127,7 +131,9 @@ class ServerRunner:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
         command = [*self._command, "--port", str(self._port)]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=sys.stderr)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=sys.stderr, preexec_fn=_die_with_parent
+        )
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end:
             assert self._process.poll() is None, f"llama-server ended with code {self._process.returncode}"
@@ -143,7 +149,7 @@ class ServerRunner:
             return
         self._process.terminate()
         try:
-            self._process.wait(20)
+            self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -152,6 +158,11 @@ class ServerRunner:
     def _ask(self, path: str) -> dict[str, Any]:
         with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=5) as answer:
             return json.load(answer)
+
+
+def _die_with_parent() -> None:
+    """In the child: ends with this driver, however that ends, so that no server is left computing."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _flags(settings: Settings) -> list[str]:
