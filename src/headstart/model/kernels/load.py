@@ -14,6 +14,7 @@ import torch  # before the library: see above
 
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.build import VARIANT_FLAGS, BuildError, build, cache_folder, packaged
+from headstart.model.kernels.memory import Arena
 
 VARIABLE = "HEADSTART_KERNELS"
 VARIANTS = (*VARIANT_FLAGS, "none")
@@ -81,10 +82,13 @@ class LinkDescriptor(ctypes.Structure):
 
 
 class Kernels:
-    """One variant's functions, each an attribute of `library` under its C name. They release the GIL."""
+    """One variant's functions, each an attribute of `library` under its C name. They release the GIL.
+
+    `arena` has the memory of the weights that are packed for them.
+    """
 
     def __init__(self, variant: str, path: Path) -> None:
-        self.variant = variant
+        self.variant, self.arena = variant, Arena()
         self.library = ctypes.CDLL(str(path))
         for name, (result, arguments) in SIGNATURES.items():
             function = getattr(self.library, name)
