@@ -55,6 +55,8 @@ class Plan:
 
     def repetitions(self, row: str, entrant: Entrant) -> int:
         """How often this one serves that row; searches, for the highest rate."""
+        if entrant.rows and row not in entrant.rows:
+            return 0
         if row in self.overrides and entrant.is_thorough:
             return self.overrides[row]
         if row == POISSON:

@@ -133,7 +133,7 @@ def _values(entries: Sequence[Entry], key: str, name: str, ours: str, others: di
     """The keys of one figure. `others`: key -> who stands for it."""
     kind, own = KINDS[key], figures_of(entries, ours, key)
     values: dict[str, Any] = {f"{name}.ours": own.median}
-    found = {other: figures_of(entries, peer, key) for other, peer in others.items()}
+    found = {other: _best_form(entries, peer, key) for other, peer in others.items()}
     for other, figures in {"ours": own, **found}.items():
         values[f"{name}.{other}"] = figures.median
         if figures.values:
@@ -148,6 +148,15 @@ def _values(entries: Sequence[Entry], key: str, name: str, ours: str, others: di
         if ratio is not None and ratio.low is not None:
             values[f"{name}.{label}.interval"] = [ratio.low, ratio.high]
     return values
+
+
+def _best_form(entries: Sequence[Entry], peer: str, key: str) -> Figures:
+    """One figure of the set-up of a peer that does best in it."""
+    forms = [peer, *(entrant.name for entrant in ROSTER.values() if entrant.form_of == peer)]
+    found = [figures_of(entries, form, key) for form in forms]
+    known = [figures for figures in found if figures.median is not None]
+    best = max if KINDS[key].is_rate else min
+    return best(known, key=lambda figures: figures.median or 0.0) if known else found[0]
 
 
 def _rates(entries: Sequence[Entry], peer: str) -> Figures:

@@ -22,6 +22,8 @@ class Entrant:
     arguments: tuple[str, ...] = ()
     is_thorough: bool = True  # False: long rows once, and a coarse search for the highest rate
     title: str = ""  # what tables call it
+    rows: tuple[str, ...] = ()  # the only ones it serves; empty: all
+    form_of: str = ""  # another set-up of this entrant: of the two the faster one stands in the tables
 
 
 ENTRANTS = (
@@ -29,6 +31,16 @@ ENTRANTS = (
     Entrant("vllm", "vllm_engine.py", "vllm", title="vLLM"),
     Entrant("ours_int8", "ours.py", None, ("--quantization", "int8"), title="Headstart int8"),
     Entrant("llamacpp", "llamacpp.py", "llamacpp", is_thorough=False, title="llama.cpp"),
+    Entrant(
+        "llamacpp_unified",
+        "llamacpp.py",
+        "llamacpp",
+        ("--unified", "--slots", "40"),
+        is_thorough=False,
+        title="llama.cpp, one buffer",
+        rows=("decode_shared", "twins"),
+        form_of="llamacpp",
+    ),
     Entrant("llamacpp_q8", "llamacpp.py", "llamacpp", ("--type", "q8_0"), is_thorough=False, title="llama.cpp Q8_0"),
     Entrant("transformers", "transformers_cb.py", "transformers", is_thorough=False, title="Transformers"),
 )

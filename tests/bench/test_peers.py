@@ -22,7 +22,7 @@ from peer import GivenUpError, Peer, PeerError  # noqa: E402
 from plan import Plan, Repetitions  # noqa: E402
 from poisson import LOAD, THOROUGH, Search, found_rate, next_rate, slo_of  # noqa: E402
 from results import document, figures_of, quantile, ratio_of  # noqa: E402
-from roster import Entrant, variables_of  # noqa: E402
+from roster import ROSTER, Entrant, variables_of  # noqa: E402
 from serve import GIVEN_UP, Job, News, drive  # noqa: E402
 from table import BEGIN, END, draw_all, markdown, replaced  # noqa: E402
 
@@ -358,6 +358,19 @@ def result() -> list[Entry]:
             known[rate] = rate <= most
         entries += rates(name, known)
     return entries
+
+
+def test_of_two_set_ups_of_one_peer_the_faster_one_stands_in_the_tables() -> None:
+    slow, fast = timed("llamacpp", [6.0]), timed("llamacpp_unified", [5.0])
+    assert document(ABOUT, timed("ours", [2.0]) + slow + fast)["twins.llamacpp"] == 5.0
+    slow, fast = timed("llamacpp_unified", [6.0]), timed("llamacpp", [5.0])
+    assert document(ABOUT, timed("ours", [2.0]) + slow + fast)["twins.llamacpp"] == 5.0
+
+
+def test_a_set_up_for_some_rows_serves_no_others() -> None:
+    plan = Plan(tuple(ROSTER.values()), ("twins", "rotations"))
+    served = {row: {entrant.name for _, entrant in plan.turns(row)} for row in plan.rows}
+    assert served["twins"] - served["rotations"] == {"llamacpp_unified"}
 
 
 def test_the_document_has_the_keys_that_were_promised() -> None:
