@@ -48,9 +48,11 @@ test-long: $(DEV) ## the minutes-long tests: the whole oracle, fuzzing, planted 
 test-gpu: $(DEV) ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu --timeout 600 $(ARGS)
 
-bench: $(DEV)   ## the two benchmarks of the README: make bench [ARGS="--model llama-100m"]
+bench: $(DEV)   ## four workloads, in this process or against a server: make bench [ARGS="--against URL"]
 	$(BIN)/headstart bench rotations $(ARGS)
 	$(BIN)/headstart bench intent $(ARGS)
+	$(BIN)/headstart bench shared-prefix $(ARGS)
+	$(BIN)/headstart bench decode $(ARGS)
 
 docs: $(DEV)    ## write the generated tables in docs/
 	$(BIN)/python docs/generate.py

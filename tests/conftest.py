@@ -1,6 +1,11 @@
 """What holds for every test: one quiet compute thread, settled before torch is imported, and repeatable examples."""
 
+import atexit
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 SRC = str(Path(__file__).parents[1] / "src")
@@ -9,10 +14,47 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import patience  # noqa: E402
+import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+
+
+def has_cache() -> bool:
+    """Whether kernels that were built can be kept for the next run."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "kernels"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        tempfile.TemporaryFile(dir=folder).close()
+    except (OSError, RuntimeError):  # no home
+        return False
+    return True
+
+
+if not has_cache():  # one for this run, which workers inherit
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="headstart-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # No deadline: two shared cores. Derandomised: a red run is red again; `--hypothesis-seed` explores.
 settings.register_profile(
     "headstart", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("headstart")
+
+BUILD_KERNELS = """
+from headstart.model.kernels.load import NEEDED, cpu_flags, load
+for variant, needed in NEEDED.items():
+    if needed <= cpu_flags():
+        load(variant)
+"""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Builds the kernels before workers start: once, by all cores, and in no test's time. Cached, it takes a moment."""
+    if getattr(session.config.option, "numprocesses", None):
+        subprocess.run([sys.executable, "-c", BUILD_KERNELS], check=False)
+
+
+@pytest.fixture
+def patient_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores on disk of this process are always preferred, and waited for."""
+    patience.prefer_the_store(monkeypatch.setattr)

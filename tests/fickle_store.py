@@ -3,6 +3,7 @@
 Latencies are counted in polls, not slept, and all chance comes from an rng, so that a run can be had again.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from headstart.core.hashing import BlockHash
 from headstart.core.store import BlockKey, BlockSource, BlockStore, Loaded, StoreStats
 from headstart.store.format import HEADER_BYTES, decode_header
 
-LOAD_SECONDS = 30.0
+LOAD_SECONDS = 300.0
 
 
 @dataclass
@@ -153,10 +154,10 @@ class FickleStore:
             return
         self.inner.offer(block, version, key)
         if self._happens(self.troubles.flush):
-            for _ in range(100):
-                if self.inner.contains(key.name):
-                    break
-                self.inner.wait(0.002)
+            give_up = time.monotonic() + LOAD_SECONDS
+            while not self.inner.contains(key.name) and self.inner.stats().num_pending:
+                assert time.monotonic() < give_up, "an offer is neither written nor lost"
+                time.sleep(0.002)
 
     def touch(self, names: Sequence[BlockHash]) -> None:
         self.inner.touch(names)
@@ -203,7 +204,8 @@ class FickleStore:
     def _whole(self, load_id: int) -> list[Loaded]:
         """All of one load of the inner store, copied."""
         parts: list[Loaded] = []
-        for _ in range(int(LOAD_SECONDS / 0.01)):
+        give_up = time.monotonic() + LOAD_SECONDS
+        while time.monotonic() < give_up:
             self.inner.wait(0.01)
             for loaded in self.inner.poll():
                 assert loaded.load_id == load_id, "of a load that is over"

@@ -85,6 +85,7 @@ def cached_tokens(options: EngineOptions) -> int:
     return outputs[0].num_cached_tokens
 
 
+@pytest.mark.usefixtures("patient_store")
 def test_what_one_engine_computed_another_on_the_same_folder_loads(tiny: Path, tmp_path: Path) -> None:
     options = EngineOptions(model=str(tiny), num_gpu_blocks_override=40, kv_store=str(tmp_path / "kv"))
     assert [cached_tokens(options) for _ in range(2)] == [0, 96]

@@ -82,12 +82,12 @@ def test_help_of_init_model_names_every_shape(capsys: pytest.CaptureFixture[str]
 
 def test_help_does_not_load_torch() -> None:
     code = "import sys; from headstart import cli; cli.main(['serve', '--help']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=300).returncode == 0
 
 
 def test_the_process_that_serves_does_not_load_torch_to_name_the_engine_builder() -> None:
     code = "import sys; import headstart.cli_engine; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
 def test_version_and_no_verb(capsys: pytest.CaptureFixture[str]) -> None:

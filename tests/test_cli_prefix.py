@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from server.harness import Server, spawn
 
@@ -64,7 +63,7 @@ def prefix(server: Server, *arguments: str) -> int:
 def cached(server: Server, text: str, key: str = "a") -> int:
     headers = {"authorization": f"Bearer {key}"}
     body = {"prompt": text, "max_tokens": 1}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=30)
+    answer = server.post("/v1/completions", json=body, headers=headers)
     return answer.json()["usage"]["prompt_tokens_details"]["pinned_tokens"]
 
 

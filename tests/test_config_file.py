@@ -6,6 +6,7 @@ import pytest
 
 from headstart.config_file import all_fields, read_environment, read_file, settle
 from headstart.core.errors import ConfigError
+from headstart.model.kernels.load import VARIABLE
 from headstart.options import EngineOptions, ServerOptions
 
 
@@ -111,6 +112,10 @@ def test_the_environment_is_converted_by_the_type_of_the_option() -> None:
 def test_a_mistake_in_the_environment_names_the_variable(variable: str, text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         read_environment({variable: text})
+
+
+def test_the_variable_that_chooses_kernels_is_known() -> None:
+    assert read_environment({VARIABLE: "avx2"}) == ({}, [])
 
 
 def test_a_misspelt_variable_is_warned_of_with_the_nearest_name() -> None:

@@ -20,6 +20,8 @@ FILE_NAME = "headstart.toml"
 PREFIX = "HEADSTART_"
 CONFIG_VARIABLE = PREFIX + "CONFIG"
 DEBUG_VARIABLE = PREFIX + "DEBUG"
+KERNELS_VARIABLE = PREFIX + "KERNELS"  # read by model/kernels/load.py
+NO_OPTIONS = (CONFIG_VARIABLE, DEBUG_VARIABLE, KERNELS_VARIABLE)
 OPTION_CLASSES = (EngineOptions, ServerOptions)
 
 Options = TypeVar("Options", EngineOptions, ServerOptions)
@@ -77,7 +79,7 @@ def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[s
     values: dict[str, Any] = {}
     warnings: list[str] = []
     for variable, text in sorted(environ.items()):
-        if not variable.startswith(PREFIX) or variable in (CONFIG_VARIABLE, DEBUG_VARIABLE) or not text:
+        if not variable.startswith(PREFIX) or variable in NO_OPTIONS or not text:
             continue
         field = known.get(variable.removeprefix(PREFIX).lower())
         if field is None:

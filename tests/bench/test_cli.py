@@ -8,16 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from bench.stub_endpoint import Stub, serving
 from typer.testing import CliRunner
 
 import headstart
-from headstart.bench import cli_run, load, rotations
+from headstart.bench import cli_run, rate_report, rotations
 from headstart.bench.cli import app
+from headstart.bench.endpoint import EndpointRunner
 from headstart.bench.engines import Setup
 from headstart.bench.nullexec import NullExecutor
 from headstart.bench.progress import Bar
+from headstart.bench.rate import Load, RateConfig, RateSearch, measure_rate
 from headstart.bench.report import Report
-from headstart.workload.record import RequestRecord
+from headstart.bench.runner import Runner
+from headstart.workload.slo import Slo
 
 MakeSetup = Callable[..., Setup]
 Bench = Callable[[Setup, Bar], Report]
@@ -67,6 +71,9 @@ def run_verb(monkeypatch: pytest.MonkeyPatch, setup: Setup, *arguments: str) -> 
     [
         (("rotations", "--quick"), ROTATION_KEYS),
         (("twins", "--quick"), {"prefill_computed", "ideal", "redundancy", "total_s"}),
+        (("shared-prefix", "--groups", "2", "--runs", "1"), {"redundancy", "ttft_ms", "phases"}),
+        (("decode", "--streams", "3", "--runs", "1"), {"decode_tokens_per_s", "phases"}),
+        (("prefill", "--lengths", "20,40", "--runs", "1"), {"redundancy", "ttft_ms", "phases"}),
         (("lab", "repeat"), {"tokens_computed"}),
         (
             ("lab", "fairness", "--quick", "--requests", "200"),
@@ -123,32 +130,110 @@ def _few_seqs(options: Callable) -> Callable:
     return lambda self, **sizes: replace(options(self, **sizes), max_num_seqs=40)
 
 
-def test_load_exits_with_one_when_a_request_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def send(*_: object) -> tuple[str, list[RequestRecord]]:
-        return "m", [
-            RequestRecord("a", 0.0, 1.0, 2.0, 4, 2, 2),
-            RequestRecord("b", 0.0, None, None, 4, 0, 0, error="x"),
-        ]
+@pytest.mark.parametrize(
+    ("arguments", "phases"),
+    [
+        (("rotations",), ["cold", "warm"]),
+        (("twins", "--requests", "3", "--prefix-tokens", "64"), ["cold"]),
+        (("twins", "--tree", "2x2", "--prefix-tokens", "64"), ["cold"]),
+        (("shared-prefix", "--groups", "2", "--prompts", "2", "--rate", "200", "--slo-ttft", "60000"), ["cold"]),
+        (("decode", "--streams", "3", "--prefix-tokens", "64", "--output-tokens", "4"), ["shared", "distinct"]),
+        (("decode", "--streams", "3", "--prefixes", "distinct", "--output-tokens", "4"), ["distinct"]),
+        (("prefill", "--lengths", "20,40"), ["cold 20", "warm 20", "cold 40", "warm 40"]),
+    ],
+)
+@pytest.mark.parametrize("fault", ["", "silent"])
+def test_every_workload_measures_a_server(arguments: tuple[str, ...], phases: list[str], fault: str) -> None:
+    code, document, _ = against(Stub(fault), *arguments, "--runs", "1")
+    assert code == 0, document["problems"]
+    assert list(document["phases"]) == phases and document.keys() >= COMMON | {"redundancy", "ttft_ms"}
+    for found in document["phases"].values():
+        assert found["errors"] == 0 and found["ideal"] > 0
+        assert (found["redundancy"] is None) is (fault == "silent")
+        assert (found["cached_tokens"] is None) is (fault == "silent")
 
-    monkeypatch.setattr(load, "_send_all", send)
-    result = CliRunner().invoke(app, ["load", "--against", "http://127.0.0.1:1"])
-    document = json.loads(result.stdout.splitlines()[-1])
-    assert result.exit_code == 1 and document["errors"] == 1
-    assert {"ttft_ms", "tpot_ms", "e2e_ms", "cached_share"} | COMMON <= document.keys()
+
+@pytest.mark.parametrize("arguments", [("intent", "--quick"), ("shared-prefix", "--rate", "search", "--groups", "2")])
+def test_a_search_ends_with_a_rate_and_its_redundancy(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(rate_report, "search_rate", one_point)
+    code, document, shown = against(Stub(), *arguments, "--slo-e2e", "60000")
+    assert code == 0, document["problems"]
+    assert document["highest_rate"] == 400 and document["slo_ms"] == {"e2e": 60000}
+    assert document["redundancy"] >= 1.0 and document["goodput"] > 0
+    assert [point["holds"] for point in document["points"]] == [True] and "highest rate" in shown
+
+
+def one_point(runner: Runner, load: Load, slo: Slo, *_: object) -> RateSearch:
+    """A search that tries one rate only."""
+    point = measure_rate(runner, load, slo, 400.0, RateConfig(seconds=0.05, min_requests=8))
+    return RateSearch(point.rate, (point,), slo)
+
+
+def test_a_trace_is_replayed_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": t, "input_length": 600, "output_length": 2, "hash_ids": [0, t]} for t in (1, 2, 3)]
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    code, document, _ = against(Stub(), "trace", "--trace", str(path), "--limit", "2", "--max-prompt-tokens", "300")
+    assert code == 0 and document["requests"] == 2
+    assert (document["setup"]["kind"], document["setup"]["factor"]) == ("mooncake", 0.5)
+    assert document["prompt_tokens"] == 600 and document["ideal"] == 300 + 44
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("trace", "--trace", "no-such-file"), "cannot read --trace"),
+        (("shared-prefix", "--rate", "fast"), "--rate 'fast'"),
+        (("prefill", "--lengths", "10,x"), "--lengths '10,x'"),
+        (("decode", "--prefixes", "none"), "--prefixes 'none'"),
+        (("twins", "--abort"), "go with an engine in here only"),
+        (("twins", "--prefix-tokens", "20"), "whole blocks"),
+        (("prefill", "--lengths", "4000"), "context of 2048"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line_and_exit_code_two(arguments: tuple[str, ...], message: str) -> None:
+    code, document, shown = against(Stub(), *arguments)
+    assert code == 2 and document is None
+    assert message in shown
+
+
+def test_a_server_that_fails_invalidates_the_run() -> None:
+    code, document, _ = against(Stub("torn stream"), "twins", "--requests", "2", "--prefix-tokens", "16")
+    assert code == 1 and document["errors"] == 6 and "requests failed" in document["problems"][0]
+
+
+def test_a_server_that_knows_the_prompts_already_is_not_called_perfect() -> None:
+    stub = Stub()
+    with serving(stub) as url:
+        sizes = ("--requests", "3", "--prefix-tokens", "64", "--runs", "1", "--seed", "5")
+        first, again = (CliRunner().invoke(app, ["twins", "--against", url, *sizes]) for _ in range(2))
+        fresh = [CliRunner().invoke(app, ["twins", "--against", url, *sizes[:-2]]) for _ in range(2)]
+    assert (first.exit_code, again.exit_code, [result.exit_code for result in fresh]) == (0, 1, [0, 0])
+    assert "another --seed" in json.loads(again.stdout.splitlines()[-1])["problems"][0]
+
+
+def against(stub: Stub, *arguments: str) -> tuple[int, dict, str]:
+    """(exit code, JSON document, stderr) of a verb against a stub."""
+    with serving(stub) as url:
+        result = CliRunner().invoke(app, [arguments[0], "--against", url, *arguments[1:]])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, json.loads(result.stdout.splitlines()[-1]) if result.stdout else None, result.stderr
 
 
 def test_what_cannot_run_is_one_line_and_exit_code_two() -> None:
-    result = CliRunner().invoke(app, ["load", "--against", "nonsense"])
+    result = CliRunner().invoke(app, ["shared-prefix", "--against", "nonsense"])
     assert result.exit_code == 2 and result.stdout == ""
-    assert result.stderr.startswith("error: --against 'nonsense'")
+    assert result.stderr.splitlines()[-1].startswith("error: --against 'nonsense'")
 
 
 def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(load, "run_load", interrupt)
-    assert CliRunner().invoke(app, ["load", "--against", "http://127.0.0.1:1"]).exit_code == 130
+    monkeypatch.setattr(EndpointRunner, "connect", interrupt)
+    assert CliRunner().invoke(app, ["shared-prefix", "--against", "http://127.0.0.1:1"]).exit_code == 130
 
 
 def test_importing_the_cli_imports_no_torch() -> None:

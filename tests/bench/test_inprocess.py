@@ -6,6 +6,7 @@ import pytest
 from headstart.bench.engines import Setup
 from headstart.bench.inprocess import drive, make_requests
 from headstart.bench.nullexec import NullExecutor
+from headstart.bench.virtual import VirtualClock
 from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
 
@@ -34,8 +35,8 @@ def test_records_come_in_the_order_of_the_requests_with_their_token_counts(make_
 
 
 def test_a_request_is_not_added_before_it_is_due(make_setup: MakeSetup) -> None:
-    run = drive(make_engine(make_setup()), make_requests(prompts(8, 8), greedy(1), "r"), due=[0.0, 0.05])
-    first, second = run.records
+    requests, clock = make_requests(prompts(8, 8), greedy(1), "r"), VirtualClock()
+    first, second = drive(make_engine(make_setup()), requests, due=[0.0, 0.05], clock=clock).records
     assert first.finish is not None and first.finish < 0.05
     assert second.arrival == 0.05 and second.first_token is not None and second.first_token >= 0.05
 

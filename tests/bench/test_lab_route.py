@@ -38,11 +38,19 @@ def test_agent_texts_are_served_and_predicted(tmp_path: Path) -> None:
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text('{"a": 1}\n')
-    with pytest.raises(ConfigError, match="another kind of trace"):
+    with pytest.raises(ConfigError, match="no trace in a known format"):
+        run_route(tmp_path / "trace", RouteConfig())
+
+
+def test_a_trace_without_prefixes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
+    with pytest.raises(ConfigError, match="nothing of shared prefixes"):
         run_route(tmp_path / "trace", RouteConfig())
 
 
 def test_a_cache_that_is_too_small_for_the_longest_prompt_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "trace").write_text('{"timestamp": 0, "input_length": 5120, "output_length": 4, "hash_ids": [0]}\n')
+    (tmp_path / "trace").write_text(
+        '{"timestamp": 0, "input_length": 5120, "output_length": 4, "hash_ids": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]}\n'
+    )
     with pytest.raises(ConfigError, match="never fits"):
         run_route(tmp_path / "trace", RouteConfig(cache=10))

@@ -169,7 +169,7 @@ def test_reading_blocks_beside_steps_changes_no_token(make: Callable[[], Executo
         found = [run(executor, prompts) for _ in range(3)]
     finally:
         stop.set()
-        reader.join(timeout=10)
+        reader.join(timeout=120)
     assert not reader.is_alive() and not errors
     assert found == [run(make(), prompts)] * 3
 

@@ -92,7 +92,7 @@ def test_law_4_extend_takes_all_or_nothing() -> None:
     free = scheduler.pool.num_free
     assert len(hit.block_ids) == 2
     assert not scheduler.cache.extend(seq, hit, 100)
-    assert (scheduler.pool.num_free, seq.block_ids, scheduler.pool.num_idle(hit.block_ids)) == (free, [], 2)
+    assert (scheduler.pool.num_free, len(seq.block_ids), scheduler.pool.num_idle(hit.block_ids)) == (free, 0, 2)
 
 
 def test_law_5_the_budget_counts_only_what_is_not_cached() -> None:

@@ -16,7 +16,7 @@ SUITE = [*(HERE / f"test_{name}.py" for name in BY_HAND), HERE / "test_laws.py",
 def run_suite(bug: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"HEADSTART_PLANT": bug, "PYTHONPATH": os.pathsep.join(str(p) for p in (HERE, *sys.path) if p)}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "plant", "-p", "no:cacheprovider", "--no-header"]
-    return subprocess.run([*command, *map(str, SUITE)], env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run([*command, *map(str, SUITE)], env=env, capture_output=True, text=True, timeout=850)
 
 
 @pytest.mark.parametrize("bug", BUGS)

@@ -97,14 +97,20 @@ class Pools:
         return q, k, v
 
     def compute(
-        self, starts: Sequence[int], *, scale: float, window: int | None = None, cap: float | None = None
+        self,
+        starts: Sequence[int],
+        *,
+        scale: float,
+        window: int | None = None,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, CPUStep]:
         """What the reference and the kernels give for the rest of every sequence, and the kernels' step."""
         step = self.step(starts, self.lengths)
         q, k, v = self.rows(starts, self.lengths)
-        due = self.reference.begin(step)(1, q, k, v, scale=scale, window=window, softcap=cap)
+        due = self.reference.begin(step)(1, q, k, v, scale=scale, window=window, softcap=cap, sinks=sinks)
         own = self.own.begin(step)
-        return due, own(1, q, k, v, scale=scale, window=window, softcap=cap), own
+        return due, own(1, q, k, v, scale=scale, window=window, softcap=cap, sinks=sinks), own
 
 
 def poison(backend: CPUAttention, block: int, slots: slice = slice(None)) -> None:

@@ -19,7 +19,16 @@ from headstart.model.step import StepInputs
 CPU = torch.device("cpu")
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int | None, cap: float | None) -> Tensor:
+def naive(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: int,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Queries [n, Hq, D] at positions from `start` over all keys [S, Hkv, D], row by row."""
     group = q.shape[1] // k.shape[1]
     out = torch.zeros_like(q, dtype=torch.float64)
@@ -31,7 +40,9 @@ def naive(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int
             scores = keys @ q[row, head].double() * scale
             if cap is not None:
                 scores = cap * torch.tanh(scores / cap)
-            out[row, head] = torch.softmax(scores, 0) @ values
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].double()))
+            out[row, head] = torch.softmax(scores, 0)[: len(values)] @ values
     return out
 
 
@@ -61,7 +72,14 @@ class Pool:
     def slots(self, index: int, start: int, end: int) -> list[int]:
         return [self.tables[index][p // 16] * 16 + p % 16 for p in range(start, end)]
 
-    def compute(self, starts: list[int], scale: float, window: int | None, cap: float | None) -> list[Tensor]:
+    def compute(
+        self,
+        starts: list[int],
+        scale: float,
+        window: int | None,
+        cap: float | None,
+        sinks: Tensor | None = None,
+    ) -> list[Tensor]:
         """Fills the KV before `starts`, then computes the rest of every sequence in one step."""
         for index, start in enumerate(starts):
             writes = token_writes(self.slots(index, 0, start))
@@ -79,7 +97,7 @@ class Pool:
             last_page_len=np.array([(end - 1) % 16 + 1 for end in self.lengths], dtype=np.int32),
         )
         q, k, v = (torch.cat([x[i][start:end] for i, start, end in spans]) for x in (self.q, self.k, self.v))
-        out = self.backend.begin(step)(1, q, k, v, scale=scale, window=window, softcap=cap)
+        out = self.backend.begin(step)(1, q, k, v, scale=scale, window=window, softcap=cap, sinks=sinks)
         return list(out.split(lengths))
 
 
@@ -95,6 +113,22 @@ def test_ragged_batches_equal_the_naive_loop(
         rows = pool.q[index][starts[index] :]
         expected = naive(rows, pool.k[index], pool.v[index], starts[index], 0.3, window, cap)
         torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_take_their_share_once_also_of_rows_that_share_blocks(
+    dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "MIN_SHARED_BYTES", 1)
+    pool = Pool(7, [65, 70, 30], heads=4, kv_heads=2, dim=16, dtype=dtype)
+    pool.share(1, 0, 3)
+    sinks, starts = torch.tensor([-3.0, 0.0, 2.0, 60.0]), [64, 69, 4]
+    atol = 1e-5 if dtype == torch.float32 else 3e-2
+    for index, found in enumerate(pool.compute(starts, 0.5, window, None, sinks.to(dtype))):
+        rows = pool.q[index][starts[index] :]
+        expected = naive(rows, pool.k[index], pool.v[index], starts[index], 0.5, window, None, sinks)
+        torch.testing.assert_close(found.double(), expected, atol=atol, rtol=atol)
 
 
 @pytest.mark.parametrize("window", [None, 20])

@@ -27,8 +27,9 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     assert load.find().note == request.param
 
 
-def naive(pools: Pools, starts: list[int], scale: float) -> tuple[Tensor, Tensor]:
+def naive(pools: Pools, starts: list[int], scale: float, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps in fp64, row by row."""
+    extra = torch.full((pools.heads,), float("-inf")) if sinks is None else sinks
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     for index, start in enumerate(starts):
@@ -36,8 +37,8 @@ def naive(pools: Pools, starts: list[int], scale: float) -> tuple[Tensor, Tensor
             group = pools.heads // pools.shape.num_kv_heads
             q = pools.queries[index][position].double()
             k, v = (x[index][: position + 1].double().repeat_interleave(group, 1) for x in (pools.keys, pools.values))
-            scores = torch.einsum("hd,shd->hs", q, k) * scale
-            outs.append(torch.einsum("hs,shd->hd", scores.softmax(-1), v))
+            scores = torch.cat((torch.einsum("hd,shd->hs", q, k) * scale, extra[:, None].double()), 1)
+            outs.append(torch.einsum("hs,shd->hd", scores.softmax(-1)[:, :-1], v))
             lses.append(scores.logsumexp(-1))
     return torch.stack(outs), torch.stack(lses)
 
@@ -65,20 +66,23 @@ def test_random_ragged_steps_equal_the_reference(seed: int) -> None:
         pools.share(follower, 0, rng.randint(0, min(starts[0], starts[follower]) // block_size))
     pools.fill(starts)
     window, cap = rng.choice([None, None, 1, 5, 40]), rng.choice([None, None, 3.0])
-    due, found, _ = pools.compute(starts, scale=dim**-0.5, window=window, cap=cap)
+    sinks = rng.choice([None, 2 * torch.randn(kv_heads * group)])
+    due, found, _ = pools.compute(starts, scale=dim**-0.5, window=window, cap=cap, sinks=sinks)
     torch.testing.assert_close(found, due, atol=ATOL[dtype], rtol=ATOL[dtype])
 
 
 @pytest.mark.parametrize("sharing", ["never", "always"])
-def test_outputs_and_log_sum_exps_equal_fp64(sharing: str) -> None:
+@pytest.mark.parametrize("sink", [None, 0.5, 90.0, -90.0])  # none, one that counts, one above all scores, one below
+def test_outputs_and_log_sum_exps_equal_fp64(sharing: str, sink: float | None) -> None:
+    sinks = None if sink is None else sink + torch.arange(6) / 8
     pools = Pools([70, 33, 90, 16], heads=6, kv_heads=2, dim=24, sharing=sharing, split_tokens=16)
     pools.share(2, 0, 3)
     starts = [69, 0, 60, 7]
     pools.fill(starts)
     step, (q, k, v) = pools.step(starts, pools.lengths), pools.rows(starts, pools.lengths)
     lse = torch.empty(q.shape[:2])
-    found = pools.own.begin(step)(1, q, k, v, scale=0.3, lse=lse)
-    due, due_lse = naive(pools, starts, 0.3)
+    found = pools.own.begin(step)(1, q, k, v, scale=0.3, lse=lse, sinks=sinks)
+    due, due_lse = naive(pools, starts, 0.3, sinks)
     torch.testing.assert_close(found.double(), due, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), due_lse, atol=1e-5, rtol=1e-5)
 
@@ -113,6 +117,34 @@ def test_groups_of_several_levels_read_shared_blocks_once_and_exactly(dtype: tor
         plan = step.plan(None, 3)
         assert (plan.head.num_groups, plan.head.grouped_blocks) == ((0, 0) if sharing == "never" else (3, 12))
     torch.testing.assert_close(outs[0], outs[1], atol=ATOL[dtype] / 3, rtol=ATOL[dtype] / 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "grouped"), [(300, 10), (120, 5), (60, 1), (40, 0)])
+def test_a_window_is_grouped_in_the_blocks_that_all_see_whole(dtype: torch.dtype, window: int, grouped: int) -> None:
+    lengths = [164, 175, 170, 189]
+    outs: list[Tensor] = []
+    for sharing in ("never", "always"):
+        pools = Pools(lengths, heads=6, kv_heads=2, dim=32, dtype=dtype, sharing=sharing, seed=5)
+        for follower in (1, 2, 3):
+            pools.share(follower, 0, 10)
+        starts = [163, 174, 160, 188]  # of a window of 120 the last sees 69 on: blocks 5 to 9, and 11 slots of 4
+        pools.fill(starts)
+        due, found, step = pools.compute(starts, scale=0.2, window=window, sinks=torch.ones(6))
+        torch.testing.assert_close(found, due, atol=ATOL[dtype], rtol=ATOL[dtype])
+        outs.append(found)
+        assert step.plan(window, 3).head.grouped_blocks == (0 if sharing == "never" else grouped)
+    torch.testing.assert_close(outs[0], outs[1], atol=ATOL[dtype] / 3, rtol=ATOL[dtype] / 3)
+
+
+def test_a_grouped_window_forgets_poison_that_left_it() -> None:
+    pools = Pools([130, 170], heads=4, kv_heads=2, dim=16, sharing="always")
+    pools.share(1, 0, 7)
+    pools.fill([129, 169])
+    poison(pools.own, pools.tables[0][4], slice(0, 6))  # positions 64 to 69; the second sees 70 on
+    _, found, step = pools.compute([129, 169], scale=1.0, window=100)
+    assert step.plan(100, 2).head.grouped_blocks == 2  # 5 and 6
+    assert found.isfinite().flatten(1).all(1).tolist() == [False, True]
 
 
 def test_a_group_is_made_where_it_saves_more_than_it_costs() -> None:
@@ -194,6 +226,8 @@ def test_what_is_out_of_bounds_is_refused_before_the_kernels() -> None:
         attend(2, q, k, v, scale=1.0)
     with pytest.raises(ValueError, match="window 0"):
         attend(1, q, k, v, scale=1.0, window=0)
+    with pytest.raises(ValueError, match=r"sinks must be contiguous fp32 \[4\], got torch.float32 \[2\]"):
+        attend(1, q, k, v, scale=1.0, sinks=torch.zeros(2))
     for tables, message in (([[1], [2, 3]], "too short"), ([[1, 2, 99], [3, 4]], "outside")):
         wrong = replace(  # its writes stay good
             good,
@@ -211,16 +245,18 @@ def test_nothing_is_written_outside_and_nothing_read_that_lies_beside(dtype: tor
     starts = [69, 0, 3, 40]
     pools.fill(starts)
     step = pools.step(starts, pools.lengths)
-    due = pools.reference.begin(step)(1, *pools.rows(starts, pools.lengths), scale=0.2)
+    due = pools.reference.begin(step)(1, *pools.rows(starts, pools.lengths), scale=0.2, sinks=torch.ones(6))
     kv, guard = pools.own.kv, 1 << 12
     words = np.full(kv.pool.size + 2 * guard, 0x7FC07FC0, np.uint32)  # NaN in bf16; in fp32, too
     words[guard:-guard] = kv.pool.ravel()
     kv.pool = words[guard:-guard].reshape(kv.pool.shape)
     rows = [_guarded(x) for x in pools.rows(starts, pools.lengths)]
     lse = _guarded(torch.zeros(len(rows[0]), 6))
-    torch.testing.assert_close(pools.own.begin(step)(1, *rows, scale=0.2, lse=lse), due, atol=ATOL[dtype], rtol=0.01)
+    sinks = _guarded(torch.ones(6))
+    found = pools.own.begin(step)(1, *rows, scale=0.2, lse=lse, sinks=sinks)
+    torch.testing.assert_close(found, due, atol=ATOL[dtype], rtol=0.01)
     assert (words[:guard] == 0x7FC07FC0).all() and (words[-guard:] == 0x7FC07FC0).all()
-    for inner in (*rows, lse):
+    for inner in (*rows, lse, sinks):
         assert inner.isfinite().all()
         assert inner._base is not None and int(inner._base.isnan().sum()) == 2 * 4096
 

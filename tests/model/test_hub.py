@@ -108,7 +108,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
     yield stub
     server.shutdown()
     server.server_close()
-    thread.join(10)
+    thread.join(120)
 
 
 def test_downloads_weights_and_tokenizer_but_no_code_no_pickle_and_no_duplicates(hub: StubHub, tmp_path: Path) -> None:

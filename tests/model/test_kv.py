@@ -96,7 +96,7 @@ def test_blocks_are_read_while_another_thread_writes_others() -> None:
         for layer in range(2):
             kv.write(layer, keys, values, token_writes([*range(16, 32), *range(48, 64)]))
     stop.set()
-    reader.join(timeout=10)
+    reader.join(timeout=120)
     assert not reader.is_alive() and not wrong
 
 

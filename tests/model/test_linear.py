@@ -17,6 +17,7 @@ from headstart.model.rope import RopeConfig, Rotary
 RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
 SIZES = [(1, 1), (31, 2), (32, 7), (33, 64), (80, 129), (200, 1030)]  # outputs, inputs: tails of tiles and of pairs
 ROWS = [1, 2, 5, 12, 13, 30, 70]
+WIDE = (70, 4867)  # enough inputs that a block of rows does not fit the second cache
 
 
 @pytest.fixture(params=RUNNABLE)
@@ -134,19 +135,59 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(kernels: Kernels, int8
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_a_row_does_not_depend_on_how_many_there_are_or_on_threads(kernels: Kernels, int8: bool) -> None:
-    layer, x = Linear(random(100, 250), form=Form(kernels, int8=int8)), random(40, 250)
+@pytest.mark.parametrize(("outputs", "inputs"), [(100, 250), WIDE])
+def test_a_row_does_not_depend_on_how_many_there_are_or_on_threads(
+    kernels: Kernels, outputs: int, inputs: int, int8: bool
+) -> None:
+    """Few rows are shared out by tiles, many by blocks of rows; rows too wide for the cache take tiles in groups."""
+    layer, x = Linear(random(outputs, inputs), form=Form(kernels, int8=int8)), random(330, inputs)
     together, before = layer(x), torch.get_num_threads()
     try:
-        torch.set_num_threads(2)
-        assert torch.equal(layer(x), together)
-        for rows in (slice(0, 1), slice(3, 16), slice(20, 40)):
-            assert torch.equal(layer(x[rows]), together[rows])
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            assert torch.equal(layer(x), together)
+            for rows in (slice(0, 1), slice(3, 16), slice(20, 40), slice(50, 180)):
+                assert torch.equal(layer(x[rows].contiguous()), together[rows])
     finally:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+@pytest.mark.parametrize("int8", [False, True])
+def test_rows_too_wide_for_the_cache_equal_torch(kernels: Kernels, int8: bool) -> None:
+    outputs, inputs = WIDE
+    weight, bias, x, residual = random(outputs, inputs), random(outputs), random(150, inputs), random(150, outputs)
+    rounded = dequantised(weight) if int8 else weight.float()
+    exact = F.linear(x.float(), rounded, bias.float())
+    plain = Linear(weight.clone(), bias, form=Form(kernels, int8=int8))
+    assert_near(plain(x), exact, inputs**0.5)
+    assert_near(plain(x, residual), exact + residual.float(), inputs**0.5 * 4)
+    gated, half, small = Linear(weight.clone(), gated=True, form=Form(kernels, int8=int8)), outputs // 2, x / 70
+    both = F.linear(small.float(), rounded).bfloat16().float()
+    assert_near(gated(small), F.silu(both[:, :half]) * both[:, half:], 8)
+
+
+@pytest.mark.parametrize("count", [5, 40, 300])
+def test_a_chain_gives_what_its_links_give_one_by_one(kernels: Kernels, count: int) -> None:
+    first, second = (PackedLinear(kernels, random(outputs, inputs)) for outputs, inputs in [(120, 64), (64, 120)])
+    widths, before = (64, 120, 64), torch.get_num_threads()
+    alone, together = Buffers(count, widths), Buffers(count, widths)
+    links = [Link(first, 0, 1), Link(second, 1, 2, residual=0), Link(first, 2, 1)]
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for buffers in (alone, together):
+                buffers[0] = random(count, 64)
+                buffers.fill(1, 2)
+            for chain in (Chain(kernels, [link], widths) for link in links):
+                chain(alone, chain.scratch(count))
+            whole = Chain(kernels, links, widths)
+            whole(together, whole.scratch(count))
+            assert torch.equal(alone[1], together[1]) and torch.equal(alone[2], together[2])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [*SIZES, WIDE])
 @pytest.mark.parametrize("int8", [False, True])
 def test_kernels_neither_read_nor_write_beside_their_buffers(
     kernels: Kernels, outputs: int, inputs: int, int8: bool
@@ -157,7 +198,7 @@ def test_kernels_neither_read_nor_write_beside_their_buffers(
     linear = PackedLinear(kernels, weight, bias, norm=norm, gated=True, int8=int8)
     widths = (inputs, outputs, outputs)
     chain = Chain(kernels, [Link(linear, 0, 1, residual=2)], widths)
-    for count in ROWS:
+    for count in (*ROWS, 140):
         buffers = Buffers(count, widths)
         plain = [random(count, inputs), torch.zeros(count, outputs).bfloat16(), random(count, outputs)]
         for index, tensor in enumerate(plain):
@@ -235,6 +276,8 @@ def test_what_does_not_fit_a_kernel_is_refused(kernels: Kernels) -> None:
     for link, message in links:
         with pytest.raises(ValueError, match=message):
             Chain(kernels, [link], (6, 8))
+    with pytest.raises(ValueError, match="at most 8 links, not 9"):
+        Chain(kernels, [Link(linear, 0, 1)] * 9, (6, 8))
     with pytest.raises(ValueError, match="cannot write"):
         Chain(kernels, [Link(PackedLinear(kernels, random(6, 6)), 0, 0)], (6,))
     with pytest.raises(ValueError, match="must be even"):

@@ -5,6 +5,8 @@ from array import array
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from model.paged import chunk
 
 from headstart.core.batch import Batch, Chunk
@@ -73,4 +75,46 @@ def test_only_bad_chunks_make_no_step() -> None:
 
 def test_unused_blocks_behind_the_chunk_are_not_read() -> None:
     step, _, _ = build_step(Batch((GOOD._replace(block_ids=(1, 99), token_ids=array("i", [1])),)), BOUNDS, CPU)
+    assert step is not None and step.kv_indices.tolist() == [1]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Chunk]:
+    """Chunks in bounds; tables are tuples, lists or packed, some longer than needed."""
+    chunks: list[Chunk] = []
+    for _ in range(draw(st.integers(1, 5))):
+        start = draw(st.integers(0, 20))
+        end = start + draw(st.just(1) | st.integers(1, 32 - start))
+        tokens = draw(st.lists(st.integers(0, 99), min_size=end, max_size=end))
+        needed = -(-end // 4) + draw(st.sampled_from([0, 0, 2]))
+        table = draw(st.lists(st.integers(1, 19), min_size=needed, max_size=needed))
+        made = chunk(tokens, start, end, table, write_from=draw(st.integers(0, end)))
+        packed = draw(st.sampled_from([tuple(table), table, array("i", table)]))
+        chunks.append(made._replace(block_ids=packed))
+    return chunks
+
+
+@given(batches())
+def test_a_step_is_its_chunks_one_after_the_other(chunks: list[Chunk]) -> None:
+    step, kept, errors = build_step(Batch(tuple(chunks)), BOUNDS, CPU)
+    assert step is not None and kept == list(range(len(chunks))) and errors == {}
+    written: list[tuple[int, int]] = []
+    for index, one in enumerate(chunks):
+        end, first = one.start + len(one.token_ids), int(step.qo_indptr[index])
+        rows = slice(first, int(step.qo_indptr[index + 1]))
+        assert step.token_ids[rows].tolist() == one.token_ids.tolist()
+        assert step.positions[rows].tolist() == list(range(one.start, end))
+        table = step.kv_indices[step.kv_indptr[index] : step.kv_indptr[index + 1]].tolist()
+        assert table == list(one.block_ids)[: -(-end // 4)]
+        assert (step.starts[index], step.last_page_len[index]) == (one.start, (end - 1) % 4 + 1)
+        due = range(max(one.start, one.write_from), end)
+        written += [(first + position - one.start, table[position // 4] * 4 + position % 4) for position in due]
+    tokens = list(range(step.num_tokens)) if step.writes.tokens is None else step.writes.tokens.tolist()
+    assert list(zip(tokens, step.writes.slots.tolist(), strict=True)) == written
+
+
+def test_a_packed_table_may_grow_while_its_step_is_alive() -> None:
+    table = array("i", [1, 2])
+    step, _, _ = build_step(Batch((GOOD._replace(block_ids=table), chunk([500], 0, 1, [1]))), BOUNDS, CPU)
+    table.append(3)
     assert step is not None and step.kv_indices.tolist() == [1]

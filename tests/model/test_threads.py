@@ -60,4 +60,4 @@ def test_bad_numbers_are_refused(threads: int, variable: str, words: str) -> Non
 
 def test_module_does_not_import_torch() -> None:
     code = "import sys, headstart.model.threads; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

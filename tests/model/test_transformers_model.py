@@ -19,11 +19,6 @@ from headstart.model.transformers_model import TransformersModel, attention_func
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Lfm2Config", {"full_attn_idxs": [1]}, "Lfm2ForCausalLM is not supported: it has conv layers"),
     ("MambaConfig", {"state_size": 4}, "MambaForCausalLM is not supported: it has linear_attention layers"),
-    (
-        "GptOssConfig",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
-        "GptOssForCausalLM is not supported: its attention asks for s_aux",
-    ),
     ("BloomConfig", {}, "BloomForCausalLM is not supported: its attention cannot be replaced"),
     ("DiffLlamaConfig", {}, "DiffLlamaForCausalLM is not supported: 4 attentions of 2 layers"),
     ("Llama4TextConfig", {"head_dim": 16}, "Llama4ForCausalLM is not supported: it has chunked_attention layers"),
@@ -77,22 +72,29 @@ def test_a_model_that_mixes_tokens_beside_its_attention_is_noticed(
         load_model(tmp_path, dtype="float32", device="cpu")
 
 
-def call(**keywords: Any) -> None:
+def call(**keywords: Any) -> dict[str, object]:
+    """What a backend is asked for when Transformers asks for `keywords`."""
     module = keywords.pop("module", None) or nn.Module()
     module.layer_idx = 0
     heads = torch.zeros(1, 2, 3, 4)
 
-    def attend(layer: int, queries: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    asked: dict[str, object] = {}
+
+    def attend(layer: int, queries: torch.Tensor, *_: object, **form: object) -> torch.Tensor:
+        asked.update(form)
         return queries
 
     attention_function(module, heads, heads, heads, keywords.pop("mask", None), headstart_attend=attend, **keywords)
+    return asked
 
 
 def test_attention_keywords_are_implemented_or_refused_never_ignored() -> None:
-    call(
-        scaling=0.5, sliding_window=3, softcap=2.0, position_ids=torch.zeros(1, 3), output_attentions=False, s_aux=None
+    sinks = torch.ones(2)
+    given = call(
+        scaling=0.5, sliding_window=3, softcap=2.0, position_ids=torch.zeros(1, 3), output_attentions=False, s_aux=sinks
     )
-    for keywords in ({"s_aux": torch.zeros(2)}, {"output_attentions": True}, {"novelty": 1}):
+    assert given == {"scale": 0.5, "window": 3, "softcap": 2.0, "sinks": sinks}
+    for keywords in ({"output_attentions": True}, {"novelty": 1}):
         with pytest.raises(ConfigError, match=f"asks for {next(iter(keywords))}"):
             call(**keywords)
     for keywords in ({"mask": torch.zeros(1, 1, 3, 3)}, {"dropout": 0.1}):

@@ -41,6 +41,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4}),  # every fourth layer is without positions
     "cohere2": ("Cohere2Config", {"sliding_window": 12, "logit_scale": 0.5}),
     "glm4": ("Glm4Config", {"head_dim": 16}),
+    "gpt_oss": (  # attention sinks in every layer, a window in every other
+        "GptOssConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 12},
+    ),
     "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
 }
 NATIVE = ("llama", "mistral", "qwen2", "qwen3", "phi3")

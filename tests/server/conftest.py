@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import tokenizer_folders
+from server.fake_engine import Gate
 from server.harness import Server, fake_server, spawn
 
 from headstart.model.init_model import init_model
@@ -15,6 +16,12 @@ from headstart.model.init_model import init_model
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model folder with a tokenizer and nothing else: all that a fake engine needs."""
     return str(tokenizer_folders.write(tmp_path_factory.mktemp("fake") / "model", tokenizer_folders.BYTE_LEVEL))
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    """Closed: what is held stays held."""
+    return Gate(tmp_path / "gate")
 
 
 @pytest.fixture(scope="module")

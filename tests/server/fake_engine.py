@@ -1,15 +1,16 @@
 """A small engine that answers by repeating the prompt's tokens, with knobs for faults. No model, no torch.
 
-EngineOptions.model is a folder with a tokenizer, and after a "?" the knobs: `step` seconds of a step, `crash` and
-`poison` tokens (a prompt that begins with one breaks the engine, or fails alone), `load` seconds to build, `close`
-seconds to end, `die` to end the process without a word, `config` to refuse to start, `store` to tell of a store (2: of
-one that is degraded).
+EngineOptions.model is a folder with a tokenizer, and after a "?" the knobs: `step` seconds of a step, `hold` tokens for
+each request until its `gate` is open (see Gate), `crash` and `poison` tokens (a prompt that begins with one breaks the
+engine, or fails alone), `load` seconds to build, `close` seconds to end, `die` to end the process without a word,
+`config` to refuse to start, `store` to tell of a store (2: of one that is degraded).
 """
 
 import os
 import sys
 import time
-from urllib.parse import parse_qs
+from pathlib import Path
+from urllib.parse import parse_qs, quote
 
 from headstart.core.batch import Ledger, Output, TokenLogprob
 from headstart.core.engine import EngineInfo, EngineStats
@@ -22,13 +23,36 @@ VOCAB_SIZE = 450
 MAX_MODEL_LEN = 512
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1000
+HELD_SECONDS = 0.005  # of a step in which all requests are held
+
+
+class Gate:
+    """What requests of a fake engine wait for, as long as a test likes: a file that is there or not.
+
+    So a test decides what happens first, however slow the processes are. The model `gate.holds(folder, 3)` gives every
+    request three tokens, and the rest once the gate is open; what is not let through runs until it is aborted.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def holds(self, folder: str, tokens: int, knobs: str = "") -> str:
+        """The model that is held at so many tokens, with more knobs."""
+        return f"{folder}?hold={tokens}&gate={quote(str(self.path))}&{knobs}"
+
+    def open(self) -> None:
+        self.path.touch()
+
+    def close(self) -> None:
+        self.path.unlink()
 
 
 class FakeEngine:
     """Every request gets one token per step; equal prompts of one domain find each other's full blocks."""
 
-    def __init__(self, knobs: dict[str, float]) -> None:
+    def __init__(self, knobs: dict[str, float], gate: Path | None = None) -> None:
         self.knobs = knobs
+        self.gate = gate
         self.live: dict[str, tuple[Request, int]] = {}
         self.seen: set[tuple[bytes, bytes]] = set()
         self.stored = 7
@@ -50,8 +74,13 @@ class FakeEngine:
 
     def step(self, now: float) -> list[Output]:
         time.sleep(self.knobs.get("step", 0.0))
+        most = MAX_MODEL_LEN if self.gate is None or self.gate.exists() else self.knobs["hold"]
+        ready = [request_id for request_id, (_, count) in self.live.items() if count < most]
+        if not ready:
+            time.sleep(HELD_SECONDS)
+            return []
         self.num_steps += 1
-        return [self._advance(request_id) for request_id in list(self.live)]
+        return [self._advance(request_id) for request_id in ready]
 
     def _advance(self, request_id: str) -> Output:
         request, count = self.live[request_id]
@@ -149,7 +178,9 @@ class FakeEngine:
 def build_fake(options: EngineOptions) -> tuple[FakeEngine, EngineInfo]:
     """Builds what `options.model` says."""
     folder, _, query = options.model.partition("?")
-    knobs = {name: float(values[0]) for name, values in parse_qs(query).items()}
+    asked = {name: values[0] for name, values in parse_qs(query).items()}
+    gate = asked.pop("gate", None)
+    knobs = {name: float(value) for name, value in asked.items()}
     time.sleep(knobs.get("load", 0.0))
     if "config" in knobs:
         raise ConfigError("there is no such model; name another")
@@ -170,4 +201,4 @@ def build_fake(options: EngineOptions) -> tuple[FakeEngine, EngineInfo]:
         eos_token_ids=(),
         scheduling_policy=options.scheduling_policy,
     )
-    return FakeEngine(knobs), info
+    return FakeEngine(knobs, None if gate is None else Path(gate)), info

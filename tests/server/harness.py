@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,13 +26,17 @@ from headstart.server.state import ServerState
 from headstart.server.warming import warm_prefixes
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 60.0
+PATIENCE = 300.0
+"""Seconds for whatever is sure to come, however busy the machine: whoever waits longer has found a bug."""
 _RUN_FAKE = """
-import json, sys
+import importlib, json, sys
 from headstart.options import EngineOptions, ServerOptions, TenantEntry
 from headstart.server.serve import serve
 from server.fake_engine import build_fake
 options = json.loads(sys.argv[2])
+for name, value in json.loads(sys.argv[3]).items():
+    module, _, constant = name.rpartition(".")
+    setattr(importlib.import_module("headstart.server." + module), constant, value)
 options.update(api_key=tuple(options["api_key"]), admin_api_key=tuple(options["admin_api_key"]))
 options["tenants"] = tuple(TenantEntry(entry["name"], tuple(entry["api_keys"])) for entry in options["tenants"])
 sys.exit(serve(build_fake, EngineOptions(model=sys.argv[1]), ServerOptions(**options)))
@@ -58,22 +63,32 @@ class Server:
         return self
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30.0, **options)
+        return httpx.Client(base_url=self.url, timeout=PATIENCE, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=PATIENCE, **options)
+
+    def post(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, timeout=PATIENCE, **options)
 
     def stop(self, signal_number: int = signal.SIGTERM) -> int:
         """Sends a signal and returns the exit code."""
         self.process.send_signal(signal_number)
-        return self.process.wait(30)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Waits for its end and returns the exit code."""
+        return self.process.wait(PATIENCE)
 
     def metric(self, name: str) -> float:
         """Returns the sum of the samples with that name."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = self.get("/metrics").text
         return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if re.match(rf"{name}(\{{| )", line))
 
 
-def wait_for(probe: Any, seconds: float = START_SECONDS) -> Any:
-    """Returns the first true value of `probe()`, or fails after `seconds`."""
-    deadline = time.monotonic() + seconds
+def wait_for(probe: Any) -> Any:
+    """Returns the first true value of `probe()`, or fails when it has had all the time there is."""
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         value = probe()
         if value:
@@ -96,10 +111,13 @@ def spawn(command: list[str], log_path: Path) -> Iterator[Server]:
         process.wait()
 
 
-def fake_command(model: str, **options: Any) -> list[str]:
-    """The command that serves a fake engine; `model` as in fake_engine.py."""
+def fake_command(model: str, *, constants: dict[str, float] | None = None, **options: Any) -> list[str]:
+    """The command that serves a fake engine; `model` as in fake_engine.py.
+
+    `constants` are those of modules of `headstart.server` that are to have another value, as "serve.DEAD_SECONDS".
+    """
     settings = asdict(ServerOptions(**{"port": 0, **options}))
-    return [sys.executable, "-c", _RUN_FAKE, model, json.dumps(settings)]
+    return [sys.executable, "-c", _RUN_FAKE, model, json.dumps(settings), json.dumps(constants or {})]
 
 
 @contextmanager
@@ -133,15 +151,15 @@ async def inside(model: str, build: Build = build_fake, **options: Any) -> Async
         await warm_prefixes(state, loaded)
         state.open(loaded)
         transport = httpx.ASGITransport(build_app(state), client=("127.0.0.1", 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30.0) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=PATIENCE) as client:
             yield Inside(state, engine, client)
     finally:
         await engine.close()
 
 
-async def until(probe: Any, seconds: float = 10.0) -> None:
+async def until(probe: Any) -> None:
     """Waits until `probe()` is true."""
-    async with asyncio.timeout(seconds):
+    async with asyncio.timeout(PATIENCE):
         while not probe():
             await asyncio.sleep(0.01)
 
@@ -150,3 +168,17 @@ def parse_events(text: str) -> list[Any]:
     """Returns the JSON of every data line, and "[DONE]" as it is."""
     datas = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
     return [data if data == "[DONE]" else json.loads(data) for data in datas]
+
+
+def quiet_port() -> int:
+    """A free port that no system hands out by itself, so that it is still free when a server has ended on it."""
+    first = 20_000 + os.getpid() % 5_000
+    for port in range(first, 30_000):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise AssertionError("no port is free")

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from server.fake_engine import MAX_MODEL_LEN, VOCAB_SIZE
-from server.harness import Server
+from server.harness import PATIENCE, Server
 from starlette.requests import Request
 
 from headstart.core.errors import QueueFullError
@@ -38,7 +38,7 @@ def check_error(answer: httpx.Response, status: int, code: str | None = None) ->
 def unharmed(server: Server) -> Iterator[None]:
     """After every test: the same process still answers correctly."""
     yield
-    answer = httpx.post(server.url + COMPLETIONS, json={"prompt": [3, 4], "max_tokens": 4, "return_token_ids": True})
+    answer = server.post(COMPLETIONS, json={"prompt": [3, 4], "max_tokens": 4, "return_token_ids": True})
     assert answer.json()["choices"][0]["token_ids"] == [3, 4, 3, 4] and server.process.poll() is None
 
 
@@ -66,7 +66,7 @@ def unharmed(server: Server) -> Iterator[None]:
     ids=range(16),
 )
 def test_what_is_not_a_json_object_is_400(server: Server, path: str, body: bytes) -> None:
-    check_error(httpx.post(server.url + path, content=body, headers=JSON), 400, "invalid_json")
+    check_error(server.post(path, content=body, headers=JSON), 400, "invalid_json")
 
 
 @pytest.mark.parametrize(
@@ -154,28 +154,26 @@ def test_what_is_not_a_json_object_is_400(server: Server, path: str, body: bytes
 def test_a_wrong_value_is_named(
     server: Server, path: str, body: dict, status: int, code: str | None, param: str | None
 ) -> None:
-    error = check_error(httpx.post(server.url + path, json=body, timeout=30), status, code)
+    error = check_error(server.post(path, json=body), status, code)
     assert param is None or error["param"] == param
     if path in (COMPLETIONS, CHAT) and "stream" not in body and "stream_options" not in body:
-        check_error(httpx.post(server.url + path, json={**body, "stream": True}, timeout=30), status, code)
+        check_error(server.post(path, json={**body, "stream": True}), status, code)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
 def test_another_content_type_is_415(server: Server, kind: str) -> None:
-    error = check_error(
-        httpx.post(server.url + COMPLETIONS, content=b'{"prompt": "a"}', headers={"content-type": kind}), 415
-    )
+    error = check_error(server.post(COMPLETIONS, content=b'{"prompt": "a"}', headers={"content-type": kind}), 415)
     assert "Content-Type: application/json" in error["message"]
 
 
 def test_a_compressed_body_is_415_and_never_inflated(server: Server) -> None:
-    check_error(httpx.post(server.url + COMPLETIONS, content=b"x", headers={"content-encoding": "gzip"}), 415)
+    check_error(server.post(COMPLETIONS, content=b"x", headers={"content-encoding": "gzip"}), 415)
 
 
 @pytest.mark.parametrize("headers", [{}, {"content-type": "application/json; charset=utf-8"}])
 def test_a_missing_content_type_is_forgiven(server: Server, headers: dict[str, str]) -> None:
     body = json.dumps({"prompt": "the", "max_tokens": 1}).encode()
-    assert httpx.post(server.url + COMPLETIONS, content=body, headers=headers).status_code == 200
+    assert server.post(COMPLETIONS, content=body, headers=headers).status_code == 200
 
 
 class Raw:
@@ -183,7 +181,7 @@ class Raw:
 
     def __init__(self, server: Server) -> None:
         address = urlsplit(server.url)
-        self.socket = socket.create_connection((address.hostname, address.port), 10)
+        self.socket = socket.create_connection((address.hostname, address.port), PATIENCE)
         self.sent = 0
 
     def say(self, data: bytes) -> bool:

@@ -12,8 +12,8 @@ JSON = ("-H", "Content-Type: application/json")
 
 
 def curl(server: Server, path: str, *arguments: str, text: str | None = None) -> str:
-    command = ["curl", "-sS", "--max-time", "30", server.url + path, *arguments]
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=True, timeout=60).stdout
+    command = ["curl", "-sS", "--max-time", "300", server.url + path, *arguments]
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=True, timeout=400).stdout
 
 
 def test_the_second_reply_shows_cached_tokens(real_server: Server) -> None:

@@ -3,24 +3,42 @@
 import json
 import socket
 import time
+from collections.abc import Iterator
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
-import httpx
 import pytest
-from server.harness import Server, fake_server, wait_for
+from server.fake_engine import Gate
+from server.harness import PATIENCE, Server, fake_server, wait_for
+
+HELD = 40  # tokens: who asked for more is not finished before the gate is open
+
+
+class Slow(NamedTuple):
+    """A server whose requests are held at HELD tokens."""
+
+    server: Server
+    gate: Gate
 
 
 @pytest.fixture(scope="module")
-def slow(folder: str, tmp_path_factory: pytest.TempPathFactory):
-    with fake_server(f"{folder}?step=0.05", tmp_path_factory.mktemp("slow") / "log") as running:
-        yield running
+def slow_server(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slow]:
+    room = tmp_path_factory.mktemp("slow")
+    gate = Gate(room / "gate")
+    with fake_server(gate.holds(folder, HELD), room / "log") as running:
+        yield Slow(running, gate)
+
+
+@pytest.fixture
+def slow(slow_server: Slow) -> Server:
+    return slow_server.server
 
 
 def open_request(server: Server, **body: object) -> socket.socket:
     """Sends a completion request over a socket of its own."""
     address = urlsplit(server.url)
     payload = json.dumps({"prompt": [1, 2, 3] * 20, "max_tokens": 400, **body}).encode()
-    connection = socket.create_connection((address.hostname, address.port), 10)
+    connection = socket.create_connection((address.hostname, address.port), PATIENCE)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n"
     connection.sendall(head.encode() + payload)
     return connection
@@ -32,48 +50,54 @@ def running(server: Server) -> float:
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 4}, {"n": 4, "stream": True}])
 def test_hanging_up_frees_the_blocks_of_every_choice(slow: Server, fields: dict[str, object]) -> None:
-    aborted = slow.metric("vllm:request_success_total")
+    def hung_up() -> list[str]:
+        return [line for line in slow.log.splitlines() if "client_closed" in line]
+
+    aborted, before = slow.metric("vllm:request_success_total"), len(hung_up())
     connection = open_request(slow, **fields)
-    wait_for(lambda: running(slow) == fields.get("n", 1), 10)
+    wait_for(lambda: running(slow) == fields.get("n", 1))
     assert slow.metric("vllm:kv_cache_usage_perc") > 0
     connection.close()
-    wait_for(lambda: running(slow) == 0 and slow.metric("vllm:kv_cache_usage_perc") == 0, 10)
+    wait_for(lambda: running(slow) == 0 and slow.metric("vllm:kv_cache_usage_perc") == 0)
+    (line,) = wait_for(lambda: hung_up()[before:])
     assert slow.metric("vllm:request_success_total") - aborted == fields.get("n", 1)
-    records = wait_for(lambda: [line for line in slow.log.splitlines() if "client_closed" in line], 10)
-    assert json.loads(records[-1])["status"] == 499 and json.loads(records[-1])["finish_reason"] == "abort"
+    assert json.loads(line)["status"] == 499 and json.loads(line)["finish_reason"] == "abort"
 
 
 def test_a_stop_string_ends_the_work_in_the_engine_too(slow: Server) -> None:
     before = slow.metric("vllm:generation_tokens_total")
     body = {"prompt": "the quick brown fox", "max_tokens": 400, "stop": "quick"}
-    answer = httpx.post(f"{slow.url}/v1/completions", json=body, timeout=30).json()
+    answer = slow.post("/v1/completions", json=body).json()
     assert answer["choices"][0]["stop_reason"] == "quick"
-    wait_for(lambda: running(slow) == 0, 10)
-    assert slow.metric("vllm:generation_tokens_total") - before < 60
+    wait_for(lambda: running(slow) == 0)  # held as it is, it would not have ended by itself
+    assert slow.metric("vllm:generation_tokens_total") - before <= HELD
 
 
-def test_hanging_up_among_others_leaves_them_unharmed(slow: Server) -> None:
+def test_hanging_up_among_others_leaves_them_unharmed(slow_server: Slow) -> None:
+    slow, gate = slow_server
     victims = [open_request(slow, stream=bool(i % 2)) for i in range(6)]
-    kept = open_request(slow, max_tokens=40, return_token_ids=True)
-    wait_for(lambda: running(slow) == 7, 10)
+    kept = open_request(slow, max_tokens=HELD + 20, return_token_ids=True)
+    wait_for(lambda: running(slow) == 7)
     for victim in victims:
         victim.close()
-    kept.settimeout(20)
+    wait_for(lambda: running(slow) == 1)
+    gate.open()
     data = b""
     while b"}}}" not in data:
         data += kept.recv(65536)
+    gate.close()
     answer = json.loads(data.split(b"\r\n\r\n", 1)[1])
-    assert answer["choices"][0]["token_ids"] == ([1, 2, 3] * 20)[:40]
+    assert answer["choices"][0]["token_ids"] == [1, 2, 3] * 20
     kept.close()
-    wait_for(lambda: running(slow) == 0, 10)
+    wait_for(lambda: running(slow) == 0)
 
 
 def test_hanging_up_in_the_middle_of_a_body_leaves_nothing(slow: Server) -> None:
     address = urlsplit(slow.url)
     for _ in range(20):
-        with socket.create_connection((address.hostname, address.port), 10) as connection:
+        with socket.create_connection((address.hostname, address.port), PATIENCE) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
-    assert httpx.get(f"{slow.url}/health").status_code == 200 and running(slow) == 0
+    assert slow.get("/health").status_code == 200 and running(slow) == 0
 
 
 def test_who_does_not_read_holds_nobody_up(folder: str, tmp_path) -> None:
@@ -84,13 +108,13 @@ def test_who_does_not_read_holds_nobody_up(folder: str, tmp_path) -> None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             readers.append(connection)
         # the engine finishes them all, although nobody takes what they say
-        wait_for(lambda: server.metric("vllm:generation_tokens_total") == 8 * 16 * 440, 40)
+        wait_for(lambda: server.metric("vllm:generation_tokens_total") == 8 * 16 * 440)
         for _ in range(5):
             body = {"prompt": [9], "max_tokens": 20}
-            assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=20).status_code == 200
+            assert server.post("/v1/completions", json=body).status_code == 200
         for connection in readers:
             connection.close()
-        wait_for(lambda: server.log.count('"path": "/v1/completions"') == 8 + 5, 20)
+        wait_for(lambda: server.log.count('"path": "/v1/completions"') == 8 + 5)
 
 
 def test_a_slow_reader_gets_everything(folder: str, tmp_path) -> None:

@@ -9,29 +9,34 @@ from typing import Any
 
 import httpx
 import pytest
-from server.harness import Server, fake_server, parse_events, wait_for
+from server.fake_engine import Gate
+from server.harness import PATIENCE, Server, fake_server, parse_events, quiet_port, wait_for
+
+PATIENT = {"serve.INTERRUPT_SECONDS": PATIENCE, "serve.CUT_SECONDS": 30.0, "engine_client.STOP_SECONDS": PATIENCE}
+"""Servers that are not to cut anything off because the machine is busy."""
 
 
-async def load(server: Server, number: int, max_tokens: int, signal_number: int) -> list[Any]:
-    """Sends requests, a signal while they run, and returns their answers."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
+def client_of(server: Server) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, limits=httpx.Limits(max_connections=None))
 
-        async def one(i: int) -> httpx.Response:
-            return await client.post(
-                "/v1/completions", json={"prompt": [i, 1], "max_tokens": max_tokens, "stream": bool(i % 2)}
-            )
 
-        tasks = [asyncio.create_task(one(i)) for i in range(number)]
-        await asyncio.to_thread(wait_for, lambda: server.metric("vllm:num_requests_running") == number, 30)
-        server.process.send_signal(signal_number)
-        await asyncio.to_thread(wait_for, lambda: "under way" in server.log, 10)
-        refused = await client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-        assert refused.headers["retry-after"]
-        assert (await client.get("/health")).status_code == 503
-        assert (await client.get("/livez")).status_code == 200
-        return await asyncio.gather(*tasks, return_exceptions=True)
+async def started(
+    client: httpx.AsyncClient, server: Server, number: int, max_tokens: int
+) -> "list[asyncio.Task[httpx.Response]]":
+    """Sends requests, every second one streamed, and returns their answers to come when all of them run."""
+
+    async def one(i: int) -> httpx.Response:
+        body = {"prompt": [i, 1], "max_tokens": max_tokens, "stream": bool(i % 2)}
+        return await client.post("/v1/completions", json=body)
+
+    tasks = [asyncio.create_task(one(i)) for i in range(number)]
+    await said(lambda: server.metric("vllm:num_requests_running") == number)
+    return tasks
+
+
+async def said(probe: Any) -> None:
+    """Waits until `probe()` is true."""
+    await asyncio.to_thread(wait_for, probe)
 
 
 def complete(answer: Any, num_tokens: int) -> bool:
@@ -49,57 +54,77 @@ def engine_pids(server: Server) -> list[int]:
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
-def test_everything_admitted_is_answered_and_the_exit_code_is_0(folder: str, tmp_path, signal_number: int) -> None:
-    with fake_server(f"{folder}?step=0.02", tmp_path / "log") as server:
+def test_everything_admitted_is_answered_and_the_exit_code_is_0(
+    folder: str, tmp_path: Path, gate: Gate, signal_number: int
+) -> None:
+    async def run(server: Server) -> list[Any]:
+        async with client_of(server) as client:
+            tasks = await started(client, server, 50, 100)
+            server.process.send_signal(signal_number)
+            await said(lambda: "under way" in server.log)
+            refused = await client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            assert refused.headers["retry-after"]
+            assert (await client.get("/health")).status_code == 503
+            assert (await client.get("/livez")).status_code == 200
+            gate.open()
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+    with fake_server(gate.holds(folder, 20), tmp_path / "log", constants=PATIENT) as server:
         (engine,) = engine_pids(server)
-        answers = asyncio.run(load(server, 50, 100, signal_number))
+        answers = asyncio.run(run(server))
         assert all(complete(answer, 100) for answer in answers) and len(answers) == 50
-        assert server.process.wait(20) == 0
+        assert server.wait() == 0
         assert not os.path.exists(f"/proc/{engine}")
         if signal_number == signal.SIGINT:
             assert "Ctrl-C again stops at once" in server.log
         assert "Traceback" not in server.log
 
 
-def test_a_drain_that_takes_too_long_cuts_off_with_an_error_and_code_1(folder: str, tmp_path) -> None:
-    with fake_server(f"{folder}?step=0.1", tmp_path / "log", drain_timeout=1.0) as server:
-        answers = asyncio.run(load(server, 4, 400, signal.SIGTERM))
-        for answer in answers:
+def test_a_drain_that_takes_too_long_cuts_off_with_an_error_and_code_1(folder: str, tmp_path: Path, gate: Gate) -> None:
+    async def run(server: Server) -> list[httpx.Response]:
+        async with client_of(server) as client:
+            tasks = await started(client, server, 4, 400)
+            server.process.send_signal(signal.SIGTERM)
+            return await asyncio.gather(*tasks)
+
+    with fake_server(gate.holds(folder, 20), tmp_path / "log", drain_timeout=1.0, constants=PATIENT) as server:
+        for answer in asyncio.run(run(server)):
             error = answer.json() if answer.status_code == 503 else parse_events(answer.text)[-2]
             assert error["error"]["code"] == "draining"
             assert answer.status_code == 503 or answer.text.endswith("data: [DONE]\n\n")
-        assert server.process.wait(20) == 1 and "4 requests were cut off" in server.log
+        assert server.wait() == 1 and "4 requests were cut off" in server.log
 
 
-def test_ctrl_c_twice_stops_at_once(folder: str, tmp_path) -> None:
-    with fake_server(f"{folder}?step=0.1", tmp_path / "log") as server:
+def test_ctrl_c_twice_stops_at_once(folder: str, tmp_path: Path, gate: Gate) -> None:
+    async def run(server: Server) -> httpx.Response:
+        async with client_of(server) as client:
+            (task,) = await started(client, server, 1, 400)
+            server.process.send_signal(signal.SIGINT)
+            await said(lambda: "Ctrl-C again" in server.log)
+            server.process.send_signal(signal.SIGINT)
+            return await task
+
+    with fake_server(gate.holds(folder, 20), tmp_path / "log", constants=PATIENT) as server:
         (engine,) = engine_pids(server)
-
-        async def run() -> Any:
-            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-                task = asyncio.create_task(client.post("/v1/completions", json={"prompt": [1], "max_tokens": 400}))
-                await asyncio.to_thread(wait_for, lambda: server.metric("vllm:num_requests_running") == 1, 30)
-                server.process.send_signal(signal.SIGINT)
-                await asyncio.to_thread(wait_for, lambda: "Ctrl-C again" in server.log, 10)
-                server.process.send_signal(signal.SIGINT)
-                return await task
-
-        assert asyncio.run(run()).status_code == 503
-        assert server.process.wait(20) == 130 and "stopping at once" in server.log
-        wait_for(lambda: not os.path.exists(f"/proc/{engine}"), 10)
+        assert asyncio.run(run(server)).status_code == 503
+        assert server.wait() == 130 and "stopping at once" in server.log
+        wait_for(lambda: not os.path.exists(f"/proc/{engine}"))
 
 
 @pytest.mark.parametrize("is_in_a_hurry", [False, True])
 def test_what_waits_for_the_store_is_written_unless_somebody_is_in_a_hurry(
-    folder: str, tmp_path, is_in_a_hurry: bool
+    folder: str, tmp_path: Path, is_in_a_hurry: bool
 ) -> None:
-    with fake_server(f"{folder}?store=1&close=2", tmp_path / "log") as server:
-        wait_for(lambda: server.metric("headstart:kv_store_pending_blocks") == 6, 10)
+    seconds = 10 * PATIENCE if is_in_a_hurry else 0.2  # that an engine left alone would take to end
+    constants = {**PATIENT, "engine_client.STOP_SECONDS": 20 * PATIENCE}
+    with fake_server(f"{folder}?store=1&close={seconds}", tmp_path / "log", constants=constants) as server:
+        wait_for(lambda: server.metric("headstart:kv_store_pending_blocks") == 6)
         server.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: "writing 6 blocks to the store" in server.log, 10)
+        wait_for(lambda: "writing 6 blocks to the store" in server.log)
         if is_in_a_hurry:
             server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(20) == 0
+        assert server.wait() == 0
         assert ("the fake engine was closed" in server.log) is not is_in_a_hurry
 
 
@@ -109,67 +134,73 @@ def test_ctrl_c_of_a_terminal_reaches_the_engine_only_through_its_parent(folder:
         assert os.getpgid(engine) != os.getpgid(server.process.pid)
 
 
-def test_an_idle_server_stops_at_once_and_frees_its_port(folder: str, tmp_path) -> None:
-    with fake_server(folder, tmp_path / "log") as server:
+def test_an_idle_server_stops_at_once_and_frees_its_port(folder: str, tmp_path: Path) -> None:
+    port = quiet_port()
+    with fake_server(folder, tmp_path / "log", port=port) as server:
         client = server.client()
         assert client.get("/health").status_code == 200  # and its connection stays open
         assert server.stop() == 0
         with pytest.raises(httpx.HTTPError):
             client.get("/health")
-        port = int(server.url.rsplit(":", 1)[1])
     with fake_server(folder, tmp_path / "log2", port=port) as again:
         assert again.url == server.url
 
 
+async def broken(server: Server, engine: int, how: str) -> tuple[httpx.Response, httpx.Response]:
+    """Breaks the engine while two requests run: what becomes of them, the streamed one first."""
+    async with client_of(server) as client:
+        whole, streamed = await started(client, server, 2, 400)
+        if how == "crash":
+            answer = await client.post("/v1/completions", json={"prompt": [66]})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+            for path in ("/health", "/livez"):
+                assert (await client.get(path)).status_code == 503
+            late = await client.post("/v1/completions", json={"prompt": [1]})
+            assert (late.status_code, late.json()["error"]["code"]) == (503, "engine_dead")
+        else:
+            os.kill(engine, signal.SIGKILL)
+        return await streamed, await whole
+
+
 @pytest.mark.parametrize("how", ["crash", "kill"])
-def test_a_broken_engine_is_told_to_everyone_and_ends_the_server_with_code_1(folder: str, tmp_path, how: str) -> None:
-    with fake_server(f"{folder}?step=0.02&crash=66", tmp_path / "log") as server:
+def test_a_broken_engine_is_told_to_everyone_and_ends_the_server_with_code_1(
+    folder: str, tmp_path: Path, gate: Gate, how: str
+) -> None:
+    # A crashed one's server stays long enough for all questions; a killed one's ends as soon as it does by itself.
+    constants = {"serve.DEAD_SECONDS": 10 * PATIENCE} if how == "crash" else {}
+    with fake_server(gate.holds(folder, 20, "crash=66"), tmp_path / "log", constants=constants) as server:
         (engine,) = engine_pids(server)
-
-        async def run() -> list[httpx.Response]:
-            async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
-                bodies = [{"prompt": [1], "max_tokens": 400, "stream": stream} for stream in (True, False)]
-                tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
-                await asyncio.to_thread(wait_for, lambda: server.metric("vllm:num_requests_running") == 2, 30)
-                if how == "crash":
-                    answer = await client.post("/v1/completions", json={"prompt": [66]})
-                    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
-                else:
-                    os.kill(engine, signal.SIGKILL)
-                    await asyncio.to_thread(wait_for, lambda: "the engine has stopped" in server.log, 10)
-                for path in ("/health", "/livez"):
-                    assert (await client.get(path)).status_code == 503
-                late = await client.post("/v1/completions", json={"prompt": [1]})
-                assert (late.status_code, late.json()["error"]["code"]) == (503, "engine_dead")
-                return await asyncio.gather(*tasks)
-
-        streamed, whole = asyncio.run(run())
+        streamed, whole = asyncio.run(broken(server, engine, how))
         assert "event: error" in streamed.text and streamed.text.endswith("data: [DONE]\n\n")
         assert whole.status_code == 503 and "Traceback" not in whole.text
-        assert server.process.wait(20) == 1
+        if how == "crash":
+            server.process.send_signal(signal.SIGINT)
+            wait_for(lambda: "Ctrl-C again" in server.log)
+            server.process.send_signal(signal.SIGINT)
+        assert server.wait() == 1
         assert "so does the server" in server.log
 
 
-def test_a_stopped_engine_process_is_noticed_by_livez(folder: str, tmp_path) -> None:
+def test_a_stopped_engine_process_is_noticed_by_livez(folder: str, tmp_path: Path) -> None:
     with fake_server(folder, tmp_path / "log", heartbeat_timeout=2.0) as server:
         (engine,) = engine_pids(server)
         os.kill(engine, signal.SIGSTOP)
         try:
-            wait_for(lambda: httpx.get(f"{server.url}/livez").status_code == 503, 15)
+            wait_for(lambda: server.get("/livez").status_code == 503)
         finally:
             os.kill(engine, signal.SIGCONT)
-        wait_for(lambda: httpx.get(f"{server.url}/livez").status_code == 200, 15)
+        wait_for(lambda: server.get("/livez").status_code == 200)
 
 
-def test_a_killed_server_leaves_no_engine_and_the_port_can_be_taken_again(folder: str, tmp_path) -> None:
-    with fake_server(folder, tmp_path / "log") as server:
+def test_a_killed_server_leaves_no_engine_and_the_port_can_be_taken_again(folder: str, tmp_path: Path) -> None:
+    port = quiet_port()
+    with fake_server(folder, tmp_path / "log", port=port) as server:
         (engine,) = engine_pids(server)
         server.process.kill()
         server.process.wait()
-        wait_for(lambda: not os.path.exists(f"/proc/{engine}") or _is_zombie(engine), 10)
-        port = int(server.url.rsplit(":", 1)[1])
+        wait_for(lambda: not os.path.exists(f"/proc/{engine}") or _is_zombie(engine))
     with fake_server(folder, tmp_path / "log2", port=port) as again:
-        assert httpx.get(f"{again.url}/health").status_code == 200
+        assert again.get("/health").status_code == 200
 
 
 def _is_zombie(pid: int) -> bool:

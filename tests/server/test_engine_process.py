@@ -8,8 +8,8 @@ import sys
 from array import array
 
 import pytest
-from server.fake_engine import MAX_MODEL_LEN, build_fake
-from server.harness import wait_for
+from server.fake_engine import MAX_MODEL_LEN, Gate, build_fake
+from server.harness import PATIENCE, until, wait_for
 
 from headstart.core.errors import ConfigError, EngineDeadError, HeadstartError, InvalidRequestError
 from headstart.core.request import FinishReason, Request, SamplingParams
@@ -27,7 +27,7 @@ async def tokens_of(client: EngineClient, *requests: Request) -> dict[str, list[
     stream, open_ids = client.submit(requests), {r.request_id for r in requests}
     found: dict[str, list[int]] = {r.request_id: [] for r in requests}
     while open_ids:
-        for _, output in await stream.batch(10.0):
+        for _, output in await stream.batch(PATIENCE):
             found[output.request_id].extend(output.token_ids)
             if output.finish_reason is not None:
                 open_ids.discard(output.request_id)
@@ -94,7 +94,7 @@ def test_a_poisoned_request_fails_alone_in_its_batch() -> None:
         try:
             good = asyncio.create_task(tokens_of(client, request("good", 1, max_tokens=20)))
             stream = client.submit([request("bad", 66)])
-            ((_, output),) = await stream.batch(10.0)
+            ((_, output),) = await stream.batch(PATIENCE)
             assert output.finish_reason is FinishReason.ERROR and output.error
             assert await good == {"good": [1] * 20}
         finally:
@@ -103,21 +103,20 @@ def test_a_poisoned_request_fails_alone_in_its_batch() -> None:
     asyncio.run(run())
 
 
-def test_an_abort_ends_the_work_and_leaves_the_others() -> None:
+def test_an_abort_ends_the_work_and_leaves_the_others(gate: Gate) -> None:
     async def run() -> None:
-        client = await started("/none?step=0.005")
+        client = await started(gate.holds("/none", 5))
         try:
             client.submit([request("a", 1, max_tokens=500)])
-            stream = client.submit([request("ab", 2, max_tokens=30)])
-            await stream.batch(10.0)
+            others = asyncio.create_task(tokens_of(client, request("ab", 2, max_tokens=30)))
+            await until(lambda: client.stats.generation_tokens == 2 * 5)
             client.abort(["a", "unknown"])
             assert not await client.call("reset_prefix_cache")  # "ab" runs
-            for _ in range(400):
-                await stream.batch(0.05)
-                if client.stats.num_running == 0:
-                    break
+            await until(lambda: client.stats.num_running == 1)
+            gate.open()
+            assert await others == {"ab": [2] * 30}
             assert await client.call("reset_prefix_cache")
-            assert client.stats.generation_tokens < 100
+            assert client.stats.generation_tokens == 5 + 30
         finally:
             await client.close()
 
@@ -138,15 +137,18 @@ def test_a_call_that_cannot_be_done_fails_alone() -> None:
 
 
 @pytest.mark.parametrize("knob", ["crash", "die"])
-def test_a_broken_engine_fails_everything_at_once_and_nothing_hangs(knob: str, capfd: pytest.CaptureFixture) -> None:
+def test_a_broken_engine_fails_everything_at_once_and_nothing_hangs(
+    knob: str, gate: Gate, capfd: pytest.CaptureFixture[str]
+) -> None:
     async def run() -> None:
-        client = await started(f"/none?{knob}=66&step=0.01")
+        client = await started(gate.holds("/none", 5, f"{knob}=66"))
         try:
             good = asyncio.create_task(tokens_of(client, request("good", 1, max_tokens=400)))
+            await until(lambda: client.stats.generation_tokens == 5)
             with pytest.raises(EngineDeadError):
-                await asyncio.wait_for(tokens_of(client, request("bad", 66)), 10)
+                await asyncio.wait_for(tokens_of(client, request("bad", 66)), PATIENCE)
             with pytest.raises(EngineDeadError):
-                await asyncio.wait_for(good, 10)
+                await asyncio.wait_for(good, PATIENCE)
             with pytest.raises(EngineDeadError):
                 client.submit([request("late", 1)])
             with pytest.raises(EngineDeadError):
@@ -175,8 +177,8 @@ def test_close_while_loading_does_not_wait_for_the_load() -> None:
     async def run() -> None:
         client = EngineClient()
         start = asyncio.create_task(client.start(build_fake, EngineOptions(model="/none?load=1000")))
-        await asyncio.sleep(0.5)
-        await asyncio.wait_for(client.close(), 20)
+        await until(lambda: client.pid is not None)
+        await asyncio.wait_for(client.close(), PATIENCE)
         with pytest.raises(EngineDeadError):
             await start
 
@@ -225,7 +227,7 @@ def test_the_engine_process_dies_with_its_parent(state: str) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    wait_for(lambda: not os.path.exists(f"/proc/{pid}/fd") or _is_zombie(pid), 10)
+    wait_for(lambda: not os.path.exists(f"/proc/{pid}/fd") or _is_zombie(pid))
 
 
 def _is_zombie(pid: int) -> bool:

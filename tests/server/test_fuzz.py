@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from server.fake_engine import MAX_MODEL_LEN, VOCAB_SIZE
-from server.harness import Server, inside, until
+from server.harness import PATIENCE, Server, inside, until
 
 NUM_REQUESTS = 10_000
 PATHS = ("/v1/completions", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
@@ -159,13 +159,13 @@ def test_fuzzed_requests_never_get_a_5xx_and_leave_the_server_as_it_was(
 def test_the_real_engine_survives_a_share_of_them(real_server: Server) -> None:
     async def run() -> "Counter[int]":
         statuses: Counter[int] = Counter()
-        async with httpx.AsyncClient(base_url=real_server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=real_server.url, timeout=PATIENCE) as client:
             await asyncio.gather(*(bombard(client, range(i * 100, (i + 1) * 100), statuses) for i in range(10)))
         return statuses
 
     def answer() -> dict[str, Any]:
         body = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
-        return httpx.post(f"{real_server.url}/v1/completions", json=body, timeout=60).json()["choices"]
+        return real_server.post("/v1/completions", json=body).json()["choices"]
 
     before = answer()
     assert asyncio.run(run())[200] > 50

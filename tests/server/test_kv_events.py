@@ -23,12 +23,20 @@ from headstart.core.hashing import BlockHash
 from headstart.core.request import Request, SamplingParams
 from headstart.model.init_model import init_model
 from headstart.options import EngineOptions
+from headstart.server import kv_events
 from headstart.server.kv_event_encoding import BatchEncoder
 from headstart.server.kv_events import KVEventPublisher, KVEventsConfig, parse_kv_events_config
 
 A, B = BlockHash(bytes(range(32))), BlockHash(b"\xff" * 32)
 STORED = BlockStored((A, B), None, array("i", range(8)), 4)
-WAIT = 10_000  # milliseconds
+WAIT = 120_000  # milliseconds
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever closes waits until what was published is sent."""
+    monkeypatch.setattr(kv_events, "CLOSE_SECONDS", WAIT / 1000)
+    monkeypatch.setattr(kv_events, "LINGER_MILLISECONDS", WAIT)
 
 
 @pytest.fixture
@@ -55,7 +63,7 @@ def subscribe(context: "zmq.Context[Any]", publisher: KVEventPublisher, topic: b
     sub = context.socket(zmq.SUB)
     sub.setsockopt(zmq.SUBSCRIBE, topic)
     sub.connect(publisher.endpoint)
-    for _ in range(1000):
+    for _ in range(10_000):
         publisher.publish([AllBlocksCleared()])
         if sub.poll(10):
             return sub
@@ -262,7 +270,7 @@ class _Stuck(list[Event]):
 
     def __iter__(self) -> Iterator[Event]:
         self.reached.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(WAIT / 1000)
         return super().__iter__()
 
 
@@ -272,8 +280,9 @@ def test_what_does_not_fit_is_counted_said_and_leaves_a_gap(
     publisher = KVEventPublisher(KVEventsConfig(max_queue_size=1, **endpoints), medium="CPU")
     sub = subscribe(context, publisher)
     gate, reached = threading.Event(), threading.Event()
+    wait_for(publisher._queue.empty)  # pyright: ignore[reportPrivateUsage]
     publisher.publish(_Stuck([STORED], gate, reached))
-    assert reached.wait(10)
+    assert reached.wait(WAIT / 1000)
     before = publisher.num_dropped
     for _ in range(4):
         publisher.publish([STORED])  # one waits, three have no room

@@ -1,6 +1,5 @@
 """Metrics: exact counts, names that dashboards know, and series that no client can multiply."""
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from server.harness import Server, wait_for
 
@@ -8,7 +7,7 @@ from server.harness import Server, wait_for
 def samples(server: Server) -> dict[str, float]:
     """Sum per sample name."""
     found: dict[str, float] = {}
-    for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text):
+    for family in text_string_to_metric_families(server.get("/metrics").text):
         for sample in family.samples:
             found[sample.name] = found.get(sample.name, 0.0) + sample.value
     return found
@@ -18,9 +17,9 @@ def test_ten_requests_of_ten_tokens_are_counted_exactly(server: Server) -> None:
     before = samples(server)
     for i in range(10):
         body = {"prompt": [i, *range(40)], "max_tokens": 10}
-        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+        assert server.post("/v1/completions", json=body).status_code == 200
     name = "vllm:generation_tokens_total"
-    wait_for(lambda: samples(server)[name] - before[name] == 100, 10)
+    wait_for(lambda: samples(server)[name] - before[name] == 100)
     after = samples(server)
     for name, expected in {
         "vllm:prompt_tokens_total": 410,
@@ -60,6 +59,6 @@ def test_no_client_can_make_series_grow(server: Server) -> None:
                 client.get(f"/v1/models/x{i}", headers={"x-request-id": f"r{i}"})
 
     attack(3)
-    before = httpx.get(f"{server.url}/metrics").text.count("\n")
+    before = server.get("/metrics").text.count("\n")
     attack(60)
-    assert httpx.get(f"{server.url}/metrics").text.count("\n") == before
+    assert server.get("/metrics").text.count("\n") == before

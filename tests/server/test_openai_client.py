@@ -3,11 +3,13 @@
 import asyncio
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from server.fake_engine import Gate
 from server.harness import Server, fake_server, wait_for
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and the lazy dog does not mind it at all. " * 2
@@ -162,12 +164,12 @@ def test_leaving_a_stream_frees_its_blocks(client: OpenAI, real_server: Server) 
     next(iter(stream))
     stream.close()
     for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
-        wait_for(lambda name=name: real_server.metric(name) == 0, 20)
+        wait_for(lambda name=name: real_server.metric(name) == 0)
 
 
-def test_keys_overload_and_failures_in_mid_stream_are_told_apart(folder: str, tmp_path) -> None:
-    model = f"{folder}?step=0.05&poison=66&after=20"
-    with fake_server(model, tmp_path / "log", api_key=("right",), max_num_queued_reqs=1) as server:
+def test_keys_and_failures_in_mid_stream_are_told_apart(folder: str, tmp_path: Path, gate: Gate) -> None:
+    model = gate.holds(folder, 20, "poison=66&after=20")
+    with fake_server(model, tmp_path / "log", api_key=("right",)) as server:
         url = f"{server.url}/v1"
         with (
             OpenAI(base_url=url, api_key="wrong", max_retries=0) as stranger,
@@ -176,6 +178,7 @@ def test_keys_overload_and_failures_in_mid_stream_are_told_apart(folder: str, tm
             stranger.models.list()
         with OpenAI(base_url=url, api_key="right", max_retries=0) as client:
             stream = client.completions.create(model="fake", prompt=[66, 1], max_tokens=30, stream=True)
+            gate.open()
             with pytest.raises(openai.APIError, match="failed in the engine"):
                 list(stream)
             with pytest.raises(openai.InternalServerError):
@@ -183,15 +186,29 @@ def test_keys_overload_and_failures_in_mid_stream_are_told_apart(folder: str, tm
             with pytest.raises(openai.PermissionDeniedError):
                 client.post("../reset_prefix_cache", cast_to=object)
 
-    async def flood() -> None:
-        with fake_server(f"{folder}?step=0.5", tmp_path / "log2", max_num_queued_reqs=1) as server:
-            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
-                calls = [client.completions.create(model="fake", prompt=[i], max_tokens=1) for i in range(8)]
-                answers = await asyncio.gather(*calls, return_exceptions=True)
-                assert any(isinstance(answer, openai.RateLimitError) for answer in answers)
-                assert not any(isinstance(answer, openai.InternalServerError) for answer in answers)
-            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=10) as patient:
-                calls = [patient.completions.create(model="fake", prompt=[i], max_tokens=1) for i in range(3)]
-                assert len(await asyncio.gather(*calls)) == 3  # Retry-After does its work
 
-    asyncio.run(flood())
+def test_overload_is_a_rate_limit_and_the_clients_retries_get_over_it(folder: str, tmp_path: Path, gate: Gate) -> None:
+    def ask(client: AsyncOpenAI, number: int) -> "list[asyncio.Task[Any]]":
+        return [
+            asyncio.create_task(client.completions.create(model="fake", prompt=[i], max_tokens=1))
+            for i in range(number)
+        ]
+
+    async def flood(url: str) -> None:
+        async with AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+            calls = ask(client, 8)
+            while sum(call.done() for call in calls) < 7:  # one of them waits at the gate
+                await asyncio.wait([call for call in calls if not call.done()], return_when=asyncio.FIRST_COMPLETED)
+            gate.open()
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            assert sum(isinstance(answer, openai.RateLimitError) for answer in answers) == 7
+            assert not any(isinstance(answer, openai.InternalServerError) for answer in answers)
+        gate.close()
+        async with AsyncOpenAI(base_url=url, api_key="x", max_retries=10) as patient:
+            calls = ask(patient, 3)
+            await asyncio.to_thread(wait_for, lambda: server.metric("vllm:admission_rejections_total") >= 7 + 2)
+            gate.open()
+            assert len(await asyncio.gather(*calls)) == 3  # Retry-After does its work
+
+    with fake_server(gate.holds(folder, 0), tmp_path / "log", max_num_queued_reqs=1) as server:
+        asyncio.run(flood(f"{server.url}/v1"))

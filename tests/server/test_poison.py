@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from server.fake_engine import Gate
 from server.harness import inside, until
 
 from headstart.server.generation import Generation
@@ -29,13 +30,13 @@ def test_a_poisoned_row_fails_alone(folder: str, stream: bool, after: int) -> No
     asyncio.run(run())
 
 
-def test_one_poisoned_prompt_of_several_fails_them_and_stops_the_work(folder: str) -> None:
+def test_one_poisoned_prompt_of_several_fails_them_and_stops_the_work(folder: str, gate: Gate) -> None:
     async def run() -> None:
-        async with inside(f"{folder}?step=0.005&poison=7") as server:
+        async with inside(gate.holds(folder, 20, "poison=7")) as server:
             answer = await server.complete([[1, 2], [7, 2], [3, 4]], max_tokens=400)
             assert (answer.status_code, answer.json()["error"]["code"]) == (500, "request_failed")
-            await until(lambda: server.engine.stats.num_running == 0)
-            assert server.engine.stats.generation_tokens < 400
+            await until(lambda: server.engine.stats.num_running == 0)  # held as they are, none would have ended
+            assert server.engine.stats.generation_tokens <= 2 * 20
 
     asyncio.run(run())
 

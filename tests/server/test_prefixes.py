@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from server.checked_engine import BLOCK_SIZE, build_checked
-from server.harness import Inside, inside
+from server.harness import PATIENCE, Inside, inside
 
 from headstart.core.errors import InvalidRequestError
 from headstart.options import PrefixEntry, TenantEntry
@@ -101,7 +101,7 @@ def test_adding_need_not_wait(folder: str) -> None:
             body = {"name": "fixed", "token_ids": FIXED, "wait": False}
             answer = await server.client.post("/v1/prefixes", json=body)
             assert (answer.status_code, answer.json()["state"]) == (201, "warming")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE):
                 while (await listed(server))["fixed"]["state"] != "ready":
                     await asyncio.sleep(0.01)
 

@@ -2,20 +2,22 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from server.harness import Server, inside, parse_events
+from server.fake_engine import Gate
+from server.harness import Inside, Server, fake_server, inside, parse_events, until
 
-from headstart.server import inference, sse
+from headstart.server import sse
 from headstart.server.http_errors import HttpError
 
 TEXT = "the quick brown fox é 東京 jumps"
 
 
 def stream(server: Server, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json={"stream": True, **body}, timeout=30)
+    return server.post(path, json={"stream": True, **body})
 
 
 def test_every_event_is_one_data_line_and_an_empty_one_with_lf_only(server: Server) -> None:
@@ -31,7 +33,7 @@ def test_every_event_is_one_data_line_and_an_empty_one_with_lf_only(server: Serv
 def test_the_pieces_are_the_whole(server: Server, path: str) -> None:
     prompt = {"prompt": TEXT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": TEXT}]}
     body = {**prompt, "max_tokens": 40, "n": 2, "stop": ["jum"]}
-    whole = httpx.post(server.url + path, json=body).json()
+    whole = server.post(path, json=body).json()
     events = parse_events(stream(server, path, **body).text)
     assert events[-1] == "[DONE]"
     chunks = events[:-1]
@@ -77,12 +79,14 @@ def test_an_error_before_the_first_token_is_an_http_error(folder: str) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_error_behind_the_first_token_ends_the_stream_as_an_error(folder: str, n: int) -> None:
+def test_an_error_behind_the_first_token_ends_the_stream_as_an_error(folder: str, gate: Gate, n: int) -> None:
     async def run() -> None:
-        async with inside(f"{folder}?poison=7&after=30&step=0.03") as server:
-            answer = await server.complete(
-                [7, 8], stream=True, max_tokens=40, n=n, stream_options={"include_usage": True}
-            )
+        async with inside(gate.holds(folder, 30, "poison=7&after=30")) as server:
+            fields = {"stream": True, "max_tokens": 40, "n": n, "stream_options": {"include_usage": True}}
+            asked = asyncio.create_task(server.complete([7, 8], **fields))
+            await until(lambda: num_told(server) == n * 30)
+            gate.open()
+            answer = await asked
             assert answer.status_code == 200
             *_, error, done, rest = answer.text.split("\n\n")
             name, data = error.split("\n")
@@ -95,16 +99,22 @@ def test_an_error_behind_the_first_token_ends_the_stream_as_an_error(folder: str
     asyncio.run(run())
 
 
-def test_a_waiting_stream_is_kept_alive_by_comments(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inference, "PING_SECONDS", 0.1)
+def num_told(server: Inside) -> int:
+    """How many tokens the streams of this server have been given."""
+    return sum(generation.num_tokens for job in server.state._jobs for generation in job.generations)
 
-    async def run() -> None:
-        async with inside(f"{folder}?step=0.5") as server:
-            answer = await server.complete([7, 8], stream=True, max_tokens=2)
-            assert answer.text.startswith(": ping\n\n") and answer.text.count(": ping\n\n") >= 2
-            assert [event["choices"][0]["text"] for event in parse_events(answer.text)[:-1]]
 
-    asyncio.run(run())
+def test_a_waiting_stream_is_kept_alive_by_comments(folder: str, tmp_path: Path, gate: Gate) -> None:
+    constants = {"inference.PING_SECONDS": 0.1}
+    with fake_server(gate.holds(folder, 0), tmp_path / "log", constants=constants) as server, server.client() as client:
+        body = {"prompt": [7, 8], "stream": True, "max_tokens": 2}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            begin = [next(lines) for _ in range(4)]
+            gate.open()
+            rest = list(lines)
+    assert begin == [": ping", ""] * 2
+    assert [event["choices"][0]["text"] for event in parse_events("\n".join(rest))[:-1]]
 
 
 def test_an_event_never_holds_a_line_break() -> None:

@@ -1,20 +1,19 @@
 """Tenants and the store, over the wire: two real servers on one folder, and one that comes after them.
 
 Each claim has its positive control beside it: what must not be loaded by another is loaded by its owner. The servers
-run without a umask, so that nothing but their own care keeps the files private.
+run without a umask, so that nothing but their own care keeps the files private, and prefer the store to computing
+(patience.py), so that who may load does load.
 """
 
 import shlex
 import signal
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from server import patient
 from server.harness import Server, spawn, wait_for
 
 from headstart.model.init_model import init_model
@@ -75,7 +74,7 @@ class Reply:
 
 
 def stats(server: Server) -> dict[str, Any]:
-    return httpx.get(f"{server.url}/v1/cache/stats", headers=ROOT, timeout=30).json()
+    return server.get("/v1/cache/stats", headers=ROOT).json()
 
 
 class Store:
@@ -92,7 +91,7 @@ class Store:
     def start(self) -> Server:
         self._num_servers += 1
         options = ["--port", "0", "--num-blocks", "512", "--max-model-len", "1024", "--kv-store", str(self.folder)]
-        serve = [sys.executable, "-m", "headstart", "serve", str(self._model), *options]
+        serve = [*patient.COMMAND, "serve", str(self._model), *options]
         serve += ["--config", str(self._room / "headstart.toml")]
         command = ["sh", "-c", f"umask 000; exec {shlex.join(serve)}"]
         server = self._stack.enter_context(spawn(command, self._room / f"log{self._num_servers}"))
@@ -102,7 +101,7 @@ class Store:
         body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, **fields}
         before = stats(server)
         headers = {"authorization": f"Bearer {key}"}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+        answer = server.post("/v1/completions", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         reply = Reply(answer.json(), before, stats(server))
         owner = (key.rsplit("-key-", 1)[0], fields.get("cache_salt", ""), prompt)
@@ -110,20 +109,6 @@ class Store:
             self._seen.add(owner)
             self.num_blocks += reply.new_blocks
         return reply
-
-    def load(self, server: Server, key: str, prompt: str, **fields: Any) -> Reply:
-        """What the owner gets of the store, once the rule prefers loading: on busy cores this model computes as fast.
-
-        Raises:
-            AssertionError: not in eight attempts, between which the measured rates fade.
-        """
-        for _ in range(8):
-            reply = self.ask(server, key, prompt, **fields)
-            if reply.from_store:
-                return reply
-            httpx.post(f"{server.url}/reset_prefix_cache", headers=ROOT, timeout=30).raise_for_status()
-            time.sleep(3)
-        raise AssertionError(f"{key} never loaded what is its own")
 
     def wait_written(self, *servers: Server) -> None:
         """Waits until every server knows of all blocks that were ever computed."""
@@ -171,7 +156,7 @@ def test_a_tenant_loads_what_it_computed_elsewhere_and_no_other_ever_does(
     for key in ("beta-key-1", "single-key", "root-of-all-keys"):  # while all of it lies ready
         other = store.ask(second, key, prompt)
         assert (other.cached, other.asked_the_store, other.text) == (0, False, cold.text), key
-    warm = store.load(second, "acme-key-2", prompt)
+    warm = store.ask(second, "acme-key-2", prompt)
     assert (warm.cached, warm.from_store, warm.text) == (cold.reusable, cold.reusable, cold.text)
     assert warm.loaded == -(-warm.reusable // BLOCK) and not warm.missed
     store.wait_written(first, second)
@@ -194,7 +179,7 @@ def test_a_salt_only_narrows_and_opens_nobody_elses_blocks(store: Store, pair: t
     for key, fields in strangers:
         other = store.ask(second, key, prompt, **fields)
         assert (other.cached, other.asked_the_store) == (0, False), (key, fields)
-    assert store.load(second, "acme-key-2", prompt, cache_salt="bobs-salt").from_store == salted.reusable
+    assert store.ask(second, "acme-key-2", prompt, cache_salt="bobs-salt").from_store == salted.reusable
 
 
 def test_all_share_the_public_prefix_and_nothing_behind_it(store: Store, pair: tuple[Server, Server]) -> None:
@@ -206,7 +191,7 @@ def test_all_share_the_public_prefix_and_nothing_behind_it(store: Store, pair: t
     for key in ("beta-key-1", "single-key", "root-of-all-keys"):
         other = store.ask(second, key, prompt)
         assert (other.cached, other.asked_the_store) == (cold.cached, False), key
-    warm = store.load(second, "acme-key-1", prompt)
+    warm = store.ask(second, "acme-key-1", prompt)
     assert warm.cached == cold.reusable and warm.from_store == cold.reusable - cold.cached
 
 
@@ -222,7 +207,7 @@ def test_a_request_that_bypasses_the_cache_leaves_nothing_on_disk_and_asks_for_n
     cold = store.ask(first, "acme-key-1", prompt)
     store.wait_written(first, second)
     assert not store.ask(second, "acme-key-1", prompt, cache="bypass").asked_the_store
-    assert store.load(second, "acme-key-1", prompt, cache="read-only").from_store == cold.reusable
+    assert store.ask(second, "acme-key-1", prompt, cache="read-only").from_store == cold.reusable
 
 
 def test_a_server_that_was_killed_comes_back_to_the_same_domains(store: Store, pair: tuple[Server, Server]) -> None:
@@ -234,8 +219,8 @@ def test_a_server_that_was_killed_comes_back_to_the_same_domains(store: Store, p
     assert third.stop(signal.SIGKILL) == -signal.SIGKILL
     again = store.start()
     assert not store.ask(again, "beta-key-1", prompt).asked_the_store
-    assert store.load(again, "acme-key-2", prompt).from_store == cold.reusable
-    assert store.load(again, "single-key", prompt).from_store == single.reusable
+    assert store.ask(again, "acme-key-2", prompt).from_store == cold.reusable
+    assert store.ask(again, "single-key", prompt).from_store == single.reusable
     assert again.stop() == 0
 
 
@@ -259,11 +244,11 @@ def test_only_an_administrator_clears_the_store_and_then_it_is_clear_for_all(
     prompt = story("Gus")
     cold = store.ask(first, "acme-key-1", prompt)
     store.wait_written(first, second)
-    reset = f"{first.url}/reset_prefix_cache?reset_external=true"
+    reset = "/reset_prefix_cache?reset_external=true"
     for key in ("acme-key-1", "single-key"):
-        assert httpx.post(reset, headers={"authorization": f"Bearer {key}"}).status_code == 403
+        assert first.post(reset, headers={"authorization": f"Bearer {key}"}).status_code == 403
     assert stats(second)["store"]["blocks"] > cold.reusable // BLOCK
-    assert httpx.post(reset, headers=ROOT, timeout=30).status_code == 200
+    assert first.post(reset, headers=ROOT).status_code == 200
     pinned = stats(first)["blocks"]["pinned"]  # these are offered anew
     wait_for(lambda: stats(second)["store"]["blocks"] == pinned)
     after = store.ask(second, "acme-key-1", prompt)

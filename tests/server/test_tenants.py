@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 from server.harness import Server, spawn
 
@@ -67,7 +66,7 @@ class Reply:
 def ask(server: Server, key: str, prompt: str, **fields: Any) -> Reply:
     body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, **fields}
     headers = {"authorization": f"Bearer {key}"}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+    answer = server.post("/v1/completions", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     return Reply(answer.json())
 

@@ -12,6 +12,7 @@ import pytest
 from stored import (
     BLOCK_BYTES,
     MAX_BYTES,
+    PATIENCE,
     SHAPE,
     Clock,
     Disk,
@@ -74,6 +75,7 @@ def test_what_is_offered_comes_back_in_order(opened: Open, pool: Pool) -> None:
     assert not any(stats.misses.values()) and not any(stats.lost_writes.values())
 
 
+@pytest.mark.usefixtures("patient_store")
 def test_it_outlives_the_process(opened: Open, pool: Pool) -> None:
     first = opened()
     pool.offer(first, 1, 2)
@@ -143,8 +145,7 @@ def test_long_loads_come_in_pieces_whose_buffers_are_reused(
         found += copied(store, loaded)
         store.done_with(loaded)  # twice does no harm
         if not loaded.is_last and not held:
-            store.wait(1.0)
-            held += store.poll()
+            assert until(lambda: held.extend(store.poll()) or bool(held))
     assert found == contents(*range(1, 10))
 
 
@@ -282,6 +283,7 @@ def loader_done(store: DiskStore) -> list[object]:
 # Ends ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("patient_store")
 def test_closing_writes_what_is_pending_and_twice_does_no_harm(opened: Open, pool: Pool) -> None:
     store = opened()
     pool.offer(store, *range(1, 100))
@@ -290,13 +292,16 @@ def test_closing_writes_what_is_pending_and_twice_does_no_harm(opened: Open, poo
     assert store.stats().num_pending == 0 and opened().stats().num_blocks == 99
 
 
-def test_a_closed_store_ends_its_loads_and_takes_nothing_more(opened: Open, pool: Pool) -> None:
+def test_a_closed_store_ends_its_loads_and_takes_nothing_more(
+    opened: Open, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = Disk()
     store = opened(files=files)
     pool.offer(store, 1)
     assert written(store, 1)
     files.gate.clear()
     under_way = store.load(keys(1))
+    monkeypatch.setattr(disk, "CLOSE_SECONDS", PATIENCE)
     threading.Timer(0.2, files.gate.set).start()
     store.close()
     afterwards = store.load(keys(1))
@@ -335,11 +340,12 @@ def test_a_store_that_is_dropped_ends_its_threads(tmp_path: Path, pool: Pool) ->
 def test_an_interpreter_that_ends_without_closing_writes_first_and_does_not_hang(tmp_path: Path) -> None:
     script = (
         "from pathlib import Path\nfrom headstart.store.disk import DiskStore\nfrom stored import *\n"
+        "import patience\npatience.prefer_the_store(setattr)\n"
         f"store = DiskStore(Path({str(tmp_path)!r}), SHAPE, MAX_BYTES)\nstore.start(Pool())\n"
         "Pool().offer(store, 1, 2)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)), timeout=60
+        [sys.executable, "-c", script], env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)), timeout=300
     )
     store = DiskStore(tmp_path, SHAPE, MAX_BYTES)
     assert done.returncode == 0 and store.contains(name(1)) and store.contains(name(2))

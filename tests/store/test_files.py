@@ -73,7 +73,7 @@ print(read_secret(Path(sys.argv[1])).hex())
 """
     argv = [sys.executable, "-c", code, str(tmp_path / "store")]
     started = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    secrets = {process.communicate(timeout=60)[0] for process in started}
+    secrets = {process.communicate(timeout=300)[0] for process in started}
     assert len(secrets) == 1 and len(secrets.pop().strip()) == 2 * SECRET_BYTES
 
 

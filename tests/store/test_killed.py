@@ -23,8 +23,7 @@ from headstart.store.disk import DiskStore
 WRITER = Path(__file__).with_name("endless_writer.py")
 SECOND = 1_000_000_000  # nanoseconds
 GROUP = 16  # blocks asked for in one load
-START_SECONDS = 30.0
-LOAD_SECONDS = 30.0
+PATIENCE = 300.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class Plan:
     deaths: int = 1
     early: float = 0.2  # share of deaths while still starting
     seconds: tuple[float, float] = (0.05, 1.7)  # from its start to any other death
+    blocks: int = 0  # that each writer finishes before those seconds begin
 
 
 PLANS = [
@@ -78,10 +78,17 @@ class Victim:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.PIPE)
 
     def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + PATIENCE
         while not self.log.read_bytes().startswith(b"ready\n"):
             assert self.process.poll() is None and time.monotonic() < deadline, self.last_words()
             time.sleep(0.005)
+
+    def wait_finished(self, num_blocks: int) -> None:
+        """Waits until it has reported so many."""
+        deadline = time.monotonic() + PATIENCE
+        while len(self.finished()) < num_blocks:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.last_words()
+            time.sleep(0.02)
 
     def kill(self) -> None:
         assert self.process.poll() is None, self.last_words()
@@ -109,7 +116,7 @@ def load_all(store: DiskStore, keys: list[BlockKey]) -> Iterator[tuple[BlockKey,
     while start < len(keys):
         group = keys[start : start + GROUP]
         load_id, got, last = store.load(group), 0, False
-        deadline = time.monotonic() + LOAD_SECONDS
+        deadline = time.monotonic() + PATIENCE
         while not last:
             assert time.monotonic() < deadline, "a load never ended"
             store.wait(0.1)
@@ -170,6 +177,7 @@ def kill_writers(folder: Path, plan: Plan, rng: Random, seen: Seen) -> None:
             if not early:
                 for victim in victims:
                     victim.wait_ready()
+                    victim.wait_finished(plan.blocks)
             time.sleep(rng.uniform(0.1, 0.35) if early else rng.uniform(*plan.seconds))
             for victim in victims:
                 victim.kill()
@@ -190,8 +198,8 @@ def check(seen: Seen) -> None:
 def test_blocks_survive_the_death_of_their_writer_and_none_is_wrong(tmp_path: Path) -> None:
     rng, seen = Random(4), Seen()
     plans = [
-        Plan("long enough", 16 << 10, 1 << 30, early=0.0, seconds=(1.2, 1.5)),
-        Plan("long enough, evicting", 64 << 10, 32 << 20, early=0.0, seconds=(1.2, 1.5)),
+        Plan("long enough", 16 << 10, 1 << 30, early=0.0, seconds=(1.05, 1.25), blocks=150),
+        Plan("long enough, evicting", 64 << 10, 32 << 20, early=0.0, seconds=(1.05, 1.25), blocks=1000),
         Plan("two writers", 32 << 10, 1 << 30, num_writers=2),
     ]
     for number, plan in enumerate(plans):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stored import BLOCK_BYTES, MAX_BYTES, SHAPE, Clock, Disk, content, keys, until
+from stored import BLOCK_BYTES, MAX_BYTES, PATIENCE, SHAPE, Clock, Disk, content, keys, until
 
 from headstart.core.store import BlockKey
 from headstart.store import loader
@@ -58,7 +58,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     made = Bench(tmp_path)
     yield made
     made.loader.stop()
-    made.thread.join(20.0)
+    made.thread.join(PATIENCE)
     assert not made.thread.is_alive()
 
 

@@ -13,7 +13,9 @@ CHILD = f"""
 import sys
 from pathlib import Path
 sys.path.insert(0, {TESTS!r})
+from headstart.store import eviction
 from stored_blocks import SHAPE, chain, name_of, opened, read
+eviction.LOCK_TRIES = 30_000  # the other may be slow: whoever gives up tries again later, which is not seen here
 folder, max_bytes, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 catalog = opened(folder, max_bytes)
 print("ready", flush=True)
@@ -63,7 +65,7 @@ class Process:
         assert self._child.stdin is not None and self._child.stdout is not None
         self._child.stdin.close()
         self._child.stdout.close()
-        return self._child.wait(60)
+        return self._child.wait(300)
 
     def kill(self) -> None:
         self._child.kill()

@@ -4,22 +4,40 @@ Importing this module must stay cheap and free of torch: each verb settles the t
 it needs.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headstart.bench import cli_run
+from headstart.bench import cli_run, cli_suite
 from headstart.bench.cli_lab import lab
-from headstart.bench.cli_run import Dtype, Model, Plot, Quick, Runs, Seed, Threads
+from headstart.bench.cli_run import (
+    Against,
+    ApiKey,
+    Dtype,
+    Named,
+    NewSeed,
+    Plot,
+    Quick,
+    Runs,
+    SloE2e,
+    SloTpot,
+    SloTtft,
+    Threads,
+    Timeout,
+    VocabSize,
+    Where,
+)
 
 if TYPE_CHECKING:
     from headstart.bench.engines import Setup
     from headstart.bench.progress import Bar
     from headstart.bench.report import Report
+    from headstart.bench.runner import Runner
 
 app = typer.Typer(
-    help="Measure this engine. Tables for people go to stderr; the last line of stdout is one JSON document.",
+    help="Measure an engine in this process, or any OpenAI endpoint (--against URL). Tables for people go to stderr; "
+    "the last line of stdout is one JSON document.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -29,15 +47,27 @@ app.add_typer(lab, name="lab", short_help="Experiments on the engine's laws.")
 
 @app.command(short_help="48 rotated prompts, cold and warm (vLLM #3402).")
 def rotations(
-    model: Model = "tiny",
+    model: Named = "",
+    against: Against = "",
     dtype: Dtype = "auto",
     threads: Threads = 0,
-    seed: Seed = 0,
+    seed: NewSeed = None,
     runs: Runs = 3,
     quick: Quick = False,
     plot: Plot = None,
+    api_key: ApiKey = "",
+    vocab_size: VocabSize = 512,
+    timeout: Timeout = 300,
 ) -> None:
     """48 rotations of 1,025 tokens, cold and warm: only what is not cached counts (vLLM #3402)."""
+    if against:
+        from headstart.bench.suite import Plan
+        from headstart.bench.workloads import rotations as build
+
+        where = Where(model, against, api_key, vocab_size, timeout, asked_seed=seed, plot=plot)
+        plan = Plan("rotations", build(48, 1025, 3), runs=1 if quick else runs, setup={"requests": 48, "length": 1025})
+        cli_suite.run_plan(plan, where)
+        return
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.rotations import RotationsConfig, run_rotations
@@ -45,15 +75,16 @@ def rotations(
         config = RotationsConfig(runs=1, decode_rounds=6) if quick else RotationsConfig(runs=runs)
         return run_rotations(setup, config, bar)
 
-    cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
+    cli_run.run_on_model(bench, model or "tiny", dtype, threads, seed or 0, plot)
 
 
 @app.command(short_help="900 shared + 100 own tokens, caching off and on.")
 def intent(
-    model: Model = "",
+    model: Named = "",
+    against: Against = "",
     dtype: Dtype = "auto",
     threads: Threads = 0,
-    seed: Seed = 0,
+    seed: NewSeed = None,
     load: Annotated[bool, typer.Option(help="Latency and Poisson load, on --model (default: the bundled one).")] = True,
     accuracy: Annotated[
         bool | None, typer.Option(help="Answers of the bundled model, float32. Default: without --model only.")
@@ -64,8 +95,32 @@ def intent(
     seconds: Annotated[float, typer.Option(min=1, help="Seconds of arrivals per measured rate, at least.")] = 30,
     quick: Quick = False,
     plot: Plot = None,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
+    slo_e2e: SloE2e = None,
+    api_key: ApiKey = "",
+    vocab_size: VocabSize = 512,
+    timeout: Timeout = 300,
 ) -> None:
-    """900 shared and 100 own tokens in, 30 out, prefix caching off and on: TTFT, decode stall, highest request rate."""
+    """900 shared and 100 own tokens in, 30 out, prefix caching off and on: TTFT, decode stall, highest request rate.
+
+    With --against: requests alone, then the highest rate within the limits given, or four times the latency alone.
+    """
+    if against:
+        from headstart.bench.rate import RateConfig, behind_prefix
+        from headstart.bench.rate_report import RatePlan, run_rate_search
+
+        config = RateConfig(10.0, 20, 1.3) if quick else RateConfig(seconds)
+        slo = cli_run.limits(slo_ttft, slo_tpot, slo_e2e)
+
+        def search(runner: "Runner", new_seed: int, bar: "Bar") -> "Report":
+            plan = RatePlan("intent", behind_prefix(), new_seed, slo, config, is_guarded=False)
+            return run_rate_search(runner, plan, bar)
+
+        cli_run.run_on_runner(
+            search, Where(model, against, api_key, vocab_size, timeout, asked_seed=seed, plot=plot), 0
+        )
+        return
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.intent import run_intent
@@ -78,15 +133,19 @@ def intent(
         answer = bundled_answers(setup.threads, bar) if asked else None
         return run_intent(setup, config if load else None, questions, bar, answer=answer)
 
-    cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
+    cli_run.run_on_model(bench, model, dtype, threads, seed or 0, plot)
+
+
+app.command("shared-prefix", short_help=cli_suite.SHARED_PREFIX)(cli_suite.shared_prefix)
 
 
 @app.command(short_help="A burst behind one new prefix: computed how often?")
 def twins(
-    model: Model = "tiny",
+    model: Named = "",
+    against: Against = "",
     dtype: Dtype = "auto",
     threads: Threads = 0,
-    seed: Seed = 0,
+    seed: NewSeed = None,
     requests: Annotated[int, typer.Option(min=2, help="Requests at once.")] = 32,
     prefix_tokens: Annotated[int, typer.Option(min=16, help="New tokens that all of them share.")] = 2048,
     own_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt's own.")] = 32,
@@ -103,8 +162,26 @@ def twins(
     runs: Runs = 3,
     quick: Quick = False,
     plot: Plot = None,
+    api_key: ApiKey = "",
+    vocab_size: VocabSize = 512,
+    timeout: Timeout = 300,
 ) -> None:
     """Requests that come at once behind one new prefix: how many prompt tokens are computed, and how many had to be."""
+    if against:
+        from headstart.bench.suite import Plan
+        from headstart.bench.twins_forms import Form, check_form, parse_tree
+        from headstart.bench.workloads import twins as build
+        from headstart.core.errors import ConfigError
+
+        with cli_run.refusing():
+            if abort or poison or every or long_prefill_token_threshold:
+                raise ConfigError("--abort, --poison, --every and the cap on prefills go with an engine in here only")
+            form = check_form(
+                Form(requests, prefix_tokens, own_tokens, output_tokens, tree=parse_tree(tree), same=same)
+            )
+        plan = Plan("twins", build(form), runs=1 if quick else runs, setup={"form": form.name, **asdict(form)})
+        cli_suite.run_plan(plan, Where(model, against, api_key, vocab_size, timeout, asked_seed=seed, plot=plot))
+        return
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.twins import run_twins
@@ -115,37 +192,9 @@ def twins(
         forms = every_form(base) if every else [replace(base, tree=parse_tree(tree), same=same, loss=loss)]
         return run_twins(setup, forms, runs=1 if quick else runs, baseline=baseline and not quick, bar=bar)
 
-    cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
+    cli_run.run_on_model(bench, model or "tiny", dtype, threads, seed or 0, plot)
 
 
-@app.command(short_help="Shared prefixes against a running server.")
-def load(
-    against: Annotated[str, typer.Option(metavar="URL", help="Any OpenAI endpoint, e.g. http://127.0.0.1:8000.")],
-    model: Annotated[str, typer.Option(help="Model name to send; default: the first of /v1/models.")] = "",
-    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Key to send.", show_default=False)] = "",
-    rate: Annotated[float, typer.Option(min=0, help="Poisson requests per second; 0: closed loop.")] = 0,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time in the closed loop.")] = 8,
-    groups: Annotated[int, typer.Option(min=1, help="Groups of prompts; each shares a prefix.")] = 4,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts per group.")] = 8,
-    prefix_tokens: Annotated[int, typer.Option(min=0, help="Tokens a group shares.")] = 512,
-    own_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt's own.")] = 64,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate (ignore_eos).")] = 16,
-    vocab_size: Annotated[int, typer.Option(min=2, help="Prompts are random token ids below this.")] = 512,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds a request may take.")] = 300,
-    seed: Seed = 0,
-    plot: Plot = None,
-) -> None:
-    """Streamed requests with shared prefixes against a running server: TTFT, TPOT, latency, cached share.
-
-    One seed is one set of prompts: a second run with it finds them cached.
-    """
-
-    def bench(bar: "Bar") -> "Report":
-        from headstart.bench.load import LoadConfig, Target, run_load
-        from headstart.workload.synthetic import Shape
-
-        shape = Shape(prefix_tokens, own_tokens, output_tokens)
-        config = LoadConfig(groups, prompts, shape, vocab_size, rate, concurrency, seed)
-        return run_load(Target(against, model, api_key, timeout), config, bar)
-
-    cli_run.finish(bench, plot)
+app.command(short_help=cli_suite.DECODE)(cli_suite.decode)
+app.command(short_help=cli_suite.PREFILL)(cli_suite.prefill)
+app.command(short_help=cli_suite.TRACE)(cli_suite.trace)

@@ -23,6 +23,7 @@ class Setup:
     dtype: str = "auto"
     threads: int = 0
     seed: int = 0
+    quantization: str = "none"
 
     def options(self, *, num_blocks: int, max_batched_tokens: int = 2048, caching: bool = True) -> EngineOptions:
         """Engine options for a bench that knows how large a pool it needs."""
@@ -34,6 +35,7 @@ class Setup:
             max_num_batched_tokens=max_batched_tokens,
             enable_prefix_caching=caching,
             seed=self.seed,
+            quantization=self.quantization,
         )
 
 

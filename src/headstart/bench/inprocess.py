@@ -121,6 +121,7 @@ def drive(
     requests: Sequence[Request],
     *,
     due: Sequence[float] | None = None,
+    concurrency: int = 0,
     bar: Bar = QUIET,
     give_up: Callable[[RequestRecord], bool] | None = None,
     on_step: Callable[[int], None] | None = None,
@@ -128,8 +129,9 @@ def drive(
 ) -> Run:
     """Runs all requests to their end.
 
-    `due` says how many seconds after the start each one arrives, in rising order (None: all at once). `give_up` sees
-    every finished record and may end the run early: what is still under way is aborted. Ctrl-C aborts it too.
+    `due` says how many seconds after the start each one arrives, in rising order (None: all at once). With
+    `concurrency` so many are at work at a time: the next one arrives when there is a place. `give_up` sees every
+    finished record and may end the run early: what is still under way is aborted. Ctrl-C aborts it too.
     `on_step` hears how many steps are over, after each; what it aborts is in no record.
     """
     flights: dict[str, _Flight] = {}
@@ -141,9 +143,10 @@ def drive(
     try:
         while (added < len(requests) or engine.has_work) and not given_up:
             now = clock.now() - start
-            while added < len(requests) and times[added] <= now:
+            while added < len(requests) and times[added] <= now and not 0 < concurrency <= len(flights):
                 request = requests[added]
-                flights[request.request_id] = _Flight(times[added], len(request.prompt))
+                arrival = now if concurrency else times[added]
+                flights[request.request_id] = _Flight(arrival, len(request.prompt))
                 engine.add_request(request)
                 added += 1
             if not engine.has_work:

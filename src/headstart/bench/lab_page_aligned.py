@@ -4,7 +4,7 @@
 in steps that the scheduler planned without the flag and with it (exact), on a pool in use, where neighbouring blocks of
 a prompt are seldom neighbours in memory. `..._ceil` the same with whole blocks charged; `..._by_token` is "off" with
 every token written by its own slot, which is what there was before blocks were written as blocks. `wide_...` is a model
-of 8 kv heads x 128.
+of 8 kv heads x 128. The KV is that of the backend that a server would take here: the kernels' packed pages, or torch's.
 
 `budget_lost_off`, `_exact`, `_ceil`: see `aligned.budget_lost`; "off" is the control. `whole_s_...`: the same prompts
 through a real engine, to their end; that contains both effects.
@@ -17,6 +17,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from headstart.bench.aligned import BLOCK_SIZE, LIMITS, MIXES, MODES, VOCAB_SIZE, budget_lost, steps
 from headstart.bench.engines import Setup, describe
@@ -27,7 +28,10 @@ from headstart.bench.report import Chart, Report, Sheet, spread
 from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
 from headstart.core.scheduler import Scheduler
+from headstart.model.attention.base import resolve_backend
+from headstart.model.kernels.load import Kernels, kernels
 from headstart.model.kv import KVShape, PagedKV
+from headstart.model.packed_kv import PackedKV
 from headstart.model.shapes import SHAPES, Shape
 from headstart.model.step import StepBounds, build_step
 from headstart.model.writes import Writes
@@ -78,6 +82,7 @@ def run_page_aligned(setup: Setup, config: AlignedConfig | None = None, bar: Bar
     found |= {f"whole_s_{mode}": [run.seconds for run in runs] for mode, runs in whole.items()}
     values = {name: median(figures) for name, figures in found.items()}
     first = ("write_us_off", "write_us_on", "budget_lost_exact", "budget_lost_ceil")
+    layout = "torch" if _packing_kernels(SHAPES[WRITE_SHAPES[""]].head_dim) is None else "packed"
     by_mix = {mix: {mode: median(shares) for mode, shares in modes.items()} for mix, modes in lost.items()}
     per_budget = BUDGET * 1e6 / sum(len(run_tokens) for run_tokens in facts.prompts)
     extra: dict[str, Any] = {
@@ -93,7 +98,7 @@ def run_page_aligned(setup: Setup, config: AlignedConfig | None = None, bar: Bar
         runs=config.runs,
         threads=facts.threads,
         spread={name: spread(figures) for name, figures in found.items()},
-        setup={"budget": BUDGET, "mixes": MIXES, **config._asdict(), **facts.described},
+        setup={"budget": BUDGET, "mixes": MIXES, "kv_layout": layout, **config._asdict(), **facts.described},
         contention=log.as_dict(),
         sheets=_sheets(values, by_mix),
         charts=_charts(values, by_mix),
@@ -142,6 +147,49 @@ def _planned(mode: str, seed: int, config: AlignedConfig) -> list[Planned]:
     return planned[-config.write_steps :]
 
 
+class _PackedPages:
+    """Writes of whole steps into the pages of the CPU kernels: planned once a step, then layer by layer."""
+
+    def __init__(self, kv: PackedKV) -> None:
+        self._kv = kv
+
+    def write(self, planned: Planned, keys: Tensor, values: Tensor, *, by_token: bool) -> tuple[float, float]:
+        """Seconds once for the step, and seconds for all layers."""
+        writes = _by_token(planned.writes) if by_token else planned.writes
+        begin = time.perf_counter()
+        pages = self._kv.plan_writes(writes, len(keys))
+        made = time.perf_counter()
+        for layer in range(self._kv.shape.num_layers):
+            self._kv.write_planned(layer, keys, values, pages)
+        return made - begin, time.perf_counter() - made
+
+
+class _TorchPages:
+    """The same into torch's layout, where every layer reads the step's writes as they are."""
+
+    def __init__(self, kv: PagedKV) -> None:
+        self._kv = kv
+
+    def write(self, planned: Planned, keys: Tensor, values: Tensor, *, by_token: bool) -> tuple[float, float]:
+        """Seconds once for the step, and seconds for all layers."""
+        write = self._kv.write_tokens if by_token else self._kv.write
+        begin = time.perf_counter()
+        for layer in range(self._kv.shape.num_layers):
+            write(layer, keys, values, planned.writes)
+        return 0.0, time.perf_counter() - begin
+
+
+def _packing_kernels(head_dim: int) -> Kernels | None:
+    """The kernels whose layout a server here would take."""
+    return kernels() if resolve_backend("auto", CPU, head_dim) == "cpu" else None
+
+
+def _by_token(writes: Writes) -> Writes:
+    """The same writes without spans."""
+    tokens = None if writes.tokens is None else writes.tokens.numpy()
+    return writes._replace(spans=(), loose=tokens, loose_slots=writes.slots.numpy())
+
+
 class _WriteBench:
     """KV of one model shape in bfloat16, and keys and values as its decoder hands them over: parts of wider rows."""
 
@@ -149,13 +197,13 @@ class _WriteBench:
         heads, dim = shape.num_key_value_heads, shape.head_dim
         num_layers = min(TENSORS, shape.num_hidden_layers)
         self._scale = shape.num_hidden_layers / num_layers
-        self._kv = PagedKV(
-            KVShape(num_layers, heads, dim),
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            dtype=torch.bfloat16,
-            device=CPU,
-        )
+        kv_shape = KVShape(num_layers, heads, dim)
+        size: dict[str, Any] = {"num_blocks": num_blocks, "block_size": BLOCK_SIZE, "dtype": torch.bfloat16}
+        found = _packing_kernels(dim)
+        if found is None:
+            self._pages = _TorchPages(PagedKV(kv_shape, device=CPU, **size))
+        else:
+            self._pages = _PackedPages(PackedKV(found, kv_shape, **size))
         queries = shape.num_attention_heads
         self._keys = torch.randn(BUDGET, queries + heads, dim).to(torch.bfloat16)[:, queries:]
         self._values = torch.randn(BUDGET, queries + 2 * heads, dim).to(torch.bfloat16)[:, queries + heads :]
@@ -166,18 +214,18 @@ class _WriteBench:
         for _ in range(ROUNDS):
             for name, (planned, by_token) in ways.items():
                 tokens = sum(step.num_tokens for step in planned)
-                found[name].append(self._write(planned, by_token) * self._scale * BUDGET / tokens)
+                found[name].append(self._write(planned, by_token) * BUDGET / tokens)
         return {name: median(times) for name, times in found.items()}
 
     def _write(self, planned: list[Planned], by_token: bool) -> float:
-        write = self._kv.write_tokens if by_token else self._kv.write
-        begin = time.perf_counter()
+        """Seconds for all the layers that the model has; as many as are held are written."""
+        total = 0.0
         with torch.inference_mode():
             for step in planned:
                 keys, values = self._keys[: step.num_tokens], self._values[: step.num_tokens]
-                for layer in range(len(self._kv.layers)):
-                    write(layer, keys, values, step.writes)
-        return time.perf_counter() - begin
+                once, layers = self._pages.write(step, keys, values, by_token=by_token)
+                total += once + layers * self._scale
+        return total
 
 
 class _Facts(NamedTuple):

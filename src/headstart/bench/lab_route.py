@@ -23,7 +23,7 @@ from headstart.router.router import Router
 from headstart.router.shadow import Shadow
 from headstart.router.table import POLICIES, make_policy
 from headstart.workload.record import summarize
-from headstart.workload.traces import MOONCAKE_BLOCK, read_agents, read_mooncake
+from headstart.workload.traces import CHAIN_BLOCK, read_trace
 
 PREFILL = Rates(0.0, 1e3 / 15_928, 0.0, 0.0)  # tokens per second that the gateway's guide measured on two H100
 TEXT_BLOCK = 16
@@ -123,25 +123,25 @@ def _run(case: _Case, arrivals: Sequence[Arrival], block_size: int, config: Rout
 
 
 def _arrivals(trace: Path, config: RouteConfig) -> tuple[list[Arrival], int]:
-    """The requests of a trace of either kind, and the size of its blocks."""
-    end = config.max_requests or None
+    """The requests of a trace with block ids or with texts, and the size of its blocks."""
     try:
-        return [
-            Arrival(row.at / config.speed, _ask(row.block_ids, row.prompt_tokens, row.output_tokens), row.output_tokens)
-            for row in read_mooncake(trace)[:end]
-        ], MOONCAKE_BLOCK
-    except ConfigError as error:
-        try:
-            rows = read_agents(trace)[:end]
-        except ConfigError:
-            raise error from None
+        with trace.open(encoding="utf-8") as lines:
+            found = read_trace(lines).first(config.max_requests)
+    except OSError as error:
+        raise ConfigError(f"{trace}: {error}") from error
+    if found.kind == "mooncake":
+        asks = [_ask(row.hash_ids, row.length, row.output) for row in found.requests]
+        pairs = zip(found.requests, asks, strict=True)
+        return [Arrival(row.at / config.speed, ask, row.output) for row, ask in pairs], CHAIN_BLOCK
+    if found.kind != "agent":
+        raise ConfigError(f"{trace}: a trace of kind {found.kind} says nothing of shared prefixes")
     root = router_root("")
-    asks = [Ask(Prompt(pack_text(row.prompt.encode()), root), session=row.session) for row in rows]
+    asks = [Ask(Prompt(pack_text(row.text.encode()), root), session=row.session) for row in found.requests]
     # Agents' clocks differ by days between files: one call after the other, so many per second.
     return [Arrival(index / config.speed, ask, 1) for index, ask in enumerate(asks)], TEXT_BLOCK
 
 
 def _ask(block_ids: tuple[int, ...], prompt_tokens: int, output_tokens: int) -> Ask:
-    full = block_ids[: prompt_tokens // MOONCAKE_BLOCK]
+    full = block_ids[: prompt_tokens // CHAIN_BLOCK]
     names = [BlockHash(number.to_bytes(32, "big")) for number in full]
-    return Ask(Prompt.of_names(names, prompt_tokens, MOONCAKE_BLOCK), max_tokens=output_tokens)
+    return Ask(Prompt.of_names(names, prompt_tokens, CHAIN_BLOCK), max_tokens=output_tokens)

@@ -89,9 +89,11 @@ def publish(report: Report, *, spin_count: str | None, plot: Path | None = None,
     for sheet in report.sheets:
         console.print(_table(sheet))
     machine = document["machine"]
+    against = report.setup.get("against")
+    where = f"at {against}, client" if against else f"threads {report.threads}, GOMP_SPINCOUNT={spin_count}"
     console.print(
-        f"{report.model or 'no model'} · {machine['cpu']}, {machine['cores']} cores · threads {report.threads} · "
-        f"GOMP_SPINCOUNT={spin_count} · seed {report.seed} · {report.runs} runs",
+        f"{report.model or 'no model'} · {where} on {machine['cpu']}, {machine['cores']} cores · "
+        f"seed {report.seed} · {report.runs} runs",
         style="dim",
         highlight=False,
     )
@@ -135,8 +137,11 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
         if bars:
             middle = width * (len(chart.series) - 1) / 2
             axes.set_xticks([i + middle for i in range(len(chart.x))], list(chart.x))
+            axes.margins(y=0.25)  # room for the legend
         if chart.log_y:
             axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
         axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
         axes.legend()
     figure.savefig(path, dpi=150)

@@ -3,7 +3,7 @@ endpoint and a peer in another process, so that one definition of every workload
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headstart.bench.progress import QUIET, Bar
@@ -18,14 +18,18 @@ class Trial:
     records: list[RequestRecord]  # times in seconds after the start
     seconds: float  # from the start to the last token
     is_cut: bool = False  # `give_up` ended it: records are those that had finished
+    reports_cached: bool = True  # False: nobody said how many tokens were cached; the records' 0 means nothing
+    problems: list[str] = field(default_factory=list[str])  # what is wrong beyond the records' own errors
 
     @property
     def errors(self) -> list[str]:
         return [record.error for record in self.records if record.error is not None]
 
     @property
-    def computed_tokens(self) -> int:
-        """Prompt tokens computed, as seen from outside: sent less what was reported as cached."""
+    def computed_tokens(self) -> int | None:
+        """Prompt tokens computed, as seen from outside: sent less what was reported as cached. None: not reported."""
+        if not self.reports_cached:
+            return None
         return sum(record.prompt_tokens - record.cached_tokens for record in self.records if record.ok)
 
     @property
@@ -64,7 +68,7 @@ class Runner(Protocol):
 
     label: str  # short: what tables call it
     vocab_size: int  # prompts are drawn from below this
-    about: dict[str, Any]  # versions and settings, for the report
+    about: dict[str, Any]  # for the report: versions, settings; model and max_model_len where they are known
 
     def reset(self) -> bool:
         """Forgets every cached prefix; False: it cannot, so prompts must be new to be cold."""

@@ -16,7 +16,7 @@ class Chunk(NamedTuple):
     request_id: str
     token_ids: "array[int]"  # packed int32, n >= 1
     start: int
-    block_ids: "tuple[int, ...] | list[int]"  # covers [0, start + n); read-only, valid during execute()
+    block_ids: "tuple[int, ...] | list[int] | array[int]"  # covers [0, start + n); read-only, valid during execute()
     write_from: int
     num_logits: int
     sampling: SamplingParams

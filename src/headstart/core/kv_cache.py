@@ -5,13 +5,14 @@ leaves at least one token to compute (law 3). Names: leading blocks that lie in 
 anybody's, all that follow belong to the request's isolation domain.
 """
 
+from array import array
 from collections.abc import Container
 from typing import NamedTuple
 
 from headstart.core.blocks import BlockPool
 from headstart.core.events import EventLog
 from headstart.core.hashing import BlockHash, extend_hashes, region_hash, root_hash
-from headstart.core.request import CacheMode, Request, Sequence
+from headstart.core.request import CacheMode, Request, Sequence, empty_table
 from headstart.core.store import BlockKey
 
 
@@ -90,7 +91,7 @@ class KVCache:
         if not hit.block_ids and num_tokens <= len(seq.block_ids) * self.block_size:
             return True
         new = self.num_new_blocks(seq, hit, num_tokens)
-        dropped = seq.block_ids[hit.start_block :] if hit.block_ids else []
+        dropped = seq.block_ids[hit.start_block :] if hit.block_ids else empty_table()
         enough = new <= self.pool.num_scratch  # that is anybody's, whatever is taken over
         if not enough and new > self.num_available(seq, hit, last_resort=last_resort) + len(dropped):
             return False
@@ -99,12 +100,13 @@ class KVCache:
             if dropped:
                 assert len(dropped) == 1 and seq.num_published_blocks <= hit.start_block, "only a partial block may go"
                 self.pool.release(dropped)
-            seq.block_ids[hit.start_block :] = hit.block_ids
+            seq.block_ids[hit.start_block :] = array("i", hit.block_ids)
             seq.num_computed_tokens = hit.num_tokens
             seq.num_published_blocks = len(seq.block_ids)
         if new:
             request = seq.request
-            seq.block_ids += self.pool.allocate(new, request.tenant, by=request.request_id, last_resort=last_resort)
+            new_blocks = self.pool.allocate(new, request.tenant, by=request.request_id, last_resort=last_resort)
+            seq.block_ids.extend(new_blocks)
         return True
 
     def publish(self, seq: Sequence) -> None:
@@ -140,7 +142,7 @@ class KVCache:
         if failed:
             self.pool.distrust(blocks)
         self.pool.release(blocks, seq.request.retention)
-        seq.block_ids = []
+        seq.block_ids = empty_table()
         seq.num_computed_tokens = 0
         seq.num_published_blocks = 0
 

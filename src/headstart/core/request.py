@@ -84,6 +84,11 @@ class Request:
     retention: Retention = DEFAULT_RETENTION
 
 
+def empty_table() -> "array[int]":
+    """A block table without blocks, packed int32."""
+    return array("i")
+
+
 class Status(Enum):
     """Where a sequence stands in the scheduler."""
 
@@ -118,7 +123,7 @@ class Sequence:
     num_loads: int = 0  # begun for it
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # reported so far; what is recomputed after a preemption is not reported again
-    block_ids: list[int] = field(default_factory=list[int])  # block table
+    block_ids: "array[int]" = field(default_factory=empty_table)  # block table, packed as an executor takes it
     block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])  # of full blocks, each computed once
     num_public_blocks: int = 0  # leading blocks that lie in a public pinned prefix: every domain may share them
     num_published_blocks: int = 0  # leading blocks that were taken over, or published, or lost to an equal one

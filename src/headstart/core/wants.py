@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from headstart.core.hashing import BlockHash
 
-MAX_UNCOUNTED = 16
+MAX_UNCOUNTED = 256
 
 
 class Wants:
@@ -17,7 +17,8 @@ class Wants:
 
     def __init__(self) -> None:
         self._counts: Counter[BlockHash] = Counter()
-        self._uncounted: list[Sequence[BlockHash]] = []
+        self._uncounted: dict[BlockHash, list[Sequence[BlockHash]]] = {}  # by last name: of a chain, it tells all
+        self._num_uncounted = 0
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -28,26 +29,33 @@ class Wants:
     def add(self, names: Sequence[BlockHash]) -> None:
         """Counts every name once more."""
         if names:
-            self._uncounted.append(names[:])
-            if len(self._uncounted) > MAX_UNCOUNTED:
+            self._uncounted.setdefault(names[-1], []).append(names[:])
+            self._num_uncounted += 1
+            if self._num_uncounted > MAX_UNCOUNTED:
                 self.count()
 
     def discard(self, names: Sequence[BlockHash]) -> None:
         """Takes one count of every name back, however they were added."""
-        if names in self._uncounted:
-            self._uncounted.remove(names)
+        alike = self._uncounted.get(names[-1]) if names else None
+        if alike is not None and names in alike:
+            alike.remove(names)
+            if not alike:
+                del self._uncounted[names[-1]]
+            self._num_uncounted -= 1
             return
         self.count()
         counts = self._counts
         for name in names:
             assert name in counts, f"block {name.hex()} is unwanted more often than wanted"
             if counts[name] == 1:
-                del counts[name]
+                counts.pop(name)  # `del` of a Counter runs in Python
             else:
                 counts[name] -= 1
 
     def count(self) -> None:
         """Counts what has been added since the last time."""
-        for names in self._uncounted:
-            self._counts.update(names)
+        for alike in self._uncounted.values():
+            for names in alike:
+                self._counts.update(names)
         self._uncounted.clear()
+        self._num_uncounted = 0

@@ -27,11 +27,14 @@ class LanguageModel(Protocol):
     weight_bytes: int
 
     def forward(self, step: StepInputs, attend: Attend) -> Tensor:
-        """Final hidden states [T, hidden] of all tokens of a step, normalised; KV is written through `attend`."""
+        """What `logits` takes [T, hidden], of all tokens of a step; KV is written through `attend`.
+
+        Valid until the next step.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab] of final hidden states [n, hidden]."""
+        """Logits [n, vocab] of some rows [n, hidden] of what `forward` gave."""
         ...
 
 
@@ -56,28 +59,28 @@ class Decoder:
         config: ModelConfig,
         embedding: Tensor,
         layers: list[DecoderLayer],
-        norm: RMSNorm,
         head: Linear,
         form: Form = PLAIN,
     ) -> None:
-        self.config, self.layers, self.norm, self.head = config, layers, norm, head
+        self.config, self.layers = config, layers
+        self.head = head  # begins with the final norm
         self.embedding = embedding  # [vocab, hidden]
         self.weight_bytes = embedding.nbytes + sum(linear.weight_bytes for linear in self._linears())
         self.rotary = Rotary(config.rope, embedding.dtype, embedding.device)
         kernels = None if head.packed is None else form.kernels  # kernels take only some weights: all of them, or none
-        self.fused = None if kernels is None else FusedLayers(kernels, config, layers)
+        self.fused = None if kernels is None else FusedLayers(kernels, config, embedding, layers, self.rotary)
 
     def forward(self, step: StepInputs, attend: Attend) -> Tensor:
         """See LanguageModel."""
+        if self.fused is not None:
+            return self.fused.forward(step, attend)
         angles = self.rotary.angles(step.positions)
         residual = F.embedding(step.token_ids, self.embedding)
-        if self.fused is not None:
-            return self.norm(self.fused.forward(residual, angles, attend))
         for index, layer in enumerate(self.layers):
             attended = self._attention(index, layer, residual, angles, attend)
             residual = layer.out(attended, residual)
             residual = layer.down(layer.gate_up(residual), residual)
-        return self.norm(residual)
+        return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See LanguageModel."""
@@ -124,7 +127,7 @@ def load_decoder(
     if tied is None:
         tied = "lm_head.weight" not in checkpoint
     head = embedding if tied else reader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
-    return Decoder(config, embedding, layers, norm, Linear(head, form=form), form)
+    return Decoder(config, embedding, layers, Linear(head, norm=norm, form=form), form)
 
 
 class _Reader:

@@ -111,7 +111,7 @@ def _compute(*, packs: bool) -> tuple[tuple[str, str], ...]:
         ("device", "cuda" if torch.cuda.is_available() else "cpu"),
         ("GPU", gpu),
         ("attention backend", resolve_backend("auto", "cuda" if torch.cuda.is_available() else "cpu")),
-        ("CPU kernels", find().note),
+        ("CPU kernels", ": ".join(filter(None, (find().note, find().origin)))),
         ("bfloat16 linears", _linears(packs=packs)),
     )
 

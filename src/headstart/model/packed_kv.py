@@ -21,6 +21,7 @@ from headstart.model.kernels.load import Kernels, threads
 from headstart.model.kv import KVShape
 from headstart.model.writes import Writes
 
+_NO_IDS, _NO_PAGES = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -62,13 +63,25 @@ class PackedKV:
 
     def write(self, layer: int, keys: Tensor, values: Tensor, writes: Writes) -> None:
         """Stores what `writes` says of a step's `keys` and `values` [T, Hkv, D] in one layer."""
-        call, kept = self.call(layer, keys, values, self.plan_writes(writes, len(keys)))
+        self.write_planned(layer, keys, values, self.plan_writes(writes, len(keys)))
+
+    def write_planned(self, layer: int, keys: Tensor, values: Tensor, writes: PageWrites) -> None:
+        """The same with what `plan_writes` made of a step's writes once for all its layers."""
+        call, kept = self.call(layer, keys, values, writes)
         call.plan = NO_PLAN.data.ctypes.data
         self.kernels.library.headstart_attention(ctypes.byref(call))
         del kept
 
     def plan_writes(self, writes: Writes, num_tokens: int) -> PageWrites:
         """`writes` for the kernels. Raises ValueError for slots outside the pool or tokens that are not there."""
+        if not writes.spans and writes.loose is None and self.block_size % PAGE == 0:  # a step of decodes
+            slots = writes.loose_slots
+            self._check_writes(_NO_IDS, slots, _NO_PAGES, num_tokens)
+            if len(slots) > num_tokens:
+                raise ValueError(f"{len(slots)} writes of {num_tokens} tokens")
+            loose = np.empty((len(slots), 2), np.int32)
+            loose[:, 0], loose[:, 1] = np.arange(len(slots)), slots
+            return PageWrites(_NO_PAGES.astype(np.int32), loose, num_tokens)
         loose = np.arange(len(writes.loose_slots)) if writes.loose is None else writes.loose
         tokens, slots = [loose], [writes.loose_slots]
         pages: list[NDArray[np.int64]] = []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headstart.core.errors import ConfigError
 
+_LEAST_POSITIONS = 1024  # of the tables of angles
 SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -80,6 +81,7 @@ class Rotary:
         self.frequencies = frequencies.to(device)
         self.rotary_dim = rope.rotary_dim
         self.dtype = dtype
+        self._tables = self.angles(torch.zeros(0, dtype=torch.int64, device=device))
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine for `turn`, [T, 1, 2, rotary_dim / 2] each; the sine's first half is negated."""
@@ -87,6 +89,14 @@ class Rotary:
         cosine = (angle.cos() * self.factor).to(self.dtype)
         sine = (angle.sin() * self.factor).to(self.dtype)
         return torch.stack((cosine, cosine), dim=1)[:, None], torch.stack((-sine, sine), dim=1)[:, None]
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The angles of all positions from 0 on, at least to the last of `positions` [T]. Kept, and grown at need."""
+        last = int(positions.max())
+        if last >= len(self._tables[0]):
+            size = max(_LEAST_POSITIONS, 1 << last.bit_length())
+            self._tables = self.angles(torch.arange(size, device=positions.device))
+        return self._tables
 
     def turn(self, heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """`heads` [T, H, D] with the leading rotary_dim of each head turned; a new tensor."""

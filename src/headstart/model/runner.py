@@ -13,6 +13,8 @@ from torch import Tensor
 from headstart.core.batch import Batch, Chunk, Row, StepResult, TokenLogprob
 from headstart.core.store import Data
 from headstart.model.attention.base import backend_factory
+from headstart.model.kernels.load import kernels
+from headstart.model.kernels.rows import finite_chunks
 from headstart.model.loader import LoadedModel
 from headstart.model.sampler import Sampler
 from headstart.model.step import StepBounds, StepInputs, build_step
@@ -30,7 +32,8 @@ class ModelRunner:
             loaded.kv_shape, num_blocks=num_blocks, block_size=block_size, dtype=loaded.dtype, device=loaded.device
         )
         self.block_bytes = self.attention.kv.block_bytes
-        self.sampler = Sampler(loaded.vocab_size, seed=seed)
+        self._kernels = kernels() if loaded.device.type == "cpu" else None
+        self.sampler = Sampler(loaded.vocab_size, seed=seed, kernels=self._kernels)
         self._bounds = StepBounds(num_blocks, block_size, loaded.vocab_size, loaded.max_model_len)
 
     @torch.inference_mode()
@@ -65,12 +68,15 @@ class ModelRunner:
     def _compute(self, chunks: list[Chunk], step: StepInputs) -> list[Row]:
         """Rows of chunks that are in bounds."""
         hidden = self.loaded.model.forward(step, self.attention.begin(step))
-        finite = np.logical_and.reduceat(_finite(hidden).cpu().numpy(), step.qo_indptr[:-1])
+        finite = finite_chunks(self._kernels, hidden, step.qo_indptr)
         rows = [Row() if ok else Row(error="the model computed no finite hidden states") for ok in finite]
         sampling = [index for index, chunk in enumerate(chunks) if chunk.num_logits and finite[index]]
         if sampling:
-            last = torch.from_numpy(step.qo_indptr[1:][sampling].astype(np.int64) - 1).to(hidden.device)
-            logits = self.loaded.model.logits(hidden.index_select(0, last))
+            last = hidden  # if all of them are sampled
+            if len(sampling) < len(hidden):
+                rows_of = torch.from_numpy(step.qo_indptr[1:][sampling].astype(np.int64) - 1)
+                last = hidden.index_select(0, rows_of.to(hidden.device))
+            logits = self.loaded.model.logits(last)
             sampled = self.sampler.sample(logits, [chunks[index] for index in sampling])
             for index, row in zip(sampling, sampled, strict=True):
                 rows[index] = row
@@ -92,8 +98,3 @@ class ModelRunner:
         except FloatingPointError as error:
             return Row(error=str(error))
         return row._replace(prompt_logprobs=tuple(entries))
-
-
-def _finite(hidden: Tensor) -> Tensor:
-    """Which rows of `hidden` [T, H] hold finite numbers only: a sum is finite exactly if its terms are."""
-    return torch.isfinite(hidden.sum(-1, dtype=torch.float32))

@@ -10,6 +10,7 @@ order of a sort never matters), and sums run in token order, row by row.
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from torch import Tensor
 from headstart.core.batch import Chunk, Row, TokenLogprob
 from headstart.core.request import SamplingParams
 from headstart.model.draw import draw, take
+from headstart.model.kernels.load import Kernels
+from headstart.model.kernels.rows import greatest
 from headstart.model.logit_edits import LogitEdits, num_outputs
 
 _GREEDY_BELOW = 1e-5  # temperatures that differ from 0 in name only
@@ -27,8 +30,9 @@ _SLICE_BYTES = 64 * 2**20  # of float32 log-probabilities held at once for a pro
 class Sampler:
     """Turns logits into rows. Keeps nothing about a request but its distinct prompt tokens, if it is penalised."""
 
-    def __init__(self, vocab_size: int, *, seed: int = 0) -> None:
+    def __init__(self, vocab_size: int, *, seed: int = 0, kernels: Kernels | None = None) -> None:
         self.vocab_size = vocab_size
+        self._kernels = kernels
         self._seed = seed
         self._edits = LogitEdits(vocab_size)
 
@@ -40,13 +44,12 @@ class Sampler:
         """
         if logits.shape != (len(chunks), self.vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)} for {len(chunks)} rows x {self.vocab_size} tokens")
-        best, ids = logits.max(dim=-1)  # NaN propagates, so `best` alone tells a poisoned row
-        errors = ["" if ok else "the model computed no finite logits" for ok in best.isfinite().tolist()]
+        chosen, best = greatest(self._kernels, logits)  # NaN propagates, so `best` alone tells a poisoned row
+        errors = ["" if isfinite(value) else "the model computed no finite logits" for value in best]
         edited = [i for i, chunk in enumerate(chunks) if not errors[i] and self._edits.wanted(chunk)]
         drawn = [i for i, chunk in enumerate(chunks) if not errors[i] and not _is_greedy(chunk.sampling)]
         if edited or drawn:
-            ids = self._choose(logits, chunks, edited, drawn, ids, errors)
-        chosen: list[int] = ids.tolist()
+            self._choose(logits, chunks, edited, drawn, chosen, errors)
         logprobs = _logprobs(logits, chosen, chunks, errors)
         return [
             Row(error=error) if error else Row((token,), logprobs.get(i, ()))
@@ -82,12 +85,11 @@ class Sampler:
         chunks: Sequence[Chunk],
         edited: list[int],
         drawn: list[int],
-        ids: Tensor,
+        chosen: list[int],
         errors: list[str],
-    ) -> Tensor:
-        """Token ids [R]: `ids` (the plain best) with edited and drawn rows replaced. Fills in `errors`."""
+    ) -> None:
+        """Replaces what is `chosen` (the plain best) in edited and drawn rows. Fills in `errors`."""
         rows = sorted({*edited, *drawn})
-        picked = torch.tensor(rows, device=logits.device)
         work = take(logits, rows).float()
         if work.data_ptr() == logits.data_ptr():
             work = work.clone()  # ours to change
@@ -96,18 +98,17 @@ class Sampler:
             failed = self._edits.apply(work, {where[i]: chunks[i] for i in edited})
             for at, message in failed.items():
                 errors[rows[at]] = message
-            best, edited_ids = work.max(dim=-1)
-            ids = ids.index_copy(0, picked, edited_ids)
-            for at, ok in enumerate(best.isfinite().tolist()):
-                if not ok and not errors[rows[at]]:
-                    errors[rows[at]] = "logit_bias and min_tokens leave no token to choose"
+            for row, token, value in zip(rows, *greatest(self._kernels, work), strict=True):
+                chosen[row] = token
+                if not isfinite(value) and not errors[row]:
+                    errors[row] = "logit_bias and min_tokens leave no token to choose"
         drawn = [i for i in drawn if not errors[i]]
         if drawn:
             subset = take(work, [where[i] for i in drawn])
             uniform = [_uniform(self._key(chunks[i]), num_outputs(chunks[i])) for i in drawn]
             tokens = draw(subset, [chunks[i].sampling for i in drawn], uniform)
-            ids = ids.index_copy(0, torch.tensor(drawn, device=ids.device), tokens)
-        return ids
+            for i, token in zip(drawn, tokens.tolist(), strict=True):
+                chosen[i] = token
 
     def _key(self, chunk: Chunk) -> str:
         seed = chunk.sampling.seed

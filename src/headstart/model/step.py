@@ -1,8 +1,8 @@
 """StepInputs: a Batch as tensors, one packed row of tokens without padding.
 
 Batch metadata are FlashInfer's arrays (qo_indptr, kv_indptr, kv_indices, last_page_len), so that each attention backend
-is a thin adapter. Built with numpy per chunk, never per token. A chunk that is out of bounds is left out and reported;
-the others are as if it had not been there.
+is a thin adapter. Built with numpy for all chunks at once; only if one of them is out of bounds, chunk by chunk: it is
+left out and reported, and the others are as if it had not been there.
 """
 
 from array import array
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headstart.core.batch import Batch, Chunk
-from headstart.model.writes import Int32s, Ranges, Writes, plan_writes
+from headstart.model.writes import Int32s, Int64s, Ranges, Writes, plan_writes
 
 
 class StepBounds(NamedTuple):
@@ -39,6 +39,7 @@ class StepInputs:
     kv_indptr: Int32s  # [R + 1]: chunk r reads the blocks kv_indices[kv_indptr[r] : kv_indptr[r + 1]]
     kv_indices: Int32s
     last_page_len: Int32s  # [R]: tokens of the last of them
+    bounds: StepBounds | None = None  # within which everything above is known to be
 
     @property
     def num_rows(self) -> int:
@@ -56,47 +57,68 @@ def build_step(
 
     None if no chunk is in bounds.
     """
-    errors: dict[int, str] = {}
-    kept: list[int] = []
-    tokens: list[Int32s] = []
-    tables: list[Int32s] = []
-    for index, chunk in enumerate(batch.chunks):
-        ids = _int32s(chunk.token_ids)
-        used = -(-(chunk.start + len(ids)) // bounds.block_size)
-        table = _int32s(chunk.block_ids)[: max(used, 0)]
-        problem = _problem(chunk, ids, table, used, bounds)
-        if problem is not None:
-            errors[index] = problem
-            continue
-        kept.append(index)
-        tokens.append(ids)
-        tables.append(table)
+    chunks = batch.chunks
+    if chunks and (step := _pack(chunks, bounds, device)) is not None:
+        return step, list(range(len(chunks))), {}
+    errors = _problems(chunks, bounds)
+    kept = [index for index in range(len(chunks)) if index not in errors]
     if not kept:
         return None, kept, errors
-    return _pack([batch.chunks[index] for index in kept], tokens, tables, bounds.block_size, device), kept, errors
+    step = _pack([chunks[index] for index in kept], bounds, device)
+    assert step is not None, "chunks in bounds are out of bounds together"
+    return step, kept, errors
 
 
-def _pack(
-    chunks: list[Chunk], tokens: list[Int32s], tables: list[Int32s], block_size: int, device: torch.device
-) -> StepInputs:
-    lengths = np.array([len(ids) for ids in tokens], dtype=np.int32)
-    starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
-    qo_indptr = _offsets(lengths)
-    kv_indptr = _offsets(np.array([len(table) for table in tables], dtype=np.int32))
-    kv_indices = np.concatenate(tables)
-    positions = np.arange(qo_indptr[-1]) - np.repeat(qo_indptr[:-1] - starts, lengths)
-    write_from = np.array([chunk.write_from for chunk in chunks], dtype=np.int64)
-    ranges = Ranges(qo_indptr, starts, write_from, kv_indptr, kv_indices)
+def _pack(chunks: Sequence[Chunk], bounds: StepBounds, device: torch.device) -> StepInputs | None:
+    """The step of all `chunks`, or None if anything of any of them is out of bounds."""
+    if any(chunk.num_logits not in (0, 1) or chunk.adapter is not None for chunk in chunks):
+        return None
+    block_size = bounds.block_size
+    sizes = np.array([(c.start, len(c.token_ids), len(c.block_ids), c.write_from) for c in chunks], np.int64)
+    starts, lengths, pages, write_from = sizes.T
+    tokens = _joined([chunk.token_ids for chunk in chunks])
+    ends = starts + lengths
+    used = -(-ends // block_size)
+    if starts.min() < 0 or lengths.min() < 1 or ends.max() > bounds.max_positions or (pages < used).any():
+        return None
+    tables = [chunk.block_ids for chunk in chunks]
+    if (pages > used).any():
+        tables = [table[:count] for table, count in zip(tables, used.tolist(), strict=True)]
+    blocks = _joined(tables)
+    if not _within(tokens, 0, bounds.vocab_size) or not _within(blocks, 1, bounds.num_blocks):
+        return None
+    qo_indptr, kv_indptr, first = _offsets(lengths), _offsets(used), starts.astype(np.int32)
+    positions = starts  # of one token each
+    if len(tokens) > len(chunks):
+        positions = np.arange(len(tokens)) - np.repeat(qo_indptr[:-1] - starts, lengths)
+    ranges = Ranges(qo_indptr, first, write_from, kv_indptr, blocks)
     return StepInputs(
-        token_ids=torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(device),
-        positions=torch.from_numpy(positions).to(device),
+        token_ids=torch.from_numpy(tokens.astype(np.int64)).to(device),
+        positions=torch.from_numpy(np.ascontiguousarray(positions)).to(device),
         writes=plan_writes(ranges, positions, block_size, device),
         qo_indptr=qo_indptr,
-        starts=starts,
+        starts=first,
         kv_indptr=kv_indptr,
-        kv_indices=kv_indices,
-        last_page_len=(starts + lengths - 1) % block_size + 1,
+        kv_indices=blocks,
+        last_page_len=((ends - 1) % block_size + 1).astype(np.int32),
+        bounds=bounds,
     )
+
+
+def _within(ids: Int32s, low: int, end: int) -> bool:
+    return bool(ids.min() >= low and ids.max() < end)
+
+
+def _problems(chunks: Sequence[Chunk], bounds: StepBounds) -> dict[int, str]:
+    """Why chunks cannot be computed, by their index; those that can be are not in it."""
+    errors: dict[int, str] = {}
+    for index, chunk in enumerate(chunks):
+        ids, table = _joined([chunk.token_ids]), _joined([chunk.block_ids])
+        used = -(-(chunk.start + len(ids)) // bounds.block_size)
+        problem = _problem(chunk, ids, table[: max(used, 0)], used, bounds)
+        if problem is not None:
+            errors[index] = problem
+    return errors
 
 
 def _problem(chunk: Chunk, ids: Int32s, table: Int32s, used: int, bounds: StepBounds) -> str | None:
@@ -120,12 +142,14 @@ def _problem(chunk: Chunk, ids: Int32s, table: Int32s, used: int, bounds: StepBo
     return None
 
 
-def _int32s(values: "Sequence[int] | array[int]") -> Int32s:
-    """`values` as an int32 array, without a copy where they are packed already."""
-    if isinstance(values, array) and values.typecode == "i":
-        return np.frombuffer(values, dtype=np.int32) if len(values) else np.zeros(0, np.int32)
-    return np.asarray(values, dtype=np.int32)
+def _joined(parts: "Sequence[Sequence[int] | array[int]]") -> Int32s:
+    """All ids as one int32 array; a copy, so that packed ones may grow meanwhile."""
+    if all(isinstance(part, array) and part.typecode == "i" for part in parts):
+        return np.frombuffer(b"".join(parts), dtype=np.int32)  # pyright: ignore[reportArgumentType]
+    return np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
 
 
-def _offsets(lengths: Int32s) -> Int32s:
-    return np.concatenate((np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)))
+def _offsets(lengths: Int64s) -> Int32s:
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets

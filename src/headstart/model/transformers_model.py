@@ -96,6 +96,7 @@ class _Recorder:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if keys.shape != values.shape or keys.shape[-1] != queries.shape[-1] or queries.shape[1] % keys.shape[1]:
             raise ConfigError(
@@ -117,6 +118,7 @@ def attention_function(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     headstart_attend: Attend | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
@@ -137,7 +139,7 @@ def attention_function(
         raise ConfigError("its attention layers carry no index")
     rows = [heads[0].transpose(0, 1) for heads in (query, key, value)]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out = headstart_attend(layer, *rows, scale=scale, window=sliding_window, softcap=softcap)
+    out = headstart_attend(layer, *rows, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     return out[None], None
 
 

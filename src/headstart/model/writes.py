@@ -46,12 +46,16 @@ class Ranges(NamedTuple):
 
 def plan_writes(ranges: Ranges, positions: Int64s, block_size: int, device: torch.device) -> Writes:
     """The writes of chunks with `positions` [T], packed. Changes nothing."""
-    row_of = np.repeat(np.arange(len(ranges.starts)), np.diff(ranges.qo_indptr))
-    blocks = ranges.kv_indices[ranges.kv_indptr[row_of] + positions // block_size]
+    tables, write_from = ranges.kv_indptr[:-1], ranges.write_from
+    single = len(positions) == len(ranges.starts)
+    if not single:
+        row_of = np.repeat(np.arange(len(ranges.starts)), np.diff(ranges.qo_indptr))
+        tables, write_from = tables[row_of], write_from[row_of]
+    blocks = ranges.kv_indices[tables + positions // block_size]
     slots = blocks.astype(np.int64) * block_size + positions % block_size
-    due = positions >= ranges.write_from[row_of]
+    due = positions >= write_from
     tokens = None if due.all() else np.flatnonzero(due)
-    spans = _spans(ranges, block_size)
+    spans = () if single and block_size > 1 else _spans(ranges, block_size)
     loose = tokens
     if spans:
         for span in spans:

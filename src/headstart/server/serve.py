@@ -163,7 +163,7 @@ class _Run:
         """Answers what was admitted, for as long as there is time."""
         if engine.dead is not None:
             self._log.line(f"headstart: the engine has stopped ({engine.dead}); so does the server")
-            await asyncio.sleep(DEAD_SECONDS)
+            await _first_of(self._now.wait(), timeout=DEAD_SECONDS)
             return EXIT_BROKEN
         deadline = time.monotonic() + self._drain_seconds
         while state.num_jobs and engine.dead is None and not self._now.is_set() and time.monotonic() < deadline:

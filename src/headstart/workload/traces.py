@@ -1,83 +1,173 @@
-"""Recorded traffic, read from files: lengths and shared prefixes as block ids (Mooncake), or the texts themselves.
+"""Traces of real traffic as jobs: Mooncake's block ids, Azure's lengths, agents' texts; told apart by their content.
 
-The files are the user's; none come with the package. Times are seconds after the first request of a file.
+What a trace knows of sharing is kept: an id of 512 tokens becomes the same 512 tokens wherever it occurs, and equal
+beginnings of texts become equal tokens (four characters each; no tokenizer is in need, and lengths are about right).
+Pure: lines in, jobs out.
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
-
-import msgspec
+import json
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import chain, pairwise
+from random import Random
+from typing import Any
+from zlib import crc32
 
 from headstart.core.errors import ConfigError
+from headstart.workload.jobs import Job
+from headstart.workload.synthetic import random_tokens
 
-MOONCAKE_BLOCK = 512  # tokens per id
+CHAIN_BLOCK = 512
+"""Tokens per block id of Mooncake's traces."""
+CHARS_PER_TOKEN = 4
 
-Row = TypeVar("Row")
-
-
-@dataclass(frozen=True, slots=True)
-class TracedBlocks:
-    """One request without its text: equal ids in two requests stand for equal prefixes up to that block."""
-
-    at: float
-    prompt_tokens: int
-    output_tokens: int
-    block_ids: tuple[int, ...]  # of MOONCAKE_BLOCK tokens; the last one may be partial
+KNOWN = "known are Mooncake's (hash_ids), agents' (input, output, session_id) and Azure's (TIMESTAMP,ContextTokens,...)"
 
 
 @dataclass(frozen=True, slots=True)
-class TracedText:
-    """One call of an agent: what it sent, what came back."""
+class TracedRequest:
+    """One request of a trace, in the trace's own terms. Without `hash_ids` and `text` it shares nothing."""
 
-    at: float
-    prompt: str
-    output: str
-    session: str
-
-
-class _BlocksRow(msgspec.Struct):
-    """A line of a Mooncake trace; milliseconds."""
-
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
+    at: float  # seconds after the first
+    length: int  # tokens of the prompt
+    output: int  # tokens
+    hash_ids: tuple[int, ...] = ()  # one per 512 tokens; equal id, equal prefix up to there
+    text: str = ""
+    session: str = ""  # whose turn it is, where the trace says so
 
 
-class _TextRow(msgspec.Struct):
-    """A line of an agent trace; microseconds."""
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of their arrival."""
 
-    timestamp: float
-    input: str
-    output: str
-    session_id: str
+    kind: str  # "mooncake" | "agent" | "azure"
+    requests: tuple[TracedRequest, ...]
+
+    def first(self, count: int) -> "Trace":
+        """The first `count` requests; 0: all."""
+        return replace(self, requests=self.requests[: count or None])
+
+    def up_to(self, longest: int) -> "Trace":
+        """The requests whose prompts have at most `longest` tokens; 0: all. Raises ConfigError if there are none."""
+        kept = tuple(request for request in self.requests if not longest or request.length <= longest)
+        if not kept:
+            raise ConfigError(f"no prompt of the trace has {longest} tokens or less")
+        return replace(self, requests=kept)
+
+    def factor(self, max_prompt_tokens: int) -> float:
+        """By what all lengths must be multiplied for the longest prompt to have at most so many tokens; 0: no limit."""
+        longest = max(request.length for request in self.requests)
+        return min(max_prompt_tokens / longest, 1.0) if max_prompt_tokens else 1.0
+
+    def jobs(self, vocab_size: int, seed: int | str, *, factor: float = 1.0, speed: float = 1.0) -> list[Job]:
+        """Jobs with all lengths, outputs too, multiplied by `factor`, that come `speed` times as fast.
+
+        A seed is a set of prompts: other seeds share the same way among themselves, and nothing with these.
+        """
+        blocks: dict[int, array[int]] = {}
+        size = max(round(CHAIN_BLOCK * factor), 1)
+
+        def block(name: int) -> "array[int]":
+            if name not in blocks:
+                blocks[name] = random_tokens(size, vocab_size, Random(f"{seed}/block/{name}"))
+            return blocks[name]
+
+        jobs: list[Job] = []
+        for index, request in enumerate(self.requests):
+            length = max(int(request.length * factor), 1)
+            if request.hash_ids:
+                prompt = array("i", chain.from_iterable(block(name) for name in request.hash_ids))[:length]
+            elif request.text:
+                prompt = _text_tokens(request.text, CHARS_PER_TOKEN / factor, vocab_size, str(seed))
+            else:
+                prompt = random_tokens(length, vocab_size, Random(f"{seed}/request/{index}"))
+            jobs.append(Job(prompt, max(round(request.output * factor), 1), request.at / speed))
+        return jobs
 
 
-def read_mooncake(path: Path) -> list[TracedBlocks]:
-    """The requests of a Mooncake trace in the order of their time. Raises ConfigError."""
-    rows = sorted(_rows(path, _BlocksRow), key=lambda row: row.timestamp)
-    start = rows[0].timestamp if rows else 0.0
-    return [
-        TracedBlocks((row.timestamp - start) / 1e3, row.input_length, row.output_length, row.hash_ids) for row in rows
-    ]
+def read_trace(lines: Iterable[str]) -> Trace:
+    """A trace from the lines of its file. Raises ConfigError, which names the line that cannot be read."""
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise ConfigError("the trace is empty")
+    kind, parse, rows = _format(numbered)
+    found: list[TracedRequest] = []
+    for number, row in rows:
+        try:
+            found.append(parse(row))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"line {number} of the trace is no {kind} request: {error!r}") from error
+        if found[-1].length < 1:
+            raise ConfigError(f"line {number} of the trace has a prompt of {found[-1].length} tokens")
+    if not found:
+        raise ConfigError("the trace has no requests")
+    found.sort(key=lambda request: request.at)
+    start = found[0].at
+    return Trace(kind, tuple(replace(request, at=request.at - start) for request in found))
 
 
-def read_agents(path: Path) -> list[TracedText]:
-    """The calls of an LMCache agent trace in the order of their time. Raises ConfigError."""
-    rows = sorted(_rows(path, _TextRow), key=lambda row: row.timestamp)
-    start = rows[0].timestamp if rows else 0.0
-    return [TracedText((row.timestamp - start) / 1e6, row.input, row.output, row.session_id) for row in rows]
+Row = dict[str, Any]
 
 
-def _rows(path: Path, kind: type[Row]) -> list[Row]:
-    decoder, rows = msgspec.json.Decoder(kind), list[Row]()
+def _format(numbered: Sequence[tuple[int, str]]) -> tuple[str, Callable[[Row], TracedRequest], list[tuple[int, Row]]]:
+    """(name, how one row is read, rows with the numbers of their lines)"""
+    first = numbered[0][1]
+    if not first.startswith("{"):
+        head = first.lstrip("\ufeff").split(",")
+        if not {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= set(head):
+            raise ConfigError(f"line 1 begins with {first[:60]!r}: no trace in a known format; {KNOWN}")
+        return (
+            "azure",
+            _azure,
+            [(number, dict(zip(head, line.split(","), strict=False))) for number, line in numbered[1:]],
+        )
+    rows = [(number, _object(number, line)) for number, line in numbered]
+    if {"hash_ids", "input_length"} <= rows[0][1].keys():
+        return "mooncake", _mooncake, rows
+    if {"input", "session_id"} <= rows[0][1].keys():
+        return "agent", _agent, rows
+    raise ConfigError(f"line 1 has the keys {sorted(rows[0][1])}: no trace in a known format; {KNOWN}")
+
+
+def _object(number: int, line: str) -> Row:
+    if not line.startswith("{"):
+        raise ConfigError(f"line {number} of the trace is no JSON object")
     try:
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
-            try:
-                rows.append(decoder.decode(line))
-            except msgspec.MsgspecError as error:
-                raise ConfigError(f"{path}:{number}: {error}; this is another kind of trace") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    return rows
+        found: Row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"line {number} of the trace is no JSON: {error}") from error
+    return found
+
+
+def _mooncake(row: Row) -> TracedRequest:
+    ids, length = tuple(int(name) for name in row["hash_ids"]), int(row["input_length"])
+    if len(ids) * CHAIN_BLOCK < length:
+        raise ValueError(f"{len(ids)} blocks of {CHAIN_BLOCK} for {length} tokens")
+    return TracedRequest(float(row["timestamp"]) / 1e3, length, int(row["output_length"]), hash_ids=ids)
+
+
+def _agent(row: Row) -> TracedRequest:
+    text, output = str(row["input"]), str(row.get("output") or "")
+    session = str(row["session_id"])
+    return TracedRequest(
+        float(row["timestamp"]) / 1e6, _tokens_of(text), _tokens_of(output), text=text, session=session
+    )
+
+
+def _azure(row: Row) -> TracedRequest:
+    at = datetime.fromisoformat(row["TIMESTAMP"]).timestamp()
+    return TracedRequest(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+
+
+def _tokens_of(text: str) -> int:
+    return -(-len(text) // CHARS_PER_TOKEN)
+
+
+def _text_tokens(text: str, chars: float, vocab_size: int, seed: str) -> "array[int]":
+    """A token for every `chars` characters, by what they are; so equal beginnings give equal tokens."""
+    salt = crc32(seed.encode())
+    cuts = [round(i * chars) for i in range(int(len(text) / chars) + 2)]
+    pieces = (text[start:end] for start, end in pairwise(cuts))
+    return array("i", (crc32(piece.encode("utf-8", "replace"), salt) % vocab_size for piece in pieces if piece))

@@ -33,10 +33,12 @@ class Attend(Protocol):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Queries [T, Hq, D], keys and values [T, Hkv, D] -> [T, Hq, D]; writes this layer's KV.
 
-        `window` w: position i sees (i - w, i]. `softcap` c: scores become c * tanh(score / c).
+        `window` w: position i sees (i - w, i]. `softcap` c: scores become c * tanh(score / c). `sinks` [Hq]: a score of
+        each head, as is, that counts in the softmax of all its rows and has no value.
         """
         ...
 

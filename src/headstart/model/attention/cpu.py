@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
-from headstart.model.kernels.attention import Plan, StepTables, make_plan
+from headstart.model.kernels.attention import AttentionCall, Plan, StepTables, make_plan
 from headstart.model.kernels.load import find, threads
 from headstart.model.kv import KVShape
 from headstart.model.packed_kv import PackedKV, packed
@@ -60,7 +60,9 @@ class CPUStep:
             np.ascontiguousarray(array, np.int32)
             for array in (step.qo_indptr, step.starts, step.kv_indptr, step.kv_indices)
         )
-        _check_tables(*self._arrays, num_blocks=backend.kv.num_blocks, block_size=backend.kv.block_size)
+        kv, known = backend.kv, step.bounds
+        if known is None or known.block_size != kv.block_size or known.num_blocks > kv.num_blocks:
+            _check_tables(*self._arrays, num_blocks=kv.num_blocks, block_size=kv.block_size)
         self._plans: dict[tuple[int, int], _Prepared] = {}
 
     def __call__(
@@ -73,9 +75,43 @@ class CPUStep:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        """See Attend. `lse` [T, Hq] in fp32, if given, takes the log-sum-exp of each row's scores."""
+        """See Attend. `lse` [T, Hq] in fp32, if given, takes the log-sum-exp of each row's scores and its sink."""
+        queries, keys, values = packed(queries), packed(keys), packed(values)
+        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+        out = torch.empty(queries.shape, dtype=self._backend.kv.dtype)
+        call = self.call(
+            layer, queries, keys, values, out, scale=scale, window=window, softcap=softcap, sinks=sinks, lse=lse
+        )
+        self._backend.kv.kernels.library.headstart_attention(ctypes.byref(call))
+        return out
+
+    @property
+    def layer_bytes(self) -> int:
+        """From the pages of one layer to those of the next."""
+        return self._backend.kv.pool.strides[0]
+
+    def call(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> AttentionCall:
+        """The kernel's argument for one layer, all checked; it holds addresses of the tensors and of this step.
+
+        The elements of a head follow each other; `out` [T, Hq, D] is dense, as are `sinks`, in fp32. Raises ValueError
+        for what does not fit.
+        """
         kv, num_heads = self._backend.kv, queries.shape[1]
         if queries.shape != (len(keys), num_heads, kv.shape.head_dim) or num_heads % kv.shape.num_kv_heads:
             raise ValueError(f"queries {list(queries.shape)} do not go with keys {list(keys.shape)}")
@@ -85,10 +121,12 @@ class CPUStep:
             raise ValueError(f"window {window} and softcap {softcap} must be positive")
         if lse is not None and (lse.shape != queries.shape[:2] or lse.dtype != torch.float32 or not _on_host(lse)):
             raise ValueError(f"lse must be contiguous fp32 {list(queries.shape[:2])}, got {lse.dtype} {lse.shape}")
-        queries = packed(queries)
+        if out.shape != queries.shape or out.dtype != kv.dtype or not _on_host(out) or queries.stride(-1) != 1:
+            raise ValueError(f"out must be contiguous {kv.dtype} {list(queries.shape)}, got {out.dtype} {out.shape}")
+        if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != torch.float32 or not _on_host(sinks)):
+            raise ValueError(f"sinks must be contiguous fp32 [{num_heads}], got {sinks.dtype} {list(sinks.shape)}")
         call, _kept = kv.call(layer, keys, values, self._writes)
         prepared = self._prepared(window or 0, num_heads // kv.shape.num_kv_heads)
-        out = torch.empty(queries.shape, dtype=kv.dtype)
         call.queries, call.out, call.lse = queries.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
         call.query_token, call.query_head = queries.stride(0), queries.stride(1)
         call.plan, call.tables = prepared.plan.data.ctypes.data, self._arrays[3].ctypes.data
@@ -96,8 +134,8 @@ class CPUStep:
         call.arrived = prepared.arrived.ctypes.data
         call.group, call.window = prepared.group, window or 0
         call.scale, call.softcap = scale, softcap or 0.0
-        kv.kernels.library.headstart_attention(ctypes.byref(call))
-        return out
+        call.sinks = None if sinks is None else sinks.data_ptr()
+        return call
 
     def plan(self, window: int | None, group: int) -> Plan:
         """What layers with `window` and `group` query heads per kv head read."""

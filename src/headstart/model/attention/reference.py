@@ -6,6 +6,8 @@ On CPU this beats the fused flash operator (bf16, 12 heads of 64, no gather: pre
 48 decodes at 1040 tokens 4 against 8 ms).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,14 @@ from headstart.model.step import StepInputs
 TILE_SCORES = 2 << 20  # scores held at a time in a prefill
 MIN_TILE = 16  # query rows
 MAX_TILE = 128  # fewer scores above the diagonal: attention of 4 x 512 tokens 24 ms, with tiles of 341 rows 35 ms
+
+
+class Scoring(NamedTuple):
+    """How scores come from queries and keys, and what else counts in their softmax; see Attend."""
+
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None  # [Hkv, G] in fp32
 
 
 class ReferenceAttention:
@@ -61,33 +71,36 @@ class ReferenceStep:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        heads = self._backend.kv.shape.num_kv_heads
+        scoring = Scoring(scale, softcap, None if sinks is None else sinks.float().view(heads, -1))
         self._backend.kv.write(layer, keys, values, self._step.writes)
         plan = self._plans.get(window)
         if plan is None:
             plan = self._plans[window] = make_plan(self._step, self._backend.kv, window)
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         if plan.tokens is not None:
-            out[plan.tokens] = self._decode(layer, queries[plan.tokens], plan, scale, softcap)
+            out[plan.tokens] = self._decode(layer, queries[plan.tokens], plan, scoring)
         for prefill in plan.prefills:
             rows = slice(prefill.begin, prefill.end)
-            self._prefill(layer, queries[rows], out[rows], prefill, window, scale, softcap)
+            self._prefill(layer, queries[rows], out[rows], prefill, window, scoring)
         return out
 
-    def _decode(self, layer: int, queries: Tensor, plan: Plan, scale: float, softcap: float | None) -> Tensor:
+    def _decode(self, layer: int, queries: Tensor, plan: Plan, scoring: Scoring) -> Tensor:
         """Queries [Rd, Hq, D] in the plan's order -> [Rd, Hq, D]."""
         num_rows, num_heads, head_dim = queries.shape
         num_kv_heads = self._backend.kv.shape.num_kv_heads
         folded = queries.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1)  # [Hkv, Rd, G, D]
         grouped = bool(plan.groups)
-        parts = [self._bucket(layer, folded[:, b.begin : b.end], b, scale, softcap, grouped) for b in plan.buckets]
+        parts = [self._bucket(layer, folded[:, b.begin : b.end], b, scoring, grouped) for b in plan.buckets]
         out = parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts], dim=1)
         if grouped:
             own = torch.cat([part[1] for part in parts if part[1] is not None], dim=1)
             for group in plan.groups:
                 rows = folded[:, group.rows].reshape(num_kv_heads, -1, head_dim)
                 keys, values = self._backend.gather(layer, group.pages, 1)
-                scores = _scores(rows, keys, scale, softcap)
+                scores = _scores(rows, keys, scoring)
                 lse = torch.logsumexp(scores.float(), -1, keepdim=True)
                 shape = (num_kv_heads, len(group.rows), -1)
                 prefix = _weighted(scores, values).view(*shape, head_dim)
@@ -96,16 +109,25 @@ class ReferenceStep:
         return out.transpose(0, 1).reshape(num_rows, num_heads, head_dim)
 
     def _bucket(
-        self, layer: int, folded: Tensor, bucket: Bucket, scale: float, softcap: float | None, want_lse: bool
+        self, layer: int, folded: Tensor, bucket: Bucket, scoring: Scoring, want_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Folded queries [Hkv, rows, G, D] -> outputs of that shape, and log-sum-exp [Hkv, rows, G, 1] in fp32."""
+        """Folded queries [Hkv, rows, G, D] -> outputs of that shape, and log-sum-exp [Hkv, rows, G, 1] in fp32.
+
+        Sinks count here, in what each row has of its own, and so but once.
+        """
         heads, rows, group, head_dim = folded.shape
         keys, values = self._backend.gather(layer, bucket.pages, rows)
-        scores = _scores(folded.reshape(heads * rows, group, head_dim), keys, scale, softcap)
+        scores = _scores(folded.reshape(heads * rows, group, head_dim), keys, scoring)
         if bucket.masked is not None:
             scores.view(heads, rows, group, -1).masked_fill_(bucket.masked, float("-inf"))
-        lse = torch.logsumexp(scores.float(), -1).view(heads, rows, group, 1) if want_lse else None
-        return _weighted(scores, values).view(heads, rows, group, head_dim), lse
+        out = _weighted(scores, values).view(heads, rows, group, head_dim)
+        if not want_lse and scoring.sinks is None:
+            return out, None
+        lse = torch.logsumexp(scores.float(), -1).view(heads, rows, group, 1)
+        if scoring.sinks is None:
+            return out, lse
+        sinks = scoring.sinks.view(heads, 1, group, 1)
+        return _with_sinks(out, lse, sinks), torch.logaddexp(lse, sinks)
 
     def _prefill(
         self,
@@ -114,8 +136,7 @@ class ReferenceStep:
         out: Tensor,
         prefill: Prefill,
         window: int | None,
-        scale: float,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> None:
         """Fills `out` [n, Hq, D] for one chunk, tile by tile of its queries."""
         num_rows, num_heads, head_dim = queries.shape
@@ -132,10 +153,13 @@ class ReferenceStep:
             low = 0 if window is None else max(0, first - window + 1)
             high = first + end - begin
             rows = folded[:, :, begin:end].reshape(heads, -1, head_dim)
-            scores = _scores(rows, keys[:, low:high], scale, softcap)
+            scores = _scores(rows, keys[:, low:high], scoring)
             self._mask_tile(scores.view(heads * group, end - begin, high - low), window)
-            weighted = _weighted(scores, values[:, low:high])
-            folded_out[:, :, begin:end] = weighted.view(heads, group, end - begin, head_dim)
+            weighted = _weighted(scores, values[:, low:high]).view(heads, group, end - begin, head_dim)
+            if scoring.sinks is not None:
+                lse = torch.logsumexp(scores.float(), -1).view(heads, group, end - begin, 1)
+                weighted = _with_sinks(weighted, lse, scoring.sinks.view(heads, group, 1, 1))
+            folded_out[:, :, begin:end] = weighted
 
     def _mask_tile(self, scores: Tensor, window: int | None) -> None:
         """Hides from row i of `scores` [B, m, S] the keys behind its own, S - m + i, and those that left its window."""
@@ -147,12 +171,17 @@ class ReferenceStep:
             scores.masked_fill_(gone, float("-inf"))
 
 
-def _scores(queries: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _scores(queries: Tensor, keys: Tensor, scoring: Scoring) -> Tensor:
     """Scaled scores [B, M, S] of queries [B, M, D] and keys [B, S, D]."""
-    scores = torch.baddbmm(queries.new_empty(1, 1, 1), queries, keys.transpose(1, 2), beta=0, alpha=scale)
-    return scores if softcap is None else torch.tanh_(scores.div_(softcap)).mul_(softcap)
+    scores = torch.baddbmm(queries.new_empty(1, 1, 1), queries, keys.transpose(1, 2), beta=0, alpha=scoring.scale)
+    return scores if scoring.softcap is None else torch.tanh_(scores.div_(scoring.softcap)).mul_(scoring.softcap)
 
 
 def _weighted(scores: Tensor, values: Tensor) -> Tensor:
     """Values [B, S, D] weighted by the softmax of scores [B, M, S], which is computed in fp32 inside."""
     return torch.bmm(torch.softmax(scores, -1), values)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """`out` as if the softmax had one score more, without a value; `lse` is of the others."""
+    return (out.float() * torch.sigmoid(lse - sinks)).to(out.dtype)

@@ -1,240 +1,12 @@
 // Attention of one layer over paged KV: writes the step's keys and values, then computes a plan's items.
 //
-// Decode, chunked prefill and cached prefixes are one case: each row has the range of positions it sees. An item goes
-// through its pages in pieces of CHUNK_PAGES; of each piece all its rows are computed in tiles of up to MICRO_ROWS:
-// scores, weights 2^(score - greatest so far), weighted values. Nothing masked is multiplied: neither scores of slots
-// that a row does not see, nor values of slots that no row of the item sees, so what lies there never matters.
-#include "attention.h"
-#include "attention_math.h"
+// Decode, chunked prefill and cached prefixes are one case: each row has the range of positions it sees. How the rows of
+// an item meet its pages is in attention_tile.h; here they are read, finished, and merged where a token has several
+// parts.
+#include "attention_tile.h"
 #include "pages.h"
 
 namespace {
-
-enum { CHUNK_PAGES = 16, CHUNK = CHUNK_PAGES * PAGE, AHEAD = 4 };
-// Column vectors per pass over values, and pages per pass over keys: with MICRO_ROWS rows they fill the registers.
-#if defined(__AVX512F__)
-enum { MOST_VALUE_VECS = 4, MOST_KEY_PAGES = 4, WIDE_KEY_PAGES = 3, MOST_ROWS = MICRO_ROWS };
-#else
-enum { MOST_VALUE_VECS = 2, MOST_KEY_PAGES = 1, WIDE_KEY_PAGES = 1, MOST_ROWS = 4 };
-#endif
-const float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
-
-// The pages of a piece of an item, in order, and a few that follow (or the last again) to be fetched ahead.
-struct Piece {
-    const uint32_t *keys[CHUNK_PAGES + AHEAD], *values[CHUNK_PAGES + AHEAD];
-    int position[CHUNK_PAGES], filled[CHUNK_PAGES];  // position of slot 0; slots that are tokens
-    int count;
-    bool whole;  // every slot is a token
-};
-
-// What a tile of rows has gathered so far.
-template <typename Kind>
-struct Tile {
-    alignas(64) typename Kind::factor queries[TILE_ROWS * MAX_DIMS];
-    alignas(64) float out[TILE_ROWS * MAX_DIMS];  // [rows, dims], relative to `greatest`
-    float greatest[TILE_ROWS], total[TILE_ROWS];  // of scores in base 2
-    int from[TILE_ROWS], upto[TILE_ROWS];         // positions a row sees
-    int rows, dims, low, high;                    // positions that any row sees
-    alignas(64) uint32_t masked[PAGE * MAX_DIMS];
-};
-
-struct Scores {
-    alignas(64) float score[MOST_ROWS * CHUNK];
-    float shrink[MOST_ROWS];  // what earlier pieces are multiplied by
-};
-
-template <typename Kind>
-struct Weights {
-    alignas(64) typename Kind::factor weight[MOST_ROWS * CHUNK];
-};
-
-// Scores of R rows against P pages: queries [words][R] words.
-template <typename Kind, int R, int P, bool FETCH>
-static inline void score_pages(const typename Kind::factor *queries, int num_words, const uint32_t *const *pages,
-                               const uint32_t *const *next, float *scores) {
-    vec acc[R][P * PAGE_VECS];
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < P * PAGE_VECS; v++) acc[r][v] = zero();
-    for (int word = 0; word < num_words; word++) {
-        const typename Kind::factor *row = queries + word * R * Kind::PER_WORD;
-#pragma GCC unroll 8
-        for (int v = 0; v < P * PAGE_VECS; v++) {
-            int page = v / PAGE_VECS, part = v % PAGE_VECS;
-            if (FETCH && part == 0) _mm_prefetch((const char *)(next[page] + word * PAGE), _MM_HINT_T0);
-            typename Kind::loaded keys = Kind::take(pages[page] + word * PAGE + part * LANES);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) acc[r][v] = Kind::step(acc[r][v], row + r * Kind::PER_WORD, keys);
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < P * PAGE_VECS; v++) store(scores + r * CHUNK + v * LANES, acc[r][v]);
-}
-
-// Adds to out [R, dims] the values of `count` pages, weighted; V vectors of columns. What was there shrinks before.
-template <typename Kind, int R, int V, bool FETCH>
-static inline void weigh_pages(const typename Kind::factor *weights, const uint32_t *const *pages, int count, int dims,
-                               int column, const float *shrink, float *out) {
-    vec acc[R][V];
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) acc[r][v] = mul(load(out + r * dims + column + v * LANES), all(shrink[r]));
-    for (int p = 0; p < count; p++) {
-        const uint32_t *values = pages[p] + column, *next = pages[p + 2] + column;
-        const typename Kind::factor *row = weights + p * PAGE;
-        for (int word = 0; word < PAGE / Kind::W; word++) {
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) {
-                if (FETCH) _mm_prefetch((const char *)(next + word * dims + v * LANES), _MM_HINT_T0);
-                typename Kind::loaded value = Kind::take(values + word * dims + v * LANES);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++)
-                    acc[r][v] = Kind::step(acc[r][v], row + r * CHUNK + word * Kind::PER_WORD, value);
-            }
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) store(out + r * dims + column + v * LANES, acc[r][v]);
-}
-
-template <typename Kind, int R, bool FETCH>
-static inline void weigh_columns(const typename Kind::factor *weights, const uint32_t *const *pages, int count,
-                                 int dims, const float *shrink, float *out) {
-    int left = dims / LANES;
-    for (int column = 0; left > 0;) {
-        // as even as possible: five vectors are three and two
-        int passes = ceil_div(left, MOST_VALUE_VECS), width = ceil_div(left, passes);
-        if (width == 1) weigh_pages<Kind, R, 1, FETCH>(weights, pages, count, dims, column, shrink, out);
-        if (width == 2) weigh_pages<Kind, R, 2, FETCH>(weights, pages, count, dims, column, shrink, out);
-#if defined(__AVX512F__)
-        if (width == 3) weigh_pages<Kind, R, 3, FETCH>(weights, pages, count, dims, column, shrink, out);
-        if (width == 4) weigh_pages<Kind, R, 4, FETCH>(weights, pages, count, dims, column, shrink, out);
-#endif
-        column += width * LANES;
-        left -= width;
-    }
-}
-
-// Turns one row's scores of a piece into weights. Gives their sum; updates the greatest and says what to shrink by.
-template <typename Kind>
-static inline float soften(float *scores, const Piece &piece, int from, int upto, float scale, float softcap,
-                           float *greatest_score, float *shrink, typename Kind::factor *weights) {
-    float to_base2 = scale * LOG2E;
-    int count = piece.count;
-    if (softcap > 0.0f) {
-        for (int i = 0; i < count * PAGE; i += LANES)
-            store(scores + i, capped(load(scores + i), softcap, 2.0f * LOG2E * scale / softcap));
-        to_base2 = LOG2E;
-    }
-    bool all_seen = piece.whole && from <= piece.position[0] && upto >= piece.position[count - 1] + PAGE;
-    vec most = all(-INFINITY);
-    for (int p = 0; p < count; p++) {
-        int seen = upto - piece.position[p] < piece.filled[p] ? upto - piece.position[p] : piece.filled[p];
-        int skip = from - piece.position[p];
-        for (int v = 0; v < PAGE_VECS; v++) {
-            float *at = scores + p * PAGE + v * LANES;
-            vec x = mul(load(at), all(to_base2));
-            if (!all_seen) x = between(x, all(-INFINITY), skip - v * LANES, seen - v * LANES);
-            store(at, x);
-            most = greater(most, x);
-        }
-    }
-    float reached = greatest(most), before = *greatest_score;
-    if (!(reached > before) && reached == reached) reached = before;  // a NaN goes on
-    *shrink = 1.0f;
-    if (reached == -INFINITY) {  // nothing seen yet
-        for (int i = 0; i < count * PAGE; i += LANES) Kind::put(weights + i, zero());
-        return 0.0f;
-    }
-    if (before != reached) *shrink = before == -INFINITY ? 0.0f : exp2f(before - reached);
-    *greatest_score = reached;
-    vec total = zero();
-    for (int p = 0; p < count; p++) {
-        int seen = upto - piece.position[p] < piece.filled[p] ? upto - piece.position[p] : piece.filled[p];
-        int skip = from - piece.position[p];
-        for (int v = 0; v < PAGE_VECS; v++) {
-            vec weight = power_of_two(sub(load(scores + p * PAGE + v * LANES), all(reached)));
-            if (!all_seen) weight = between(weight, zero(), skip - v * LANES, seen - v * LANES);
-            total = add(total, weight);
-            Kind::put(weights + p * PAGE + v * LANES, weight);
-        }
-    }
-    return sum(total);
-}
-
-// Values of a page with the slots outside [low, high) zeroed, in `copy`.
-template <typename Kind>
-static inline const uint32_t *masked_values(const uint32_t *page, int dims, int low, int high, uint32_t *copy) {
-    typedef typename Kind::element element;
-    memcpy(copy, page, sizeof(uint32_t) * (PAGE / Kind::W) * dims);
-    element *elements = (element *)copy;
-    for (int slot = 0; slot < PAGE; slot++) {
-        if (slot >= low && slot < high) continue;
-        for (int dim = 0; dim < dims; dim++) elements[(slot / Kind::W * dims + dim) * Kind::W + slot % Kind::W] = 0;
-    }
-    return copy;
-}
-
-// The rows [first, first + R) of a tile against one piece.
-template <typename Kind, int R, bool FETCH>
-static inline void attend_rows(Tile<Kind> &tile, int first, const Piece &piece, float scale, float softcap) {
-    Scores scores;
-    Weights<Kind> weights;
-    enum { MOST = Kind::PER_WORD == 2 && sizeof(typename Kind::factor) == 4 ? WIDE_KEY_PAGES : MOST_KEY_PAGES };
-    int dims = tile.dims, num_words = dims / Kind::W, page = 0;
-    const typename Kind::factor *queries = tile.queries + first * dims;
-    for (; page + MOST <= piece.count; page += MOST)
-        score_pages<Kind, R, MOST, FETCH>(queries, num_words, piece.keys + page, piece.keys + page + MOST,
-                                          scores.score + page * PAGE);
-    for (; page < piece.count; page++)
-        score_pages<Kind, R, 1, FETCH>(queries, num_words, piece.keys + page, piece.keys + page + 1,
-                                       scores.score + page * PAGE);
-    for (int r = 0; r < R; r++) {
-        int row = first + r;
-        float total = soften<Kind>(scores.score + r * CHUNK, piece, tile.from[row], tile.upto[row], scale, softcap,
-                                   &tile.greatest[row], &scores.shrink[r], weights.weight + r * CHUNK);
-        tile.total[row] = tile.total[row] * scores.shrink[r] + total;
-    }
-    // Runs of pages that are seen to the last slot at once, others by a copy.
-    float *out = tile.out + first * dims;
-    for (int begin = 0, end; begin < piece.count; begin = end) {
-        int low = tile.low - piece.position[begin], high = tile.high - piece.position[begin];
-        if (high > piece.filled[begin]) high = piece.filled[begin];
-        const typename Kind::factor *weight = weights.weight + begin * PAGE;
-        if (low <= 0 && high >= PAGE) {
-            for (end = begin + 1; end < piece.count; end++)
-                if (tile.high < piece.position[end] + PAGE || piece.filled[end] < PAGE) break;
-            weigh_columns<Kind, R, FETCH>(weight, piece.values + begin, end - begin, dims, scores.shrink, out);
-        } else {
-            end = begin + 1;
-            const uint32_t *copy = masked_values<Kind>(piece.values[begin], dims, low, high, tile.masked);
-            const uint32_t *pages[3] = {copy, copy, copy};
-            weigh_columns<Kind, R, false>(weight, pages, 1, dims, scores.shrink, out);
-        }
-        for (int r = 0; r < R; r++) scores.shrink[r] = 1.0f;
-    }
-}
-
-template <typename Kind>
-static inline void attend_some_rows(Tile<Kind> &tile, int first, int rows, const Piece &piece, float scale,
-                                    float softcap) {
-#define ROWS(R)                                                             \
-    case R:                                                                 \
-        if (first == 0)                                                     \
-            attend_rows<Kind, R, true>(tile, first, piece, scale, softcap);  \
-        else                                                                \
-            attend_rows<Kind, R, false>(tile, first, piece, scale, softcap); \
-        break;
-    switch (rows) {
-        ROWS(1)
-        ROWS(2)
-        ROWS(3)
-        ROWS(4)
-#if defined(__AVX512F__)
-        ROWS(5)
-        ROWS(6)
-#endif
-    }
-#undef ROWS
-}
 
 // The first row of part `index` of `parts` as equal parts of `rows` as can be.
 static inline int part_of(int rows, int index, int parts) { return rows * index / parts; }
@@ -251,23 +23,29 @@ class Layer {
           items((const Item *)(&plan + 1)),
           entries((const Entry *)(items + plan.num_items)),
           merges((const Merge *)(entries + plan.num_entries)),
+          pool(call),
           dims(padded_dims(call.head_dim)),
           num_heads(call.num_kv_heads * call.group),
-          page_words(PAGE / Kind::W * dims),
           pages_per_block(ceil_div(call.block_size, PAGE)) {}
 
     void write_page(int index) const {
         int token = call.page_writes[2 * index], page = call.page_writes[2 * index + 1];
         for (int head = 0; head < call.num_kv_heads; head++)
             pages::write_page<Kind::W>({key_row(token, head), call.key_token}, {value_row(token, head), call.value_token},
-                                       call.head_dim, key_page(head, page), value_page(head, page));
+                                       call.head_dim, pool.keys(head, page), pool.values(head, page));
     }
 
     void write_token(int index) const {
         int token = call.token_writes[2 * index], slot = call.token_writes[2 * index + 1];
-        for (int head = 0; head < call.num_kv_heads; head++)
-            pages::write_token<Kind::W>({key_row(token, head), 0}, {value_row(token, head), 0}, call.head_dim,
-                                        slot % PAGE, key_page(head, slot / PAGE), value_page(head, slot / PAGE));
+        for (int head = 0; head < call.num_kv_heads; head++) {
+            // A key touches every line of its page, and they come from far: all at once, while the last are written.
+            if (head + 1 < call.num_kv_heads)
+                pages::fetch(pool.keys(head + 1, slot / PAGE), pool.page_words);
+            else if (index + 1 < call.num_token_writes)
+                pages::fetch(pool.keys(0, call.token_writes[2 * index + 3] / PAGE), pool.page_words);
+            pages::write_token<Kind::W>(key_row(token, head), value_row(token, head), call.head_dim, slot % PAGE,
+                                        pool.keys(head, slot / PAGE), pool.values(head, slot / PAGE));
+        }
     }
 
     // Computes one item for one kv head, and merges the tokens whose last part it was.
@@ -277,14 +55,14 @@ class Layer {
         int low = tile.low / call.block_size, high = ceil_div(tile.high, call.block_size);
         if (low < item.block_begin) low = item.block_begin;
         if (high > item.block_end) high = item.block_end;
-        int parts = ceil_div(tile.rows, MOST_ROWS), pages = (high - low) * pages_per_block;
+        int parts = ceil_div(tile.rows, MICRO_ROWS), pages = (high - low) * pages_per_block;
         for (int begin = 0; begin < pages; begin += CHUNK_PAGES) {
             Piece piece;
             open_piece(piece, head, item, low, begin, pages);
             for (int part = 0; part < parts; part++) {
                 int first = part_of(tile.rows, part, parts);
-                attend_some_rows<Kind>(tile, first, part_of(tile.rows, part + 1, parts) - first, piece, call.scale,
-                                       call.softcap);
+                attend_some_rows<Kind>(tile, first, part_of(tile.rows, part + 1, parts) - first, piece,
+                                       {call.scale, call.softcap});
             }
         }
         close_tile(tile, head, item);
@@ -296,19 +74,14 @@ class Layer {
     const Item *items;
     const Entry *entries;
     const Merge *merges;
-    int dims, num_heads, page_words, pages_per_block;
+    pages::Pool<Kind::W> pool;
+    int dims, num_heads, pages_per_block;
 
     const element *key_row(int token, int head) const {
         return (const element *)call.keys + token * call.key_token + head * call.key_head;
     }
     const element *value_row(int token, int head) const {
         return (const element *)call.values + token * call.value_token + head * call.value_head;
-    }
-    uint32_t *key_page(int head, int64_t page) const {
-        return (uint32_t *)call.key_pages + head * call.head_words + page * page_words;
-    }
-    uint32_t *value_page(int head, int64_t page) const {
-        return (uint32_t *)call.value_pages + head * call.head_words + page * page_words;
     }
     const Entry &entry_of(const Item &item, int row) const {
         return entries[item.entry + (item.row_begin + row) / call.group];
@@ -323,7 +96,8 @@ class Layer {
         tile.dims = dims;
         tile.low = INT32_MAX;
         tile.high = 0;
-        int parts = ceil_div(tile.rows, MOST_ROWS);
+        enum { WORD = Kind::PARTS * Kind::FACTORS };
+        int parts = ceil_div(tile.rows, MICRO_ROWS);
         factor packed[MAX_DIMS];
         for (int dim = call.head_dim; dim < dims; dim++) packed[dim] = 0;
         for (int part = 0; part < parts; part++) {
@@ -333,9 +107,9 @@ class Layer {
                 const element *query = (const element *)call.queries + entry.token * call.query_token +
                                        query_head(item, head, row) * call.query_head;
                 Kind::pack(packed, query, call.head_dim);
-                factor *to = tile.queries + first * dims + (row - first) * Kind::PER_WORD;
-                for (int dim = 0; dim < dims; dim += Kind::PER_WORD)
-                    memcpy(to + dim * size, packed + dim, sizeof(factor) * Kind::PER_WORD);
+                factor *to = tile.queries + first * dims + (row - first) * WORD;
+                for (int dim = 0; dim < dims; dim += WORD)
+                    memcpy(to + dim * size, packed + dim, sizeof(factor) * WORD);
                 tile.upto[row] = entry.limit;
                 tile.from[row] = call.window > 0 && entry.limit > call.window ? entry.limit - call.window : 0;
                 if (tile.from[row] < tile.low) tile.low = tile.from[row];
@@ -355,8 +129,8 @@ class Layer {
             int page = begin + i < pages ? begin + i : pages - 1;
             int block = low + page / pages_per_block, sub = page % pages_per_block;
             int64_t where = (int64_t)call.tables[item.table + block] * pages_per_block + sub;
-            piece.keys[i] = key_page(head, where);
-            piece.values[i] = value_page(head, where);
+            piece.keys[i] = pool.keys(head, where);
+            piece.values[i] = pool.values(head, where);
             if (i >= piece.count) continue;
             int filled = call.block_size - sub * PAGE;
             piece.position[i] = block * call.block_size + sub * PAGE;
@@ -365,17 +139,28 @@ class Layer {
         }
         if (begin > 0) return;
         for (int i = 0; i < 2; i++)  // later ones are fetched while these are weighed
-            for (int at = 0; at < page_words; at += PAGE) _mm_prefetch((const char *)(piece.values[i] + at), _MM_HINT_T0);
+            for (int at = 0; at < pool.page_words; at += PAGE) _mm_prefetch((const char *)(piece.values[i] + at), _MM_HINT_T0);
     }
+
+    // What a head's sink adds to every row, in base 2; see AttentionCall.
+    float sink_of(int query) const { return call.sinks == nullptr ? -INFINITY : call.sinks[query] * LOG2E; }
 
     void close_tile(Tile<Kind> &tile, int head, const Item &item) const {
         for (int row = 0; row < tile.rows; row++) {
             const Entry &entry = entry_of(item, row);
             int query = query_head(item, head, row);
             float *out = tile.out + row * dims;
-            float total = tile.total[row], lse = tile.greatest[row] + log2f(total);
-            if (total == 0.0f) lse = -INFINITY;
-            float share = total == 0.0f ? 0.0f : 1.0f / total;
+            float total = tile.total[row], most = tile.greatest[row], share = 1.0f;
+            float sink = entry.slot < 0 ? sink_of(query) : -INFINITY;  // of several parts when they are merged
+            if (sink > most) {
+                share = most == -INFINITY ? 0.0f : exp2f(most - sink);
+                total = total * share + 1.0f;
+                most = sink;
+            } else if (sink != -INFINITY) {
+                total += exp2f(sink - most);
+            }
+            share = total == 0.0f ? 0.0f : share / total;
+            float lse = total == 0.0f ? -INFINITY : most + log2f(total);
             for (int dim = 0; dim < dims; dim += LANES) store(out + dim, mul(load(out + dim), all(share)));
             if (entry.slot < 0) {
                 put(entry.token, query, out, lse);
@@ -404,12 +189,13 @@ class Layer {
     // The mean of a head's parts, weighted by the sums of their exponentials.
     void merge_parts(const Merge &merge, int query) const {
         alignas(64) float out[MAX_DIMS];
-        float most = -INFINITY, total = 0.0f;
+        float sink = sink_of(query), most = sink;
         for (int part = 0; part < merge.count; part++) {
             float lse = call.part_lse[(int64_t)(merge.slot + part) * num_heads + query];
             if (lse > most) most = lse;
         }
         if (most == -INFINITY) most = 0.0f;
+        float total = exp2f(sink - most);
         memset(out, 0, sizeof(float) * dims);
         for (int part = 0; part < merge.count; part++) {
             int64_t at = (int64_t)(merge.slot + part) * num_heads + query;
@@ -461,25 +247,6 @@ void run(const AttentionCall &call) {
     }
 }
 
-template <int W>
-void read_page_rows(const AttentionCall &call, int block, void *keys, void *values) {
-    typedef typename pages::Of<W>::element element;
-    int64_t page_words = PAGE / W * padded_dims(call.head_dim), pages = ceil_div(call.block_size, PAGE);
-    for (int slot = 0; slot < call.block_size; slot++) {
-        for (int head = 0; head < call.num_kv_heads; head++) {
-            int64_t at = head * call.head_words + (block * pages + slot / PAGE) * page_words;
-            int64_t row = ((int64_t)slot * call.num_kv_heads + head) * call.head_dim;
-            pages::read_token<W>((const uint32_t *)call.key_pages + at, (const uint32_t *)call.value_pages + at,
-                                 call.head_dim, slot % PAGE, (element *)keys + row, (element *)values + row);
-        }
-    }
-}
-
-// Bytes of one layer's keys, or values, of one block.
-int64_t half_bytes(const AttentionCall &call) {
-    return (int64_t)call.block_size * call.num_kv_heads * call.head_dim * (call.is_bf16 ? 2 : 4);
-}
-
 }  // namespace
 
 // Writes the step's keys and values, then attends. A plan without items only writes.
@@ -490,44 +257,4 @@ EXPORT void headstart_attention(const AttentionCall *call) {
     if (call->is_bf16) return run<Widened>(*call);
 #endif
     run<Single>(*call);
-}
-
-// Copies one block out, on the calling thread alone: for each layer keys, then values, [block_size, kv heads, head_dim].
-EXPORT void headstart_read_block(const AttentionCall *layers, int num_layers, int block, void *data) {
-    char *at = (char *)data;
-    for (int layer = 0; layer < num_layers; layer++) {
-        const AttentionCall &call = layers[layer];
-        int64_t half = half_bytes(call);
-        if (call.is_bf16)
-            read_page_rows<2>(call, block, at, at + half);
-        else
-            read_page_rows<1>(call, block, at, at + half);
-        at += 2 * half;
-    }
-}
-
-// Writes the rows of one whole block: page by page where it has whole ones, else token by token.
-static void write_rows(AttentionCall &call, int block) {
-    bool by_page = call.block_size % PAGE == 0;
-    int first_page = block * ceil_div(call.block_size, PAGE);
-    for (int token = 0; token < call.block_size; token += by_page ? PAGE : 1) {
-        int32_t write[2] = {token, by_page ? first_page + token / PAGE : first_page * PAGE + token};
-        (by_page ? call.page_writes : call.token_writes) = write;
-        (by_page ? call.num_page_writes : call.num_token_writes) = 1;
-        headstart_attention(&call);
-    }
-}
-
-// Takes one block in, the other way round. The plan of each call has no items.
-EXPORT void headstart_write_block(const AttentionCall *layers, int num_layers, int block, const void *data) {
-    const char *at = (const char *)data;
-    for (int layer = 0; layer < num_layers; layer++) {
-        AttentionCall call = layers[layer];
-        call.keys = at, call.values = at + half_bytes(call);
-        call.key_token = call.value_token = (int64_t)call.num_kv_heads * call.head_dim;
-        call.key_head = call.value_head = call.head_dim;
-        call.threads = 1;
-        write_rows(call, block);
-        at += 2 * half_bytes(call);
-    }
 }

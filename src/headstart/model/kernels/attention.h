@@ -52,7 +52,7 @@ struct StepTables {
 struct AttentionCall {
     const void *queries, *keys, *values;
     void *out;        // [tokens, query heads, head_dim], contiguous
-    float *lse;       // [tokens, query heads], natural logarithm, or null
+    float *lse;       // [tokens, query heads], natural logarithm of the sum of exponentials, sink included; or null
     void *key_pages, *value_pages;
     const int32_t *plan;
     const int32_t *tables;
@@ -67,6 +67,8 @@ struct AttentionCall {
     int32_t head_dim, num_kv_heads, group, block_size;
     int32_t is_bf16, window, threads;
     float scale, softcap;  // softcap 0: none
+    // [query heads], or null: a score in every row of the head that counts in the sum of its weights and has no value.
+    const float *sinks;
 };
 
 static inline int padded_dims(int head_dim) { return (head_dim + 15) / 16 * 16; }

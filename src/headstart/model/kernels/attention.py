@@ -33,6 +33,7 @@ class AttentionCall(ctypes.Structure):
         *((name, _int32) for name in ("num_page_writes", "num_token_writes", "head_dim", "num_kv_heads", "group")),
         *((name, _int32) for name in ("block_size", "is_bf16", "window", "threads")),
         *((name, _float) for name in ("scale", "softcap")),
+        ("sinks", _pointer),
     )
 
 

@@ -1,7 +1,8 @@
 // Vectors of fp32 in the width of the variant, and the products that attention is made of.
 //
 // A product sums words of pages times words of rows. How it multiplies a word is a Kind: one fp32, two bf16 widened to
-// fp32, or two bf16 at once where the processor can. A row's words lie in memory as the kind wants to broadcast them.
+// fp32, or two bf16 at once where the processor can. It takes PARTS steps; each spreads FACTORS numbers of a row, which
+// lie in memory as they are spread, over one part of a word.
 #pragma once
 
 #include "attention.h"
@@ -25,6 +26,7 @@ static inline vec quotient(vec a, vec b) { return _mm512_div_ps(a, b); }
 static inline vec greater(vec a, vec b) { return _mm512_max_ps(a, b); }
 static inline vec lesser(vec a, vec b) { return _mm512_min_ps(a, b); }
 static inline float sum(vec x) { return _mm512_reduce_add_ps(x); }
+static inline float first(vec x) { return _mm512_cvtss_f32(x); }
 static inline float greatest(vec x) { return _mm512_reduce_max_ps(x); }
 static inline words load_words(const void *p) { return _mm512_loadu_si512(p); }
 static inline vec low_half(words w) { return _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)); }
@@ -54,6 +56,7 @@ static inline vec sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
 static inline vec quotient(vec a, vec b) { return _mm256_div_ps(a, b); }
 static inline vec greater(vec a, vec b) { return _mm256_max_ps(a, b); }
 static inline vec lesser(vec a, vec b) { return _mm256_min_ps(a, b); }
+static inline float first(vec x) { return _mm256_cvtss_f32(x); }
 static inline float sum(vec x) {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
@@ -95,6 +98,8 @@ static inline vec power_of_two(vec x) {
     return scaled_by_power(fma(p, r, all(1.0f)), n);
 }
 
+static inline float power_of_two(float x) { return first(power_of_two(all(x))); }
+
 // cap * tanh(x / cap), given 2 * log2(e) / cap.
 static inline vec capped(vec x, float cap, float twice) {
     vec e = power_of_two(lesser(all(126.0f), mul(x, all(twice))));
@@ -103,33 +108,31 @@ static inline vec capped(vec x, float cap, float twice) {
 
 // One fp32 per word.
 struct Single {
-    enum { W = 1, PER_WORD = 1 };
+    enum { W = 1, PARTS = 1 };
     typedef float element;  // of pages
-    typedef float factor;   // of rows: PER_WORD of them are one word
-    struct loaded {
-        vec value;
-    };
-    static loaded take(const uint32_t *p) { return {load((const float *)p)}; }
-    static vec step(vec acc, const factor *row, loaded word) { return fma(all(row[0]), word.value, acc); }
+    typedef float factor;   // of rows: PARTS times FACTORS of them are one word
+    enum { FACTORS = 1 };
+    typedef vec operand;
+    static operand take(const uint32_t *p, int) { return load((const float *)p); }
+    static operand spread(const factor *row) { return all(*row); }
+    static vec step(vec acc, operand row, operand word) { return fma(row, word, acc); }
     static void put(factor *to, vec x) { store(to, x); }
     static void pack(factor *to, const element *from, int count) { memcpy(to, from, sizeof(float) * count); }
 };
 
-// Two bf16 per word, multiplied as fp32.
+// Two bf16 per word, multiplied as fp32, one after the other.
 struct Widened {
-    enum { W = 2, PER_WORD = 2 };
+    enum { W = 2, PARTS = 2 };
     typedef bf16 element;
     typedef float factor;
-    struct loaded {
-        vec low, high;
-    };
-    static loaded take(const uint32_t *p) {
+    enum { FACTORS = 1 };
+    typedef vec operand;
+    static operand take(const uint32_t *p, int part) {
         words w = load_words(p);
-        return {low_half(w), high_half(w)};
+        return part == 0 ? low_half(w) : high_half(w);
     }
-    static vec step(vec acc, const factor *row, loaded word) {
-        return fma(all(row[1]), word.high, fma(all(row[0]), word.low, acc));
-    }
+    static operand spread(const factor *row) { return all(*row); }
+    static vec step(vec acc, operand row, operand word) { return fma(row, word, acc); }
     static void put(factor *to, vec x) { store(to, x); }
     static void pack(factor *to, const element *from, int count) {
         for (int i = 0; i < count; i++) to[i] = to_float(from[i]);
@@ -139,18 +142,18 @@ struct Widened {
 #if defined(__AVX512BF16__)
 // Two bf16 per word, multiplied and summed by vdpbf16ps.
 struct Paired {
-    enum { W = 2, PER_WORD = 2 };
+    enum { W = 2, PARTS = 1 };
     typedef bf16 element;
     typedef bf16 factor;
-    struct loaded {
-        __m512bh value;
-    };
-    static loaded take(const uint32_t *p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
-    static vec step(vec acc, const factor *row, loaded word) {
+    enum { FACTORS = 2 };
+    typedef __m512bh operand;
+    static operand take(const uint32_t *p, int) { return (__m512bh)_mm512_loadu_si512(p); }
+    static operand spread(const factor *row) {
         int32_t pair;
         memcpy(&pair, row, 4);
-        return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(pair), word.value);
+        return (__m512bh)_mm512_set1_epi32(pair);
     }
+    static vec step(vec acc, operand row, operand word) { return _mm512_dpbf16_ps(acc, row, word); }
     static void put(factor *to, vec x) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x)); }
     static void pack(factor *to, const element *from, int count) { memcpy(to, from, sizeof(bf16) * count); }
 };

@@ -2,7 +2,8 @@
 //
 // Sequences whose tables begin with the same blocks form a tree: a node is a run of blocks and the sequences that share
 // it, a leaf is what one sequence reads alone. A node pays if the tiles of rows that its fusion saves outweigh merging
-// one more part per row; what does not pay is read by its children themselves.
+// one more part per row; what does not pay is read by its children themselves. With a sliding window a node is what all
+// its sequences see whole from their first token on; what only those see that are behind, they read alone.
 #include "attention.h"
 
 #include <stdlib.h>
@@ -18,7 +19,7 @@ enum { PART_COST = 6 };
 enum { GROUP_COST = 32 };
 
 struct Node {
-    int32_t *members;  // sequences
+    const int32_t *members;  // sequences
     int32_t count, block_begin, block_end, parts;
 };
 
@@ -27,6 +28,8 @@ struct Planner {
     Node *nodes;
     int32_t num_nodes, num_groups, grouped_blocks;
     uint64_t *keys;  // scratch to sort by
+    int32_t *rows;   // row r is at r: the members of what r reads alone
+    int32_t *begins;  // first block of each row that no node reads yet
 };
 
 int32_t tokens_of(const StepTables &step, int32_t row) { return step.qo_indptr[row + 1] - step.qo_indptr[row]; }
@@ -40,6 +43,11 @@ int32_t blocks_of(const StepTables &step, int32_t row) {
 // Blocks that every token of the row sees whole, none of which the row writes.
 int32_t seen_whole(const StepTables &step, int32_t row) { return step.starts[row] / step.block_size; }
 
+// First position that the row's first token sees.
+int32_t first_seen(const StepTables &step, int32_t row) {
+    return step.window > 0 && step.starts[row] >= step.window ? step.starts[row] - step.window + 1 : 0;
+}
+
 int64_t tiles_of(int64_t rows) { return (rows + MICRO_ROWS - 1) / MICRO_ROWS; }
 
 int compare_keys(const void *a, const void *b) {
@@ -47,8 +55,25 @@ int compare_keys(const void *a, const void *b) {
     return x < y ? -1 : x > y;
 }
 
-void add_node(Planner &planner, int32_t *members, int32_t count, int32_t begin, int32_t end) {
+void add_node(Planner &planner, const int32_t *members, int32_t count, int32_t begin, int32_t end) {
     if (begin < end) planner.nodes[planner.num_nodes++] = Node{members, count, begin, end, 1};
+}
+
+// What one row reads alone: its blocks up to `end` that no node reads yet.
+void add_leaf(Planner &planner, int32_t row, int32_t end) {
+    add_node(planner, planner.rows + row, 1, planner.begins[row], end);
+    if (planner.begins[row] < end) planner.begins[row] = end;
+}
+
+// The first block that no node reads yet and that the first tokens of all of `members` see whole.
+int32_t first_common(const Planner &planner, const int32_t *members, int32_t count) {
+    int32_t begin = 0;
+    for (int32_t i = 0; i < count; i++) {
+        int32_t seen = ceil_div(first_seen(*planner.step, members[i]), planner.step->block_size);
+        if (begin < seen) begin = seen;
+        if (begin < planner.begins[members[i]]) begin = planner.begins[members[i]];
+    }
+    return begin;
 }
 
 // Whether reading `blocks` once for all of `members` is cheaper than each reading them.
@@ -65,11 +90,10 @@ bool pays(const Planner &planner, const int32_t *members, int32_t count, int64_t
     return (apart - tiles_of(rows)) * TILE_COST * pages > PART_COST * rows + GROUP_COST;
 }
 
-// Adds the nodes of `members`, whose tables agree in the first `depth` blocks; blocks before `begin` are taken care of.
-// Reorders `members`.
-void grow(Planner &planner, int32_t *members, int32_t count, int32_t depth, int32_t begin) {
+// Adds the nodes of `members`, whose tables agree in the first `depth` blocks. Reorders `members`.
+void grow(Planner &planner, int32_t *members, int32_t count, int32_t depth) {
     const StepTables &step = *planner.step;
-    if (count == 1) return add_node(planner, members, 1, begin, blocks_of(step, members[0]));
+    if (count == 1) return add_leaf(planner, members[0], blocks_of(step, members[0]));
     const int32_t *first = table_of(step, members[0]);
     int32_t common = seen_whole(step, members[0]);
     for (int32_t i = 1; i < count; i++) {
@@ -82,11 +106,15 @@ void grow(Planner &planner, int32_t *members, int32_t count, int32_t depth, int3
         while (same < common && table[same] == first[same]) same++;
         common = same;
     }
+    int32_t begin = first_common(planner, members, count);
     if (common > begin && pays(planner, members, count, common - begin)) {
+        for (int32_t i = 0; i < count; i++) {
+            add_leaf(planner, members[i], begin);
+            planner.begins[members[i]] = common;
+        }
         add_node(planner, members, count, begin, common);
         planner.num_groups++;
         planner.grouped_blocks += common - begin;
-        begin = common;
     }
     // Those that see no further whole block go on alone: key 0, as block 0 is in no table.
     for (int32_t i = 0; i < count; i++) {
@@ -105,7 +133,7 @@ void grow(Planner &planner, int32_t *members, int32_t count, int32_t depth, int3
     memcpy(members, sorted, sizeof(int32_t) * count);
     for (int32_t low = 0, high; low < count; low = high) {
         for (high = low + 1; high < count && blocks[low] != 0 && blocks[high] == blocks[low];) high++;
-        grow(planner, members + low, high - low, common, begin);
+        grow(planner, members + low, high - low, common);
     }
     free(sorted);
     free(blocks);
@@ -114,14 +142,9 @@ void grow(Planner &planner, int32_t *members, int32_t count, int32_t depth, int3
 // The nodes of all sequences, which `members` lists.
 void grow_all(Planner &planner, int32_t *members) {
     const StepTables &step = *planner.step;
-    if (step.window > 0 || step.sharing == 0 || step.num_rows < 2) {
-        for (int32_t row = 0; row < step.num_rows; row++) {
-            int32_t first = step.window > 0 ? step.starts[row] - step.window + 1 : 0;
-            add_node(planner, members + row, 1, first > 0 ? first / step.block_size : 0, blocks_of(step, row));
-        }
-        return;
-    }
-    grow(planner, members, step.num_rows, 0, 0);
+    for (int32_t row = 0; row < step.num_rows; row++) planner.begins[row] = first_seen(step, row) / step.block_size;
+    if (step.sharing != 0) return grow(planner, members, step.num_rows, 0);
+    for (int32_t row = 0; row < step.num_rows; row++) add_leaf(planner, row, blocks_of(step, row));
 }
 
 int32_t node_tokens(const StepTables &step, const Node &node) {
@@ -241,14 +264,15 @@ int64_t bytes_of(const Plan &head) {
 // Writes the plan of `step` into `out` if it fits in `capacity` bytes. Gives the bytes it takes.
 EXPORT int64_t headstart_attention_plan(const StepTables *step, void *out, int64_t capacity) {
     int32_t rows = step->num_rows, tokens = step->qo_indptr[rows];
-    // Every node but the leaves has two children at least, so there are fewer than 2 * rows.
-    Node *nodes = (Node *)malloc(sizeof(Node) * (2 * rows + 1));
+    // Of a tree's nodes fewer than 2 * rows; and what a row reads alone before its first group, whose begin all later
+    // ones share.
+    Node *nodes = (Node *)malloc(sizeof(Node) * (3 * rows + 1));
     uint64_t *keys = (uint64_t *)malloc(sizeof(uint64_t) * (rows + 1));
-    int32_t *members = (int32_t *)malloc(sizeof(int32_t) * (rows + 1));
+    int32_t *members = (int32_t *)malloc(sizeof(int32_t) * 3 * (rows + 1));
     int32_t *part_of = (int32_t *)malloc(sizeof(int32_t) * 2 * (rows + 1));
     int32_t *merge_of = (int32_t *)malloc(sizeof(int32_t) * (tokens + 1));
-    for (int32_t row = 0; row < rows; row++) members[row] = row;
-    Planner planner = {step, nodes, 0, 0, 0, keys};
+    Planner planner = {step, nodes, 0, 0, 0, keys, members + rows, members + 2 * rows};
+    for (int32_t row = 0; row < rows; row++) members[row] = planner.rows[row] = row;
     grow_all(planner, members);
     int64_t cost = split(planner);
 

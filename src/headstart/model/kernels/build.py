@@ -1,7 +1,8 @@
-"""Compiles the C++ sources beside this file, once per machine: one shared object per variant, kept in a cache folder.
+"""Compiles the C++ sources beside this file: one shared object per variant, in a wheel or in this machine's cache.
 
 A variant is an instruction set; its object is compiled whole for it, so the sources ask the compiler's own macros
 (`__AVX512BF16__`, ...) and every variant exports the same names. Which one runs is decided before, in load.py.
+Standard library only and no imports of ours: setup.py runs this file where nothing is installed yet.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ VARIANT_FLAGS: dict[str, tuple[str, ...]] = {
 }
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fvisibility=hidden")
 SOURCES = Path(__file__).parent
+PACKAGED = SOURCES / "compiled"  # in a wheel that was built where there was a compiler; never in a checkout
 COMPILERS = ("g++", "c++", "clang++")
 TIMEOUT = 300  # seconds for one source
 
@@ -35,17 +37,19 @@ def build(variant: str, cache: Path, *, extra_flags: tuple[str, ...] = (), envir
     """
     compiler = find_compiler(environ)
     flags = (*FLAGS, *VARIANT_FLAGS[variant], *extra_flags)
-    target = cache / f"{variant}-{_digest(compiler, flags)}.so"
-    if target.exists():
-        return target
-    try:
-        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(prefix=".build-", dir=cache) as scratch:
-            made = _compile(compiler, flags, Path(scratch))
-            os.replace(made, target)
-    except OSError as error:
-        raise BuildError(f"cannot build in {cache}: {error.strerror or error}") from None
-    return target
+    target = cache / f"{variant}-{_digest(_run([compiler, '--version']), *flags)}.so"
+    return target if target.exists() else _build_as(target, compiler, flags)
+
+
+def build_packaged(variant: str, folder: Path, *, environ: Mapping[str, str]) -> Path:
+    """Compiles `variant` for a wheel, into `folder`, under the name that `packaged` looks for. Raises BuildError."""
+    return _build_as(folder / _packaged_name(variant), find_compiler(environ), (*FLAGS, *VARIANT_FLAGS[variant]))
+
+
+def packaged(variant: str) -> Path | None:
+    """The shared object of `variant` that came with the package; None if there is none of just these sources."""
+    path = PACKAGED / _packaged_name(variant)
+    return path if path.exists() else None
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
@@ -68,13 +72,31 @@ def sources() -> list[Path]:
     return sorted(SOURCES.glob("*.cpp"))
 
 
-def _digest(compiler: str, flags: tuple[str, ...]) -> str:
+def _packaged_name(variant: str) -> str:
+    """By the sources and flags alone: who installs a wheel may have another compiler, or none."""
+    return f"{variant}-{_digest(*FLAGS, *VARIANT_FLAGS[variant])}.so"
+
+
+def _digest(*settings: str) -> str:
+    """Names the sources as they are, compiled with `settings`."""
     digest = hashlib.sha256()
-    for part in (_run([compiler, "--version"]), *flags):
+    for part in settings:
         digest.update(part.encode() + b"\0")
     for file in sorted([*sources(), *SOURCES.glob("*.h")]):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:24]
+
+
+def _build_as(target: Path, compiler: str, flags: tuple[str, ...]) -> Path:
+    """Compiles to `target`, which is there whole or not at all."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
+            made = _compile(compiler, flags, Path(scratch))
+            os.replace(made, target)
+    except OSError as error:
+        raise BuildError(f"cannot build in {target.parent}: {error.strerror or error}") from None
+    return target
 
 
 def _compile(compiler: str, flags: tuple[str, ...], scratch: Path) -> Path:

@@ -13,6 +13,7 @@ from headstart.model.kernels.load import Kernels, LinkDescriptor, threads
 from headstart.model.kernels.packed import HeadTurner, PackedLinear, check
 
 Angles = tuple[Tensor, Tensor]
+MAX_LINKS = 8  # see linear.cpp
 
 
 class Link(NamedTuple):
@@ -56,11 +57,13 @@ class Buffers:
 
 
 class Chain:
-    """Links in their order. Raises ValueError if they do not fit the buffers' widths."""
+    """Links in their order. Raises ValueError for too many, or if they do not fit the buffers' widths."""
 
     __slots__ = ("_functions", "_kept", "_links", "_rotary_dim", "_widest", "widths")
 
     def __init__(self, kernels: Kernels, links: list[Link], widths: tuple[int, ...]) -> None:
+        if len(links) > MAX_LINKS:
+            raise ValueError(f"a chain has at most {MAX_LINKS} links, not {len(links)}")
         self.widths = widths
         self._functions = kernels.library
         self._kept = links  # the descriptors hold only addresses
@@ -84,6 +87,16 @@ class Chain:
             )
         )
 
+    @property
+    def rotary_dim(self) -> int | None:
+        """Leading dimensions of a head that are turned; None: no heads are."""
+        return self._rotary_dim
+
+    @property
+    def links(self) -> tuple[int, int]:
+        """Address and number of its links, for who runs several chains in one call."""
+        return ctypes.addressof(self._links), len(self._links)
+
     def scratch(self, count: int) -> Tensor:
         """Memory for calls with `count` rows, by as many threads as torch has now."""
         size = self._functions.headstart_scratch(self._widest, count, threads())
@@ -95,10 +108,7 @@ class Chain:
         Raises ValueError for buffers, scratch or angles that do not fit.
         """
         count, num_threads = buffers.count, threads()
-        if buffers.widths != self.widths or not all(buffers.addresses):
-            raise ValueError(f"buffers are {buffers.widths} wide and all to be filled; this chain needs {self.widths}")
-        if scratch.nbytes < self._functions.headstart_scratch(self._widest, count, num_threads):
-            raise ValueError(f"scratch has {scratch.nbytes} bytes, too few for {count} rows of {self._widest}")
+        self.check(buffers, scratch)
         cosine = sine = None
         if self._rotary_dim is not None:
             if angles is None:
@@ -116,6 +126,14 @@ class Chain:
             count,
             num_threads,
         )
+
+    def check(self, buffers: Buffers, scratch: Tensor) -> None:
+        """Raises ValueError unless all links can run on these."""
+        count = buffers.count
+        if buffers.widths != self.widths or not all(buffers.addresses):
+            raise ValueError(f"buffers are {buffers.widths} wide and all to be filled; this chain needs {self.widths}")
+        if scratch.nbytes < self._functions.headstart_scratch(self._widest, count, threads()):
+            raise ValueError(f"scratch has {scratch.nbytes} bytes, too few for {count} rows of {self._widest}")
 
 
 def _check_link(link: Link, widths: tuple[int, ...]) -> None:

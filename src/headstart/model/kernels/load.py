@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch  # before the library: see above
 
 from headstart.core.errors import ConfigError
-from headstart.model.kernels.build import VARIANT_FLAGS, BuildError, build, cache_folder
+from headstart.model.kernels.build import VARIANT_FLAGS, BuildError, build, cache_folder, packaged
+from headstart.model.kernels.memory import Arena
 
 VARIABLE = "HEADSTART_KERNELS"
 VARIANTS = (*VARIANT_FLAGS, "none")
@@ -35,13 +36,16 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "headstart_read": (ctypes.c_uint64, (_pointer, _long, _int)),
     "headstart_scratch": (_long, (_long, _long, _int)),
     "headstart_chain": (None, (_pointer, _int, _pointer, _pointer, _pointer, _pointer, _long, _int)),
+    "headstart_stack": (_int, (_pointer,)),
+    "headstart_finite": (None, (_pointer, _long, _pointer, _long, _pointer)),
+    "headstart_greatest": (None, (_pointer, _int, _long, _long, _pointer, _pointer, _int)),
     "headstart_pack_bf16": (None, (_pointer, _pointer, _long, _long, _long, _int, _int)),
     "headstart_pack_int8": (None, (_pointer, _pointer, _pointer, _long, _long, _long, _int, _int)),
 }
 
 
 class LinearDescriptor(ctypes.Structure):
-    """`Linear` of linear.cpp: addresses and sizes of one packed weight."""
+    """`Linear` of linear.h: addresses and sizes of one packed weight."""
 
     _fields_ = (
         ("weight", _pointer),
@@ -72,16 +76,19 @@ class HeadsDescriptor(ctypes.Structure):
 
 
 class LinkDescriptor(ctypes.Structure):
-    """`Link` of linear.cpp: one product of a chain, on numbered buffers."""
+    """`Link` of linear.h: one product of a chain, on numbered buffers."""
 
     _fields_ = (("linear", _pointer), ("heads", _pointer), ("x", _int), ("y", _int), ("residual", _int))
 
 
 class Kernels:
-    """One variant's functions, each an attribute of `library` under its C name. They release the GIL."""
+    """One variant's functions, each an attribute of `library` under its C name. They release the GIL.
+
+    `arena` has the memory of the weights that are packed for them.
+    """
 
     def __init__(self, variant: str, path: Path) -> None:
-        self.variant = variant
+        self.variant, self.arena = variant, Arena()
         self.library = ctypes.CDLL(str(path))
         for name, (result, arguments) in SIGNATURES.items():
             function = getattr(self.library, name)
@@ -89,10 +96,11 @@ class Kernels:
 
 
 class Found(NamedTuple):
-    """The kernels there are, or None, and one line that says which or why not."""
+    """The kernels there are, or None; their variant or why there are none, in one line; and where they are from."""
 
     kernels: Kernels | None
     note: str
+    origin: str = ""
 
 
 def kernels() -> Kernels | None:
@@ -121,8 +129,22 @@ def load(variant: str = "") -> Found:
     if not runnable:
         return Found(None, "none: they need a processor with AVX2 and Linux")
     chosen = variant or runnable[0]
+    return _packaged(chosen) or _compiled(chosen)
+
+
+def _packaged(variant: str) -> Found | None:
+    """What came with the package, if it did and if it can be loaded here."""
+    path = packaged(variant)
     try:
-        return Found(Kernels(chosen, build(chosen, cache_folder(os.environ), environ=os.environ)), chosen)
+        return None if path is None else Found(Kernels(variant, path), variant, "built with the package")
+    except OSError:  # made for another C library: ours may still be compiled
+        return None
+
+
+def _compiled(variant: str) -> Found:
+    try:
+        path = build(variant, cache_folder(os.environ), environ=os.environ)
+        return Found(Kernels(variant, path), variant, f"compiled on this machine, {path}")
     except (BuildError, OSError) as error:
         return Found(None, f"none: {error}")
 

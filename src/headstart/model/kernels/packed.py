@@ -7,8 +7,7 @@ from torch import Tensor
 
 from headstart.model.kernels.load import HeadsDescriptor, Kernels, LinearDescriptor, threads
 
-TILE = 32  # outputs side by side in the packed form; see linear.cpp
-SCRATCH_ALIGNED = 64
+TILE = 32  # outputs side by side in the packed form; see linear.h
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +43,7 @@ class PackedLinear:
         self.out_features = num_rows // 2 if gated else num_rows
         width = TILE // 2 if gated else TILE
         tiles, pairs = -(-self.out_features // width), -(-self.in_features // 2)
-        packed = _aligned((tiles, pairs, TILE, 2), torch.int8 if int8 else torch.bfloat16)
+        packed = kernels.arena.take((tiles, pairs, TILE, 2), torch.int8 if int8 else torch.bfloat16)
         scales = torch.empty(tiles, TILE) if int8 else None
         sizes = (tiles, self.out_features, self.in_features, int(gated), threads())
         if scales is not None:
@@ -116,13 +115,6 @@ def check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype)
             f"{name} is {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; "
             f"the kernel takes dense {dtype} {list(shape)} on the CPU"
         )
-
-
-def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Fresh memory; torch aligns it to 64 bytes, which the sources count on."""
-    tensor = torch.empty(shape, dtype=dtype)
-    assert tensor.data_ptr() % SCRATCH_ALIGNED == 0, tensor.data_ptr()
-    return tensor
 
 
 def _in_tiles(bias: Tensor, tiles: int, *, gated: bool) -> Tensor:

@@ -1,4 +1,4 @@
-// Copies keys and values between rows [tokens, kv heads, head_dim] and pages, whose layout attention.h describes.
+// Where pages lie in the pool, and how keys and values are copied between them and rows [tokens, kv heads, head_dim].
 #pragma once
 
 #include "attention.h"
@@ -22,6 +22,28 @@ template <int W>
 struct Rows {
     const typename Of<W>::element *rows;
     int64_t stride;
+};
+
+// Asks for all lines of a page, to be written.
+static inline void fetch(const uint32_t *page, int page_words) {
+    for (int word = 0; word < page_words; word += PAGE) __builtin_prefetch(page + word, 1);
+}
+
+// The pages of one layer.
+template <int W>
+struct Pool {
+    uint32_t *key_pages, *value_pages;
+    int64_t head_words;  // from one kv head to the next
+    int page_words;
+
+    explicit Pool(const AttentionCall &call)
+        : key_pages((uint32_t *)call.key_pages),
+          value_pages((uint32_t *)call.value_pages),
+          head_words(call.head_words),
+          page_words(PAGE / W * padded_dims(call.head_dim)) {}
+
+    uint32_t *keys(int head, int64_t page) const { return key_pages + head * head_words + page * page_words; }
+    uint32_t *values(int head, int64_t page) const { return value_pages + head * head_words + page * page_words; }
 };
 
 #if defined(__AVX512F__)
@@ -121,22 +143,23 @@ static inline void write_page(Rows<W> keys, Rows<W> values, int head_dim, void *
     }
 }
 
-// Calls visit(element of a row, element of a key page, element of a value page) for one token's dims.
-template <int W, typename Visit>
-static inline void each_dim(int head_dim, int place, Visit visit) {
-    int dims = padded_dims(head_dim);
-    for (int dim = 0; dim < head_dim; dim++)
-        visit(dim, (dim / W * PAGE + place) * W + dim % W, (place / W * dims + dim) * W + place % W);
-}
-
+// One token's slot `place` of a page; the other slots keep what they hold, also beside it in the same words.
 template <int W>
-static inline void write_token(Rows<W> key, Rows<W> value, int head_dim, int place, void *key_page, void *value_page) {
-    typedef typename Of<W>::element element;
-    element *keys = (element *)key_page, *values = (element *)value_page;
-    each_dim<W>(head_dim, place, [&](int dim, int key_at, int value_at) {
-        keys[key_at] = key.rows[dim];
-        values[value_at] = value.rows[dim];
-    });
+static inline void write_token(const typename Of<W>::element *key, const typename Of<W>::element *value, int head_dim,
+                               int place, uint32_t *key_page, uint32_t *value_page) {
+    for (int dim = 0; dim < head_dim; dim += W) {
+        uint32_t word = 0;
+        memcpy(&word, key + dim, dim + W <= head_dim ? 4 : 2);
+        key_page[dim / W * PAGE + place] = word;
+    }
+    uint32_t *words = value_page + place / W * padded_dims(head_dim);
+    if constexpr (W == 1) {
+        memcpy(words, value, sizeof(float) * head_dim);
+    } else {
+        int shift = place % W * 16;
+        uint32_t keep = 0xffff0000u >> shift;
+        for (int dim = 0; dim < head_dim; dim++) words[dim] = (words[dim] & keep) | (uint32_t)value[dim] << shift;
+    }
 }
 
 template <int W>
@@ -144,10 +167,11 @@ static inline void read_token(const void *key_page, const void *value_page, int 
                               typename Of<W>::element *key, typename Of<W>::element *value) {
     typedef typename Of<W>::element element;
     const element *keys = (const element *)key_page, *values = (const element *)value_page;
-    each_dim<W>(head_dim, place, [&](int dim, int key_at, int value_at) {
-        key[dim] = keys[key_at];
-        value[dim] = values[value_at];
-    });
+    int dims = padded_dims(head_dim);
+    for (int dim = 0; dim < head_dim; dim++) {
+        key[dim] = keys[(dim / W * PAGE + place) * W + dim % W];
+        value[dim] = values[(place / W * dims + dim) * W + place % W];
+    }
 }
 
 }  // namespace pages

@@ -11,25 +11,6 @@ static inline float inverse_rms(const bf16 *x, long size, float eps) {
     return 1.0f / sqrtf(sum / (float)size + eps);
 }
 
-// e^x to about 1e-7 of it, for any float; branchless, so that loops over it vectorise. NaN stays NaN.
-static inline float exponential(float x) {
-    float bounded = x > -87.0f ? (x < 88.0f ? x : 88.0f) : -87.0f;
-    float whole = rintf(bounded * 1.44269504f);
-    float rest = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;  // ln 2 in two parts
-    float power = 1.0f + rest * (1.0f + rest * (0.5f + rest * (1.66666667e-1f + rest * (4.16666667e-2f +
-                  rest * (8.33333333e-3f + rest * 1.38888889e-3f)))));
-    int32_t bits = ((int32_t)whole + 127) << 23;
-    float scale;
-    memcpy(&scale, &bits, 4);
-    return x != x ? x : power * scale;
-}
-
-// silu(gate) * up, silu rounded first.
-static inline bf16 silu_times(bf16 gate, bf16 up) {
-    float value = to_float(gate);
-    return to_bf16(to_float(to_bf16(value / (1.0f + exponential(-value)))) * to_float(up));
-}
-
 // ---- queries and keys between their projection and attention ----------------------------------------------------------
 
 struct Heads {  // mirrored by load.py; a row is [heads, head_dim]: queries, then keys, then values

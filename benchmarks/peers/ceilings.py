@@ -1,0 +1,76 @@
+"""What this machine can do at most, measured: bytes read per second and bf16 operations per second.
+
+    python ceilings.py --threads 2        # the last line of stdout is JSON
+
+Reading is a scan for a byte that is not there (the C library's memchr, one thread per core): nothing is computed but a
+comparison. Operations are torch's matrix product at the largest of a few sizes. The best of several tries each: a
+ceiling is what the machine can do, not what it did on average.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from headstart.model.threads import prepare_threads
+
+BUFFER = 512 * 2**20  # bytes per thread: far more than any cache
+SIZES = ((1024, 2048, 4096), (2048, 4096, 4096), (4096, 2048, 2048))  # rows, inputs, outputs
+TRIES = 15
+
+
+def read_bandwidth(threads: int) -> float:
+    """Bytes per second that `threads` threads read together, each its own memory."""
+    libc = ctypes.CDLL(None)
+    libc.memchr.restype = ctypes.c_void_p
+    libc.memchr.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+    buffers = [ctypes.create_string_buffer(BUFFER) for _ in range(threads)]
+    for buffer in buffers:
+        ctypes.memset(buffer, 1, BUFFER)  # pages of its own: untouched memory is one page of zeros
+
+    def scan(buffer: ctypes.Array[ctypes.c_char]) -> None:
+        assert libc.memchr(ctypes.addressof(buffer), 2, BUFFER) is None
+
+    with ThreadPoolExecutor(threads) as pool:
+        return threads * BUFFER / _best(lambda: list(pool.map(scan, buffers)))
+
+
+def matmul_rate(threads: int) -> float:
+    """bf16 operations per second of a large matrix product; a multiplication and an addition count as two."""
+    import torch
+
+    torch.set_num_threads(threads)
+    rates: list[float] = []
+    for rows, inputs, outputs in SIZES:
+        left = torch.randn(rows, inputs).bfloat16()
+        weight = torch.randn(outputs, inputs).bfloat16()
+        with torch.inference_mode():
+            rates.append(2 * rows * inputs * outputs / _best(lambda a=left, b=weight: torch.nn.functional.linear(a, b)))
+    return max(rates)
+
+
+def _best(work: Callable[[], object]) -> float:
+    """The shortest of a few tries, in seconds."""
+    work()
+    times: list[float] = []
+    for _ in range(TRIES):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=0, help="0: every core granted")
+    threads = prepare_threads(parser.parse_args().threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    found = {"threads": threads, "bytes_per_s": read_bandwidth(threads), "bf16_flops": matmul_rate(threads)}
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""A comparison: every row by every entrant in turns, each trial noted as soon as it is over.
+
+A driver that dies is started again for the next row and its row noted as failed; one that died three times is left out.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from journal import Entry, Journal, Key, find
+from peer import GivenUpError, Peer, PeerError
+from plan import POISSON, Estimate, Plan, limit_of
+from poisson import ALONE, COARSE, LOAD, THOROUGH, measure_alone, measure_load, next_rate, slo_of, time_of
+from roster import ROSTER, SPIN_COUNT, Entrant, command_of, variables_of
+
+from headstart.bench.machine import CONTENDED_ABOVE, ContentionMeter
+from headstart.bench.rows import Outcome, measure_row
+
+DEATHS = 3
+FUTILE = 3  # contended repetitions in a row after which nothing is repeated any more
+REFERENCE = "vllm"  # whose latency alone makes the limit of the highest rate
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where drivers run: their environments, the model, the folder of their logs."""
+
+    environments: Path
+    model: str
+    threads: int
+    logs: Path
+    spin_count: int = SPIN_COUNT
+
+
+class Comparison:
+    """Serves a plan. `say` hears one line per trial."""
+
+    def __init__(
+        self, plan: Plan, journal: Journal, site: Site, *, retries: int = 1, say: "Callable[[str], None]"
+    ) -> None:
+        self._plan, self._journal, self._site, self._say = plan, journal, site, say
+        self._retries = retries
+        self._peers: dict[str, Peer] = {}
+        self._deaths = dict.fromkeys((entrant.name for entrant in plan.entrants), 0)
+        self._futile = 0
+        self._told = ""
+        self._estimate = Estimate()
+        for entry in journal.entries:
+            self._estimate.note(entry.row, entry.peer, entry.elapsed)
+
+    def start(self) -> None:
+        """Starts every driver, one after the other, so that none compiles or loads while another is measured."""
+        for entrant in self._plan.entrants:
+            self._peer(entrant)
+
+    def run(self) -> None:
+        """Serves everything that the journal does not have yet."""
+        for position, row in enumerate(self._plan.rows):
+            later = self._plan.rows[position + 1 :]
+            failed: set[str] = set()
+            if row == POISSON:
+                self._run_poisson(failed)
+                continue
+            turns = list(self._plan.turns(row))
+            for index, (repetition, entrant) in enumerate(turns):
+                if entrant.name in failed:
+                    continue
+                self._progress(row, [(row, other) for _, other in turns[index:]], later)
+                entry = self._trial(row, entrant, repetition, lambda peer, n=repetition, r=row: measure_row(r, peer, n))
+                if entry is None or not entry.is_good:
+                    failed.add(entrant.name)  # what was too slow once, or fails, need not be seen again
+
+    def close(self) -> None:
+        """Ends all drivers."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+
+    def _run_poisson(self, failed: set[str]) -> None:
+        most = max((self._plan.repetitions(POISSON, entrant) for entrant in self._plan.entrants), default=0)
+        for repetition in range(most):
+            entrants = [one for one in self._plan.entrants if repetition < self._plan.repetitions(POISSON, one)]
+            for entrant in entrants:
+                self._trial(ALONE, entrant, repetition, lambda peer, n=repetition: measure_alone(peer, n))
+            slo = slo_of(self._journal.entries, REFERENCE, repetition)
+            if slo is None:
+                self._say(f"{POISSON}: no limit is known without {REFERENCE}'s latency alone; left out")
+                return
+            while self._search_round(entrants, repetition, slo, failed):
+                pass
+
+    def _search_round(self, entrants: list[Entrant], repetition: int, slo: float, failed: set[str]) -> bool:
+        """One more rate for everybody who still searches; False: nobody does."""
+        went_on = False
+        for entrant in entrants:
+            search = THOROUGH if entrant.is_thorough else COARSE
+            rate = next_rate(self._journal.entries, entrant.name, repetition, search)
+            if rate is None or entrant.name in failed:
+                continue
+            went_on = True
+
+            def load(peer: Peer, rate: float = rate) -> Outcome:
+                return measure_load(peer, repetition, rate, slo)
+
+            limit = time_of(rate, slo)
+            entry = self._trial(LOAD, entrant, repetition, load, rate=rate, limit=limit)
+            if entry is None or entry.problems:
+                failed.add(entrant.name)
+        return went_on
+
+    def _trial(
+        self,
+        row: str,
+        entrant: Entrant,
+        repetition: int,
+        serve: Callable[[Peer], Outcome],
+        *,
+        rate: float | None = None,
+        limit: float | None = None,
+    ) -> Entry | None:
+        """One trial, from the journal if it is there; measured again if others used the machine. None: no driver."""
+        key: Key = (row, entrant.name, repetition, rate)
+        found = find(self._journal.entries, key)
+        if found is not None:
+            return found
+        tries, last = 0, None
+        while tries <= self._retries and (peer := self._peer(entrant)) is not None:
+            tries += 1
+            last = self._measure(Entry(*key), peer, serve, limit or limit_of(entrant))
+            self._journal.add(last)
+            self._estimate.note(row, entrant.name, last.elapsed)
+            self._say(describe(last))
+            is_contended = (last.other_cores or 0.0) > CONTENDED_ABOVE
+            self._futile = self._futile + 1 if is_contended else 0
+            if not last.is_good or not is_contended or self._futile >= FUTILE:
+                break
+        return find(self._journal.entries, key) or last
+
+    def _measure(self, blank: Entry, peer: Peer, serve: Callable[[Peer], Outcome], limit: float) -> Entry:
+        """One trial by a peer that is there; it is gone afterwards if its driver died."""
+        meter, cpu, start = ContentionMeter(), peer.cpu_seconds(), time.monotonic()
+        meter.start()
+        peer.deadline = start + limit
+        try:
+            outcome = serve(peer)
+        except GivenUpError:
+            return replace(blank, elapsed=time.monotonic() - start, cut_after=limit)
+        except PeerError as error:
+            self._bury(blank.peer)
+            return replace(blank, elapsed=time.monotonic() - start, problems=(str(error),))
+        used = peer.cpu_seconds() - cpu
+        return replace(
+            blank,
+            cpu_seconds=used,
+            figures=outcome.figures,
+            redundancy=outcome.redundancy,
+            elapsed=time.monotonic() - start,
+            other_cores=meter.stop(used),
+            problems=outcome.problems,
+        )
+
+    def _peer(self, entrant: Entrant) -> Peer | None:
+        """The running driver, started if need be; None: it has died too often."""
+        if entrant.name in self._peers:
+            return self._peers[entrant.name]
+        if self._deaths[entrant.name] >= DEATHS:
+            return None
+        site = self._site
+        command = command_of(entrant, site.environments, site.model, site.threads)
+        self._say(f"starting {entrant.name}")
+        try:
+            peer = Peer(
+                command, site.logs / f"{entrant.name}.log", variables_of(entrant, site.threads, site.spin_count)
+            )
+        except PeerError as error:
+            self._deaths[entrant.name] = DEATHS  # what does not start once will not start later
+            self._journal.note_peer(entrant.name, {"failed": str(error)})
+            self._say(f"{entrant.name} is left out: {error}")
+            return None
+        self._journal.note_peer(entrant.name, peer.about)
+        self._peers[entrant.name] = peer
+        return peer
+
+    def _bury(self, name: str) -> None:
+        self._deaths[name] += 1
+        self._peers.pop(name).close()
+
+    def _progress(self, row: str, here: list[tuple[str, Entrant]], later: tuple[str, ...]) -> None:
+        rest = [(name, entrant) for name in later for _, entrant in self._turns(name)]
+        text = f"{row}: about {self._estimate.seconds([*here, *rest]) / 60:.0f} min are left"
+        if text != self._told:
+            self._told = text
+            self._say(text)
+
+    def _turns(self, row: str) -> list[tuple[int, Entrant]]:
+        """All trials of a row; of a search, as many rates as are usual."""
+        turns = list(self._plan.turns(row))
+        return turns if row != POISSON else [turn for turn in turns for _ in range(6 if turn[1].is_thorough else 3)]
+
+
+def describe(entry: Entry) -> str:
+    """One line for people."""
+    name = f"{entry.row} {entry.repetition + 1}" + ("" if entry.rate is None else f" at {entry.rate:.3g}/s")
+    if entry.problems:
+        text = f"FAILED: {entry.problems[0]}"
+    elif entry.cut_after is not None:
+        text = f"given up after {entry.cut_after:.0f} s"
+    else:
+        text = ", ".join(f"{key} {value:.4g}" for key, value in entry.figures.items() if value is not None)
+    busy = "" if (entry.other_cores or 0.0) <= CONTENDED_ABOVE else f"  (others: {entry.other_cores:.2f} cores)"
+    return f"{name:<22} {entry.peer:<13} {text}  [{entry.elapsed:.0f} s]{busy}"
+
+
+def say(line: str) -> None:
+    """Progress goes to stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def entrants_named(names: list[str]) -> tuple[Entrant, ...]:
+    """In the order of the roster. Raises KeyError."""
+    wanted = {ROSTER[name].name for name in names}
+    return tuple(entrant for entrant in ROSTER.values() if entrant.name in wanted)

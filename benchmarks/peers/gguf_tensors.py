@@ -1,0 +1,113 @@
+"""The tensors of a Hugging Face folder under llama.cpp's names and in its row order; numpy only, nothing of llama.cpp.
+
+bfloat16, which numpy does not have, travels as uint16 until somebody wants float32. Llama and Qwen2 are known: what
+`headstart init-model` writes and the benchmarks use.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+WHOLE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+IN_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+DTYPES = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
+
+
+class Tensor(NamedTuple):
+    """One tensor: its values, and whether uint16 stands for bfloat16."""
+
+    name: str
+    values: NDArray[Any]
+    is_bfloat16: bool
+
+    def float32(self) -> NDArray[np.float32]:
+        """The values as float32, exactly."""
+        if self.is_bfloat16:
+            return (self.values.astype(np.uint32) << 16).view(np.float32)
+        return self.values.astype(np.float32)
+
+
+def read_tensors(folder: Path) -> Iterator[Tensor]:
+    """Every tensor of the folder's safetensors files, under Hugging Face's name.
+
+    Raises:
+        ValueError: the folder has no such file, or a tensor has another dtype than bfloat16, float16 and float32.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no safetensors file")
+    for path in files:
+        size = int.from_bytes(path.open("rb").read(8), "little")
+        data = np.memmap(path, np.uint8, "r")
+        header = json.loads(data[8 : 8 + size].tobytes())
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] not in DTYPES:
+                raise ValueError(f"{name} in {path} is {entry['dtype']}; known are {', '.join(DTYPES)}")
+            start, end = (8 + size + offset for offset in entry["data_offsets"])
+            values = np.frombuffer(data[start:end].tobytes(), DTYPES[entry["dtype"]]).reshape(entry["shape"])
+            yield Tensor(name, values, entry["dtype"] == "BF16")
+
+
+def gguf_name(name: str) -> str:
+    """llama.cpp's name of a tensor.
+
+    Raises:
+        ValueError: it has none here.
+    """
+    found = LAYER.fullmatch(name)
+    if found is None and name in WHOLE:
+        return WHOLE[name]
+    if found is None or found[2] not in IN_LAYER:
+        raise ValueError(f"no name is known in llama.cpp for {name}; Llama and Qwen2 models can be written")
+    return f"blk.{found[1]}.{IN_LAYER[found[2]]}.{found[3]}"
+
+
+def interleaved(values: NDArray[Any], num_heads: int) -> NDArray[Any]:
+    """Rows of a projection [H * D, ...] so reordered that rotary pairs (i, i + D/2) of a head lie side by side.
+
+    llama.cpp rotates pairs (2i, 2i + 1) in Llama models, Hugging Face pairs (i, i + D/2). Reordering q and k alike
+    leaves their products as they were.
+    """
+    halves = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+
+
+def gguf_tensors(folder: Path, config: dict[str, Any]) -> Iterator[Tensor]:
+    """Every tensor as llama.cpp wants it: renamed, and q and k interleaved where the model type asks for it.
+
+    Raises:
+        ValueError: a tensor or the model type is unknown.
+    """
+    if config["model_type"] not in ("llama", "qwen2"):
+        raise ValueError(f"model type {config['model_type']!r} cannot be written; llama and qwen2 can")
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for tensor in read_tensors(folder):
+        if config.get("tie_word_embeddings") and tensor.name == "lm_head.weight":
+            continue
+        values = tensor.values
+        projection = tensor.name.split(".")[-2]
+        if config["model_type"] == "llama" and projection in heads:
+            values = interleaved(values, heads[projection])
+        yield Tensor(gguf_name(tensor.name), values, tensor.is_bfloat16)

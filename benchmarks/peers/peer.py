@@ -1,0 +1,152 @@
+"""Peer: an engine behind a driver process in an environment of its own, as a `headstart.bench.runner.Runner`."""
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from headstart.bench.progress import QUIET, Bar
+from headstart.bench.runner import Trial
+from headstart.workload.jobs import Job
+from headstart.workload.record import RequestRecord
+
+GIVEN_UP = "given up"
+START_SECONDS = 900.0  # compilers run then
+GRACE_SECONDS = 60.0  # that a driver has after the deadline to notice it; then it is killed
+QUIT_SECONDS = 20.0
+
+
+class PeerError(Exception):
+    """A driver died or broke the protocol: it is of no use any more."""
+
+
+class GivenUpError(Exception):
+    """A peer was slower than the time it was given; it is ready for the next run."""
+
+
+class Peer:
+    """Speaks the protocol of README.md with one driver.
+
+    `deadline`, on time.monotonic's clock, ends every run: what is still under way then is given up. None: no end.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str | None] | None = None) -> None:
+        """Starts the driver and waits until it is ready. `log` takes what it prints.
+
+        `environment` is laid over this process's own; None takes a variable away. Raises PeerError.
+        """
+        merged: dict[str, str | None] = {**os.environ, **(environment or {})}
+        self.log = log
+        self.deadline: float | None = None
+        self.label = Path(command[1]).name if len(command) > 1 else command[0]
+        try:
+            with log.open("ab") as stderr:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    env={name: value for name, value in merged.items() if value is not None},
+                    text=True,
+                )
+        except OSError as error:
+            raise PeerError(f"cannot start {command[0]}: {error.strerror}") from error
+        try:
+            ready = self._read(START_SECONDS)["ready"]
+        except BaseException:
+            self.close()
+            raise
+        self.label = ready["label"]
+        self.vocab_size: int = ready["vocab_size"]
+        self.about: dict[str, Any] = ready["about"]
+
+    def reset(self) -> bool:
+        return bool(self._ask({"op": "reset"})["reset"])
+
+    def run(
+        self,
+        jobs: Sequence[Job],
+        *,
+        concurrency: int = 0,
+        bar: Bar = QUIET,
+        give_up: Callable[[RequestRecord], bool] | None = None,
+    ) -> Trial:
+        """Serves all jobs until `deadline`. `give_up` is not asked: a driver tells nothing before all is over.
+
+        Raises GivenUpError if the deadline came first, PeerError if the driver is gone.
+        """
+        left = None if self.deadline is None else self.deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise GivenUpError(f"{self.label}: no time is left")
+        message = {
+            "op": "run",
+            "jobs": [{"prompt": job.prompt.tolist(), "output": job.output, "at": job.at} for job in jobs],
+            "concurrency": concurrency,
+            "give_up_after": left,
+        }
+        answer = self._ask(message)
+        if len(answer["records"]) != len(jobs):
+            raise PeerError(f"{self.label}: {len(answer['records'])} records for {len(jobs)} jobs")
+        records = [RequestRecord(str(index), **record) for index, record in enumerate(answer["records"])]
+        bar.advance(len(records))
+        late = sum(record.error == GIVEN_UP for record in records)
+        if late:
+            raise GivenUpError(f"{self.label}: {late} of {len(records)} requests were not over in time")
+        return Trial(records, answer["seconds"])
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the driver and of the processes it has started, so far; 0 once it is gone."""
+        try:
+            process = psutil.Process(self._process.pid)
+            family = [process, *process.children(recursive=True)]
+            return sum(sum(member.cpu_times()[:4]) for member in family)
+        except psutil.NoSuchProcess:
+            return 0.0
+
+    def close(self) -> None:
+        """Lets the driver end; kills it if it does not."""
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            try:
+                self._process.stdin.close()
+                self._process.wait(QUIT_SECONDS)
+            except (OSError, subprocess.TimeoutExpired):
+                self._process.kill()
+        self._process.wait()
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise PeerError(f"{self.label} is gone: {error}") from error
+        left = None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0) + GRACE_SECONDS
+        return self._read(left)
+
+    def _read(self, limit: float | None) -> dict[str, Any]:
+        """The next answer; a driver that has none after `limit` seconds is killed."""
+        assert self._process.stdout is not None
+        timer = threading.Timer(limit, self._process.kill) if limit is not None else None
+        if timer is not None:
+            timer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if not line:
+            raise PeerError(f"{self.label} ended with code {self._process.wait()}; see {self.log}")
+        try:
+            answer = json.loads(line)
+        except ValueError as error:
+            raise PeerError(f"{self.label} said {line[:80]!r}, which is no JSON") from error
+        if "error" in answer:
+            raise PeerError(f"{self.label}: {answer['error']}")
+        return answer

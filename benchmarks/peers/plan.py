@@ -1,0 +1,97 @@
+"""How often everybody serves every row, how long that may take, and what is left of it."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from roster import Entrant
+
+from headstart.bench.rows import ROWS
+
+POISSON = "poisson"
+ROW_NAMES = (*ROWS, POISSON)
+LONG = ("rotations", "decode_distinct", "shared_prefix")
+GIVE_UP_AFTER = 60.0  # seconds for one repetition of a row by an entrant that is not thorough
+THOROUGH_GIVE_UP_AFTER = 300.0
+_GUESSES = {
+    "single_stream": 5.0,
+    "warm_ttft": 2.0,
+    "cold_ttft": 2.0,
+    "rotations": 22.0,
+    "decode_shared": 6.0,
+    "decode_distinct": 25.0,
+    "shared_prefix": 10.0,
+    "twins": 5.0,
+    "poisson": 25.0,  # one rate
+}
+_SLOWER = 4.0  # how much longer the others are guessed to take
+
+
+class Repetitions(NamedTuple):
+    """How often a row is served."""
+
+    short: int
+    long: int
+
+    def of(self, row: str) -> int:
+        return self.long if row in LONG else self.short
+
+
+THOROUGH = Repetitions(5, 3)
+OTHERS = Repetitions(3, 1)
+ONCE = Repetitions(1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured. `overrides` are repetitions of single rows, for everybody who is thorough."""
+
+    entrants: tuple[Entrant, ...]
+    rows: tuple[str, ...]
+    thorough: Repetitions = THOROUGH
+    others: Repetitions = OTHERS
+    searches: int = 1  # of the highest rate
+    overrides: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def repetitions(self, row: str, entrant: Entrant) -> int:
+        """How often this one serves that row; searches, for the highest rate."""
+        if entrant.rows and row not in entrant.rows:
+            return 0
+        if row in self.overrides and entrant.is_thorough:
+            return self.overrides[row]
+        if row == POISSON:
+            return self.searches if entrant.is_thorough else 1
+        return (self.thorough if entrant.is_thorough else self.others).of(row)
+
+    def turns(self, row: str) -> Iterator[tuple[int, Entrant]]:
+        """(repetition, entrant) in the order A B C A B C; who has had all its repetitions is left out."""
+        most = max((self.repetitions(row, entrant) for entrant in self.entrants), default=0)
+        for repetition in range(most):
+            for entrant in self.entrants:
+                if repetition < self.repetitions(row, entrant):
+                    yield repetition, entrant
+
+
+def limit_of(entrant: Entrant) -> float:
+    """Seconds after which a repetition is given up."""
+    return THOROUGH_GIVE_UP_AFTER if entrant.is_thorough else GIVE_UP_AFTER
+
+
+class Estimate:
+    """How long what is left will take: what the same has taken before, else a guess."""
+
+    def __init__(self) -> None:
+        self._taken: dict[tuple[str, str], list[float]] = {}
+
+    def note(self, row: str, peer: str, elapsed: float) -> None:
+        self._taken.setdefault((row, peer), []).append(elapsed)
+
+    def seconds(self, left: Iterable[tuple[str, Entrant]]) -> float:
+        """For these (row, entrant), one repetition each."""
+        return sum(self._one(row, entrant) for row, entrant in left)
+
+    def _one(self, row: str, entrant: Entrant) -> float:
+        taken = self._taken.get((row, entrant.name))
+        if taken:
+            return sum(taken) / len(taken)
+        return _GUESSES[row] if entrant.is_thorough else min(_SLOWER * _GUESSES[row], limit_of(entrant))

@@ -1,0 +1,40 @@
+"""The plot of a comparison: how many times slower than Headstart everybody is, row by row, and where the floor lies."""
+
+from pathlib import Path
+from typing import Any
+
+from results import KINDS
+
+PEERS = {"vllm": "vLLM", "llamacpp": "llama.cpp", "transformers": "Transformers"}
+_LABELS = {"vllm": "ratio", "llamacpp": "ratio_llamacpp", "transformers": "ratio_transformers"}
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Draws into an image file; rows that Headstart has no figure of are left out."""
+    from matplotlib.figure import Figure  # takes a second, and only drawing needs it
+
+    keys = [key for key in KINDS if found.get(f"{key}.ours")]
+    figure = Figure(figsize=(8, 1 + 0.55 * max(len(keys), 1)), layout="constrained")
+    axes = figure.add_subplot()
+    height = 0.8 / len(PEERS)
+    for number, (peer, title) in enumerate(PEERS.items()):
+        places = [row + (number - 1) * height for row in range(len(keys))]
+        values = [found.get(f"{key}.{_LABELS[peer]}") or 0.0 for key in keys]
+        axes.barh(places, [max(value - 1, -0.99) if value else 0.0 for value in values], height, left=1, label=title)
+    floors = [_floor(found, key) for key in keys]
+    axes.scatter(floors, range(len(keys)), marker="|", s=220, color="black", label="floor", zorder=3)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.set_yticks(range(len(keys)), [key.replace("_", " ") for key in keys])
+    axes.invert_yaxis()
+    axes.set(xlabel="times slower than Headstart (right of 1: slower)")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _floor(found: dict[str, Any], key: str) -> float:
+    """The floor in the plot's measure: below 1, by how much Headstart could still be faster."""
+    ours, floor = found[f"{key}.ours"], found[f"{key}.floor"]
+    return ours / floor if KINDS[key].is_rate else floor / ours

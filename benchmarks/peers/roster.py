@@ -1,0 +1,71 @@
+"""Who takes part: how each driver is started, and how much time it may take for one repetition of a row.
+
+Every driver gets the same number of threads and the same spinning: an OpenMP thread that has nothing to do sleeps after
+a moment, so that those who wait for their turn burn no core.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SPIN_COUNT = 1000  # iterations, as Headstart sets it
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """One who takes part. `environment` names the folder that setup.sh made for it; None: Headstart's own Python."""
+
+    name: str
+    driver: str  # file in this folder
+    environment: str | None = None
+    arguments: tuple[str, ...] = ()
+    is_thorough: bool = True  # False: long rows once, and a coarse search for the highest rate
+    title: str = ""  # what tables call it
+    rows: tuple[str, ...] = ()  # the only ones it serves; empty: all
+    form_of: str = ""  # another set-up of this entrant: of the two the faster one stands in the tables
+
+
+ENTRANTS = (
+    Entrant("ours", "ours.py", title="Headstart"),
+    Entrant("vllm", "vllm_engine.py", "vllm", title="vLLM"),
+    Entrant("ours_int8", "ours.py", None, ("--quantization", "int8"), title="Headstart int8"),
+    Entrant("llamacpp", "llamacpp.py", "llamacpp", is_thorough=False, title="llama.cpp"),
+    Entrant(
+        "llamacpp_unified",
+        "llamacpp.py",
+        "llamacpp",
+        ("--unified", "--slots", "40"),
+        is_thorough=False,
+        title="llama.cpp, one buffer",
+        rows=("decode_shared", "twins"),
+        form_of="llamacpp",
+    ),
+    Entrant("llamacpp_q8", "llamacpp.py", "llamacpp", ("--type", "q8_0"), is_thorough=False, title="llama.cpp Q8_0"),
+    Entrant("transformers", "transformers_cb.py", "transformers", is_thorough=False, title="Transformers"),
+)
+ROSTER = {entrant.name: entrant for entrant in ENTRANTS}
+
+
+def python_of(entrant: Entrant, environments: Path) -> Path:
+    """The interpreter that runs a driver; it may not exist."""
+    return (
+        Path(sys.executable) if entrant.environment is None else environments / entrant.environment / "bin" / "python"
+    )
+
+
+def command_of(entrant: Entrant, environments: Path, model: str, threads: int) -> list[str]:
+    """The command line of a driver."""
+    common = ["--model", model, "--threads", str(threads)]
+    return [str(python_of(entrant, environments)), str(HERE / entrant.driver), *common, *entrant.arguments]
+
+
+def variables_of(entrant: Entrant, threads: int, spin_count: int = SPIN_COUNT) -> dict[str, str | None]:
+    """What is laid over the environment of a driver; None takes a variable away."""
+    own: dict[str, str | None] = {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "GOMP_SPINCOUNT": str(spin_count),
+        "KMP_BLOCKTIME": "1",  # ms
+    }
+    return own if entrant.environment is None else {**own, "PYTHONPATH": None, "PYTHONHOME": None}

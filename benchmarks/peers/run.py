@@ -1,0 +1,111 @@
+"""Measures Headstart and its peers on the same workloads, by turns, on this machine, and draws the tables anew.
+
+    python benchmarks/peers/run.py --environments .peers
+    python benchmarks/peers/run.py --environments .peers --resume            # goes on after it was killed
+    python benchmarks/peers/run.py --peers ours,vllm --rows twins,poisson
+
+Run by Headstart's own interpreter; setup.sh makes the environments of the others. Progress is on stderr, the last line
+of stdout is one JSON document, which is also left in `--output`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from comparison import Comparison, Site, entrants_named, say
+from journal import Journal
+from plan import ONCE, OTHERS, ROW_NAMES, THOROUGH, Plan
+from roster import HERE, ROSTER, SPIN_COUNT, variables_of
+from table import draw_all
+
+from headstart.bench.machine import describe_machine
+from headstart.bench.models import find_model
+
+ARCHITECTURE = "llama-100m"
+
+
+def main() -> int:
+    args = parse()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "bench-models"
+    model = find_model(args.model, cache)
+    overrides = {row: int(number) for row, _, number in (text.partition("=") for text in args.repetitions)}
+    plan = Plan(
+        entrants_named(args.peers),
+        tuple(row for row in ROW_NAMES if row in args.rows),
+        ONCE if args.quick else THOROUGH,
+        ONCE if args.quick else OTHERS,
+        overrides=overrides,
+    )
+    logs = args.output / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    setup = {"model": args.model, "threads": args.threads, "spin_count": args.spin_count, "config": config}
+    try:
+        journal = Journal(
+            args.output / "trials.jsonl", {"setup": setup, "machine": describe_machine()}, resume=args.resume
+        )
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    say("measuring what this machine can do at most")
+    journal.note_ceilings(ceilings(args.threads))
+    site = Site(args.environments, model, args.threads, logs, args.spin_count)
+    comparison = Comparison(plan, journal, site, retries=args.retries, say=say)
+    try:
+        comparison.start()
+        comparison.run()
+        journal.note_ceilings(ceilings(args.threads))
+    except KeyboardInterrupt:
+        say("interrupted; --resume goes on from here")
+        return 130
+    finally:
+        comparison.close()
+    document = draw_all(args.output, page=args.page)
+    print(json.dumps(document), flush=True)
+    return 1 if document["problems"] else 0
+
+
+def ceilings(threads: int) -> dict[str, float]:
+    """What ceilings.py finds, in a process of its own."""
+    variables = {name: value for name, value in variables_of(ROSTER["ours"], threads).items() if value is not None}
+    command = [sys.executable, str(HERE / "ceilings.py"), "--threads", str(threads)]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--environments", type=Path, default=Path(".peers"), help="folder of setup.sh")
+    parser.add_argument("--model", default=ARCHITECTURE, help="a shape of `headstart init-model`, or a folder")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--spin-count", type=int, default=SPIN_COUNT, help="of idle OpenMP threads, for all")
+    parser.add_argument("--peers", type=_names(ROSTER), default=list(ROSTER), help="of " + ",".join(ROSTER))
+    parser.add_argument("--rows", type=_names(ROW_NAMES), default=list(ROW_NAMES), help="of " + ",".join(ROW_NAMES))
+    parser.add_argument("--repetitions", action="append", default=[], metavar="ROW=N", help="other than the default")
+    parser.add_argument("--retries", type=int, default=1, help="of a trial that others disturbed")
+    parser.add_argument("--quick", action="store_true", help="every row once: a look, not a figure")
+    parser.add_argument("--resume", action="store_true", help="keep the trials that --output has")
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of journal, results and logs")
+    parser.add_argument("--page", type=Path, help="page whose generated part is written, such as docs/benchmarks.md")
+    return parser.parse_args()
+
+
+def _names(known: Collection[str]) -> Callable[[str], list[str]]:
+    """Reads names with commas between them. Raises ArgumentTypeError for one that is not known."""
+
+    def read(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name} is not one of {', '.join(known)}")
+        return names
+
+    return read
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Driver of Transformers' continuous batching: its scheduler, paged cache and SDPA in this process.
+
+Its own thread is left out: the same batch processor is stepped by the loop that steps the others too, so that nobody
+waits for a lock or a queue. Prefix sharing is on. What it does not have on a CPU is paged attention: every request's
+keys and values are gathered and one SDPA with a mask runs over those of the whole batch.
+
+A defect of 5.23 shows in the row `rotations_warm` and is left as it is: a request is marked finished before its blocks
+are registered, so a prompt with one output token leaves nothing to share (but what earlier chunks of it registered).
+"""
+
+import os
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from serve import Job, News, claim_stdout, drive, serve
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+CACHE_TOKENS = 131_072  # shared by all requests; more than any row holds
+
+
+class TransformersStepper:
+    """The batch processor of ContinuousBatchingManager as a stepper (see serve.py)."""
+
+    def __init__(self, model: str, config: ContinuousBatchingConfig, attention: str) -> None:
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation=attention)
+        self.vocab_size: int = loaded.config.vocab_size
+        greedy = GenerationConfig(do_sample=False, eos_token_id=-1)  # -1: no token ends a request
+        self._manager = loaded.init_continuous_batching(greedy, config)
+        self._processor = self._manager._create_batch_processor()
+        self._manager.batch_processor = self._processor
+        self._outputs = self._manager.output_router.output_queue
+        self._cached: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
+        self._watch_cache()
+
+    def add(self, request_id: str, prompt: list[int], output: int) -> None:
+        self._seen[request_id] = self._cached[request_id] = 0
+        self._manager.add_request(prompt, request_id, max_new_tokens=output, streaming=True, eos_token_id=-1)
+
+    def step(self) -> Sequence[News]:
+        if self._processor.prepare_next_batch():
+            self._manager._generation_step()
+            self._processor.update_batch()
+        news: list[News] = []
+        while not self._outputs.empty():
+            output = self._outputs.get_nowait()
+            if output.request_id not in self._seen:
+                continue
+            new = len(output.generated_tokens) - self._seen[output.request_id]
+            self._seen[output.request_id] += new
+            is_over = output.is_finished() or output.status == RequestStatus.FAILED
+            news.append(News(output.request_id, new, self._cached[output.request_id], is_over, output.error))
+            if is_over:
+                del self._seen[output.request_id], self._cached[output.request_id]
+        return news
+
+    def abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._manager.cancel_request(request_id)
+            self._seen.pop(request_id, None)
+        self._processor.prepare_next_batch()  # takes the cancellations in
+
+    def reset(self) -> bool:
+        """Forgets every registered block."""
+        if self._processor.has_pending_requests():
+            return False
+        self._processor.cache.evict_cached_blocks()
+        self._processor.cache.pool.try_to_free_sectors()
+        return True
+
+    def _watch_cache(self) -> None:
+        """Notes what a prefix search found: the outputs do not say it."""
+        cache = self._processor.cache
+        search = cache.search_prefix_match
+
+        def search_and_note(request_id: str, prompt_ids: list[int]) -> int:
+            found = search(request_id, prompt_ids)
+            self._cached[request_id] = self._cached.get(request_id, 0) + found
+            return found
+
+        cache.search_prefix_match = search_and_note
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--page", type=int, default=32, help="tokens in a block")
+    parser.add_argument("--batch", type=int, default=2048, help="tokens in a step")
+    parser.add_argument("--attention", default="sdpa", choices=("sdpa", "paged|eager"))
+    parser.add_argument("--compile", type=int, default=0, help="level of torch.compile, 0 to 3")
+    args = parser.parse_args()
+    answers = claim_stdout()
+    torch.set_num_threads(args.threads)
+    settings = {
+        "page_size": args.page,
+        "num_blocks": CACHE_TOKENS // args.page,
+        "max_batch_tokens": args.batch,
+        "allow_block_sharing": True,
+        "default_compile_level": args.compile,
+    }
+    engine = TransformersStepper(args.model, ContinuousBatchingConfig(**settings), args.attention)
+    for length, streams in ((300, 1), (300, 4)):  # every code path once
+        drive(engine, [Job([7 + i, *range(length)], 4, 0.0) for i in range(streams)])
+    engine.reset()
+    spinning = {"gomp_spincount": os.environ.get("GOMP_SPINCOUNT")}
+    about: dict[str, Any] = {
+        "label": "transformers",
+        "vocab_size": engine.vocab_size,
+        "about": {
+            "versions": {"transformers": version("transformers"), "torch": version("torch")},
+            "settings": {"dtype": "bfloat16", "attention": args.attention, **settings, **spinning},
+        },
+    }
+    serve(answers, about, engine.reset, lambda jobs, concurrency, limit: drive(engine, jobs, concurrency, limit))
+
+
+if __name__ == "__main__":
+    main()

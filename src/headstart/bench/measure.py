@@ -1,0 +1,104 @@
+"""Measures a scenario on a runner: each phase in turn, and what of its prompts was computed more than once.
+
+Prefill redundancy is counted by the client: (tokens it sent - cached tokens reported) / what a perfect, infinite cache
+would have computed of the same prompts after all that came before them. It takes nobody's word but the usage of each
+request, so it can be told of any stack; where a stack does not report cached tokens it is not known, never 1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from headstart.bench.progress import QUIET, Bar
+from headstart.bench.runner import Runner, Trial
+from headstart.workload.jobs import ideal_tokens
+from headstart.workload.record import RequestRecord
+from headstart.workload.scenarios import Phase, Scenario
+
+GiveUp = Callable[[RequestRecord], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseResult:
+    """What became of one phase."""
+
+    phase: Phase
+    trial: Trial
+    ideal: int  # prompt tokens that a perfect, infinite cache computes here
+
+    @property
+    def computed(self) -> int | None:
+        """Prompt tokens computed, as its client sees it; None: not reported, or not all of it was served."""
+        whole = not self.trial.is_cut and all(record.ok for record in self.trial.records)
+        return self.trial.computed_tokens if whole else None
+
+    @property
+    def redundancy(self) -> float | None:
+        """Prompt tokens computed / the least there is to compute; None where `computed` is."""
+        return None if self.computed is None or not self.ideal else self.computed / self.ideal
+
+    @property
+    def problems(self) -> list[str]:
+        """Why the figures of this phase are worth nothing; nothing if they are good."""
+        errors = self.trial.errors
+        found = [f"{self.phase.name}: {problem}" for problem in self.trial.problems]
+        if errors and not self.trial.is_cut:
+            head = f"{self.phase.name}: {len(errors)} of {len(self.trial.records)} requests failed"
+            found.append(f"{head}, the first with: {errors[0]}")
+        if self.computed is not None and self.computed < self.ideal:
+            found.append(
+                f"{self.phase.name}: {self.computed} prompt tokens computed, but nobody can do with less than "
+                f"{self.ideal}: the prompts were known already (another --seed?), or cached tokens are misreported"
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What became of a scenario: `phases` without those that only prepare."""
+
+    scenario: Scenario
+    phases: tuple[PhaseResult, ...]
+    prepared: tuple[PhaseResult, ...]
+    was_reset: bool  # the runner had forgotten every prefix before; its prompts are new either way
+
+    def __getitem__(self, name: str) -> PhaseResult:
+        """The first measured phase of that name. Raises KeyError."""
+        for result in self.phases:
+            if result.phase.name == name:
+                return result
+        raise KeyError(name)
+
+    @property
+    def problems(self) -> list[str]:
+        return [problem for result in (*self.prepared, *self.phases) for problem in result.problems]
+
+
+def measure(runner: Runner, scenario: Scenario, bar: Bar = QUIET, give_up: GiveUp | None = None) -> Measured:
+    """Serves all phases, one after the other; `give_up` may end the measured ones early.
+
+    Forgets what is cached first, where the runner can. Goes on after a phase that failed: its problems are told.
+    """
+    was_reset = runner.reset()
+    results: list[PhaseResult] = []
+    for phase, ideal in zip(scenario.phases, _ideals(scenario), strict=True):
+        bar.stage(f"{runner.label}: {scenario.name}, {phase.name}", len(phase.jobs))
+        watch = give_up if phase.is_measured else None
+        trial = runner.run(phase.jobs, concurrency=phase.concurrency, bar=bar, give_up=watch)
+        results.append(PhaseResult(phase, trial, ideal))
+    return Measured(
+        scenario,
+        phases=tuple(result for result in results if result.phase.is_measured),
+        prepared=tuple(result for result in results if not result.phase.is_measured),
+        was_reset=was_reset,
+    )
+
+
+def _ideals(scenario: Scenario) -> list[int]:
+    """The least prompt tokens to compute in each phase, given all phases before it."""
+    totals = [0]
+    prompts = [job.prompt for job in scenario.phases[0].jobs[:0]]
+    for phase in scenario.phases:
+        prompts += [job.prompt for job in phase.jobs]
+        totals.append(ideal_tokens(prompts))
+    return [after - before for before, after in pairwise(totals)]

@@ -1,0 +1,92 @@
+"""The highest Poisson rate that a runner bears with its latencies within limits.
+
+All rates of a search see the same draw of arrivals, stretched in time, and prompts that nobody has seen.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from random import Random
+
+from headstart.bench.measure import PhaseResult, measure
+from headstart.bench.progress import QUIET, Bar
+from headstart.bench.runner import Runner
+from headstart.bench.search import highest_rate
+from headstart.workload import scenarios
+from headstart.workload.scenarios import Scenario
+from headstart.workload.slo import Slo, TooManyLate
+from headstart.workload.synthetic import INTENT, Shape, random_tokens, unit_arrivals
+
+Load = Callable[[int, Random, Sequence[float]], Scenario]
+"""(vocabulary size, chance, when each request is due) -> a scenario whose last phase is the load."""
+
+
+@dataclass(frozen=True, slots=True)
+class RateConfig:
+    """Sizes of a search."""
+
+    seconds: float = 30.0  # of arrivals per rate, at least
+    min_requests: int = 40  # per rate, at least
+    precision: float = 1.1  # of the search
+    seed: int | str = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One rate that was tried, in requests per second."""
+
+    rate: float
+    result: PhaseResult
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RateSearch:
+    """What a search found: the highest rate that holds (0: none did), and all that were tried, in order."""
+
+    rate: float
+    points: tuple[Point, ...]
+    slo: Slo
+
+    @property
+    def problems(self) -> list[str]:
+        """Failures; what was given up since it was sure to be late is none."""
+        return [f"{point.rate:.3g} requests/s: {text}" for point in self.points for text in point.result.problems]
+
+
+DEFAULTS = RateConfig()
+
+
+def behind_prefix(shape: Shape = INTENT) -> Load:
+    """Source 002: requests behind one prefix that is cached by then."""
+
+    def build(vocab_size: int, rng: Random, due: Sequence[float]) -> Scenario:
+        prefix = random_tokens(shape.shared, vocab_size, rng)
+        return scenarios.poisson(vocab_size, rng, due=due, prefix=prefix, shape=shape)
+
+    return build
+
+
+def search_rate(
+    runner: Runner, load: Load, slo: Slo, start: float, config: RateConfig = DEFAULTS, bar: Bar = QUIET
+) -> RateSearch:
+    """Tries rates from `start` up or down until the highest one that holds is known to `config.precision`."""
+    points: list[Point] = []
+
+    def holds(rate: float) -> bool:
+        points.append(measure_rate(runner, load, slo, rate, config, bar))
+        return points[-1].holds
+
+    return RateSearch(highest_rate(holds, start, precision=config.precision), tuple(points), slo)
+
+
+def measure_rate(
+    runner: Runner, load: Load, slo: Slo, rate: float, config: RateConfig = DEFAULTS, bar: Bar = QUIET
+) -> Point:
+    """One rate; given up as soon as it is sure to miss `slo`, unless that limits nothing."""
+    count = max(config.min_requests, ceil(rate * config.seconds))
+    due = [at / rate for at in unit_arrivals(count, Random(f"{config.seed}/arrivals"))]
+    scenario = load(runner.vocab_size, Random(f"{config.seed}/{rate}"), due)
+    result = measure(runner, scenario, bar, TooManyLate(count, slo) if slo else None).phases[-1]
+    whole = not result.trial.is_cut and len(result.trial.records) == count
+    return Point(rate, result, whole and slo.holds(result.trial.records))

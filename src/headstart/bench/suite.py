@@ -1,0 +1,241 @@
+"""The suite: a workload served again and again by one runner, and the report on it.
+
+Every repetition has prompts of its own. Figures of time are medians over the repetitions; percentiles are of all
+requests of all repetitions; redundancy, which the client counts, stands beside the time to the first token.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from headstart.bench.machine import ContentionLog, uncontended
+from headstart.bench.measure import Measured, PhaseResult, measure
+from headstart.bench.progress import QUIET, Bar
+from headstart.bench.report import Chart, Report, Sheet, spread
+from headstart.bench.runner import Runner
+from headstart.core.errors import ConfigError
+from headstart.workload.record import Percentiles, RequestRecord, Summary, median, percentile, summarize
+from headstart.workload.scenarios import Scenario
+from headstart.workload.slo import Slo
+
+Build = Callable[[int, Random], Scenario]  # (vocabulary size, chance) -> one repetition
+SHARES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
+NO_LIMITS = Slo()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured, how often, and by which limits it is judged."""
+
+    name: str
+    build: Build
+    seed: int = 0
+    runs: int = 1
+    slo: Slo = NO_LIMITS
+    is_guarded: bool = True  # repeat what other processes disturbed; not if the server is one of those itself
+    setup: dict[str, Any] = field(default_factory=dict[str, Any])  # sizes, for the report
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseFigures:
+    """One phase over all repetitions."""
+
+    name: str
+    results: tuple[PhaseResult, ...]
+
+    @property
+    def records(self) -> list[RequestRecord]:
+        return [record for result in self.results for record in result.trial.records]
+
+    @property
+    def seconds(self) -> list[float]:
+        return [result.trial.seconds for result in self.results]
+
+    @property
+    def decode_rates(self) -> list[float]:
+        """Of jobs that came at once: only those all decode together for a while."""
+        if any(result.phase.concurrency or any(job.at for job in result.phase.jobs) for result in self.results):
+            return []
+        return [rate for result in self.results if (rate := result.trial.decode_rate) is not None]
+
+    @property
+    def worst(self) -> PhaseResult:
+        """The repetition that computed most."""
+        return max(self.results, key=lambda result: result.redundancy or 0.0)
+
+    def values(self, slo: Slo) -> dict[str, Any]:
+        """The keys of its JSON object; latencies in ms."""
+        summary, worst = summarize(self.records), self.worst
+        seconds, each = median(self.seconds), len(self.results)
+        reported = all(result.trial.reports_cached for result in self.results)
+        found: dict[str, Any] = {
+            "requests": summary.requests,
+            "errors": summary.errors,
+            "seconds": seconds,
+            "request_rate": (summary.requests - summary.errors) / each / seconds if seconds else None,
+            "output_tokens_per_s": summary.output_tokens / each / seconds if seconds else None,
+            "decode_tokens_per_s": median(self.decode_rates) if self.decode_rates else None,
+            "prompt_tokens": summary.prompt_tokens,
+            "cached_tokens": summary.cached_tokens if reported else None,
+            "cached_share": summary.cached_share if reported else None,
+            "prefill_computed": worst.computed,
+            "ideal": worst.ideal,
+            "redundancy": worst.redundancy,
+            "reports_cached": reported,
+            **{f"{name}_ms": in_ms(values) for name, values in distributions(summary).items()},
+        }
+        return found | (_goodput(self, slo) if slo else {})
+
+
+def run_suite(runner: Runner, plan: Plan, bar: Bar = QUIET) -> Report:
+    """Serves the workload `plan.runs` times. Raises ConfigError for requests that the runner has no room for."""
+    check_lengths(runner, plan.build(runner.vocab_size, Random(0)))
+    log, found = ContentionLog.new(), list[Measured]()
+    for number in range(plan.runs):
+        tries = 0
+
+        def once(number: int = number) -> Measured:
+            nonlocal tries
+            tries += 1  # what is repeated has new prompts, too
+            return measure(runner, plan.build(runner.vocab_size, Random(f"{plan.seed}/{number}/{tries}")), bar)
+
+        found.append(uncontended(once, log) if plan.is_guarded else once())
+    report = report_on(runner, plan, found)
+    if plan.is_guarded:
+        report.contention = log.as_dict()
+    return report
+
+
+def check_lengths(runner: Runner, scenario: Scenario) -> None:
+    """Raises ConfigError if a request is longer than the runner's context, where that is known."""
+    limit = runner.about.get("max_model_len")
+    if limit is not None and scenario.longest > limit:
+        raise ConfigError(
+            f"{scenario.name}: a request of {scenario.longest} tokens, output included, does not fit the model's "
+            f"context of {limit}; ask for shorter ones"
+        )
+
+
+def report_on(runner: Runner, plan: Plan, found: Sequence[Measured]) -> Report:
+    """The report; the figures of the last phase stand at the top of the document, those of all under `phases`."""
+    phases = by_phase(found)
+    values = {phase.name: phase.values(plan.slo) for phase in phases}
+    last = phases[-1]
+    report = Report(
+        plan.name,
+        {**values[last.name], "phases": values},
+        model=runner.about.get("model"),
+        seed=plan.seed,
+        runs=plan.runs,
+        threads=runner.about.get("settings", {}).get("threads"),
+        spread={f"{phase.name}.seconds": spread(phase.seconds) for phase in phases},
+        setup={**plan.setup, **runner.about, "was_reset": all(one.was_reset for one in found)},
+        problems=list(dict.fromkeys(problem for one in found for problem in one.problems)),
+    )
+    report.sheets += [speed_sheet(plan.name, values), redundancy_sheet(values), latencies(values)]
+    if plan.slo:
+        report.sheets.append(_slo_sheet(plan.slo, values))
+    report.charts += [tokens_chart(phases), latency_chart(last)]
+    if all(found["decode_tokens_per_s"] for found in values.values()):
+        report.charts.append(decode_chart(values))
+    return report
+
+
+def by_phase(found: Sequence[Measured]) -> list[PhaseFigures]:
+    """The measured phases by their names, in their order; one that is served several times has several results."""
+    results: dict[str, list[PhaseResult]] = {}
+    for measured in found:
+        for result in measured.phases:
+            results.setdefault(result.phase.name, []).append(result)
+    return [PhaseFigures(name, tuple(several)) for name, several in results.items()]
+
+
+def speed_sheet(title: str, values: dict[str, dict[str, Any]]) -> Sheet:
+    """How fast each phase was served: medians over the repetitions."""
+    keys = ("requests", "seconds", "request_rate", "output_tokens_per_s", "decode_tokens_per_s")
+    columns = ("phase", "requests", "seconds", "requests/s", "tokens/s", "all decoding")
+    return Sheet(title, columns, tuple((name, *(found[key] for key in keys)) for name, found in values.items()))
+
+
+def redundancy_sheet(values: dict[str, dict[str, Any]]) -> Sheet:
+    """What of the prompts was computed in the worst repetition, beside the time to the first token."""
+    rows = tuple(
+        (
+            *(name, (found["ttft_ms"] or {}).get("p50")),
+            *(found["prefill_computed"], found["ideal"], redundancy_text(found)),
+        )
+        for name, found in values.items()
+    )
+    columns = ("phase", "TTFT p50, ms", "prompt tokens computed", "least possible", "redundancy")
+    return Sheet("prefill redundancy, counted by the client", columns, rows)
+
+
+def redundancy_text(found: dict[str, Any]) -> str | None:
+    """Two digits behind the point; where the runner is silent about cached tokens, that."""
+    if found["redundancy"] is not None:
+        return f"{found['redundancy']:.2f}"
+    return None if found["reports_cached"] else "not reported"
+
+
+def latencies(values: dict[str, dict[str, Any]]) -> Sheet:
+    """Every distribution of every phase."""
+    rows = tuple(
+        (f"{name}: {key}", *found[f"{key}_ms"].values())
+        for name, found in values.items()
+        for key in ("ttft", "tpot", "e2e", "longest_gap")
+        if found[f"{key}_ms"] is not None
+    )
+    return Sheet("latencies, ms", ("phase", *Percentiles._fields), rows)
+
+
+def distributions(summary: Summary) -> dict[str, Percentiles | None]:
+    return {"ttft": summary.ttft, "tpot": summary.tpot, "e2e": summary.e2e, "longest_gap": summary.longest_gap}
+
+
+def in_ms(found: Percentiles | None) -> dict[str, float] | None:
+    return None if found is None else {name: 1e3 * value for name, value in found._asdict().items()}
+
+
+def tokens_chart(phases: Sequence[PhaseFigures]) -> Chart:
+    """Of one repetition of each phase: prompt tokens sent, computed, and the least possible."""
+    worst = [phase.worst for phase in phases]
+    series: dict[str, tuple[float | None, ...]] = {
+        "sent": tuple(sum(len(job.prompt) for job in result.phase.jobs) for result in worst),
+        "computed": tuple(result.computed for result in worst),
+        "least possible": tuple(result.ideal for result in worst),
+    }
+    return Chart("prompt tokens", "phase", "tokens", tuple(phase.name for phase in phases), series)
+
+
+def decode_chart(values: dict[str, dict[str, Any]]) -> Chart:
+    """Tokens per second while all streams decode."""
+    series = {"median": tuple(found["decode_tokens_per_s"] for found in values.values())}
+    return Chart("decode", "phase", "tokens/s while all decode", tuple(values), series)
+
+
+def latency_chart(phase: PhaseFigures) -> Chart:
+    """Time to the first and to the last token, by the share of the requests that had it by then."""
+    known = {
+        "first token": [record.ttft for record in phase.records if record.ok and record.ttft is not None],
+        "last token": [record.e2e for record in phase.records if record.ok and record.e2e is not None],
+    }
+    series: dict[str, tuple[float | None, ...]] = {
+        name: tuple(1e3 * percentile(found, share) if found else None for share in SHARES)
+        for name, found in known.items()
+    }
+    return Chart(f"latency, {phase.name}", "percentile", "ms", SHARES, series)
+
+
+def _goodput(phase: PhaseFigures, slo: Slo) -> dict[str, Any]:
+    """Per repetition: requests of different ones never waited for each other."""
+    rates = [slo.goodput(result.trial.records) for result in phase.results]
+    return {"goodput": median(rates), "slo_attained": slo.attained(phase.records)}
+
+
+def _slo_sheet(slo: Slo, values: dict[str, dict[str, Any]]) -> Sheet:
+    limits = ", ".join(f"{name} <= {1e3 * limit:g} ms" for name, limit in slo.limits)
+    rows = tuple(
+        (name, found["request_rate"], found["goodput"], found["slo_attained"]) for name, found in values.items()
+    )
+    return Sheet(f"goodput: {limits}", ("phase", "requests/s", "of those within limits", "share within"), rows)

@@ -1,0 +1,269 @@
+// Rows of queries against pages of keys and values: scores, softmax, weighted sums, in tiles that fill the registers.
+//
+// An item goes through its pages in pieces of CHUNK_PAGES; of each piece all its rows are computed in turn, up to
+// MICRO_ROWS at a time: scores, weights 2^(score - greatest so far), weighted values. Nothing masked is multiplied:
+// neither scores of slots that a row does not see, nor values of slots that no row of the item sees, so what lies there
+// never matters. A row's numbers do not depend on the rows that it shares a tile with.
+#pragma once
+
+#include "attention_math.h"
+
+namespace {
+
+enum { CHUNK_PAGES = 16, CHUNK = CHUNK_PAGES * PAGE, AHEAD = 4 };
+#if defined(__AVX512F__)
+enum { REGISTERS = 32 };
+#else
+enum { REGISTERS = 16 };
+#endif
+const float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
+
+// Products are functions of their own: inlined into a large one, compilers run out of registers and spill the sums.
+#define SEPARATE __attribute__((noinline))
+
+// As many units of so many vectors as registers hold for `rows` at once, with the sums of each row: `most` at most.
+constexpr int at_once(int rows, int vectors, int most) {
+    int fit = (REGISTERS - 1) / ((rows + 1) * vectors);
+    return fit < most ? fit : most;
+}
+
+// What scores are multiplied by, and capped to; 0: not capped.
+struct Scaling {
+    float scale, softcap;
+};
+
+// The pages of a piece of an item, in order, and a few that follow (or the last again) to be fetched ahead.
+struct Piece {
+    const uint32_t *keys[CHUNK_PAGES + AHEAD], *values[CHUNK_PAGES + AHEAD];
+    int position[CHUNK_PAGES], filled[CHUNK_PAGES];  // position of slot 0; slots that are tokens
+    int count;
+    bool whole;  // every slot is a token
+};
+
+// What a tile of rows has gathered so far.
+template <typename Kind>
+struct Tile {
+    alignas(64) typename Kind::factor queries[TILE_ROWS * MAX_DIMS];
+    alignas(64) float out[TILE_ROWS * MAX_DIMS];  // [rows, dims], relative to `greatest`
+    float greatest[TILE_ROWS], total[TILE_ROWS];  // of scores in base 2
+    int from[TILE_ROWS], upto[TILE_ROWS];         // positions a row sees
+    int rows, dims, low, high;                    // positions that any row sees
+    alignas(64) uint32_t masked[PAGE * MAX_DIMS];
+};
+
+// Of the rows that are computed together.
+template <typename Kind>
+struct Scratch {
+    alignas(64) float score[MICRO_ROWS * CHUNK];
+    alignas(64) typename Kind::factor weight[MICRO_ROWS * CHUNK];
+    float shrink[MICRO_ROWS];  // what earlier pieces are multiplied by
+};
+
+// Scores of R rows against P pages: queries [words][R] words.
+template <typename Kind, int R, int P, bool FETCH>
+static SEPARATE void score_pages(const typename Kind::factor *queries, int num_words, const uint32_t *const *pages,
+                               const uint32_t *const *next, float *scores) {
+    enum { VECS = P * PAGE_VECS, WORD = Kind::PARTS * Kind::FACTORS };
+    vec acc[R][VECS];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECS; v++) acc[r][v] = zero();
+    for (int word = 0; word < num_words; word++) {
+        if (FETCH)
+            for (int page = 0; page < P; page++) _mm_prefetch((const char *)(next[page] + word * PAGE), _MM_HINT_T0);
+#pragma GCC unroll 2
+        for (int part = 0; part < Kind::PARTS; part++) {
+            typename Kind::operand keys[VECS];
+#pragma GCC unroll 8
+            for (int v = 0; v < VECS; v++)
+                keys[v] = Kind::take(pages[v / PAGE_VECS] + word * PAGE + v % PAGE_VECS * LANES, part);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                typename Kind::operand query = Kind::spread(queries + (word * R + r) * WORD + part * Kind::FACTORS);
+#pragma GCC unroll 8
+                for (int v = 0; v < VECS; v++) acc[r][v] = Kind::step(acc[r][v], query, keys[v]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECS; v++) store(scores + r * CHUNK + v * LANES, acc[r][v]);
+}
+
+// The same for all pages from `page` on, P at a time while there are so many.
+template <typename Kind, int R, int P, bool FETCH>
+static inline void score_piece(const typename Kind::factor *queries, int num_words, const Piece &piece, int page,
+                               float *scores) {
+    for (; page + P <= piece.count; page += P)
+        score_pages<Kind, R, P, FETCH>(queries, num_words, piece.keys + page, piece.keys + page + P,
+                                       scores + page * PAGE);
+    if constexpr (P > 1) score_piece<Kind, R, P - 1, FETCH>(queries, num_words, piece, page, scores);
+}
+
+// Adds to out [R, dims] the values of `count` pages, weighted; V vectors of columns. What was there shrinks before.
+template <typename Kind, int R, int V, bool FETCH>
+static SEPARATE void weigh_pages(const typename Kind::factor *weights, const uint32_t *const *pages, int count, int dims,
+                               int column, const float *shrink, float *out) {
+    enum { WORD = Kind::PARTS * Kind::FACTORS };
+    vec acc[R][V];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) acc[r][v] = mul(load(out + r * dims + column + v * LANES), all(shrink[r]));
+    for (int p = 0; p < count; p++) {
+        const uint32_t *values = pages[p] + column, *next = pages[p + 2] + column;
+        const typename Kind::factor *row = weights + p * PAGE;
+        for (int word = 0; word < PAGE / Kind::W; word++) {
+            if (FETCH)
+#pragma GCC unroll 8
+                for (int v = 0; v < V; v++)
+                    _mm_prefetch((const char *)(next + word * dims + v * LANES), _MM_HINT_T0);
+#pragma GCC unroll 2
+            for (int part = 0; part < Kind::PARTS; part++) {
+                typename Kind::operand value[V];
+#pragma GCC unroll 8
+                for (int v = 0; v < V; v++) value[v] = Kind::take(values + word * dims + v * LANES, part);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    typename Kind::operand weight = Kind::spread(row + r * CHUNK + word * WORD + part * Kind::FACTORS);
+#pragma GCC unroll 8
+                    for (int v = 0; v < V; v++) acc[r][v] = Kind::step(acc[r][v], weight, value[v]);
+                }
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) store(out + r * dims + column + v * LANES, acc[r][v]);
+}
+
+// The same for `width` vectors of columns, V at most.
+template <typename Kind, int R, int V, bool FETCH>
+static inline void weigh_width(int width, const typename Kind::factor *weights, const uint32_t *const *pages, int count,
+                               int dims, int column, const float *shrink, float *out) {
+    if (width == V) return weigh_pages<Kind, R, V, FETCH>(weights, pages, count, dims, column, shrink, out);
+    if constexpr (V > 1) weigh_width<Kind, R, V - 1, FETCH>(width, weights, pages, count, dims, column, shrink, out);
+}
+
+template <typename Kind, int R, bool FETCH>
+static inline void weigh_columns(const typename Kind::factor *weights, const uint32_t *const *pages, int count,
+                                 int dims, const float *shrink, float *out) {
+    enum { MOST = at_once(R, 1, 4) };
+    int left = dims / LANES;
+    for (int column = 0; left > 0;) {
+        // as even as possible: five vectors are three and two
+        int width = ceil_div(left, ceil_div(left, MOST));
+        weigh_width<Kind, R, MOST, FETCH>(width, weights, pages, count, dims, column, shrink, out);
+        column += width * LANES;
+        left -= width;
+    }
+}
+
+// Turns one row's scores of a piece into weights. Gives their sum; updates the greatest and says what to shrink by.
+template <typename Kind>
+static inline float soften(float *scores, const Piece &piece, int from, int upto, Scaling scaling,
+                           float *greatest_score, float *shrink, typename Kind::factor *weights) {
+    float to_base2 = scaling.scale * LOG2E;
+    int count = piece.count;
+    if (scaling.softcap > 0.0f) {
+        float twice = 2.0f * LOG2E * scaling.scale / scaling.softcap;
+        for (int i = 0; i < count * PAGE; i += LANES) store(scores + i, capped(load(scores + i), scaling.softcap, twice));
+        to_base2 = LOG2E;
+    }
+    bool all_seen = piece.whole && from <= piece.position[0] && upto >= piece.position[count - 1] + PAGE;
+    // Calls visit(slot of the piece, vector of its scores in base 2 or `other` where the row does not see them).
+    auto each_seen = [&](auto score_of, vec other, auto visit) {
+        for (int p = 0; p < count; p++) {
+            int seen = upto - piece.position[p] < piece.filled[p] ? upto - piece.position[p] : piece.filled[p];
+            int skip = from - piece.position[p];
+            for (int v = 0; v < PAGE_VECS; v++) {
+                int slot = p * PAGE + v * LANES;
+                vec x = score_of(load(scores + slot));
+                visit(slot, all_seen ? x : between(x, other, skip - v * LANES, seen - v * LANES));
+            }
+        }
+    };
+    vec most = all(-INFINITY);
+    each_seen([&](vec x) { return mul(x, all(to_base2)); }, all(-INFINITY), [&](int, vec x) { most = greater(most, x); });
+    float reached = greatest(most), before = *greatest_score;
+    if (!(reached > before) && reached == reached) reached = before;  // a NaN goes on
+    *shrink = 1.0f;
+    if (reached == -INFINITY) {  // nothing seen yet
+        for (int i = 0; i < count * PAGE; i += LANES) Kind::put(weights + i, zero());
+        return 0.0f;
+    }
+    if (before != reached) *shrink = before == -INFINITY ? 0.0f : power_of_two(before - reached);
+    *greatest_score = reached;
+    vec total = zero();
+    each_seen([&](vec x) { return power_of_two(fma(x, all(to_base2), all(-reached))); }, zero(), [&](int slot, vec x) {
+        total = add(total, x);
+        Kind::put(weights + slot, x);
+    });
+    return sum(total);
+}
+
+// Values of a page with the slots outside [low, high) zeroed, in `copy`.
+template <typename Kind>
+static inline const uint32_t *masked_values(const uint32_t *page, int dims, int low, int high, uint32_t *copy) {
+    for (int word = 0; word < PAGE / Kind::W; word++) {
+        uint32_t keep = 0;
+        for (int place = 0; place < Kind::W; place++) {
+            int slot = word * Kind::W + place;
+            if (slot >= low && slot < high) keep |= Kind::W == 1 ? 0xffffffffu : 0xffffu << 16 * place;
+        }
+        for (int dim = 0; dim < dims; dim++) copy[word * dims + dim] = page[word * dims + dim] & keep;
+    }
+    return copy;
+}
+
+// The rows [first, first + R) of a tile against one piece.
+template <typename Kind, int R, bool FETCH>
+static inline void attend_rows(Tile<Kind> &tile, int first, const Piece &piece, Scaling scaling) {
+    Scratch<Kind> scratch;
+    int dims = tile.dims;
+    const typename Kind::factor *queries = tile.queries + first * dims;
+    score_piece<Kind, R, at_once(R, PAGE_VECS, AHEAD), FETCH>(queries, dims / Kind::W, piece, 0, scratch.score);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        int row = first + r;
+        float total = soften<Kind>(scratch.score + r * CHUNK, piece, tile.from[row], tile.upto[row], scaling,
+                                   &tile.greatest[row], &scratch.shrink[r], scratch.weight + r * CHUNK);
+        tile.total[row] = tile.total[row] * scratch.shrink[r] + total;
+    }
+    // Runs of pages that are seen to the last slot at once, others by a copy.
+    float *out = tile.out + first * dims;
+    for (int begin = 0, end; begin < piece.count; begin = end) {
+        int low = tile.low - piece.position[begin], high = tile.high - piece.position[begin];
+        if (high > piece.filled[begin]) high = piece.filled[begin];
+        const typename Kind::factor *weight = scratch.weight + begin * PAGE;
+        if (low <= 0 && high >= PAGE) {
+            for (end = begin + 1; end < piece.count; end++)
+                if (tile.high < piece.position[end] + PAGE || piece.filled[end] < PAGE) break;
+            weigh_columns<Kind, R, FETCH>(weight, piece.values + begin, end - begin, dims, scratch.shrink, out);
+        } else {
+            end = begin + 1;
+            const uint32_t *copy = masked_values<Kind>(piece.values[begin], dims, low, high, tile.masked);
+            const uint32_t *pages[3] = {copy, copy, copy};
+            weigh_columns<Kind, R, false>(weight, pages, 1, dims, scratch.shrink, out);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) scratch.shrink[r] = 1.0f;
+    }
+}
+
+// R rows, or fewer, of a tile against one piece; the first of its rows fetch what comes next for all.
+template <typename Kind, int R = MICRO_ROWS>
+static inline void attend_some_rows(Tile<Kind> &tile, int first, int rows, const Piece &piece, Scaling scaling) {
+    if (rows < R) {
+        if constexpr (R > 1) attend_some_rows<Kind, R - 1>(tile, first, rows, piece, scaling);
+    } else if (first == 0) {
+        attend_rows<Kind, R, true>(tile, first, piece, scaling);
+    } else {
+        attend_rows<Kind, R, false>(tile, first, piece, scaling);
+    }
+}
+
+}  // namespace

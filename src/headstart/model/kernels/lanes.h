@@ -1,0 +1,93 @@
+// Vectors of fp32 in the width of the variant, and bf16 beside them: for what is done to sums once they are summed.
+#pragma once
+
+#include "common.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+enum { LANES = 16 };
+typedef __m512 vec;
+typedef __m256i halves;  // as many bf16
+inline vec all(float x) { return _mm512_set1_ps(x); }
+inline vec load(const float *p) { return _mm512_loadu_ps(p); }
+inline void store(float *p, vec x) { _mm512_storeu_ps(p, x); }
+inline vec fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+inline vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
+inline vec sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
+inline vec quotient(vec a, vec b) { return _mm512_div_ps(a, b); }
+// The second operand's NaN survives.
+inline vec greater(vec a, vec b) { return _mm512_max_ps(a, b); }
+inline vec lesser(vec a, vec b) { return _mm512_min_ps(a, b); }
+inline vec nearest(vec x) { return _mm512_roundscale_ps(x, 0); }
+inline vec scaled_by_power(vec x, vec n) { return _mm512_scalef_ps(x, n); }
+inline halves load(const bf16 *p) { return _mm256_loadu_si256((const __m256i *)p); }
+inline void store(bf16 *p, halves x) { _mm256_storeu_si256((__m256i *)p, x); }
+inline vec widened(halves x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+inline halves rounded(vec x) {
+#if defined(__AVX512BF16__)
+    return (__m256i)_mm512_cvtneps_pbh(x);
+#else
+    __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+    bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __mmask16 unordered = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    bits = _mm512_mask_blend_epi32(unordered, bits, _mm512_set1_epi32(0x7fc00000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16));
+#endif
+}
+#else
+enum { LANES = 8 };
+typedef __m256 vec;
+typedef __m128i halves;
+inline vec all(float x) { return _mm256_set1_ps(x); }
+inline vec load(const float *p) { return _mm256_loadu_ps(p); }
+inline void store(float *p, vec x) { _mm256_storeu_ps(p, x); }
+inline vec fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline vec mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
+inline vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
+inline vec sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
+inline vec quotient(vec a, vec b) { return _mm256_div_ps(a, b); }
+inline vec greater(vec a, vec b) { return _mm256_max_ps(a, b); }
+inline vec lesser(vec a, vec b) { return _mm256_min_ps(a, b); }
+inline vec nearest(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline vec scaled_by_power(vec x, vec n) {
+    __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
+}
+inline halves load(const bf16 *p) { return _mm_loadu_si128((const __m128i *)p); }
+inline void store(bf16 *p, halves x) { _mm_storeu_si128((__m128i *)p, x); }
+inline vec widened(halves x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
+inline halves rounded(vec x) {
+    __m256i bits = _mm256_castps_si256(x), one = _mm256_set1_epi32(1);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+    bits = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    vec unordered = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+    bits = _mm256_blendv_epi8(bits, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(unordered));
+    bits = _mm256_srli_epi32(bits, 16);
+    return _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+}
+#endif
+
+// e^x to about 1e-7 of it, for any float. NaN stays NaN.
+inline vec exponential(vec x) {
+    x = lesser(all(88.0f), greater(all(-87.0f), x));
+    vec whole = nearest(mul(x, all(1.44269504f)));
+    vec rest = fma(whole, all(2.12194440e-4f), fma(whole, all(-0.693359375f), x));  // ln 2 in two parts
+    vec power = fma(all(1.38888889e-3f), rest, all(8.33333333e-3f));
+    power = fma(power, rest, all(4.16666667e-2f));
+    power = fma(power, rest, all(1.66666667e-1f));
+    power = fma(power, rest, all(0.5f));
+    power = fma(power, rest, all(1.0f));
+    return scaled_by_power(fma(power, rest, all(1.0f)), whole);
+}
+
+// silu(gate) * up; gate, up and silu are rounded to bf16, as torch's operators leave them.
+inline vec silu_times(vec gate, vec up) {
+    gate = widened(rounded(gate));
+    vec silu = quotient(gate, add(all(1.0f), exponential(sub(all(0.0f), gate))));
+    return mul(widened(rounded(silu)), widened(rounded(up)));
+}
+
+}  // namespace

@@ -1,0 +1,51 @@
+// Weights [N, K] of bf16 become packed tiles, once; linear.h says what they look like.
+#include "linear.h"
+
+namespace {
+
+// Index in the weight of what a tile holds at `column`; the number of rows or more: padding.
+long source_row(long tile, int column, long out_features, int gated) {
+    if (!gated) return tile * TILE + column < out_features ? tile * TILE + column : -1;
+    long output = tile * HALF + column % HALF;
+    if (output >= out_features) return -1;
+    return column < HALF ? output : out_features + output;
+}
+
+}  // namespace
+
+// Packs weight [rows, K] into `out` [tiles, pairs, 32, 2] of bf16.
+EXPORT void headstart_pack_bf16(const bf16 *weight, bf16 *out, long tiles, long out_features, long in_features,
+                                int gated, int threads) {
+    long pairs = (in_features + 1) / 2;
+#pragma omp parallel for num_threads(threads)
+    for (long tile = 0; tile < tiles; tile++) {
+        for (int c = 0; c < TILE; c++) {
+            long row = source_row(tile, c, out_features, gated);
+            for (long i = 0; i < 2 * pairs; i++) {
+                bf16 value = row < 0 || i >= in_features ? 0 : weight[row * in_features + i];
+                out[((tile * pairs + i / 2) * TILE + c) * 2 + i % 2] = value;
+            }
+        }
+    }
+}
+
+// Packs weight [rows, K] into `out` [tiles, pairs, 32, 2] of int8, and its scales [tiles, 32]: weight = int8 * scale.
+EXPORT void headstart_pack_int8(const bf16 *weight, int8_t *out, float *scales, long tiles, long out_features,
+                                long in_features, int gated, int threads) {
+    long pairs = (in_features + 1) / 2;
+#pragma omp parallel for num_threads(threads)
+    for (long tile = 0; tile < tiles; tile++) {
+        for (int c = 0; c < TILE; c++) {
+            long row = source_row(tile, c, out_features, gated);
+            const bf16 *from = weight + row * in_features;
+            float largest = 0;
+            for (long i = 0; row >= 0 && i < in_features; i++) largest = fmaxf(largest, fabsf(to_float(from[i])));
+            scales[tile * TILE + c] = largest / 127.0f;
+            float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
+            for (long i = 0; i < 2 * pairs; i++) {
+                float value = row < 0 || i >= in_features ? 0 : rintf(to_float(from[i]) * inverse);
+                out[((tile * pairs + i / 2) * TILE + c) * 2 + i % 2] = (int8_t)value;
+            }
+        }
+    }
+}

@@ -1,0 +1,149 @@
+// What a step does besides its products and attentions: rows are looked up, layers follow each other, results are judged.
+//
+// The whole stack of layers is one call: there is no Python between two parallel regions, so the threads of the one are
+// still awake when the next begins.
+#include "attention.h"
+
+// of linear.cpp and attention.cpp
+EXPORT void headstart_chain(const void *links, int num_links, bf16 *const *buffers, const bf16 *cosine,
+                            const bf16 *sine, char *scratch, long count, int threads);
+EXPORT void headstart_attention(const AttentionCall *call);
+
+namespace {
+
+constexpr long MANY_ROWS = 64, MANY_LOGITS = 1 << 17;  // below these, one thread is done before a second is awake
+
+struct Part {  // mirrored by stack.py: the chain between two attentions
+    const void *links;
+    long num_links;
+};
+
+struct Stack {  // mirrored by stack.py
+    const Part *parts;                       // [num_layers + 1]
+    const AttentionCall *const *attentions;  // [num_layers], as for layer 0
+    bf16 *const *buffers;
+    bf16 *stream;                    // [count, hidden]: one of the buffers
+    const bf16 *embedding;           // [vocab, hidden]
+    const bf16 *cosines, *sines;     // [positions, angles]
+    bf16 *cosine, *sine;             // [count, angles], filled here
+    const int64_t *token_ids, *positions;  // [count]
+    char *scratch;
+    long count, hidden, vocab, angles, num_positions;
+    long layer_bytes;  // of the pool: from one layer's keys to the next one's
+    int num_layers, threads;
+};
+
+void look_up(const Stack &stack) {
+    long row_bytes = stack.hidden * sizeof(bf16), angle_bytes = stack.angles * sizeof(bf16);
+#pragma omp parallel for num_threads(stack.threads) if (stack.count >= MANY_ROWS)
+    for (long row = 0; row < stack.count; row++) {
+        memcpy(stack.stream + row * stack.hidden, stack.embedding + stack.token_ids[row] * stack.hidden, row_bytes);
+        memcpy(stack.cosine + row * stack.angles, stack.cosines + stack.positions[row] * stack.angles, angle_bytes);
+        memcpy(stack.sine + row * stack.angles, stack.sines + stack.positions[row] * stack.angles, angle_bytes);
+    }
+}
+
+// Whether any number of a row is not finite: 0 times it is not 0 then.
+bool poisoned(const bf16 *row, long width) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (long i = 0; i < width; i++) sum += to_float(row[i]) * 0.0f;
+    return sum != 0;
+}
+
+// ---- the greatest of a row: floats as integers that compare alike -----------------------------------------------------
+
+template <class Key>  // an integer as wide as the float
+struct Order {
+    static constexpr Key SIGN = (Key)(sizeof(Key) == 2 ? 0x8000u : 0x80000000u), REST = (Key)~SIGN;
+    static constexpr Key INFINITE = (Key)(sizeof(Key) == 2 ? 0x7f80u : 0x7f800000u);
+    // Negative floats are turned over, so that keys rise with them. -0 comes just below 0.
+    static Key of(Key bits) { return bits ^ (Key)((bits >> (8 * sizeof(Key) - 1)) & REST); }
+    static bool is_nan(Key key) { return key > INFINITE || key < (Key)(INFINITE ^ SIGN ^ REST); }
+};
+
+template <class Key>
+float to_number(Key bits) {
+    if constexpr (sizeof(Key) == 2) return to_float((bf16)bits);
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// Where the greatest number of `row` stands first, and what it is; NaN if there is one anywhere.
+template <class Key>
+int64_t greatest(const Key *row, long size, float *value) {
+    typedef Order<Key> Order;
+    constexpr long BLOCK = 1024;
+    Key most = Order::SIGN, least = Order::REST;
+    long at = 0;
+    for (long begin = 0; begin < size; begin += BLOCK) {
+        long end = begin + BLOCK < size ? begin + BLOCK : size;
+        Key high = Order::SIGN, low = Order::REST;
+#pragma omp simd reduction(max : high) reduction(min : low)
+        for (long i = begin; i < end; i++) {
+            Key key = Order::of(row[i]);
+            key = key == (Key)-1 ? (Key)0 : key;  // -0 is 0
+            high = key > high ? key : high;
+            low = key < low ? key : low;
+        }
+        if (high > most) most = high, at = begin;
+        if (low < least) least = low;
+    }
+    if (Order::is_nan(most) || Order::is_nan(least)) {
+        *value = NAN;
+        return 0;
+    }
+    while (Order::of(row[at]) != most && !(most == 0 && Order::of(row[at]) == (Key)-1)) at++;
+    *value = to_number(row[at]);
+    return at;
+}
+
+template <class Key>
+void greatest_of(const Key *rows, long count, long size, int64_t *ids, float *values, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (count > 1 && count * size >= MANY_LOGITS)
+    for (long row = 0; row < count; row++) ids[row] = greatest(rows + row * size, size, values + row);
+}
+
+}  // namespace
+
+// ---- exported ---------------------------------------------------------------------------------------------------------
+
+// Looks up tokens and angles and runs all layers; the residual stream is left in its buffer. False, and nothing was done,
+// if a token or a position lies outside its table.
+EXPORT int headstart_stack(const Stack *stack) {
+    for (long row = 0; row < stack->count; row++) {
+        if (stack->token_ids[row] < 0 || stack->token_ids[row] >= stack->vocab) return 0;
+        if (stack->positions[row] < 0 || stack->positions[row] >= stack->num_positions) return 0;
+    }
+    look_up(*stack);
+    for (int layer = 0; layer <= stack->num_layers; layer++) {
+        const Part &part = stack->parts[layer];
+        headstart_chain(part.links, (int)part.num_links, stack->buffers, stack->cosine, stack->sine, stack->scratch,
+                        stack->count, stack->threads);
+        if (layer == stack->num_layers) break;
+        AttentionCall call = *stack->attentions[layer];
+        call.key_pages = (char *)call.key_pages + layer * stack->layer_bytes;
+        call.value_pages = (char *)call.value_pages + layer * stack->layer_bytes;
+        headstart_attention(&call);
+    }
+    return 1;
+}
+
+// For each of `num_chunks` runs of rows [indptr[i], indptr[i + 1]) of width `width`: whether all its numbers are finite.
+EXPORT void headstart_finite(const bf16 *rows, long width, const int32_t *indptr, long num_chunks, uint8_t *finite) {
+    for (long chunk = 0; chunk < num_chunks; chunk++) {
+        bool bad = false;
+        for (long row = indptr[chunk]; row < indptr[chunk + 1] && !bad; row++) bad = poisoned(rows + row * width, width);
+        finite[chunk] = !bad;
+    }
+}
+
+// The greatest number of each of `count` rows of `size`, bf16 or fp32, and where it stands first; NaN if a row has one.
+EXPORT void headstart_greatest(const void *rows, int is_bf16, long count, long size, int64_t *ids, float *values,
+                               int threads) {
+    if (is_bf16)
+        greatest_of((const int16_t *)rows, count, size, ids, values, threads);
+    else
+        greatest_of((const int32_t *)rows, count, size, ids, values, threads);
+}

@@ -1,0 +1,183 @@
+// Rows through tiles: the innermost loops of a product, and what becomes of the sums.
+//
+// A pass takes up to ROWS rows through a piece of a tile, all their sums in registers. A tile stays in the second cache
+// while all rows pass over it, and the next one is fetched meanwhile, so that memory and arithmetic overlap. Where the
+// rows themselves do not fit there, a piece of them meets several tiles before the next is taken. Pieces are the same for
+// any number of rows, so a row's outputs do not depend on its neighbours.
+#pragma once
+
+#include "dot.h"
+#include "lanes.h"
+#include "linear.h"
+
+namespace {
+
+constexpr long BLOCK = 128;              // rows at a time, at most
+constexpr long GROUP = 8;                // tiles that a piece of many rows meets
+constexpr long PANEL_BYTES = 512 << 10;  // of rows that stay in the second cache
+constexpr long SUMS_BYTES = GROUP * BLOCK * TILE * sizeof(float);  // what one thread needs for them
+
+struct Step {  // a Link with addresses
+    const Linear *linear;
+    const bf16 *x, *residual;
+    bf16 *y;
+};
+
+template <class Op>
+struct Rows {  // as an Op takes them, [count][pairs]
+    const typename Op::Pair *x;
+    const float *scales;  // of int16 rows, else null
+    long first, count;    // the first one's number in the step's buffers
+};
+
+// Adds R rows of x [R][stride] times a piece of a tile to out [R][TILE]. Each pair of inputs fetches
+// `fetch` bytes from `next` on.
+template <class Op, int R>
+void pass(const typename Op::Pair *x, long stride, const char *piece, long pairs, const char *next, long fetch,
+          float *out) {
+    constexpr long STEP = TILE * 2 * Op::BYTES;
+    typename Op::Sum sums[R][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) sums[r][0].clear(), sums[r][1].clear();
+    for (long k = 0; k < pairs; k++) {
+        typename Op::Weights first = Op::load(piece + k * STEP), second = Op::load(piece + k * STEP + STEP / 2);
+        _mm_prefetch(next + k * fetch, _MM_HINT_T1);
+        if (fetch > 64) _mm_prefetch(next + k * fetch + 64, _MM_HINT_T1);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            Op::add(sums[r][0], first, x + r * stride + k);
+            Op::add(sums[r][1], second, x + r * stride + k);
+        }
+    }
+#pragma GCC unroll 12  // all three: a loop that stays one keeps the sums in memory
+    for (int r = 0; r < R; r++) sums[r][0].add_to(out + r * TILE), sums[r][1].add_to(out + r * TILE + HALF);
+}
+
+template <class Op, int R = Op::ROWS>
+void pass_of(long rows, const typename Op::Pair *x, long stride, const char *piece, long pairs, const char *next,
+             long fetch, float *out) {
+    if constexpr (R > 1) {
+        if (rows < R) return pass_of<Op, R - 1>(rows, x, stride, piece, pairs, next, fetch, out);
+    }
+    pass<Op, R>(x, stride, piece, pairs, next, fetch, out);
+}
+
+// Stores one row's sums of a tile: scaled, biased, gated, added to the residual, rounded where torch rounds.
+void finish(const Step &step, const float *sums, float row_scale, long tile, long row) {
+    constexpr int VECS = TILE / LANES;
+    const Linear &linear = *step.linear;
+    int width = linear.width();
+    long at = row * linear.out_features + tile * width, left = linear.out_features - tile * width;
+    bf16 cut[2][TILE] = {{0}};  // residual and outputs of a tile that is not full
+    const bf16 *residual = step.residual ? step.residual + at : nullptr;
+    bf16 *y = step.y + at;
+    if (left < width) {
+        if (residual) residual = (const bf16 *)memcpy(cut[0], residual, left * sizeof(bf16));
+        y = cut[1];
+    }
+    vec value[VECS];
+    for (int v = 0; v < VECS; v++) {
+        value[v] = load(sums + v * LANES);
+        if (linear.scales) value[v] = mul(value[v], mul(load(linear.scales + tile * TILE + v * LANES), all(row_scale)));
+        if (linear.bias) value[v] = add(value[v], load(linear.bias + tile * TILE + v * LANES));
+    }
+    if (linear.gated)
+        for (int v = 0; v < VECS / 2; v++) value[v] = silu_times(value[v], value[v + VECS / 2]);
+    for (int v = 0; v < width / LANES; v++) {
+        halves out = rounded(value[v]);
+        if (residual) out = rounded(add(widened(out), widened(load(residual + v * LANES))));
+        store(y + v * LANES, out);
+    }
+    if (left < width) memcpy(step.y + at, y, left * sizeof(bf16));
+}
+
+// The passes that rows are shared out among, as evenly as can be.
+template <class Op>
+struct Passes {
+    long rows, count;
+    explicit Passes(long rows) : rows(rows), count((rows + Op::ROWS - 1) / Op::ROWS) {}
+    long begin(long pass) const { return rows * pass / count; }
+};
+
+// The pieces of a weight's inputs, in pairs.
+template <class Op>
+struct Pieces {
+    long pairs, count;
+    explicit Pieces(long pairs) : pairs(pairs), count((pairs + Op::PIECE - 1) / Op::PIECE) {}
+    long begin(long piece) const { return pairs * piece / count; }
+    long length(long piece) const { return begin(piece + 1) - begin(piece); }
+};
+
+// Rows through one tile, which passes over all of them while it is in the cache; `next` is fetched meanwhile.
+template <class Op>
+void through_tile(const Step &step, const Rows<Op> &rows, long tile, const char *next) {
+    constexpr long STEP = TILE * 2 * Op::BYTES;
+    const Linear &linear = *step.linear;
+    const Passes<Op> passes(rows.count);
+    const Pieces<Op> pieces(linear.pairs());
+    const char *weights = linear.tile(tile);
+    long fetch = (STEP + passes.count - 1) / passes.count;
+    for (long p = 0; p < passes.count; p++) {
+        long first = passes.begin(p), past = passes.begin(p + 1);
+        float sums[Op::ROWS * TILE] = {0};
+        for (long i = 0; i < pieces.count; i++) {
+            long k = pieces.begin(i);
+            pass_of<Op>(past - first, rows.x + first * pieces.pairs + k, pieces.pairs, weights + k * STEP,
+                        pieces.length(i), next + (p * pieces.pairs + k) * fetch, fetch, sums);
+        }
+        for (long row = first; row < past; row++)
+            finish(step, sums + (row - first) * TILE, rows.scales ? rows.scales[row] : 1.0f, tile, rows.first + row);
+    }
+}
+
+// The same for rows that do not fit the cache: a piece of them meets all tiles [begin, end), at most GROUP, before the
+// next is taken. sums: [GROUP][BLOCK][TILE].
+template <class Op>
+void through_group(const Step &step, const Rows<Op> &rows, long begin, long end, const char *next, float *sums) {
+    constexpr long STEP = TILE * 2 * Op::BYTES;
+    const Linear &linear = *step.linear;
+    const Passes<Op> passes(rows.count);
+    const Pieces<Op> pieces(linear.pairs());
+    long fetch = (STEP + passes.count - 1) / passes.count;
+    memset(sums, 0, (end - begin) * BLOCK * TILE * sizeof(float));
+    for (long i = 0; i < pieces.count; i++) {
+        for (long tile = begin; tile < end; tile++) {
+            long k = pieces.begin(i), length = pieces.length(i);
+            const char *fetched = tile + 1 < end            ? linear.tile(tile + 1) + k * STEP
+                                  : i + 1 < pieces.count ? linear.tile(begin) + pieces.begin(i + 1) * STEP
+                                                         : next;
+            for (long p = 0; p < passes.count; p++) {
+                long first = passes.begin(p);
+                pass_of<Op>(passes.begin(p + 1) - first, rows.x + first * pieces.pairs + k, pieces.pairs,
+                            linear.tile(tile) + k * STEP, length, fetched + p * length * fetch, fetch,
+                            sums + ((tile - begin) * BLOCK + first) * TILE);
+            }
+        }
+    }
+    for (long row = 0; row < rows.count; row++)
+        for (long tile = begin; tile < end; tile++)
+            finish(step, sums + ((tile - begin) * BLOCK + row) * TILE, rows.scales ? rows.scales[row] : 1.0f, tile,
+                   rows.first + row);
+}
+
+// Tiles that are best taken together.
+template <class Op>
+long group_of(const Linear &linear, long count) {
+    long rows = count < BLOCK ? count : BLOCK;
+    return rows * linear.pairs() * (long)sizeof(typename Op::Pair) <= PANEL_BYTES ? 1 : GROUP;
+}
+
+// At most BLOCK rows through tiles [begin, end). `after` is the weight that this thread is likely to need next.
+template <class Op>
+void multiply(const Step &step, const Rows<Op> &rows, long begin, long end, const char *after, float *sums) {
+    const Linear &linear = *step.linear;
+    long group = group_of<Op>(linear, rows.count);
+    for (long first = begin; first < end; first += group) {
+        long last = first + group < end ? first + group : end;
+        const char *next = last < end ? linear.tile(last) : after;
+        if (group == 1) through_tile<Op>(step, rows, first, next);
+        else through_group<Op>(step, rows, first, last, next, sums);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,105 @@
+"""All layers in one call give, to the bit, what they give one by one, step after step, in every variant."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from model.paged import chunk, tiny_runner
+from model.tiny import NATIVE, make_checkpoint
+from torch import Tensor
+
+from headstart.core.batch import Batch, Chunk
+from headstart.model.attention.base import Attend
+from headstart.model.decoder import Decoder
+from headstart.model.fused import FusedLayers
+from headstart.model.kernels.load import NEEDED, VARIABLE, cpu_flags, find
+from headstart.model.loader import load_model
+from headstart.model.runner import ModelRunner
+from headstart.model.step import StepBounds, StepInputs, build_step
+
+RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in NATIVE),
+    ("llama", {"num_key_value_heads": 1, "head_dim": 20, "tie_word_embeddings": True, "num_hidden_layers": 1}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 77, "hidden_size": 52, "head_dim": 10}),
+]
+
+
+@pytest.fixture(params=RUNNABLE, autouse=True)
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every variant this processor runs, one after the other."""
+    monkeypatch.setenv(VARIABLE, request.param)
+    if find().kernels is None:
+        pytest.skip(find().note)
+
+
+def make_runner(folder: Path, family: str = "llama", **overrides: Any) -> tuple[ModelRunner, FusedLayers]:
+    make_checkpoint(family, folder, std=0.08, **overrides)
+    loaded = load_model(folder, dtype="bfloat16", device="cpu", attention_backend="cpu")
+    assert isinstance(loaded.model, Decoder) and loaded.model.fused is not None
+    return tiny_runner(loaded), loaded.model.fused
+
+
+def make_step(runner: ModelRunner, *chunks: Chunk) -> StepInputs:
+    bounds = StepBounds(runner.num_blocks, runner.block_size, runner.loaded.vocab_size, runner.loaded.max_model_len)
+    step, _, errors = build_step(Batch(chunks), bounds, runner.loaded.device)
+    assert step is not None and not errors
+    return step
+
+
+def layer_by_layer(attend: Attend) -> Attend:
+    """The same attention as somebody else's: only a function to call."""
+
+    def call(*rows: Any, **settings: Any) -> Tensor:
+        return attend(*rows, **settings)
+
+    return call
+
+
+@pytest.mark.parametrize(("family", "overrides"), FAMILIES, ids=[f"{f}-{i}" for i, (f, _) in enumerate(FAMILIES)])
+def test_one_call_equals_one_per_layer(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    runner, layers = make_runner(tmp_path / "a", family, **overrides)
+    other, _ = make_runner(tmp_path / "b", family, **overrides)
+    rng = Random(3)
+    first, second = ([rng.randrange(3, 128) for _ in range(80)] for _ in range(2))
+    cuts = [((0, 25), (0, 1)), ((25, 26), (1, 70)), ((26, 79), (70, 71)), ((79, 80), (71, 72)), ((0, 3), (72, 73))]
+    for ends in cuts:  # fewer and more rows in turns
+        steps = zip((first, second), ends, ([5, 3, 9, 1, 2], [6, 7, 8, 4, 10]), strict=True)
+        chunks = [chunk(tokens, begin, end, table) for tokens, (begin, end), table in steps]
+        with torch.inference_mode():
+            whole = layers.forward(make_step(runner, *chunks), runner.attention.begin(make_step(runner, *chunks)))
+            begun = other.attention.begin(make_step(other, *chunks))
+            parts = layers.forward(make_step(other, *chunks), layer_by_layer(begun))
+        assert whole.shape == parts.shape and torch.equal(whole, parts), ends
+    for block in range(1, 11):
+        assert runner.read_block(block) == other.read_block(block)
+
+
+@pytest.mark.parametrize("token", [-1, 128])
+def test_tokens_outside_the_vocabulary_are_refused(token: int, tmp_path: Path) -> None:
+    runner, layers = make_runner(tmp_path)
+    step = make_step(runner, chunk([5, 6], 0, 2, [1]))
+    step.token_ids[1] = token
+    before = runner.read_block(1)
+    with pytest.raises(ValueError, match=r"a token outside \[0, 128\)"):
+        layers.forward(step, runner.attention.begin(step))
+    assert runner.read_block(1) == before
+
+
+def test_positions_before_the_first_are_refused(tmp_path: Path) -> None:
+    runner, layers = make_runner(tmp_path)
+    step = make_step(runner, chunk([5, 6], 0, 2, [1]))
+    step.positions[0] = -1
+    with pytest.raises(ValueError, match="a position outside"):
+        layers.forward(step, runner.attention.begin(step))
+
+
+def test_a_step_that_was_checked_against_a_larger_pool_is_checked_again(tmp_path: Path) -> None:
+    runner, _ = make_runner(tmp_path)
+    bounds = StepBounds(runner.num_blocks + 1, runner.block_size, 128, 512)
+    step, _, _ = build_step(Batch((chunk([5, 6], 0, 1, [runner.num_blocks]),)), bounds, torch.device("cpu"))
+    assert step is not None
+    with pytest.raises(ValueError, match="outside"):
+        runner.attention.begin(step)
