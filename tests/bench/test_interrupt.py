@@ -12,6 +12,13 @@ from bench.stub_endpoint import Stub, serving
 
 import headstart
 
+# As from a terminal: what runs in the background of a shell, tests included, inherits that SIGINT is ignored.
+HEADSTART = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from headstart.cli import main
+sys.exit(main())
+"""
 LONG = ("--groups", "2", "--prompts", "2", "--prefix-tokens", "32", "--output-tokens", "1900")
 
 
@@ -28,7 +35,7 @@ def interrupted(arguments: tuple[str, ...], is_measuring: Callable[[Path], bool]
     out, err = folder / "out", folder / "err"
     with out.open("wb") as stdout, err.open("wb") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "headstart", "bench", *arguments], env=environment, stdout=stdout, stderr=stderr
+            [sys.executable, "-c", HEADSTART, "bench", *arguments], env=environment, stdout=stdout, stderr=stderr
         )
         try:
             assert wait_until(lambda: is_measuring(err) or process.poll() is not None), err.read_text()

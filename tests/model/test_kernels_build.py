@@ -13,7 +13,7 @@ from headstart.core.errors import ConfigError
 from headstart.model.doctor import report
 from headstart.model.kernels import build as building
 from headstart.model.kernels.build import BuildError, build, build_packaged, cache_folder, find_compiler, packaged
-from headstart.model.kernels.load import NEEDED, VARIABLE, cpu_flags, load
+from headstart.model.kernels.load import NEEDED, VARIABLE, cpu_flags, find, load
 
 RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
 # weights from malloc, which the sanitizer surrounds with guards
@@ -181,7 +181,7 @@ def test_a_wheel_brings_the_kernels_and_needs_no_compiler_to_use_them(tmp_path: 
 
 
 def test_doctor_says_where_the_kernels_are_from() -> None:
-    found = load("")
+    found = find()
     shown = report().text()
     assert found.origin in shown
     assert found.kernels is None or found.origin.startswith(("built with the package", "compiled on this machine"))

@@ -9,6 +9,7 @@ import torch
 from model.paged import token_writes
 
 from headstart.model.kernels import load
+from headstart.model.kernels.memory import HUGE
 from headstart.model.kv import KVShape, PagedKV
 from headstart.model.packed_kv import PackedKV
 from headstart.model.writes import Span, Writes
@@ -58,6 +59,20 @@ def test_tokens_and_spans_land_where_paged_kv_puts_them(
     assert [bytes(packed.read_block(7 - block)) for block in range(8)] == [
         bytes(paged.read_block(block)) for block in range(8)
     ]
+
+
+def test_the_pool_begins_where_a_huge_page_can_and_is_zero(kernels: load.Kernels) -> None:
+    packed, _ = pair(kernels, 64, torch.bfloat16, 16)
+    assert packed.pool.ctypes.data % HUGE == 0 and not packed.pool.any()
+
+
+def test_a_token_leaves_its_neighbours_in_the_same_words_alone(kernels: load.Kernels) -> None:
+    packed, paged = pair(kernels, 5, torch.bfloat16, 16)
+    for slot in (35, 34, 33, 36, 34):  # odd and even, again over what is there
+        keys, values = torch.randn(2, 1, 3, 5).to(torch.bfloat16)
+        for kv in (packed, paged):
+            kv.write(0, keys, values, token_writes([slot]))
+        assert bytes(packed.read_block(2)) == bytes(paged.read_block(2))
 
 
 def test_a_block_of_the_wrong_length_or_outside_is_refused(kernels: load.Kernels) -> None:

@@ -58,6 +58,18 @@ def pinned(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, s
     cli_run.run_on_model(bench, model, dtype, threads, seed, None)
 
 
+@lab.command(short_help="What int8 weights do to logits and answers.")
+def int8(model: Model = "", threads: Threads = 0, seed: Seed = 0, quick: Quick = False) -> None:
+    """Logits with int8 weights and with bfloat16 against float32, and exact answers of the bundled model (default)."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.lab_int8 import QUICK, Int8Config, run_int8
+
+        return run_int8(setup, QUICK if quick else Int8Config(), bar)
+
+    cli_run.run_on_model(bench, model, "auto", threads, seed, None)
+
+
 @lab.command("page-aligned", short_help="Aligned prefill: KV writes saved, budget lost.")
 def page_aligned(
     model: Model = "tiny",

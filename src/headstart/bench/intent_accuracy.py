@@ -51,7 +51,7 @@ class Accuracy:
 
 def measure_accuracy(answer: Answer, config: AccuracyConfig, bar: Bar = QUIET) -> Accuracy:
     """Asks everything twice, caching off and on. Exact JSON counts, nothing less."""
-    examples, conversations = _questions(config)
+    examples, conversations = questions(config)
     found: dict[str, Sequence[Completed]] = {}
     for name in ("off", "on"):
         bar.stage(f"{len(examples)} sentences, caching {name}", len(examples))
@@ -95,7 +95,7 @@ def bundled_answers(threads: int, bar: Bar = QUIET) -> Answer:
     return answer
 
 
-def _questions(config: AccuracyConfig) -> tuple[list[Example], list[list[dict[str, str]]]]:
+def questions(config: AccuracyConfig) -> tuple[list[Example], list[list[dict[str, str]]]]:
     """Held-out examples and the conversation that asks for each."""
     examples: list[Example] = []
     conversations: list[list[dict[str, str]]] = []

@@ -5,7 +5,6 @@ the kernels has the same one. A head size that is no multiple of 16 is padded, a
 """
 
 import ctypes
-import mmap
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from headstart.core.errors import ConfigError
 from headstart.core.store import Data
 from headstart.model.kernels.attention import MAX_DIMS, NO_PLAN, PAGE, AttentionCall
 from headstart.model.kernels.load import Kernels, threads
+from headstart.model.kernels.memory import Arena
 from headstart.model.kv import KVShape
 from headstart.model.writes import Writes
 
@@ -188,10 +188,7 @@ def packed(rows: Tensor) -> Tensor:
 
 
 def _zeros(size: tuple[int, ...]) -> NDArray[np.uint32]:
-    """Zeroed words on pages of the machine, huge ones where it has them: a sequence touches many places."""
-    memory = mmap.mmap(-1, max(4 * int(np.prod(size)), 1))
-    if hasattr(memory, "madvise") and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    words = np.frombuffer(memory, dtype=np.uint32).reshape(size)
+    """Zeroed words in huge pages where the machine has them: a sequence touches many places."""
+    words = Arena().take(size, torch.int32).numpy().view(np.uint32)
     words.fill(0)  # so that memory that is not there is missed now, not in the middle of a step
     return words

@@ -10,7 +10,7 @@
 
 namespace {
 
-enum { CHUNK_PAGES = 16, CHUNK = CHUNK_PAGES * PAGE, AHEAD = 4 };
+enum { CHUNK_PAGES = 32, CHUNK = CHUNK_PAGES * PAGE, AHEAD = 4 };
 #if defined(__AVX512F__)
 enum { REGISTERS = 32 };
 #else
