@@ -16,7 +16,8 @@ import sys
 import numpy as np, pytest
 from headstart.model import packed_kv
 packed_kv._zeros = lambda size: np.zeros(size, np.uint32)  # from malloc, which the sanitizer surrounds with guards
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not long", *sys.argv[1:]]))
+only = ["-m", "not long", "-k", "not huge_page"]
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *only, *sys.argv[1:]]))
 """
 
 

@@ -103,3 +103,28 @@ def test_a_step_that_was_checked_against_a_larger_pool_is_checked_again(tmp_path
     assert step is not None
     with pytest.raises(ValueError, match="outside"):
         runner.attention.begin(step)
+
+
+def test_positions_far_behind_the_first_ones_are_turned_too(tmp_path: Path) -> None:
+    runner, layers = make_runner(tmp_path, max_position_embeddings=4096)
+    tokens, table = [Random(1).randrange(3, 128) for _ in range(2200)], list(range(1, 139))
+    other = ModelRunner(runner.loaded, num_blocks=140, block_size=16)
+    wide = ModelRunner(runner.loaded, num_blocks=140, block_size=16)
+    with torch.inference_mode():
+        for begin, end in ((0, 10), (10, 2190), (2190, 2200)):  # positions below 1,024, then far above
+            step = make_step(wide, chunk(tokens, begin, end, table))
+            whole = layers.forward(step, wide.attention.begin(step)).clone()
+            parts = layers.forward(step, layer_by_layer(other.attention.begin(step)))
+            assert torch.equal(whole, parts)
+
+
+def test_more_threads_than_at_the_last_step_find_memory(tmp_path: Path) -> None:
+    runner, layers = make_runner(tmp_path)
+    step, before = make_step(runner, chunk([5, 6], 0, 2, [1])), torch.get_num_threads()
+    try:
+        with torch.inference_mode():
+            alone = layers.forward(step, runner.attention.begin(step)).clone()
+            torch.set_num_threads(before + 2)
+            assert torch.equal(layers.forward(step, runner.attention.begin(step)), alone)
+    finally:
+        torch.set_num_threads(before)

@@ -15,7 +15,7 @@ from headstart.model.attention.base import Attend
 from headstart.model.attention.cpu import CPUStep
 from headstart.model.config import ModelConfig
 from headstart.model.kernels.chain import Buffers, Chain, Link
-from headstart.model.kernels.load import Kernels
+from headstart.model.kernels.load import Kernels, threads
 from headstart.model.kernels.packed import HeadTurner, PackedLinear
 from headstart.model.kernels.stack import Stack
 from headstart.model.layers import RMSNorm
@@ -72,7 +72,7 @@ class FusedLayers:
         if not isinstance(attend, CPUStep):
             return self._forward_by_layer(step, attend)
         count = step.num_tokens
-        if self._buffers.count != count:
+        if self._buffers.count != count or self._threads != threads():
             self._resize(count)
         buffers = self._buffers
         queries, keys, values = self._heads(buffers)
@@ -115,7 +115,7 @@ class FusedLayers:
         self._buffers = Buffers(count, self._widths)
         for index, memory in enumerate(self._memory):
             self._buffers[index] = memory[:count]
-        self._kept_scratch = self._scratch(count)
+        self._kept_scratch, self._threads = self._scratch(count), threads()
 
     def _scratch(self, count: int) -> Tensor:
         return max((chain.scratch(count) for chain in self._chains[:2]), key=len)  # those behind are like the second
