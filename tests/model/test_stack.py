@@ -128,3 +128,14 @@ def test_more_threads_than_at_the_last_step_find_memory(tmp_path: Path) -> None:
             assert torch.equal(layers.forward(step, runner.attention.begin(step)), alone)
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_runner_takes_the_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, _ = make_runner(tmp_path)
+
+    def refuse(*_: object) -> Tensor:
+        raise AssertionError("the layers were run one by one")
+
+    monkeypatch.setattr(FusedLayers, "_forward_by_layer", refuse)
+    rows = runner.execute(Batch((chunk([5, 6, 7], 0, 3, [1], num_logits=1),))).rows
+    assert rows[0].error is None and len(rows[0].token_ids) == 1
