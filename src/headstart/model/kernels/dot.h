@@ -1,10 +1,11 @@
 // Sums of 16 outputs over pairs of inputs, for each instruction set: bf16 weights, and int8 weights.
 //
-// A Pair is two inputs of one row; Weights are those of 16 outputs for it. ROWS rows at a time keep their sums in
-// registers. int8 weights meet rows of int16, and their products are summed in int32: exact, for so many pairs.
+// A Pair is two inputs of one row. Up to ROWS rows at a time keep their sums in registers: of all 32 outputs of a tile or,
+// where columns(rows) is 1, of half of them. int8 weights meet rows of int16, and their products are summed in int32:
+// exact, for INT_PIECE pairs.
 #pragma once
 
-#include "common.h"
+#include "linear.h"
 
 namespace {
 
@@ -27,12 +28,28 @@ struct Ints {  // the same in int32
     }
 };
 
+// One step of a pass over 32 outputs, two registers wide.
+template <class Op>
+struct Wide {
+    static constexpr int ROWS = 12;
+    static constexpr int columns(int) { return 2; }
+    template <class Sum, class Pair, int R, int C>
+    static void step(Sum (&sums)[R][C], const char *at, const Pair *x, long stride) {
+        auto first = Op::load(at), second = Op::load(at + HALF * 2 * Op::BYTES);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            Op::add(sums[r][0], first, x + r * stride);
+            Op::add(sums[r][1], second, x + r * stride);
+        }
+    }
+};
+
 #if defined(__AVX512BF16__)
-struct Bf16 {
+struct Bf16 : Wide<Bf16> {
     typedef Floats Sum;
     typedef uint32_t Pair;  // two bf16 of x
     typedef __m512bh Weights;
-    static constexpr int ROWS = 12, BYTES = 2, PIECE = FLOAT_PIECE;
+    static constexpr int BYTES = 2, PIECE = FLOAT_PIECE;
     static Weights load(const char *at) { return (__m512bh)_mm512_loadu_si512(at); }
     static void add(Sum &sum, Weights weights, const Pair *x) {
         sum.value = _mm512_dpbf16_ps(sum.value, weights, (__m512bh)_mm512_set1_epi32((int)*x));
@@ -42,13 +59,13 @@ struct Bf16 {
 struct FloatPair {
     float even, odd;
 };
-struct Bf16 {  // widened: a bf16 is the upper half of a float
+struct Bf16 : Wide<Bf16> {  // widened: a bf16 is the upper half of a float
     typedef Floats Sum;
     typedef FloatPair Pair;
     struct Weights {
         __m512 even, odd;
     };
-    static constexpr int ROWS = 12, BYTES = 2, PIECE = FLOAT_PIECE;
+    static constexpr int BYTES = 2, PIECE = FLOAT_PIECE;
     static Weights load(const char *at) {
         __m512i both = _mm512_loadu_si512(at);
         return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
@@ -61,11 +78,11 @@ struct Bf16 {  // widened: a bf16 is the upper half of a float
 };
 #endif
 
-struct Int8 {
+struct Int8 : Wide<Int8> {
     typedef Ints Sum;
     typedef uint32_t Pair;  // two int16 of x
     typedef __m512i Weights;
-    static constexpr int ROWS = 12, BYTES = 1, PIECE = INT_PIECE;
+    static constexpr int BYTES = 1, PIECE = INT_PIECE;
     static Weights load(const char *at) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)at)); }
     static void add(Sum &sum, Weights weights, const Pair *x) {
 #if defined(__AVX512VNNI__)
@@ -98,44 +115,51 @@ struct FloatPair {
     float even, odd;
 };
 
-struct Bf16 {
+struct Bf16 {  // widened; the even inputs first, so that six rows' sums and what is multiplied fit sixteen registers
     typedef Floats Sum;
     typedef FloatPair Pair;
-    struct Weights {
-        __m256i low, high;
-    };
-    static constexpr int ROWS = 3, BYTES = 2, PIECE = FLOAT_PIECE;
-    static Weights load(const char *at) {
-        return {_mm256_loadu_si256((const __m256i *)at), _mm256_loadu_si256((const __m256i *)(at + 32))};
+    static constexpr int ROWS = 6, BYTES = 2, PIECE = FLOAT_PIECE;
+    static constexpr int columns(int rows) { return rows > 3 ? 1 : 2; }
+    template <int R, int C>
+    static void step(Sum (&sums)[R][C], const char *at, const Pair *x, long stride) {
+        for (int c = 0; c < C; c++) step_column(sums, c, at + c * HALF * 4, x, stride);
     }
-    static __m256 even(__m256i both) { return _mm256_castsi256_ps(_mm256_slli_epi32(both, 16)); }
-    static __m256 odd(__m256i both) {
-        return _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000u)));
+    template <int R, int C>
+    static void step_column(Sum (&sums)[R][C], int c, const char *at, const Pair *x, long stride) {
+        const __m256i *both = (const __m256i *)at, upper = _mm256_set1_epi32((int)0xffff0000u);
+        __m256 low = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(both), 16));
+        __m256 high = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(both + 1), 16));
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) multiply(sums[r][c], low, high, &x[r * stride].even);
+        low = _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(both), upper));
+        high = _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(both + 1), upper));
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) multiply(sums[r][c], low, high, &x[r * stride].odd);
     }
-    static void add(Sum &sum, Weights weights, const Pair *x) {
-        __m256 x_even = _mm256_set1_ps(x->even), x_odd = _mm256_set1_ps(x->odd);
-        sum.low = _mm256_fmadd_ps(even(weights.low), x_even, sum.low);
-        sum.high = _mm256_fmadd_ps(even(weights.high), x_even, sum.high);
-        sum.low = _mm256_fmadd_ps(odd(weights.low), x_odd, sum.low);
-        sum.high = _mm256_fmadd_ps(odd(weights.high), x_odd, sum.high);
+    static void multiply(Sum &sum, __m256 low, __m256 high, const float *x) {
+        __m256 factor = _mm256_broadcast_ss(x);
+        sum.low = _mm256_fmadd_ps(low, factor, sum.low);
+        sum.high = _mm256_fmadd_ps(high, factor, sum.high);
     }
 };
 
 struct Int8 {
     typedef Ints Sum;
     typedef uint32_t Pair;
-    struct Weights {
-        __m256i low, high;
-    };
-    static constexpr int ROWS = 2, BYTES = 1, PIECE = INT_PIECE;
-    static Weights load(const char *at) {
-        return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at)),
-                _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(at + 16)))};
-    }
-    static void add(Sum &sum, Weights weights, const Pair *x) {
-        __m256i pair = _mm256_set1_epi32((int)*x);
-        sum.low = _mm256_add_epi32(sum.low, _mm256_madd_epi16(weights.low, pair));
-        sum.high = _mm256_add_epi32(sum.high, _mm256_madd_epi16(weights.high, pair));
+    static constexpr int ROWS = 5, BYTES = 1, PIECE = INT_PIECE;
+    static constexpr int columns(int rows) { return rows > 2 ? 1 : 2; }
+    template <int R, int C>
+    static void step(Sum (&sums)[R][C], const char *at, const Pair *x, long stride) {
+        for (int c = 0; c < C; c++) {
+            __m256i low = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at + 2 * c));
+            __m256i high = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at + 2 * c + 1));
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) {
+                __m256i pair = _mm256_set1_epi32((int)x[r * stride]);
+                sums[r][c].low = _mm256_add_epi32(sums[r][c].low, _mm256_madd_epi16(low, pair));
+                sums[r][c].high = _mm256_add_epi32(sums[r][c].high, _mm256_madd_epi16(high, pair));
+            }
+        }
     }
 };
 

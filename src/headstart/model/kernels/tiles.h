@@ -30,27 +30,25 @@ struct Rows {  // as an Op takes them, [count][pairs]
     long first, count;    // the first one's number in the step's buffers
 };
 
-// Adds R rows of x [R][stride] times a piece of a tile to out [R][TILE]. Each pair of inputs fetches
+// Adds R rows of x [R][stride] times a piece of a tile, or of half of it, to out [R][TILE]. Each pair of inputs fetches
 // `fetch` bytes from `next` on.
 template <class Op, int R>
 void pass(const typename Op::Pair *x, long stride, const char *piece, long pairs, const char *next, long fetch,
           float *out) {
     constexpr long STEP = TILE * 2 * Op::BYTES;
-    typename Op::Sum sums[R][2];
+    constexpr int COLUMNS = Op::columns(R);
+    typename Op::Sum sums[R][COLUMNS];
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++) sums[r][0].clear(), sums[r][1].clear();
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < COLUMNS; c++) sums[r][c].clear();
     for (long k = 0; k < pairs; k++) {
-        typename Op::Weights first = Op::load(piece + k * STEP), second = Op::load(piece + k * STEP + STEP / 2);
         _mm_prefetch(next + k * fetch, _MM_HINT_T1);
         if (fetch > 64) _mm_prefetch(next + k * fetch + 64, _MM_HINT_T1);
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++) {
-            Op::add(sums[r][0], first, x + r * stride + k);
-            Op::add(sums[r][1], second, x + r * stride + k);
-        }
+        Op::step(sums, piece + k * STEP, x + k, stride);
     }
 #pragma GCC unroll 12  // all three: a loop that stays one keeps the sums in memory
-    for (int r = 0; r < R; r++) sums[r][0].add_to(out + r * TILE), sums[r][1].add_to(out + r * TILE + HALF);
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < COLUMNS; c++) sums[r][c].add_to(out + r * TILE + c * HALF);
 }
 
 template <class Op, int R = Op::ROWS>
@@ -59,7 +57,8 @@ void pass_of(long rows, const typename Op::Pair *x, long stride, const char *pie
     if constexpr (R > 1) {
         if (rows < R) return pass_of<Op, R - 1>(rows, x, stride, piece, pairs, next, fetch, out);
     }
-    pass<Op, R>(x, stride, piece, pairs, next, fetch, out);
+    for (int half = 0; half < 2; half += Op::columns(R))
+        pass<Op, R>(x, stride, piece + half * HALF * 2 * Op::BYTES, pairs, next, fetch, out + half * HALF);
 }
 
 // Stores one row's sums of a tile: scaled, biased, gated, added to the residual, rounded where torch rounds.
