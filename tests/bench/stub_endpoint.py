@@ -19,10 +19,11 @@ class Stub:
     silent (no cached tokens in usage), silent when none (told only if there are some).
     """
 
-    def __init__(self, fault: str = "", seconds_per_token: float = 0.001, probes: int = 1) -> None:
+    def __init__(self, fault: str = "", seconds_per_token: float = 0.001, probes: int = 1, together: int = 1) -> None:
         self.fault = fault
         self.seconds_per_token = seconds_per_token
         self.probes = probes  # requests before faults of measured ones begin
+        self.together = together  # no measured reply begins before so many requests were there at once
         self.bodies: list[dict] = []
         self.keys: list[str | None] = []
         self.now = self.most = self.gone = 0
@@ -46,6 +47,8 @@ class Stub:
         try:
             reply = web.StreamResponse()
             await reply.prepare(request)
+            while len(self.bodies) > self.probes and self.most < self.together:
+                await asyncio.sleep(0.001)
             for event in self.events(body):
                 await asyncio.sleep(self.seconds_per_token)
                 await reply.write(f"data: {event}\n\n".encode())

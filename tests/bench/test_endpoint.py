@@ -32,7 +32,7 @@ def jobs(count: int = 6, output: int = 4, due: Sequence[float] | None = None) ->
 
 
 def test_a_closed_loop_has_so_many_at_a_time_and_keeps_the_order_of_its_jobs() -> None:
-    stub = Stub(seconds_per_token=0.005)
+    stub = Stub(together=2)
     with connected(stub) as runner:
         asked = jobs()
         trial = runner.run(asked, concurrency=2)
