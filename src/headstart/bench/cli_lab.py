@@ -8,6 +8,7 @@ import typer
 
 from headstart.bench import cli_run
 from headstart.bench.cli_run import Dtype, Model, Plot, Quick, Runs, Seed, Threads
+from headstart.model.threads import prepare_threads
 
 if TYPE_CHECKING:
     from headstart.bench.engines import Setup
@@ -269,6 +270,29 @@ def write_behind(
         return run_write_behind(setup, replace(config, folder=folder), bar)
 
     cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
+
+
+@lab.command(short_help="The matrix products at any number of rows.")
+def linears(
+    shape: Annotated[str, typer.Option(help="Whose layers: a shape of init-model.")] = "llama-100m",
+    rows: Annotated[
+        list[int] | None, typer.Option(min=1, help="How many; may be repeated. Default: 1 to 4,096.")
+    ] = None,
+    threads: Threads = 0,
+    seed: Seed = 0,
+    quick: Quick = False,
+) -> None:
+    """A layer's products by our kernels (bfloat16, int8), by oneDNN's packed form and by F.linear, in turn."""
+
+    def bench(bar: "Bar") -> "Report":
+        count = prepare_threads(threads)
+        from headstart.bench.lab_linears import QUICK, LinearsConfig, run_linears
+
+        config = QUICK if quick else LinearsConfig()
+        config = replace(config, shape=shape, rows=tuple(rows or config.rows), threads=count, seed=seed)
+        return run_linears(config, bar)
+
+    cli_run.finish(bench, None)
 
 
 @lab.command(short_help="What a routing decision costs.")
