@@ -1,4 +1,4 @@
-"""The command line: `headstart serve | generate | prefix | store | doctor | bench | init-model`.
+"""The command line: `headstart serve | route | generate | prefix | store | doctor | bench | init-model`.
 
 The only place that reads argv and environment. Verbs import what they need when they run: --help stays fast, and the
 thread settings are in the environment before torch is imported. A mistake is one line on stderr and exit code 2.
@@ -24,17 +24,30 @@ from headstart.cli_store import app as store
 from headstart.config_file import DEBUG_VARIABLE, settle
 from headstart.core.errors import ConfigError, HeadstartError
 from headstart.model.threads import prepare_threads
-from headstart.options import EngineOptions, ServerOptions
+from headstart.options import EngineOptions, RouterOptions, ServerOptions
 
 _SERVE_EXAMPLES = """Examples:
   headstart serve                                 the bundled model on http://127.0.0.1:8000
   headstart serve Qwen/Qwen3-0.6B --port 9000     a model from the hub, downloaded once
+  headstart serve ./my-model --replicas 4         four of them share this machine behind one router
   HEADSTART_API_KEY=secret headstart serve ./my-model --max-model-len 8192"""
+_ROUTE_EXAMPLES = """Examples:
+  headstart route --replica http://10.0.0.7:8000 --replica http://10.0.0.8:8000 --host 0.0.0.0
+  headstart route --discover file:replicas.txt --port 9000
+  curl -sD- localhost:8000/v1/completions -H 'x-headstart-explain: 1' -d '{"prompt": "Hi"}' -o/dev/null"""
 _GENERATE_EXAMPLES = """Examples:
   headstart generate --model Qwen/Qwen3-0.6B --chat "Why is the sky blue?"
   headstart generate --model ./my-model --temperature 0 --json < prompt.txt"""
 _INIT_EXAMPLES = """Example:
   headstart init-model --shape llama-100m models/m100 && headstart serve models/m100"""
+
+NOT_OF_A_SERVER = ("replica", "discover", "replica_api_key")
+"""Router options that make no sense where the replicas are its own."""
+NOT_OF_A_ROUTER = (
+    *("served_model_name", "max_num_queued_tokens", "max_n", "max_prompts", "max_logprobs", "heartbeat_timeout"),
+    *("stats_interval", "replicas"),
+)
+"""Server options that are the replicas' business."""
 
 app = typer.Typer(
     help="Serve language models without ever computing the same prefix twice. Start with: headstart serve",
@@ -93,7 +106,7 @@ def _root(
 
 
 @app.command(cls=GroupedCommand, epilog=_SERVE_EXAMPLES)
-@takes_options(EngineOptions, ServerOptions, skip=("model",))
+@takes_options(EngineOptions, ServerOptions, RouterOptions, skip=("model", *NOT_OF_A_SERVER))
 def serve(
     *,
     model: Annotated[
@@ -101,17 +114,35 @@ def serve(
     ] = None,
     sources: Sources,
 ) -> None:
-    """Serve a model through the OpenAI API.
+    """Serve a model through the OpenAI API; with --replicas, several times behind one router.
 
     Every option may also stand in ./headstart.toml (port = 9000) or in the environment (HEADSTART_PORT=9000).
     Flags win over the environment, the environment over the file. Keep keys out of argv: others can see it.
     """
     named: Sources = () if model is None else ({"model": model},)
     engine, server = settle(EngineOptions, *named, *sources), settle(ServerOptions, *sources)
+    router = settle(RouterOptions, *sources)
+    if router.replicas > 1:
+        from headstart.cli_replicas import serve_replicas
+
+        raise typer.Exit(serve_replicas(engine, server, router))
     from headstart.cli_engine import build_engine
     from headstart.server.serve import serve as run_server
 
     raise typer.Exit(run_server(build_engine, engine, server))
+
+
+@app.command(cls=GroupedCommand, epilog=_ROUTE_EXAMPLES)
+@takes_options(RouterOptions, ServerOptions, skip=NOT_OF_A_ROUTER)
+def route(*, sources: Sources) -> None:
+    """Send each request to the replica where its first token comes soonest.
+
+    Replicas are servers of the OpenAI API: Headstart's, vLLM's, SGLang's. Clients see one server.
+    """
+    router, server = settle(RouterOptions, *sources), settle(ServerOptions, *sources)
+    from headstart.fleet.serve import route as run_router
+
+    raise typer.Exit(run_router(router, server))
 
 
 @app.command(cls=GroupedCommand, epilog=_GENERATE_EXAMPLES)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from headstart.config_file import CONFIG_VARIABLE, FILE_NAME, plain_type, read_environment, read_file, takes_several
-from headstart.options import EngineOptions, ServerOptions, flag_fields, flag_of
+from headstart.options import OptionClass, flag_fields, flag_of
 
 Sources = tuple[Mapping[str, Any], ...]
 """Option values by field name; the first source that has one wins."""
@@ -29,7 +29,7 @@ _CONFIG = Annotated[
 
 
 def takes_options(
-    *classes: type[EngineOptions] | type[ServerOptions], skip: tuple[str, ...] = ()
+    *classes: OptionClass, skip: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorates a verb: gives it a flag for each field of `classes`, and calls it with their values as `sources`."""
     options = [field for options in classes for field in flag_fields(options) if field.name not in skip]

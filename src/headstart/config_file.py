@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 
 from headstart.config_tables import read_tables
 from headstart.core.errors import ConfigError
-from headstart.options import EngineOptions, ServerOptions, check_values, flag_fields, flag_of
+from headstart.options import EngineOptions, RouterOptions, ServerOptions, check_values, flag_fields, flag_of
 
 FILE_NAME = "headstart.toml"
 PREFIX = "HEADSTART_"
@@ -22,9 +22,9 @@ CONFIG_VARIABLE = PREFIX + "CONFIG"
 DEBUG_VARIABLE = PREFIX + "DEBUG"
 KERNELS_VARIABLE = PREFIX + "KERNELS"  # read by model/kernels/load.py
 NO_OPTIONS = (CONFIG_VARIABLE, DEBUG_VARIABLE, KERNELS_VARIABLE)
-OPTION_CLASSES = (EngineOptions, ServerOptions)
+OPTION_CLASSES = (EngineOptions, ServerOptions, RouterOptions)
 
-Options = TypeVar("Options", EngineOptions, ServerOptions)
+Options = TypeVar("Options", EngineOptions, ServerOptions, RouterOptions)
 _TABLES = {
     field.metadata["table"]: field.name
     for options in OPTION_CLASSES

@@ -9,13 +9,15 @@ from typing import Any
 
 from headstart.core.errors import ConfigError
 
-MODEL, COMPUTE, SCHEDULING, LISTENING, BOUNDS, LIFE = (
+MODEL, COMPUTE, SCHEDULING, LISTENING, BOUNDS, LIFE, FLEET, ROUTING = (
     "Model",
     "Compute and memory",
     "Scheduling and caching",
     "Listening and keys",
     "Bounds on requests",
     "Life of the server",
+    "Replicas",
+    "Routing",
 )
 
 
@@ -83,6 +85,9 @@ class EngineOptions:
     )
     kv_cache_memory: str | None = _option(
         None, "KV pool size such as 6GiB (default: 40 % of what the weights leave).", COMPUTE
+    )
+    memory_limit: str | None = _option(
+        None, "Memory to count on, weights included, such as 8GiB (default: all that is free).", COMPUTE
     )
     max_model_len: int | None = _option(
         None, "Prompt + output tokens of a request (default: the model's).", SCHEDULING, minimum=2
@@ -168,7 +173,54 @@ class ServerOptions:
     access_log: bool = _option(True, "One JSON line per request on stderr.", LIFE)
 
 
-def flag_fields(options: type[EngineOptions] | type[ServerOptions]) -> list[Field[Any]]:
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """What a router in front of replicas needs to know beside its ServerOptions."""
+
+    replica: tuple[str, ...] = _option(
+        (), "Address of a replica: URL[,events=tcp://...][,replay=tcp://...]; repeat for several.", FLEET
+    )
+    discover: str | None = _option(
+        None, "Where replicas are listed: file:PATH (watched), or dns:NAME:PORT (asked again).", FLEET
+    )
+    replica_api_key: str | None = _option(None, "Key sent to replicas (default: the client's own).", FLEET, secret=True)
+    replicas: int = _option(1, "Servers on this machine behind one router.", FLEET, minimum=1)
+    health_interval: float = _option(0.5, "Seconds between two looks at a replica's /health.", FLEET, minimum=0.05)
+    scrape_interval: float = _option(
+        1.0, "Seconds between two looks at a replica's /metrics; 0: never.", FLEET, minimum=0
+    )
+    connect_timeout: float = _option(2.0, "Seconds until a connection must stand.", FLEET, minimum=0.01)
+    response_timeout: float = _option(
+        600.0, "Seconds without a byte from a replica until it is given up.", FLEET, minimum=0.1
+    )
+    max_attempts: int = _option(3, "Replicas asked for one request, until its first token.", FLEET, minimum=1)
+    retry_budget: float = _option(
+        0.2, "Share of the requests under way that may be retries; those of dead replicas are free.", FLEET, minimum=0
+    )
+    routing_policy: str = _option(
+        "cost",
+        "Who is asked: cost (earliest first token), weighted, prefix-threshold, least-load, round-robin.",
+        ROUTING,
+        choices=("cost", "weighted", "prefix-threshold", "least-load", "round-robin"),
+    )
+    shadow_policy: tuple[str, ...] = _option(
+        (), "Policy that decides too and is not followed; /metrics tells its regret. Repeat for several.", ROUTING
+    )
+    learn_at: str = _option(
+        "pick", "When a prompt counts as cached where it was sent.", ROUTING, choices=("pick", "response")
+    )
+    tokenizer: str = _option(
+        "auto",
+        "Folder or hub id of the replicas' tokenizer; auto: theirs, if it is on this machine; none: count in bytes.",
+        ROUTING,
+    )
+    decision_log: str | None = _option(None, "File to which every decision is added, one JSON line each.", ROUTING)
+
+
+OptionClass = type[EngineOptions] | type[ServerOptions] | type[RouterOptions]
+
+
+def flag_fields(options: OptionClass) -> list[Field[Any]]:
     """The fields that are flags, keys and variables; the others are filled by tables of headstart.toml."""
     return [option for option in fields(options) if "table" not in option.metadata]
 
@@ -178,7 +230,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def check_values(options: EngineOptions | ServerOptions) -> None:
+def check_values(options: EngineOptions | ServerOptions | RouterOptions) -> None:
     """Raises ConfigError for the first value outside its field's choices, minimum or maximum."""
     for option in fields(options):
         value, allowed = getattr(options, option.name), option.metadata

@@ -43,3 +43,16 @@ def test_what_was_under_way_when_it_was_ejected_changes_nothing() -> None:
     health.succeeded(0.5)
     assert not health.is_up(0.9)
     assert health.num_ejections == 1
+
+
+def test_who_was_seen_again_starts_anew() -> None:
+    health = Health()
+    health.failed(0.0, refused=True)
+    health.present()
+    assert not health.is_up(0.5), "it was never away: what was seen of it does not end an ejection"
+    health.absent = True
+    health.present()
+    assert health.is_up(0.5) and not health.absent
+    health.draining = True
+    health.present()
+    assert not health.draining

@@ -48,6 +48,32 @@ def test_nobody_to_ask_is_said_with_everybodys_reason() -> None:
         Router().pick(ask(1), 0.0)
 
 
+def test_who_is_absent_is_not_asked() -> None:
+    router = fleet(2)
+    router.endpoints["r0"].health.absent = True
+    pick = router.pick(ask(1), 0.0)
+    assert pick.endpoint.name == "r1" and pick.excluded == {"r0": "absent"}
+    router.endpoints["r1"].health.absent = True
+    with pytest.raises(NoReplicaError):
+        router.pick(ask(1), 0.0)
+
+
+def test_an_answer_in_one_piece_is_no_late_first_token_and_teaches_nothing() -> None:
+    router = fleet(1)
+    replica = router.endpoints["r0"]
+    before = replica.load.rates
+    pick = router.pick(ask(1, 2), 0.0)
+    router.sent(pick, 0.0)
+    assert replica.load.slowness(60.0) > 10
+    router.assume_first_token(pick, 1.0)
+    assert replica.load.slowness(60.0) == 1.0 and replica.backlog_ms(60.0) == 0.0
+    assert replica.load.num_pending == 0 and replica.load.num_streams == 1
+    router.finished(pick, 60.0, Usage(9, 0))
+    assert replica.load.rates == before and replica.load.num_requests == 0
+    router.assume_first_token(pick, 61.0)
+    assert replica.load.num_requests == 0
+
+
 def test_who_failed_this_request_is_not_asked_again() -> None:
     router = fleet(3)
     pick = router.pick(ask(1), 0.0)

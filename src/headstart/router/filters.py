@@ -39,6 +39,8 @@ def _reason(endpoint: Endpoint, ask: Ask, now: float, tried: frozenset[str]) -> 
         return "other models"
     if endpoint.name in tried:
         return "tried"
+    if endpoint.health.absent:
+        return "absent"
     if endpoint.health.draining:
         return "draining"
     return None if endpoint.health.is_up(now) else "ejected"

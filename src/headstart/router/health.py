@@ -1,4 +1,4 @@
-"""Health: whether a replica is asked at all, by what became of the requests sent there; nobody is pinged for it.
+"""Health: whether a replica is asked at all, by what became of the requests sent there; a body may know more.
 
 One refused connection or three failures in a row eject it; it comes back after a second, and after twice as long each
 time it fails again, up to half a minute. The one request that then finds it well ends that.
@@ -10,12 +10,14 @@ MAX_AWAY = 30.0
 
 
 class Health:
-    """The state of one replica. `draining`: it said itself that it takes nothing new."""
+    """The state of one replica. `draining`: it said itself that it takes nothing new. `absent`: a body looked, and
+    there is nobody, or nobody who is ready."""
 
-    __slots__ = ("_away", "_failures", "_until", "draining", "num_ejections")
+    __slots__ = ("_away", "_failures", "_until", "absent", "draining", "num_ejections")
 
     def __init__(self) -> None:
         self.draining = False
+        self.absent = False
         self.num_ejections = 0
         self._failures = 0
         self._away = 0.0
@@ -41,6 +43,12 @@ class Health:
         self._until = now + self._away
         self.num_ejections += 1
         return True
+
+    def present(self) -> None:
+        """A body looked, and it is there and takes requests; what failed before it was started again is forgotten."""
+        if self.absent or self.draining:
+            self._failures, self._away, self._until = 0, 0.0, 0.0
+        self.absent = self.draining = False
 
     def succeeded(self, now: float) -> None:
         """A request was answered; of one that was sent before an ejection that proves nothing."""

@@ -107,6 +107,13 @@ class Router:
             self._reported(pick, usage, now)
         pick.contents.computed(pick.hold, now)
 
+    def assume_first_token(self, pick: Pick, now: float) -> None:
+        """Its first token should be there, and will not be seen: the answer comes as one piece. Nothing is learned."""
+        assert pick.flight is not None, "it was never sent"
+        if pick.first_token is None and pick.finish is None:
+            pick.endpoint.load.answered(pick.flight, now)
+            pick.flight.took_ms = None
+
     def finished(self, pick: Pick, now: float, usage: Usage | None = None, output: Sequence[int] = ()) -> None:
         """The whole answer is there. `output` are its token ids, where a body knows them."""
         assert pick.hold is not None and pick.flight is not None and pick.contents is not None, "it was never sent"

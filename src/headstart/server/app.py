@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -12,12 +13,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headstart import __version__
 from headstart.core.errors import InvalidRequestError
 from headstart.server import protocol
+from headstart.server.auth import Authenticator
 from headstart.server.bodies import parse_detokenize, parse_json, parse_tokenize
 from headstart.server.body import Refusal
 from headstart.server.cache_routes import cache_stats, explain
 from headstart.server.fields import shown
 from headstart.server.http_errors import HttpError, error_response, json_response
 from headstart.server.inference import CHAT, COMPLETIONS, check_model, infer
+from headstart.server.logs import Log
 from headstart.server.metrics import CONTENT_TYPE
 from headstart.server.openapi import BODIES
 from headstart.server.prefixes import parse_prefix
@@ -221,10 +224,28 @@ def _switch(request: Request, name: str) -> bool:
     return value == "true"
 
 
+class Host(Protocol):
+    """Whose gate it is: a server, or a router in front of servers."""
+
+    @property
+    def auth(self) -> Authenticator: ...
+
+    @property
+    def log(self) -> Log: ...
+
+    def note(self, record: RequestRecord, error: Exception) -> None:
+        """Puts `error` on the record, and on the log what is not the client's own."""
+        ...
+
+    def answered(self, record: RequestRecord) -> bool:
+        """A request is over; whether its access line is wanted."""
+        ...
+
+
 class Gate:
     """Gives every request a record and an id, checks its key, and writes its access line."""
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+    def __init__(self, app: ASGIApp, state: Host) -> None:
         self._app = app
         self._state = state
 
@@ -263,8 +284,5 @@ class Gate:
     def _settle(self, record: RequestRecord) -> None:
         status = 499 if record.error == "client_closed" else record.status
         record.status = 499 if status is None else status
-        metrics = self._state.metrics
-        if metrics is not None:
-            metrics.answered(record.path, record.method, record.status)
-        if self._state.options.access_log:
+        if self._state.answered(record):
             self._state.log.event("request", record.fields(time.monotonic()))

@@ -46,6 +46,7 @@ ACCESS = {
     "/v1/prefixes": Access.ADMIN,  # public prefixes are everyone's
     "/v1/cache/stats": Access.OPERATOR,  # as /metrics
     "/v1/cache/explain": Access.OWN,  # it shows prompts
+    "/v1/fleet": Access.OPERATOR,  # a router's: where replicas are, and what they have to do
 }
 _ADMIN_TREE = "/v1/prefixes/"  # and whatever lies below
 

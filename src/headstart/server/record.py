@@ -12,6 +12,7 @@ from headstart.server.auth import ANYONE, Principal
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 _MAX_LABEL_CHARS = 128
 _SCOPE_KEY = "headstart.record"
+_PROBES = ("/health", "/readyz", "/livez", "/metrics")  # asked all the time by those who look after servers
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class RequestRecord:
     first_token_at: float | None = None
     finish_reason: str | None = None
     error: str | None = None  # code
+    route: dict[str, object] | None = None  # what a router has to say of it
 
     @classmethod
     def of(cls, scope: Any) -> "RequestRecord":
@@ -40,6 +42,11 @@ class RequestRecord:
         record = cls(cleaned or f"req-{uuid4().hex}", scope["method"], scope["path"])
         scope[_SCOPE_KEY] = record
         return record
+
+    @property
+    def is_news(self) -> bool:
+        """Whether its access line tells anything: a probe that succeeds does not."""
+        return self.path not in _PROBES or self.status is None or self.status >= 400
 
     def fields(self, now: float) -> dict[str, object]:
         """Returns the fields of the access line."""
@@ -57,6 +64,7 @@ class RequestRecord:
             **named,
             "completion_tokens": self.num_tokens,
             "finish_reason": self.finish_reason,
+            **(self.route or {}),
             "queue_ms": self._since_arrival(self.scheduled_at),
             "ttft_ms": self._since_arrival(first),
             "e2e_ms": self._since_arrival(now),

@@ -42,7 +42,7 @@ def serve(build: Build, engine_options: EngineOptions, server_options: ServerOpt
     """
     log = Log()
     try:
-        listener = _listen(server_options.host, server_options.port)
+        listener = listen(server_options.host, server_options.port)
     except ConfigError as error:
         log.line(f"headstart: {error}")
         return EXIT_CONFIG
@@ -51,7 +51,7 @@ def serve(build: Build, engine_options: EngineOptions, server_options: ServerOpt
         return runner.run(_Run(build, engine_options, server_options, listener, log).run())
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Takes the port before anything is loaded. Raises ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -73,7 +73,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _HttpServer(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn without signal handlers of its own."""
 
     @contextlib.contextmanager
@@ -110,7 +110,7 @@ class _Run:
             self._log.line(f"headstart: {error}")
             return EXIT_CONFIG
         self._install_signals(state)
-        http = _HttpServer(_uvicorn_config(state))
+        http = HttpServer(_uvicorn_config(state))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         try:
             return await self._live(state, engine)
@@ -163,16 +163,16 @@ class _Run:
         """Answers what was admitted, for as long as there is time."""
         if engine.dead is not None:
             self._log.line(f"headstart: the engine has stopped ({engine.dead}); so does the server")
-            await _first_of(self._now.wait(), timeout=DEAD_SECONDS)
+            await first_of(self._now.wait(), timeout=DEAD_SECONDS)
             return EXIT_BROKEN
         deadline = time.monotonic() + self._drain_seconds
         while state.num_jobs and engine.dead is None and not self._now.is_set() and time.monotonic() < deadline:
-            await _first_of(state.idle.wait(), self._now.wait(), engine.died.wait(), timeout=0.5)
+            await first_of(state.idle.wait(), self._now.wait(), engine.died.wait(), timeout=0.5)
         if not state.num_jobs:
             return EXIT_OK if engine.dead is None else EXIT_BROKEN
         self._log.line(f"headstart: {state.num_jobs} requests were cut off")
         state.cancel_all(DrainingError("the server shut down before this request was finished"))
-        await _first_of(state.idle.wait(), timeout=CUT_SECONDS)
+        await first_of(state.idle.wait(), timeout=CUT_SECONDS)
         return EXIT_INTERRUPTED if self._now.is_set() else EXIT_BROKEN
 
     async def _close(self, engine: EngineClient) -> None:
@@ -190,7 +190,7 @@ class _Run:
 
     async def _until_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Returns the result of `work`, or None if a signal came first."""
-        return await _first_of(work, self._stop.wait())
+        return await first_of(work, self._stop.wait())
 
     def _install_signals(self, state: ServerState) -> None:
         loop = asyncio.get_running_loop()
@@ -239,7 +239,7 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
     )
 
 
-async def _first_of(*works: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
+async def first_of(*works: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
     """Returns what the first of `works` returns if it is the first to end, else None; the rest is cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

@@ -147,6 +147,12 @@ class ServerState:
         elif not isinstance(error, HeadstartError | HttpError | ClientGoneError):
             self.log.failure("internal_error", error, record.request_id)
 
+    def answered(self, record: RequestRecord) -> bool:
+        """Counts a request that is over; whether its access line is wanted."""
+        if self.metrics is not None and record.status is not None:
+            self.metrics.answered(record.path, record.method, record.status)
+        return self.options.access_log and record.is_news
+
     def cancel_all(self, error: Exception) -> None:
         """Ends every job with `error`."""
         for job in list(self._jobs):

@@ -1,0 +1,1 @@
+"""Bodies around the routing core: sockets, clocks and processes between clients and replicas."""

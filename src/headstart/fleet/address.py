@@ -1,0 +1,46 @@
+"""ReplicaAddress: where a replica is asked, and where it publishes its KV events, if it does."""
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from headstart.core.errors import ConfigError
+
+_EXAMPLE = "http://10.0.0.7:8000, or http://10.0.0.7:8000,events=tcp://10.0.0.7:5557,replay=tcp://10.0.0.7:5558"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAddress:
+    """`url` without a path and without a slash at its end: it is the replica's name in the router, too."""
+
+    url: str
+    events: str | None = None  # ZMQ endpoint of its PUB socket, to connect to
+    replay: str | None = None  # ZMQ endpoint of its ROUTER socket, for events that were missed
+
+
+def parse_address(text: str) -> ReplicaAddress:
+    """A replica as an option or a file has it: URL[,events=ENDPOINT][,replay=ENDPOINT]. Raises ConfigError."""
+    url, *rest = (part.strip() for part in text.split(","))
+    found: dict[str, str] = {}
+    for part in rest:
+        key, _, value = part.partition("=")
+        if key not in ("events", "replay") or not value.startswith(("tcp://", "ipc://")) or key in found:
+            raise ConfigError(f"replica {text!r}: {part!r} says nothing; write it like {_EXAMPLE}")
+        found[key] = value
+    if "replay" in found and "events" not in found:
+        raise ConfigError(f"replica {text!r}: replay is of no use without events")
+    return ReplicaAddress(_checked_url(url), **found)
+
+
+def _checked_url(text: str) -> str:
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"replica {text!r} is no address ({error}); write it like {_EXAMPLE}") from None
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    if parts.scheme not in ("http", "https") or not parts.hostname or path or parts.query or parts.fragment:
+        raise ConfigError(f"replica {text!r} is no address; write it like {_EXAMPLE}")
+    if parts.username or parts.password:
+        raise ConfigError("a replica's address holds a user or a password; give keys by --replica-api-key")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}" + (f":{port}" if port else "")

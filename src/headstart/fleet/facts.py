@@ -1,0 +1,112 @@
+"""Facts: what a replica says of itself over HTTP: models, cache, load. Headstart, vLLM and SGLang are understood."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headstart.router.endpoint import Reported
+
+_LINE = re.compile(r"^((?:vllm|sglang|headstart):\w+)(?:\{([^}]*)\})? (\S+)", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+_RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
+_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
+_CACHE = "vllm:cache_config_info"
+_ADAPTERS = "vllm:lora_requests_info"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One entry of /v1/models."""
+
+    id: str
+    parent: str | None = None  # of an adapter: the model it belongs to
+    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])  # as the replica has it
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """What was read of one scrape. `num_blocks` and `block_size` (tokens) 0: it did not say."""
+
+    kind: str = ""  # headstart, vllm, sglang; empty: something else
+    block_size: int = 0
+    num_blocks: int = 0
+    waiting: int = 0
+    running: int = 0
+    kv_usage: float = 0.0
+    adapters: frozenset[str] = frozenset()
+    waiting_adapters: frozenset[str] = frozenset()
+    max_adapters: int = 0
+
+    def reported(self, at: float) -> Reported:
+        """The load, as the router takes it; `at` in seconds on its clock."""
+        return Reported(
+            at, self.waiting, self.running, self.kv_usage, self.adapters, self.waiting_adapters, self.max_adapters
+        )
+
+
+def parse_metrics(text: str) -> Metrics:
+    """Reads a page of Prometheus text; what is not there stays 0. Several engines of one server are added up."""
+    sums: dict[str, float] = {}
+    labels: dict[str, dict[str, str]] = {}
+    for name, inside, value in _LINE.findall(text):
+        try:
+            sums[name] = sums.get(name, 0.0) + float(value)
+        except ValueError:
+            continue
+        if name in (_CACHE, _ADAPTERS):
+            labels[name] = dict(_LABEL.findall(inside))
+    cache, lora = labels.get(_CACHE, {}), labels.get(_ADAPTERS, {})
+    kinds = {name.partition(":")[0] for name in sums}
+    kind = next((kind for kind in ("headstart", "vllm", "sglang") if kind in kinds), "")
+    usage = _first(sums, _USAGE)
+    return Metrics(
+        kind,
+        _whole(cache.get("block_size")),
+        _whole(cache.get("num_gpu_blocks")),
+        int(_first(sums, _WAITING)),
+        int(_first(sums, _RUNNING)),
+        min(max(usage, 0.0), 1.0),
+        _names(lora.get("running_lora_adapters")),
+        _names(lora.get("waiting_lora_adapters")),
+        _whole(lora.get("max_lora")),
+    )
+
+
+def parse_models(document: Any) -> tuple[ModelCard, ...]:
+    """The entries of a /v1/models answer; nothing for whatever is none."""
+    entries = document.get("data") if isinstance(document, dict) else None
+    found: list[ModelCard] = []
+    for entry in entries if isinstance(entries, list) else []:
+        if isinstance(entry, dict) and isinstance(entry.get("id"), str):
+            parent = entry.get("parent")
+            found.append(ModelCard(entry["id"], parent if isinstance(parent, str) else None, entry))
+    return tuple(found)
+
+
+def parse_server_info(document: Any) -> tuple[int, int]:
+    """SGLang's page size and number of pages, from /get_server_info; zeros for what it does not say."""
+    if not isinstance(document, dict):
+        return 0, 0
+    states = document.get("internal_states")
+    inner = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
+    size = _whole(document.get("page_size")) or 1
+    tokens = _whole(document.get("max_total_num_tokens")) or _whole(inner.get("max_total_num_tokens"))
+    return (size, tokens // size) if tokens else (0, 0)
+
+
+def _first(sums: Mapping[str, float], names: tuple[str, ...]) -> float:
+    value = next((sums[name] for name in names if name in sums), 0.0)
+    return value if value == value and abs(value) < 1e12 else 0.0  # no NaN, no infinity
+
+
+def _whole(value: object) -> int:
+    try:
+        return max(int(value), 0) if isinstance(value, int | str) else 0
+    except ValueError:
+        return 0
+
+
+def _names(text: str | None) -> frozenset[str]:
+    return frozenset(name for part in (text or "").split(",") if (name := part.strip()))

@@ -1,0 +1,144 @@
+"""The front: the ASGI application of a router. What it does not know itself it has a replica answer."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headstart import __version__
+from headstart.core.errors import InvalidRequestError
+from headstart.fleet.proxy import Call
+from headstart.fleet.reading import Reading, Sender
+from headstart.fleet.state import ROUTES, FleetState
+from headstart.server.app import Gate
+from headstart.server.body import Refusal
+from headstart.server.fields import shown
+from headstart.server.http_errors import ClientGoneError, HttpError, error_response, json_response
+from headstart.server.metrics import CONTENT_TYPE
+from headstart.server.protocol import Json, model_list
+from headstart.server.record import record_of
+
+LONG_BODY_BYTES = 32 * 1024  # from here on, parsing and tokenizing leave the event loop
+PROXIED = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def build_front(state: FleetState) -> ASGIApp:
+    """The whole application of one router."""
+    return Gate(_Front(state), state)
+
+
+class _Front:
+    """Finds the handler of a request, and turns its errors into answers."""
+
+    def __init__(self, state: FleetState) -> None:
+        self._state = state
+        self._routes: dict[str, tuple[str, Handler]] = {
+            "/v1/models": ("GET", self._models),
+            "/v1/fleet": ("GET", self._fleet),
+            "/health": ("GET", self._health),
+            "/readyz": ("GET", self._health),
+            "/livez": ("GET", self._livez),
+            "/metrics": ("GET", self._metrics),
+            "/version": ("GET", self._version),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record = record_of(scope)
+        try:
+            await self._dispatch(scope, receive, send)
+        except Exception as error:
+            self._state.note(record, error)
+            if record.status is not None:
+                if isinstance(error, ClientGoneError):
+                    return
+                raise  # half an answer is out: the connection must be cut
+            answer = Refusal(error) if isinstance(error, HttpError) and error.status == 413 else error_response(error)
+            await answer(scope, receive, send)
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = scope["path"], scope["method"]
+        known = self._routes.get(path)
+        if known is not None and method == known[0]:
+            response = await known[1](Request(scope, receive, send))
+            await response(scope, receive, send)
+        elif path.startswith("/v1/models/") and method == "GET":
+            await self._model(path.removeprefix("/v1/models/"))(scope, receive, send)
+        elif known is not None or (path in PROXIED and method != "POST"):
+            allow = known[0] if known else "POST"
+            message = f"this route does not take {method[:16]}; use {allow}"
+            raise HttpError(405, message, code="method_not_allowed", headers={"allow": allow})
+        elif method == "POST" and (path in PROXIED or path.startswith("/v1/")) and not path.startswith("/v1/prefixes"):
+            await self._proxy(scope, receive, send)
+        else:
+            raise HttpError(404, f"a router has no such route; it has {', '.join(ROUTES)}", code="unknown_route")
+
+    # ------------------------------------------------------------------------------------------------------- proxied
+
+    async def _proxy(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state, record = self._state, record_of(scope)
+        state.check_ready()
+        state.proxy.check_room()
+        path, headers = scope["path"], dict(scope["headers"])
+        body = await state.bodies.read(Request(scope, receive, send))
+        start = time.perf_counter()
+        sender = state.sender(record.principal, headers)
+        reading = await self._read(path, body, sender)
+        self._check_model(reading)
+        call = Call(path, scope["headers"], reading, record.request_id, headers.get(b"x-headstart-explain") == b"1")
+        state.metrics.decide.observe(time.perf_counter() - start)
+        with state.under_way():
+            try:
+                await state.proxy.serve(call, receive, send)
+            finally:
+                state.ended(record, call)
+
+    async def _read(self, path: str, body: bytes, sender: Sender) -> Reading:
+        read = self._state.reader.read
+        return (
+            await asyncio.to_thread(read, path, body, sender)
+            if len(body) > LONG_BODY_BYTES
+            else read(path, body, sender)
+        )
+
+    def _check_model(self, reading: Reading) -> None:
+        """A model that nobody serves is told at once; as long as nobody said what it serves, anything may be right."""
+        served, name = self._state.reader.served, reading.ask.model
+        if name and served and name not in served and self._state.members.knows_all_models:
+            known = ", ".join(list(served)[:16])
+            raise InvalidRequestError(
+                f"model {shown(name)} is served by no replica; there are {known}", param="model", code="model_not_found"
+            )
+
+    # ------------------------------------------------------------------------------------------------------ answered
+
+    async def _models(self, request: Request) -> Response:
+        return json_response(model_list([dict(card.fields) for card in self._state.members.cards()]))
+
+    def _model(self, name: str) -> Response:
+        for card in self._state.members.cards():
+            if card.id == name:
+                return json_response(dict(card.fields))
+        return error_response(
+            InvalidRequestError(f"model {shown(name)} is served by no replica", param="model", code="model_not_found")
+        )
+
+    async def _fleet(self, request: Request) -> Response:
+        return json_response(self._state.describe())
+
+    async def _health(self, request: Request) -> Response:
+        self._state.check_ready()
+        return json_response({"status": "ok"})
+
+    async def _livez(self, request: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self._state.metrics.expose(), media_type=CONTENT_TYPE)
+
+    async def _version(self, request: Request) -> Response:
+        version: Json = {"version": __version__}
+        return json_response(version)

@@ -1,0 +1,229 @@
+"""Members: the replicas of a fleet, looked at again and again, and what the router knows of each.
+
+A replica is asked for /health all the time, and when it is there for what it serves and how large its cache is. One
+that refuses connections and is back later was started again: its cache is empty, perhaps of another size. One that is
+only slow to answer is left to the router's own accounting.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import aiohttp
+import msgspec
+
+from headstart.fleet.address import ReplicaAddress
+from headstart.fleet.facts import Metrics, ModelCard, parse_metrics, parse_models, parse_server_info
+from headstart.fleet.reading import Served
+from headstart.router.contents import Contents
+from headstart.router.endpoint import Endpoint
+from headstart.router.router import Router
+from headstart.router.shadow import Shadow
+from headstart.server.logs import Log
+
+LOOK_SECONDS = 2.0  # for an answer to a look; a busy front may take its time
+MAX_SILENCES = 3  # looks without an answer in a row until nobody is there
+DEFAULT_BLOCK = 16  # tokens, of a replica that does not say
+
+
+class Member:
+    """One replica. `state`: new, up, loading, draining or absent."""
+
+    def __init__(self, address: ReplicaAddress) -> None:
+        self.address = address
+        self.state = "new"
+        self.metrics = Metrics()
+        self.models: tuple[ModelCard, ...] = ()
+        self.endpoint: Endpoint | None = None
+        self.was_gone = False  # since it was looked into last
+        self.num_silences = 0
+        self.scraped_at = 0.0
+
+
+class Members:
+    """Keeps the router's endpoints as the replicas are. `changed` is a Discovery's; `run` and `close` frame it.
+
+    `make_contents(member)` says what the router believes of a replica's cache at first; by default an empty Shadow of
+    its size. `on_models` is called when other models are served than before.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        session: aiohttp.ClientSession,
+        log: Log,
+        *,
+        health_interval: float,
+        scrape_interval: float,
+        headers: dict[str, str] | None = None,
+        at_pick: bool = True,
+        make_contents: Callable[[Member], Contents] | None = None,
+    ) -> None:
+        self.members: dict[str, Member] = {}
+        self.seen = asyncio.Event()  # every replica known at first was looked at once
+        self.on_models: Callable[[], None] = lambda: None
+        self._router = router
+        self._session = session
+        self._log = log
+        self._health_interval = health_interval
+        self._scrape_interval = scrape_interval
+        self._headers = headers or {}
+        self._at_pick = at_pick
+        self._make_contents = make_contents or self.guessed
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def changed(self, addresses: Sequence[ReplicaAddress]) -> None:
+        """Takes in new replicas, and lets those go that are not among `addresses`; their requests may still end."""
+        wanted = {address.url: address for address in addresses}
+        for url in [url for url, member in self.members.items() if wanted.get(url) != member.address]:
+            self._tasks.pop(url).cancel()
+            del self.members[url]
+            self._router.remove(url)
+            self._log.event("replica", {"replica": url, "state": "removed"})
+        for url, address in wanted.items():
+            if url not in self.members:
+                self.members[url] = member = Member(address)
+                self._tasks[url] = asyncio.create_task(self._keep(member))
+        if not addresses:
+            self.seen.set()
+        self.on_models()
+
+    async def close(self) -> None:
+        """Stops looking."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def cards(self) -> list[ModelCard]:
+        """The models served by anybody, each once."""
+        found: dict[str, ModelCard] = {}
+        for member in self.members.values():
+            if member.endpoint is not None:
+                for card in member.models:
+                    found.setdefault(card.id, card)
+        return list(found.values())
+
+    def served(self) -> dict[str, Served]:
+        """What each model name means."""
+        return {card.id: Served(card.parent or card.id, card.id if card.parent else None) for card in self.cards()}
+
+    @property
+    def knows_all_models(self) -> bool:
+        """Whether every replica has said what it serves, so that another name is a mistake."""
+        known = [member.models for member in self.members.values()]
+        return bool(known) and all(known)
+
+    def guessed(self, member: Member) -> Shadow:
+        """An empty shadow of the replica's cache."""
+        metrics = member.metrics
+        policy = "2q" if metrics.kind == "headstart" else "lru"
+        return Shadow(metrics.num_blocks, eviction_policy=policy, at_pick=self._at_pick)
+
+    # ---------------------------------------------------------------------------------------------------- one replica
+
+    async def _keep(self, member: Member) -> None:
+        """Looks at a replica for ever."""
+        while True:
+            try:
+                await self._look(member)
+            except Exception as error:  # whatever a replica answers, the others are looked at
+                self._log.failure("replica_look_failed", error, member.address.url)
+            if all(other.state != "new" for other in self.members.values()):
+                self.seen.set()
+            await asyncio.sleep(self._health_interval)
+
+    async def _look(self, member: Member) -> None:
+        state = await self._state(member)
+        if state == "up":
+            if member.state != "up" or member.endpoint is None:
+                await self._look_into(member)
+            elif 0 < self._scrape_interval <= time.monotonic() - member.scraped_at:
+                await self._scrape(member)
+        endpoint = member.endpoint
+        if endpoint is not None and state == "up":
+            endpoint.health.present()
+        elif endpoint is not None:
+            endpoint.health.draining = state == "draining"
+            endpoint.health.absent = state in ("absent", "loading")
+        if state != member.state:
+            self._log.event("replica", {"replica": member.address.url, "state": state, "before": member.state})
+            member.state = state
+
+    async def _state(self, member: Member) -> str:
+        try:
+            status, body = await self._get(member, "/health")
+        except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, ConnectionError):
+            member.was_gone = True
+            return "absent"
+        except (aiohttp.ClientError, TimeoutError):
+            member.num_silences += 1
+            silent = member.num_silences >= MAX_SILENCES or member.state == "new"
+            return "absent" if silent else member.state
+        member.num_silences = 0
+        if status == 503:
+            return next((state for state in ("loading", "draining") if f'"{state}"'.encode() in body), "absent")
+        return "up" if status < 500 else "absent"
+
+    async def _look_into(self, member: Member) -> None:
+        """Asks what it serves, and makes it a candidate."""
+        before, first = member.models, member.endpoint is None
+        with suppress(aiohttp.ClientError, TimeoutError, ValueError):
+            status, body = await self._get(member, "/v1/models")
+            if status == 200:
+                member.models = parse_models(msgspec.json.decode(body))
+        await self._scrape(member)
+        if first:
+            member.endpoint = endpoint = Endpoint(
+                member.address.url, self._make_contents(member), block_size=member.metrics.block_size or DEFAULT_BLOCK
+            )
+        else:
+            assert member.endpoint is not None
+            endpoint = member.endpoint
+            if member.was_gone:
+                self._reset(member, endpoint)
+        member.was_gone = False
+        endpoint.models = frozenset(card.id for card in member.models)
+        if first:
+            self._router.add(endpoint)
+        if first or member.models != before:
+            self.on_models()
+
+    async def _scrape(self, member: Member) -> None:
+        """Reads /metrics; without it the router goes by its own accounting."""
+        member.scraped_at = time.monotonic()
+        try:
+            status, body = await self._get(member, "/metrics")
+        except (aiohttp.ClientError, TimeoutError):
+            return
+        if status != 200:
+            return
+        found = parse_metrics(body.decode(errors="replace"))
+        if found.kind == "sglang" and not found.num_blocks and not member.metrics.num_blocks:
+            found = await self._sglang(member, found)
+        before, endpoint = member.metrics, member.endpoint
+        member.metrics = found
+        if endpoint is None:
+            return
+        endpoint.reported = found.reported(time.monotonic())
+        if (found.block_size, found.num_blocks) != (before.block_size, before.num_blocks) and found.num_blocks:
+            self._reset(member, endpoint)  # it was started again, sooner than anybody looked
+
+    async def _sglang(self, member: Member, found: Metrics) -> Metrics:
+        with suppress(aiohttp.ClientError, TimeoutError, ValueError):
+            status, body = await self._get(member, "/get_server_info")
+            if status == 200:
+                size, pages = parse_server_info(msgspec.json.decode(body))
+                return Metrics("sglang", size, pages, found.waiting, found.running, found.kv_usage)
+        return found
+
+    def _reset(self, member: Member, endpoint: Endpoint) -> None:
+        endpoint.reconfigured(member.metrics.block_size or endpoint.block_size, self._make_contents(member))
+        self._log.event("replica", {"replica": member.address.url, "state": "started again, its cache is empty"})
+
+    async def _get(self, member: Member, path: str) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(total=LOOK_SECONDS)
+        url = member.address.url + path
+        async with self._session.get(url, timeout=timeout, headers=self._headers) as response:
+            return response.status, await response.read()

@@ -1,0 +1,340 @@
+"""Proxy: one request from its pick to its end: attempts, streams, and the router's books.
+
+Until the client has a part of an answer, whatever fails is tried at another replica: a stream of nothing but comments
+is no answer yet, and an answer in one piece is kept until it is whole. After that a failure is an error event.
+"""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+
+import aiohttp
+from starlette.types import Receive, Send
+
+from headstart.core.errors import NoReplicaError, QueueFullError
+from headstart.fleet.budget import RetryBudget
+from headstart.fleet.reading import Reading
+from headstart.fleet.sse import EventStream, said
+from headstart.fleet.upstream import Answer, AttemptError, Failure, failure_of, headers_back, headers_on, refusal
+from headstart.router.pick import Pick
+from headstart.router.router import Router
+from headstart.server.http_errors import ClientGoneError, HttpError
+from headstart.server.sse import DONE, WRITE_SECONDS, error_event
+
+MAX_EXPLAINED = 16  # replicas in the header that explains: it must fit into a head
+_STREAMED = (b"content-type", b"text/event-stream; charset=utf-8")
+
+
+@dataclass(slots=True)
+class Call:
+    """One request of a client and what became of it."""
+
+    path: str
+    headers: list[tuple[bytes, bytes]]
+    reading: Reading
+    request_id: str
+    explains: bool = False
+    tried: list[str] = field(default_factory=list[str])  # who is not to be asked again
+    num_attempts: int = 0
+    pick: Pick | None = None  # the last one
+    route: bytes = b""  # why that one was picked
+    started: bool = False  # the client has a status line
+    committed: bool = False  # and a part of an answer
+    first_token_at: float | None = None
+    output_tokens: int | None = None
+    failures: list[Failure] = field(default_factory=list[Failure])
+    outcome: str = "error"  # or ok; lost: in the middle of a stream; gone: the client went away
+
+
+@dataclass(frozen=True, slots=True)
+class ProxySettings:
+    """`max_pending`: requests without a first token, beyond which new ones are refused; times in seconds."""
+
+    max_attempts: int = 3
+    max_pending: int = 1024
+    connect_timeout: float = 2.0
+    response_timeout: float = 600.0
+    replica_api_key: str | None = None
+
+
+class Proxy:
+    """Sends requests to the replicas of one router. Everything happens on one event loop."""
+
+    def __init__(
+        self, router: Router, session: aiohttp.ClientSession, settings: ProxySettings, budget: RetryBudget
+    ) -> None:
+        self.router = router
+        self.budget = budget
+        self.num_pending = 0  # without a first token
+        self._session = session
+        self._settings = settings
+        self._timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=settings.connect_timeout, sock_read=settings.response_timeout
+        )
+
+    def check_room(self) -> None:
+        """Raises QueueFullError while too many requests wait for their first token."""
+        if self.num_pending >= self._settings.max_pending:
+            endpoints = self.router.endpoints.values()
+            wait = min((endpoint.backlog_ms(time.monotonic()) for endpoint in endpoints), default=0.0) / 1e3
+            raise QueueFullError(
+                f"{self.num_pending} requests are waiting: try again later", retry_after=min(wait, 60.0)
+            )
+
+    async def serve(self, call: Call, receive: Receive, send: Send) -> None:
+        """Answers one request. Raises HttpError, NoReplicaError and ClientGoneError if nothing was sent yet."""
+        self.check_room()
+        self.budget.num_active += 1
+        self.num_pending += 1
+        me = asyncio.current_task()
+        assert me is not None
+        gone = False
+
+        async def watch() -> None:
+            nonlocal gone
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            gone = True
+            me.cancel()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            await self._serve(call, send)
+        except asyncio.CancelledError:
+            if not gone:
+                raise
+            me.uncancel()
+            call.outcome = "gone"
+            raise ClientGoneError from None
+        finally:
+            watcher.cancel()
+            self.budget.num_active -= 1
+            if call.first_token_at is None:
+                self.num_pending -= 1
+
+    # ------------------------------------------------------------------------------------------------------ attempts
+
+    async def _serve(self, call: Call, send: Send) -> None:
+        retrying = again = False
+        last: AttemptError | None = None
+        try:
+            while True:
+                try:
+                    await self._attempt(call, send)
+                    return
+                except AttemptError as error:
+                    call.failures.append(error.failure)
+                    if not self._may_retry(call, error.failure, retrying):
+                        await self._give_up(call, error, send)
+                        return
+                    retrying = retrying or not error.failure.is_free
+                    last = error
+                except NoReplicaError as error:
+                    if call.failures[-1:] == [Failure.LOST] and not again:
+                        call.tried.clear()  # perhaps only a connection that had been idle for too long was lost
+                        again = True
+                        continue
+                    await self._give_up(call, last or error, send)
+                    return
+        finally:
+            if retrying:
+                self.budget.give_back()
+
+    def _may_retry(self, call: Call, failure: Failure, retrying: bool) -> bool:
+        if call.num_attempts >= self._settings.max_attempts:
+            return False
+        return failure.is_free or retrying or self.budget.take()
+
+    async def _attempt(self, call: Call, send: Send) -> None:
+        """Asks the best replica that was not asked yet. Raises AttemptError and NoReplicaError."""
+        router, now = self.router, time.monotonic()
+        pick = router.pick(call.reading.ask, now, tried=frozenset(call.tried))
+        call.pick = pick
+        if call.explains:
+            call.route = _explained(pick)
+        router.sent(pick, now)
+        call.tried.append(pick.endpoint.name)
+        call.num_attempts += 1
+        try:
+            await self._ask(call, pick, send)
+        except AttemptError as error:
+            self._failed(pick, error.failure)
+            raise
+        except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
+            failure = failure_of(error)
+            self._failed(pick, failure)
+            if not call.committed:
+                raise AttemptError(failure, f"{type(error).__name__}") from error
+            call.failures.append(failure)
+            call.outcome = "lost"
+            await _write(send, error_event(_lost()) + DONE, more=False)
+        finally:
+            if pick.finish is None:  # the client went away, or we are stopped: no fault of the replica
+                router.failed(pick, time.monotonic(), blame=False)
+
+    def _failed(self, pick: Pick, failure: Failure) -> None:
+        health = pick.endpoint.health
+        if failure is Failure.DRAINING:
+            health.draining = True
+        elif failure is Failure.LOADING:
+            health.absent = True
+        refused = failure is Failure.REFUSED
+        self.router.failed(pick, time.monotonic(), refused=refused, blame=failure.is_its_fault)
+
+    async def _ask(self, call: Call, pick: Pick, send: Send) -> None:
+        own = {"x-request-id": call.request_id}
+        if self._settings.replica_api_key is not None:
+            own["authorization"] = f"Bearer {self._settings.replica_api_key}"
+        async with self._session.post(
+            pick.endpoint.name + call.path,
+            data=call.reading.body,
+            headers=headers_on(call.headers, own),
+            timeout=self._timeout,
+            allow_redirects=False,
+        ) as response:
+            is_stream = response.content_type == "text/event-stream"
+            if response.status == 200 and is_stream:
+                await self._stream(call, pick, response, send)
+            else:
+                await self._whole(call, pick, response, send)
+
+    # -------------------------------------------------------------------------------------------------------- answers
+
+    async def _whole(self, call: Call, pick: Pick, response: aiohttp.ClientResponse, send: Send) -> None:
+        """An answer in one piece, or a refusal."""
+        router, timer = self.router, None
+        if response.status == 200 and pick.flight is not None:
+            left = pick.flight.expected_ms / 1e3 - (time.monotonic() - (pick.sent_at or 0.0))
+            timer = asyncio.get_running_loop().call_later(max(left, 0.0), self._assume, call, pick)
+        try:
+            body = await response.read()
+        finally:
+            if timer is not None:
+                timer.cancel()
+        answer = Answer(response.status, headers_back(response), body)
+        failure = refusal(response.status, body)
+        if failure is not None:
+            raise AttemptError(failure, f"the replica answered {response.status}", answer)
+        now = time.monotonic()
+        if response.status == 200:
+            told = said(body)
+            call.output_tokens = told.output_tokens
+            if told.output_tokens != 1:  # else its end is its first token
+                router.assume_first_token(pick, now)
+            router.finished(pick, now, told.usage if call.reading.is_single else None)
+            self._first_token(call, now)
+            call.outcome = "ok"
+        else:
+            router.failed(pick, now, blame=response.status >= 500)
+        await self._send_whole(call, answer, send)
+
+    def _assume(self, call: Call, pick: Pick) -> None:
+        self.router.assume_first_token(pick, time.monotonic())
+
+    async def _stream(self, call: Call, pick: Pick, response: aiohttp.ClientResponse, send: Send) -> None:
+        """A stream of events, passed on as they come."""
+        stream = EventStream(hides_usage=call.reading.hides_usage)
+        router, content = self.router, response.content
+        while piece := await _next(content, stream):
+            passed = stream.feed(piece)
+            if stream.has_data and not call.committed:
+                now = time.monotonic()
+                call.committed = True
+                router.first_token(pick, now)
+                self._first_token(call, now)
+            if passed:
+                if not call.started:
+                    await self._start(call, 200, headers_back(response), send)
+                await _write(send, passed)
+        rest = stream.close()
+        if not stream.is_done:
+            raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
+        call.output_tokens, call.outcome = stream.said.output_tokens, "ok"
+        router.finished(pick, time.monotonic(), stream.said.usage if call.reading.is_single else None)
+        await _write(send, rest, more=False)
+
+    def _first_token(self, call: Call, now: float) -> None:
+        if call.first_token_at is None:
+            call.first_token_at = now
+            self.num_pending -= 1
+
+    async def _start(self, call: Call, status: int, headers: "list[tuple[bytes, bytes]]", send: Send) -> None:
+        assert call.pick is not None, "nobody was asked"
+        own = [(b"x-headstart-replica", call.pick.endpoint.name.encode("latin-1"))]
+        if call.route:
+            own.append((b"x-headstart-route", call.route))
+        call.started = True
+        await send({"type": "http.response.start", "status": status, "headers": [*headers, *own]})
+
+    async def _send_whole(self, call: Call, answer: Answer, send: Send) -> None:
+        if call.started:  # a stream had begun with comments: the client reads events now
+            await _write(send, _as_event(answer) + DONE, more=False)
+            return
+        length = (b"content-length", str(len(answer.body)).encode())
+        await self._start(call, answer.status, [*answer.headers, length], send)
+        await _write(send, answer.body, more=False)
+
+    async def _give_up(self, call: Call, error: AttemptError | NoReplicaError, send: Send) -> None:
+        """Tells the client that nobody answered: by the last replica's own words if it had any."""
+        if isinstance(error, AttemptError) and error.answer is not None:
+            await self._send_whole(call, error.answer, send)
+            return
+        told = _no_replicas(error) if isinstance(error, NoReplicaError) else _unanswered(error, call.num_attempts)
+        if not call.started:
+            raise told
+        await _write(send, error_event(told) + DONE, more=False)
+
+
+async def _write(send: Send, data: bytes, *, more: bool = True) -> None:
+    try:
+        async with asyncio.timeout(WRITE_SECONDS):
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+    except TimeoutError:  # of the client, not of a replica
+        raise ClientGoneError from None
+
+
+async def _next(content: aiohttp.StreamReader, stream: EventStream) -> bytes:
+    """The next piece; b"" at the end. What fails behind the last event fails nobody."""
+    try:
+        return await content.readany()
+    except aiohttp.ClientError:
+        if stream.is_done:
+            return b""
+        raise
+
+
+def _as_event(answer: Answer) -> bytes:
+    return b"event: error\ndata: " + answer.body.replace(b"\n", b" ") + b"\n\n"
+
+
+def _explained(pick: Pick) -> bytes:
+    told = pick.explain()
+    told["candidates"] = told["candidates"][:MAX_EXPLAINED]
+    told["excluded"] = dict(list(told["excluded"].items())[:MAX_EXPLAINED])
+    return json.dumps(told, separators=(",", ":")).encode()
+
+
+def _lost() -> HttpError:
+    return HttpError(
+        502, "the replica was lost in the middle of this answer; send the request again", code="replica_lost"
+    )
+
+
+def _unanswered(error: AttemptError, num_attempts: int) -> HttpError:
+    what = {Failure.SILENT: "did not answer in time", Failure.REFUSED: "could not be reached"}
+    text = what.get(error.failure, "gave no answer")
+    return HttpError(
+        502,
+        f"the replica {text}, attempt {num_attempts} being the last; try again",
+        code="replica_unreachable",
+        headers={"retry-after": "1"},
+    )
+
+
+def _no_replicas(error: NoReplicaError) -> HttpError:
+    reasons = sorted(set(error.reasons.values()))
+    why = f" ({', '.join(reasons)})" if reasons else ""
+    return HttpError(
+        503, f"no replica can take this request now{why}; try again", code="no_replicas", headers={"retry-after": "1"}
+    )

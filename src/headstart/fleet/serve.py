@@ -1,0 +1,255 @@
+"""route: one router from start to end. Port, replicas, HTTP, signals, drain, exit code."""
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+import uvicorn
+import uvloop
+from prometheus_client import disable_created_metrics
+
+from headstart import __version__
+from headstart.core.errors import ConfigError
+from headstart.fleet.address import ReplicaAddress, parse_address
+from headstart.fleet.decision_log import DecisionLog
+from headstart.fleet.discover import make_discovery
+from headstart.fleet.discovery import Discovery, StaticDiscovery
+from headstart.fleet.front import build_front
+from headstart.fleet.reading import Reader
+from headstart.fleet.state import FleetState
+from headstart.fleet.tokenizers import named_tokenizer, tokenizer_of
+from headstart.options import RouterOptions, ServerOptions
+from headstart.server.http_protocol import BoundedHttpProtocol
+from headstart.server.logs import Log
+from headstart.server.serve import (
+    CUT_SECONDS,
+    EXIT_BROKEN,
+    EXIT_CONFIG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    INTERRUPT_SECONDS,
+    HttpServer,
+    first_of,
+    listen,
+)
+from headstart.server.tokenizer import Tokenizer
+
+KEEPALIVE_SECONDS = 4.0  # of idle connections to replicas; vLLM closes them after 5
+FIRST_LOOK_SECONDS = 3.0  # what the banner waits for replicas to answer their first look
+
+
+def route(router_options: RouterOptions, server_options: ServerOptions, discovery: Discovery | None = None) -> int:
+    """Routes until SIGTERM or Ctrl-C and returns the exit code; replicas come from `discovery`, else the options.
+
+    0: everything admitted was answered. 1: requests were cut off at the end of the drain. 2: the options cannot work,
+    said in one line. 130: stopped at once by a second Ctrl-C.
+    """
+    log = Log()
+    try:
+        found = discovery or discovery_of(router_options)
+        reader = Reader(_tokenizer(router_options.tokenizer))
+        decisions = DecisionLog(Path(router_options.decision_log)) if router_options.decision_log else None
+        listener = listen(server_options.host, server_options.port)
+    except ConfigError as error:
+        log.line(f"headstart: {error}")
+        return EXIT_CONFIG
+    disable_created_metrics()
+    try:
+        with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            life = _Life(router_options, server_options, found, reader, decisions, listener, log)
+            return runner.run(life.run())
+    finally:
+        if decisions is not None:
+            decisions.close()
+
+
+def discovery_of(options: RouterOptions) -> Discovery:
+    """Where the replicas of the options come from. Raises ConfigError if there are none."""
+    if options.discover is not None and options.replica:
+        raise ConfigError("give replicas by --replica or by --discover, not both")
+    if options.discover is not None:
+        return make_discovery(options.discover)
+    if not options.replica:
+        raise ConfigError("no replicas: name them, as in headstart route --replica http://127.0.0.1:8001")
+    addresses: Sequence[ReplicaAddress] = [parse_address(text) for text in options.replica]
+    return StaticDiscovery(addresses)
+
+
+def _tokenizer(name: str) -> Tokenizer | None:
+    return None if name in ("auto", "none") else named_tokenizer(name)
+
+
+class _Life:
+    """One life of a router."""
+
+    def __init__(
+        self,
+        router_options: RouterOptions,
+        server_options: ServerOptions,
+        discovery: Discovery,
+        reader: Reader,
+        decisions: DecisionLog | None,
+        listener: socket.socket,
+        log: Log,
+    ) -> None:
+        self._router_options = router_options
+        self._options = server_options
+        self._discovery = discovery
+        self._reader = reader
+        self._decisions = decisions
+        self._listener = listener
+        self._log = log
+        self._stop = asyncio.Event()
+        self._now = asyncio.Event()
+        self._drain_seconds = server_options.drain_timeout
+
+    async def run(self) -> int:
+        """Starts everything, waits, and ends everything."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ttl_dns_cache=10)
+        async with aiohttp.ClientSession(
+            connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
+        ) as session:
+            try:
+                state = FleetState(
+                    self._router_options, self._options, session, self._reader, self._log, self._decisions
+                )
+            except ConfigError as error:
+                self._log.line(f"headstart: {error}")
+                return EXIT_CONFIG
+            self._install_signals(state)
+            watching = asyncio.create_task(self._discovery.watch(state.members.changed))
+            try:
+                return await self._live(state, watching)
+            finally:
+                await state.members.close()
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+
+    async def _live(self, state: FleetState, watching: "asyncio.Task[None]") -> int:
+        await asyncio.wait(
+            [asyncio.ensure_future(first_of(state.members.seen.wait(), self._stop.wait())), watching],
+            timeout=FIRST_LOOK_SECONDS,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if watching.done() and isinstance(error := watching.exception(), ConfigError):
+            self._log.line(f"headstart: {error}")
+            return EXIT_CONFIG
+        self._find_tokenizer(state)
+        http = HttpServer(_uvicorn_config(state))
+        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+        try:
+            self._log.line(self._banner(state))
+            stopped = asyncio.ensure_future(self._stop.wait())
+            await asyncio.wait([stopped, watching], return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            if watching.done() and not watching.cancelled():
+                self._log.line(f"headstart: {watching.exception() or 'discovery has ended'}; the router stops")
+                state.draining = True
+                return EXIT_CONFIG if isinstance(watching.exception(), ConfigError) else EXIT_BROKEN
+            return await self._drain(state)
+        finally:
+            http.should_exit = True
+            http.force_exit = self._now.is_set()
+            await asyncio.wait([serving])
+
+    def _find_tokenizer(self, state: FleetState) -> None:
+        """Takes the replicas' tokenizer as soon as they say what they serve, if it is on this machine."""
+        if self._router_options.tokenizer != "auto":
+            return
+        before = state.members.on_models
+
+        def changed() -> None:
+            before()
+            if state.reader.tokenizer is None:
+                state.reader.tokenizer = tokenizer_of(state.members.cards())
+                if state.reader.tokenizer is not None:
+                    self._log.line("headstart: prompts are counted in the replicas' own tokens")
+
+        state.members.on_models = changed
+        changed()
+
+    async def _drain(self, state: FleetState) -> int:
+        deadline = time.monotonic() + self._drain_seconds
+        while state.num_under_way and not self._now.is_set() and time.monotonic() < deadline:
+            await first_of(state.idle.wait(), self._now.wait(), timeout=0.5)
+        if not state.num_under_way:
+            return EXIT_OK
+        self._log.line(f"headstart: {state.num_under_way} requests were cut off")
+        return EXIT_INTERRUPTED if self._now.is_set() else EXIT_BROKEN
+
+    def _install_signals(self, state: FleetState) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._terminate, state)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt, state)
+
+    def _terminate(self, state: FleetState) -> None:
+        """SIGTERM: nothing new is admitted, everything admitted is answered. Again: no change."""
+        if not self._stop.is_set():
+            self._tell("SIGTERM: ", state, "")
+        state.draining = True
+        self._stop.set()
+
+    def _interrupt(self, state: FleetState) -> None:
+        """Ctrl-C: as SIGTERM, with less patience. Again: now."""
+        if self._stop.is_set():
+            self._log.line("headstart: stopping at once")
+            self._now.set()
+            return
+        self._drain_seconds = min(self._drain_seconds, INTERRUPT_SECONDS)
+        self._tell("", state, "; Ctrl-C again stops at once")
+        state.draining = True
+        self._stop.set()
+
+    def _tell(self, why: str, state: FleetState, more: str) -> None:
+        patience = f"{self._drain_seconds:.0f} s"
+        count = state.num_under_way
+        self._log.line(f"headstart: {why}{count} requests under way get up to {patience} to finish{more}")
+
+    def _banner(self, state: FleetState) -> str:
+        host, port = self._listener.getsockname()[:2]
+        where = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        members = state.members.members.values()
+        up = sum(member.state == "up" for member in members)
+        names = sorted({card.id for card in state.members.cards()})
+        counting = "the replicas' own tokens" if state.reader.tokenizer is not None else "bytes (no tokenizer here)"
+        lines = [
+            f"Headstart {__version__} routes to {self._discovery.describe()} at http://{where}:{port}/v1",
+            f"  replicas {up} of {len(members)} up" + (f", serving {', '.join(names[:4])}" if names else ""),
+            f"  policy   {state.router.policy.name}, prompts counted in {counting}",
+            f"  keys     {_keys(self._options, host)}",
+            f"  look     curl http://{where}:{port}/v1/fleet",
+        ]
+        return "\n".join(lines)
+
+
+def _keys(options: ServerOptions, host: str) -> str:
+    count = len(options.api_key) + sum(len(tenant.api_keys) for tenant in options.tenants)
+    if count:
+        return f"{count} configured, of {len(options.api_key) + len(options.tenants)} tenants"
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return "clients' keys are the replicas' business"
+    return "NONE HERE: clients' keys are the replicas' business, and everyone can reach this address"
+
+
+def _uvicorn_config(state: FleetState) -> uvicorn.Config:
+    return uvicorn.Config(
+        build_front(state),
+        http=BoundedHttpProtocol,
+        ws="none",
+        lifespan="off",
+        loop="none",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(CUT_SECONDS),
+    )

@@ -1,0 +1,203 @@
+"""FleetState: what all requests of one router share."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import aiohttp
+
+from headstart.core.errors import DrainingError, HeadstartError
+from headstart.fleet.budget import RetryBudget
+from headstart.fleet.decision_log import DecisionLog
+from headstart.fleet.members import Member, Members
+from headstart.fleet.metrics import FleetMetrics
+from headstart.fleet.proxy import Call, Proxy, ProxySettings
+from headstart.fleet.reading import Reader, Sender
+from headstart.options import RouterOptions, ServerOptions
+from headstart.router.router import Router
+from headstart.router.shadow import Shadow
+from headstart.router.table import make_policy
+from headstart.router.told import ToldContents
+from headstart.server.auth import Authenticator, Principal
+from headstart.server.body import BodyReader
+from headstart.server.http_errors import ClientGoneError, HttpError, rendered
+from headstart.server.logs import Log
+from headstart.server.record import RequestRecord
+
+ROUTES = (
+    *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/fleet"),
+    *("/health", "/readyz", "/livez", "/metrics", "/version"),
+)
+
+
+class FleetState:
+    """One router. Raises ConfigError for options that make no sense. Needs a running loop."""
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        server_options: ServerOptions,
+        session: aiohttp.ClientSession,
+        reader: Reader,
+        log: Log,
+        decisions: DecisionLog | None = None,
+    ) -> None:
+        self.options = options
+        self.server_options = server_options
+        self.reader = reader
+        self.log = log
+        secret = secrets.token_bytes(32)
+        self.auth = Authenticator(server_options.api_key, server_options.admin_api_key, secret, server_options.tenants)
+        self.bodies = BodyReader(server_options.max_body_bytes)
+        self.router = Router(
+            make_policy(options.routing_policy),
+            shadow_policies=[make_policy(name) for name in options.shadow_policy],
+            log=None if decisions is None else decisions.write,
+        )
+        key = options.replica_api_key or next(iter((*server_options.admin_api_key, *server_options.api_key)), None)
+        self.members = Members(
+            self.router,
+            session,
+            log,
+            health_interval=options.health_interval,
+            scrape_interval=options.scrape_interval,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            at_pick=options.learn_at == "pick",
+        )
+        self.members.on_models = self._models_changed
+        self.budget = RetryBudget(options.retry_budget)
+        settings = ProxySettings(
+            options.max_attempts,
+            server_options.max_num_queued_reqs,
+            options.connect_timeout,
+            options.response_timeout,
+            options.replica_api_key,
+        )
+        self.proxy = Proxy(self.router, session, settings, self.budget)
+        self.metrics = FleetMetrics(ROUTES)
+        self.metrics.watch(self)
+        self.draining = False
+        self.num_under_way = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    @property
+    def num_pending(self) -> int:
+        """Requests without a first token."""
+        return self.proxy.num_pending
+
+    def check_ready(self) -> None:
+        """Raises DrainingError, and HttpError 503 while there is no replica that takes requests."""
+        if self.draining:
+            raise DrainingError("the router is shutting down and takes no new requests; send it to another one")
+        if not any(member.state == "up" for member in self.members.members.values()):
+            raise HttpError(503, "no replica is up", code="no_replicas", headers={"retry-after": "1"})
+
+    def sender(self, principal: Principal, headers: dict[bytes, bytes]) -> Sender:
+        """Whose request it is. Where replicas see one key only, a salt keeps tenants apart there as well."""
+        session = headers.get(b"x-session-id", b"").decode("latin-1")[:256] or None
+        salted = principal.domain and self.options.replica_api_key is not None
+        return Sender(principal.domain, principal.domain.hex() if salted else "", session)
+
+    @contextmanager
+    def under_way(self) -> Generator[None]:
+        """Around a request that is admitted: the end of the process waits for it."""
+        self.num_under_way += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.num_under_way -= 1
+            if not self.num_under_way:
+                self.idle.set()
+
+    def ended(self, record: RequestRecord, call: Call) -> None:
+        """Notes what became of a request, for its access line and the metrics."""
+        record.first_token_at, record.num_tokens = call.first_token_at, call.output_tokens
+        if call.outcome == "lost":
+            record.error = "replica_lost"
+        if call.first_token_at is not None:
+            self.metrics.ttft.observe(call.first_token_at - record.arrival)
+        self.metrics.routed(call)
+        pick = call.pick
+        if pick is not None:
+            record.num_prompt_tokens = pick.view.prompt_tokens
+            record.route = {
+                "replica": pick.endpoint.name,
+                "reason": pick.choice.reason,
+                "predicted_tokens": pick.candidate.hit_tokens,
+                "cached_tokens": pick.cached_tokens,
+                "attempts": call.num_attempts,
+            }
+
+    def answered(self, record: RequestRecord) -> bool:
+        """Counts a request that is over; whether its access line is wanted."""
+        if record.status is not None:
+            self.metrics.answered(record.path, record.method, record.status)
+        return self.server_options.access_log and record.is_news
+
+    def note(self, record: RequestRecord, error: Exception) -> None:
+        """Puts `error` on the request's record, and on the log with all details if it is ours."""
+        _, body, _ = rendered(error)
+        record.error = body["error"]["code"]
+        if not isinstance(error, HeadstartError | HttpError | ClientGoneError):
+            self.log.failure("internal_error", error, record.request_id)
+
+    def event_counts(self) -> dict[str, dict[str, int]]:
+        """What was heard of each replica's KV events."""
+        found: dict[str, dict[str, int]] = {}
+        for name, endpoint in self.router.endpoints.items():
+            if isinstance(endpoint.contents, ToldContents):
+                found[name] = {**endpoint.contents.counts}
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """All replicas: what they are, what they have to do, what is believed of their caches."""
+        now = time.monotonic()
+        router = self.router
+        return {
+            "object": "fleet",
+            "policy": router.policy.name,
+            "queued": self.num_pending,
+            "prediction_error_tokens": router.prediction_error,
+            "reports": router.num_reported,
+            "regrets": {
+                name: {"decisions": r.decisions, "agreed": r.agreed, "ms": round(r.total_ms, 1)}
+                for name, r in router.regrets.items()
+            },
+            "replicas": [self._described(member, now) for member in self.members.members.values()],
+        }
+
+    def _described(self, member: Member, now: float) -> dict[str, Any]:
+        endpoint, found = (
+            member.endpoint,
+            {"url": member.address.url, "state": member.state, "engine": member.metrics.kind},
+        )
+        if endpoint is None:
+            return found
+        contents, rates = endpoint.contents, endpoint.load.rates
+        cache: dict[str, Any] = {"block_size": endpoint.block_size, "mode": "events"}
+        if isinstance(contents, Shadow):
+            cache |= {"mode": "guessed", "capacity": contents.capacity, "flushes": contents.num_flushes}
+            cache |= {"blocks": len(contents), "trims": contents.num_trims}
+        elif isinstance(contents, ToldContents):
+            cache |= {"blocks": len(contents), "counts": dict(contents.counts)}
+        return {
+            **found,
+            "models": [card.id for card in member.models],
+            "ejected": not endpoint.health.is_up(now),
+            "pending": endpoint.load.num_pending,
+            "streams": endpoint.load.num_streams,
+            "backlog_ms": round(endpoint.backlog_ms(now), 1),
+            "slowness": round(endpoint.load.slowness(now), 2),
+            "rates_ms": {name: value for name, value in rates._asdict().items()},
+            "cache": cache,
+        }
+
+    def _models_changed(self) -> None:
+        self.reader.served = self.members.served()
+        models = {served.model for served in self.reader.served.values()}
+        self.reader.default_model = next(iter(models)) if len(models) == 1 else ""
