@@ -223,3 +223,25 @@ def test_every_request_is_served_and_the_books_are_even_at_the_end() -> None:
         shadow = endpoint.contents
         assert isinstance(shadow, Shadow)
         shadow.check()
+
+
+def grouped(groups: int, prompts: int, gap: float) -> list[Arrival]:
+    """generated-shared-prefix, high hit: questions of two blocks behind system prompts of 24, in random order."""
+    rng = Random(3)
+    order = [group for group in range(groups) for _ in range(prompts)]
+    rng.shuffle(order)
+    return [
+        arrival(gap * index, group, *range(23), 10_000 + index, 20_000 + index) for index, group in enumerate(order)
+    ]
+
+
+def test_prefixes_spread_over_the_caches_even_while_nobody_waits() -> None:
+    """Four caches of a third of 24 prefixes: only if each gets about six of them they all stay."""
+    hits: dict[str, float] = {}
+    for policy in ("cost", "prefix-threshold", "round-robin"):
+        fleet = VirtualFleet(replicas(4, 24 * 24 // 3))
+        records = fleet.run(grouped(24, 12, 0.5), [router(4, 24 * 24 // 3, policy)])
+        hits[policy] = summarize(records).cached_share
+    assert hits["cost"] > 0.8
+    assert hits["cost"] > 0.99 * hits["prefix-threshold"]
+    assert hits["cost"] > 2 * hits["round-robin"]

@@ -328,3 +328,31 @@ def test_more_cached_or_less_to_do_never_makes_a_replica_less_attractive(blocks:
     assert rows["r0"]["cost_ms"] <= rows["r1"]["cost_ms"]
     if rows["r0"]["cost_ms"] * 1.2 < rows["r1"]["cost_ms"]:
         assert pick.endpoint.name == "r0"
+
+
+def test_cost_asks_who_has_room_before_who_would_lose_what_comes_back() -> None:
+    router = Router()
+    for index in range(3):
+        router.add(endpoint(f"r{index}", 12))
+    hot = [ask(100 * index + 1, 100 * index + 2, 100 * index + 3, 100 * index + 4) for index in range(4)]
+    for _ in range(4):
+        for index, name in enumerate(("r0", "r0", "r0", "r1")):  # r0 is full of what comes back, r1 and r2 have room
+            warm(router, name, hot[index])
+    for number in range(20):
+        pick = router.pick(ask(1000 + number, 2000 + number, 3000 + number), 1.0)
+        assert pick.endpoint.name != "r0"
+        rows = {row["endpoint"]: row for row in pick.explain()["candidates"]}
+        assert rows["r0"]["eviction_ms"] > 0.0
+        assert rows["r1"]["eviction_ms"] == rows["r2"]["eviction_ms"] == 0.0
+
+
+def test_cost_evicts_rather_than_wait_for_long() -> None:
+    router = fleet(count=0)
+    for name in ("full", "busy"):
+        router.add(endpoint(name, 12))
+    for _ in range(3):
+        for index in range(3):
+            warm(router, "full", ask(*(100 * index + block for block in range(1, 5))))
+    for number in range(10):
+        send(router, ask(*(1000 * number + block for block in range(500, 504))), now=1.0, to="busy")
+    assert router.pick(ask(7, 8, 9), 1.0).endpoint.name == "full"

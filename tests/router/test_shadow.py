@@ -267,3 +267,36 @@ def test_whatever_happens_a_block_is_there_only_with_all_before_it(
             full = names(first, *chain)
             contains = [shadow._pool.contains(name) for name in full]
             assert shadow.match(full) == sum(1 for _ in takewhile(bool, contains)) == sum(contains)
+
+
+def test_new_blocks_cost_nothing_while_there_is_room() -> None:
+    shadow = Shadow(8)
+    serve_all(shadow, [names(1, 2), names(1, 2, 3), names(1, 2, 4)])
+    assert shadow.loss(4) == 0.0
+    assert shadow.loss(5) > 0.0
+
+
+def test_what_is_used_again_and_again_is_a_loss_and_what_was_used_once_hardly() -> None:
+    hot, cold = Shadow(6), Shadow(6)
+    serve_all(hot, [names(1, 2), names(3, 4), names(1, 2), names(3, 4), names(1, 2), names(5, 6), names(3, 4)])
+    serve_all(cold, [names(2 * i, 2 * i + 1) for i in range(8)])
+    assert cold.loss(4) == 0.0  # nothing came back so far
+    assert 1.0 < hot.loss(4) <= 4.0
+    assert hot.loss(2) < hot.loss(4) <= hot.loss(6)
+
+
+def test_a_burst_that_is_over_is_a_smaller_loss_than_a_prefix_that_came_as_often_at_its_pace() -> None:
+    paced, burst = Shadow(32), Shadow(32)
+    for i in range(20):
+        serve(paced, names(1, 2) if i % 5 == 0 else names(10 + i))
+        serve(burst, names(1, 2) if i < 4 else names(10 + i))
+    now_evicts = [shadow.loss(32 - len(shadow) + 18) for shadow in (paced, burst)]
+    assert now_evicts[1] < now_evicts[0]
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), max_size=40), st.integers(0, 20))
+def test_a_loss_is_never_more_than_what_goes(chains: list[list[int]], num: int) -> None:
+    shadow = Shadow(8)
+    serve_all(shadow, [names(*chain) for chain in chains])
+    assert 0.0 <= shadow.loss(num) <= max(num - (8 - len(shadow)), 0) + 1e-9
+    assert shadow.loss(num) <= 8

@@ -48,6 +48,10 @@ class Contents(Protocol):
         """The replica says how many of its leading blocks were really cached."""
         ...
 
+    def loss(self, num_blocks: int) -> float:
+        """How many of the blocks that have to go for so many new ones somebody should want again. Changes nothing."""
+        ...
+
     def clear(self) -> None:
         """The replica's cache is empty now."""
         ...

@@ -2,7 +2,8 @@
 
 A cost is the backlog there, the prefill of what is not cached there, and what the answers under way there take of it;
 its rates are learned (rates.py). Being where the prefix is follows from that, and so does leaving when too many are
-there: there is no threshold to tune. What those who come later will wait for this prefill is added as a share of it.
+there: there is no threshold to tune. Added is what it costs those who come later: they wait for this prefill, and they
+compute again what has to go for it (shadow.py), so that prefixes spread over the caches that have room for them.
 Among replicas that cost about the same, rendezvous hashing decides, bounded by load (Mirrokni et al., 2018), so that
 routers that never talk place the same new prefix at the same replica.
 """
@@ -36,6 +37,7 @@ class CostPolicy:
             if candidate.hit_tokens >= hit
             and cost.prefill <= SAME_RATE * best.prefill
             and cost.backlog <= best.backlog + self.slack * best.prefill
+            and cost.eviction <= best.eviction + self.slack * best.prefill
             and cost.slowness <= best.slowness
         ]
         if len(equals) < 2:

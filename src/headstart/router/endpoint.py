@@ -9,6 +9,7 @@ from headstart.router.load import Load
 from headstart.router.rates import Rates, Work
 
 LATER = 0.5  # of a prefill: so much others will wait because of it; 0.25 to 2 were tried (docs/routing.md)
+EVICTED = 0.75  # of what has to go: so much others will compute again; 0.25 to 1.5 were tried
 MAX_AGE = 5.0  # seconds after which what a replica said of itself is not true any more
 
 
@@ -31,6 +32,7 @@ class Cost(NamedTuple):
     backlog: float
     prefill: float
     slowness: float = 1.0
+    eviction: float = 0.0  # prefill of what has to go for it and others should want again
 
     @property
     def total(self) -> float:
@@ -38,8 +40,8 @@ class Cost(NamedTuple):
 
     @property
     def price(self) -> float:
-        """The same, and what the prefill costs those who come after: they wait for it."""
-        return (self.backlog + (1.0 + LATER) * self.prefill) * self.slowness
+        """The same, and what it costs those who come after: they wait for its prefill, and compute what it evicts."""
+        return (self.backlog + (1.0 + LATER) * self.prefill + EVICTED * self.eviction) * self.slowness
 
 
 class Endpoint:
@@ -92,4 +94,7 @@ class Endpoint:
     def cost(self, prompt_tokens: int, cached_tokens: int, now: float) -> Cost:
         """What a prompt would cost here of which so much is cached."""
         work = Work.of(prompt_tokens, cached_tokens, self.load.num_streams)
-        return Cost(self.backlog_ms(now), self.load.rates.prefill_ms(work), self.load.slowness(now))
+        rates = self.load.rates
+        lost = self.contents.loss(-(-work.tokens // self.block_size)) * self.block_size
+        eviction = lost * (rates.token + rates.pair * prompt_tokens / 2)
+        return Cost(self.backlog_ms(now), rates.prefill_ms(work), self.load.slowness(now), eviction)

@@ -80,6 +80,7 @@ class Pick:
                     "cached_tokens": candidate.hit_tokens,
                     "backlog_ms": round(cost.backlog, 3),
                     "prefill_ms": round(cost.prefill, 3),
+                    "eviction_ms": round(cost.eviction, 3),
                     "slowness": round(cost.slowness, 3),
                     "cost_ms": round(cost.total, 3),
                     "score": scores[candidate.name],

@@ -10,17 +10,19 @@ If a block is missing that had been used only just, the cache was emptied, unles
 it is that small. If more was cached than was believed, the shadow was too small.
 """
 
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from headstart.core.blocks import BlockPool
 from headstart.core.hashing import BlockHash
 from headstart.router.contents import Hold
+from headstart.router.reuse import Reuse
 
 UNKNOWN_BLOCKS = 16_384  # how much a cache is believed to hold whose size nobody told; it learns
 MAX_UNKNOWN_BLOCKS = 65_536
 FLUSHED_SHARE = 0.25  # of the capacity: what was used so lately is not evicted; where it is missing, all is
 GROWTH = 0.125  # of the capacity, for a block that was there and should not have been
 MIN_BLOCKS = 16
+LOOKED_AT = 64  # of the blocks that would be evicted, to tell what they are worth
 
 _IN_USE = -1  # instead of a serial: somebody was using the block
 _ENDED = -1  # instead of an epoch
@@ -113,6 +115,16 @@ class Shadow:
         elif num_blocks > hold.hit and hold.evicted:
             self._kept()
 
+    def loss(self, num_blocks: int) -> float:
+        """How many of the blocks that are evicted for so many new ones should be wanted again. Changes nothing."""
+        pool, chance, serials, now = self._pool, self._reuse.chance, self._serials, self._now
+        num = min(num_blocks - pool.num_scratch, pool.num_free - pool.num_scratch)
+        if num <= 0:
+            return 0.0
+        looked_at = min(num, LOOKED_AT)
+        next_ones = islice(pool.in_eviction_order(), looked_at)
+        return sum(chance(block, serials[block], now) for block in next_ones) * num / looked_at
+
     def clear(self) -> None:
         """Empties it, as after a restart. What requests under way compute is taken in when they answer."""
         self._epoch += 1
@@ -130,6 +142,7 @@ class Shadow:
         self._pool = BlockPool(num_blocks, eviction_policy=self._eviction_policy, history_pools=1)
         self._ballast: list[int] = []  # blocks that nobody may use: the cache is smaller than the pool
         self._serials = [0] * num_blocks  # of a block's last use; all blocks of one request have the same
+        self._reuse = Reuse(num_blocks)
         self._unsure = bytearray(num_blocks)  # 1: on its way, not computed yet as far as we know
         self._now = 0  # counts uses
         self._doubt = 0  # blocks that were used since the one that made us believe in an emptied cache
@@ -148,6 +161,7 @@ class Shadow:
         assert len(blocks) == end - start, "a block is there and one before it is not"
         hold.serials += [_IN_USE if pool.refs(block) else self._serials[block] for block in blocks]
         pool.acquire(blocks)
+        self._reuse.used(blocks)
         hold.blocks += blocks
 
     def _extend(self, hold: Hold, unsure: int) -> None:
@@ -163,6 +177,7 @@ class Shadow:
             pool.publish(block, name, parent, b"")
             self._unsure[block] = unsure
             parent = name
+        self._reuse.added(blocks, self._now)
         hold.blocks += blocks
 
     def _release(self, hold: Hold) -> None:

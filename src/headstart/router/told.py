@@ -88,6 +88,10 @@ class ToldContents:
     def observed(self, hold: Hold, num_blocks: int, now: float) -> None:
         """Nothing: the index says what is so, and a report is older than the last event."""
 
+    def loss(self, num_blocks: int) -> float:
+        """0: events say what went, not what goes next."""
+        return 0.0
+
     def clear(self) -> None:
         """Forgets everything: the engine was restarted, or events are lost for good."""
         for table in (self._handles, self._uses, self._before, self._after, self._speculative):
