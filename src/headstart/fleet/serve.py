@@ -6,8 +6,9 @@ import ipaddress
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import uvicorn
@@ -107,6 +108,7 @@ class _Life:
         self._log = log
         self._stop = asyncio.Event()
         self._now = asyncio.Event()
+        self._listed = asyncio.Event()  # discovery has said who there is
         self._drain_seconds = server_options.drain_timeout
 
     async def run(self) -> int:
@@ -123,7 +125,12 @@ class _Life:
                 self._log.line(f"headstart: {error}")
                 return EXIT_CONFIG
             self._install_signals(state)
-            watching = asyncio.create_task(self._discovery.watch(state.members.changed))
+
+            def changed(addresses: Sequence[ReplicaAddress]) -> None:
+                state.members.changed(addresses)
+                self._listed.set()
+
+            watching = asyncio.create_task(self._discovery.watch(changed))
             try:
                 return await self._live(state, watching)
             finally:
@@ -132,24 +139,25 @@ class _Life:
                 await asyncio.gather(watching, return_exceptions=True)
 
     async def _live(self, state: FleetState, watching: "asyncio.Task[None]") -> int:
-        await asyncio.wait(
-            [asyncio.ensure_future(first_of(state.members.seen.wait(), self._stop.wait())), watching],
-            timeout=FIRST_LOOK_SECONDS,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
+        await self._first_look(state, watching)
         if watching.done() and isinstance(error := watching.exception(), ConfigError):
             self._log.line(f"headstart: {error}")
             return EXIT_CONFIG
         self._find_tokenizer(state)
-        http = HttpServer(_uvicorn_config(state))
+        http = HttpServer(uvicorn_config(state))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         try:
-            self._log.line(self._banner(state))
+            if not self._listed.is_set():  # replicas that are only being started
+                await _any_of(watching, self._listed.wait(), self._stop.wait())
+                await self._first_look(state, watching)
+            if not watching.done() and not self._stop.is_set():
+                self._log.line(self._banner(state))
             stopped = asyncio.ensure_future(self._stop.wait())
             await asyncio.wait([stopped, watching], return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
             if watching.done() and not watching.cancelled():
-                self._log.line(f"headstart: {watching.exception() or 'discovery has ended'}; the router stops")
+                more = "; the router stops" if self._listed.is_set() else ""
+                self._log.line(f"headstart: {watching.exception() or 'discovery has ended'}{more}")
                 state.draining = True
                 return EXIT_CONFIG if isinstance(watching.exception(), ConfigError) else EXIT_BROKEN
             return await self._drain(state)
@@ -157,6 +165,10 @@ class _Life:
             http.should_exit = True
             http.force_exit = self._now.is_set()
             await asyncio.wait([serving])
+
+    async def _first_look(self, state: FleetState, watching: "asyncio.Task[None]") -> None:
+        """Waits a little until every replica known was looked at once."""
+        await _any_of(watching, state.members.seen.wait(), self._stop.wait(), timeout=FIRST_LOOK_SECONDS)
 
     def _find_tokenizer(self, state: FleetState) -> None:
         """Takes the replicas' tokenizer as soon as they say what they serve, if it is on this machine."""
@@ -228,6 +240,16 @@ class _Life:
         return "\n".join(lines)
 
 
+async def _any_of(
+    watching: "asyncio.Task[None]", *works: Coroutine[Any, Any, Any], timeout: float | None = None
+) -> None:
+    """Waits until one of `works` is done, or `watching`, which goes on if it is not."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    await asyncio.wait([*tasks, watching], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
 def _keys(options: ServerOptions, host: str) -> str:
     count = len(options.api_key) + sum(len(tenant.api_keys) for tenant in options.tenants)
     if count:
@@ -238,7 +260,8 @@ def _keys(options: ServerOptions, host: str) -> str:
     return "NONE HERE: clients' keys are the replicas' business, and everyone can reach this address"
 
 
-def _uvicorn_config(state: FleetState) -> uvicorn.Config:
+def uvicorn_config(state: FleetState) -> uvicorn.Config:
+    """How a router's front is served."""
     return uvicorn.Config(
         build_front(state),
         http=BoundedHttpProtocol,

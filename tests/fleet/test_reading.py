@@ -1,0 +1,155 @@
+"""Bodies on their way in: which prompt they hold, whose it is, and that they are changed no more than they must be."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headstart.bundled import bundled_model
+from headstart.core.errors import InvalidRequestError
+from headstart.fleet.reading import Reader, Reading, Sender, Served
+from headstart.server.tokenizer import Tokenizer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "system", "content": "You name intents."}, {"role": "user", "content": "turn on the light"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(bundled_model())
+
+
+def read(body: dict[str, Any], path: str = COMPLETIONS, reader: Reader | None = None, **sender: Any) -> Reading:
+    return (reader or Reader()).read(path, json.dumps(body).encode(), Sender(**sender))
+
+
+def shared(one: Reading, other: Reading, size: int = 1) -> int:
+    """How many leading blocks two prompts share."""
+    names = zip(one.ask.prompt.names(size), other.ask.prompt.names(size), strict=False)
+    return next(
+        (i for i, (a, b) in enumerate(names) if a != b), min(one.ask.prompt.num_tokens, other.ask.prompt.num_tokens)
+    )
+
+
+def test_the_prompt_is_counted_in_the_replicas_tokens_where_their_tokenizer_is_here(tokenizer: Tokenizer) -> None:
+    reader = Reader(tokenizer)
+    text = "turn on the light in the kitchen"
+    completion = read({"prompt": text}, reader=reader)
+    assert completion.ask.prompt.exact and completion.ask.prompt.num_tokens == len(tokenizer.encode(text))
+    chat = read({"messages": MESSAGES}, CHAT, reader)
+    rendered = tokenizer.render_chat([dict(message) for message in MESSAGES])
+    assert (
+        chat.ask.prompt.num_tokens == len(tokenizer.encode(rendered, add_special_tokens=False))
+        and chat.ask.prompt.exact
+    )
+
+
+def test_without_a_tokenizer_equal_beginnings_are_equal_bytes() -> None:
+    long = "a preamble that all share, " * 20
+    one, other = read({"prompt": long + "one"}), read({"prompt": long + "other"})
+    assert not one.ask.prompt.exact and shared(one, other) == len(long) // 4
+    first = [{"role": "system", "content": long}, {"role": "user", "content": "x"}]
+    second = [{"role": "system", "content": long}, {"role": "user", "content": "y"}]
+    assert shared(read({"messages": first}, CHAT), read({"messages": second}, CHAT)) >= len(long) // 4
+    tools = read({"messages": first, "tools": [{"type": "function"}]}, CHAT)
+    assert shared(tools, read({"messages": first}, CHAT)) == 0, "tools are rendered before all messages"
+
+
+def test_token_ids_are_exact_and_need_no_tokenizer() -> None:
+    reading = read({"prompt": [5, 6, 7]})
+    assert reading.ask.prompt.exact and reading.ask.prompt.num_tokens == 3 and reading.text is None
+    several = read({"prompt": [[5, 6, 7], [1]]})
+    assert several.ask.prompt.num_tokens == 3 and not several.is_single
+    assert read({"prompt": ["ab", "c"]}).text == "ab"
+
+
+@pytest.mark.parametrize("prompt", [None, 7, [], [[]], [None], [1, "x"], [2**40], [{}], {"a": 1}, [[1, None]]])
+def test_prompts_that_are_none_are_left_to_the_replica(prompt: Any, tokenizer: Tokenizer) -> None:
+    for reader in (Reader(), Reader(tokenizer)):
+        body = {"prompt": prompt, "temperature": "hot"}
+        assert read(body, reader=reader).body == json.dumps(body).encode()
+        assert read({"messages": prompt}, CHAT, reader).body == json.dumps({"messages": prompt}).encode()
+
+
+def test_fields_another_engine_knows_do_not_keep_a_prompt_from_being_counted(tokenizer: Tokenizer) -> None:
+    body = {"prompt": "turn on the light", "guided_regex": "a*", "temperature": 99}
+    assert read(body, reader=Reader(tokenizer)).body == json.dumps(body).encode()
+
+
+def test_a_stream_is_asked_for_its_usage_without_another_byte_changed() -> None:
+    body = b' {"stream" : true, "prompt": "\\u00e9", "big": 12345678901234567890, "x": 1.10}'
+    reading = Reader().read(COMPLETIONS, body, Sender())
+    assert reading.body == b'{"stream_options":{"include_usage":true},' + body[2:] and reading.hides_usage
+    assert json.loads(reading.body) == {**json.loads(body), "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize(
+    ("options", "hides"),
+    [(None, True), ({}, True), ({"include_usage": False}, True), ({"include_usage": True}, False), (7, False)],
+)
+def test_options_of_a_stream_are_kept_and_completed(options: Any, hides: bool) -> None:
+    body = {"prompt": "x", "stream": True, "stream_options": options}
+    reading = read(body)
+    assert reading.hides_usage == hides and reading.stream
+    told = json.loads(reading.body)["stream_options"]
+    assert told == ({**(options or {}), "include_usage": True} if hides else options)
+
+
+def test_what_is_no_stream_is_sent_on_as_it_is() -> None:
+    for body in ({"prompt": "x", "stream": False}, {"prompt": "x", "stream": None}, {"prompt": "x", "stream": 1}):
+        reading = read(body)
+        assert reading.body == json.dumps(body).encode() and not reading.stream
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 100_000, b"null"])
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequestError):
+        Reader().read(COMPLETIONS, body, Sender())
+
+
+def test_domains_adapters_and_models_share_nothing() -> None:
+    reader = Reader()
+    reader.served = {"m": Served("m"), "tuned": Served("m", "tuned"), "other": Served("other")}
+    prompt = {"prompt": [1] * 8}
+    plain = read({**prompt, "model": "m"}, reader=reader)
+    strangers = [
+        read({**prompt, "model": "tuned"}, reader=reader),
+        read({**prompt, "model": "other"}, reader=reader),
+        read({**prompt, "model": "m", "cache_salt": "s"}, reader=reader),
+        read({**prompt, "model": "m"}, reader=reader, domain=b"t"),
+        read({**prompt, "model": "m", "cache_salt": "s"}, reader=reader, domain=b"t"),
+    ]
+    everybody = [plain, *strangers]
+    assert all(shared(a, b) == 0 for a in everybody for b in everybody if a is not b)
+    assert strangers[0].ask.adapter == "tuned" and plain.ask.adapter is None
+    reader.default_model = "m"
+    assert shared(read(prompt, reader=reader), plain) == 8
+
+
+@given(st.text(max_size=3), st.text(max_size=3), st.booleans(), st.booleans())
+def test_two_domains_are_one_only_if_tenant_and_salt_are_the_same(one: str, other: str, a: bool, b: bool) -> None:
+    first = read({"prompt": [1, 2], "cache_salt": one}, domain=b"t" if a else b"")
+    second = read({"prompt": [1, 2], "cache_salt": other}, domain=b"t" if b else b"")
+    assert (shared(first, second) == 2) == (a == b and one == other)
+
+
+def test_a_tenants_salt_is_sent_and_cannot_be_left() -> None:
+    sender = {"domain": b"\x01", "salt": "01"}
+    sent = json.loads(read({"prompt": "x", "cache_salt": "mine"}, **sender).body)
+    assert sent["cache_salt"] == "01:mine"
+    assert json.loads(read({"prompt": "x", "stream": True}, **sender).body)["cache_salt"] == "01"
+
+
+def test_sessions_and_limits_are_read() -> None:
+    assert read({"prompt": "x", "user": "u", "max_tokens": 7}).ask.session == "u"
+    assert read({"prompt": "x", "user": "u"}, session="header").ask.session == "header"
+    assert read({"prompt": "x", "max_tokens": 7}).ask.max_tokens == 7
+    assert read({"prompt": "x", "max_completion_tokens": 5, "max_tokens": 7}).ask.max_tokens == 5
+    assert read({"prompt": "x", "max_tokens": "many"}).ask.max_tokens == 0
+
+
+def test_any_other_route_is_routed_by_its_body() -> None:
+    one, other = read({"input": "a" * 400}, "/v1/embeddings"), read({"input": "a" * 400 + "b"}, "/v1/embeddings")
+    assert shared(one, other) > 90
