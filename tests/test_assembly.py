@@ -142,3 +142,13 @@ def test_more_positions_than_the_model_knows_are_refused(tiny: Path) -> None:
 def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="does not fit"):
         build_engine(EngineOptions(model=str(tiny), kv_cache_memory="4000GiB"))
+
+
+def test_a_limit_on_memory_is_all_there_is_to_count_on(tiny: Path) -> None:
+    def kv_bytes(limit: str | None) -> int:
+        return build_engine(EngineOptions(model=str(tiny), memory_limit=limit, dtype="float32"))[1].kv_bytes
+
+    assert kv_bytes("32MiB") < 0.4 * 32 * 2**20 < kv_bytes(None)
+    with pytest.raises(ConfigError, match="100 B of memory is available"):
+        kv_bytes("100")
+    assert kv_bytes("4000GiB") == kv_bytes(None)  # what is not there cannot be counted on

@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from headstart.cli_engine import build_engine
 from headstart.config_file import all_fields
 from headstart.core.errors import ConfigError
 from headstart.model.shapes import SHAPES
-from headstart.options import EngineOptions, ServerOptions, flag_of
+from headstart.options import EngineOptions, RouterOptions, ServerOptions, flag_of
 
 Served = list[tuple[EngineOptions, ServerOptions]]
 
@@ -70,7 +71,8 @@ def test_serve_help_names_every_option_and_its_default_once(capsys: pytest.Captu
     left = [re.split(r" {2,}", line.strip())[0] for line in shown.splitlines() if line.startswith("  -")]
     flags = re.findall(r"--(?:\[no-\])?([a-z-]+)", " ".join(left))
     for field in all_fields():
-        assert flags.count(flag_of(field.name).removeprefix("--")) == (field.name != "model"), field.name
+        is_shown = field.name not in ("model", *cli.NOT_OF_A_SERVER)
+        assert flags.count(flag_of(field.name).removeprefix("--")) == is_shown, field.name
     assert "[8000]" in shown and "Scheduling and caching:" in shown
 
 
@@ -165,6 +167,23 @@ def test_config_names_another_file_by_flag_or_variable(
 def test_serve_without_anything_serves_the_defaults(served: Served) -> None:
     assert cli.main(["serve"]) == 0
     assert served == [(EngineOptions(), ServerOptions())]
+
+
+def test_several_replicas_are_served_by_a_router(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    calls: list[tuple[EngineOptions, ServerOptions, RouterOptions]] = []
+
+    def serve_replicas(*options: Any) -> int:
+        calls.append(options)
+        return 5
+
+    module = types.ModuleType("headstart.cli_replicas")
+    module.serve_replicas = serve_replicas  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "headstart.cli_replicas", module)
+    assert cli.main(["serve", "m", "--replicas", "2", "--port", "9", "--routing-policy", "weighted"]) == 5
+    ((engine, server, router),) = calls
+    assert (engine.model, server.port, router.replicas, router.routing_policy) == ("m", 9, 2, "weighted")
+    assert cli.main(["serve", "m", "--replicas", "1"]) == 0 and len(served) == 1  # one needs no router
+    assert cli.main(["serve", "--replicas", "0"]) == 2 and len(calls) == 1
 
 
 def test_switches_can_be_turned_both_ways_and_keys_repeated(served: Served) -> None:

@@ -10,14 +10,13 @@ from headstart.core.scheduler import Scheduler
 from headstart.model.hub import resolve_model
 from headstart.model.loader import LoadedModel, load_model, resolve_device
 from headstart.model.runner import ModelRunner
+from headstart.model.sizes import format_bytes, parse_bytes
 from headstart.model.sizing import (
     KVPlan,
     apply_threads,
     check_weights_fit,
     checkpoint_bytes,
-    format_bytes,
     memory,
-    parse_bytes,
     plan_kv_pool,
 )
 from headstart.model.threads import prepare_threads
@@ -141,6 +140,8 @@ def _load(options: EngineOptions, folder: Path) -> tuple[LoadedModel, KVPlan, in
     """The model, the pool beside it, and the longest sequence; refuses before loading what cannot fit."""
     device = str(resolve_device(options.device))
     available = memory(device).available
+    if options.memory_limit is not None:
+        available = min(available, parse_bytes(options.memory_limit))
     int8 = options.quantization == "int8"
     check_weights_fit(checkpoint_bytes(folder, dtype=options.dtype, int8=int8), available)
     loaded = load_model(

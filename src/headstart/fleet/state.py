@@ -57,7 +57,9 @@ class FleetState:
             shadow_policies=[make_policy(name) for name in options.shadow_policy],
             log=None if decisions is None else decisions.write,
         )
-        key = options.replica_api_key or next(iter((*server_options.admin_api_key, *server_options.api_key)), None)
+        of_tenants = (key for tenant in server_options.tenants for key in tenant.api_keys)
+        known = (*server_options.admin_api_key, *server_options.api_key, *of_tenants)
+        key = options.replica_api_key or next(iter(known), None)  # replicas are asked what they are with it
         self.members = Members(
             self.router,
             session,

@@ -18,7 +18,8 @@ from headstart.model.attention.base import resolve_backend
 from headstart.model.cgroup import SYSTEM, cpu_quota
 from headstart.model.kernels.load import find
 from headstart.model.linear import can_pack
-from headstart.model.sizing import KV_SHARE, format_bytes, memory
+from headstart.model.sizes import format_bytes
+from headstart.model.sizing import KV_SHARE, memory
 from headstart.model.threads import SPIN_COUNT, available_cores
 
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")

@@ -6,30 +6,20 @@ allocated, with the numbers and the remedy.
 """
 
 import json
-import re
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import torch
 
 from headstart.core.errors import ConfigError
-from headstart.model.cgroup import SYSTEM, memory_grants
+from headstart.model.cgroup import SYSTEM
+from headstart.model.sizes import Memory, cpu_memory, format_bytes, parse_bytes
 
 KV_SHARE = 0.4  # of the memory left after the weights
 _MIN_FULL_SEQUENCES = 16  # the bound on tiny pools leaves room to cache prefixes even if few sequences run at once
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _ELEMENT_BYTES = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # others: 1
 _DTYPE_BYTES = {"auto": 0, "bfloat16": 2, "float16": 2, "float32": 4}  # 0: as stored
 _FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-class Memory(NamedTuple):
-    """Bytes this process may have in all (`limit`), and the part that is still free (`available`)."""
-
-    limit: int
-    available: int
-    source: str  # what set the limit, for people
 
 
 class KVPlan(NamedTuple):
@@ -45,31 +35,7 @@ def memory(device: str = "cpu", root: Path = SYSTEM) -> Memory:
     if device.startswith("cuda"):
         free, total = torch.cuda.mem_get_info(torch.device(device))
         return Memory(total, free, "GPU")
-    total, available = _machine_memory(root)
-    found = [Memory(total, available, "machine")]
-    found += [Memory(grant.limit, grant.limit - grant.used, "cgroup") for grant in memory_grants(root)]
-    tightest = min(found, key=lambda m: m.available)
-    return Memory(min(m.limit for m in found), max(tightest.available, 0), tightest.source)
-
-
-def parse_bytes(text: str | int) -> int:
-    """Bytes in "6GiB", "512 MB", "1.5g" or "1073741824". GiB counts in 1024s, GB and G in 1000s."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(text), re.IGNORECASE)
-    if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"{text!r} is not a size; write a number and a unit, such as 6GiB, 512MiB or 1.5GB")
-    size = int(float(match[1]) * _UNITS[match[2].lower()])
-    if size < 1:
-        raise ConfigError(f"{text!r} is not a size; it must be at least one byte")
-    return size
-
-
-def format_bytes(size: float) -> str:
-    """`size` for people, in 1024s: "6.2 GiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+    return cpu_memory(root)
 
 
 def apply_threads(threads: int) -> None:
@@ -121,14 +87,13 @@ def plan_kv_pool(
     kv_cache_memory: str | int | None = None,
     num_blocks_override: int | None = None,
     max_num_seqs: int = 256,
-    replicas: int = 1,
 ) -> KVPlan:
-    """The pool of one replica. `available_bytes` is `memory().available` from *before* the weights were loaded.
+    """The pool. `available_bytes` is `memory().available` from *before* the weights were loaded.
 
     `num_blocks_override` counts usable and reserved blocks, and may be smaller than one sequence of `max_model_len`
     (longer requests are then refused one by one). Raises ConfigError for what cannot fit.
     """
-    left = available_bytes // replicas - weight_bytes
+    left = available_bytes - weight_bytes
     block_bytes = kv_bytes_per_token * block_size
     if num_blocks_override is not None:
         if num_blocks_override < 2:
@@ -191,21 +156,3 @@ def _safetensors_header(path: Path) -> dict[str, dict]:
             return json.loads(file.read(length))
     except ValueError as error:
         raise ConfigError(f"{path.name} is not a safetensors file ({error}); download it again") from error
-
-
-def _machine_memory(root: Path) -> tuple[int, int]:
-    """(total, available) bytes of the machine; available counts what the kernel can reclaim."""
-    fields: dict[str, int] = {}
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        name, _, rest = line.partition(":")
-        if (words := rest.split()) and words[0].isdigit():
-            fields[name] = int(words[0]) * 1024
-    if "MemTotal" in fields and "MemAvailable" in fields:
-        return fields["MemTotal"], fields["MemAvailable"]
-
-    virtual = psutil.virtual_memory()
-    return virtual.total, virtual.available

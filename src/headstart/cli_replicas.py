@@ -1,0 +1,80 @@
+"""`headstart serve --replicas N`: replicas and a router in one command, and what of this machine each of them gets."""
+
+import os
+import sys
+from dataclasses import replace
+
+from headstart.core.errors import ConfigError
+from headstart.fleet.local import Launch, LocalFleet
+from headstart.fleet.serve import route
+from headstart.model.sizes import cpu_memory, format_bytes, parse_bytes
+from headstart.model.threads import prepare_threads
+from headstart.options import EngineOptions, RouterOptions, ServerOptions
+from headstart.replica_process import encode_options
+
+REPLICA_HOST = "127.0.0.1"
+
+
+def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterOptions) -> int:
+    """Serves until SIGTERM or Ctrl-C; the exit codes of server.serve. Raises ConfigError.
+
+    The router ends first, so that nothing it has admitted is lost; then the replicas, and nothing of them is left.
+    """
+    share = divided(engine, router.replicas, cores=prepare_threads(engine.threads, environ={**os.environ}))
+    launch = Launch(
+        (sys.executable, "-P", "-m", "headstart.replica_process"),
+        encode_options(share, behind_router(server)),
+        environment(share.threads),
+    )
+    about = shown(share)
+    with LocalFleet(lambda _: launch, router.replicas, about=about, drain_seconds=server.drain_timeout) as fleet:
+        return route(router, server, discovery=fleet)
+
+
+def behind_router(server: ServerOptions) -> ServerOptions:
+    """The same server for the router alone, which writes the access lines: two a request would be one too many."""
+    return replace(server, host=REPLICA_HOST, port=0, access_log=False)
+
+
+def divided(engine: EngineOptions, replicas: int, *, cores: int, available: int | None = None) -> EngineOptions:
+    """The options of one replica of several: its part of the cores, and of the memory.
+
+    An explicit size of the KV pool is that of all together; else each counts on its part of `available` bytes (None:
+    what this machine has now), or of --memory-limit. --num-blocks is each one's. Raises ConfigError.
+    """
+    if engine.kv_events_config is not None:
+        raise ConfigError("kv_events_config names one endpoint, and --replicas starts several: leave one of them out")
+    share = replace(engine, threads=max(cores // replicas, 1))
+    if engine.memory_limit is not None:
+        limit = parse_bytes(engine.memory_limit)
+    elif engine.device.startswith("cuda"):  # the memory of the GPU is not known here
+        return _with_pool(share, replicas)
+    else:
+        limit = cpu_memory().available if available is None else available
+    return _with_pool(replace(share, memory_limit=str(max(limit // replicas, 1))), replicas)
+
+
+def _with_pool(engine: EngineOptions, replicas: int) -> EngineOptions:
+    if engine.kv_cache_memory is None:
+        return engine
+    return replace(engine, kv_cache_memory=str(max(parse_bytes(engine.kv_cache_memory) // replicas, 1)))
+
+
+def shown(share: EngineOptions) -> str:
+    """What each replica got, for the banner."""
+    threads = f"each with {share.threads} thread{'' if share.threads == 1 else 's'}"
+    parts = [threads]
+    if share.memory_limit is not None:
+        parts.append(f"up to {format_bytes(parse_bytes(share.memory_limit))} of memory")
+    if share.num_gpu_blocks_override is not None:
+        parts.append(f"{share.num_gpu_blocks_override} KV blocks")
+    elif share.kv_cache_memory is not None:
+        parts.append(f"{format_bytes(parse_bytes(share.kv_cache_memory))} of KV")
+    return ", ".join(parts)
+
+
+def environment(threads: int) -> dict[str, str]:
+    """That of this process, with the modules it found and so many threads for OpenMP."""
+    path = os.pathsep.join(part for part in sys.path if part)
+    count = str(threads)
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
