@@ -1,6 +1,7 @@
 """Which tokenizer a router uses: the replicas' own, if its files are on this machine. Nothing is ever downloaded."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
@@ -42,9 +43,10 @@ def tokenizer_of(cards: Iterable[ModelCard]) -> Tokenizer | None:
 
 
 def _folder(name: str) -> Path | None:
-    path = Path(name).expanduser()
-    if (path / "tokenizer.json").is_file():
-        return path
+    with suppress(OSError, RuntimeError):  # a name that no file can have, a home that nobody has
+        path = Path(name).expanduser()
+        if name and (path / "tokenizer.json").is_file():
+            return path
     if name == BUNDLED_NAME:
         return bundled_model()
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
