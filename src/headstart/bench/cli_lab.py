@@ -325,3 +325,40 @@ def route(
         return run_route(trace, config, bar)
 
     cli_run.finish(bench, None)
+
+
+@lab.command(short_help="What a router adds to the first byte and to each token.")
+def proxy(
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=ENVIRONMENT",
+            help="Measure smg, sglang-router, vllm-router, envoy, too (benchmarks/peers/setup.sh); may be repeated.",
+        ),
+    ] = None,
+    streams: Annotated[int, typer.Option(min=1, help="Open at a time.")] = 200,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 50,
+    token_ms: Annotated[float, typer.Option(min=1, help="Between tokens.")] = 40.0,
+    steps: Annotated[
+        bool, typer.Option("--steps", help="All answers get their tokens at once, as from steps.")
+    ] = False,
+    replicas: Annotated[int, typer.Option(min=1, help="Fake ones.")] = 1,
+    policy: Annotated[str, typer.Option(help="Of our router.")] = "cost",
+    seconds: Annotated[float, typer.Option(min=0.5, help="Of measuring, per side and run.")] = 15.0,
+    runs: Runs = 5,
+    quick: Quick = False,
+) -> None:
+    """Streams of fake replicas, straight and through our router and peers by turns: milliseconds added, CPU time."""
+
+    def bench(bar: "Bar") -> "Report":
+        from headstart.bench.lab_proxy import QUICK, ProxyConfig, run_proxy
+        from headstart.bench.route_process import parse_peer
+
+        config = ProxyConfig(
+            streams, tokens, token_ms, steps=steps, replicas=replicas, policy=policy, seconds=seconds, runs=runs
+        )
+        return run_proxy(
+            replace(QUICK, policy=policy) if quick else config, [parse_peer(text) for text in peer or ()], bar
+        )
+
+    cli_run.finish(bench, None)
