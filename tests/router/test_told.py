@@ -17,7 +17,7 @@ from headstart.core.limits import Limits
 from headstart.core.request import SamplingParams
 from headstart.core.scheduler import Scheduler
 from headstart.router.ask import Prompt, router_root
-from headstart.router.feed import Feed
+from headstart.router.feed import Due, Feed
 from headstart.router.told import SILENCE, SPECULATION, SPECULATION_COMPUTED, ToldContents
 
 
@@ -66,6 +66,37 @@ def test_a_block_on_two_tiers_is_gone_when_it_is_gone_from_both() -> None:
     told.apply([removed("A")])
     assert told.match(names(1), 0.0) == 0
     told.check()
+
+
+def test_a_block_that_was_computed_twice_is_gone_when_both_copies_are() -> None:
+    """vLLM does not merge equal blocks, and tells of each."""
+    told = new()
+    told.apply([stored("ab", 1, 2), stored("b", 2, parent="a"), removed("b")])
+    assert told.match(names(1, 2), 0.0) == 2
+    told.check()
+    told.apply([removed("b")])
+    assert told.match(names(1, 2), 0.0) == 1
+    told.check()
+
+
+def test_stored_without_tokens_is_another_copy_of_a_known_block() -> None:
+    told = new()
+    copy = BlockStored((BlockHash(b"a"), BlockHash(b"z")), None, array("i"), 0)
+    told.apply([stored("a", 1), copy, removed("a")])
+    assert told.match(names(1), 0.0) == 1
+    assert told.counts["unknown_copies"] == 1 and told.counts["unknown_parents"] == 0
+    told.apply([removed("a")])
+    assert len(told) == 0
+    told.check()
+
+
+def test_a_handle_with_two_copies_that_names_another_block_leaves_the_first() -> None:
+    told = new()
+    told.apply([stored("a", 1), stored("a", 1), stored("a", 2)])
+    assert (told.match(names(1), 0.0), told.match(names(2), 0.0)) == (0, 1)
+    told.check()
+    told.apply([removed("a")])
+    assert len(told) == 0
 
 
 def test_a_handle_that_names_another_block_now_leaves_the_first() -> None:
@@ -145,6 +176,14 @@ def run_engine(seed: int, sink: Callable[[list[Event]], None]) -> Engine:
     return engine
 
 
+def take(told: ToldContents, batches: list[list[Event]], due: Due) -> None:
+    """Applies what is due: a payload is the number of its batch."""
+    if due.void:
+        told.clear()
+    for payload in due.batches:
+        told.apply(batches[int(payload)])
+
+
 def engine_names(engine: Engine) -> set[BlockHash]:
     return set(engine.scheduler.pool._entries)
 
@@ -172,16 +211,16 @@ def test_lost_events_that_are_replayed_leave_no_trace(seed: int, loss: float, pa
     batches: list[list[Event]] = []
     engine = run_engine(seed, batches.append)
     told, feed, rng = as_the_engine_names(), Feed(), Random(seed)
-    for number, batch in enumerate(batches):
+    for number in range(len(batches)):
         if rng.random() < loss and number:
             continue
-        told.apply(feed.offer(number, batch))
+        take(told, batches, feed.offer(number, b"%d" % number))
         if feed.replay_from is not None and rng.randrange(patience) == 0:
             for missed in range(feed.replay_from, number + 1):
-                told.apply(feed.offer(missed, batches[missed], replayed=True))
+                take(told, batches, feed.offer(missed, b"%d" % missed, replayed=True))
             assert feed.replay_from is None
-    for missed, batch in enumerate(batches):  # the last ones may be missing without a later one to show it
-        told.apply(feed.offer(missed, batch, replayed=True))
+    for missed in range(len(batches)):  # the last ones may be missing without a later one to show it
+        take(told, batches, feed.offer(missed, b"%d" % missed, replayed=True))
     assert feed.num_restarts == 0
     assert set(told._uses) == engine_names(engine)
     told.check()
@@ -194,9 +233,9 @@ def test_events_lost_for_good_never_make_it_believe_what_is_not_so(seed: int, lo
     batches: list[list[Event]] = []
     engine = run_engine(seed, batches.append)
     told, feed, rng = as_the_engine_names(), Feed(), Random(seed)
-    for number, batch in enumerate(batches):
+    for number in range(len(batches)):
         if rng.random() >= loss or number == len(batches) - 1:
-            told.apply(feed.offer(number, batch))
-            told.apply(feed.give_up())
+            take(told, batches, feed.offer(number, b"%d" % number))
+            take(told, batches, feed.give_up())
     assert set(told._uses) <= engine_names(engine)
     told.check()

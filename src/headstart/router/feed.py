@@ -1,63 +1,116 @@
 """Feed: the numbered batches of one publisher in their order, whatever order they come in. Sockets are the caller's.
 
-A gap asks for a replay from its first number on; what came behind it waits meanwhile. Live numbers only grow: one that
-does not is a publisher that started again, and what it told before is void.
+A gap asks for a replay from its first number on; what came behind it waits meanwhile. Batches are bytes that nobody
+reads here. A publisher that started again is known by a live number that does not grow, or by another batch under a
+number that was taken already: a batch holds the time it was made. What the old one told is void then.
 """
 
-from headstart.core.events import AllBlocksCleared, Event
+from typing import NamedTuple
+from zlib import crc32
 
 MAX_WAITING = 10_000  # batches behind a gap; what publishers keep for replay
 
 
-class Feed:
-    """Batches in, events out. `replay_from` is the number from which on batches are missing; None: none is."""
+class Due(NamedTuple):
+    """What to take in now, in this order."""
 
-    def __init__(self) -> None:
+    void: bool  # all that was told before is not so any more
+    batches: list[bytes]
+
+
+class Feed:
+    """Batches in, batches out. `replays`: what was published before we came can be had, so it is waited for."""
+
+    def __init__(self, *, replays: bool = False) -> None:
         self.num_gaps = 0
         self.num_lost = 0  # batches given up
         self.num_restarts = 0
-        self._next: int | None = None  # the first batch may have any number: we may have come late
+        self._replays = replays
+        self._next: int | None = 0 if replays else None  # None: the first batch may have any number
+        self._last: int | None = None  # checksum of the batch before `_next`
         self._last_live = -1
-        self._waiting: dict[int, list[Event]] = {}
+        self._early: dict[int, int] = {}  # checksums of batches that a replay brought before they came live
+        self._waiting: dict[int, bytes] = {}
 
     @property
     def replay_from(self) -> int | None:
+        """The number from which on batches are missing; None: none is."""
         return self._next if self._waiting else None
 
-    def offer(self, number: int, events: list[Event], *, replayed: bool = False) -> list[Event]:
-        """Takes in a batch; the events that are due now, in order."""
-        if not replayed:
-            if number <= self._last_live:
-                self.num_restarts += 1
-                self._waiting.clear()
-                self._next = None
-            self._last_live = number
-        if self._next is None:
-            late = number > 0 or self.num_restarts > 0
-            self._next = number
-            return [*([AllBlocksCleared()] if late else []), *self._take(number, events)]
-        if number < self._next:
-            return []
-        if number > self._next and not self._waiting:
-            self.num_gaps += 1
-        due = self._take(number, events)
-        return due if len(self._waiting) <= MAX_WAITING else due + self.give_up()
+    @property
+    def position(self) -> int:
+        """The number that is next in order; 0 before the first one. A replay is best asked from the one before it:
+        that one tells whether the publisher is still the same."""
+        return self._next or 0
 
-    def give_up(self) -> list[Event]:
+    def offer(self, number: int, batch: bytes, *, replayed: bool = False) -> Due:
+        """Takes in a batch; what is due now."""
+        checksum = crc32(batch)
+        if self._is_another(number, checksum, replayed):
+            return self._restart(number, batch, live=not replayed)
+        if not replayed:
+            self._last_live = number
+            while self._early and (first := next(iter(self._early))) <= number:
+                del self._early[first]
+        elif number > self._last_live:
+            self._early[number] = checksum
+        return self._in_order(number, batch)
+
+    def give_up(self) -> Due:
         """Goes on behind the gap, with an empty index: what was lost cannot be had any more."""
         if not self._waiting or self._next is None:
-            return []
+            return Due(False, [])
         first = min(self._waiting)
-        self.num_lost += first - self._next
+        if self._last is not None:  # else it was before our time
+            self.num_lost += first - self._next
         self._next = first
-        return [AllBlocksCleared(), *self._take(first, self._waiting.pop(first))]
+        return Due(True, self._take())
 
-    def _take(self, number: int, events: list[Event]) -> list[Event]:
-        """All batches that are due once this one is there."""
-        self._waiting[number] = events
-        due: list[Event] = []
+    def reset(self) -> Due:
+        """Starts anew: nobody knows whether the publisher is still the same."""
+        self._next, self._last, self._last_live = 0 if self._replays else None, None, -1
+        self._early.clear()
+        self._waiting.clear()
+        return Due(True, [])
+
+    def _is_another(self, number: int, checksum: int, replayed: bool) -> bool:
+        """Whether this batch cannot be of the publisher that the ones before it are of."""
+        if not replayed and number <= self._last_live:
+            return True
+        known = self._early.get(number)
+        if known is None and self._next is not None and number == self._next - 1:
+            known = self._last
+        return known is not None and known != checksum
+
+    def _restart(self, number: int, batch: bytes, *, live: bool) -> Due:
+        """Voids everything; of a replay nothing is kept, since the caller has to ask for all of it."""
+        self.num_restarts += 1
+        self.reset()
+        if not live:
+            return Due(True, [])
+        self._last_live = number
+        return Due(True, self._in_order(number, batch).batches)
+
+    def _in_order(self, number: int, batch: bytes) -> Due:
+        void = False
+        if self._next is None:
+            void = number > 0
+            self._next = number
+        if number < self._next:
+            return Due(False, [])
+        if number > self._next and not self._waiting and self._last is not None:
+            self.num_gaps += 1
+        self._waiting[number] = batch
+        due = Due(void, self._take())
+        return due if len(self._waiting) <= MAX_WAITING else self.give_up()
+
+    def _take(self) -> list[bytes]:
+        """All batches that have nothing missing before them."""
         assert self._next is not None
-        while self._next in self._waiting:
-            due += self._waiting.pop(self._next)
+        due: list[bytes] = []
+        while (batch := self._waiting.pop(self._next, None)) is not None:
+            due.append(batch)
             self._next += 1
+        if due:
+            self._last = crc32(due[-1])
         return due

@@ -5,11 +5,13 @@ any engine's events will do. Invariant: after every event the index is the engin
 nobody told us of (`unknown_parents`). What was just sent counts as there until its events come, or for a while
 (`SPECULATION`). Events that never come count as `silence`, since a router that hears nothing routes blindly.
 
-Several handles may stand for one name (a block that is on two tiers): it is gone when the last of them is.
+Several handles may stand for one name, and one handle for several copies (a block on two tiers, or computed twice by an
+engine that does not merge equal blocks: vLLM): it is gone when the last of them is. Stored without tokens means another
+copy of a block that is known.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, takewhile
 
 from headstart.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
@@ -19,6 +21,7 @@ from headstart.router.contents import Hold
 SPECULATION = 60.0  # seconds after a request was sent in which it must be computed
 SPECULATION_COMPUTED = 5.0  # seconds after its first token in which its events must have come
 MAX_SPECULATIVE = 65_536
+NOT_USED = ("unknown_parents", "unknown_copies", "other_block_size")  # events that were of no use
 SILENCE = 16  # requests that ended since the last event of use: with so many, something is wrong
 
 Root = Callable[[str | None, bytes], BlockHash]
@@ -30,9 +33,10 @@ class ToldContents:
     def __init__(self, block_size: int, root: Root) -> None:
         self.block_size = block_size
         self.silence = 0  # requests with full blocks that ended since the last event that was of use
-        self.counts = dict.fromkeys(("stored", "removed", "cleared", "unknown_parents", "other_block_size"), 0)
+        self.counts = dict.fromkeys(("stored", "removed", "cleared", *NOT_USED), 0)
         self._root = root
         self._handles: dict[bytes, BlockHash] = {}
+        self._copies: dict[bytes, int] = {}  # of handles that stand for more than one
         self._uses: dict[BlockHash, int] = {}  # handles per name
         self._before: dict[BlockHash, BlockHash | None] = {}  # the block before; None: it is the first
         self._after: dict[BlockHash, int] = {}  # how many present blocks a block, present or not, is the one before of
@@ -41,6 +45,9 @@ class ToldContents:
 
     def __len__(self) -> int:
         return len(self._uses)
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        return iter(self._uses)
 
     def __contains__(self, name: BlockHash) -> bool:
         return name in self._uses
@@ -94,7 +101,7 @@ class ToldContents:
 
     def clear(self) -> None:
         """Forgets everything: the engine was restarted, or events are lost for good."""
-        for table in (self._handles, self._uses, self._before, self._after, self._speculative):
+        for table in (self._handles, self._copies, self._uses, self._before, self._after, self._speculative):
             table.clear()
         self._num_orphans = 0
 
@@ -121,6 +128,7 @@ class ToldContents:
         assert self._num_orphans == sum(1 for name in before.values() if name is not None and name not in uses)
         assert sum(uses.values()) == len(self._handles)
         assert all(name in uses for name in self._handles.values())
+        assert all(handle in self._handles and count > 1 for handle, count in self._copies.items())
         assert sum(self._after.values()) == sum(1 for name in before.values() if name is not None)
 
     # ------------------------------------------------------------------------------------------------------------
@@ -139,6 +147,9 @@ class ToldContents:
 
     def _stored(self, event: BlockStored) -> None:
         """Takes in the blocks of one chain, unless it is not known what they hang on."""
+        if not event.token_ids:
+            self._copied(event)
+            return
         if event.block_size != self.block_size:
             self.counts["other_block_size"] += 1
             return
@@ -162,11 +173,23 @@ class ToldContents:
             return self._root(event.adapter, event.domain)
         return region_hash(before, event.domain) if event.domain else before
 
+    def _copied(self, event: BlockStored) -> None:
+        """Takes in further copies of blocks that are known."""
+        for handle in event.block_hashes:
+            if handle in self._handles:
+                self._copies[handle] = self._copies.get(handle, 1) + 1
+                self.counts["stored"] += 1
+                self.silence = 0
+            else:
+                self.counts["unknown_copies"] += 1
+
     def _add(self, handle: bytes, name: BlockHash, before: BlockHash | None) -> None:
         known = self._handles.get(handle)
         if known == name:
+            self._copies[handle] = self._copies.get(handle, 1) + 1
             return
         if known is not None:
+            self._copies.pop(handle, None)
             self._remove(handle)
         self._handles[handle] = name
         self._speculative.pop(name, None)
@@ -180,11 +203,17 @@ class ToldContents:
             self._num_orphans += before not in self._uses
 
     def _remove(self, handle: bytes) -> None:
-        name = self._handles.pop(handle, None)
+        name = self._handles.get(handle)
         if name is None:
             return
         self.counts["removed"] += 1
         self.silence = 0
+        if handle in self._copies:
+            self._copies[handle] -= 1
+            if self._copies[handle] == 1:
+                del self._copies[handle]
+            return
+        del self._handles[handle]
         self._uses[name] -= 1
         if self._uses[name]:
             return
