@@ -327,6 +327,28 @@ def route(
     cli_run.finish(bench, None)
 
 
+@lab.command(short_help="Predicted against real cached tokens, on agents' texts.")
+def predict(
+    trace: Annotated[
+        list[Path], typer.Option(exists=True, dir_okay=False, help="An LMCache agent trace; may be repeated.")
+    ],
+    replicas: Annotated[int, typer.Option(min=1, help="Engines behind the router.")] = 4,
+    cache_blocks: Annotated[int, typer.Option(min=8, help="Blocks in each engine's pool.")] = 2048,
+    speed: Annotated[float, typer.Option(min=0.01, help="Sessions begin so many times as often as recorded.")] = 20.0,
+    requests: Annotated[int, typer.Option(min=0, help="The first so many of each trace; 0: all.")] = 0,
+    quick: Quick = False,
+) -> None:
+    """Real engines without a model, by what a router knows of their caches, with and without self-correction."""
+
+    def bench(bar: "Bar") -> "Report":
+        from headstart.bench.lab_predict import QUICK, PredictConfig, run_predict
+
+        config = QUICK if quick else PredictConfig(replicas, cache_blocks, speed, requests)
+        return run_predict(trace, config, bar)
+
+    cli_run.finish(bench, None)
+
+
 @lab.command(short_help="What a router adds to the first byte and to each token.")
 def proxy(
     peer: Annotated[
@@ -362,3 +384,33 @@ def proxy(
         )
 
     cli_run.finish(bench, None)
+
+
+@lab.command(short_help="Replicas killed and restarted under load: what clients notice.")
+def failover(
+    model: Annotated[
+        str, typer.Option(help="Folder, hub id or shape; empty: the bundled model; none: servers without a model.")
+    ] = "",
+    replicas: Annotated[int, typer.Option(min=2, help="Servers behind the router.")] = 3,
+    kills: Annotated[int, typer.Option(min=1, help="How often one of them is killed.")] = 20,
+    requests: Annotated[int, typer.Option(min=1, help="During the rolling restart, at least.")] = 2000,
+    seed: Seed = 0,
+    quick: Quick = False,
+) -> None:
+    """kill -9 under load and a rolling restart at 70 % of the capacity, without retries: requests lost, and why."""
+
+    def run(setup: "Setup | None", bar: "Bar") -> "Report":
+        from headstart.bench.lab_failover import QUICK, FailoverConfig, run_failover
+
+        config = replace(QUICK if quick else FailoverConfig(kills=kills, requests=requests), seed=seed)
+        config = replace(config, replicas=replicas)
+        if setup is not None:
+            config = replace(config, model=setup.model, label=setup.label)
+        else:
+            config = replace(config, model=None)
+        return run_failover(config, bar)
+
+    if quick or model == "none":
+        cli_run.finish(lambda bar: run(None, bar), None)
+    else:
+        cli_run.run_on_model(run, model, "auto", 1, seed, None)
