@@ -1,0 +1,140 @@
+"""Divergence: what kind of difference it is where two prompts part, by how it looks. Pure; a likely kind, no proof."""
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+REACH = 80  # characters on either side that are looked at for a value
+REST = 4000  # and behind it, to tell another order from other content
+
+_ROLE = re.compile(r"^<(system|developer|user|assistant|tool|function)>\n", re.MULTILINE)
+_WORDS = re.compile(r'"[^"\\]*"|\w+')
+_TIMES = re.compile(
+    r"\d{4}-\d{2}-\d{2}([T ]\d{1,2}(:\d{2}(:\d{2}(\.\d+)?)?)?)?"
+    r"|\b\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?( ?[AaPp][Mm])?\b"
+    r"|\b\d{1,2}[./]\d{1,2}[./]\d{2,4}\b"
+    r"|\b(Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b|\b(Mon|Tue|Wed|Thu|Fri|Sat|Sun)\b"
+    r"|\b(\d{1,2} )?(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?( \d{1,2})?,?( \d{4})?\b"
+    r"|\b1[5-9]\d{8}(\d{3})?(\.\d+)?\b"  # seconds or milliseconds since 1970
+)
+_UUIDS = re.compile(r"\b[0-9a-fA-F]{8}(-?[0-9a-fA-F]{4}){3}-?[0-9a-fA-F]{12}\b")
+_IDS = re.compile(r"\b(?=[\w-]*\d)[A-Za-z]*[_-]?[0-9a-zA-Z]{8,}\b")
+_NUMBERS = re.compile(r"[-+]?\d[\d,.]*")
+
+KINDS = {
+    "timestamp": "a time or date, which changes with every request: put it behind what stays the same",
+    "uuid": "a UUID: put it behind what stays the same",
+    "identifier": "what looks like an id: put it behind what stays the same",
+    "number": "a number",
+    "whitespace": "white space only",
+    "json_order": "the same JSON in another order: serialize keys and tools sorted",
+    "order": "the same words in another order",
+    "message_order": "the same messages in another order",
+    "messages_dropped": "messages that this one has no more: a conversation cut at its beginning loses its cache",
+    "messages_inserted": "messages that the other one did not have there",
+    "system_prompt": "the system prompt, which is another one",
+    "role": "the role of a message",
+    "content": "what they say",
+}
+
+
+class Message(NamedTuple):
+    """One message in the text of a conversation: the place of its content."""
+
+    role: str
+    start: int
+    end: int
+
+
+def messages_of(text: str) -> list[Message]:
+    """The messages of a text that `reading.conversation` made."""
+    heads = list(_ROLE.finditer(text))
+    ends = [head.start() - 1 for head in heads[1:]] + [len(text)]
+    return [Message(head[1], head.end(), max(end, head.end())) for head, end in zip(heads, ends, strict=True)]
+
+
+def message_at(messages: list[Message], position: int) -> int | None:
+    """Index of the message in which a character lies, or whose head does; None: before the first."""
+    found = None
+    for index, message in enumerate(messages):
+        if position < message.start - len(message.role) - 3:  # "<role>" and a line's end
+            break
+        found = index
+    return found
+
+
+def kind_of(this: str, that: str, at: int, *, is_chat: bool = False) -> str | None:
+    """What differs from character `at` on: a key of KINDS; None where one of them ends."""
+    if at >= len(this) or at >= len(that):
+        return None
+    if is_chat:
+        kind = _kind_of_messages(this, that, at)
+        if kind is not None:
+            return kind
+    kind = _kind_of_value(this, that, at)
+    if kind is not None:
+        return kind
+    rest, other = this[at : at + REST], that[at : at + REST]
+    if _squeezed(rest)[:REACH] == _squeezed(other)[:REACH]:
+        return "whitespace"
+    if is_chat:
+        own, others = messages_of(this), messages_of(that)
+        index, twin = message_at(own, at), message_at(others, at)
+        if index is not None and twin is not None:
+            rest, other = this[at : own[index].end], that[at : others[twin].end]
+            if _same_words(rest, other):
+                return "json_order" if _is_json(rest) else "order"
+            if index == twin == 0 and own[0].role in ("system", "developer"):
+                return "system_prompt"
+            return "content"
+        if index is None and twin is None:  # the tools stand there
+            rest, other = this[at : own[0].start if own else None], that[at : others[0].start if others else None]
+    if _same_words(rest, other):
+        return "json_order" if _is_json(rest) else "order"
+    return "content"
+
+
+def _kind_of_messages(this: str, that: str, at: int) -> str | None:
+    """Whether it is whole messages that are others."""
+    own, others = messages_of(this), messages_of(that)
+    index = message_at(own, at)
+    if index is None or message_at(others, at) != index:
+        return None
+    said = [(message.role, this[message.start : message.end]) for message in own]
+    heard = [(message.role, that[message.start : message.end]) for message in others]
+    mine, theirs = said[index], heard[index]
+    if mine[0] != theirs[0] and mine[1] == theirs[1]:
+        return "role"
+    if len(said) == len(heard) and Counter(said) == Counter(heard):
+        return "message_order"
+    if mine in heard[index + 1 :]:
+        return "messages_dropped"
+    return "messages_inserted" if theirs in said[index + 1 :] else None
+
+
+def _kind_of_value(this: str, that: str, at: int) -> str | None:
+    """Whether both have a value of one kind there."""
+    for kind, pattern in (("uuid", _UUIDS), ("timestamp", _TIMES), ("identifier", _IDS), ("number", _NUMBERS)):
+        if _covers(pattern, this, at) and _covers(pattern, that, at):
+            return kind
+    return None
+
+
+def _covers(pattern: re.Pattern[str], text: str, at: int) -> bool:
+    """Whether a match includes character `at`, or ends there."""
+    start = max(at - REACH, 0)
+    window = text[start : at + REACH]
+    return any(found.start() <= at - start <= found.end() for found in pattern.finditer(window))
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _same_words(one: str, other: str) -> bool:
+    words = _WORDS.findall(one)
+    return len(words) > 1 and sorted(words) == sorted(_WORDS.findall(other))
+
+
+def _is_json(text: str) -> bool:
+    return '":' in text or '" :' in text
