@@ -11,6 +11,7 @@ from headstart.model.sizes import cpu_memory, format_bytes, parse_bytes
 from headstart.model.threads import prepare_threads
 from headstart.options import EngineOptions, RouterOptions, ServerOptions
 from headstart.replica_process import encode_options
+from headstart.server.serve import EXIT_INTERRUPTED
 
 REPLICA_HOST = "127.0.0.1"
 
@@ -28,7 +29,10 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
     )
     about = shown(share)
     with LocalFleet(lambda _: launch, router.replicas, about=about, drain_seconds=server.drain_timeout) as fleet:
-        return route(router, server, discovery=fleet)
+        code = route(router, server, discovery=fleet)
+        if code == EXIT_INTERRUPTED:  # by a second Ctrl-C: nobody is to be waited for
+            fleet.kill()
+        return code
 
 
 def behind_router(server: ServerOptions) -> ServerOptions:

@@ -15,7 +15,8 @@ import httpx
 import psutil
 import pytest
 import tokenizer_folders
-from server.harness import PATIENCE, ROOT, spawn, until, wait_for
+from server.fake_engine import Gate
+from server.harness import PATIENCE, ROOT, Server, spawn, until, wait_for
 
 from headstart.core.errors import ConfigError
 from headstart.fleet.address import ReplicaAddress
@@ -217,19 +218,50 @@ def test_the_address_says_where_events_come_from(folder: str, told: StringIO) ->
     assert (found[0].events, found[0].replay) == ("ipc:///tmp/e", "ipc:///tmp/r")
 
 
-def test_replicas_end_when_their_parent_is_killed(folder: str, tmp_path: Path) -> None:
+def parent_of(model: str, end: str) -> list[str]:
+    """The command of a process that starts two replicas, prints "pids" and theirs, and then does `end`."""
     script = (
-        "import asyncio; from fleet.test_local import fleet_of; import sys\n"
-        f"fleet = fleet_of({folder!r}, 2, sys.stderr)\n"
-        "def changed(found): print('pids', *fleet.pids.values(), file=sys.stderr, flush=True)\n"
-        "asyncio.run(fleet.watch(changed))"
+        "import asyncio, os, signal, sys; from fleet.test_local import fleet_of\n"
+        f"fleet = fleet_of({model!r}, 2, sys.stderr)\n"
+        "def changed(found):\n"
+        "    print('pids', *fleet.pids.values(), *fleet.pids, file=sys.stderr, flush=True)\n"
+        f"    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, {end})\n"
+        "with fleet:\n"
+        "    asyncio.run(fleet.watch(changed))\n"
     )
-    with spawn([sys.executable, "-c", script], tmp_path / "log") as parent:
-        line = wait_for(lambda: [line for line in parent.log.splitlines() if line.startswith("pids ")])[0]
-        processes = family([int(pid) for pid in line.split()[1:]])
-        assert len(processes) == 4
+    return [sys.executable, "-c", script]
+
+
+def replicas_of(parent: Server) -> tuple[list[psutil.Process], list[str]]:
+    """Its replicas' processes and URLs, once they are ready."""
+    line = wait_for(lambda: [line for line in parent.log.splitlines() if line.startswith("pids ")])[0]
+    processes = family([int(pid) for pid in line.split()[1:3]])
+    assert len(processes) == 4
+    return processes, line.split()[3:]
+
+
+def test_replicas_end_when_their_parent_is_killed(folder: str, tmp_path: Path) -> None:
+    with spawn(parent_of(folder, "print"), tmp_path / "log") as parent:
+        processes, _ = replicas_of(parent)
         parent.stop(signal.SIGKILL)
         wait_for(lambda: all(map(is_gone, processes)))
+
+
+def test_ctrl_c_while_replicas_drain_kills_them(folder: str, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    with spawn(parent_of(gate.holds(folder, 1), "sys.exit"), tmp_path / "log") as parent:
+        processes, urls = replicas_of(parent)
+        body = {"prompt": "abc", "max_tokens": 9, "stream": True}
+        with httpx.stream("POST", f"{urls[0]}/v1/completions", json=body, timeout=PATIENCE) as held:
+            assert held.status_code == 200
+            parent.process.send_signal(signal.SIGUSR1)
+            wait_for(lambda: "[r0] headstart: SIGTERM: 1 requests under way" in parent.log)
+            assert not is_gone(processes[0])
+            parent.stop(signal.SIGINT)
+            wait_for(lambda: all(map(is_gone, processes)))
+            with pytest.raises(httpx.HTTPError):
+                held.read()
+    assert "headstart: stopping at once" in parent.log
 
 
 def test_a_replica_that_is_started_by_hand_says_what_is_missing() -> None:

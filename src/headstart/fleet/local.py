@@ -120,9 +120,14 @@ class LocalFleet:
         except KeyboardInterrupt:
             self._log.line("headstart: stopping at once")
         finally:
-            for child in self._children:
-                child.kill()
-                child.join(REAP_SECONDS)
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends every replica at once."""
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            child.join(REAP_SECONDS)
 
     def _start(self, slot: "_Slot") -> "_Child":
         self._num_started += 1
