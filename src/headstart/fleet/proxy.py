@@ -14,6 +14,7 @@ from starlette.types import Receive, Send
 
 from headstart.core.errors import NoReplicaError, QueueFullError
 from headstart.fleet.budget import RetryBudget
+from headstart.fleet.patience import PatientSend
 from headstart.fleet.reading import Reading
 from headstart.fleet.sse import EventStream, said
 from headstart.fleet.upstream import Answer, AttemptError, Failure, failure_of, headers_back, headers_on, refusal
@@ -99,16 +100,18 @@ class Proxy:
             me.cancel()
 
         watcher = asyncio.create_task(watch())
+        patient = PatientSend(send, me, WRITE_SECONDS)
         try:
-            await self._serve(call, send)
+            await self._serve(call, patient)
         except asyncio.CancelledError:
-            if not gone:
+            if not (gone or patient.is_over):
                 raise
             me.uncancel()
             call.outcome = "gone"
             raise ClientGoneError from None
         finally:
             watcher.cancel()
+            patient.close()
             self.budget.num_active -= 1
             if call.first_token_at is None:
                 self.num_pending -= 1
@@ -287,11 +290,7 @@ class Proxy:
 
 
 async def _write(send: Send, data: bytes, *, more: bool = True) -> None:
-    try:
-        async with asyncio.timeout(WRITE_SECONDS):
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-    except TimeoutError:  # of the client, not of a replica
-        raise ClientGoneError from None
+    await send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 async def _next(content: aiohttp.StreamReader, stream: EventStream) -> bytes:
