@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from server.harness import until
 
 from headstart.core.errors import ConfigError
+from headstart.fleet import discover_file
 from headstart.fleet.address import ReplicaAddress
 from headstart.fleet.discover_file import FileDiscovery, read_addresses
 from headstart.server.logs import Log
@@ -123,15 +124,24 @@ def test_a_list_that_changes_is_told_and_may_become_empty(tmp_path: Path) -> Non
     asyncio.run(run())
 
 
-def test_a_broken_file_is_told_once_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_broken_file_is_told_once_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "list"
+    reads: list[Path] = []
+
+    def counted(path: Path) -> tuple[ReplicaAddress, ...]:
+        reads.append(path)
+        return read_addresses(path)
+
+    monkeypatch.setattr(discover_file, "read_addresses", counted)
 
     async def run() -> None:
         path.write_text(A)
         async with watching(path) as watched:
             replace(path, "http://b:x")
             await until(lambda: "line 1" in watched.told.getvalue())
+            before = len(reads)
             replace(path, "http://b:x")  # another file with the same mistake
+            await until(lambda: len(reads) > before)
             path.unlink()
             await until(lambda: "No such file" in watched.told.getvalue())
             replace(path, f"{B}\n")
@@ -158,3 +168,31 @@ def test_the_same_list_in_another_file_is_no_change(tmp_path: Path) -> None:
             assert watched.lists == [[A], [A, B], []]
 
     asyncio.run(run())
+
+
+def test_a_file_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "list"
+    sizes = [1, 10, 20, 30, 30]  # at first, and then look by look
+    looks = iter(sizes)
+    read_after: list[int] = []
+    num_looks = 0
+
+    def look(path: Path) -> tuple[int, int, int]:
+        nonlocal num_looks
+        num_looks += 1
+        return 0, next(looks, sizes[-1]), 0
+
+    def counted(path: Path) -> tuple[ReplicaAddress, ...]:
+        read_after.append(num_looks)
+        return read_addresses(path)
+
+    monkeypatch.setattr(discover_file, "_look", look)
+    monkeypatch.setattr(discover_file, "read_addresses", counted)
+
+    async def run() -> None:
+        path.write_text(A)
+        async with watching(path):
+            await until(lambda: num_looks > len(sizes) + 2)
+
+    asyncio.run(run())
+    assert read_after == [1, len(sizes)]
