@@ -198,3 +198,4 @@ def twins(
 app.command(short_help=cli_suite.DECODE)(cli_suite.decode)
 app.command(short_help=cli_suite.PREFILL)(cli_suite.prefill)
 app.command(short_help=cli_suite.TRACE)(cli_suite.trace)
+app.command(short_help=cli_suite.FLEET)(cli_suite.fleet)

@@ -15,11 +15,14 @@ from headstart.bench.cli_run import (
     ApiKey,
     Caching,
     Dtype,
+    Model,
     Named,
     NewSeed,
     Plot,
     Quantization,
+    Quick,
     Runs,
+    Seed,
     SloE2e,
     SloTpot,
     SloTtft,
@@ -30,6 +33,7 @@ from headstart.bench.cli_run import (
 )
 
 if TYPE_CHECKING:
+    from headstart.bench.engines import Setup
     from headstart.bench.progress import Bar
     from headstart.bench.report import Report
     from headstart.bench.runner import Runner
@@ -39,6 +43,7 @@ SHARED_PREFIX = "Groups of prompts behind a prefix each; any rate."
 DECODE = "Streams behind one cached prefix, or one each."
 PREFILL = "Time to the first token by length, cold and warm."
 TRACE = "Recorded traffic: Mooncake, agents, Azure."
+FLEET = "Real replicas behind routers, ours and others'."
 
 PrefixTokens = Annotated[int, typer.Option(min=0, help="Tokens that are shared.")]
 OwnTokens = Annotated[int, typer.Option(min=1, help="Tokens of each prompt's own.")]
@@ -230,3 +235,54 @@ def trace(
     made = replay(found, speed=speed, factor=factor, concurrency=concurrency)
     slo = cli_run.limits(slo_ttft, slo_tpot, slo_e2e)
     run_plan(Plan("trace", made, runs=runs, slo=slo, setup=sizes), where)
+
+
+def fleet(
+    model: Model = "llama-3m",
+    replicas: Annotated[int, typer.Option(min=1, help="Servers of one thread each.")] = 4,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Of our router; repeat for several.", show_default="all")
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=ENVIRONMENT",
+            help="Another router: sglang-router, smg or vllm-router, and the folder it is installed in.",
+        ),
+    ] = None,
+    groups: Annotated[int, typer.Option(min=1, help="Groups; each shares a system prompt.")] = 16,
+    prompts: Annotated[int, typer.Option(min=1, help="Questions per group.")] = 10,
+    output_tokens: OutputTokens = 16,
+    high_rate: Annotated[float, typer.Option(min=0, help="Requests/s at high hit; 0: --load.")] = 0,
+    low_rate: Annotated[float, typer.Option(min=0, help="Requests/s at low hit; 0: --load.")] = 0,
+    load: Annotated[float, typer.Option(min=0.01, max=2, help="Share of what round robin bears.")] = 0.65,
+    runs: Runs = 3,
+    dtype: Dtype = "auto",
+    seed: Seed = 0,
+    quick: Quick = False,
+    plot: Plot = None,
+) -> None:
+    """Source 004: generated-shared-prefix, system 3000 / question 128 tokens and the reverse, by policies and peers."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.fleet import FleetConfig
+        from headstart.bench.fleet_report import run_fleet
+        from headstart.bench.route_process import parse_peer
+
+        config = FleetConfig(
+            replicas,
+            peers=tuple(map(parse_peer, peer or ())),
+            groups=groups,
+            prompts=prompts,
+            output=output_tokens,
+            runs=runs,
+            rates=(high_rate, low_rate),
+            load=load,
+        )
+        if policy:
+            config = replace(config, policies=tuple(policy))
+        if quick:
+            config = replace(config, groups=min(groups, 6), prompts=min(prompts, 3), runs=1)
+        return run_fleet(setup, config, bar)
+
+    cli_run.run_on_model(bench, model, dtype, 1, seed, plot)

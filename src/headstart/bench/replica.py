@@ -76,6 +76,7 @@ class Replica:
     def __init__(self, process: "subprocess.Popen[bytes]", banner: "re.Match[str]", ready_seconds: float) -> None:
         address = urlsplit(banner[1])
         assert address.hostname is not None, banner
+        self.url = banner[1]
         self.dtype = banner[2]
         self.ready_seconds = ready_seconds
         self._process = process
@@ -109,9 +110,16 @@ class Replica:
 
     def prompt_tokens(self, *, key: str = "") -> "Counter[str]":
         """Prompt tokens so far by where their KV came from, as /metrics says it: "computed", "store", ..."""
-        self._connection.request("GET", "/metrics", headers=_headers(key))
-        text = self._connection.getresponse().read().decode()
+        text = self._plain("GET", "/metrics", key)
         return Counter({source: int(float(value)) for source, value in _SAMPLE.findall(text)})
+
+    def served_model(self, *, key: str = "") -> str:
+        """The name of the model it lists first."""
+        return str(json.loads(self._plain("GET", "/v1/models", key))["data"][0]["id"])
+
+    def reset_prefix_cache(self, *, key: str = "") -> None:
+        """Empties its cache. Raises RequestFailedError if it does not: something is under way there."""
+        self._plain("POST", "/reset_prefix_cache", key)
 
     def cpu_seconds(self) -> float:
         """CPU time of its processes so far."""
@@ -126,6 +134,16 @@ class Replica:
         """kill -9, front and engine, as if the machine's memory had run out. Twice does no harm."""
         self._connection.close()
         _kill(self._process)
+
+    def _plain(self, method: str, path: str, key: str) -> str:
+        """What it answers to a request without a body. Raises RequestFailedError if that is not status 200."""
+        self._connection.close()  # the server has closed it too if it idled for long
+        self._connection.request(method, path, headers=_headers(key))
+        response = self._connection.getresponse()
+        text = response.read().decode(errors="replace")
+        if response.status != 200:
+            raise RequestFailedError(f"{method} {path}: HTTP {response.status}: {text[:300]}")
+        return text
 
     def _events(self, body: dict[str, Any], key: str) -> Generator[dict[str, Any]]:
         """The JSON events of one streamed completion, up to `[DONE]`."""

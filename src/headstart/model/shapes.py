@@ -109,4 +109,5 @@ SHAPES: dict[str, Shape] = {
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
     ),
+    "llama-3m": Shape("Llama", 256, 4, 4, 2, 768, 512, 4096, head_dim=64),
 }
