@@ -414,3 +414,15 @@ def failover(
         cli_run.finish(lambda bar: run(None, bar), None)
     else:
         cli_run.run_on_model(run, model, "auto", 1, seed, None)
+
+
+@lab.command(short_help="KV events: the router's index against the engine's.")
+def precise(seed: Seed = 0, quick: Quick = False) -> None:
+    """A real engine without a model, its KV events over a lossy relay: both indexes, and what an event costs."""
+
+    def bench(bar: "Bar") -> "Report":
+        from headstart.bench.lab_precise import QUICK, PreciseConfig, run_precise
+
+        return run_precise(seed, QUICK if quick else PreciseConfig(), bar)
+
+    cli_run.finish(bench, None)

@@ -110,7 +110,7 @@ class EventDecoder:
             return True
         if self._group is None and values.get("token_ids"):
             self._group = group
-        return group == self._group
+        return self._group in (None, group)
 
     def _stored(self, handles: list[BlockHash], values: dict[str, Any]) -> list[Event]:
         """One event per piece of a chain: in each, only the first block may begin a domain."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 MAX_WAITING = 10_000  # batches behind a gap; what publishers keep for replay
+MAX_SEEN = 10_000  # batches that are known again
 
 
 class Due(NamedTuple):
@@ -27,9 +28,9 @@ class Feed:
         self.num_restarts = 0
         self._replays = replays
         self._next: int | None = 0 if replays else None  # None: the first batch may have any number
-        self._last: int | None = None  # checksum of the batch before `_next`
+        self._has_taken = False  # any batch of this publisher
         self._last_live = -1
-        self._early: dict[int, int] = {}  # checksums of batches that a replay brought before they came live
+        self._seen: dict[int, int] = {}  # checksums of the last batches, live or replayed
         self._waiting: dict[int, bytes] = {}
 
     @property
@@ -46,50 +47,41 @@ class Feed:
     def offer(self, number: int, batch: bytes, *, replayed: bool = False) -> Due:
         """Takes in a batch; what is due now."""
         checksum = crc32(batch)
-        if self._is_another(number, checksum, replayed):
-            return self._restart(number, batch, live=not replayed)
+        is_old = not replayed and number <= self._last_live
+        is_another = is_old or self._seen.get(number, checksum) != checksum
+        if is_another:
+            self.restarted()
+            if replayed:  # of this replay nothing is kept: the caller has to ask for all there is
+                return Due(True, [])
+        self._seen[number] = checksum
+        if len(self._seen) > MAX_SEEN:
+            del self._seen[next(iter(self._seen))]
         if not replayed:
             self._last_live = number
-            while self._early and (first := next(iter(self._early))) <= number:
-                del self._early[first]
-        elif number > self._last_live:
-            self._early[number] = checksum
-        return self._in_order(number, batch)
+        due = self._in_order(number, batch)
+        return Due(True, due.batches) if is_another else due
 
     def give_up(self) -> Due:
         """Goes on behind the gap, with an empty index: what was lost cannot be had any more."""
         if not self._waiting or self._next is None:
             return Due(False, [])
         first = min(self._waiting)
-        if self._last is not None:  # else it was before our time
+        if self._has_taken:  # else it was before our time
             self.num_lost += first - self._next
         self._next = first
         return Due(True, self._take())
 
+    def restarted(self) -> Due:
+        """Starts anew: the publisher is another one, since it does not have what was taken last."""
+        self.num_restarts += 1
+        return self.reset()
+
     def reset(self) -> Due:
         """Starts anew: nobody knows whether the publisher is still the same."""
-        self._next, self._last, self._last_live = 0 if self._replays else None, None, -1
-        self._early.clear()
+        self._next, self._has_taken, self._last_live = 0 if self._replays else None, False, -1
+        self._seen.clear()
         self._waiting.clear()
         return Due(True, [])
-
-    def _is_another(self, number: int, checksum: int, replayed: bool) -> bool:
-        """Whether this batch cannot be of the publisher that the ones before it are of."""
-        if not replayed and number <= self._last_live:
-            return True
-        known = self._early.get(number)
-        if known is None and self._next is not None and number == self._next - 1:
-            known = self._last
-        return known is not None and known != checksum
-
-    def _restart(self, number: int, batch: bytes, *, live: bool) -> Due:
-        """Voids everything; of a replay nothing is kept, since the caller has to ask for all of it."""
-        self.num_restarts += 1
-        self.reset()
-        if not live:
-            return Due(True, [])
-        self._last_live = number
-        return Due(True, self._in_order(number, batch).batches)
 
     def _in_order(self, number: int, batch: bytes) -> Due:
         void = False
@@ -98,7 +90,7 @@ class Feed:
             self._next = number
         if number < self._next:
             return Due(False, [])
-        if number > self._next and not self._waiting and self._last is not None:
+        if number > self._next and not self._waiting and self._has_taken:
             self.num_gaps += 1
         self._waiting[number] = batch
         due = Due(void, self._take())
@@ -111,6 +103,5 @@ class Feed:
         while (batch := self._waiting.pop(self._next, None)) is not None:
             due.append(batch)
             self._next += 1
-        if due:
-            self._last = crc32(due[-1])
+        self._has_taken |= bool(due)
         return due
