@@ -208,8 +208,8 @@ def _report(config: ProxyConfig, turns: list[dict[str, Turn]], versions: dict[st
         rows.append(_row(side, values))
         problems += _problems(side, config, mine)
     added = values[f"{OURS.name}.added_first_byte_p50_ms"]
-    if config.target_ms is not None and (added is None or added > config.target_ms):
-        problems.append(f"ours adds {added} ms to the first byte in the median; {config.target_ms:g} is the most")
+    if config.target_ms is not None and added is not None and added > config.target_ms:
+        problems.append(f"ours adds {added:.2f} ms to the first byte in the median; {config.target_ms:g} is the most")
     columns = ("", "1st byte p50", "p99", "token p50", "p99", "gap p99", "CPU s/1000 req", "errors")
     title = f"{config.streams} streams of {config.tokens} tokens, one each {config.token_ms:g} ms; added ms"
     return Report(
@@ -235,7 +235,7 @@ def _row(side: str, values: dict[str, Any]) -> tuple[Any, ...]:
     prefix = f"{side}." if side == DIRECT else f"{side}.added_"
     names = ("first_byte_p50_ms", "first_byte_p99_ms", "token_p50_ms", "token_p99_ms", "inter_token_p99_ms")
     figures = tuple(values[prefix + name] for name in names)
-    label = "direct (as it is)" if side == DIRECT else side
+    label = "(direct)" if side == DIRECT else side
     return (label, *figures, values.get(f"{side}.cpu_s_per_1000_requests"), values[f"{side}.errors"])
 
 
