@@ -9,6 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from server.harness import spawn, wait_for
 
 from headstart.cli_replicas import behind_router, divided, environment, shown
@@ -40,6 +42,15 @@ def test_an_explicit_pool_is_that_of_all_and_blocks_are_each_ones() -> None:
     assert (got.kv_cache_memory, got.num_gpu_blocks_override) == (str(3 * GIB // 2), 100)
     with pytest.raises(ConfigError, match="'lots' is not a size"):
         share(2, 8, kv_cache_memory="lots")
+
+
+@given(st.integers(1, 64), st.integers(1, 256), st.integers(1, 2**40))
+def test_nothing_is_given_twice(replicas: int, cores: int, available: int) -> None:
+    got = divided(EngineOptions(kv_cache_memory=str(available)), replicas, cores=cores, available=available)
+    assert got.memory_limit is not None and got.kv_cache_memory is not None
+    assert got.threads >= 1 and replicas * got.threads <= max(cores, replicas)
+    for share in (int(got.memory_limit), int(got.kv_cache_memory)):
+        assert share >= 1 and replicas * share <= max(available, replicas)
 
 
 def test_everything_else_is_the_same_for_all() -> None:
