@@ -5,18 +5,31 @@ python docs/generate.py --check    # changes nothing; exit code 1 if a page is n
 """
 
 import ast
+import asyncio
 import dataclasses
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from headstart.core.batch import Ledger
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.core.store import StoreStats
+from headstart.fleet.address import ReplicaAddress
+from headstart.fleet.members import Member
+from headstart.fleet.proxy import Call
+from headstart.fleet.reading import Reader, Reading
+from headstart.fleet.state import FleetState
+from headstart.fleet.upstream import Failure
 from headstart.options import EngineOptions, RouterOptions, ServerOptions, flag_fields, flag_of
+from headstart.router.ask import Ask, Prompt, router_root
+from headstart.router.endpoint import Endpoint
+from headstart.router.shadow import Shadow
+from headstart.server.logs import Log
 from headstart.server.metrics import Metrics
 
 DOCS = Path(__file__).parent
@@ -60,13 +73,41 @@ class _Engine:
 
 
 def metrics() -> str:
-    """Every metric with its kind and the labels it has beside `model_name`."""
+    """Every metric of a server."""
     source = Metrics("m", ("/health",))
     source.watch(_Engine())
     source.answered("/health", "GET", 200)
     source.prompts("t", Ledger())
+    return _metric_table(source.expose().decode())
+
+
+def router_metrics() -> str:
+    """Every metric of a router."""
+    return _metric_table(asyncio.run(_router_page()))
+
+
+async def _router_page() -> str:
+    """A scrape of a router with one replica that nobody is at, listened to and asked in vain."""
+    options = RouterOptions(shadow_policy=("round-robin",))
+    async with aiohttp.ClientSession() as session:
+        state = FleetState(options, ServerOptions(), session, Reader(), Log(io.StringIO()))
+        endpoint = Endpoint("r", Shadow(8))
+        state.router.add(endpoint)
+        pick = state.router.pick(Ask(Prompt([1], router_root("m"))), 0.0)
+        pick.cached_tokens = 0
+        call = Call("/v1/completions", [], Reading(pick.view.ask, b""), "id", pick=pick, failures=[Failure.LOST])
+        state.metrics.routed(call)
+        state.metrics.answered("/health", "GET", 200)
+        state.listening.contents(Member(ReplicaAddress("http://r", "ipc:///nobody")))
+        page = state.metrics.expose().decode()
+        await state.close()
+        return page
+
+
+def _metric_table(page: str) -> str:
+    """Every metric of a page with its kind and the labels it has beside `model_name`."""
     rows: dict[str, str] = {}
-    for family in text_string_to_metric_families(source.expose().decode()):
+    for family in text_string_to_metric_families(page):
         if family.name.endswith("_created") or not family.samples:
             continue
         labels = [label for label in family.samples[0].labels if label not in ("model_name", "le")]
@@ -76,7 +117,12 @@ def metrics() -> str:
     return "\n".join(["", "| metric | kind | what |", "|---|---|---|", *(rows[name] for name in sorted(rows)), ""])
 
 
-PAGES: dict[str, Callable[[], str]] = {"configuration.md": options, "api.md": metrics, "architecture.md": files}
+PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": options,
+    "api.md": metrics,
+    "architecture.md": files,
+    "routing.md": router_metrics,
+}
 
 
 def outdated() -> dict[Path, str]:

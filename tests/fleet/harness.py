@@ -59,6 +59,9 @@ class Replica:
         self.gate = asyncio.Event()  # behind the first event of a stream
         self.gate.set()
         self.url = ""
+        self.engine = "vllm"
+        self.events: str | None = None  # where its KV events are published
+        self.replay: str | None = None
         self.port = 0
         self._runner: web.AppRunner | None = None
 
@@ -75,6 +78,10 @@ class Replica:
         self.port = self._runner.addresses[0][1]
         self.url = f"http://127.0.0.1:{self.port}"
         return self
+
+    @property
+    def address(self) -> ReplicaAddress:
+        return ReplicaAddress(self.url, self.events, self.replay)
 
     async def stop(self) -> None:
         """Nobody is at its address any more; a later start comes back there."""
@@ -95,6 +102,7 @@ class Replica:
             f"vllm:cache_config_info{{{config}}} 1.0",
             f'vllm:num_requests_waiting{{model_name="m"}} {self.waiting}',
         ]
+        lines.append(f"{self.engine}:steps_total 1")
         return web.Response(text="\n".join(lines) + "\n")
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
@@ -175,7 +183,7 @@ async def front(
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         port = listener.getsockname()[1]
         try:
-            state.members.changed([ReplicaAddress(replica.url) for replica in replicas])
+            state.members.changed([replica.address for replica in replicas])
             await state.members.seen.wait()
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(
@@ -185,7 +193,7 @@ async def front(
         finally:
             http.should_exit = http.force_exit = True
             await serving
-            await state.members.close()
+            await state.close()
             for replica in replicas:
                 await replica.stop()
 

@@ -455,6 +455,38 @@ def test_other_routes_go_to_a_replica_and_unknown_ones_are_said_to_be() -> None:
     run(go())
 
 
+def test_what_made_two_prompts_part_is_told_to_their_tenant_alone() -> None:
+    async def go() -> None:
+        replica = Replica()
+
+        async def named(request: web.Request, body: dict[str, Any]) -> web.Response:
+            return web.json_response({"id": f"cmpl-{len(replica.bodies)}", "choices": []})
+
+        replica.script = named
+        preamble = "You are a helpful assistant. " * 40
+        async with front(replica, server={"api_key": ("one", "two")}) as router:
+            key, stranger = ({"authorization": f"Bearer {name}"} for name in ("one", "two"))
+            for minute in (1, 2):
+                text = preamble + f"It is 12:0{minute}. " + "Rules follow. " * 40
+                answer = await router.complete(text, headers={**key, "x-request-id": f"own-{minute}"})
+                assert answer.status_code == 200
+            for request_id in ("cmpl-2", "own-2"):
+                path = f"/v1/cache/explain?request_id={request_id}"
+                told = (await router.client.get(path, headers=key)).json()
+                assert told["request_id"] == request_id and told["reason"] == "diverged", told
+                assert told["near_match"]["common_chars"] == len(preamble) + len("It is 12:0")
+                assert "12:0" in told["message"]
+                assert (await router.client.get(path, headers=stranger)).status_code == 404
+            body = {"prompt": preamble + "It is 12:03."}
+            told = (await router.client.post("/v1/cache/explain", json=body, headers=key)).json()
+            assert told["near_match"]["common_chars"] == len(preamble) + len("It is 12:0")
+            told = (await router.client.post("/v1/cache/explain", json=body, headers=stranger)).json()
+            assert told["near_match"] is None and "12:0" not in json.dumps(told)
+            assert (await router.client.get("/v1/cache/explain", headers=key)).status_code == 400
+
+    run(go())
+
+
 # ------------------------------------------------------------------------------------------------------------ members
 
 

@@ -78,8 +78,10 @@ def test_its_decisions_are_on_disk(fleet: tuple[Server, Server, Server]) -> None
     router, _, _ = fleet
     assert router.post("/v1/completions", json={"prompt": [7] * 40, "max_tokens": 2}).status_code == 200
     path = router.log_path.parent / "decisions"
-    lines = wait_for(lambda: [json.loads(line) for line in path.read_text().splitlines()])
-    assert lines[-1]["ok"] and lines[-1]["block_size"] == 16
+    ours = wait_for(
+        lambda: [line for line in map(json.loads, path.read_text().splitlines()) if line["prompt_tokens"] == 40]
+    )
+    assert ours[0]["ok"] and ours[0]["block_size"] == 16 and len(bytes.fromhex(ours[0]["names"])) == 2 * 8
 
 
 def test_sigterm_answers_what_was_admitted_and_ends_with_0(folder: str, tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headstart import __version__
 from headstart.core.errors import InvalidRequestError
+from headstart.fleet.memory import CHAT
 from headstart.fleet.proxy import Call
 from headstart.fleet.reading import Reading, Sender
 from headstart.fleet.state import ROUTES, FleetState
 from headstart.server.app import Gate
+from headstart.server.bodies import parse_json
 from headstart.server.body import Refusal
 from headstart.server.fields import shown
 from headstart.server.http_errors import ClientGoneError, HttpError, error_response, json_response
@@ -22,6 +24,7 @@ from headstart.server.protocol import Json, model_list
 from headstart.server.record import record_of
 
 LONG_BODY_BYTES = 32 * 1024  # from here on, parsing and tokenizing leave the event loop
+MAX_ID_CHARS = 256
 PROXIED = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -39,6 +42,7 @@ class _Front:
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._models),
             "/v1/fleet": ("GET", self._fleet),
+            "/v1/cache/explain": ("GET", self._explain),
             "/health": ("GET", self._health),
             "/readyz": ("GET", self._health),
             "/livez": ("GET", self._livez),
@@ -62,6 +66,8 @@ class _Front:
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
         known = self._routes.get(path)
+        if path == "/v1/cache/explain" and method == "POST":
+            known = ("POST", self._explain_prompt)
         if known is not None and method == known[0]:
             response = await known[1](Request(scope, receive, send))
             await response(scope, receive, send)
@@ -128,6 +134,20 @@ class _Front:
 
     async def _fleet(self, request: Request) -> Response:
         return json_response(self._state.describe())
+
+    async def _explain(self, request: Request) -> Response:
+        request_id = request.query_params.get("request_id", "")
+        if not 0 < len(request_id) <= MAX_ID_CHARS:
+            message = f"give the id of an answer, at most {MAX_ID_CHARS} characters: ?request_id=chatcmpl-..."
+            raise InvalidRequestError(message, param="request_id")
+        return json_response(self._state.memory.explain(request_id, record_of(request.scope).principal))
+
+    async def _explain_prompt(self, request: Request) -> Response:
+        state, principal = self._state, record_of(request.scope).principal
+        body = await state.bodies.read(request)
+        path = CHAT if "messages" in parse_json(body) else "/v1/completions"
+        reading = await self._read(path, body, state.sender(principal, dict(request.scope["headers"])))
+        return json_response(state.memory.explain_prompt(path, reading, principal))
 
     async def _health(self, request: Request) -> Response:
         self._state.check_ready()

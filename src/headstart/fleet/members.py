@@ -40,12 +40,18 @@ class Member:
         self.num_silences = 0
         self.scraped_at = 0.0
 
+    @property
+    def base_model(self) -> str:
+        """The model whose weights it serves under all its names; "" where it does not say."""
+        return next((card.id for card in self.models if card.parent is None), "")
+
 
 class Members:
     """Keeps the router's endpoints as the replicas are. `changed` is a Discovery's; `run` and `close` frame it.
 
-    `make_contents(member)` says what the router believes of a replica's cache at first; by default an empty Shadow of
-    its size. `on_models` is called when other models are served than before.
+    `contents(member)` says what the router believes of a replica's cache when it is seen first, or was started again;
+    by default an empty Shadow of its size. `on_models` is called when other models are served than before, `on_look`
+    after every look at a replica, `on_removed` with the address of one that is no more.
     """
 
     def __init__(
@@ -58,7 +64,6 @@ class Members:
         scrape_interval: float,
         headers: dict[str, str] | None = None,
         at_pick: bool = True,
-        make_contents: Callable[[Member], Contents] | None = None,
     ) -> None:
         self.members: dict[str, Member] = {}
         self.seen = asyncio.Event()  # every replica known at first was looked at once
@@ -70,7 +75,9 @@ class Members:
         self._scrape_interval = scrape_interval
         self._headers = headers or {}
         self._at_pick = at_pick
-        self._make_contents = make_contents or self.guessed
+        self.contents: Callable[[Member], Contents] = self.guessed
+        self.on_look: Callable[[Member], None] = lambda member: None
+        self.on_removed: Callable[[str], None] = lambda url: None
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def changed(self, addresses: Sequence[ReplicaAddress]) -> None:
@@ -80,6 +87,7 @@ class Members:
             self._tasks.pop(url).cancel()
             del self.members[url]
             self._router.remove(url)
+            self.on_removed(url)
             self._log.event("replica", {"replica": url, "state": "removed"})
         for url, address in wanted.items():
             if url not in self.members:
@@ -107,7 +115,11 @@ class Members:
 
     def served(self) -> dict[str, Served]:
         """What each model name means."""
-        return {card.id: Served(card.parent or card.id, card.id if card.parent else None) for card in self.cards()}
+        found: dict[str, Served] = {}
+        for member in self.members.values():
+            for card in member.models:
+                found.setdefault(card.id, Served(member.base_model, card.id if card.parent else None))
+        return found
 
     @property
     def knows_all_models(self) -> bool:
@@ -128,6 +140,7 @@ class Members:
         while True:
             try:
                 await self._look(member)
+                self.on_look(member)
             except Exception as error:  # whatever a replica answers, the others are looked at
                 self._log.failure("replica_look_failed", error, member.address.url)
             if all(other.state != "new" for other in self.members.values()):
@@ -176,7 +189,7 @@ class Members:
         await self._scrape(member)
         if first:
             member.endpoint = endpoint = Endpoint(
-                member.address.url, self._make_contents(member), block_size=member.metrics.block_size or DEFAULT_BLOCK
+                member.address.url, self.contents(member), block_size=member.metrics.block_size or DEFAULT_BLOCK
             )
         else:
             assert member.endpoint is not None
@@ -219,7 +232,7 @@ class Members:
         return found
 
     def _reset(self, member: Member, endpoint: Endpoint) -> None:
-        endpoint.reconfigured(member.metrics.block_size or endpoint.block_size, self._make_contents(member))
+        endpoint.reconfigured(member.metrics.block_size or endpoint.block_size, self.contents(member))
         self._log.event("replica", {"replica": member.address.url, "state": "started again, its cache is empty"})
 
     async def _get(self, member: Member, path: str) -> tuple[int, bytes]:

@@ -6,6 +6,7 @@ is no answer yet, and an answer in one piece is kept until it is whole. After th
 
 import asyncio
 import json
+import re
 import time
 from dataclasses import dataclass, field
 
@@ -23,6 +24,8 @@ from headstart.router.router import Router
 from headstart.server.http_errors import ClientGoneError, HttpError
 from headstart.server.sse import DONE, WRITE_SECONDS, error_event
 
+ID_BYTES = 512  # in which an answer names itself
+_ID = re.compile(rb'"id"\s*:\s*"([A-Za-z0-9._:-]{1,128})"')
 MAX_EXPLAINED = 16  # replicas in the header that explains: it must fit into a head
 _STREAMED = (b"content-type", b"text/event-stream; charset=utf-8")
 
@@ -44,6 +47,7 @@ class Call:
     committed: bool = False  # and a part of an answer
     first_token_at: float | None = None
     output_tokens: int | None = None
+    answer_id: str = ""  # as the client gets it in the answer
     failures: list[Failure] = field(default_factory=list[Failure])
     outcome: str = "error"  # or ok; lost: in the middle of a stream; gone: the client went away
 
@@ -222,6 +226,7 @@ class Proxy:
         now = time.monotonic()
         if response.status == 200:
             told = said(body)
+            call.answer_id = _id_in(body)
             call.output_tokens = told.output_tokens
             if told.output_tokens != 1:  # else its end is its first token
                 router.assume_first_token(pick, now)
@@ -244,6 +249,7 @@ class Proxy:
             if stream.has_data and not call.committed:
                 now = time.monotonic()
                 call.committed = True
+                call.answer_id = _id_in(passed)
                 router.first_token(pick, now)
                 self._first_token(call, now)
             if passed:
@@ -301,6 +307,12 @@ async def _next(content: aiohttp.StreamReader, stream: EventStream) -> bytes:
         if stream.is_done:
             return b""
         raise
+
+
+def _id_in(piece: bytes) -> str:
+    """The id of an answer: the first that is named in it."""
+    found = _ID.search(piece, 0, ID_BYTES)
+    return found[1].decode() if found else ""
 
 
 def _as_event(answer: Answer) -> bytes:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from headstart.core.errors import InvalidRequestError
+from headstart.fleet.kv_event_decoding import event_domain
 from headstart.router.ask import Ask, Prompt, pack_text, router_root
 from headstart.server.bodies import parse_chat, parse_completion, parse_json
 from headstart.server.params import Bounds
@@ -60,6 +61,7 @@ class Reading:
     stream: bool = False
     hides_usage: bool = False  # the client's stream shall not tell the usage that the router asked for
     text: str | None = None  # the prompt in words, for the explainer; None: it came as token ids
+    domain: bytes = b""  # isolation domain: the tenant's, narrowed by a salt
     is_single: bool = True  # one prompt: what the engine reports is about the one that was routed by
 
 
@@ -81,8 +83,9 @@ class Reader:
         name = model if isinstance(model, str) else ""
         served = self.served.get(name) or Served(name or self.default_model)
         salt = values.get("cache_salt")
-        domain = narrowed(sender, salt if isinstance(salt, str) else None)
-        root = router_root(served.model, adapter=served.adapter, domain=domain.encode())
+        salt = _salt(sender, salt if isinstance(salt, str) else "")
+        domain = event_domain(salt) if sender.salt else sender.domain + event_domain(salt)
+        root = router_root(served.model, adapter=served.adapter, domain=domain)
         tokens, text, count = self._prompt(path, values)
         prompt = (
             Prompt(tokens, root) if tokens is not None else Prompt(pack_text((text or "").encode()), root, exact=False)
@@ -90,7 +93,7 @@ class Reader:
         stream = values.get("stream") is True
         sent, hides_usage = _asking_for_usage(body, values) if stream else (body, False)
         if sender.salt:
-            sent = _with(sent, "cache_salt", domain)
+            sent = _with(sent, "cache_salt", salt)
         most = values.get("max_completion_tokens", values.get("max_tokens"))
         ask = Ask(
             prompt,
@@ -99,7 +102,7 @@ class Reader:
             session=sender.session or _session(values),
             max_tokens=most if isinstance(most, int) and most > 0 else 0,
         )
-        return Reading(ask, sent, stream, hides_usage, text, count == 1)
+        return Reading(ask, sent, stream, hides_usage, text, domain, count == 1)
 
     def _prompt(self, path: str, values: dict[str, Any]) -> "tuple[array[int] | None, str | None, int]":
         """Token ids of the first prompt if they are known, its text if it has one, and how many prompts there are."""
@@ -139,11 +142,6 @@ class Reader:
         return None, first, count
 
 
-def narrowed(sender: Sender, cache_salt: str | None) -> str:
-    """The isolation domain of one request in words: the tenant's, narrowed by what the client asks for."""
-    return ":".join(part for part in (sender.salt or sender.domain.hex(), cache_salt) if part)
-
-
 def conversation(values: Mapping[str, Any]) -> str:
     """Messages and what is rendered before them as one text: equal beginnings stay equal beginnings."""
     parts = [msgspec.json.encode(values["tools"]).decode()] if values.get("tools") else []
@@ -156,6 +154,11 @@ def conversation(values: Mapping[str, Any]) -> str:
         calls = message.get("tool_calls")
         parts.append(f"<{message.get('role')}>\n{text}{msgspec.json.encode(calls).decode() if calls else ''}")
     return "\n".join(parts)
+
+
+def _salt(sender: Sender, cache_salt: str) -> str:
+    """The salt that replicas see: the tenant's, narrowed by what the client asks for; empty: none."""
+    return ":".join(part for part in (sender.salt, cache_salt) if part)
 
 
 def _token_ids(values: list[Any]) -> "array[int] | None":

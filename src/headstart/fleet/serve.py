@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import signal
 import socket
@@ -134,7 +135,7 @@ class _Life:
             try:
                 return await self._live(state, watching)
             finally:
-                await state.members.close()
+                await state.close()
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
 
@@ -152,6 +153,8 @@ class _Life:
                 await self._first_look(state, watching)
             if not watching.done() and not self._stop.is_set():
                 self._log.line(self._banner(state))
+            gc.collect()
+            gc.freeze()  # modules, and shadows of large caches: a full collection of them stops all streams for 60 ms
             stopped = asyncio.ensure_future(self._stop.wait())
             await asyncio.wait([stopped, watching], return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,9 @@ import aiohttp
 from headstart.core.errors import DrainingError, HeadstartError
 from headstart.fleet.budget import RetryBudget
 from headstart.fleet.decision_log import DecisionLog
+from headstart.fleet.listening import Listening
 from headstart.fleet.members import Member, Members
+from headstart.fleet.memory import Memory
 from headstart.fleet.metrics import FleetMetrics
 from headstart.fleet.proxy import Call, Proxy, ProxySettings
 from headstart.fleet.reading import Reader, Sender
@@ -29,7 +31,7 @@ from headstart.server.record import RequestRecord
 
 ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/fleet"),
-    *("/health", "/readyz", "/livez", "/metrics", "/version"),
+    *("/health", "/readyz", "/livez", "/metrics", "/version", "/v1/cache/explain"),
 )
 
 
@@ -69,6 +71,10 @@ class FleetState:
             headers={"authorization": f"Bearer {key}"} if key else {},
             at_pick=options.learn_at == "pick",
         )
+        self.listening = Listening(self.members.guessed)
+        self.members.contents = self.listening.contents
+        self.members.on_look = self.listening.looked_at
+        self.members.on_removed = self.listening.removed
         self.members.on_models = self._models_changed
         self.budget = RetryBudget(options.retry_budget)
         settings = ProxySettings(
@@ -79,6 +85,7 @@ class FleetState:
             options.replica_api_key,
         )
         self.proxy = Proxy(self.router, session, settings, self.budget)
+        self.memory = Memory(self.router)
         self.metrics = FleetMetrics(ROUTES)
         self.metrics.watch(self)
         self.draining = False
@@ -124,6 +131,7 @@ class FleetState:
         if call.first_token_at is not None:
             self.metrics.ttft.observe(call.first_token_at - record.arrival)
         self.metrics.routed(call)
+        self.memory.sent(call, record.principal)
         pick = call.pick
         if pick is not None:
             record.num_prompt_tokens = pick.view.prompt_tokens
@@ -148,13 +156,14 @@ class FleetState:
         if not isinstance(error, HeadstartError | HttpError | ClientGoneError):
             self.log.failure("internal_error", error, record.request_id)
 
-    def event_counts(self) -> dict[str, dict[str, int]]:
+    def event_counts(self) -> Mapping[str, Mapping[str, int]]:
         """What was heard of each replica's KV events."""
-        found: dict[str, dict[str, int]] = {}
-        for name, endpoint in self.router.endpoints.items():
-            if isinstance(endpoint.contents, ToldContents):
-                found[name] = {**endpoint.contents.counts}
-        return found
+        return self.listening.counts()
+
+    async def close(self) -> None:
+        """Stops looking at replicas and listening to them."""
+        await self.members.close()
+        await self.listening.close()
 
     def describe(self) -> dict[str, Any]:
         """All replicas: what they are, what they have to do, what is believed of their caches."""

@@ -42,6 +42,11 @@ class Prompt:
         self.num_tokens = len(self._token_ids)
         self.exact = exact
 
+    @property
+    def token_ids(self) -> "array[int]":
+        """Its tokens, or pseudo-tokens; not to be changed."""
+        return self._token_ids
+
     @classmethod
     def of_names(cls, names: list[BlockHash], num_tokens: int, block_size: int) -> "Prompt":
         """A prompt of which only the names at one block size are known: traces, logs."""

@@ -1,0 +1,79 @@
+"""Listening: which replicas the router is told of by KV events, and what it believes of the others (precise mode)."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from headstart.core.hashing import BlockHash
+from headstart.fleet.kv_events import KVEventConsumer
+from headstart.fleet.members import DEFAULT_BLOCK, Member
+from headstart.router.ask import router_root
+from headstart.router.contents import Contents
+from headstart.router.told import ToldContents
+
+
+class Listening:
+    """Consumers of KV events, one for each replica whose address names where they are published.
+
+    `guess` gives the contents of replicas that are not listened to.
+    """
+
+    def __init__(self, guess: Callable[[Member], Contents]) -> None:
+        self._guess = guess
+        self._consumers: dict[str, KVEventConsumer] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def contents(self, member: Member) -> Contents:
+        """What is believed of a replica's cache; begins to listen to it if it is the first time."""
+        address = member.address
+        if address.events is None:
+            return self._guess(member)
+        size = member.metrics.block_size or DEFAULT_BLOCK
+        consumer = self._consumers.get(address.url)
+        if consumer is None:
+            kind = member.metrics.kind or "vllm"
+
+            def reconfigured(block_size: int) -> ToldContents:
+                told = _told(member, block_size)
+                if member.endpoint is not None:
+                    member.endpoint.reconfigured(block_size, told)
+                return told
+
+            consumer = KVEventConsumer(address, _told(member, size), kind=kind, reconfigured=reconfigured)
+            self._consumers[address.url] = consumer
+            self._tasks[address.url] = asyncio.create_task(consumer.run())
+        elif consumer.contents.block_size != size:
+            consumer.contents = _told(member, size)
+        return consumer.contents
+
+    def looked_at(self, member: Member) -> None:
+        """Listens again where that had been given up, once something of use is heard."""
+        consumer, endpoint = self._consumers.get(member.address.url), member.endpoint
+        if consumer is None or endpoint is None or endpoint.contents is consumer.contents:
+            return
+        if len(consumer.contents) and not consumer.is_blind and endpoint.block_size == consumer.contents.block_size:
+            endpoint.contents = consumer.contents
+
+    def removed(self, url: str) -> None:
+        """Listens to it no more."""
+        task = self._tasks.pop(url, None)
+        if task is not None:
+            task.cancel()
+            del self._consumers[url]
+
+    def counts(self) -> Mapping[str, Mapping[str, int]]:
+        """What was heard, by replica and kind of event."""
+        return {url: consumer.counts for url, consumer in self._consumers.items()}
+
+    async def close(self) -> None:
+        """Stops listening."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _told(member: Member, block_size: int) -> ToldContents:
+    def root(adapter: str | None, domain: bytes) -> BlockHash:
+        return router_root(member.base_model, adapter=adapter, domain=domain)
+
+    return ToldContents(block_size, root)

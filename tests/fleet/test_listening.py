@@ -1,0 +1,117 @@
+"""The front in precise mode: a replica that publishes its KV events, and what the router believes because of them."""
+
+import asyncio
+import tempfile
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fleet.harness import Replica, front
+from server.harness import until
+
+from headstart.core.events import AllBlocksCleared, BlockRemoved, BlockStored
+from headstart.core.hashing import BlockHash
+from headstart.fleet.reading import Sender
+from headstart.router.shadow import Shadow
+from headstart.router.told import SILENCE, ToldContents
+from headstart.server.kv_events import KVEventPublisher, KVEventsConfig
+from headstart.server.requests import narrow_domain
+
+BLOCK = 16
+NAMES = tuple(BlockHash(bytes([number]) * 32) for number in range(8))
+
+
+@contextmanager
+def publishing(replica: Replica) -> Iterator[KVEventPublisher]:
+    """A publisher for a replica, which tells the router of it."""
+    with tempfile.TemporaryDirectory() as folder:  # socket paths must be short
+        config = KVEventsConfig(True, endpoint=f"ipc://{folder}/pub", replay_endpoint=f"ipc://{folder}/replay")
+        publisher = KVEventPublisher(config, medium="CPU")
+        replica.events, replica.replay = publisher.endpoint, publisher.replay_endpoint
+        try:
+            yield publisher
+        finally:
+            publisher.close()
+
+
+def stored(count: int, **fields: Any) -> BlockStored:
+    """Blocks of a prompt of ones."""
+    return BlockStored(NAMES[:count], None, array("i", [1] * (BLOCK * count)), BLOCK, **fields)
+
+
+def test_what_replicas_publish_is_where_prompts_go() -> None:
+    async def go() -> None:
+        one, other = Replica(), Replica()
+        with publishing(one) as first, publishing(other) as second:
+            async with front(one, other) as router:
+                await router.up(2)
+                told = [router.state.router.endpoints[replica.url].contents for replica in (one, other)]
+                assert all(isinstance(contents, ToldContents) for contents in told)
+                prompt = [1] * (4 * BLOCK) + [2]
+                for publisher, contents, replica in ((first, told[0], one), (second, told[1], other)):
+                    publisher.publish([stored(4)])
+                    await until(lambda contents=contents: len(contents) == 4)
+                    answer = await router.complete(prompt, headers={"x-headstart-explain": "1"})
+                    assert answer.headers["x-headstart-replica"] == replica.url
+                    assert '"cached_tokens":64' in answer.headers["x-headstart-route"]
+                    publisher.publish([BlockRemoved(NAMES[1:4]), AllBlocksCleared()])
+                    await until(lambda contents=contents: len(contents) == 0)
+                counts = (await router.client.get("/metrics")).text
+                assert f'headstart:router_kv_events_total{{kind="stored",replica="{one.url}"}} 4.0' in counts
+                described = (await router.client.get("/v1/fleet")).json()["replicas"][0]["cache"]
+                assert described["mode"] == "events" and described["counts"]["cleared"] == 1
+
+    asyncio.run(go())
+
+
+def test_salted_blocks_are_found_by_salted_prompts_alone() -> None:
+    async def go() -> None:
+        replica = Replica()
+        replica.engine = "headstart"
+        with publishing(replica) as publisher:
+            async with front(replica) as router:
+                await router.up(1)
+                contents = router.state.router.endpoints[replica.url].contents
+                assert isinstance(contents, ToldContents)
+                publisher.publish([stored(4, domain=narrow_domain(b"", "s"))])
+                await until(lambda: len(contents) == 4)
+                read = router.state.reader.read
+                body = b'{"model": "m", "prompt": [%s]%s}'
+                ones = b", ".join([b"1"] * (4 * BLOCK))
+                plain = read("/v1/completions", body % (ones, b""), Sender())
+                with_salt = read("/v1/completions", body % (ones, b', "cache_salt": "s"'), Sender())
+                assert contents.match(plain.ask.prompt.names(BLOCK), 0.0) == 0
+                assert contents.match(with_salt.ask.prompt.names(BLOCK), 0.0) == 4
+
+    asyncio.run(go())
+
+
+def test_a_replica_that_publishes_nothing_is_guessed_at_until_it_is_heard() -> None:
+    async def go() -> None:
+        replica = Replica()
+        with publishing(replica) as publisher:
+            async with front(replica) as router:
+                await router.up(1)
+                endpoint = router.state.router.endpoints[replica.url]
+                for number in range(SILENCE):
+                    await router.complete([number + 5] * (2 * BLOCK))
+                assert isinstance(endpoint.contents, Shadow) and router.state.router.num_blind == 1
+                publisher.publish([stored(4)])
+                await until(lambda: isinstance(endpoint.contents, ToldContents))
+                assert len(endpoint.contents) == 4  # type: ignore[arg-type]  # one that was waited for
+
+    asyncio.run(go())
+
+
+def test_who_is_removed_is_not_listened_to_any_more() -> None:
+    async def go() -> None:
+        replica = Replica()
+        with publishing(replica):
+            async with front(replica) as router:
+                await router.up(1)
+                assert list(router.state.listening.counts()) == [replica.url]
+                router.state.members.changed([])
+                assert not router.state.listening.counts()
+
+    asyncio.run(go())
