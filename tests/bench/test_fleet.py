@@ -64,7 +64,7 @@ def test_lengths_are_those_of_the_source_scaled_to_the_model() -> None:
     whole, half = FleetConfig(), FleetConfig(context=1580, output=16)
     assert (whole.scale, whole.shapes["high"], whole.shapes["low"]) == (1.0, Shape(3000, 128, 16), Shape(128, 3000, 16))
     assert half.shapes["high"] == Shape(1500, 64, 16)
-    assert whole.pool_blocks == 1000 and half.pool_blocks == 500  # a third of 16 system prompts
+    assert whole.pool_blocks == 750 and half.pool_blocks == 375  # a third of 12 system prompts
 
 
 def test_a_pool_that_holds_no_request_is_refused() -> None:

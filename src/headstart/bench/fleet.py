@@ -46,13 +46,13 @@ class FleetConfig:
     replicas: int = 4
     policies: tuple[str, ...] = tuple(POLICIES)
     peers: tuple[Entrant, ...] = ()
-    groups: int = 16
+    groups: int = 12
     prompts: int = 10
     output: int = 16  # tokens
     context: int = 4096  # of the model: prompts are scaled down to it
     runs: int = 3
     rates: tuple[float, float] = (0.0, 0.0)  # requests per second, high and low
-    load: float = 0.65
+    load: float = 0.7
 
     @property
     def scale(self) -> float:
