@@ -184,6 +184,91 @@ def test_an_emptied_cache_is_noticed_by_one_request() -> None:
     shadow.check()
 
 
+def test_requests_sent_before_a_flush_was_noticed_say_nothing_new() -> None:
+    shadow = Shadow(64)
+    serve_all(shadow, (names(number) for number in range(10)))
+    first, second = shadow.sent(names(8, 80)), shadow.sent(names(9, 90))
+    shadow.computed(first)
+    shadow.observed(first, 0)
+    shadow.finished(first, first.names)  # computed after the flush
+    shadow.computed(second)
+    shadow.observed(second, 0)
+    assert shadow.num_flushes == 1
+    assert shadow.match(names(8, 80)) == 2 and shadow.match(names(7)) == 0
+
+
+def test_blocks_that_the_request_computes_itself_do_not_speak_against_a_flush() -> None:
+    shadow = Shadow(16)
+    chain = names(*range(12))
+    serve_all(shadow, (names(90), chain, names(91)))
+    hold = shadow.sent(chain)
+    shadow.computed(hold)
+    shadow.observed(hold, 0)
+    assert (shadow.num_flushes, shadow.num_trims, shadow.capacity) == (1, 0, 16)
+
+
+def test_a_chain_of_which_most_is_there_was_not_emptied() -> None:
+    shadow = Shadow(256)
+    chain = names(*range(10))
+    serve_all(shadow, (*(names(number) for number in range(100, 140)), chain))
+    hold = shadow.sent(chain)
+    shadow.computed(hold)
+    shadow.observed(hold, 8)
+    assert (shadow.num_flushes, shadow.num_trims) == (0, 1)
+    assert [shadow.match(names(number)) for number in range(100, 140)] == [0] * 8 + [1] * 32
+
+
+def test_a_chain_for_which_there_never_was_room_makes_it_grow_by_all_of_it() -> None:
+    shadow = Shadow(64)
+    shadow._resize(16)
+    chain = names(*range(40))
+    assert serve(shadow, chain, RealCache(64)) == (0, 0)
+    assert shadow.match(chain) == 16
+    hold = shadow.sent(chain)
+    shadow.computed(hold)
+    shadow.observed(hold, 40)
+    assert shadow.capacity == 40
+    shadow.finished(hold, chain)
+    assert shadow.match(chain) == 40
+    shadow.check()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_block_that_went_in_a_flush_and_is_there_says_that_the_cache_is_small(is_there: bool) -> None:
+    shadow = Shadow(256)
+    serve_all(shadow, (names(number) for number in range(40)))
+    for number, cached in ((10, 0), (30, is_there)):  # 11 to 39 were used after 10
+        hold = shadow.sent(names(number))
+        shadow.computed(hold)
+        shadow.observed(hold, int(cached))
+        shadow.finished(hold, hold.names)
+    assert shadow.num_flushes == 1
+    assert shadow.capacity == ((256 + 29) // 2 if is_there else 256)
+    hold = shadow.sent(names(31))
+    shadow.observed(hold, 1)  # that is settled
+    assert shadow.capacity == ((256 + 29) // 2 if is_there else 256)
+
+
+def test_a_report_that_is_off_by_little_moves_little() -> None:
+    shadow = Shadow(64)
+    chain = names(*range(20))
+    serve_all(shadow, (*(names(number) for number in range(100, 120)), chain, *(names(n) for n in range(200, 220))))
+    hold = shadow.sent(chain)
+    shadow.computed(hold)
+    shadow.observed(hold, 19)
+    assert shadow.num_trims == 1 and shadow.capacity == 64 - 4
+    there = [shadow.match(names(number)) for number in range(100, 120)]
+    assert there == [0] * 4 + [1] * 16
+
+
+def test_contradicting_reports_shorten_the_steps_and_agreeing_ones_lengthen_them() -> None:
+    shadow, steps = Shadow(64), list[float]()
+    for direction in (1, -1, 1, 1, 1, 1):
+        shadow._turn(direction)
+        steps.append(shadow._step)
+    assert steps == [0.5, 0.25, 0.125, 0.25, 0.5, 0.5]
+
+
 def test_without_correction_it_believes_what_it_believed() -> None:
     shadow = Shadow(8, corrects=False)
     serve_all(shadow, (names(1), names(2)))

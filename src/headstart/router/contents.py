@@ -8,15 +8,17 @@ from headstart.core.hashing import BlockHash
 class Hold:
     """What one request under way means to the contents of its replica; handed back with all that becomes of it."""
 
-    __slots__ = ("blocks", "epoch", "evicted", "hit", "names", "reported", "serials", "sure")
+    __slots__ = ("blocks", "doubtful", "epoch", "evicted", "hit", "names", "num_losses", "reported", "serials", "sure")
 
     def __init__(self, names: list[BlockHash], hit: int) -> None:
         self.names = names
         self.hit = hit  # blocks believed to be cached when it was sent
         self.sure = hit  # of them those that are there unless they were evicted: not still to be computed by another
         self.blocks: list[int] = []  # of the shadow's pool
-        self.serials: list[int] = []  # when the blocks of the hit had been used last
+        self.serials: list[int] = []  # when the blocks of the hit had been seen last
         self.evicted = False  # the first block behind the hit was there once, and had to go
+        self.doubtful = False  # it was forgotten when the cache was thought to be emptied, and may be there
+        self.num_losses = 0  # noticed before it was sent
         self.reported = False
         self.epoch = 0
 

@@ -10,7 +10,7 @@ from headstart.router.ask import Prompt, Usage
 from headstart.router.endpoint import Endpoint
 
 MAX_GRANULE = 256  # tokens; no engine has larger blocks
-INEXACT_SHARE = 0.05  # of a hit in text, whose units only stand for tokens
+INEXACT_SHARE = 0.25  # of the text before or behind a hit, whichever is less: so much its units may differ from tokens
 
 
 def cached_blocks(endpoint: Endpoint, prompt: Prompt, usage: Usage, expected: int) -> int:
@@ -27,7 +27,8 @@ def cached_blocks(endpoint: Endpoint, prompt: Prompt, usage: Usage, expected: in
         slack = min(endpoint.granule, MAX_GRANULE) - 1 if endpoint.granule > endpoint.block_size else 0
     else:
         cached = usage.cached_tokens * prompt.num_tokens // max(usage.prompt_tokens, 1)
-        slack = max(endpoint.block_size, int(INEXACT_SHARE * expected * endpoint.block_size))
+        part = min(expected * endpoint.block_size, prompt.num_tokens - expected * endpoint.block_size)
+        slack = 2 * endpoint.block_size + int(INEXACT_SHARE * part)
     blocks, believed = cached // endpoint.block_size, expected * endpoint.block_size
     if cached <= believed <= cached + slack or (not exact and abs(cached - believed) <= slack):
         return expected

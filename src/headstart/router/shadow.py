@@ -5,9 +5,11 @@ first, blocks of requests under way are not evicted, and there is no more than t
 in it, so are all before it in its chain; `match` is a bisection.
 
 What an engine reports of a request corrects it. If less was cached than was believed, the first missing block was
-evicted, and so was all that had been used before it: the shadow drops that, and learns how much the cache really holds.
-If a block is missing that had been used only just, the cache was emptied, unless later reports say it was not: then
-it is that small. If more was cached than was believed, the shadow was too small.
+evicted, and so was what had been used before it: the shadow drops that, and learns how much the cache really holds.
+If a block is missing that had been used only just, the cache was emptied, unless a later report says it was not: then
+it is that small. If more was cached than was believed, the shadow was too small. A report that
+stands alone moves no more than a few times what it is off by, since an engine's order of eviction is never quite ours.
+What requests report that were sent before a loss was noticed only repeats it.
 """
 
 from itertools import islice, takewhile
@@ -20,11 +22,14 @@ from headstart.router.reuse import Reuse
 UNKNOWN_BLOCKS = 16_384  # how much a cache is believed to hold whose size nobody told; it learns
 MAX_UNKNOWN_BLOCKS = 65_536
 FLUSHED_SHARE = 0.25  # of the capacity: what was used so lately is not evicted; where it is missing, all is
-GROWTH = 0.125  # of the capacity, for a block that was there and should not have been
+GROWTH = 0.25  # of the capacity times the step, for a block that was there and should not have been
+REACH = 4  # a report moves so many times the blocks it is off by, twice as many for each that agrees with the last one
+MAX_STEP = 0.5  # towards what a report says of the capacity; halved when the next one says the opposite
+MIN_STEP = 1 / 64
 MIN_BLOCKS = 16
 LOOKED_AT = 64  # of the blocks that would be evicted, to tell what they are worth
+MAX_UNPLACED = 256
 
-_IN_USE = -1  # instead of a serial: somebody was using the block
 _ENDED = -1  # instead of an epoch
 
 
@@ -42,6 +47,7 @@ class Shadow:
         self.num_flushes = 0  # emptied caches it noticed
         self.num_trims = 0
         self._max_blocks = num_blocks or MAX_UNKNOWN_BLOCKS
+        self._step, self._reach, self._direction = MAX_STEP, REACH, 0
         self._eviction_policy = eviction_policy
         self._epoch = 0
         self._start(num_blocks or UNKNOWN_BLOCKS)
@@ -69,8 +75,12 @@ class Shadow:
         """Keeps the blocks of a request from eviction, and takes in those that are new if it learns at the pick."""
         hold = Hold(names, self.match(names))
         hold.epoch = self._epoch
-        evicted = self._pool.eviction_of(names[hold.hit]) if hold.hit < len(names) else None
-        hold.evicted = evicted is not None and evicted.cause == "capacity"
+        hold.num_losses = self._num_losses
+        if hold.hit < len(names):
+            name = names[hold.hit]
+            evicted = self._pool.eviction_of(name)
+            hold.evicted = name in self._unplaced or (evicted is not None and evicted.cause == "capacity")
+            hold.doubtful = name in self._doubtful
         self._acquire(hold, hold.hit)
         unsure = bytes(map(self._unsure.__getitem__, hold.blocks)).find(1)
         hold.sure = hold.hit if unsure < 0 else unsure
@@ -85,6 +95,7 @@ class Shadow:
         for block in hold.blocks[hold.sure :]:
             self._unsure[block] = 0
         self._extend(hold, unsure=0)
+        self._see(hold.blocks)
 
     def finished(self, hold: Hold, names: list[BlockHash], now: float = 0.0) -> None:
         """Prompt and answer are there, and may be evicted from now on."""
@@ -111,9 +122,12 @@ class Shadow:
             return
         hold.reported = True
         if num_blocks < min(hold.sure, hold.hit):
-            self._lost(hold.serials[num_blocks])
+            if hold.num_losses == self._num_losses or hold.serials[num_blocks] > self._lost_until:
+                self._lost(hold, num_blocks)  # else it went with what is known to be lost since this one was sent
+        elif hold.doubtful and self._doubtful:
+            self._settle(num_blocks > hold.hit)
         elif num_blocks > hold.hit and hold.evicted:
-            self._kept()
+            self._kept(num_blocks - hold.hit, hold.names[hold.hit] in self._unplaced)
 
     def loss(self, num_blocks: int) -> float:
         """How many of the blocks that are evicted for so many new ones should be wanted again. Changes nothing."""
@@ -141,11 +155,14 @@ class Shadow:
         num_blocks = self._max_blocks + 1  # block 0 of a pool is never used
         self._pool = BlockPool(num_blocks, eviction_policy=self._eviction_policy, history_pools=1)
         self._ballast: list[int] = []  # blocks that nobody may use: the cache is smaller than the pool
-        self._serials = [0] * num_blocks  # of a block's last use; all blocks of one request have the same
+        self._serials = [0] * num_blocks  # when a block was surely there last; all of one request have the same
         self._reuse = Reuse(num_blocks)
+        self._names = [BlockHash(b"")] * num_blocks  # of what a block holds, or held last
         self._unsure = bytearray(num_blocks)  # 1: on its way, not computed yet as far as we know
         self._now = 0  # counts uses
-        self._doubt = 0  # blocks that were used since the one that made us believe in an emptied cache
+        self._lost_until = 0  # blocks seen last until then are known to be lost
+        self._doubtful: set[BlockHash] = set()  # forgotten in a flush, but seen after the block that was missing
+        self._unplaced: dict[BlockHash, None] = {}  # there was no room for these, nor for what hangs on them
         self._resize(capacity)
 
     def _is_open(self, hold: Hold) -> bool:
@@ -159,7 +176,7 @@ class Shadow:
         pool, start = self._pool, len(hold.blocks)
         blocks = [entry[0] for name in hold.names[start:end] if (entry := pool.entry(name)) is not None]
         assert len(blocks) == end - start, "a block is there and one before it is not"
-        hold.serials += [_IN_USE if pool.refs(block) else self._serials[block] for block in blocks]
+        hold.serials += map(self._serials.__getitem__, blocks)
         pool.acquire(blocks)
         self._reuse.used(blocks)
         hold.blocks += blocks
@@ -176,38 +193,83 @@ class Shadow:
         for block, name in zip(blocks, names[start:], strict=False):
             pool.publish(block, name, parent, b"")
             self._unsure[block] = unsure
-            parent = name
+            self._names[block] = parent = name
         self._reuse.added(blocks, self._now)
         hold.blocks += blocks
+        if len(hold.blocks) < len(names):
+            self._unplaced[names[len(hold.blocks)]] = None
+            if len(self._unplaced) > MAX_UNPLACED:
+                del self._unplaced[next(iter(self._unplaced))]
 
     def _release(self, hold: Hold) -> None:
-        self._now += 1
-        for block in hold.blocks:
-            self._serials[block] = self._now
+        self._see(hold.blocks)
         self._pool.release(hold.blocks)
         hold.blocks = []
         hold.epoch = _ENDED
 
-    def _lost(self, serial: int) -> None:
-        """A block is missing that was used last at `serial`."""
-        pool = self._pool
-        gone = sum(1 for _ in takewhile(lambda block: self._serials[block] <= serial, pool.in_eviction_order()))
-        num_kept = len(self) - gone
-        if serial == _IN_USE or num_kept < FLUSHED_SHARE * self.capacity:
-            self.num_flushes += 1
-            self._doubt = num_kept
-            self._drop(pool.num_free - pool.num_scratch)
-            return
-        self._doubt = 0
-        self.num_trims += 1
-        self._drop(gone)
-        self._resize(max((self.capacity + num_kept) // 2, MIN_BLOCKS))
+    def _see(self, blocks: list[int]) -> None:
+        """Notes that blocks are there now."""
+        self._now += 1
+        for block in blocks:
+            self._serials[block] = self._now
 
-    def _kept(self) -> None:
-        """A block is there that was dropped: the cache is larger; or it was not emptied at all, but is that small."""
-        larger = self.capacity + max(int(GROWTH * self.capacity), 1)
-        self._resize(max(self._doubt, MIN_BLOCKS) if self._doubt else min(larger, self._max_blocks))
-        self._doubt = 0
+    @property
+    def _num_losses(self) -> int:
+        return self.num_trims + self.num_flushes
+
+    def _lost(self, hold: Hold, index: int) -> None:
+        """Block `index` of a request is missing, which was believed to be there; so is all that was seen last before.
+
+        What was seen since says how much the cache holds; those blocks that the request itself computes do not.
+        """
+        pool, serial = self._pool, hold.serials[index]
+        gone = sum(1 for _ in takewhile(lambda block: self._serials[block] <= serial, pool.in_eviction_order()))
+        own = sum(1 for block in hold.blocks[index:] if pool.refs(block) == 1)
+        num_kept = len(self) - gone - own
+        num_younger = pool.num_free - pool.num_scratch - gone
+        is_lately = num_kept < FLUSHED_SHARE * self.capacity or not (num_younger or index)
+        if is_lately and 2 * index <= hold.hit:  # what is off by little was not emptied
+            self._flush(serial)
+            return
+        self.num_trims += 1
+        self._lost_until = serial
+        self._doubtful.clear()
+        self._turn(-1)
+        most = self._reach * (hold.hit - index)
+        self._drop(min(gone, most))
+        less = min(int(self._step * (self.capacity - num_kept)), most)
+        self._resize(min(max(self.capacity - less, MIN_BLOCKS), self._max_blocks))
+
+    def _flush(self, serial: int) -> None:
+        """Forgets all that nobody uses: the cache was emptied after `serial`."""
+        pool = self._pool
+        self.num_flushes += 1
+        self._lost_until = self._now
+        idle = list(pool.in_eviction_order())
+        younger = {block for block in idle if self._serials[block] > serial}
+        self._doubtful = {self._names[block] for block in younger}
+        pool.take_blocks_to_zero()  # there is nothing to zero here
+        pool.distrust(idle)
+
+    def _settle(self, is_there: bool) -> None:
+        """A block that went in the last flush is there: the cache was not emptied, it is small. Else it was."""
+        if is_there:
+            self._resize(max((self.capacity + len(self._doubtful)) // 2, min(MIN_BLOCKS, self.capacity)))
+        self._doubtful.clear()
+
+    def _kept(self, num_blocks: int, is_unplaced: bool) -> None:
+        """So many blocks are there that had to go: the cache is larger; by all, if it never had room for them."""
+        self._turn(1)
+        more = min(int(GROWTH * self._step * self.capacity), self._reach * num_blocks)
+        self._resize(min(self.capacity + max(more, num_blocks if is_unplaced else 1), self._max_blocks))
+
+    def _turn(self, direction: int) -> None:
+        """Longer steps as long as reports agree, shorter ones when they contradict each other: it is right then."""
+        if direction == -self._direction:
+            self._step, self._reach = max(self._step / 2, MIN_STEP), REACH
+        elif direction == self._direction:
+            self._step, self._reach = min(self._step * 2, MAX_STEP), min(self._reach * 2, self._max_blocks)
+        self._direction = direction
 
     def _drop(self, num: int) -> None:
         """Forgets the next `num` blocks in the order of eviction."""
