@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
 from aiohttp import web
 from fleet.harness import Replica, chunk, cut, front, streaming, unused_url
@@ -123,6 +124,51 @@ def test_prompts_of_one_prefix_go_where_it_is_and_the_explanation_says_so() -> N
             assert told["endpoint"] == answer.headers["x-headstart-replica"]
             assert told["candidates"][0]["cached_tokens"] == 320 and len(told["candidates"]) == 2
             assert "x-headstart-route" not in (await router.complete()).headers
+
+    run(go())
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "/v1/prefixes",
+            "/v1/x/../prefixes",
+            "/v1/x/%2e%2e/prefixes",
+            "/v1/%70refixes",
+            "/v1//prefixes",
+            "/v1/prefixes/a",
+        ),
+        *(
+            "/reset_prefix_cache",
+            "/v1/../reset_prefix_cache",
+            "/v1/x%3fy",
+            "/v1/x%23y",
+            "/v1/",
+            "/v1/a%20b",
+            "/v1/cache/x",
+        ),
+    ],
+)
+def test_nobody_administers_a_replica_through_the_router(path: str) -> None:
+    async def go() -> None:
+        replica = Replica()
+        async with front(replica) as router:
+            url = httpx.URL(str(router.client.base_url)).copy_with(raw_path=path.encode())
+            answer = await router.client.post(url, json={"prompt": "x"})
+            assert answer.status_code == 404 and not replica.bodies
+
+    run(go())
+
+
+def test_replicas_are_told_whom_a_request_comes_from() -> None:
+    async def go() -> None:
+        replica = Replica()
+        async with front(replica) as router:
+            await router.complete()
+            await router.complete(headers={"x-forwarded-for": "10.1.2.3"})
+            told = [head["x-forwarded-for"] for head in replica.heads]
+            assert told == ["127.0.0.1", "10.1.2.3, 127.0.0.1"]
 
     run(go())
 

@@ -1,6 +1,7 @@
 """The front: the ASGI application of a router. What it does not know itself it has a replica answer."""
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 
@@ -24,6 +25,8 @@ from headstart.server.protocol import Json, model_list
 from headstart.server.record import record_of
 
 LONG_BODY_BYTES = 32 * 1024  # from here on, parsing and tokenizing leave the event loop
+_OTHER = re.compile(r"/v1(/[A-Za-z0-9_-]+)+")  # no dots, nothing encoded: what is asked here is what is asked there
+_NOT_PROXIED = ("/v1/prefixes", "/v1/cache")  # a replica's own administration
 MAX_ID_CHARS = 256
 PROXIED = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -77,7 +80,7 @@ class _Front:
             allow = known[0] if known else "POST"
             message = f"this route does not take {method[:16]}; use {allow}"
             raise HttpError(405, message, code="method_not_allowed", headers={"allow": allow})
-        elif method == "POST" and (path in PROXIED or path.startswith("/v1/")) and not path.startswith("/v1/prefixes"):
+        elif method == "POST" and (path in PROXIED or (_OTHER.fullmatch(path) and not path.startswith(_NOT_PROXIED))):
             await self._proxy(scope, receive, send)
         else:
             raise HttpError(404, f"a router has no such route; it has {', '.join(ROUTES)}", code="unknown_route")
@@ -94,7 +97,7 @@ class _Front:
         sender = state.sender(record.principal, headers)
         reading = await self._read(path, body, sender)
         self._check_model(reading)
-        call = Call(path, scope["headers"], reading, record.request_id, headers.get(b"x-headstart-explain") == b"1")
+        call = Call(path, _forwarded(scope), reading, record.request_id, headers.get(b"x-headstart-explain") == b"1")
         state.metrics.decide.observe(time.perf_counter() - start)
         with state.under_way():
             try:
@@ -162,3 +165,12 @@ class _Front:
     async def _version(self, request: Request) -> Response:
         version: Json = {"version": __version__}
         return json_response(version)
+
+
+def _forwarded(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """The headers of a request, and whom it comes from: replicas must not take it for one of their own machine."""
+    client = scope.get("client")
+    sender = client[0].encode("latin-1") if client else b"unknown"
+    others = [(name, value) for name, value in scope["headers"] if name != b"x-forwarded-for"]
+    before = [value for name, value in scope["headers"] if name == b"x-forwarded-for"]
+    return [*others, (b"x-forwarded-for", b", ".join([*before, sender]))]
