@@ -1,39 +1,23 @@
 """Precise mode over real sockets: the index of the consumer against the engine's own, whatever is lost on the way."""
 
-import asyncio
-import re
 import tempfile
-from array import array
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import pytest
-import zmq
-from server.harness import PATIENCE
+from fleet.kv_event_harness import listening, look_often, run, until
 
 from headstart.bench.precise_rig import Rig, Sizes
-from headstart.core.events import BlockStored
-from headstart.core.hashing import BlockHash
-from headstart.fleet import kv_event_sockets, kv_events
-from headstart.fleet.address import ReplicaAddress
+from headstart.fleet import kv_events
 from headstart.fleet.kv_events import KVEventConsumer
-from headstart.router.ask import Prompt, router_root
-from headstart.router.feed import Due
-from headstart.router.told import SILENCE, ToldContents
-from headstart.server.kv_event_encoding import BatchEncoder
 
 SIZES = Sizes()
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is looked after now and then is looked after often."""
-    monkeypatch.setattr(kv_events, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(kv_events, "QUIET_SECONDS", 0.05)
-    monkeypatch.setattr(kv_events, "CHECK_SECONDS", 0.5)
-    monkeypatch.setattr(kv_event_sockets, "RECONNECT_MILLISECONDS", 10)
+    look_often(monkeypatch)
 
 
 @asynccontextmanager
@@ -45,26 +29,6 @@ async def rigged(seed: int = 0, **options: Any) -> AsyncGenerator[Rig]:
             await rig.warm_up()
             yield rig
         rig.close()
-
-
-@asynccontextmanager
-async def listening(consumer: KVEventConsumer) -> AsyncGenerator[None]:
-    task = asyncio.create_task(consumer.run())
-    try:
-        yield
-    finally:
-        assert not task.done(), task
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, PATIENCE))
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 def assert_equal(rig: Rig, consumer: KVEventConsumer | None = None) -> None:
@@ -215,142 +179,5 @@ def test_a_replay_that_nobody_answers_is_given_up(monkeypatch: pytest.MonkeyPatc
             rig.relay.loss = 0.0
             await rig.until_heard()
             assert rig.difference().wrong == 0 and rig.consumer.counts["lost"] > 0
-
-    run(test())
-
-
-# --- the loop, and what is said
-
-
-def consumer_at(events: str, block_size: int = 4) -> KVEventConsumer:
-    contents = ToldContents(block_size, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
-    return KVEventConsumer(ReplicaAddress("http://replica", events), contents, kind="headstart")
-
-
-def batch(*events: BlockStored) -> bytes:
-    return BatchEncoder("CPU").encode(1.5, list(events))
-
-
-def stored(number: int, count: int = 1, parent: int | None = None, block_size: int = 4) -> BlockStored:
-    handles = tuple(BlockHash((number + i).to_bytes(32, "big")) for i in range(count))
-    before = None if parent is None else BlockHash(parent.to_bytes(32, "big"))
-    return BlockStored(handles, before, array("i", [number] * (count * block_size)), block_size)
-
-
-def test_others_have_their_turn_while_a_long_batch_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "SLICE_SECONDS", 0.0)
-    turns: list[int] = []
-
-    async def test() -> None:
-        consumer = consumer_at("ipc:///tmp/unused")
-
-        async def other() -> None:
-            while True:
-                turns.append(len(consumer.contents))
-                await asyncio.sleep(0)
-
-        task = asyncio.create_task(other())
-        await consumer._take(Due(False, [batch(stored(1, 4096))]))  # pyright: ignore[reportPrivateUsage]
-        task.cancel()
-        assert len(consumer.contents) == 4096
-        names = Prompt([1] * 4096 * 4, router_root("m")).names(4)
-        assert consumer.contents.match(names, 0.0) == 4096
-
-    run(test())
-    assert len(set(turns)) > 10  # it saw the index grow
-
-
-@asynccontextmanager
-async def published(*payloads: bytes) -> AsyncGenerator[tuple[KVEventConsumer, Callable[[], None]]]:
-    """A consumer of what a plain PUB socket says, and the way to have requests end there."""
-    with tempfile.TemporaryDirectory() as folder:
-        context = zmq.Context()
-        pub = context.socket(zmq.PUB)
-        pub.bind(f"ipc://{folder}/pub")
-        consumer = consumer_at(f"ipc://{folder}/pub")
-
-        def end_requests() -> None:
-            for number in range(SILENCE):
-                names = Prompt([number] * 8, router_root("m")).names(4)
-                consumer.contents.finished(consumer.contents.sent(names, 0.0), names, 0.0)
-
-        try:
-            async with listening(consumer):
-                number = 0
-                while payloads and consumer.counts["heard"] < len(payloads):
-                    for payload in payloads:
-                        pub.send_multipart((b"topic", number.to_bytes(8, "big"), payload))
-                        number += 1
-                    await asyncio.sleep(0.01)
-                await until(lambda: consumer.is_connected)
-                yield consumer, end_requests
-        finally:
-            context.destroy(linger=0)
-
-
-@pytest.mark.parametrize(
-    ("payloads", "cause"),
-    [
-        ((), "not one batch came"),
-        ((b"nonsense",), "cannot be read"),
-        ((msgspec.msgpack.encode([1.0, [["BlockStored", 7]]]),), "cannot be read"),
-        ((batch(stored(1, block_size=8)),), "not of 4 tokens"),
-        ((batch(stored(5, parent=4)),), "stored before we came.*replay endpoint"),
-        ((msgspec.msgpack.encode([1.0, []]),), "no events of layers"),
-    ],
-)
-def test_a_replica_that_tells_nothing_of_use_is_reported_once(
-    payloads: tuple[bytes, ...], cause: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said: list[str] = []
-
-    async def test() -> None:
-        async with published(*payloads) as (consumer, end_requests):
-            end_requests()
-            await until(lambda: said.extend(capsys.readouterr().err.splitlines()) or said)
-            assert consumer.is_blind
-            end_requests()
-            await asyncio.sleep(5 * kv_events.POLL_SECONDS)
-
-    run(test())
-    said.extend(capsys.readouterr().err.splitlines())
-    assert len(said) == 1
-    assert "KV events of http://replica: 16 requests ended" in said[0]
-    assert re.search(cause, said[0]), said[0]
-
-
-def test_nobody_at_the_address_is_reported_too(capsys: pytest.CaptureFixture[str]) -> None:
-    async def test() -> None:
-        consumer = consumer_at("ipc:///tmp/nobody-is-here")
-        async with listening(consumer):
-            for number in range(SILENCE):
-                names = Prompt([number] * 8, router_root("m")).names(4)
-                consumer.contents.finished(consumer.contents.sent(names, 0.0), names, 0.0)
-            await until(lambda: "nobody is at ipc:///tmp/nobody-is-here" in capsys.readouterr().err)
-
-    run(test())
-
-
-def test_an_address_that_is_none_is_said_and_tried_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(kv_events, "RETRY_SECONDS", 0.0)
-    said: list[str] = []
-
-    async def test() -> None:
-        async with listening(consumer_at("tcp://no port")):
-            await until(lambda: said.extend(capsys.readouterr().err.splitlines()) or len(said) > 1)
-
-    run(test())
-    assert "cannot listen at tcp://no port" in said[0]
-
-
-def test_frames_that_are_no_message_are_counted_and_others_go_on() -> None:
-    async def test() -> None:
-        async with published(batch(stored(1))) as (consumer, _):
-            assert consumer.counts["stored"] >= 1
-            for frames in ([b"x"], [b"topic", b"1", b"short number"]):
-                await consumer._offer(frames, replayed=False)  # pyright: ignore[reportPrivateUsage]
-            assert consumer.counts["undecodable"] == 2
 
     run(test())
