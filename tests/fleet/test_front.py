@@ -4,7 +4,6 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
 import pytest
 from aiohttp import web
 from fleet.harness import Replica, chunk, cut, front, streaming, unused_url
@@ -150,13 +149,55 @@ def test_prompts_of_one_prefix_go_where_it_is_and_the_explanation_says_so() -> N
         ),
     ],
 )
-def test_nobody_administers_a_replica_through_the_router(path: str) -> None:
+def test_a_stranger_administers_no_replica_whatever_the_path(path: str) -> None:
     async def go() -> None:
         replica = Replica()
         async with front(replica) as router:
-            url = httpx.URL(str(router.client.base_url)).copy_with(raw_path=path.encode())
-            answer = await router.client.post(url, json={"prompt": "x"})
-            assert answer.status_code == 404 and not replica.bodies
+            url = router.client.base_url
+            reader, writer = await asyncio.open_connection(url.host, url.port)  # clients tidy paths, this does not
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\nx-forwarded-for: 10.0.0.1\r\ncontent-length: 2\r\n"
+            writer.write(f"{head}connection: close\r\n\r\n{{}}".encode())
+            status = (await reader.read()).split()[1]
+            writer.close()
+            assert status in (b"403", b"404") and not replica.bodies
+
+    run(go())
+
+
+def test_what_an_administrator_asks_is_asked_of_every_replica() -> None:
+    async def go() -> None:
+        replicas = two()
+        async with front(*replicas, server={"api_key": ("user",), "admin_api_key": ("root",)}) as router:
+            await router.up(2)
+            user, root = ({"authorization": f"Bearer {key}"} for key in ("user", "root"))
+            for path in ("/v1/prefixes", "/reset_prefix_cache?pinned=true"):
+                assert (await router.client.post(path, json={"name": "p"}, headers=user)).status_code == 403
+            await router.complete([1] * 64, headers=user)
+            shadows = [router.state.router.endpoints[replica.url].contents for replica in replicas]
+            assert sum(len(shadow) for shadow in shadows if isinstance(shadow, Shadow)) == 4
+            for path in ("/v1/prefixes", "/reset_prefix_cache?pinned=true"):
+                assert (await router.client.post(path, json={"name": "p"}, headers=root)).status_code == 200
+                assert all(replica.bodies[-1] == {"name": "p"} for replica in replicas)
+                assert all("x-forwarded-for" not in replica.heads[-1] for replica in replicas)
+            assert sum(len(shadow) for shadow in shadows if isinstance(shadow, Shadow)) == 0
+            replicas[0].script = _status(409, "exists")
+            answer = await router.client.post("/v1/prefixes", json={"name": "p"}, headers=root)
+            assert answer.status_code == 409 and answer.json()["error"]["code"] == "exists"
+            replicas[0].script = _reset
+            answer = await router.client.post("/v1/prefixes", json={"name": "p"}, headers=root)
+            assert answer.status_code == 502 and "1 of 2 replicas" in answer.text
+
+    run(go())
+
+
+def test_without_keys_only_this_machine_administers() -> None:
+    async def go() -> None:
+        replica = Replica()
+        async with front(replica) as router:
+            assert (await router.client.post("/v1/prefixes", json={})).status_code == 200
+            passed_on = {"x-forwarded-for": "10.0.0.1"}
+            assert (await router.client.post("/v1/prefixes", json={}, headers=passed_on)).status_code == 403
+            assert len(replica.bodies) == 1
 
     run(go())
 

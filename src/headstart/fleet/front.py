@@ -26,6 +26,8 @@ from headstart.server.record import record_of
 
 LONG_BODY_BYTES = 32 * 1024  # from here on, parsing and tokenizing leave the event loop
 _OTHER = re.compile(r"/v1(/[A-Za-z0-9_-]+)+")  # no dots, nothing encoded: what is asked here is what is asked there
+_PREFIX = re.compile(r"/v1/prefixes/[A-Za-z0-9._-]*[A-Za-z0-9_-]")
+_ADMINISTRATION = {"/v1/prefixes": ("GET", "POST"), "/reset_prefix_cache": ("POST",)}  # asked of every replica
 _NOT_PROXIED = ("/v1/prefixes", "/v1/cache")  # a replica's own administration
 MAX_ID_CHARS = 256
 PROXIED = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
@@ -69,6 +71,9 @@ class _Front:
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
         known = self._routes.get(path)
+        if method in _ADMINISTRATION.get(path, ()) or (method == "DELETE" and _PREFIX.fullmatch(path)):
+            await (await self._administer(Request(scope, receive, send)))(scope, receive, send)
+            return
         if path == "/v1/cache/explain" and method == "POST":
             known = ("POST", self._explain_prompt)
         if known is not None and method == known[0]:
@@ -122,6 +127,14 @@ class _Front:
                 f"model {shown(name)} is served by no replica; there are {known}", param="model", code="model_not_found"
             )
 
+    async def _administer(self, request: Request) -> Response:
+        """Asks every replica. The gate has let administrators through only."""
+        answer = await self._state.administer(
+            request.method, _target(request), request.scope["headers"], await self._state.bodies.read(request)
+        )
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in answer.headers}
+        return Response(answer.body, answer.status, headers)
+
     # ------------------------------------------------------------------------------------------------------ answered
 
     async def _models(self, request: Request) -> Response:
@@ -165,6 +178,11 @@ class _Front:
     async def _version(self, request: Request) -> Response:
         version: Json = {"version": __version__}
         return json_response(version)
+
+
+def _target(request: Request) -> str:
+    query = request.url.query
+    return request.scope["path"] + (f"?{query}" if query else "")
 
 
 def _forwarded(scope: Scope) -> list[tuple[bytes, bytes]]:

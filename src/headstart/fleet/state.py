@@ -12,12 +12,14 @@ import aiohttp
 from headstart.core.errors import DrainingError, HeadstartError
 from headstart.fleet.budget import RetryBudget
 from headstart.fleet.decision_log import DecisionLog
+from headstart.fleet.fanout import ask_all
 from headstart.fleet.listening import Listening
 from headstart.fleet.members import Member, Members
 from headstart.fleet.memory import Memory
 from headstart.fleet.metrics import FleetMetrics
 from headstart.fleet.proxy import Call, Proxy, ProxySettings
 from headstart.fleet.reading import Reader, Sender
+from headstart.fleet.upstream import Answer
 from headstart.options import RouterOptions, ServerOptions
 from headstart.router.router import Router
 from headstart.router.shadow import Shadow
@@ -32,6 +34,7 @@ from headstart.server.record import RequestRecord
 ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/fleet"),
     *("/health", "/readyz", "/livez", "/metrics", "/version", "/v1/cache/explain"),
+    *("/v1/prefixes", "/reset_prefix_cache"),
 )
 
 
@@ -51,6 +54,7 @@ class FleetState:
         self.server_options = server_options
         self.reader = reader
         self.log = log
+        self._session = session
         secret = secrets.token_bytes(32)
         self.auth = Authenticator(server_options.api_key, server_options.admin_api_key, secret, server_options.tenants)
         self.bodies = BodyReader(server_options.max_body_bytes)
@@ -142,6 +146,19 @@ class FleetState:
                 "cached_tokens": pick.cached_tokens,
                 "attempts": call.num_attempts,
             }
+
+    async def administer(self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes) -> Answer:
+        """Asks every replica that is up for what an administrator wants. Raises HttpError if one does not answer."""
+        urls = [member.address.url for member in self.members.members.values() if member.state == "up"]
+        key = self.options.replica_api_key
+        own = {} if key is None else {"authorization": f"Bearer {key}"}
+        answer = await ask_all(self._session, urls, method, target, headers, body, own)
+        if target.startswith("/reset_prefix_cache") and answer.status == 200:
+            for url in urls:
+                endpoint = self.router.endpoints.get(url)
+                if endpoint is not None and isinstance(endpoint.contents, Shadow):
+                    endpoint.contents.clear()
+        return answer
 
     def answered(self, record: RequestRecord) -> bool:
         """Counts a request that is over; whether its access line is wanted."""
