@@ -168,6 +168,22 @@ def test_a_replica_that_comes_back_with_other_blocks() -> None:
     run(test())
 
 
+def test_contents_that_were_put_in_place_of_others_are_filled_anew() -> None:
+    async def test() -> None:
+        async with rigged(12) as rig:
+            await rig.serve(5)
+            await rig.caught_up()
+            before = rig.consumer.counts
+            rig.consumer.contents = rig.listener().contents
+            await until(lambda: len(rig.consumer.contents))
+            await rig.caught_up()
+            assert_equal(rig)
+            after = rig.consumer.counts
+            assert all(after[key] >= before[key] for key in before) and after["stored"] == 2 * before["stored"]
+
+    run(test())
+
+
 def test_a_replay_that_nobody_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "REPLAY_SECONDS", 0.05)
 

@@ -168,6 +168,22 @@ def test_others_have_their_turn_while_a_long_batch_is_taken_in(monkeypatch: pyte
     assert len(set(turns)) > 10  # it saw the index grow
 
 
+def test_a_batch_under_way_is_left_when_the_contents_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "SLICE_SECONDS", 0.0)
+
+    async def test() -> None:
+        consumer = consumer_at("ipc:///tmp/unused")
+        others = consumer_at("ipc:///tmp/unused").contents
+        taking = asyncio.create_task(consumer._take(Due(False, [batch(stored(1, 4096))])))  # pyright: ignore[reportPrivateUsage]
+        while not len(consumer.contents):
+            await asyncio.sleep(0)
+        consumer.contents = others
+        await taking
+        assert len(others) == 0
+
+    run(test())
+
+
 @asynccontextmanager
 async def published(*payloads: bytes) -> AsyncGenerator[tuple[KVEventConsumer, Callable[[], None]]]:
     """A consumer of what a plain PUB socket says, and the way to have requests end there."""

@@ -45,7 +45,7 @@ class KVEventConsumer:
     ) -> None:
         assert address.events is not None, f"{address.url} publishes no events"
         self.address = address
-        self.contents = contents
+        self._contents = contents
         self.is_connected = False
         self.last_heard: float | None = None  # of a batch, live or replayed; seconds, time.monotonic()
         self._reconfigured = reconfigured
@@ -56,7 +56,21 @@ class KVEventConsumer:
         self._own = dict.fromkeys(("heard", "batches", "voids", "connections", "replays"), 0)
         self._stirred_at: float | None = None  # the last live batch or connection, if the replay was not asked since
         self._was_blind = False
+        self._num_swaps = 0  # contents that others put in place
         self._turn = 0.0  # when others had theirs; seconds, time.perf_counter()
+
+    @property
+    def contents(self) -> ToldContents:
+        """What is kept true. Others may be put in their place: they are filled anew if there is a replay socket."""
+        return self._contents
+
+    @contents.setter
+    def contents(self, contents: ToldContents) -> None:
+        self._replace(contents)
+        self._num_swaps += 1
+        self._feed.reset()
+        self._decoder.cleared()
+        self._stirred_at = time.monotonic()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -220,6 +234,7 @@ class KVEventConsumer:
             self._own["voids"] += 1
             self.contents.clear()
             self._decoder.cleared()
+        swaps = self._num_swaps
         for payload in due.batches:
             self._own["batches"] += 1
             for event in self._decoder.decode(payload):
@@ -228,6 +243,8 @@ class KVEventConsumer:
                 if time.perf_counter() - self._turn > SLICE_SECONDS:
                     await asyncio.sleep(0)
                     self._turn = time.perf_counter()
+                    if swaps != self._num_swaps:
+                        return  # what was under way belongs to the contents before
 
     def _adapt(self, event: Event) -> None:
         """Goes on with contents of another block size where the replica has one and nothing is known of it yet."""
@@ -236,10 +253,13 @@ class KVEventConsumer:
         size = event.block_size if isinstance(event, BlockStored) and event.parent_block_hash is None else 0
         if self._reconfigured is None or size in (0, self.contents.block_size) or len(self.contents):
             return
-        for key, value in self.contents.counts.items():
-            self._past[key] += value
         self._say(f"its blocks have {size} tokens, not {self.contents.block_size}")
-        self.contents = self._reconfigured(size)
+        self._replace(self._reconfigured(size))
+
+    def _replace(self, contents: ToldContents) -> None:
+        for key, value in self._contents.counts.items():
+            self._past[key] += value
+        self._contents = contents
 
     def _cause(self) -> str:
         """The likeliest reason why nothing is of use, and what to do."""
