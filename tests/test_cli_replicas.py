@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server.harness import spawn, wait_for
 
-from headstart.cli_replicas import behind_router, divided, environment, shown
+from headstart.cli_replicas import behind_router, divided, environment, publishing, shown, tells, with_tokenizer
 from headstart.core.errors import ConfigError
 from headstart.model.init_model import init_model
-from headstart.options import EngineOptions, PrefixEntry, ServerOptions, TenantEntry
+from headstart.options import EngineOptions, PrefixEntry, RouterOptions, ServerOptions, TenantEntry
+from headstart.server.kv_events import parse_kv_events_config
 
 GIB = 2**30
 
@@ -125,3 +126,20 @@ def test_a_mistake_is_said_once(tmp_path: Path) -> None:
     with spawn(command, tmp_path / "log") as server:
         assert server.wait() == 2
         assert server.log.count("nope") == 1, server.log
+
+
+def test_the_router_hears_its_replicas_unless_tenants_have_keys() -> None:
+    assert tells(ServerOptions()) and tells(ServerOptions(admin_api_key=("a",)))
+    assert not tells(ServerOptions(api_key=("k",))) and not tells(ServerOptions(tenants=(TenantEntry("t", ("k",)),)))
+    engine = publishing(EngineOptions(seed=7), "ipc:///x", "ipc:///y")
+    found = parse_kv_events_config(engine.kv_events_config)
+    assert found is not None and (found.endpoint, found.replay_endpoint) == ("ipc:///x", "ipc:///y")
+    assert engine.seed == 7 and publishing(EngineOptions(), None, None) == EngineOptions()
+
+
+def test_the_router_counts_in_the_models_own_tokens(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert with_tokenizer(RouterOptions(), EngineOptions(model=str(tmp_path))).tokenizer == str(tmp_path)
+    assert with_tokenizer(RouterOptions(), EngineOptions(model="Qwen/Qwen3-0.6B")).tokenizer == "auto"
+    assert with_tokenizer(RouterOptions(), EngineOptions()).tokenizer == "auto"
+    assert with_tokenizer(RouterOptions(tokenizer="none"), EngineOptions(model=str(tmp_path))).tokenizer == "none"

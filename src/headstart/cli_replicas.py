@@ -1,8 +1,11 @@
 """`headstart serve --replicas N`: replicas and a router in one command, and what of this machine each of them gets."""
 
+import json
 import os
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 from headstart.core.errors import ConfigError
 from headstart.fleet.local import Launch, LocalFleet
@@ -22,17 +25,46 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
     The router ends first, so that nothing it has admitted is lost; then the replicas, and nothing of them is left.
     """
     share = divided(engine, router.replicas, cores=prepare_threads(engine.threads, environ={**os.environ}))
-    launch = Launch(
-        (sys.executable, "-P", "-m", "headstart.replica_process"),
-        encode_options(share, behind_router(server)),
-        environment(share.threads),
-    )
-    about = shown(share)
-    with LocalFleet(lambda _: launch, router.replicas, about=about, drain_seconds=server.drain_timeout) as fleet:
+    command, variables = (sys.executable, "-P", "-m", "headstart.replica_process"), environment(share.threads)
+    with tempfile.TemporaryDirectory(prefix="headstart-") as folder:  # nobody else's: events hold tokens of prompts
+
+        def make_launch(name: str) -> Launch:
+            events, replay = (
+                (f"ipc://{folder}/{name}", f"ipc://{folder}/{name}-replay") if tells(server) else (None, None)
+            )
+            options = encode_options(publishing(share, events, replay), behind_router(server))
+            return Launch(command, options, variables, events, replay)
+
+        fleet = LocalFleet(make_launch, router.replicas, about=shown(share), drain_seconds=server.drain_timeout)
+        return _routed(fleet, with_tokenizer(router, engine), server)
+
+
+def _routed(fleet: LocalFleet, router: RouterOptions, server: ServerOptions) -> int:
+    with fleet:
         code = route(router, server, discovery=fleet)
         if code == EXIT_INTERRUPTED:  # by a second Ctrl-C: nobody is to be waited for
             fleet.kill()
         return code
+
+
+def tells(server: ServerOptions) -> bool:
+    """Whether the router listens to its replicas' KV events. Of tenants' prompts they do not say whose they are."""
+    return not server.api_key and not server.tenants
+
+
+def publishing(engine: EngineOptions, events: str | None, replay: str | None) -> EngineOptions:
+    """The same engine with KV events at these ZMQ endpoints, if there are any."""
+    if events is None:
+        return engine
+    config = {"enable_kv_cache_events": True, "endpoint": events, "replay_endpoint": replay}
+    return replace(engine, kv_events_config=json.dumps(config))
+
+
+def with_tokenizer(router: RouterOptions, engine: EngineOptions) -> RouterOptions:
+    """The same router with the model's own tokenizer, where it lies in a folder; else it is found by its name."""
+    if router.tokenizer != "auto" or not (Path(engine.model).expanduser() / "tokenizer.json").is_file():
+        return router
+    return replace(router, tokenizer=engine.model)
 
 
 def behind_router(server: ServerOptions) -> ServerOptions:
@@ -47,7 +79,9 @@ def divided(engine: EngineOptions, replicas: int, *, cores: int, available: int 
     what this machine has now), or of --memory-limit. --num-blocks is each one's. Raises ConfigError.
     """
     if engine.kv_events_config is not None:
-        raise ConfigError("kv_events_config names one endpoint, and --replicas starts several: leave one of them out")
+        raise ConfigError(
+            "kv_events_config names one endpoint, and --replicas starts several; the router hears them anyway"
+        )
     share = replace(engine, threads=max(cores // replicas, 1))
     if engine.memory_limit is not None:
         limit = parse_bytes(engine.memory_limit)

@@ -10,6 +10,7 @@ from typing import Any
 from fleet.harness import Replica, front
 from server.harness import until
 
+from headstart.bundled import bundled_model
 from headstart.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from headstart.core.hashing import BlockHash
 from headstart.fleet.reading import Sender
@@ -17,6 +18,7 @@ from headstart.router.shadow import Shadow
 from headstart.router.told import SILENCE, ToldContents
 from headstart.server.kv_events import KVEventPublisher, KVEventsConfig
 from headstart.server.requests import narrow_domain
+from headstart.server.tokenizer import Tokenizer
 
 BLOCK = 16
 NAMES = tuple(BlockHash(bytes([number]) * 32) for number in range(8))
@@ -100,6 +102,20 @@ def test_a_replica_that_publishes_nothing_is_guessed_at_until_it_is_heard() -> N
                 publisher.publish([stored(4)])
                 await until(lambda: isinstance(endpoint.contents, ToldContents))
                 assert len(endpoint.contents) == 4  # type: ignore[arg-type]  # one that was waited for
+
+    asyncio.run(go())
+
+
+def test_while_prompts_are_counted_in_bytes_events_are_not_listened_to() -> None:
+    async def go() -> None:
+        replica = Replica()
+        with publishing(replica):
+            async with front(replica, tokenizer="auto") as router:
+                await router.up(1)
+                endpoint = router.state.router.endpoints[replica.url]
+                assert isinstance(endpoint.contents, Shadow) and not router.state.listening.counts()
+                router.state.reader.tokenizer = Tokenizer.from_folder(bundled_model())
+                await until(lambda: isinstance(endpoint.contents, ToldContents))
 
     asyncio.run(go())
 

@@ -14,18 +14,20 @@ from headstart.router.told import ToldContents
 class Listening:
     """Consumers of KV events, one for each replica whose address names where they are published.
 
-    `guess` gives the contents of replicas that are not listened to.
+    `guess` gives the contents of replicas that are not listened to. Events hold token ids: as long as `names_tokens`
+    says that prompts are not counted in tokens, nothing in them could be found, and it is guessed.
     """
 
-    def __init__(self, guess: Callable[[Member], Contents]) -> None:
+    def __init__(self, guess: Callable[[Member], Contents], names_tokens: Callable[[], bool] = lambda: True) -> None:
         self._guess = guess
+        self._names_tokens = names_tokens
         self._consumers: dict[str, KVEventConsumer] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def contents(self, member: Member) -> Contents:
         """What is believed of a replica's cache; begins to listen to it if it is the first time."""
         address = member.address
-        if address.events is None:
+        if address.events is None or not self._names_tokens():
             return self._guess(member)
         size = member.metrics.block_size or DEFAULT_BLOCK
         consumer = self._consumers.get(address.url)
@@ -46,8 +48,11 @@ class Listening:
         return consumer.contents
 
     def looked_at(self, member: Member) -> None:
-        """Listens again where that had been given up, once something of use is heard."""
+        """Listens again where that was given up, once something of use is heard; and where it can begin only now."""
         consumer, endpoint = self._consumers.get(member.address.url), member.endpoint
+        if consumer is None and endpoint is not None and member.address.events is not None and self._names_tokens():
+            endpoint.contents = self.contents(member)
+            return
         if consumer is None or endpoint is None or endpoint.contents is consumer.contents:
             return
         if len(consumer.contents) and not consumer.is_blind and endpoint.block_size == consumer.contents.block_size:

@@ -75,7 +75,9 @@ class FleetState:
             headers={"authorization": f"Bearer {key}"} if key else {},
             at_pick=options.learn_at == "pick",
         )
-        self.listening = Listening(self.members.guessed)
+        self.listening = Listening(
+            self.members.guessed, lambda: options.tokenizer == "none" or reader.tokenizer is not None
+        )
         self.members.contents = self.listening.contents
         self.members.on_look = self.listening.looked_at
         self.members.on_removed = self.listening.removed
