@@ -251,8 +251,9 @@ class _Fleet:
 async def send_all(target: Target, questions: Sequence[Question], concurrency: int, bar: Bar = QUIET) -> list[Reply]:
     """Sends each question when it is due, or `concurrency` at a time (0: when due); the replies in their order."""
     timeout = aiohttp.ClientTimeout(total=target.timeout)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # servers close what idles for longer
     slots = asyncio.Semaphore(concurrency or len(questions) + 1)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         calls = [
             Call(str(number), question.job, body_of(question.job, target.model, prompt=question.text))
             for number, question in enumerate(questions)

@@ -156,6 +156,7 @@ async def _events(session: aiohttp.ClientSession, target: Target, body: bytes) -
         async for line in response.content:
             event = read_event(line)
             if event is None:
+                await response.content.read()  # to the end: a client that hangs up looks like one that gave up
                 return
             yield event
     raise RequestFailedError("the stream ended without [DONE]")
