@@ -45,6 +45,8 @@ def test_a_trace_is_predicted_in_every_form(tmp_path: Path) -> None:
             assert abs(values[f"{form.label}.bias_tokens{suffix}"]) <= values[f"{form.label}.error_tokens{suffix}"]
             assert values[f"{form.label}.flushes{suffix}"] == (2 if form.flush else 0)
     assert values["size_x4.error_tokens"] < values["size_x4.error_tokens_uncorrected"]
+    assert values["wrong_beliefs.error_tokens"] < values["wrong_beliefs.error_tokens_uncorrected"]
+    assert not report.problems
     assert values["known_2q.error_tokens"] < 16
     assert len(report.sheets[0].rows) == len(FORMS)
 
@@ -65,8 +67,8 @@ def test_a_trace_without_texts_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_in_which_correction_does_not_help_is_not_valid() -> None:
     wrong, known = Form("size_x4", wrong=True), Form("known_2q")
-    assert problems_of(wrong, {"error_tokens": 5.0}, {"error_tokens": 5.0}) == [
-        "size_x4: mean error 5.0 tokens with correction, 5.0 without"
+    assert problems_of(wrong, {"error_tokens": 6.0}, {"error_tokens": 5.0}) == [
+        "size_x4: mean error 6.0 tokens with correction, 5.0 without"
     ]
     assert not problems_of(wrong, {"error_tokens": 4.0}, {"error_tokens": 5.0})
     assert problems_of(known, {"error_tokens": 20.0}, {"error_tokens": 20.0})

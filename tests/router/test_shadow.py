@@ -218,6 +218,29 @@ def test_a_chain_of_which_most_is_there_was_not_emptied() -> None:
     assert [shadow.match(names(number)) for number in range(100, 140)] == [0] * 8 + [1] * 32
 
 
+def test_what_was_missing_before_says_what_is_lately() -> None:
+    """A size far too large makes any use look recent; what a cache seemed to hold when it lost something does not."""
+    shadow = Shadow(4096)
+    serve_all(shadow, (names(number, 0, 0) for number in range(700)))
+    for number, num_trims in ((100, 1), (300, 2), (450, 3)):  # the last: 750 used since, less than a quarter of 4,096
+        hold = shadow.sent(names(number, 0, 0))
+        shadow.computed(hold)
+        shadow.observed(hold, 0)
+        shadow.finished(hold, hold.names)
+        assert (shadow.num_trims, shadow.num_flushes) == (num_trims, 0)
+
+
+def test_a_size_that_is_a_guess_gives_way_at_once_and_one_that_was_told_slowly() -> None:
+    for told in (0, UNKNOWN_BLOCKS):
+        shadow = Shadow(told)
+        serve_all(shadow, (names(number) for number in range(5000)))
+        hold = shadow.sent(names(400))
+        shadow.computed(hold)
+        shadow.observed(hold, 0)
+        kept = 4599
+        assert shadow.capacity == (UNKNOWN_BLOCKS - 4 if told else UNKNOWN_BLOCKS - (UNKNOWN_BLOCKS - kept) // 2)
+
+
 def test_a_chain_for_which_there_never_was_room_makes_it_grow_by_all_of_it() -> None:
     shadow = Shadow(64)
     shadow._resize(16)

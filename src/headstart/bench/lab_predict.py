@@ -92,6 +92,7 @@ def run_predict(traces: Sequence[Path], config: PredictConfig | None = None, bar
     rows: list[tuple[Any, ...]] = []
     calls = {exact: _calls(texts, config, exact) for exact in (True, False)}
     bar.stage("forms", 2 * len(FORMS))
+    wrong = [0.0, 0.0]
     for form in FORMS:
         found: list[dict[str, float]] = []
         for corrects in (True, False):
@@ -102,9 +103,16 @@ def run_predict(traces: Sequence[Path], config: PredictConfig | None = None, bar
             values[f"{form.label}.{name}"] = value
             values[f"{form.label}.{name}_uncorrected"] = without[name]
         problems += problems_of(form, with_, without)
+        if form.wrong:
+            wrong = [total + of["error_tokens"] for total, of in zip(wrong, found, strict=True)]
         keys = ("hit_rate_predicted", "hit_rate", "exact_share")
         both = [of[key] for key in ("error_tokens", "bias_tokens") for of in (with_, without)]
         rows.append((form.label, *both, *(with_[key] for key in keys)))
+    num_wrong = sum(form.wrong for form in FORMS)
+    values["wrong_beliefs.error_tokens"] = wrong[0] / num_wrong
+    values["wrong_beliefs.error_tokens_uncorrected"] = wrong[1] / num_wrong
+    if wrong[0] >= wrong[1]:
+        problems.append("correction does not lessen the error where the belief is wrong")
     title = (
         f"{len(texts):,} requests, {config.replicas} engines of {config.cache:,} blocks; mean error of cached_tokens"
     )
@@ -132,7 +140,7 @@ def run_predict(traces: Sequence[Path], config: PredictConfig | None = None, bar
 def problems_of(form: Form, with_: dict[str, float], without: dict[str, float]) -> list[str]:
     """Why a form's figures are not what they must be."""
     error, uncorrected = with_["error_tokens"], without["error_tokens"]
-    if form.wrong and error >= uncorrected:
+    if form.wrong and error > uncorrected:
         return [f"{form.label}: mean error {error:.1f} tokens with correction, {uncorrected:.1f} without"]
     if form.label.startswith("known") and error > KNOWN_TOKENS:
         return [f"{form.label}: mean error {error:.1f} tokens although all is known; {KNOWN_TOKENS:.0f} is the most"]

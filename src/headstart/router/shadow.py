@@ -21,7 +21,7 @@ from headstart.router.reuse import Reuse
 
 UNKNOWN_BLOCKS = 16_384  # how much a cache is believed to hold whose size nobody told; it learns
 MAX_UNKNOWN_BLOCKS = 65_536
-FLUSHED_SHARE = 0.25  # of the capacity: what was used so lately is not evicted; where it is missing, all is
+FLUSHED_SHARE = 0.25  # of what a cache holds: what was used so lately is not evicted; where it is missing, all is
 GROWTH = 0.25  # of the capacity times the step, for a block that was there and should not have been
 REACH = 4  # a report moves so many times the blocks it is off by, twice as many for each that agrees with the last one
 MAX_STEP = 0.5  # towards what a report says of the capacity; halved when the next one says the opposite
@@ -47,6 +47,7 @@ class Shadow:
         self.num_flushes = 0  # emptied caches it noticed
         self.num_trims = 0
         self._max_blocks = num_blocks or MAX_UNKNOWN_BLOCKS
+        self._is_sized = num_blocks > 0  # told how large it is, or found too small a size: else any guess is better
         self._step, self._reach, self._direction = MAX_STEP, REACH, 0
         self._eviction_policy = eviction_policy
         self._epoch = 0
@@ -160,6 +161,7 @@ class Shadow:
         self._names = [BlockHash(b"")] * num_blocks  # of what a block holds, or held last
         self._unsure = bytearray(num_blocks)  # 1: on its way, not computed yet as far as we know
         self._now = 0  # counts uses
+        self._held = capacity  # blocks that seemed to be there when one was missing last: more is not proven
         self._lost_until = 0  # blocks seen last until then are known to be lost
         self._doubtful: set[BlockHash] = set()  # forgotten in a flush, but seen after the block that was missing
         self._unplaced: dict[BlockHash, None] = {}  # there was no room for these, nor for what hangs on them
@@ -227,17 +229,18 @@ class Shadow:
         own = sum(1 for block in hold.blocks[index:] if pool.refs(block) == 1)
         num_kept = len(self) - gone - own
         num_younger = pool.num_free - pool.num_scratch - gone
-        is_lately = num_kept < FLUSHED_SHARE * self.capacity or not (num_younger or index)
+        is_lately = num_kept < FLUSHED_SHARE * min(self.capacity, self._held) or not (num_younger or index)
         if is_lately and 2 * index <= hold.hit:  # what is off by little was not emptied
             self._flush(serial)
             return
         self.num_trims += 1
-        self._lost_until = serial
+        self._lost_until, self._held = serial, num_kept
         self._doubtful.clear()
         self._turn(-1)
         most = self._reach * (hold.hit - index)
         self._drop(min(gone, most))
-        less = min(int(self._step * (self.capacity - num_kept)), most)
+        less = int(self._step * (self.capacity - num_kept))
+        less = min(less, most) if self._is_sized else less
         self._resize(min(max(self.capacity - less, MIN_BLOCKS), self._max_blocks))
 
     def _flush(self, serial: int) -> None:
@@ -260,8 +263,10 @@ class Shadow:
     def _kept(self, num_blocks: int, is_unplaced: bool) -> None:
         """So many blocks are there that had to go: the cache is larger; by all, if it never had room for them."""
         self._turn(1)
+        self._is_sized = True
         more = min(int(GROWTH * self._step * self.capacity), self._reach * num_blocks)
         self._resize(min(self.capacity + max(more, num_blocks if is_unplaced else 1), self._max_blocks))
+        self._held = self.capacity
 
     def _turn(self, direction: int) -> None:
         """Longer steps as long as reports agree, shorter ones when they contradict each other: it is right then."""
