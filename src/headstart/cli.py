@@ -208,7 +208,9 @@ def init_model(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must not hold anything yet.")],
     shape: Annotated[
         str,
-        typer.Option(metavar="NAME", help="tiny, llama-3m, llama-100m, tinyllama-1.1b, qwen2.5-0.5b, qwen3-0.6b, llama-2-7b."),
+        typer.Option(
+            metavar="NAME", help="tiny, llama-3m, llama-100m, tinyllama-1.1b, qwen2.5-0.5b, qwen3-0.6b, llama-2-7b."
+        ),
     ],
     std: Annotated[
         float, typer.Option(metavar="X", help="Spread of the weights: 0.02 as real models, 0.2 for tests.")
