@@ -185,9 +185,9 @@ class RouterOptions:
     )
     replica_api_key: str | None = _option(None, "Key sent to replicas (default: the client's own).", FLEET, secret=True)
     replicas: int = _option(1, "Servers on this machine behind one router.", FLEET, minimum=1)
-    health_interval: float = _option(0.5, "Seconds between two looks at a replica's /health.", FLEET, minimum=0.05)
+    health_interval: float = _option(1.0, "Seconds between two looks at a replica's /health.", FLEET, minimum=0.05)
     scrape_interval: float = _option(
-        1.0, "Seconds between two looks at a replica's /metrics; 0: never.", FLEET, minimum=0
+        2.0, "Seconds between two looks at a replica's /metrics; 0: never.", FLEET, minimum=0
     )
     connect_timeout: float = _option(2.0, "Seconds until a connection must stand.", FLEET, minimum=0.01)
     response_timeout: float = _option(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from fleet.harness import Replica, chunk, cut, front, streaming, unused_url
+from fleet.harness import Replica, chunk, cut, front, streaming, unused_url, usage
 from server.harness import parse_events, until
 
 from headstart.fleet.address import ReplicaAddress
@@ -407,6 +407,31 @@ def test_a_client_that_hangs_up_ends_the_work_at_the_replica_and_harms_nobodys_h
             endpoint = router.state.router.endpoints[replica.url]
             assert endpoint.load.num_requests == 0 and endpoint.health.num_ejections == 0
             assert router.state.num_pending == 0
+
+    run(go())
+
+
+def test_a_client_that_hangs_up_behind_the_last_event_has_had_its_answer() -> None:
+    async def go() -> None:
+        replica, still_open = Replica(), asyncio.Event()
+
+        async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            response = await streaming(request)
+            await response.write(chunk("a") + chunk("", usage=usage(64, 32)) + b"data: [DONE]\n\n")
+            await still_open.wait()
+            return response
+
+        replica.script = answer
+        async with front(replica) as router:
+            body = {"prompt": [1] * 64, "stream": True}
+            async with router.client.stream("POST", "/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    if line == "data: [DONE]":
+                        break
+            await until(lambda: router.state.num_under_way == 0)
+            assert router.state.router.num_reported == 1
+            assert 'outcome="ok"' in (await router.client.get("/metrics")).text
+            still_open.set()
 
     run(go())
 

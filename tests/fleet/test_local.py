@@ -224,7 +224,8 @@ def parent_of(model: str, end: str) -> list[str]:
         "import asyncio, os, signal, sys; from fleet.test_local import fleet_of\n"
         f"fleet = fleet_of({model!r}, 2, sys.stderr)\n"
         "def changed(found):\n"
-        "    print('pids', *fleet.pids.values(), *fleet.pids, file=sys.stderr, flush=True)\n"
+        "    line = ' '.join(map(str, ['pids', *fleet.pids.values(), *fleet.pids]))\n"
+        "    sys.stderr.write(line + '\\n')\n"  # at once: replicas' lines come from other threads
         f"    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, {end})\n"
         "with fleet:\n"
         "    asyncio.run(fleet.watch(changed))\n"

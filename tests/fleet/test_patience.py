@@ -86,6 +86,7 @@ def test_a_stream_whose_client_takes_nothing_ends_and_is_no_fault_of_the_replica
             await asyncio.Event().wait()
 
         replica = Replica()
+        replica.gate.clear()  # the rest of the answer is still to come
         async with front(replica) as router:
             body = b'{"prompt": [1, 2, 3], "max_tokens": 3, "stream": true}'
             reading = router.state.reader.read("/v1/completions", body, Sender())

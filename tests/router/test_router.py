@@ -189,6 +189,17 @@ def test_events_of_no_use_are_given_up_for_guesses() -> None:
     assert router.pick(ask(7, 8, 9), 5.0).candidate.hit_tokens == 8
 
 
+def test_what_was_guessed_meanwhile_is_what_is_left() -> None:
+    guess = Shadow(64)
+    told = ToldContents(BLOCK, new()._root, guess)
+    router = Router()
+    router.add(Endpoint("r0", told, block_size=BLOCK))
+    for number in range(SILENCE):
+        serve(router, ask(number))
+    assert router.endpoints["r0"].contents is guess and len(guess) == SILENCE
+    assert router.pick(ask(3, 4), 5.0).candidate.hit_tokens == BLOCK
+
+
 def test_precise_mode_believes_events_and_what_was_just_sent() -> None:
     router, told = Router(), new()
     router.add(Endpoint("r0", told, block_size=BLOCK))

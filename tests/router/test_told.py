@@ -11,13 +11,14 @@ from router.fleets import BLOCK, names
 from headstart.bench.inprocess import drive, make_requests
 from headstart.bench.nullexec import NullExecutor
 from headstart.core.engine import Engine
-from headstart.core.events import BlockRemoved, BlockStored, Event
+from headstart.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from headstart.core.hashing import BlockHash, root_hash
 from headstart.core.limits import Limits
 from headstart.core.request import SamplingParams
 from headstart.core.scheduler import Scheduler
 from headstart.router.ask import Prompt, router_root
 from headstart.router.feed import Due, Feed
+from headstart.router.shadow import Shadow
 from headstart.router.told import SILENCE, SPECULATION, SPECULATION_COMPUTED, ToldContents
 
 
@@ -239,3 +240,22 @@ def test_events_lost_for_good_never_make_it_believe_what_is_not_so(seed: int, lo
             take(told, batches, feed.give_up())
     assert set(told._uses) <= engine_names(engine)
     told.check()
+
+
+def test_a_guess_is_kept_beside_what_is_told_and_says_what_goes_next() -> None:
+    guess = Shadow(4)
+    told = ToldContents(BLOCK, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), guess)
+    assert new().loss(4) == 0.0
+    for _ in range(2):
+        hold = told.sent(names(1, 2, 3, 4), 0.0)
+        told.computed(hold, 0.0)
+        told.finished(hold, hold.names, 0.0)
+        told.observed(hold, 4, 0.0)
+    assert len(guess) == 4 and told.loss(2) == guess.loss(2) > 0
+    assert len(told) == 0, "of events nothing was heard yet"
+    failing = told.sent(names(5), 0.0)
+    told.failed(failing)
+    guess.check()
+    assert guess.match(names(5)) == 0
+    told.apply([stored("abcd", 1, 2, 3, 4), AllBlocksCleared()])
+    assert len(guess) == 0 and told.loss(2) == 0.0

@@ -24,7 +24,7 @@ from headstart.server.metrics import CONTENT_TYPE
 from headstart.server.protocol import Json, model_list
 from headstart.server.record import record_of
 
-LONG_BODY_BYTES = 32 * 1024  # from here on, parsing and tokenizing leave the event loop
+LONG_BODY_BYTES = 16 * 1024  # from here on, parsing and tokenizing leave the event loop: it has streams to pass on
 _OTHER = re.compile(r"/v1(/[A-Za-z0-9_-]+)+")  # no dots, nothing encoded: what is asked here is what is asked there
 _PREFIX = re.compile(r"/v1/prefixes/[A-Za-z0-9._-]*[A-Za-z0-9_-]")
 _ADMINISTRATION = {"/v1/prefixes": ("GET", "POST"), "/reset_prefix_cache": ("POST",)}  # asked of every replica

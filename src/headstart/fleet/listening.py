@@ -35,16 +35,16 @@ class Listening:
             kind = member.metrics.kind or "vllm"
 
             def reconfigured(block_size: int) -> ToldContents:
-                told = _told(member, block_size)
+                told = self._told(member, block_size)
                 if member.endpoint is not None:
                     member.endpoint.reconfigured(block_size, told)
                 return told
 
-            consumer = KVEventConsumer(address, _told(member, size), kind=kind, reconfigured=reconfigured)
+            consumer = KVEventConsumer(address, self._told(member, size), kind=kind, reconfigured=reconfigured)
             self._consumers[address.url] = consumer
             self._tasks[address.url] = asyncio.create_task(consumer.run())
         elif consumer.contents.block_size != size:
-            consumer.contents = _told(member, size)
+            consumer.contents = self._told(member, size)
         return consumer.contents
 
     def looked_at(self, member: Member) -> None:
@@ -76,9 +76,8 @@ class Listening:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _told(self, member: Member, block_size: int) -> ToldContents:
+        def root(adapter: str | None, domain: bytes) -> BlockHash:
+            return router_root(member.base_model, adapter=adapter, domain=domain)
 
-def _told(member: Member, block_size: int) -> ToldContents:
-    def root(adapter: str | None, domain: bytes) -> BlockHash:
-        return router_root(member.base_model, adapter=adapter, domain=domain)
-
-    return ToldContents(block_size, root)
+        return ToldContents(block_size, root, self._guess(member))

@@ -5,8 +5,6 @@ is no answer yet, and an answer in one piece is kept until it is whole. After th
 """
 
 import asyncio
-import json
-import re
 import time
 from dataclasses import dataclass, field
 
@@ -18,16 +16,12 @@ from headstart.fleet.budget import RetryBudget
 from headstart.fleet.patience import PatientSend
 from headstart.fleet.reading import Reading
 from headstart.fleet.sse import EventStream, said
+from headstart.fleet.telling import as_event, explained, id_in, lost, no_replicas, unanswered
 from headstart.fleet.upstream import Answer, AttemptError, Failure, failure_of, headers_back, headers_on, refusal
 from headstart.router.pick import Pick
 from headstart.router.router import Router
-from headstart.server.http_errors import ClientGoneError, HttpError
+from headstart.server.http_errors import ClientGoneError
 from headstart.server.sse import DONE, WRITE_SECONDS, error_event
-
-ID_BYTES = 512  # in which an answer names itself
-_ID = re.compile(rb'"id"\s*:\s*"([A-Za-z0-9._:-]{1,128})"')
-MAX_EXPLAINED = 16  # replicas in the header that explains: it must fit into a head
-_STREAMED = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
 @dataclass(slots=True)
@@ -111,7 +105,7 @@ class Proxy:
             if not (gone or patient.is_over):
                 raise
             me.uncancel()
-            call.outcome = "gone"
+            call.outcome = call.outcome if call.outcome == "ok" else "gone"
             raise ClientGoneError from None
         finally:
             watcher.cancel()
@@ -159,7 +153,7 @@ class Proxy:
         pick = router.pick(call.reading.ask, now, tried=frozenset(call.tried))
         call.pick = pick
         if call.explains:
-            call.route = _explained(pick)
+            call.route = explained(pick)
         router.sent(pick, now)
         call.tried.append(pick.endpoint.name)
         call.num_attempts += 1
@@ -175,7 +169,7 @@ class Proxy:
                 raise AttemptError(failure, f"{type(error).__name__}") from error
             call.failures.append(failure)
             call.outcome = "lost"
-            await _write(send, error_event(_lost()) + DONE, more=False)
+            await _write(send, error_event(lost()) + DONE, more=False)
         finally:
             if pick.finish is None:  # the client went away, or we are stopped: no fault of the replica
                 router.failed(pick, time.monotonic(), blame=False)
@@ -226,7 +220,7 @@ class Proxy:
         now = time.monotonic()
         if response.status == 200:
             told = said(body)
-            call.answer_id = _id_in(body)
+            call.answer_id = id_in(body)
             call.output_tokens = told.output_tokens
             if told.output_tokens != 1:  # else its end is its first token
                 router.assume_first_token(pick, now)
@@ -249,9 +243,11 @@ class Proxy:
             if stream.has_data and not call.committed:
                 now = time.monotonic()
                 call.committed = True
-                call.answer_id = _id_in(passed)
+                call.answer_id = id_in(passed)
                 router.first_token(pick, now)
                 self._first_token(call, now)
+            if stream.is_done:
+                self._finished(call, pick, stream)  # before it is passed on: clients hang up behind it
             if passed:
                 if not call.started:
                     await self._start(call, 200, headers_back(response), send)
@@ -259,9 +255,14 @@ class Proxy:
         rest = stream.close()
         if not stream.is_done:
             raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
-        call.output_tokens, call.outcome = stream.said.output_tokens, "ok"
-        router.finished(pick, time.monotonic(), stream.said.usage if call.reading.is_single else None)
+        self._finished(call, pick, stream)
         await _write(send, rest, more=False)
+
+    def _finished(self, call: Call, pick: Pick, stream: EventStream) -> None:
+        """The whole answer has come; once."""
+        if pick.finish is None:
+            call.output_tokens, call.outcome = stream.said.output_tokens, "ok"
+            self.router.finished(pick, time.monotonic(), stream.said.usage if call.reading.is_single else None)
 
     def _first_token(self, call: Call, now: float) -> None:
         if call.first_token_at is None:
@@ -278,7 +279,7 @@ class Proxy:
 
     async def _send_whole(self, call: Call, answer: Answer, send: Send) -> None:
         if call.started:  # a stream had begun with comments: the client reads events now
-            await _write(send, _as_event(answer) + DONE, more=False)
+            await _write(send, as_event(answer) + DONE, more=False)
             return
         length = (b"content-length", str(len(answer.body)).encode())
         await self._start(call, answer.status, [*answer.headers, length], send)
@@ -289,7 +290,7 @@ class Proxy:
         if isinstance(error, AttemptError) and error.answer is not None:
             await self._send_whole(call, error.answer, send)
             return
-        told = _no_replicas(error) if isinstance(error, NoReplicaError) else _unanswered(error, call.num_attempts)
+        told = no_replicas(error) if isinstance(error, NoReplicaError) else unanswered(error, call.num_attempts)
         if not call.started:
             raise told
         await _write(send, error_event(told) + DONE, more=False)
@@ -307,45 +308,3 @@ async def _next(content: aiohttp.StreamReader, stream: EventStream) -> bytes:
         if stream.is_done:
             return b""
         raise
-
-
-def _id_in(piece: bytes) -> str:
-    """The id of an answer: the first that is named in it."""
-    found = _ID.search(piece, 0, ID_BYTES)
-    return found[1].decode() if found else ""
-
-
-def _as_event(answer: Answer) -> bytes:
-    return b"event: error\ndata: " + answer.body.replace(b"\n", b" ") + b"\n\n"
-
-
-def _explained(pick: Pick) -> bytes:
-    told = pick.explain()
-    told["candidates"] = told["candidates"][:MAX_EXPLAINED]
-    told["excluded"] = dict(list(told["excluded"].items())[:MAX_EXPLAINED])
-    return json.dumps(told, separators=(",", ":")).encode()
-
-
-def _lost() -> HttpError:
-    return HttpError(
-        502, "the replica was lost in the middle of this answer; send the request again", code="replica_lost"
-    )
-
-
-def _unanswered(error: AttemptError, num_attempts: int) -> HttpError:
-    what = {Failure.SILENT: "did not answer in time", Failure.REFUSED: "could not be reached"}
-    text = what.get(error.failure, "gave no answer")
-    return HttpError(
-        502,
-        f"the replica {text}, attempt {num_attempts} being the last; try again",
-        code="replica_unreachable",
-        headers={"retry-after": "1"},
-    )
-
-
-def _no_replicas(error: NoReplicaError) -> HttpError:
-    reasons = sorted(set(error.reasons.values()))
-    why = f" ({', '.join(reasons)})" if reasons else ""
-    return HttpError(
-        503, f"no replica can take this request now{why}; try again", code="no_replicas", headers={"retry-after": "1"}
-    )

@@ -24,6 +24,7 @@ from headstart.fleet.discover import make_discovery
 from headstart.fleet.discovery import Discovery, StaticDiscovery
 from headstart.fleet.front import build_front
 from headstart.fleet.reading import Reader
+from headstart.fleet.segments import SegmentedTokenizer
 from headstart.fleet.state import FleetState
 from headstart.fleet.tokenizers import named_tokenizer, tokenizer_of
 from headstart.options import RouterOptions, ServerOptions
@@ -84,7 +85,7 @@ def discovery_of(options: RouterOptions) -> Discovery:
 
 
 def _tokenizer(name: str) -> Tokenizer | None:
-    return None if name in ("auto", "none") else named_tokenizer(name)
+    return None if name in ("auto", "none") else SegmentedTokenizer(named_tokenizer(name))
 
 
 class _Life:
@@ -182,7 +183,8 @@ class _Life:
         def changed() -> None:
             before()
             if state.reader.tokenizer is None:
-                state.reader.tokenizer = tokenizer_of(state.members.cards())
+                found = tokenizer_of(state.members.cards())
+                state.reader.tokenizer = None if found is None else SegmentedTokenizer(found)
                 if state.reader.tokenizer is not None:
                     self._log.line("headstart: prompts are counted in the replicas' own tokens")
 

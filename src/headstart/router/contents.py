@@ -8,7 +8,19 @@ from headstart.core.hashing import BlockHash
 class Hold:
     """What one request under way means to the contents of its replica; handed back with all that becomes of it."""
 
-    __slots__ = ("blocks", "doubtful", "epoch", "evicted", "hit", "names", "num_losses", "reported", "serials", "sure")
+    __slots__ = (
+        "blocks",
+        "doubtful",
+        "epoch",
+        "evicted",
+        "guess",
+        "hit",
+        "names",
+        "num_losses",
+        "reported",
+        "serials",
+        "sure",
+    )
 
     def __init__(self, names: list[BlockHash], hit: int) -> None:
         self.names = names
@@ -19,6 +31,7 @@ class Hold:
         self.evicted = False  # the first block behind the hit was there once, and had to go
         self.doubtful = False  # it was forgotten when the cache was thought to be emptied, and may be there
         self.num_losses = 0  # noticed before it was sent
+        self.guess: Hold | None = None  # of contents that are guessed beside those that are told
         self.reported = False
         self.epoch = 0
 

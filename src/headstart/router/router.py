@@ -171,7 +171,7 @@ class Router:
         """Guesses instead of listening where nothing of use is heard."""
         contents = endpoint.contents
         if isinstance(contents, ToldContents) and contents.is_blind:
-            endpoint.contents = Shadow()
+            endpoint.contents = contents.guess or Shadow()
             self.num_blind += 1
 
     def _compare(self, shadow: Policy, pick: Pick) -> None:

@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 
 from headstart.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from headstart.core.hashing import BlockHash, extend_hashes, region_hash
-from headstart.router.contents import Hold
+from headstart.router.contents import Contents, Hold
 
 SPECULATION = 60.0  # seconds after a request was sent in which it must be computed
 SPECULATION_COMPUTED = 5.0  # seconds after its first token in which its events must have come
@@ -28,10 +28,14 @@ Root = Callable[[str | None, bytes], BlockHash]
 
 
 class ToldContents:
-    """The contents of one cache, as told. `root(adapter, domain)` names the empty prefix (ask.py: `router_root`)."""
+    """The contents of one cache, as told. `root(adapter, domain)` names the empty prefix (ask.py: `router_root`).
 
-    def __init__(self, block_size: int, root: Root) -> None:
+    `guess` is kept beside them: events say what went, not what goes next, and it is what is left if they stop.
+    """
+
+    def __init__(self, block_size: int, root: Root, guess: Contents | None = None) -> None:
         self.block_size = block_size
+        self.guess = guess
         self.silence = 0  # requests with full blocks that ended since the last event that was of use
         self.counts = dict.fromkeys(("stored", "removed", "cleared", *NOT_USED), 0)
         self._root = root
@@ -75,6 +79,8 @@ class ToldContents:
             speculative[name] = now + SPECULATION
         while len(speculative) > MAX_SPECULATIVE or (speculative and next(iter(speculative.values())) <= now):
             speculative.popitem(last=False)
+        if self.guess is not None:
+            hold.guess = self.guess.sent(names, now)
         return hold
 
     def computed(self, hold: Hold, now: float) -> None:
@@ -82,22 +88,30 @@ class ToldContents:
         for name in hold.names[hold.hit :]:
             if name in self._speculative:
                 self._speculative[name] = now + SPECULATION_COMPUTED
+        if self.guess is not None and hold.guess is not None:
+            self.guess.computed(hold.guess, now)
 
     def finished(self, hold: Hold, names: list[BlockHash], now: float) -> None:
         """Expects to have heard something by now."""
         self.silence += len(names) > hold.hit
+        if self.guess is not None and hold.guess is not None:
+            self.guess.finished(hold.guess, names, now)
 
     def failed(self, hold: Hold) -> None:
         """What it was to compute is not expected any more."""
         for name in hold.names[hold.hit :]:
             self._speculative.pop(name, None)
+        if self.guess is not None and hold.guess is not None:
+            self.guess.failed(hold.guess)
 
     def observed(self, hold: Hold, num_blocks: int, now: float) -> None:
-        """Nothing: the index says what is so, and a report is older than the last event."""
+        """Corrects the guess alone: the index says what is so, and a report is older than the last event."""
+        if self.guess is not None and hold.guess is not None:
+            self.guess.observed(hold.guess, num_blocks, now)
 
     def loss(self, num_blocks: int) -> float:
-        """0: events say what went, not what goes next."""
-        return 0.0
+        """By the guess; 0 without one."""
+        return 0.0 if self.guess is None else self.guess.loss(num_blocks)
 
     def clear(self) -> None:
         """Forgets everything: the engine was restarted, or events are lost for good."""
@@ -118,6 +132,8 @@ class ToldContents:
                         self._remove(handle)
                 case AllBlocksCleared():
                     self.clear()
+                    if self.guess is not None:
+                        self.guess.clear()
                     self.counts["cleared"] += 1
                     self.silence = 0
 

@@ -62,7 +62,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> "array[int]":
         """Returns packed int32 token ids; `add_special_tokens` adds what the model wants around a text (often <s>)."""
-        return array("i", self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # "fast": without the places in the text that each token comes from, which takes a third of the time
+        return array("i", self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of all the tokens; ids that no token has say nothing."""

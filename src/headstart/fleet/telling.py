@@ -1,0 +1,60 @@
+"""What a router has to say itself: why a replica was asked, and that none answered."""
+
+import json
+import re
+
+from headstart.core.errors import NoReplicaError
+from headstart.fleet.upstream import Answer, AttemptError, Failure
+from headstart.router.pick import Pick
+from headstart.server.http_errors import HttpError
+
+ID_BYTES = 512  # in which an answer names itself
+_ID = re.compile(rb'"id"\s*:\s*"([A-Za-z0-9._:-]{1,128})"')
+MAX_EXPLAINED = 16  # replicas in the header that explains: it must fit into a head
+
+
+def id_in(piece: bytes) -> str:
+    """The id of an answer: the first that is named in it."""
+    found = _ID.search(piece, 0, ID_BYTES)
+    return found[1].decode() if found else ""
+
+
+def as_event(answer: Answer) -> bytes:
+    """A replica's refusal, to somebody who reads a stream."""
+    return b"event: error\ndata: " + answer.body.replace(b"\n", b" ") + b"\n\n"
+
+
+def explained(pick: Pick) -> bytes:
+    """Why this replica, as the value of a header."""
+    told = pick.explain()
+    told["candidates"] = told["candidates"][:MAX_EXPLAINED]
+    told["excluded"] = dict(list(told["excluded"].items())[:MAX_EXPLAINED])
+    return json.dumps(told, separators=(",", ":")).encode()
+
+
+def lost() -> HttpError:
+    """What ends a stream whose replica is gone."""
+    return HttpError(
+        502, "the replica was lost in the middle of this answer; send the request again", code="replica_lost"
+    )
+
+
+def unanswered(error: AttemptError, num_attempts: int) -> HttpError:
+    """What a client is told whom nobody answered."""
+    what = {Failure.SILENT: "did not answer in time", Failure.REFUSED: "could not be reached"}
+    text = what.get(error.failure, "gave no answer")
+    return HttpError(
+        502,
+        f"the replica {text}, attempt {num_attempts} being the last; try again",
+        code="replica_unreachable",
+        headers={"retry-after": "1"},
+    )
+
+
+def no_replicas(error: NoReplicaError) -> HttpError:
+    """What a client is told when there was nobody to ask."""
+    reasons = sorted(set(error.reasons.values()))
+    why = f" ({', '.join(reasons)})" if reasons else ""
+    return HttpError(
+        503, f"no replica can take this request now{why}; try again", code="no_replicas", headers={"retry-after": "1"}
+    )
