@@ -171,9 +171,13 @@ def parse_events(text: str) -> list[Any]:
 
 
 def quiet_port() -> int:
-    """A free port that no system hands out by itself, so that it is still free when a server has ended on it."""
-    first = 20_000 + os.getpid() % 5_000
-    for port in range(first, 30_000):
+    """A free port that no system hands out by itself, so that it is still free when a server has ended on it.
+
+    Test processes beside this one, whose numbers are neighbours, look far from it.
+    """
+    first = os.getpid() * 7_919 % 12_000
+    for step in range(12_000):
+        port = 20_000 + (first + step) % 12_000
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

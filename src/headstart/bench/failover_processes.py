@@ -20,6 +20,7 @@ import headstart
 from headstart.core.errors import ConfigError
 
 START_SECONDS = 300.0
+FLEET_SECONDS = 60.0
 _POLL_SECONDS = 0.01
 _BANNER = re.compile(r" at (http://\S+)/v1")
 
@@ -117,7 +118,7 @@ def null_command(port: int) -> list[str]:
 
 def fleet_of(url: str) -> dict[str, dict[str, Any]]:
     """What the router at `url` says of its replicas, by their URLs. Raises OSError and ValueError."""
-    with urllib.request.urlopen(f"{url}/v1/fleet", timeout=10) as response:
+    with urllib.request.urlopen(f"{url}/v1/fleet", timeout=FLEET_SECONDS) as response:
         return {entry["url"]: entry for entry in json.loads(response.read())["replicas"]}
 
 
@@ -127,9 +128,14 @@ def takes_requests(entry: dict[str, Any] | None) -> bool:
 
 
 def quiet_ports(count: int) -> list[int]:
-    """Free ports that no system hands out by itself, so that they are still free when a server on them has ended."""
+    """Free ports that no system hands out by itself, so that they are still free when a server on them has ended.
+
+    Processes that look at the same time, whose numbers are neighbours, look far from one another.
+    """
     found: list[int] = []
-    for port in range(20_000 + os.getpid() % 5_000, 30_000):
+    first = os.getpid() * 7_919 % 12_000
+    for step in range(12_000):
+        port = 20_000 + (first + step) % 12_000
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -139,7 +145,7 @@ def quiet_ports(count: int) -> list[int]:
         found.append(port)
         if len(found) == count:
             return found
-    raise ConfigError("no ports are free between 20000 and 30000")
+    raise ConfigError("no ports are free between 20000 and 32000")
 
 
 def _environment() -> dict[str, str]:
