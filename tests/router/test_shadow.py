@@ -408,3 +408,38 @@ def test_a_loss_is_never_more_than_what_goes(chains: list[list[int]], num: int) 
     serve_all(shadow, [names(*chain) for chain in chains])
     assert 0.0 <= shadow.loss(num) <= max(num - (8 - len(shadow)), 0) + 1e-9
     assert shadow.loss(num) <= 8
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["sent", "computed", "observed", "finished", "failed", "clear"]),
+            st.lists(st.integers(0, 5), min_size=1, max_size=4),
+            st.integers(0, 5),
+        ),
+        max_size=40,
+    ),
+    st.booleans(),
+)
+def test_a_loss_that_was_worked_out_before_is_no_other_than_a_new_one(
+    steps: list[tuple[str, list[int], int]], at_pick: bool
+) -> None:
+    shadow, holds = Shadow(8, at_pick=at_pick), list[Hold]()
+    for what, chain, number in steps:
+        if what == "sent":
+            holds.append(shadow.sent(names(*chain)))
+        elif what == "clear":
+            shadow.clear()
+        elif holds:
+            hold = holds[number % len(holds)]
+            if what == "computed":
+                shadow.computed(hold)
+            elif what == "observed":
+                shadow.observed(hold, min(number, len(hold.names)))
+            elif what == "finished":
+                shadow.finished(hold, hold.names)
+            else:
+                shadow.failed(hold)
+        known = [shadow.loss(count) for count in range(12)]
+        shadow._worth = None
+        assert [shadow.loss(count) for count in range(12)] == known

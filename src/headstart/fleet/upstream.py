@@ -94,7 +94,7 @@ def headers_on(headers: Iterable[tuple[bytes, bytes]], own: Mapping[str, str]) -
         for raw, value in headers
         if (name := raw.decode("latin-1").lower()) not in _NOT_SENT_ON
     }
-    return {**sent, "accept-encoding": "identity", **own}
+    return {"content-type": "application/json", **sent, "accept-encoding": "identity", **own}
 
 
 def headers_back(response: aiohttp.ClientResponse) -> "list[tuple[bytes, bytes]]":

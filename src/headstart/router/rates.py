@@ -78,10 +78,10 @@ class RateLearner:
         self.num_samples += 1
         self.num_own += own
         for i, x in enumerate(features):
-            row = self._gram[i]
-            self._target[i] = decay * self._target[i] + scale * x * ms
+            row, weighted = self._gram[i], scale * x
+            self._target[i] = decay * self._target[i] + weighted * ms
             for j, y in enumerate(features):
-                row[j] = decay * row[j] + scale * x * y
+                row[j] = decay * row[j] + weighted * y
         self.rates = self._fit()
         # Older samples count relative to what is expected now, as new ones do: else one that slows down looks fast.
         level = (max(expected, MIN_MS) / max(self.rates.prefill_ms(work), MIN_MS)) ** 2
@@ -90,11 +90,17 @@ class RateLearner:
 
     def _fit(self) -> Rates:
         """Non-negative least squares by coordinate descent, each number drawn to its prior."""
-        values, gram = list(self.rates), self._gram
         weight = PRIOR_WEIGHT * PRIOR_FADES ** min(self.num_samples, 200)
+        ridges = [weight / max(prior, scale) ** 2 for prior, scale in zip(self._prior, SCALES, strict=True)]
+        pulls = [target + ridge * prior for target, ridge, prior in zip(self._target, ridges, self._prior, strict=True)]
+        values = list(self.rates)
+        rows = [
+            (i, pull, 1.0 / (row[i] + ridge), row[i], *row)
+            for i, (pull, ridge, row) in enumerate(zip(pulls, ridges, self._gram, strict=True))
+        ]
         for _ in range(SWEEPS):
-            for i, prior in enumerate(self._prior):
-                ridge = weight / max(prior, SCALES[i]) ** 2
-                others = sum(gram[i][j] * values[j] for j in range(4) if j != i)
-                values[i] = max((self._target[i] - others + ridge * prior) / (gram[i][i] + ridge), 0.0)
+            for i, pull, inverse, own, a, b, c, d in rows:
+                base, token, pair, stream = values
+                value = (pull - (a * base + b * token + c * pair + d * stream - own * values[i])) * inverse
+                values[i] = value if value > 0.0 else 0.0
         return Rates(*values)

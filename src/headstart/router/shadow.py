@@ -12,7 +12,7 @@ stands alone moves no more than a few times what it is off by, since an engine's
 What requests report that were sent before a loss was noticed only repeats it.
 """
 
-from itertools import islice, takewhile
+from itertools import accumulate, islice, takewhile
 
 from headstart.core.blocks import BlockPool
 from headstart.core.hashing import BlockHash
@@ -132,13 +132,16 @@ class Shadow:
 
     def loss(self, num_blocks: int) -> float:
         """How many of the blocks that are evicted for so many new ones should be wanted again. Changes nothing."""
-        pool, chance, serials, now = self._pool, self._reuse.chance, self._serials, self._now
+        pool = self._pool
         num = min(num_blocks - pool.num_scratch, pool.num_free - pool.num_scratch)
         if num <= 0:
             return 0.0
+        if self._worth is None:
+            chance, serials, now = self._reuse.chance, self._serials, self._now
+            next_ones = islice(pool.in_eviction_order(), LOOKED_AT)
+            self._worth = list(accumulate(chance(block, serials[block], now) for block in next_ones))
         looked_at = min(num, LOOKED_AT)
-        next_ones = islice(pool.in_eviction_order(), looked_at)
-        return sum(chance(block, serials[block], now) for block in next_ones) * num / looked_at
+        return self._worth[looked_at - 1] * num / looked_at
 
     def clear(self) -> None:
         """Empties it, as after a restart. What requests under way compute is taken in when they answer."""
@@ -161,6 +164,7 @@ class Shadow:
         self._names = [BlockHash(b"")] * num_blocks  # of what a block holds, or held last
         self._unsure = bytearray(num_blocks)  # 1: on its way, not computed yet as far as we know
         self._now = 0  # counts uses
+        self._worth: list[float] | None = None  # of the next blocks to go, added up; None: something has changed
         self._held = capacity  # blocks that seemed to be there when one was missing last: more is not proven
         self._lost_until = 0  # blocks seen last until then are known to be lost
         self._doubtful: set[BlockHash] = set()  # forgotten in a flush, but seen after the block that was missing
@@ -180,6 +184,7 @@ class Shadow:
         assert len(blocks) == end - start, "a block is there and one before it is not"
         hold.serials += map(self._serials.__getitem__, blocks)
         pool.acquire(blocks)
+        self._worth = None
         self._reuse.used(blocks)
         hold.blocks += blocks
 
@@ -206,12 +211,14 @@ class Shadow:
     def _release(self, hold: Hold) -> None:
         self._see(hold.blocks)
         self._pool.release(hold.blocks)
+        self._worth = None
         hold.blocks = []
         hold.epoch = _ENDED
 
     def _see(self, blocks: list[int]) -> None:
         """Notes that blocks are there now."""
         self._now += 1
+        self._worth = None
         for block in blocks:
             self._serials[block] = self._now
 
@@ -247,6 +254,7 @@ class Shadow:
         """Forgets all that nobody uses: the cache was emptied after `serial`."""
         pool = self._pool
         self.num_flushes += 1
+        self._worth = None
         self._lost_until = self._now
         idle = list(pool.in_eviction_order())
         younger = {block for block in idle if self._serials[block] > serial}
@@ -280,10 +288,12 @@ class Shadow:
         """Forgets the next `num` blocks in the order of eviction."""
         pool = self._pool
         pool.release(pool.allocate(pool.num_scratch + num))
+        self._worth = None
 
     def _resize(self, capacity: int) -> None:
         """Believes in another capacity, as far as blocks under way let it."""
         pool, change = self._pool, self.capacity - capacity
+        self._worth = None
         if change > 0:
             self._ballast += pool.allocate(min(change, pool.num_available(())))
         elif change < 0:
