@@ -18,6 +18,8 @@ from rich.table import Table
 from headstart.bench.machine import describe_machine, describe_versions
 from headstart.core.errors import ConfigError
 
+CROWDED_CHARS = 48  # of a chart's names: with more they are set aslant
+
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
@@ -125,7 +127,7 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
     figure = Figure(figsize=(6.0 * max(len(charts), 1), 4.0), layout="constrained")
     for index, chart in enumerate(charts):
         axes = figure.add_subplot(1, len(charts), index + 1)
-        bars = any(isinstance(x, str) for x in chart.x)
+        bars, crowded = any(isinstance(x, str) for x in chart.x), False
         width = 0.8 / max(len(chart.series), 1)
         for number, (name, values) in enumerate(chart.series.items()):
             if bars:
@@ -137,13 +139,22 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
         if bars:
             middle = width * (len(chart.series) - 1) / 2
             axes.set_xticks([i + middle for i in range(len(chart.x))], list(chart.x))
-            axes.margins(y=0.25)  # room for the legend
+            crowded = sum(len(str(x)) for x in chart.x) > CROWDED_CHARS
+            axes.margins(y=0.05 if crowded else 0.25)  # room for the legend
         if chart.log_y:
             axes.set_yscale("log")
+            heights = [value for values in chart.series.values() for value in values if value]
+            if bars and heights:
+                axes.set_ylim(bottom=min(heights) / 2)  # a bar from the edge on says nothing
         else:
             axes.set_ylim(bottom=0)
         axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
-        axes.legend()
+        if crowded:
+            for label in axes.get_xticklabels():
+                label.set(rotation=30, horizontalalignment="right")
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        else:
+            axes.legend()
     figure.savefig(path, dpi=150)
 
 
