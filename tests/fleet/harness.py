@@ -10,15 +10,15 @@ from typing import Any
 import aiohttp
 import httpx
 from aiohttp import web
-from server.harness import PATIENCE, until
+from server.harness import PATIENCE, parse_events, until
 
 from headstart.fleet.address import ReplicaAddress
+from headstart.fleet.front import build_front
 from headstart.fleet.reading import Reader
-from headstart.fleet.serve import uvicorn_config
 from headstart.fleet.state import FleetState
 from headstart.options import RouterOptions, ServerOptions
 from headstart.server.logs import Log
-from headstart.server.serve import HttpServer, listen
+from headstart.server.serve import HttpServer, listen, uvicorn_config
 
 BLOCK = 16
 BLOCKS = 1000
@@ -179,7 +179,7 @@ async def front(
     async with aiohttp.ClientSession(auto_decompress=False) as session:
         state = FleetState(router_options, server_options, session, reader or Reader(), Log())
         listener = listen("127.0.0.1", 0)
-        http = HttpServer(uvicorn_config(state))
+        http = HttpServer(uvicorn_config(build_front(state)))
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         port = listener.getsockname()[1]
         try:
@@ -203,3 +203,36 @@ def unused_url() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+TEXTS = ["a", "b", "c"]
+
+
+def texts(body: str) -> list[str]:
+    """What a stream of completions says, event by event."""
+    return [event["choices"][0]["text"] for event in parse_events(body) if event != "[DONE]" and event.get("choices")]
+
+
+def run(coroutine: Any) -> Any:
+    """Runs a test's coroutine on a loop of its own."""
+    return asyncio.run(coroutine)
+
+
+def two() -> list[Replica]:
+    """Two of one model."""
+    return [Replica("m"), Replica("m")]
+
+
+async def reset(request: web.Request, body: dict[str, Any]) -> None:
+    """A script: the connection ends without an answer."""
+    cut(request)
+    await asyncio.Event().wait()
+
+
+def refusing(status: int, code: str) -> Any:
+    """A script: an error of that status and code."""
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.json_response({"error": {"message": "not now", "code": code}}, status=status)
+
+    return answer

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import httpx
 from server.fake_engine import build_fake
 
+from headstart.bench.failover_processes import quiet_ports
 from headstart.options import EngineOptions, ServerOptions
 from headstart.server.app import build_app
 from headstart.server.engine_client import Build, EngineClient
@@ -171,18 +171,5 @@ def parse_events(text: str) -> list[Any]:
 
 
 def quiet_port() -> int:
-    """A free port that no system hands out by itself, so that it is still free when a server has ended on it.
-
-    Test processes beside this one, whose numbers are neighbours, look far from it.
-    """
-    first = os.getpid() * 7_919 % 12_000
-    for step in range(12_000):
-        port = 20_000 + (first + step) % 12_000
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
-    raise AssertionError("no port is free")
+    """A free port that no system hands out by itself, so that it is still free when a server has ended on it."""
+    return quiet_ports(1)[0]

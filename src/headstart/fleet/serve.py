@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import uvicorn
 import uvloop
 from prometheus_client import disable_created_metrics
 
@@ -28,10 +27,8 @@ from headstart.fleet.segments import SegmentedTokenizer
 from headstart.fleet.state import FleetState
 from headstart.fleet.tokenizers import named_tokenizer, tokenizer_of
 from headstart.options import RouterOptions, ServerOptions
-from headstart.server.http_protocol import BoundedHttpProtocol
 from headstart.server.logs import Log
 from headstart.server.serve import (
-    CUT_SECONDS,
     EXIT_BROKEN,
     EXIT_CONFIG,
     EXIT_INTERRUPTED,
@@ -40,6 +37,7 @@ from headstart.server.serve import (
     HttpServer,
     first_of,
     listen,
+    uvicorn_config,
 )
 from headstart.server.tokenizer import Tokenizer
 
@@ -146,7 +144,7 @@ class _Life:
             self._log.line(f"headstart: {error}")
             return EXIT_CONFIG
         self._find_tokenizer(state)
-        http = HttpServer(uvicorn_config(state))
+        http = HttpServer(uvicorn_config(build_front(state)))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         try:
             if not self._listed.is_set():  # replicas that are only being started
@@ -263,21 +261,3 @@ def _keys(options: ServerOptions, host: str) -> str:
         if ipaddress.ip_address(host).is_loopback:
             return "clients' keys are the replicas' business"
     return "NONE HERE: clients' keys are the replicas' business, and everyone can reach this address"
-
-
-def uvicorn_config(state: FleetState) -> uvicorn.Config:
-    """How a router's front is served."""
-    return uvicorn.Config(
-        build_front(state),
-        http=BoundedHttpProtocol,
-        ws="none",
-        lifespan="off",
-        loop="none",
-        log_config=None,
-        log_level="critical",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=int(CUT_SECONDS),
-    )

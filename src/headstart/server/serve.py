@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 import uvloop
 from prometheus_client import disable_created_metrics
+from starlette.types import ASGIApp
 
 from headstart.core.errors import ConfigError, DrainingError, EngineDeadError
 from headstart.options import EngineOptions, ServerOptions
@@ -110,7 +111,7 @@ class _Run:
             self._log.line(f"headstart: {error}")
             return EXIT_CONFIG
         self._install_signals(state)
-        http = HttpServer(_uvicorn_config(state))
+        http = HttpServer(uvicorn_config(build_app(state)))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         try:
             return await self._live(state, engine)
@@ -222,9 +223,10 @@ class _Run:
         self._stop.set()
 
 
-def _uvicorn_config(state: ServerState) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+    """How an application of ours is served."""
     return uvicorn.Config(
-        build_app(state),
+        app,
         http=BoundedHttpProtocol,
         ws="none",
         lifespan="off",
