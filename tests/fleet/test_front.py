@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from fleet.harness import (
     texts,
     two,
 )
-from server.harness import parse_events
+from server.harness import parse_events, until
 
 from headstart.router.shadow import Shadow
 
@@ -97,6 +98,29 @@ def test_request_ids_keys_and_sessions_reach_the_replica_and_hop_by_hop_headers_
             assert answer.headers["x-request-id"] == "mine" and head["x-request-id"] == "mine"
             assert head["authorization"] == "Bearer k" and head["x-more"] == "1" and "te" not in head
             assert head["host"] == replica.url.removeprefix("http://")
+
+    run(go())
+
+
+def test_a_long_answer_in_one_piece_makes_no_replica_look_late() -> None:
+    async def go() -> None:
+        replica, held = Replica(), asyncio.Event()
+
+        async def hold(request: web.Request, body: dict[str, Any]) -> None:
+            await held.wait()
+
+        replica.script = hold
+        async with front(replica) as router:
+            answer = asyncio.create_task(router.complete([1] * 64))
+            await until(lambda: len(replica.bodies) == 1)
+            endpoint = router.state.router.endpoints[replica.url]
+            before = endpoint.load.rates
+            await until(lambda: endpoint.load.num_pending == 0)
+            assert endpoint.load.num_streams == 1 and endpoint.load.slowness(time.monotonic() + 60) == 1.0
+            assert router.state.num_pending == 0 and router.state.num_under_way == 1
+            held.set()
+            assert (await answer).status_code == 200
+            assert endpoint.load.num_requests == 0 and endpoint.load.rates == before
 
     run(go())
 

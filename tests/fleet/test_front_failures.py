@@ -241,7 +241,7 @@ def test_more_than_may_wait_get_429_and_those_that_have_a_token_do_not_count() -
             streaming_one = asyncio.create_task(router.complete(stream=True))
             await until(lambda: router.state.num_under_way == 1 and router.state.num_pending == 0)
             replica.script = hold
-            waiting = [asyncio.create_task(router.complete()) for _ in range(2)]
+            waiting = [asyncio.create_task(router.complete(stream=True)) for _ in range(2)]
             await until(lambda: router.state.num_pending == 2)
             refused = await router.complete()
             assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"

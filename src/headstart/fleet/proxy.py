@@ -37,6 +37,7 @@ class Call:
     num_attempts: int = 0
     pick: Pick | None = None  # the last one
     route: bytes = b""  # why that one was picked
+    is_pending: bool = False  # without a first token, as far as we know
     started: bool = False  # the client has a status line
     committed: bool = False  # and a part of an answer
     first_token_at: float | None = None
@@ -86,6 +87,7 @@ class Proxy:
         self.check_room()
         self.budget.num_active += 1
         self.num_pending += 1
+        call.is_pending = True
         me = asyncio.current_task()
         assert me is not None
         gone = False
@@ -111,8 +113,7 @@ class Proxy:
             watcher.cancel()
             patient.close()
             self.budget.num_active -= 1
-            if call.first_token_at is None:
-                self.num_pending -= 1
+            self._has_waited(call)
 
     # ------------------------------------------------------------------------------------------------------ attempts
 
@@ -187,32 +188,30 @@ class Proxy:
         own = {"x-request-id": call.request_id}
         if self._settings.replica_api_key is not None:
             own["authorization"] = f"Bearer {self._settings.replica_api_key}"
-        async with self._session.post(
-            pick.endpoint.name + call.path,
-            data=call.reading.body,
-            headers=headers_on(call.headers, own),
-            timeout=self._timeout,
-            allow_redirects=False,
-        ) as response:
-            is_stream = response.content_type == "text/event-stream"
-            if response.status == 200 and is_stream:
-                await self._stream(call, pick, response, send)
-            else:
-                await self._whole(call, pick, response, send)
+        timer = None
+        if not call.reading.stream and pick.flight is not None:  # even its head comes when all of it is there
+            timer = asyncio.get_running_loop().call_later(pick.flight.expected_ms / 1e3, self._assume, call, pick)
+        try:
+            async with self._session.post(
+                pick.endpoint.name + call.path,
+                data=call.reading.body,
+                headers=headers_on(call.headers, own),
+                timeout=self._timeout,
+                allow_redirects=False,
+            ) as response:
+                if response.status == 200 and response.content_type == "text/event-stream":
+                    await self._stream(call, pick, response, send)
+                else:
+                    await self._whole(call, pick, response, send)
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     # -------------------------------------------------------------------------------------------------------- answers
 
     async def _whole(self, call: Call, pick: Pick, response: aiohttp.ClientResponse, send: Send) -> None:
         """An answer in one piece, or a refusal."""
-        router, timer = self.router, None
-        if response.status == 200 and pick.flight is not None:
-            left = pick.flight.expected_ms / 1e3 - (time.monotonic() - (pick.sent_at or 0.0))
-            timer = asyncio.get_running_loop().call_later(max(left, 0.0), self._assume, call, pick)
-        try:
-            body = await response.read()
-        finally:
-            if timer is not None:
-                timer.cancel()
+        router, body = self.router, await response.read()
         answer = Answer(response.status, headers_back(response), body)
         failure = refusal(response.status, body)
         if failure is not None:
@@ -233,6 +232,7 @@ class Proxy:
 
     def _assume(self, call: Call, pick: Pick) -> None:
         self.router.assume_first_token(pick, time.monotonic())
+        self._has_waited(call)
 
     async def _stream(self, call: Call, pick: Pick, response: aiohttp.ClientResponse, send: Send) -> None:
         """A stream of events, passed on as they come."""
@@ -267,6 +267,11 @@ class Proxy:
     def _first_token(self, call: Call, now: float) -> None:
         if call.first_token_at is None:
             call.first_token_at = now
+        self._has_waited(call)
+
+    def _has_waited(self, call: Call) -> None:
+        if call.is_pending:
+            call.is_pending = False
             self.num_pending -= 1
 
     async def _start(self, call: Call, status: int, headers: "list[tuple[bytes, bytes]]", send: Send) -> None:
