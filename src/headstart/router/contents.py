@@ -1,4 +1,4 @@
-"""Contents: what the router believes to be in one replica's prefix cache; guessed (shadow.py) or told (events.py)."""
+"""Contents: what the router believes to be in one replica's prefix cache; guessed (shadow.py) or told (told.py)."""
 
 from typing import Protocol
 
