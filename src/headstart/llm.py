@@ -32,9 +32,10 @@ from headstart.model.threads import prepare_threads
 from headstart.options import EngineOptions, check_values
 from headstart.progress import GenerationProgress
 from headstart.server.bodies import ChatBody, CompletionBody, check_depth, parse_messages, parse_prompts
+from headstart.server.bounds import Bounds
 from headstart.server.fields import Fields
 from headstart.server.generation import Generation, TokenEntry
-from headstart.server.params import Bounds, GenerationParams, Kind, parse_params
+from headstart.server.params import GenerationParams, Kind, parse_params
 from headstart.server.prefixes import encode_prefix, kind_of, parse_prefix
 from headstart.server.requests import Origin, build_requests, encode_chat, encode_completion
 from headstart.server.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from headstart.server.bodies import (
     parse_json,
     parse_tokenize,
 )
-from headstart.server.params import Bounds
+from headstart.server.bounds import Bounds
 from headstart.server.requests import Origin, build_requests, encode_chat, encode_completion, narrow_domain
 from headstart.server.tokenizer import Tokenizer
 

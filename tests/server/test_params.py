@@ -9,8 +9,9 @@ import pytest
 
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.server.bodies import parse_chat, parse_completion, parse_detokenize, parse_json, parse_tokenize
+from headstart.server.bounds import Bounds
 from headstart.server.fields import Fields
-from headstart.server.params import Bounds, GenerationParams, Kind, fit, parse_params
+from headstart.server.params import GenerationParams, Kind, fit, parse_params
 
 BOUNDS = Bounds(vocab_size=100, max_model_len=64, eos_token_ids=(2,), scheduling_policy="priority")
 NAN, INF = float("nan"), float("inf")

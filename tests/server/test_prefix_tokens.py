@@ -6,7 +6,7 @@ import pytest
 from tokenizer_folders import BYTE_LEVEL, KINDS, METASPACE, write
 
 from headstart.core.errors import InvalidRequestError
-from headstart.server.params import Bounds
+from headstart.server.bounds import Bounds
 from headstart.server.prefix_tokens import chat_tokens, text_tokens
 from headstart.server.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ from server.harness import PATIENCE, Inside, inside
 
 from headstart.core.errors import InvalidRequestError
 from headstart.options import PrefixEntry, TenantEntry
-from headstart.server.params import Bounds
+from headstart.server.bounds import Bounds
 from headstart.server.prefixes import parse_prefix
 
 BOUNDS = Bounds(vocab_size=450, max_model_len=256, eos_token_ids=())

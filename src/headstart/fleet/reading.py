@@ -18,7 +18,7 @@ from headstart.core.errors import InvalidRequestError
 from headstart.fleet.kv_event_decoding import event_domain
 from headstart.router.ask import Ask, Prompt, pack_text, router_root
 from headstart.server.bodies import parse_chat, parse_completion, parse_json
-from headstart.server.params import Bounds
+from headstart.server.bounds import Bounds
 from headstart.server.requests import encode_chat, encode_completion
 from headstart.server.tokenizer import Tokenizer
 

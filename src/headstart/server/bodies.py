@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from headstart.core.errors import InvalidRequestError
+from headstart.server.bounds import Bounds
 from headstart.server.fields import Fields, bad_value, check_int, check_text, shown, unsupported
-from headstart.server.params import Bounds, GenerationParams, Kind, check_token_ids, parse_params
+from headstart.server.params import GenerationParams, Kind, check_token_ids, parse_params
 
 MAX_DEPTH = 64  # of nested lists and objects
 MAX_MODEL_CHARS = 256

@@ -19,7 +19,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headstart.core.errors import ConfigError, InvalidRequestError
-from headstart.server.fields import INT64_MAX, Fields, bad_value, check_text, shown
+from headstart.server.bounds import INT64_MAX
+from headstart.server.fields import Fields, bad_value, check_text, shown
 
 MAX_CHARS = 16 * 1024 * 1024
 MAX_SECONDS = 2.0

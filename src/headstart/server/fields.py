@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 from headstart.core.errors import InvalidRequestError
 
-INT64_MAX = 2**63 - 1
 _SHOWN_CHARS = 60
 
 

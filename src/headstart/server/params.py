@@ -8,14 +8,12 @@ Only InvalidRequestError comes out of here, whatever goes in.
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from headstart.core.engine import EngineInfo
 from headstart.core.errors import RequestTooLargeError
 from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention, SamplingParams
-from headstart.options import ServerOptions
+from headstart.server.bounds import INTEGERS, LOGIT_BIAS, NUMBERS, Bounds
 from headstart.server.cache_params import cache_wishes
 from headstart.server.chat import template_options
 from headstart.server.fields import (
-    INT64_MAX,
     Fields,
     bad_value,
     check_int,
@@ -26,7 +24,6 @@ from headstart.server.fields import (
 )
 from headstart.server.unbuilt import refuse_unbuilt
 
-INT31_MAX = 2**31 - 1
 GREEDY_BELOW = 1e-5  # a temperature smaller than this would only overflow on the way to the same token
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -36,38 +33,6 @@ class Kind(Enum):
 
     COMPLETION = "completion"
     CHAT = "chat"
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The limits that validation compares with; each of them appears in the message of its error."""
-
-    vocab_size: int  # rows of the logits
-    max_model_len: int  # tokens
-    eos_token_ids: tuple[int, ...] = ()
-    max_n: int = 16
-    max_prompts: int = 64
-    max_logprobs: int = 20
-    max_stops: int = 16
-    max_stop_chars: int = 256
-    max_stop_token_ids: int = 128
-    max_logit_bias: int = 1024
-    max_label_chars: int = 256
-    max_messages: int = 2048
-    scheduling_policy: str = "lpm"
-
-    @classmethod
-    def of(cls, info: EngineInfo, options: ServerOptions) -> "Bounds":
-        """Returns the limits of one engine behind one server."""
-        return cls(
-            vocab_size=info.vocab_size,
-            max_model_len=info.max_model_len,
-            eos_token_ids=info.eos_token_ids,
-            max_n=options.max_n,
-            max_prompts=options.max_prompts,
-            max_logprobs=options.max_logprobs,
-            scheduling_policy=info.scheduling_policy,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +155,7 @@ def check_token_ids(name: str, values: object, bounds: Bounds, *, max_items: int
 
 
 def _sampling(fields: Fields, bounds: Bounds, kind: Kind, max_tokens: int | None, *, echo: bool) -> SamplingParams:
-    temperature = fields.number("temperature", 0.0, 2.0, 1.0)
+    temperature = _number(fields, "temperature")
     min_tokens = fields.integer("min_tokens", 0, bounds.max_model_len) or 0
     if max_tokens is not None and min_tokens > max_tokens:
         bad_value("min_tokens", f"is {min_tokens}", f"it may be at most max_tokens, which is {max_tokens}")
@@ -206,12 +171,12 @@ def _sampling(fields: Fields, bounds: Bounds, kind: Kind, max_tokens: int | None
         min_tokens=min_tokens,
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_k=_top_k(fields, bounds),
-        top_p=fields.number("top_p", 0.0, 1.0, 1.0, above_low=True),
-        min_p=fields.number("min_p", 0.0, 1.0, 0.0),
-        seed=fields.integer("seed", -INT64_MAX - 1, INT64_MAX),
-        presence_penalty=fields.number("presence_penalty", -2.0, 2.0, 0.0),
-        frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0, 0.0),
-        repetition_penalty=fields.number("repetition_penalty", 0.0, 10.0, 1.0, above_low=True),
+        top_p=_number(fields, "top_p"),
+        min_p=_number(fields, "min_p"),
+        seed=fields.integer("seed", *INTEGERS["seed"]),
+        presence_penalty=_number(fields, "presence_penalty"),
+        frequency_penalty=_number(fields, "frequency_penalty"),
+        repetition_penalty=_number(fields, "repetition_penalty"),
         logit_bias=_logit_bias(fields, bounds),
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo and prompt_logprobs is None else prompt_logprobs,
@@ -219,14 +184,20 @@ def _sampling(fields: Fields, bounds: Bounds, kind: Kind, max_tokens: int | None
     )
 
 
+def _number(fields: Fields, name: str) -> float:
+    """Return the number `name` within its range in the table of bounds."""
+    low, high, default, above_low = NUMBERS[name]
+    return fields.number(name, low, high, default, above_low=above_low)
+
+
 def _top_k(fields: Fields, bounds: Bounds) -> int:
-    top_k = fields.integer("top_k", -1, INT31_MAX) or 0
+    top_k = fields.integer("top_k", *INTEGERS["top_k"]) or 0
     return 0 if top_k < 1 or top_k >= bounds.vocab_size else top_k
 
 
 def _max_tokens(fields: Fields, bounds: Bounds, kind: Kind) -> int | None:
-    newer = fields.integer("max_completion_tokens", 1, INT31_MAX)
-    older = fields.integer("max_tokens", 0, INT31_MAX)
+    newer = fields.integer("max_completion_tokens", *INTEGERS["max_completion_tokens"])
+    older = fields.integer("max_tokens", *INTEGERS["max_tokens"])
     if newer is not None and older is not None and newer != older:
         bad_value("max_tokens", f"is {older} and max_completion_tokens {newer}", "send only one of them")
     wanted = older if newer is None else newer
@@ -282,7 +253,7 @@ def _logit_bias(fields: Fields, bounds: Bounds) -> tuple[tuple[int, float], ...]
                 bad_value("logit_bias", f"has the key {shown(key)}", "keys must be token ids")
             token_id = int(key)
         token_id = check_int("logit_bias", token_id, 0, bounds.vocab_size - 1)
-        biases[token_id] = check_number("logit_bias", value, -100.0, 100.0)
+        biases[token_id] = check_number("logit_bias", value, LOGIT_BIAS.low, LOGIT_BIAS.high)
     return tuple(sorted(biases.items()))
 
 
@@ -306,7 +277,7 @@ def _echo(fields: Fields, kind: Kind) -> bool:
 
 def _priority(fields: Fields, bounds: Bounds) -> int:
     """As in vLLM, whose words the second sentence has, since clients look for them and send the request again."""
-    priority = fields.integer("priority", -INT31_MAX, INT31_MAX) or 0
+    priority = fields.integer("priority", *INTEGERS["priority"]) or 0
     if priority and bounds.scheduling_policy != "priority":
         unsupported(
             "priority",

@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from headstart.core.errors import InvalidRequestError
 from headstart.server.bodies import Message
-from headstart.server.params import Bounds
+from headstart.server.bounds import Bounds
 from headstart.server.requests import encode_prompt
 from headstart.server.tokenizer import Tokenizer
 

@@ -13,10 +13,11 @@ from typing import Any
 from headstart.core.errors import InvalidRequestError
 from headstart.options import PrefixEntry
 from headstart.server.bodies import Message, parse_messages
+from headstart.server.bounds import Bounds
 from headstart.server.engine_client import EngineClient, RequestFailedError
 from headstart.server.fields import Fields, bad_value, check_text, shown
 from headstart.server.http_errors import HttpError
-from headstart.server.params import Bounds, check_token_ids
+from headstart.server.params import check_token_ids
 from headstart.server.prefix_tokens import chat_tokens, text_tokens
 from headstart.server.protocol import Json
 from headstart.server.tokenizer import Tokenizer

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.core.request import Request
 from headstart.server.bodies import ChatBody, CompletionBody, Prompt
-from headstart.server.fields import INT64_MAX
-from headstart.server.params import Bounds, GenerationParams, fit
+from headstart.server.bounds import INT64_MAX, Bounds
+from headstart.server.params import GenerationParams, fit
 from headstart.server.tokenizer import Tokenizer
 
 

@@ -14,12 +14,13 @@ from headstart.core.request import Request
 from headstart.options import ServerOptions
 from headstart.server.auth import Authenticator
 from headstart.server.body import BodyReader
+from headstart.server.bounds import Bounds
 from headstart.server.engine_client import EngineClient, RequestFailedError
 from headstart.server.http_errors import ClientGoneError, HttpError, rendered
 from headstart.server.job import Job
 from headstart.server.logs import Log
 from headstart.server.metrics import Metrics
-from headstart.server.params import Bounds, GenerationParams
+from headstart.server.params import GenerationParams
 from headstart.server.prefixes import Prefixes
 from headstart.server.record import RequestRecord
 from headstart.server.tokenizer import Tokenizer
