@@ -115,7 +115,7 @@ def test_what_is_not_a_json_object_is_400(server: Server, path: str, body: bytes
         (COMPLETIONS, {"prompt": "a", "stream": "yes"}, 400, "invalid_value", "stream"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, 400, "unsupported_parameter", "suffix"),
         (COMPLETIONS, {"prompt": "a", "cache_salt": "x" * 10**6}, 400, "invalid_value", "cache_salt"),
-        (COMPLETIONS, {"prompt": "a", "cache_salt": "a b"}, 400, "invalid_value", "cache_salt"),
+        (COMPLETIONS, {"prompt": "a", "cache_salt": ""}, 400, "invalid_value", "cache_salt"),
         (COMPLETIONS, {"prompt": "a", "cache": "write-only"}, 400, "invalid_value", "cache"),
         (COMPLETIONS, {"prompt": "a", "cache": {"mode": "bypass"}}, 400, "invalid_value", "cache"),
         (COMPLETIONS, {"prompt": "a", "cache_priority": 101}, 400, "invalid_value", "cache_priority"),

@@ -48,6 +48,7 @@ INTEGERS: Mapping[str, IntegerRange] = {
     "priority": IntegerRange(-INT31_MAX, INT31_MAX),
 }
 LOGIT_BIAS = NumberRange(-100.0, 100.0, 0.0)
+MAX_SALT_CHARS = 128  # as vLLM
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention
+from headstart.server.bounds import MAX_SALT_CHARS
 from headstart.server.fields import Fields, bad_value, check_number, shown
 
 MAX_TTL = 24 * 3600  # seconds
@@ -15,7 +16,6 @@ DEFAULT_TTL = 1800.0  # what OpenAI's cache lives at least, if nothing is said
 KEYED_PRIORITY = 60  # somebody expects similar requests
 TIMED_PRIORITY = 75  # somebody asks for a lifetime
 _MODES = tuple(mode.value for mode in CacheMode)
-_SALT = re.compile(r"[A-Za-z0-9+/=_-]{1,128}")
 _TTL = re.compile(r"([0-9]{1,6})([smh]?)")
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -90,9 +90,10 @@ def _breakpoints(messages: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _salt(fields: Fields) -> str | None:
-    salt = fields.string("cache_salt", 128)
-    if salt is not None and not _SALT.fullmatch(salt):
-        bad_value("cache_salt", "has characters it may not have", "use 1 to 128 of A-Z a-z 0-9 + / = _ -")
+    """Return the salt: any text, since it is only ever hashed (`narrow_domain`)."""
+    salt = fields.string("cache_salt", MAX_SALT_CHARS)
+    if salt == "":
+        bad_value("cache_salt", "is empty", f"use 1 to {MAX_SALT_CHARS} characters, or leave it out")
     return salt
 
 

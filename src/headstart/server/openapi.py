@@ -1,6 +1,8 @@
-"""What /openapi.json says of request bodies; validation itself is params.py's and bodies.py's."""
+"""Schemas of request bodies in /openapi.json, with the ranges of bounds.py; params.py and bodies.py validate."""
 
 from typing import Any
+
+from headstart.server.bounds import INTEGERS, LOGIT_BIAS, NUMBERS
 
 Schema = dict[str, Any]
 
@@ -8,6 +10,17 @@ Schema = dict[str, Any]
 def _body(properties: Schema, *required: str) -> Schema:
     schema = {"type": "object", "properties": properties, "required": list(required)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _number(name: str) -> Schema:
+    """Return the schema of a number with a range in the table of bounds; null stands for its default."""
+    low, high, _, above_low = NUMBERS[name]
+    return {"type": ["number", "null"], "exclusiveMinimum" if above_low else "minimum": low, "maximum": high}
+
+
+def _integer(name: str) -> Schema:
+    low, high = INTEGERS[name]
+    return {"type": ["integer", "null"], "minimum": low, "maximum": high}
 
 
 _TEXT: Schema = {"type": "string"}
@@ -21,7 +34,7 @@ _MESSAGES: Schema = {
 }
 _GENERATION: Schema = {
     "model": _TEXT,
-    "max_tokens": _INTEGER,
+    "max_tokens": _integer("max_tokens"),
     "min_tokens": _INTEGER,
     "n": _INTEGER,
     "stream": _FLAG,
@@ -34,16 +47,20 @@ _GENERATION: Schema = {
     "include_stop_str_in_output": _FLAG,
     "ignore_eos": _FLAG,
     "skip_special_tokens": _FLAG,
-    "temperature": _NUMBER,
-    "top_p": _NUMBER,
-    "top_k": _INTEGER,
-    "min_p": _NUMBER,
-    "presence_penalty": _NUMBER,
-    "frequency_penalty": _NUMBER,
-    "repetition_penalty": _NUMBER,
-    "logit_bias": {"type": "object", "additionalProperties": _NUMBER},
-    "seed": _INTEGER,
-    "priority": _INTEGER,
+    "temperature": _number("temperature"),
+    "top_p": _number("top_p"),
+    "top_k": _integer("top_k"),
+    "min_p": _number("min_p"),
+    "presence_penalty": _number("presence_penalty"),
+    "frequency_penalty": _number("frequency_penalty"),
+    "repetition_penalty": _number("repetition_penalty"),
+    "logit_bias": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number", "minimum": LOGIT_BIAS.low, "maximum": LOGIT_BIAS.high},
+    },
+    "seed": _integer("seed"),
+    "priority": _integer("priority"),
     "cache_salt": _TEXT,
     "cache": {"type": "string", "enum": ["read-write", "read-only", "bypass"]},
     "cache_priority": _INTEGER,
@@ -67,7 +84,7 @@ BODIES: dict[str, Schema] = {
         {
             **_GENERATION,
             "messages": _MESSAGES,
-            "max_completion_tokens": _INTEGER,
+            "max_completion_tokens": _integer("max_completion_tokens"),
             "logprobs": _FLAG,
             "top_logprobs": _INTEGER,
             "add_generation_prompt": _FLAG,
