@@ -1,6 +1,7 @@
 """Bodies on their way in: which prompt they hold, whose it is, and that they are changed no more than they must be."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from headstart.fleet.reading import Reader, Reading, Sender, Served
 from headstart.server.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LEGAL_SALT = re.compile(r"[A-Za-z0-9+/=_-]{1,128}")  # of our own servers; vLLM and SGLang take any text
 MESSAGES = [{"role": "system", "content": "You name intents."}, {"role": "user", "content": "turn on the light"}]
 
 
@@ -136,10 +138,44 @@ def test_two_domains_are_one_only_if_tenant_and_salt_are_the_same(one: str, othe
 
 
 def test_a_tenants_salt_is_sent_and_cannot_be_left() -> None:
-    sender = {"domain": b"\x01", "salt": "01"}
-    sent = json.loads(read({"prompt": "x", "cache_salt": "mine"}, **sender).body)
-    assert sent["cache_salt"] == "01:mine"
-    assert json.loads(read({"prompt": "x", "stream": True}, **sender).body)["cache_salt"] == "01"
+    """Whatever the client's own salt is, what a replica sees is one that every engine accepts, and the tenant's own."""
+
+    def sent(domain: bytes, **fields: Any) -> str:
+        return json.loads(read({"prompt": "x", **fields}, domain=domain, is_salted=True).body)["cache_salt"]
+
+    own, other = b"\x01" * 32, b"\x02" * 32
+    salts = [
+        *(
+            sent(domain, cache_salt=salt)
+            for domain in (own, other)
+            for salt in ("mine", "s" * 128, "s" * 129, "é, a b")
+        ),
+        *(sent(domain) for domain in (own, other)),
+        *(sent(own, cache_salt=sent(own)), sent(other, cache_salt=sent(own)), sent(own, cache_salt=own.hex())),
+    ]
+    assert len(set(salts)) == len(salts) and all(LEGAL_SALT.fullmatch(salt) for salt in salts)
+    assert sent(own, cache_salt="mine") == sent(own, cache_salt="mine", stream=True)
+    assert sent(own) == sent(own, stream=True) == sent(own, cache_salt=None) == sent(own, cache_salt="")
+
+
+def test_a_salt_sent_to_replicas_is_the_one_that_prompts_are_named_by() -> None:
+    """KV events name blocks by the salt their engine saw; so must the router."""
+    salted = read({"prompt": [1] * 8, "cache_salt": "mine"}, domain=b"\x01" * 32, is_salted=True)
+    as_sent = read(json.loads(salted.body))
+    assert shared(salted, as_sent) == 8 and salted.domain == as_sent.domain
+
+
+@pytest.mark.parametrize("salt", [5, ["mine"], {"a": 1}, True])
+def test_a_salt_that_is_no_text_is_refused_where_it_would_be_replaced(salt: Any) -> None:
+    """A replica that ignores such a value would share what the client wants kept apart."""
+    assert read({"prompt": "x", "cache_salt": salt}).body == json.dumps({"prompt": "x", "cache_salt": salt}).encode()
+    with pytest.raises(InvalidRequestError, match="cache_salt"):
+        read({"prompt": "x", "cache_salt": salt}, domain=b"t", is_salted=True)
+
+
+def test_a_session_is_of_its_tenant_alone() -> None:
+    sessions = [read({"prompt": "x", "user": "u"}, domain=domain).ask.session for domain in (b"", b"a", b"b")]
+    assert len(set(sessions)) == 3 and sessions[0] == "u"
 
 
 def test_sessions_and_limits_are_read() -> None:

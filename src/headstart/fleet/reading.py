@@ -10,6 +10,7 @@ import re
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from headstart.fleet.kv_event_decoding import event_domain
 from headstart.router.ask import Ask, Prompt, pack_text, router_root
 from headstart.server.bodies import parse_chat, parse_completion, parse_json
 from headstart.server.bounds import Bounds
+from headstart.server.fields import bad_value, shown
 from headstart.server.requests import encode_chat, encode_completion
 from headstart.server.tokenizer import Tokenizer
 
@@ -48,7 +50,7 @@ class Sender:
     """Whose request it is, as far as routing is concerned."""
 
     domain: bytes = b""  # isolation domain: prompts of different domains share no cache
-    salt: str = ""  # what is sent to the replicas so that they keep it apart, too; empty: they see the client's key
+    is_salted: bool = False  # replicas see one key for all tenants: a salt sent to them keeps the domain apart there
     session: str | None = None  # by a header
 
 
@@ -82,9 +84,8 @@ class Reader:
         model = values.get("model")
         name = model if isinstance(model, str) else ""
         served = self.served.get(name) or Served(name or self.default_model)
-        salt = values.get("cache_salt")
-        salt = _salt(sender, salt if isinstance(salt, str) else "")
-        domain = event_domain(salt) if sender.salt else sender.domain + event_domain(salt)
+        salt = _salt(sender, values.get("cache_salt"))
+        domain = event_domain(salt) if sender.is_salted else sender.domain + event_domain(salt)
         root = router_root(served.model, adapter=served.adapter, domain=domain)
         tokens, text, count = self._prompt(path, values)
         prompt = (
@@ -92,14 +93,14 @@ class Reader:
         )
         stream = values.get("stream") is True
         sent, hides_usage = _asking_for_usage(body, values) if stream else (body, False)
-        if sender.salt:
+        if sender.is_salted:
             sent = _with(sent, "cache_salt", salt)
         most = values.get("max_completion_tokens", values.get("max_tokens"))
         ask = Ask(
             prompt,
             model=name,
             adapter=served.adapter,
-            session=sender.session or _session(values),
+            session=_session(sender, values),
             max_tokens=most if isinstance(most, int) and most > 0 else 0,
         )
         return Reading(ask, sent, stream, hides_usage, text, domain, count == 1)
@@ -156,9 +157,19 @@ def conversation(values: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _salt(sender: Sender, cache_salt: str) -> str:
-    """The salt that replicas see: the tenant's, narrowed by what the client asks for; empty: none."""
-    return ":".join(part for part in (sender.salt, cache_salt) if part)
+def _salt(sender: Sender, cache_salt: object) -> str:
+    """Return the salt that replicas see; empty: none. Raises InvalidRequestError for one that had to be replaced.
+
+    The tenant's domain and the client's own salt become one digest: 64 hexadecimal digits, legal at every engine, and
+    the same for a domain alone. So no salt of one tenant equals one of another.
+    """
+    own = cache_salt if isinstance(cache_salt, str) else ""
+    if not sender.is_salted:
+        return own
+    if not isinstance(cache_salt, str | None):
+        bad_value("cache_salt", f"is {shown(cache_salt)}", "it must be a string")
+    domain = sender.domain
+    return sha256(b"headstart-router/salt" + len(domain).to_bytes(8, "little") + domain + own.encode()).hexdigest()
 
 
 def _token_ids(values: list[Any]) -> "array[int] | None":
@@ -168,8 +179,11 @@ def _token_ids(values: list[Any]) -> "array[int] | None":
         return None
 
 
-def _session(values: Mapping[str, Any]) -> str | None:
-    return next((value for name in _SESSION_FIELDS if isinstance(value := values.get(name), str) and value), None)
+def _session(sender: Sender, values: Mapping[str, Any]) -> str | None:
+    """Return the name of the session, the sender's domain in it: equal names of two tenants are two sessions."""
+    fields = (value for name in _SESSION_FIELDS if isinstance(value := values.get(name), str) and value)
+    session = sender.session or next(fields, None)
+    return f"{sender.domain.hex()}/{session}" if session and sender.domain else session
 
 
 def _asking_for_usage(body: bytes, values: dict[str, Any]) -> tuple[bytes, bool]:

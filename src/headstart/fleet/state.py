@@ -114,8 +114,8 @@ class FleetState:
     def sender(self, principal: Principal, headers: dict[bytes, bytes]) -> Sender:
         """Whose request it is. Where replicas see one key only, a salt keeps tenants apart there as well."""
         session = headers.get(b"x-session-id", b"").decode("latin-1")[:256] or None
-        salted = principal.domain and self.options.replica_api_key is not None
-        return Sender(principal.domain, principal.domain.hex() if salted else "", session)
+        is_salted = bool(principal.domain) and self.options.replica_api_key is not None
+        return Sender(principal.domain, is_salted, session)
 
     @contextmanager
     def under_way(self) -> Generator[None]:
