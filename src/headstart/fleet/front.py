@@ -132,8 +132,9 @@ class _Front:
         answer = await self._state.administer(
             request.method, _target(request), request.scope["headers"], await self._state.bodies.read(request)
         )
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in answer.headers}
-        return Response(answer.body, answer.status, headers)
+        response = Response(answer.body, answer.status)
+        response.raw_headers.extend(answer.headers)
+        return response
 
     # ------------------------------------------------------------------------------------------------------ answered
 

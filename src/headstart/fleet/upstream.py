@@ -14,8 +14,14 @@ HOP_BY_HOP = frozenset(
         *("trailer", "transfer-encoding", "upgrade"),
     )
 )
-_NOT_SENT_ON = HOP_BY_HOP | {"host", "content-length", "accept-encoding", "expect", "x-headstart-explain"}
-_NOT_SENT_BACK = HOP_BY_HOP | {"content-length", "date", "server", "x-request-id"}
+_OTHER_TARGETS = frozenset(  # some frameworks take these for the path or the method, which the router has judged
+    ("x-original-url", "x-rewrite-url", "x-http-method", "x-http-method-override", "x-method-override")
+)
+_ROUTING = frozenset(("x-headstart-replica", "x-headstart-route"))  # of another router: its replicas' addresses
+_NOT_SENT_ON = HOP_BY_HOP | _OTHER_TARGETS | {"host", "content-length", "accept-encoding", "expect"}
+_NOT_SENT_ON |= {"x-headstart-explain"}
+_NOT_SENT_BACK = HOP_BY_HOP | _ROUTING | {"content-length", "date", "server", "x-request-id"}
+_NEVER_DROPPED = "x-forwarded-for"  # the router's own: without it a replica takes the client for one of its machine
 
 
 class Failure(Enum):
@@ -87,21 +93,31 @@ def refusal(status: int, body: bytes) -> Failure | None:
     return Failure(code) if code in ("draining", "loading") else Failure.BROKEN
 
 
-def headers_on(headers: Iterable[tuple[bytes, bytes]], own: Mapping[str, str]) -> "dict[str, str]":
-    """A client's headers as they are sent on, with `own` instead of those of the same name."""
-    sent = {
-        name: value.decode("latin-1")
-        for raw, value in headers
-        if (name := raw.decode("latin-1").lower()) not in _NOT_SENT_ON
-    }
-    return {"content-type": "application/json", **sent, "accept-encoding": "identity", **own}
+def headers_on(headers: Iterable[tuple[bytes, bytes]], own: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return a client's headers as they are sent on, repeated ones repeated, with `own` instead of those of its names.
+
+    The headers of the client's connection end here: the hop-by-hop ones and those that `Connection` names.
+    """
+    decoded = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in headers]
+    dropped = _NOT_SENT_ON | _connection_names(decoded) | {name.lower() for name in own}
+    sent = [(name, value) for name, value in decoded if name not in dropped]
+    if not any(name == "content-type" for name, _ in sent):
+        sent.append(("content-type", "application/json"))
+    return [*sent, ("accept-encoding", "identity"), *own.items()]
 
 
 def headers_back(response: aiohttp.ClientResponse) -> "list[tuple[bytes, bytes]]":
-    """A replica's headers as they are sent back."""
-    named = [name.decode("latin-1").lower() for name, _ in response.raw_headers]
+    """Return a replica's headers as they are sent back, without those of its connection to the router."""
+    named = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in response.raw_headers]
+    dropped = _NOT_SENT_BACK | _connection_names(named)
     return [
         (name.lower(), value)
-        for (name, value), text in zip(response.raw_headers, named, strict=True)
-        if text not in _NOT_SENT_BACK
+        for (name, value), (text, _) in zip(response.raw_headers, named, strict=True)
+        if text not in dropped
     ]
+
+
+def _connection_names(headers: Iterable[tuple[str, str]]) -> set[str]:
+    """Return the names that `Connection` headers declare to be of one connection only (RFC 9110, 7.6.1)."""
+    values = (value for name, value in headers if name == "connection")
+    return {word.strip().lower() for value in values for word in value.split(",")} - {_NEVER_DROPPED}
