@@ -136,6 +136,14 @@ class Replica:
         return response
 
 
+class RealReplica(Replica):
+    """A server that is started and stopped by somebody else."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url = url
+
+
 async def streaming(request: web.Request) -> web.StreamResponse:
     """The head of a stream of events, sent."""
     response = web.StreamResponse(headers={"content-type": "text/event-stream"})

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.core.engine import EngineInfo, EngineStats
-from headstart.fleet.facts import Metrics, ModelCard, parse_metrics, parse_models, parse_server_info
+from headstart.fleet.facts import Metrics, ModelCard, metrics_of, parse_metrics, parse_models, parse_server_info
 from headstart.server.metrics import Metrics as ServerMetrics
 
 VLLM = """
@@ -40,6 +40,18 @@ def test_our_own_page_is_read() -> None:
     found = parse_metrics(metrics.expose().decode())
     assert (found.kind, found.block_size, found.num_blocks) == ("headstart", 16, 777)
     assert (found.waiting, found.running, found.kv_usage) == (4, 2, 0.25)
+
+
+def test_a_size_is_read_from_models_where_metrics_are_refused() -> None:
+    card = {"id": "m", "owned_by": "headstart", "block_size": 16, "num_gpu_blocks": 777}
+    assert metrics_of(parse_models({"data": [{"id": "x"}, card]})) == Metrics("headstart", 16, 777)
+    for wrong in (
+        {},
+        {"block_size": 16},
+        {"block_size": 0, "num_gpu_blocks": 7},
+        {"block_size": [], "num_gpu_blocks": -1},
+    ):
+        assert metrics_of(parse_models({"data": [{"id": "m", "owned_by": 7, **wrong}]})) is None
 
 
 def test_sglangs_page_and_server_info_are_read() -> None:

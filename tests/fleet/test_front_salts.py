@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fleet.harness import Front, Replica, front, run
+from fleet.harness import Front, RealReplica, front, run
 from server.harness import Server, fake_server
 
 
@@ -12,14 +12,6 @@ from server.harness import Server, fake_server
 def server(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with fake_server(folder, tmp_path_factory.mktemp("salts") / "log", api_key=("inner",)) as running:
         yield running
-
-
-class RealReplica(Replica):
-    """A server that is started and stopped by somebody else."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__()
-        self.url = url
 
 
 async def cached_tokens(router: Front, key: str, prompt: list[int], **fields: Any) -> int:

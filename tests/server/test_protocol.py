@@ -143,7 +143,7 @@ def test_logprobs_of_the_prompt_are_told_by_token_id() -> None:
 
 
 def test_a_model_is_what_the_openai_package_expects() -> None:
-    models = protocol.model_list([protocol.model_object("tiny", 5, 64)])
+    models = protocol.model_list([protocol.model_object("tiny", 5, 64, block_size=16, num_blocks=7)])
     assert Model.model_validate(models["data"][0]).id == "tiny" and models["object"] == "list"
 
 

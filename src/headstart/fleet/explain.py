@@ -19,9 +19,12 @@ SLACK_SHARE = 0.05  # of a prefix, as far as its tokens are not counted but esti
 Json = dict[str, Any]
 
 
-def explain(recent: Recent, request_id: str, *, tenant: str | None, now: float = 0.0) -> Json:
+def explain(
+    recent: Recent, request_id: str, *, tenant: str | None, now: float = 0.0, shows_replicas: bool = True
+) -> Json:
     """Why a request of `tenant` was reused so far and no further; `tenant` None: an administrator asks.
 
+    `shows_replicas` False leaves the addresses of replicas out.
     Raises HttpError 404 for an id that is not known, or another tenant's.
     """
     seen = recent.find(request_id, tenant)
@@ -32,12 +35,12 @@ def explain(recent: Recent, request_id: str, *, tenant: str | None, now: float =
             code="unknown_request",
             param="request_id",
         )
-    return _Case(recent, seen, now).answer(request_id)
+    return _Case(recent, seen, now, shows_replicas).answer(request_id)
 
 
-def explain_prompt(recent: Recent, asked: Seen, *, now: float = 0.0) -> Json:
+def explain_prompt(recent: Recent, asked: Seen, *, now: float = 0.0, shows_replicas: bool = True) -> Json:
     """The same of a prompt that is not sent; `asked.predicted_tokens` and `.endpoint` say what the router expects."""
-    return _Case(recent, replace(asked, cached_tokens=None), now).answer(None)
+    return _Case(recent, replace(asked, cached_tokens=None), now, shows_replicas).answer(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class _Case:
     recent: Recent
     seen: Seen
     now: float
+    shows_replicas: bool
 
     def answer(self, request_id: str | None) -> Json:
         seen, near = self.seen, self.recent.nearest(self.seen)
@@ -66,6 +70,10 @@ class _Case:
             "near_match": near and _near_match(seen, near),
             "other": other and _other(other, self.now),
         }
+        if not self.shows_replicas:
+            for part in (answer, answer["near_match"], answer["other"]):
+                if part is not None:
+                    part["endpoint"] = None
         return answer | {"message": message(answer)}
 
     @property

@@ -85,6 +85,16 @@ def parse_models(document: Any) -> tuple[ModelCard, ...]:
     return tuple(found)
 
 
+def metrics_of(cards: tuple[ModelCard, ...]) -> Metrics | None:
+    """Return what model cards say of the engine and the size of its cache; None: they do not say it."""
+    for card in cards:
+        size, blocks = _whole(card.fields.get("block_size")), _whole(card.fields.get("num_gpu_blocks"))
+        if size and blocks:
+            kind = card.fields.get("owned_by")
+            return Metrics(kind if kind in ("headstart", "vllm", "sglang") else "", size, blocks)
+    return None
+
+
 def parse_server_info(document: Any) -> tuple[int, int]:
     """SGLang's page size and number of pages, from /get_server_info; zeros for what it does not say."""
     if not isinstance(document, dict):

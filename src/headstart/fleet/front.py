@@ -14,7 +14,8 @@ from headstart.core.errors import InvalidRequestError
 from headstart.fleet.memory import CHAT
 from headstart.fleet.proxy import Call
 from headstart.fleet.reading import Reading, Sender
-from headstart.fleet.state import ROUTES, FleetState
+from headstart.fleet.routes import PROXIED, ROUTES, is_passed_on
+from headstart.fleet.state import FleetState
 from headstart.server.app import Gate
 from headstart.server.bodies import parse_json
 from headstart.server.body import Refusal
@@ -25,12 +26,9 @@ from headstart.server.protocol import Json, model_list
 from headstart.server.record import record_of
 
 LONG_BODY_BYTES = 16 * 1024  # from here on, parsing and tokenizing leave the event loop: it has streams to pass on
-_OTHER = re.compile(r"/v1(/[A-Za-z0-9_-]+)+")  # no dots, nothing encoded: what is asked here is what is asked there
 _PREFIX = re.compile(r"/v1/prefixes/[A-Za-z0-9._-]*[A-Za-z0-9_-]")
 _ADMINISTRATION = {"/v1/prefixes": ("GET", "POST"), "/reset_prefix_cache": ("POST",)}  # asked of every replica
-_NOT_PROXIED = ("/v1/prefixes", "/v1/cache")  # a replica's own administration
 MAX_ID_CHARS = 256
-PROXIED = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -85,10 +83,15 @@ class _Front:
             allow = known[0] if known else "POST"
             message = f"this route does not take {method[:16]}; use {allow}"
             raise HttpError(405, message, code="method_not_allowed", headers={"allow": allow})
-        elif method == "POST" and (path in PROXIED or (_OTHER.fullmatch(path) and not path.startswith(_NOT_PROXIED))):
+        elif method == "POST" and is_passed_on(path, is_admin=self._is_admin(scope)):
             await self._proxy(scope, receive, send)
         else:
-            raise HttpError(404, f"a router has no such route; it has {', '.join(ROUTES)}", code="unknown_route")
+            others = "other paths under /v1 are passed on for administrators only"
+            message = f"a router has no such route; it has {', '.join(ROUTES)}; {others}"
+            raise HttpError(404, message, code="unknown_route")
+
+    def _is_admin(self, scope: Scope) -> bool:
+        return self._state.auth.is_admin(record_of(scope).principal, scope)
 
     # ------------------------------------------------------------------------------------------------------- proxied
 
@@ -96,13 +99,15 @@ class _Front:
         state, record = self._state, record_of(scope)
         state.check_ready()
         state.proxy.check_room()
-        path, headers = scope["path"], dict(scope["headers"])
+        path, headers = scope["path"], scope["headers"]
         body = await state.bodies.read(Request(scope, receive, send))
         start = time.perf_counter()
         sender = state.sender(record.principal, headers)
         reading = await self._read(path, body, sender)
         self._check_model(reading)
-        call = Call(path, _forwarded(scope), reading, record.request_id, headers.get(b"x-headstart-explain") == b"1")
+        is_admin = self._is_admin(scope)
+        explains = is_admin and (b"x-headstart-explain", b"1") in headers
+        call = Call(path, _forwarded(scope), reading, record.request_id, explains, shows_replica=is_admin)
         state.metrics.decide.observe(time.perf_counter() - start)
         with state.under_way():
             try:
@@ -163,7 +168,7 @@ class _Front:
         state, principal = self._state, record_of(request.scope).principal
         body = await state.bodies.read(request)
         path = CHAT if "messages" in parse_json(body) else "/v1/completions"
-        reading = await self._read(path, body, state.sender(principal, dict(request.scope["headers"])))
+        reading = await self._read(path, body, state.sender(principal, request.scope["headers"]))
         return json_response(state.memory.explain_prompt(path, reading, principal))
 
     async def _health(self, request: Request) -> Response:
@@ -174,7 +179,8 @@ class _Front:
         return json_response({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(self._state.metrics.expose(), media_type=CONTENT_TYPE)
+        with_replicas = record_of(request.scope).principal.is_admin
+        return Response(self._state.metrics.expose(with_replicas=with_replicas), media_type=CONTENT_TYPE)
 
     async def _version(self, request: Request) -> Response:
         version: Json = {"version": __version__}

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from headstart.fleet.address import ReplicaAddress
-from headstart.fleet.facts import Metrics, ModelCard, parse_metrics, parse_models, parse_server_info
+from headstart.fleet.facts import Metrics, ModelCard, metrics_of, parse_metrics, parse_models, parse_server_info
 from headstart.fleet.reading import Served
 from headstart.router.contents import Contents
 from headstart.router.endpoint import Endpoint
@@ -186,7 +186,8 @@ class Members:
             status, body = await self._get(member, "/v1/models")
             if status == 200:
                 member.models = parse_models(msgspec.json.decode(body))
-        await self._scrape(member)
+        if not await self._scrape(member):
+            member.metrics = metrics_of(member.models) or member.metrics
         if first:
             member.endpoint = endpoint = Endpoint(
                 member.address.url, self.contents(member), block_size=member.metrics.block_size or DEFAULT_BLOCK
@@ -203,25 +204,26 @@ class Members:
         if first or member.models != before:
             self.on_models()
 
-    async def _scrape(self, member: Member) -> None:
-        """Reads /metrics; without it the router goes by its own accounting."""
+    async def _scrape(self, member: Member) -> bool:
+        """Reads /metrics, and returns whether it was there; without it the router goes by its own accounting."""
         member.scraped_at = time.monotonic()
         try:
             status, body = await self._get(member, "/metrics")
         except (aiohttp.ClientError, TimeoutError):
-            return
+            return False
         if status != 200:
-            return
+            return False
         found = parse_metrics(body.decode(errors="replace"))
         if found.kind == "sglang" and not found.num_blocks and not member.metrics.num_blocks:
             found = await self._sglang(member, found)
         before, endpoint = member.metrics, member.endpoint
         member.metrics = found
         if endpoint is None:
-            return
+            return True
         endpoint.reported = found.reported(time.monotonic())
         if (found.block_size, found.num_blocks) != (before.block_size, before.num_blocks) and found.num_blocks:
             self._reset(member, endpoint)  # it was started again, sooner than anybody looked
+        return True
 
     async def _sglang(self, member: Member, found: Metrics) -> Metrics:
         with suppress(aiohttp.ClientError, TimeoutError, ValueError):

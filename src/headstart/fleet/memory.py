@@ -42,7 +42,8 @@ class Memory:
         """Why a request was reused so far only. Raises HttpError 404 for one that is not known, or is not the own."""
         tenant = None if principal.is_admin else principal.tenant
         known = self._ids.get(request_id, request_id)
-        return explain(self._recent, known, tenant=tenant, now=time.monotonic()) | {"request_id": request_id}
+        answer = explain(self._recent, known, tenant=tenant, now=time.monotonic(), shows_replicas=principal.is_admin)
+        return answer | {"request_id": request_id}
 
     def explain_prompt(self, path: str, reading: Reading, principal: Principal) -> Json:
         """The same of a prompt that is not sent."""
@@ -51,7 +52,8 @@ class Memory:
             pick = self._router.pick(reading.ask, now)
         except NoReplicaError:
             pick = None
-        return explain_prompt(self._recent, _seen("", path, reading, principal, pick), now=now)
+        asked = _seen("", path, reading, principal, pick)
+        return explain_prompt(self._recent, asked, now=now, shows_replicas=principal.is_admin)
 
 
 def _seen(request_id: str, path: str, reading: Reading, principal: Principal, pick: Pick | None) -> Seen:

@@ -76,15 +76,27 @@ class FleetMetrics:
             self._cached.labels(name).inc(pick.cached_tokens)
             self._prompt.labels(name).inc(pick.view.prompt_tokens)
 
-    def expose(self) -> bytes:
-        """Everything in Prometheus' text format."""
-        return generate_latest(self._registry)
+    def expose(self, *, with_replicas: bool = True) -> bytes:
+        """Everything in Prometheus' text format; what is told by replica is for administrators only."""
+        return generate_latest(self._registry if with_replicas else _WithoutReplicas(self._registry))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"headstart:{name}", text, labels, registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"headstart:{name}", text, buckets=buckets, registry=self._registry)
+
+
+class _WithoutReplicas(Collector):
+    """The metrics that have no label with a replica's address."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._registry.collect():
+            if not any("replica" in sample.labels for sample in family.samples):
+                yield family
 
 
 class _Collector(Collector):

@@ -33,6 +33,7 @@ class Call:
     reading: Reading
     request_id: str
     explains: bool = False
+    shows_replica: bool = False  # the client is an administrator
     tried: list[str] = field(default_factory=list[str])  # who is not to be asked again
     num_attempts: int = 0
     pick: Pick | None = None  # the last one
@@ -276,9 +277,11 @@ class Proxy:
 
     async def _start(self, call: Call, status: int, headers: "list[tuple[bytes, bytes]]", send: Send) -> None:
         assert call.pick is not None, "nobody was asked"
-        own = [(b"x-headstart-replica", call.pick.endpoint.name.encode("latin-1"))]
-        if call.route:
-            own.append((b"x-headstart-route", call.route))
+        own = list[tuple[bytes, bytes]]()
+        if call.shows_replica and status not in (401, 403):  # a refused key learns nothing, wherever it came from
+            own.append((b"x-headstart-replica", call.pick.endpoint.name.encode("latin-1")))
+            if call.route:
+                own.append((b"x-headstart-route", call.route))
         call.started = True
         await send({"type": "http.response.start", "status": status, "headers": [*headers, *own]})
 

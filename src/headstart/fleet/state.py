@@ -19,6 +19,7 @@ from headstart.fleet.memory import Memory
 from headstart.fleet.metrics import FleetMetrics
 from headstart.fleet.proxy import Call, Proxy, ProxySettings
 from headstart.fleet.reading import Reader, Sender
+from headstart.fleet.routes import ROUTER_ACCESS, ROUTES
 from headstart.fleet.upstream import Answer
 from headstart.options import RouterOptions, ServerOptions
 from headstart.router.router import Router
@@ -30,12 +31,6 @@ from headstart.server.body import BodyReader
 from headstart.server.http_errors import ClientGoneError, HttpError, rendered
 from headstart.server.logs import Log
 from headstart.server.record import RequestRecord
-
-ROUTES = (
-    *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/fleet"),
-    *("/health", "/readyz", "/livez", "/metrics", "/version", "/v1/cache/explain"),
-    *("/v1/prefixes", "/reset_prefix_cache"),
-)
 
 
 class FleetState:
@@ -56,7 +51,10 @@ class FleetState:
         self.log = log
         self._session = session
         secret = secrets.token_bytes(32)
-        self.auth = Authenticator(server_options.api_key, server_options.admin_api_key, secret, server_options.tenants)
+        admin_keys = server_options.admin_api_key
+        self.auth = Authenticator(
+            server_options.api_key, admin_keys, secret, server_options.tenants, access=ROUTER_ACCESS
+        )
         self.bodies = BodyReader(server_options.max_body_bytes)
         self.router = Router(
             make_policy(options.routing_policy),
@@ -64,15 +62,15 @@ class FleetState:
             log=None if decisions is None else decisions.write,
         )
         of_tenants = (key for tenant in server_options.tenants for key in tenant.api_keys)
-        known = (*server_options.admin_api_key, *server_options.api_key, *of_tenants)
-        key = options.replica_api_key or next(iter(known), None)  # replicas are asked what they are with it
+        known = (options.replica_api_key, *server_options.api_key, *of_tenants)
+        look_key = next((key for key in known if key and key not in admin_keys), None)
         self.members = Members(
             self.router,
             session,
             log,
             health_interval=options.health_interval,
             scrape_interval=options.scrape_interval,
-            headers={"authorization": f"Bearer {key}"} if key else {},
+            headers={"authorization": f"Bearer {look_key}"} if look_key else {},
             at_pick=options.learn_at == "pick",
         )
         self.listening = Listening(
@@ -111,9 +109,9 @@ class FleetState:
         if not any(member.state == "up" for member in self.members.members.values()):
             raise HttpError(503, "no replica is up", code="no_replicas", headers={"retry-after": "1"})
 
-    def sender(self, principal: Principal, headers: dict[bytes, bytes]) -> Sender:
+    def sender(self, principal: Principal, headers: list[tuple[bytes, bytes]]) -> Sender:
         """Whose request it is. Where replicas see one key only, a salt keeps tenants apart there as well."""
-        session = headers.get(b"x-session-id", b"").decode("latin-1")[:256] or None
+        session = dict(headers).get(b"x-session-id", b"").decode("latin-1")[:256] or None
         is_salted = bool(principal.domain) and self.options.replica_api_key is not None
         return Sender(principal.domain, is_salted, session)
 

@@ -18,8 +18,8 @@ _OTHER_TARGETS = frozenset(  # some frameworks take these for the path or the me
     ("x-original-url", "x-rewrite-url", "x-http-method", "x-http-method-override", "x-method-override")
 )
 _ROUTING = frozenset(("x-headstart-replica", "x-headstart-route"))  # of another router: its replicas' addresses
-_NOT_SENT_ON = HOP_BY_HOP | _OTHER_TARGETS | {"host", "content-length", "accept-encoding", "expect"}
-_NOT_SENT_ON |= {"x-headstart-explain"}
+_OF_THIS_REQUEST = frozenset(("host", "content-length", "accept-encoding", "expect", "x-headstart-explain"))
+_NOT_SENT_ON = HOP_BY_HOP | _OTHER_TARGETS | _OF_THIS_REQUEST
 _NOT_SENT_BACK = HOP_BY_HOP | _ROUTING | {"content-length", "date", "server", "x-request-id"}
 _NEVER_DROPPED = "x-forwarded-for"  # the router's own: without it a replica takes the client for one of its machine
 

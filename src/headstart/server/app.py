@@ -213,7 +213,14 @@ class _Routes:
 
     def _model_object(self) -> protocol.Json:
         model = self._state.model
-        return protocol.model_object(model.name, model.created, model.bounds.max_model_len)
+        info = model.info
+        return protocol.model_object(
+            model.name,
+            model.created,
+            model.bounds.max_model_len,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+        )
 
 
 def _switch(request: Request, name: str) -> bool:

@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -33,6 +33,7 @@ class Access(Enum):
     TENANT = "tenant"  # any key, if keys are configured
     OWN = "own"  # any tenant's key, for what is its own; as ADMIN, if no tenant has a key: then nothing is anybody's
     OPERATOR = "operator"  # an administrator key, if such are configured; else as TENANT
+    MONITOR = "monitor"  # as OPERATOR; without any keys at all as ADMIN
     ADMIN = "admin"  # an administrator key; without any keys at all, a caller on this machine
 
 
@@ -46,7 +47,7 @@ ACCESS = {
     "/v1/prefixes": Access.ADMIN,  # public prefixes are everyone's
     "/v1/cache/stats": Access.OPERATOR,  # as /metrics
     "/v1/cache/explain": Access.OWN,  # it shows prompts
-    "/v1/fleet": Access.OPERATOR,  # a router's: where replicas are, and what they have to do
+    "/v1/fleet": Access.ADMIN,  # a router's: where replicas are, and what they have to do
 }
 _ADMIN_TREE = "/v1/prefixes/"  # and whatever lies below
 
@@ -75,9 +76,14 @@ class Authenticator:
         tenants: Iterable[TenantEntry] = (),
         *,
         label_secret: bytes | None = None,
+        access: Mapping[str, Access] = ACCESS,
     ) -> None:
-        """Domains come from `secret`, what logs show of a key from `label_secret` (by default the same)."""
+        """Domains come from `secret`, what logs show of a key from `label_secret` (by default the same).
+
+        `access` says what each path needs; paths that it does not name need a tenant's key.
+        """
         labels = secret if label_secret is None else label_secret
+        self._access = access
         singles, admins, named = tuple(keys), tuple(admin_keys), tuple(tenants)
         _check_keys([("--api-key", singles), *_keys_by_tenant(named), ("--admin-api-key", admins)])
         self._has_tenants, self._has_admins = bool(singles or named), bool(admins)
@@ -99,12 +105,16 @@ class Authenticator:
 
     def authorise(self, scope: Scope) -> Principal:
         """Returns who is asking for `scope["path"]`. Raises HttpError 401 or 403 if they may not."""
-        access = _access(scope["path"])
+        access = (
+            Access.ADMIN if scope["path"].startswith(_ADMIN_TREE) else self._access.get(scope["path"], Access.TENANT)
+        )
         if access is Access.PUBLIC:
             return ANYONE
         principal = self._identify(scope["headers"])
         if access is Access.OWN:
             access = Access.TENANT if self._has_tenants else Access.ADMIN
+        if access is Access.MONITOR:
+            access = Access.OPERATOR if self._known else Access.ADMIN
         if access is Access.OPERATOR:
             access = Access.ADMIN if self._has_admins else Access.TENANT
         if access is Access.TENANT:
@@ -112,6 +122,10 @@ class Authenticator:
                 raise _unauthorised()
             return principal or ANYONE
         return self._authorise_admin(principal, scope)
+
+    def is_admin(self, principal: Principal, scope: Scope) -> bool:
+        """Return whether a caller that was let in may do what Access.ADMIN asks for. Changes nothing."""
+        return principal.is_admin or (not self._known and _is_local(scope))
 
     def _of_tenant(self, name: str) -> Principal:
         return Principal(name, self._domains[name], tenant=name)
@@ -147,10 +161,6 @@ class Authenticator:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-def _access(path: str) -> Access:
-    return Access.ADMIN if path.startswith(_ADMIN_TREE) else ACCESS.get(path, Access.TENANT)
 
 
 def _keys_by_tenant(tenants: Iterable[TenantEntry]) -> list[tuple[str, tuple[str, ...]]]:

@@ -228,8 +228,11 @@ def whole(generation: Generation) -> Delta:
     )
 
 
-def model_object(name: str, created: int, max_model_len: int) -> Json:
-    """Returns one model; `max_model_len` in tokens, as vLLM tells it."""
+def model_object(name: str, created: int, max_model_len: int, *, block_size: int, num_blocks: int) -> Json:
+    """Returns one model; `max_model_len` in tokens, as vLLM tells it.
+
+    The size of the cache is there for routers, which must know it where /metrics is for administrators only.
+    """
     return {
         "id": name,
         "object": "model",
@@ -238,6 +241,8 @@ def model_object(name: str, created: int, max_model_len: int) -> Json:
         "root": name,
         "parent": None,
         "max_model_len": max_model_len,
+        "block_size": block_size,
+        "num_gpu_blocks": num_blocks,
     }
 
 
