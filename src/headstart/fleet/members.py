@@ -39,6 +39,7 @@ class Member:
         self.was_gone = False  # since it was looked into last
         self.num_silences = 0
         self.scraped_at = 0.0
+        self.checks_keys: bool | None = None  # whether it refuses requests without a valid key; None: not known
 
     @property
     def base_model(self) -> str:
@@ -184,6 +185,8 @@ class Members:
         before, first = member.models, member.endpoint is None
         with suppress(aiohttp.ClientError, TimeoutError, ValueError):
             status, body = await self._get(member, "/v1/models")
+            if not self._headers and status < 500:
+                member.checks_keys = status in (401, 403)
             if status == 200:
                 member.models = parse_models(msgspec.json.decode(body))
         if not await self._scrape(member):

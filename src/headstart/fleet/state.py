@@ -11,6 +11,7 @@ import aiohttp
 
 from headstart.core.errors import DrainingError, HeadstartError
 from headstart.fleet.budget import RetryBudget
+from headstart.fleet.client_keys import ClientKeys
 from headstart.fleet.decision_log import DecisionLog
 from headstart.fleet.fanout import ask_all
 from headstart.fleet.listening import Listening
@@ -73,6 +74,7 @@ class FleetState:
             headers={"authorization": f"Bearer {look_key}"} if look_key else {},
             at_pick=options.learn_at == "pick",
         )
+        self.client_keys = ClientKeys(secrets.token_bytes(32), self.members.members)
         self.listening = Listening(
             self.members.guessed, lambda: options.tokenizer == "none" or reader.tokenizer is not None
         )
@@ -110,10 +112,19 @@ class FleetState:
             raise HttpError(503, "no replica is up", code="no_replicas", headers={"retry-after": "1"})
 
     def sender(self, principal: Principal, headers: list[tuple[bytes, bytes]]) -> Sender:
-        """Whose request it is. Where replicas see one key only, a salt keeps tenants apart there as well."""
+        """Whose request it is. Where replicas see one key only, a salt keeps tenants apart there as well.
+
+        Where the router knows no tenants and passes keys on, the client's key decides (client_keys.py).
+        """
         session = dict(headers).get(b"x-session-id", b"").decode("latin-1")[:256] or None
         is_salted = bool(principal.domain) and self.options.replica_api_key is not None
-        return Sender(principal.domain, is_salted, session)
+        domain = principal.domain or (self.client_keys.domain(headers) if self._passes_keys_on else b"")
+        return Sender(domain, is_salted, session)
+
+    @property
+    def _passes_keys_on(self) -> bool:
+        """Whether replicas see the keys of clients."""
+        return self.options.replica_api_key is None
 
     @contextmanager
     def under_way(self) -> Generator[None]:
@@ -135,7 +146,8 @@ class FleetState:
         if call.first_token_at is not None:
             self.metrics.ttft.observe(call.first_token_at - record.arrival)
         self.metrics.routed(call)
-        self.memory.sent(call, record.principal)
+        if record.status not in (401, 403):  # else anybody could push out what tenants may ask about
+            self.memory.sent(call, record.principal)
         pick = call.pick
         if pick is not None:
             record.num_prompt_tokens = pick.view.prompt_tokens
@@ -146,6 +158,9 @@ class FleetState:
                 "cached_tokens": pick.cached_tokens,
                 "attempts": call.num_attempts,
             }
+            member = self.members.members.get(pick.endpoint.name)
+            if member is not None and self._passes_keys_on:
+                self.client_keys.answered(call.headers, call.path, record.status, member)
 
     async def administer(self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes) -> Answer:
         """Asks every replica that is up for what an administrator wants. Raises HttpError if one does not answer."""
