@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 from fleet.harness import Front, Replica, front, run
+from fleet.test_listening import publishing, stored
 from server.harness import until
 
 from headstart.router.shadow import Shadow
+from headstart.router.told import ToldContents
 
 PROMPT = [1] * 64  # four blocks
 
@@ -126,6 +128,23 @@ def test_valid_keys_of_an_engine_with_one_cache_for_all_share_predictions_once_t
             assert await predicted(router, "a") is None, "it is refused"
             replica.keys = ("a", "b")
             assert [await predicted(router, key) for key in ("a", "a")] == [63, 63]
+
+    run(go())
+
+
+def test_a_valid_key_finds_what_such_an_engine_publishes_and_a_wrong_one_does_not() -> None:
+    """Its KV events name blocks by tokens and salt alone (precise mode)."""
+
+    async def go() -> None:
+        replica = KeyedReplica("a")
+        with publishing(replica) as publisher:
+            async with front(replica) as router:
+                await router.up(1)
+                assert await predicted(router, "a") == 0
+                contents = router.state.router.endpoints[replica.url].contents
+                publisher.publish([stored(4)])
+                await until(lambda: isinstance(contents, ToldContents) and len(contents) == 4)
+                assert await predicted(router, "a") == 63 and await predicted(router, "wrong") is None
 
     run(go())
 
