@@ -3,41 +3,51 @@
 Batch and event may each be an array or a map, arrays may end early, hashes are ints of 64 bits or bytes; unknown keys
 and unknown events are left out. Nothing here raises for what a publisher sent: what cannot be read is counted.
 
+A batch is split into raw events first, and only the fields that are used are decoded, each with its own type and bound:
+the memory that a batch takes stays below ten times its bytes, whatever is in it.
+
 Hashes become handles (bytes), equal for equal hashes. What is in a block's name beside tokens becomes its domain:
 the cache salt, as `event_domain` names it; images and embeddings, of which a router knows nothing, as a domain that no
 prompt has, so that such blocks are known and never promised.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
 from headstart.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from headstart.core.hashing import BlockHash
+from headstart.fleet.kv_event_shapes import (
+    MAX_ITEMS,
+    Cleared,
+    Removed,
+    RemovedArray,
+    Stored,
+    count_items,
+    is_array,
+    is_stored,
+    make_handles,
+    read_batch,
+    read_event,
+    read_handle,
+    read_hashes,
+    read_raws,
+    read_tokens,
+    read_value,
+)
 from headstart.server.requests import narrow_domain
 
 MAX_BLOCKS = 256  # in one event that comes out: longer ones come in pieces, so that a caller can pause between them
+MAX_BLOCK_SIZE = 65_536  # tokens
+MAX_EXTRA_BYTES = 2**21  # of all extra keys of an event
+MIN_EVENT_BYTES = 8  # on average, of many events: the shortest known one has 16
+FEW_EVENTS = 1_024  # that may be shorter
 USABLE_KINDS = frozenset(("full_attention", "mla_attention", "sink_full_attention"))  # these keep all tokens
-_BATCH = ("ts", "events", "data_parallel_rank")
-_FIELDS = {
-    "BlockStored": (
-        "block_hashes",
-        "parent_block_hash",
-        "token_ids",
-        "block_size",
-        "lora_id",
-        "medium",
-        "lora_name",
-        "extra_keys",
-        "group_idx",
-        "kv_cache_spec_kind",
-    ),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
-    "AllBlocksCleared": (),
-}
+_UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, LookupError, OverflowError, RecursionError)
 
 
 def event_domain(cache_salt: str | None) -> bytes:
@@ -54,10 +64,13 @@ class EventDecoder:
     """Reads the batches of one publisher, in their order. `kind`: "vllm", "sglang" or "headstart".
 
     Of the groups of a hybrid model it follows the first that keeps all tokens: the others say nothing of prefixes.
+    `num_unknown_removals` grows with everything unreadable that may have removed blocks: a caller that cannot read a
+    removal believes in blocks that are gone, and has to start with an empty index.
     """
 
     def __init__(self, kind: str) -> None:
         self.counts = dict.fromkeys(("events", "undecodable", "malformed", "unknown_events", "other_groups"), 0)
+        self.num_unknown_removals = 0
         self._salts_are_digests = kind == "headstart"
         self._group: int | None = None
 
@@ -67,84 +80,87 @@ class EventDecoder:
 
     def decode(self, payload: bytes) -> Iterator[Event]:
         """The events of one batch."""
+        return chain.from_iterable(map(self.read, self.split(payload)))
+
+    def split(self, payload: bytes) -> list[Raw]:
+        """The events of one batch, not decoded yet; none of a batch that cannot be read, which is counted."""
         try:
-            batch = _named(msgspec.msgpack.decode(payload), _BATCH)
-            events = batch["events"]
-            if not isinstance(events, list):
-                raise TypeError("events are no list")
-        except (msgspec.DecodeError, ValueError, TypeError, LookupError):
+            events = read_batch(payload)
+            count = count_items(events)
+            if count > max(FEW_EVENTS, len(events) // MIN_EVENT_BYTES):
+                raise ValueError(f"{count} events in {len(events)} bytes")
+            return read_raws(events)
+        except _UNREADABLE:
             self.counts["undecodable"] += 1
-            return
-        for event in events:  # pyright: ignore[reportUnknownVariableType]: whatever the publisher sent
-            self.counts["events"] += 1
-            try:
-                found = self._event(event)
-            except (ValueError, TypeError, LookupError, OverflowError):
-                self.counts["malformed"] += 1
-                continue
-            yield from found
-
-    def _event(self, event: Any) -> list[Event]:
-        kind = event["type"] if isinstance(event, dict) else event[0]
-        fields = _FIELDS.get(kind)
-        if fields is None:
-            self.counts["unknown_events"] += 1
+            self.num_unknown_removals += 1
             return []
-        values = _named(event[1:] if isinstance(event, list) else event, fields)
-        if kind == "AllBlocksCleared":
-            return [AllBlocksCleared()]
-        if not self._is_ours(values):
-            self.counts["other_groups"] += 1
-            return []
-        handles = [_handle(value) for value in _list(values["block_hashes"])]
-        if kind == "BlockRemoved":
-            return [BlockRemoved(tuple(handles))] if handles else []
-        return self._stored(handles, values)
 
-    def _is_ours(self, values: dict[str, Any]) -> bool:
+    def read(self, raw: Raw) -> Iterator[Event]:
+        """One event, in pieces of at most MAX_BLOCKS blocks; counted if it cannot be read, from some piece on."""
+        self.counts["events"] += 1
+        try:
+            event = read_event(raw)
+            if event is None:
+                self.counts["unknown_events"] += 1
+            elif isinstance(event, Cleared):
+                yield AllBlocksCleared()
+            elif not self._is_ours(event):
+                self.counts["other_groups"] += 1
+            elif isinstance(event, Stored):
+                yield from self._stored(event)
+            else:
+                hashes = read_hashes(event.block_hashes)
+                for start in range(0, len(hashes), MAX_BLOCKS):
+                    yield BlockRemoved(make_handles(hashes[start : start + MAX_BLOCKS]))
+        except _UNREADABLE:
+            self.counts["malformed"] += 1
+            self.num_unknown_removals += not is_stored(raw)
+
+    def _is_ours(self, event: Stored | Removed) -> bool:
         """Whether an event is about the group that is followed; the first usable one is, from then on."""
-        group, kind = values.get("group_idx"), values.get("kv_cache_spec_kind")
+        kind = None if isinstance(event, RemovedArray) else event.kv_cache_spec_kind
         if kind is not None and kind not in USABLE_KINDS:
             return False
+        group = event.group_idx
         if group is None:
             return True
-        if self._group is None and values.get("token_ids"):
+        if self._group is None and isinstance(event, Stored) and len(event.token_ids) > 1:
             self._group = group
         return self._group in (None, group)
 
-    def _stored(self, handles: list[BlockHash], values: dict[str, Any]) -> list[Event]:
+    def _stored(self, event: Stored) -> Iterator[Event]:
         """One event per piece of a chain: in each, only the first block may begin a domain."""
-        token_ids, size = array("i", _list(values["token_ids"])), values["block_size"]
-        if not token_ids:
-            return [BlockStored(tuple(handles), None, token_ids, 0)] if handles else []
-        if not isinstance(size, int) or size < 1 or len(token_ids) != size * len(handles):
-            raise ValueError("tokens and blocks do not agree")
-        parent = None if values.get("parent_block_hash") is None else _handle(values["parent_block_hash"])
-        adapter = _adapter(values)
-        domains = self._domains(values, adapter, len(handles), at_start=parent is None)
-        starts = sorted({*range(0, len(handles), MAX_BLOCKS), *domains})
-        found: list[Event] = []
-        for start, end in zip(starts, [*starts[1:], len(handles)], strict=True):
-            tokens = token_ids[start * size : end * size]
-            before = handles[start - 1] if start else parent
-            domain = domains.get(start, b"")
-            found.append(BlockStored(tuple(handles[start:end]), before, tokens, size, adapter, domain))
-        return found
+        hashes, num_tokens = read_hashes(event.block_hashes), count_items(event.token_ids)
+        if not num_tokens:
+            for start in range(0, len(hashes), MAX_BLOCKS):
+                yield BlockStored(make_handles(hashes[start : start + MAX_BLOCKS]), None, array("i"), 0)
+            return
+        size = event.block_size
+        if size is None or not 1 <= size <= MAX_BLOCK_SIZE or num_tokens != size * len(hashes):
+            raise ValueError(f"{num_tokens} tokens in {len(hashes)} blocks of {size}")
+        if num_tokens > MAX_ITEMS:
+            raise ValueError(f"{num_tokens} tokens, more than {MAX_ITEMS}")
+        token_ids, before = array("i", read_tokens(event.token_ids)), read_handle(event.parent_block_hash)
+        name, number = read_value(event.lora_name), read_value(event.lora_id)
+        adapter = _adapter(name, number)
+        domains = self._domains(event.extra_keys, (adapter, number), len(hashes), at_start=before is None)
+        starts = sorted({*range(0, len(hashes), MAX_BLOCKS), *domains})
+        for start, end in zip(starts, [*starts[1:], len(hashes)], strict=True):
+            tokens, handles = token_ids[start * size : end * size], make_handles(hashes[start:end])
+            yield BlockStored(handles, before, tokens, size, adapter, domains.get(start, b""))
+            before = handles[-1]
 
-    def _domains(
-        self, values: dict[str, Any], adapter: str | None, num_blocks: int, *, at_start: bool
-    ) -> dict[int, bytes]:
+    def _domains(self, extra: Raw, of_adapter: tuple[Any, Any], num_blocks: int, *, at_start: bool) -> dict[int, bytes]:
         """Index of a block -> the domain that begins there."""
-        keys = values.get("extra_keys")
-        if not isinstance(keys, list):
+        if not extra or not is_array(extra):
             return {}
-        of_adapter, domains = (adapter, values.get("lora_id")), dict[int, bytes]()
-        for index, key in enumerate(_list(keys)[:num_blocks]):
+        domains, keys = dict[int, bytes](), read_value(extra, MAX_EXTRA_BYTES)
+        for index, key in enumerate(keys[:num_blocks]):
             if not key:
                 continue
-            rest = _list(key)
-            if rest[0] is not None and rest[0] in of_adapter:
-                rest = rest[1:]
+            if not isinstance(key, list):
+                raise TypeError("extra keys are no list")
+            rest: list[Any] = key[1:] if key[0] is not None and key[0] in of_adapter else key
             if rest:
                 domains[index] = self._domain(rest, may_be_salt=at_start and index == 0)
         return domains
@@ -158,35 +174,8 @@ class EventDecoder:
         return sha256(b"extra keys" + msgspec.msgpack.encode(keys)).digest()
 
 
-def _named(values: Any, fields: Sequence[str]) -> dict[str, Any]:
-    """A map as it is, an array by its fields; those it ends before are missing."""
-    if isinstance(values, dict):
-        return values  # pyright: ignore[reportUnknownVariableType]: whatever the publisher sent
-    if isinstance(values, list):
-        return dict(zip(fields, _list(values), strict=False))
-    raise TypeError("neither an array nor a map")
-
-
-def _list(value: Any) -> list[Any]:
-    if isinstance(value, list):
-        return value  # pyright: ignore[reportUnknownVariableType]: whatever the publisher sent
-    raise TypeError("no list")
-
-
-def _handle(value: Any) -> BlockHash:
-    """A hash as bytes. The same 64 bits are sent signed by some engines, unsigned by others."""
-    if isinstance(value, int):
-        return BlockHash((value & (2**64 - 1)).to_bytes(8, "big"))
-    if isinstance(value, bytes):
-        return BlockHash(value)
-    if isinstance(value, str):
-        return BlockHash(value.encode())
-    raise TypeError("no hash")
-
-
-def _adapter(values: dict[str, Any]) -> str | None:
+def _adapter(name: object, number: object) -> str | None:
     """Its name; of engines that send a number only, one that nobody has: which adapter it is, is not known."""
-    name, number = values.get("lora_name"), values.get("lora_id")
     if isinstance(name, str):
         return name
     return None if number is None else f"lora_id {number}"

@@ -22,6 +22,7 @@ SPECULATION = 60.0  # seconds after a request was sent in which it must be compu
 SPECULATION_COMPUTED = 5.0  # seconds after its first token in which its events must have come
 MAX_SPECULATIVE = 65_536
 NOT_USED = ("unknown_parents", "unknown_copies", "other_block_size")  # events that were of no use
+MAX_BLOCKS = 2**20  # handles, where nobody says how many blocks the cache has: about 300 MB
 SILENCE = 16  # requests that ended since the last event of use: with so many, something is wrong
 
 Root = Callable[[str | None, bytes], BlockHash]
@@ -31,13 +32,18 @@ class ToldContents:
     """The contents of one cache, as told. `root(adapter, domain)` names the empty prefix (ask.py: `router_root`).
 
     `guess` is kept beside them: events say what went, not what goes next, and it is what is left if they stop.
+    `max_blocks` bounds the handles, and with them every table. A publisher that tells of more is wrong about what was
+    removed: the index starts anew, empty, and `over_capacity` counts it.
     """
 
-    def __init__(self, block_size: int, root: Root, guess: Contents | None = None) -> None:
+    def __init__(
+        self, block_size: int, root: Root, guess: Contents | None = None, *, max_blocks: int = MAX_BLOCKS
+    ) -> None:
         self.block_size = block_size
+        self.max_blocks = max_blocks
         self.guess = guess
         self.silence = 0  # requests with full blocks that ended since the last event that was of use
-        self.counts = dict.fromkeys(("stored", "removed", "cleared", *NOT_USED), 0)
+        self.counts = dict.fromkeys(("stored", "removed", "cleared", "over_capacity", *NOT_USED), 0)
         self._root = root
         self._handles: dict[bytes, BlockHash] = {}
         self._copies: dict[bytes, int] = {}  # of handles that stand for more than one
@@ -168,6 +174,10 @@ class ToldContents:
             return
         if event.block_size != self.block_size:
             self.counts["other_block_size"] += 1
+            return
+        if len(self._handles) + len(event.block_hashes) > self.max_blocks:
+            self.clear()
+            self.counts["over_capacity"] += 1
             return
         before: BlockHash | None = None
         if event.parent_block_hash is not None:
