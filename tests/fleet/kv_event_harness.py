@@ -17,6 +17,7 @@ def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(kv_events, "QUIET_SECONDS", 0.05)
     monkeypatch.setattr(kv_events, "CHECK_SECONDS", 0.5)
+    monkeypatch.setattr(kv_events, "RENEW_SECONDS", 0.3)
     monkeypatch.setattr(kv_event_sockets, "RECONNECT_MILLISECONDS", 10)
 
 

@@ -7,15 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from fleet.harness import Replica, front
 from server.harness import until
 
 from headstart.bundled import bundled_model
 from headstart.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from headstart.core.hashing import BlockHash
+from headstart.fleet import kv_event_trust
+from headstart.fleet.address import ReplicaAddress
+from headstart.fleet.facts import Metrics
+from headstart.fleet.kv_event_decoding import EventDecoder
+from headstart.fleet.listening import MAX_TOLD_BLOCKS, SLACK_BLOCKS, TIERS, told_capacity
+from headstart.fleet.members import Member
 from headstart.fleet.reading import Sender
 from headstart.router.shadow import Shadow
-from headstart.router.told import SILENCE, ToldContents
+from headstart.router.told import MAX_BLOCKS, SILENCE, ToldContents
 from headstart.server.kv_events import KVEventPublisher, KVEventsConfig
 from headstart.server.requests import narrow_domain
 from headstart.server.tokenizer import Tokenizer
@@ -104,6 +111,65 @@ def test_a_replica_that_publishes_nothing_is_guessed_at_until_it_is_heard() -> N
                 assert len(endpoint.contents) == 4  # type: ignore[arg-type]  # one that was waited for
 
     asyncio.run(go())
+
+
+def test_while_a_publisher_is_suspended_its_replica_is_guessed_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_event_trust, "FIRST_SUSPENSION", 1.0)
+
+    async def go() -> None:
+        replica = Replica()
+        with publishing(replica) as publisher:
+            async with front(replica) as router:
+                await router.up(1)
+                endpoint = router.state.router.endpoints[replica.url]
+                publisher.publish([stored(4)])
+                await until(lambda: isinstance(endpoint.contents, ToldContents) and len(endpoint.contents) == 4)
+                monkeypatch.setattr(EventDecoder, "split", failing)
+                publisher.publish([stored(1)])
+                await until(lambda: isinstance(endpoint.contents, Shadow))
+                replica.block_size = 32  # what is believed begins anew meanwhile
+                await until(lambda: endpoint.block_size == 32)
+                assert isinstance(endpoint.contents, Shadow)
+                replica.block_size = BLOCK
+                monkeypatch.undo()
+                await until(lambda: isinstance(endpoint.contents, ToldContents) and len(endpoint.contents) == 4)
+                counts = (await router.client.get("/metrics")).text
+                assert f'headstart:router_kv_events_total{{kind="failures",replica="{replica.url}"}} 1.0' in counts
+
+    def failing(self: EventDecoder, payload: bytes) -> None:
+        raise ZeroDivisionError
+
+    asyncio.run(go())
+
+
+def test_the_index_of_a_replica_is_bounded_by_the_pool_it_reports() -> None:
+    async def go() -> None:
+        replica = Replica(num_blocks=100)
+        with publishing(replica):
+            async with front(replica) as router:
+                await router.up(1)
+                contents = router.state.router.endpoints[replica.url].contents
+                assert isinstance(contents, ToldContents)
+                assert contents.max_blocks == TIERS * 100 + SLACK_BLOCKS
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "reported_size", "block_size", "expected"),
+    [
+        (0, 16, 16, MAX_BLOCKS),
+        (1_000, 16, 16, TIERS * 1_000 + SLACK_BLOCKS),
+        (1_000, 16, 1, TIERS * 16_000 + SLACK_BLOCKS),
+        (10**7, 16, 16, MAX_TOLD_BLOCKS),
+    ],
+)
+def test_capacity_counts_the_tokens_of_the_pool(
+    num_blocks: int, reported_size: int, block_size: int, expected: int
+) -> None:
+    member = Member(ReplicaAddress("http://replica"))
+    member.metrics = Metrics(num_blocks=num_blocks, block_size=reported_size)
+    assert told_capacity(member, block_size) == expected
 
 
 def test_while_prompts_are_counted_in_bytes_events_are_not_listened_to() -> None:

@@ -1,3 +1,6 @@
+import pytest
+
+from headstart.router import feed as feed_module
 from headstart.router.feed import MAX_WAITING, Due, Feed
 
 
@@ -58,6 +61,35 @@ def test_no_more_is_kept_than_a_publisher_keeps() -> None:
     due = feed.offer(MAX_WAITING + 2, batch(MAX_WAITING + 2))
     assert due.void and len(due.batches) == MAX_WAITING + 1
     assert feed.num_lost == 1
+
+
+def test_what_waits_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "MAX_WAITING_BYTES", 1_000)
+    feed = started()
+    for number in range(2, 12):
+        assert feed.offer(number, bytes([number]) * 100) == Due(False, [])
+    due = feed.offer(12, bytes(100))
+    assert due.void and len(due.batches) == 11 and feed.num_lost == 1
+    assert feed.offer(14, bytes(1_000)) == Due(False, []), "nothing of them is counted any more"
+
+
+def test_small_batches_between_gaps_do_not_keep_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "MAX_WAITING_BYTES", 1_000)
+    feed = started()
+    for number in range(2, 402, 2):
+        feed.offer(number, b"")
+    for number in range(402, 802, 2):
+        feed.offer(number, bytes(400))
+        assert sum(map(len, feed._waiting.values())) <= 1_000
+
+
+def test_the_same_batch_again_and_a_new_start_are_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "MAX_WAITING_BYTES", 1_000)
+    feed = started(replays=True)
+    for _ in range(20):
+        assert feed.offer(2, bytes(900), replayed=True) == Due(False, [])
+    feed.reset()
+    assert feed.offer(2, bytes(900)) == Due(False, [])
 
 
 def test_a_publisher_that_starts_again_voids_what_it_told() -> None:

@@ -146,6 +146,19 @@ def test_expectations_are_bounded() -> None:
     assert len(told._speculative) <= 2
 
 
+def test_an_index_that_outgrows_its_bound_starts_anew() -> None:
+    told = ToldContents(BLOCK, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), max_blocks=3)
+    told.apply([stored("abc", 1, 2, 3)])
+    assert told.counts["over_capacity"] == 0
+    told.apply([stored("d", 4, parent="c")])
+    assert len(told) == 0 and told.counts["over_capacity"] == 1
+    told.check()
+    told.apply([stored("abcd", 1, 2, 3, 4)])
+    assert len(told) == 0 and told.counts["over_capacity"] == 2
+    told.apply([stored("a", 1)])
+    assert told.match(names(1), 0.0) == 1
+
+
 def test_silence_is_noticed_and_ends_with_the_first_event_of_use() -> None:
     told = new()
     for number in range(SILENCE):

@@ -6,7 +6,10 @@ import zmq
 import zmq.asyncio
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-MAX_QUEUED = 100_000  # messages; then the publisher's own queue fills
+MAX_QUEUED = 1_000  # live messages; then the publisher's own queue fills
+MAX_QUEUED_REPLAY = 10_000  # what publishers keep: they drop what does not fit
+MAX_MESSAGE_BYTES = 2**24  # of a frame; the batch of a step of 128,000 tokens has 1 MB. More closes the connection
+MAX_FRAMES = 8  # of a message: topic, number and batch, and what stands before them in an answer
 HEARTBEAT_MILLISECONDS = 5_000  # a publisher that does not answer for three of these is gone
 RECONNECT_MILLISECONDS = 100  # doubles at every try, up to ten times that
 
@@ -48,14 +51,30 @@ class Replay:
 
     def _open(self) -> zmq.asyncio.Socket:
         sock = self._context.socket(zmq.DEALER)
-        prepare(sock)
+        prepare(sock, MAX_QUEUED_REPLAY)
         sock.connect(self._endpoint)
         return sock
 
 
-def prepare(sock: zmq.asyncio.Socket) -> None:
+def subscribe(context: zmq.asyncio.Context, endpoint: str) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
+    """The socket that hears a publisher's batches, and the one that tells of its connections. Raises ZMQError."""
+    sub = context.socket(zmq.SUB)
+    try:
+        monitor = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        prepare(sub, MAX_QUEUED)
+        sub.setsockopt(zmq.SUBSCRIBE, b"")
+        sub.connect(endpoint)
+    except zmq.ZMQError:
+        sub.disable_monitor()
+        sub.close(linger=0)
+        raise
+    return sub, monitor
+
+
+def prepare(sock: zmq.asyncio.Socket, max_queued: int) -> None:
     """Sets what every socket needs; before it connects."""
-    sock.set_hwm(MAX_QUEUED)
+    sock.set_hwm(max_queued)
+    sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     sock.setsockopt(zmq.IPV6, 1)
     sock.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
     sock.setsockopt(zmq.RECONNECT_IVL_MAX, 10 * RECONNECT_MILLISECONDS)

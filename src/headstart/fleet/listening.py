@@ -8,7 +8,11 @@ from headstart.fleet.kv_events import KVEventConsumer
 from headstart.fleet.members import DEFAULT_BLOCK, Member
 from headstart.router.ask import router_root
 from headstart.router.contents import Contents
-from headstart.router.told import ToldContents
+from headstart.router.told import MAX_BLOCKS, ToldContents
+
+TIERS = 4  # pools that engines tell of beside the accelerator's: host memory holds one to three times as much
+SLACK_BLOCKS = 65_536  # a small pool may have a large tier beside it
+MAX_TOLD_BLOCKS = 2**21  # 600 MB of handles and names
 
 
 class Listening:
@@ -45,15 +49,22 @@ class Listening:
             self._tasks[address.url] = asyncio.create_task(consumer.run())
         elif consumer.contents.block_size != size:
             consumer.contents = self._told(member, size)
-        return consumer.contents
+        return self._guess(member) if consumer.is_suspended else consumer.contents
 
     def looked_at(self, member: Member) -> None:
-        """Listens again where that was given up, once something of use is heard; and where it can begin only now."""
+        """Listens again where that was given up, once something of use is heard; and where it can begin only now.
+
+        While a publisher is suspended the cache of its replica is guessed.
+        """
         consumer, endpoint = self._consumers.get(member.address.url), member.endpoint
         if consumer is None and endpoint is not None and member.address.events is not None and self._names_tokens():
             endpoint.contents = self.contents(member)
             return
-        if consumer is None or endpoint is None or endpoint.contents is consumer.contents:
+        if consumer is None or endpoint is None:
+            return
+        if endpoint.contents is consumer.contents:
+            if consumer.is_suspended:
+                endpoint.contents = consumer.contents.guess or self._guess(member)
             return
         if len(consumer.contents) and not consumer.is_blind and endpoint.block_size == consumer.contents.block_size:
             endpoint.contents = consumer.contents
@@ -80,4 +91,13 @@ class Listening:
         def root(adapter: str | None, domain: bytes) -> BlockHash:
             return router_root(member.base_model, adapter=adapter, domain=domain)
 
-        return ToldContents(block_size, root, self._guess(member))
+        return ToldContents(block_size, root, self._guess(member), max_blocks=told_capacity(member, block_size))
+
+
+def told_capacity(member: Member, block_size: int) -> int:
+    """The blocks that events may tell of: those of the reported pool, and as many again on each tier beside it."""
+    metrics = member.metrics
+    if not metrics.num_blocks:
+        return MAX_BLOCKS
+    num_tokens = metrics.num_blocks * (metrics.block_size or DEFAULT_BLOCK)
+    return min(TIERS * (num_tokens // block_size) + SLACK_BLOCKS, MAX_TOLD_BLOCKS)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 MAX_WAITING = 10_000  # batches behind a gap; what publishers keep for replay
+MAX_WAITING_BYTES = 2**27  # of them; what was missing is given up then, too
 MAX_SEEN = 10_000  # batches that are known again
 
 
@@ -32,6 +33,7 @@ class Feed:
         self._last_live = -1
         self._seen: dict[int, int] = {}  # checksums of the last batches, live or replayed
         self._waiting: dict[int, bytes] = {}
+        self._waiting_bytes = 0
 
     @property
     def replay_from(self) -> int | None:
@@ -81,6 +83,7 @@ class Feed:
         self._next, self._has_taken, self._last_live = 0 if self._replays else None, False, -1
         self._seen.clear()
         self._waiting.clear()
+        self._waiting_bytes = 0
         return Due(True, [])
 
     def _in_order(self, number: int, batch: bytes) -> Due:
@@ -92,9 +95,12 @@ class Feed:
             return Due(False, [])
         if number > self._next and not self._waiting and self._has_taken:
             self.num_gaps += 1
+        self._waiting_bytes += len(batch) - len(self._waiting.get(number, b""))
         self._waiting[number] = batch
         due = Due(void, self._take())
-        return due if len(self._waiting) <= MAX_WAITING else self.give_up()
+        while len(self._waiting) > MAX_WAITING or self._waiting_bytes > MAX_WAITING_BYTES:
+            due = self.give_up()  # empties the index: what was due before is of no use
+        return due
 
     def _take(self) -> list[bytes]:
         """All batches that have nothing missing before them."""
@@ -102,6 +108,7 @@ class Feed:
         due: list[bytes] = []
         while (batch := self._waiting.pop(self._next, None)) is not None:
             due.append(batch)
+            self._waiting_bytes -= len(batch)
             self._next += 1
         self._has_taken |= bool(due)
         return due
