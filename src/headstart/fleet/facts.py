@@ -1,19 +1,32 @@
-"""Facts: what a replica says of itself over HTTP: models, cache, load. Headstart, vLLM and SGLang are understood."""
+"""Facts: what a replica says of itself over HTTP: models, cache, load. Headstart, vLLM and SGLang are understood.
+
+Nothing here is trusted: every value is bounded, and the work for a page grows with its length only.
+"""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from headstart.router.endpoint import Reported
 
-_LINE = re.compile(r"^((?:vllm|sglang|headstart):\w+)(?:\{([^}]*)\})? (\S+)", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+MAX_LINE = 65_536  # characters of a line of metrics; longer ones are skipped
+MAX_BLOCK_SIZE = 65_536  # tokens; a larger one counts as not said
+MAX_NUM_BLOCKS = 2**31 - 1  # of one replica; ShadowBudget says how many are believed
+MAX_LOAD = 1e6  # requests waiting or running
+MAX_CARDS = 4_096  # models and adapters of one replica
+MAX_ID = 4_096  # characters of a model's name, which may be a path
+_KIND = re.compile(r"^(headstart|vllm|sglang):\w", re.MULTILINE)
+_LABEL = re.compile(r'(?<!\w)(\w+)="((?:[^"\\]|\\.)*)"')
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 _CACHE = "vllm:cache_config_info"
 _ADAPTERS = "vllm:lora_requests_info"
+_WANTED = (*_WAITING, *_RUNNING, *_USAGE, _CACHE, _ADAPTERS)
+_LINE = re.compile(rf"^({'|'.join(_WANTED)})(?:\{{([^}}\n]*)\}})? (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +63,30 @@ def parse_metrics(text: str) -> Metrics:
     """Reads a page of Prometheus text; what is not there stays 0. Several engines of one server are added up."""
     sums: dict[str, float] = {}
     labels: dict[str, dict[str, str]] = {}
-    for name, inside, value in _LINE.findall(text):
+    for found in _LINE.finditer(text):
+        name, inside, value = found.groups()
+        if found.end() - found.start() > MAX_LINE:
+            continue
         try:
             sums[name] = sums.get(name, 0.0) + float(value)
         except ValueError:
             continue
         if name in (_CACHE, _ADAPTERS):
-            labels[name] = dict(_LABEL.findall(inside))
+            labels[name] = dict(_LABEL.findall(inside or ""))
     cache, lora = labels.get(_CACHE, {}), labels.get(_ADAPTERS, {})
-    kinds = {name.partition(":")[0] for name in sums}
+    kinds = {found[1] for found in _KIND.finditer(text)}
     kind = next((kind for kind in ("headstart", "vllm", "sglang") if kind in kinds), "")
     usage = _first(sums, _USAGE)
     return Metrics(
         kind,
-        _whole(cache.get("block_size")),
-        _whole(cache.get("num_gpu_blocks")),
-        int(_first(sums, _WAITING)),
-        int(_first(sums, _RUNNING)),
+        _block_size(cache.get("block_size")),
+        min(_whole(cache.get("num_gpu_blocks")), MAX_NUM_BLOCKS),
+        int(min(max(_first(sums, _WAITING), 0.0), MAX_LOAD)),
+        int(min(max(_first(sums, _RUNNING), 0.0), MAX_LOAD)),
         min(max(usage, 0.0), 1.0),
         _names(lora.get("running_lora_adapters")),
         _names(lora.get("waiting_lora_adapters")),
-        _whole(lora.get("max_lora")),
+        min(_whole(lora.get("max_lora")), MAX_CARDS),
     )
 
 
@@ -79,20 +95,31 @@ def parse_models(document: Any) -> tuple[ModelCard, ...]:
     entries = document.get("data") if isinstance(document, dict) else None
     found: list[ModelCard] = []
     for entry in entries if isinstance(entries, list) else []:
-        if isinstance(entry, dict) and isinstance(entry.get("id"), str):
+        if isinstance(entry, dict) and _is_name(entry.get("id")):
             parent = entry.get("parent")
-            found.append(ModelCard(entry["id"], parent if isinstance(parent, str) else None, entry))
+            found.append(ModelCard(entry["id"], parent if _is_name(parent) else None, entry))
+            if len(found) == MAX_CARDS:
+                break
     return tuple(found)
 
 
 def metrics_of(cards: tuple[ModelCard, ...]) -> Metrics | None:
     """Return what model cards say of the engine and the size of its cache; None: they do not say it."""
     for card in cards:
-        size, blocks = _whole(card.fields.get("block_size")), _whole(card.fields.get("num_gpu_blocks"))
+        size = _block_size(card.fields.get("block_size"))
+        blocks = min(_whole(card.fields.get("num_gpu_blocks")), MAX_NUM_BLOCKS)
         if size and blocks:
             kind = card.fields.get("owned_by")
             return Metrics(kind if kind in ("headstart", "vllm", "sglang") else "", size, blocks)
     return None
+
+
+def decode_json(body: bytes) -> Any:
+    """A document; None for what is none, or is nested too deeply."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def parse_server_info(document: Any) -> tuple[int, int]:
@@ -101,9 +128,18 @@ def parse_server_info(document: Any) -> tuple[int, int]:
         return 0, 0
     states = document.get("internal_states")
     inner = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
-    size = _whole(document.get("page_size")) or 1
+    size = _block_size(document.get("page_size")) or 1
     tokens = _whole(document.get("max_total_num_tokens")) or _whole(inner.get("max_total_num_tokens"))
-    return (size, tokens // size) if tokens else (0, 0)
+    return (size, min(tokens // size, MAX_NUM_BLOCKS)) if tokens else (0, 0)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_ID
+
+
+def _block_size(value: object) -> int:
+    size = _whole(value)
+    return size if size <= MAX_BLOCK_SIZE else 0
 
 
 def _first(sums: Mapping[str, float], names: tuple[str, ...]) -> float:

@@ -11,11 +11,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import aiohttp
-import msgspec
 
 from headstart.fleet.address import ReplicaAddress
-from headstart.fleet.facts import Metrics, ModelCard, metrics_of, parse_metrics, parse_models, parse_server_info
+from headstart.fleet.facts import (
+    Metrics,
+    ModelCard,
+    decode_json,
+    metrics_of,
+    parse_metrics,
+    parse_models,
+    parse_server_info,
+)
+from headstart.fleet.looks import MAX_HEALTH, MAX_METRICS, MAX_MODELS, read_prefix, whole_lines
 from headstart.fleet.reading import Served
+from headstart.fleet.shadow_budget import ShadowBudget
 from headstart.router.contents import Contents
 from headstart.router.endpoint import Endpoint
 from headstart.router.router import Router
@@ -80,6 +89,7 @@ class Members:
         self.on_look: Callable[[Member], None] = lambda member: None
         self.on_removed: Callable[[str], None] = lambda url: None
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._budget = ShadowBudget(log)
 
     def changed(self, addresses: Sequence[ReplicaAddress]) -> None:
         """Takes in new replicas, and lets those go that are not among `addresses`; their requests may still end."""
@@ -88,6 +98,7 @@ class Members:
             self._tasks.pop(url).cancel()
             del self.members[url]
             self._router.remove(url)
+            self._budget.release(url)
             self.on_removed(url)
             self._log.event("replica", {"replica": url, "state": "removed"})
         for url, address in wanted.items():
@@ -132,7 +143,8 @@ class Members:
         """An empty shadow of the replica's cache."""
         metrics = member.metrics
         policy = "2q" if metrics.kind == "headstart" else "lru"
-        return Shadow(metrics.num_blocks, eviction_policy=policy, at_pick=self._at_pick)
+        num_blocks = self._budget.grant(member.address.url, metrics.num_blocks)
+        return Shadow(num_blocks, eviction_policy=policy, at_pick=self._at_pick)
 
     # ---------------------------------------------------------------------------------------------------- one replica
 
@@ -167,7 +179,7 @@ class Members:
 
     async def _state(self, member: Member) -> str:
         try:
-            status, body = await self._get(member, "/health")
+            status, body = await self._get(member, "/health", MAX_HEALTH)
         except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, ConnectionError):
             member.was_gone = True
             return "absent"
@@ -184,11 +196,11 @@ class Members:
         """Asks what it serves, and makes it a candidate."""
         before, first = member.models, member.endpoint is None
         with suppress(aiohttp.ClientError, TimeoutError, ValueError):
-            status, body = await self._get(member, "/v1/models")
+            status, body = await self._get(member, "/v1/models", MAX_MODELS)
             if not self._headers and status < 500:
                 member.checks_keys = status in (401, 403)
-            if status == 200:
-                member.models = parse_models(msgspec.json.decode(body))
+            if status == 200 and (document := decode_json(body)) is not None:
+                member.models = parse_models(document)
         if not await self._scrape(member):
             member.metrics = metrics_of(member.models) or member.metrics
         if first:
@@ -211,12 +223,12 @@ class Members:
         """Reads /metrics, and returns whether it was there; without it the router goes by its own accounting."""
         member.scraped_at = time.monotonic()
         try:
-            status, body = await self._get(member, "/metrics")
+            status, body = await self._get(member, "/metrics", MAX_METRICS)
         except (aiohttp.ClientError, TimeoutError):
             return False
         if status != 200:
             return False
-        found = parse_metrics(body.decode(errors="replace"))
+        found = await asyncio.to_thread(parse_metrics, whole_lines(body, MAX_METRICS))
         if found.kind == "sglang" and not found.num_blocks and not member.metrics.num_blocks:
             found = await self._sglang(member, found)
         before, endpoint = member.metrics, member.endpoint
@@ -230,9 +242,9 @@ class Members:
 
     async def _sglang(self, member: Member, found: Metrics) -> Metrics:
         with suppress(aiohttp.ClientError, TimeoutError, ValueError):
-            status, body = await self._get(member, "/get_server_info")
+            status, body = await self._get(member, "/get_server_info", MAX_MODELS)
             if status == 200:
-                size, pages = parse_server_info(msgspec.json.decode(body))
+                size, pages = parse_server_info(decode_json(body))
                 return Metrics("sglang", size, pages, found.waiting, found.running, found.kv_usage)
         return found
 
@@ -240,8 +252,8 @@ class Members:
         endpoint.reconfigured(member.metrics.block_size or endpoint.block_size, self.contents(member))
         self._log.event("replica", {"replica": member.address.url, "state": "started again, its cache is empty"})
 
-    async def _get(self, member: Member, path: str) -> tuple[int, bytes]:
+    async def _get(self, member: Member, path: str, max_bytes: int) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=LOOK_SECONDS)
         url = member.address.url + path
         async with self._session.get(url, timeout=timeout, headers=self._headers) as response:
-            return response.status, await response.read()
+            return response.status, await read_prefix(response, max_bytes)
