@@ -51,6 +51,27 @@ def test_a_whole_number_is_a_number_and_one_key_is_a_list_of_keys(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
+        pytest.param("port = " + "[" * 100_000, "nested too deeply", id="lists"),
+        pytest.param("port = " + "{a=" * 100_000, "nested too deeply", id="tables"),
+        pytest.param(".".join("a" * 20_000) + " = 1", "line 1 has a name of more than 1000 parts", id="name"),
+        pytest.param("[" + ".".join("a" * 20_000) + "]", "line 1 has a name of more than 1000 parts", id="table"),
+        pytest.param("#" * (2**24 + 1), "more than 16 MiB", id="length"),
+    ],
+)
+def test_an_absurd_file_is_refused_in_one_short_line(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        read_file(write(tmp_path, text), tmp_path)
+    assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
+
+
+def test_a_long_text_of_many_sentences_is_no_absurd_file(tmp_path: Path) -> None:
+    text = 'prefix = [{name = "book", text = "' + "One sentence. " * 5_000 + '"}]'
+    assert len(read_file(write(tmp_path, text), tmp_path)["prefixes"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
         ("prot = 1", "unknown option 'prot'; did you mean port?"),
         ("[server]\nport = 1", "unknown option 'server'"),
         ("zzzzzz = 1", "--help lists"),

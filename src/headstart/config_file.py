@@ -17,6 +17,8 @@ from headstart.core.errors import ConfigError
 from headstart.options import EngineOptions, RouterOptions, ServerOptions, check_values, flag_fields, flag_of
 
 FILE_NAME = "headstart.toml"
+MAX_BYTES = 2**24
+MAX_DOTS = 1_000  # before the first quote of a line: the parser's memory grows with the square of a key's parts
 PREFIX = "HEADSTART_"
 CONFIG_VARIABLE = PREFIX + "CONFIG"
 DEBUG_VARIABLE = PREFIX + "DEBUG"
@@ -49,11 +51,13 @@ def read_file(path: Path | None, folder: Path) -> dict[str, Any]:
     if path is None and not found.is_file():
         return {}
     try:
-        content = tomllib.loads(found.read_text(encoding="utf-8"))
+        content = tomllib.loads(_text(found))
     except OSError as error:
         raise ConfigError(f"cannot read {found}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{found} is not valid TOML: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{found} is nested too deeply; options are texts, numbers and lists of texts") from None
     known = _spellings()
     values: dict[str, Any] = {}
     for key, value in content.items():
@@ -117,6 +121,19 @@ def plain_type(field: dataclasses.Field[Any]) -> type:
 def takes_several(field: dataclasses.Field[Any]) -> bool:
     """Whether the option is a tuple of values."""
     return get_origin(field.type) is tuple
+
+
+def _text(path: Path) -> str:
+    """The content of a file. Raises ConfigError for one that the parser could not read in little memory."""
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_BYTES >> 20} MiB; name large texts by file =")
+    text = content.decode()
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.partition('"')[0].partition("'")[0].count(".") > MAX_DOTS:
+            raise ConfigError(f"{path}: line {number} has a name of more than {MAX_DOTS} parts; options have one")
+    return text
 
 
 def _spellings() -> dict[str, dataclasses.Field[Any]]:

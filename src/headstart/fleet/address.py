@@ -5,6 +5,8 @@ from urllib.parse import urlsplit
 
 from headstart.core.errors import ConfigError
 
+MAX_ADDRESS = 2_048  # characters, with its events and replay
+
 _EXAMPLE = "http://10.0.0.7:8000, or http://10.0.0.7:8000,events=tcp://10.0.0.7:5557,replay=tcp://10.0.0.7:5558"
 
 
@@ -19,11 +21,18 @@ class ReplicaAddress:
 
 def parse_address(text: str) -> ReplicaAddress:
     """A replica as an option or a file has it: URL[,events=ENDPOINT][,replay=ENDPOINT]. Raises ConfigError."""
+    if len(text) > MAX_ADDRESS:
+        raise ConfigError(f"replica {text[:40]!r}... has {len(text)} characters, more than {MAX_ADDRESS} characters")
     url, *rest = (part.strip() for part in text.split(","))
     found: dict[str, str] = {}
     for part in rest:
         key, _, value = part.partition("=")
-        if key not in ("events", "replay") or not value.startswith(("tcp://", "ipc://")) or key in found:
+        if (
+            key not in ("events", "replay")
+            or not value.startswith(("tcp://", "ipc://"))
+            or not _is_plain(value)
+            or key in found
+        ):
             raise ConfigError(f"replica {text!r}: {part!r} says nothing; write it like {_EXAMPLE}")
         found[key] = value
     if "replay" in found and "events" not in found:
@@ -38,9 +47,21 @@ def _checked_url(text: str) -> str:
     except ValueError as error:
         raise ConfigError(f"replica {text!r} is no address ({error}); write it like {_EXAMPLE}") from None
     path = parts.path.rstrip("/").removesuffix("/v1")
-    if parts.scheme not in ("http", "https") or not parts.hostname or path or parts.query or parts.fragment:
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or path
+        or parts.query
+        or parts.fragment
+        or not _is_plain(text)
+    ):
         raise ConfigError(f"replica {text!r} is no address; write it like {_EXAMPLE}")
     if parts.username or parts.password:
         raise ConfigError("a replica's address holds a user or a password; give keys by --replica-api-key")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}" + (f":{port}" if port else "")
+
+
+def _is_plain(text: str) -> bool:
+    """Whether it has neither spaces nor what cannot be printed; urlsplit drops line feeds."""
+    return text.isprintable() and " " not in text

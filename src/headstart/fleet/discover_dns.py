@@ -7,7 +7,7 @@ from typing import Any
 
 from headstart.core.errors import ConfigError
 from headstart.fleet.address import ReplicaAddress
-from headstart.fleet.discovery import Changed
+from headstart.fleet.discovery import MAX_REPLICAS, Changed
 from headstart.server.logs import Log
 
 ASK_SECONDS = 5.0  # between two questions: resolvers keep an answer for its own time to live
@@ -45,8 +45,7 @@ class DnsDiscovery:
         complaint = ""
         while True:
             try:
-                found = _addresses(await self._resolve(self._name, self._port), self._port)
-                complaint = ""
+                found, complaint = self._bounded(await self._resolve(self._name, self._port), known or (), complaint)
             except (OSError, UnicodeError) as error:  # UnicodeError: what no name can be
                 found = known or ()
                 if complaint != str(error):
@@ -61,6 +60,20 @@ class DnsDiscovery:
                 known = found
                 changed(known)
             await asyncio.sleep(self._ask_seconds)
+
+    def _bounded(
+        self, answer: Sequence[Any], known: tuple[ReplicaAddress, ...], complaint: str
+    ) -> tuple[tuple[ReplicaAddress, ...], str]:
+        """At most MAX_REPLICAS addresses, first those that are known; and what was complained of them."""
+        found = _addresses(answer, self._port)
+        if len(found) <= MAX_REPLICAS:
+            return found, ""
+        reason = f"has more than {MAX_REPLICAS} addresses"
+        if complaint != reason:
+            self._log.line(f"headstart: {self.describe()} {reason}; the rest is left out")
+        before = set(known)
+        kept = sorted(found, key=lambda address: address not in before)[:MAX_REPLICAS]
+        return tuple(sorted(kept, key=lambda address: address.url)), reason
 
 
 async def _ask_the_system(name: str, port: int) -> Sequence[Any]:

@@ -7,16 +7,19 @@ not read: it must look the same twice.
 
 import asyncio
 import json
+import os
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from headstart.core.errors import ConfigError
 from headstart.fleet.address import ReplicaAddress, parse_address
-from headstart.fleet.discovery import Changed
+from headstart.fleet.discovery import MAX_REPLICAS, Changed
 from headstart.server.logs import Log
 
 POLL_SECONDS = 0.5
+MAX_FILE_BYTES = 2**23  # 2 KB for each of the replicas that a file may list
 _KEYS = {"url", "events", "replay"}
 
 Sight = tuple[int, int, int] | None
@@ -49,6 +52,8 @@ class FileDiscovery:
             read = seen
             try:
                 found = await asyncio.to_thread(read_addresses, self._path)
+                if await asyncio.to_thread(_look, self._path) != seen:
+                    continue  # it was written while it was read, and is another one by the next look
             except ConfigError as error:
                 if str(error) != complaint:
                     self._log.line(f"headstart: {error}; going on with the {len(known)} replicas known")
@@ -64,16 +69,30 @@ class FileDiscovery:
 def read_addresses(path: Path) -> tuple[ReplicaAddress, ...]:
     """The replicas that a file lists, each once. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _read(path).decode()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read {path}: it is not UTF-8 at byte {error.start}") from error
     parse = _from_json if text.lstrip().startswith("[") else _from_lines
     try:
-        return tuple(dict.fromkeys(parse(text)))
+        found = tuple(dict.fromkeys(parse(text)))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    if len(found) > MAX_REPLICAS:
+        raise ConfigError(f"{path} lists {len(found)} replicas, more than {MAX_REPLICAS}; start several routers")
+    return found
+
+
+def _read(path: Path) -> bytes:
+    """The content of a regular file of bounded size; nothing else is opened for longer than to see what it is."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ConfigError(f"cannot read {path}: it is no regular file")
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"cannot read {path}: it has more than {MAX_FILE_BYTES >> 20} MiB")
+    return content
 
 
 def _look(path: Path) -> Sight:
@@ -92,6 +111,8 @@ def _from_lines(text: str) -> list[ReplicaAddress]:
 def _from_json(text: str) -> list[ReplicaAddress]:
     try:
         entries: Sequence[Any] = json.loads(text)
+    except RecursionError:
+        raise ConfigError("its JSON is nested too deeply; write a list of texts or objects") from None
     except ValueError as error:
         raise ConfigError(f"it begins like a JSON list and is none: {error}") from None
     return [_at(f"entry {number}", lambda entry=entry: _of_entry(entry)) for number, entry in enumerate(entries, 1)]

@@ -6,6 +6,8 @@ from typing import Protocol
 
 from headstart.fleet.address import ReplicaAddress
 
+MAX_REPLICAS = 4_096  # that a file or a name may list: each is asked for its health all the time
+
 Changed = Callable[[Sequence[ReplicaAddress]], None]
 
 
