@@ -38,3 +38,7 @@ def test_event_endpoints_stand_behind_the_address() -> None:
 def test_what_is_no_address_is_said_to_be_none(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_address(text)
+
+
+def test_the_path_of_a_socket_may_hold_a_space() -> None:
+    assert parse_address("http://a:1,events=ipc:///tmp/my folder/pub").events == "ipc:///tmp/my folder/pub"

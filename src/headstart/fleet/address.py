@@ -30,7 +30,7 @@ def parse_address(text: str) -> ReplicaAddress:
         if (
             key not in ("events", "replay")
             or not value.startswith(("tcp://", "ipc://"))
-            or not _is_plain(value)
+            or not value.isprintable()
             or key in found
         ):
             raise ConfigError(f"replica {text!r}: {part!r} says nothing; write it like {_EXAMPLE}")
