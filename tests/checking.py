@@ -9,7 +9,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable
 
-from headstart.core.batch import Batch, Chunk, Output, Row, StepResult, TokenLogprob
+from headstart.core.batch import Batch, Chunk, Output, Row, RowError, RowErrorKind, StepResult, TokenLogprob
 from headstart.core.engine import Engine
 from headstart.core.limits import Limits
 from headstart.core.request import Request, SamplingParams
@@ -89,7 +89,7 @@ class CheckingExecutor:
         for block in set(chunk.block_ids[:blocks]):
             for slot in range(block * self.block_size, (block + 1) * self.block_size):
                 if self.slots[slot] == "NaN":  # also masked slots multiply 0 x NaN
-                    return Row(error="not finite")
+                    return Row(error=RowError(RowErrorKind.NON_FINITE, "not finite"))
         for position in range(end):
             held = self.slots[self._slot(chunk, position)]
             assert held == (position, chunk.history[position]), (

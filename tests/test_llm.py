@@ -126,7 +126,7 @@ def test_a_failed_row_is_told_on_its_own_result_and_harms_no_other() -> None:
 @pytest.mark.parametrize(
     ("prompts", "sampling", "match"),
     [
-        ([[5]], {"temperature": 3}, "temperature is 3"),
+        ([[5]], {"temperature": -3}, "temperature is -3"),
         ([[5]], {"tempreature": 1}, "unknown sampling parameter 'tempreature'"),
         ([[5]], {"stream": True}, "stream works over HTTP only"),
         ([[5]], 5, "must be a SamplingParams or a mapping"),

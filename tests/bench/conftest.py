@@ -7,7 +7,7 @@ import pytest
 
 from headstart.bench.engines import Setup
 from headstart.bench.nullexec import NullExecutor
-from headstart.core.batch import Batch, Row, StepResult
+from headstart.core.batch import Batch, Row, RowError, RowErrorKind, StepResult
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.limits import Limits
 from headstart.core.scheduler import Scheduler
@@ -21,7 +21,7 @@ class FailingExecutor(NullExecutor):
     """Every row fails alone."""
 
     def execute(self, batch: Batch) -> StepResult:
-        return StepResult(tuple(Row(error="planted") for _ in batch.chunks), 0.0)
+        return StepResult(tuple(Row(error=RowError(RowErrorKind.NON_FINITE, "planted")) for _ in batch.chunks), 0.0)
 
 
 class ForgetfulExecutor(NullExecutor):

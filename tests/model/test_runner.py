@@ -8,7 +8,7 @@ import torch
 from model.paged import all_logits, change_block, chunk, load_tiny, tiny_runner
 from model.tiny import eager
 
-from headstart.core.batch import Batch, Row
+from headstart.core.batch import Batch, Row, RowErrorKind
 from headstart.core.request import SamplingParams
 from headstart.model.attention.base import resolve_backend
 from headstart.model.loader import LoadedModel
@@ -49,8 +49,9 @@ def test_poisoned_and_invalid_rows_fail_alone(loaded: LoadedModel) -> None:
     change_block(runner, 5, lambda kv: kv.fill_(float("nan")))  # the second sequence's
     outside = chunk([1, 999], 0, 2, [14], request_id="x", num_logits=1)
     rows = rows_of(runner, lasts[0], lasts[1], outside, lasts[2], lasts[3], decode)
-    assert rows[1].error == "the model computed no finite hidden states" and rows[1].token_ids == ()
-    assert rows[2].error is not None and "999" in rows[2].error
+    assert rows[1].error == (RowErrorKind.NON_FINITE, "the model computed no finite hidden states")
+    assert rows[2].error is not None and "999" in rows[2].error.message
+    assert rows[2].error.kind is RowErrorKind.REQUEST and rows[1].token_ids == ()
     assert [rows[i] for i in (0, 3, 4, 5)] == [clean[i] for i in (0, 2, 3, 4)]
     runner.zero_blocks([4, 5, 6])
     again = [chunk(texts[1], 0, 40, tables[1], num_logits=1)]

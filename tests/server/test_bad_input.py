@@ -100,7 +100,7 @@ def test_what_is_not_a_json_object_is_400(server: Server, path: str, body: bytes
         (COMPLETIONS, {"prompt": "a", "n": True}, 400, "invalid_value", "n"),
         (COMPLETIONS, {"prompt": "a", "best_of": 3}, 400, "unsupported_parameter", "best_of"),
         (COMPLETIONS, {"prompt": "a", "temperature": -0.1}, 400, "invalid_value", "temperature"),
-        (COMPLETIONS, {"prompt": "a", "temperature": 2.1}, 400, "invalid_value", "temperature"),
+        (COMPLETIONS, {"prompt": "a", "temperature": 3.5e38}, 400, "invalid_value", "temperature"),
         (COMPLETIONS, {"prompt": "a", "top_p": 0}, 400, "invalid_value", "top_p"),
         (COMPLETIONS, {"prompt": "a", "top_k": 2**70}, 400, "invalid_value", "top_k"),
         (COMPLETIONS, {"prompt": "a", "seed": 2**63}, 400, "invalid_value", "seed"),

@@ -9,7 +9,7 @@ import pytest
 
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.server.bodies import parse_chat, parse_completion, parse_detokenize, parse_json, parse_tokenize
-from headstart.server.bounds import Bounds
+from headstart.server.bounds import FLOAT32_MAX, Bounds
 from headstart.server.fields import Fields
 from headstart.server.params import GenerationParams, Kind, fit, parse_params
 
@@ -30,7 +30,8 @@ ACCEPTED = [
     ("n", 16),
     ("best_of", 1),
     ("temperature", 0),
-    ("temperature", 2),
+    ("temperature", 100),
+    ("temperature", FLOAT32_MAX),
     ("top_p", 1),
     ("top_p", 0.001),
     ("top_k", -1),
@@ -40,7 +41,10 @@ ACCEPTED = [
     ("min_p", 1),
     ("presence_penalty", -2),
     ("frequency_penalty", 2.0),
-    ("repetition_penalty", 10),
+    ("repetition_penalty", 100),
+    ("repetition_penalty", FLOAT32_MAX),
+    ("repetition_penalty", 1e-38),
+    ("repetition_penalty", 5e-324),
     ("seed", 2**63 - 1),
     ("seed", -(2**63)),
     ("max_tokens", 1),
@@ -93,13 +97,13 @@ def test_null_means_the_default(name: str) -> None:
 REFUSED = [
     ("n", [0, 17, 1.0, True, "1", [], 10**400]),
     ("best_of", [0, 17, "x"]),
-    ("temperature", [-0.1, 2.1, NAN, INF, -INF, True, "1", 10**400, []]),
+    ("temperature", [-0.1, 3.5e38, NAN, INF, -INF, True, "1", 10**400, []]),
     ("top_p", [0, -1, 1.01, NAN, False]),
     ("top_k", [-2, 1.5, 2**31, True]),
     ("min_p", [-0.1, 1.1, NAN]),
     ("presence_penalty", [-2.1, 2.1, NAN, "0"]),
     ("frequency_penalty", [-2.1, 2.1, INF]),
-    ("repetition_penalty", [0, -1, 10.1, NAN]),
+    ("repetition_penalty", [0, -1, 3.5e38, NAN]),
     ("seed", [2**63, -(2**63) - 1, 1.0, True, "1"]),
     ("max_tokens", [0, -1, 65, 1.0, True, "5"]),
     ("max_completion_tokens", [0, -1, 65, 2**40]),
@@ -192,8 +196,10 @@ def test_a_response_format_that_is_nothing_is_wrong_rather_than_unbuilt() -> Non
 
 
 def test_the_message_names_value_limit_and_remedy() -> None:
-    with pytest.raises(InvalidRequestError, match=r"^temperature is 2\.5; it must be between 0 and 2$"):
-        completion(temperature=2.5)
+    with pytest.raises(InvalidRequestError, match=r"^min_p is 2\.5; it must be between 0 and 1$"):
+        completion(min_p=2.5)
+    with pytest.raises(InvalidRequestError, match=r"^temperature is 1e\+39; it must be between 0 and 3\.40282e\+38$"):
+        completion(temperature=1e39)
     with pytest.raises(InvalidRequestError, match=r"^n is 17; it must be between 1 and 16$"):
         completion(n=17)
     with pytest.raises(InvalidRequestError, match=r"^top_p is 0; it must be above 0 and at most 1$"):
@@ -358,7 +364,7 @@ def test_ten_thousand_random_bodies_raise_nothing_but_invalid_requests() -> None
         outcomes[True] += 1
         if number % 4 < 2:
             sampling = fit(parsed.params, 1, BOUNDS) if (parsed.params.max_tokens or 1) < 64 else parsed.params.sampling
-            assert sampling.max_tokens >= 1 and 0 <= sampling.temperature <= 2
+            assert sampling.max_tokens >= 1 and 0 <= sampling.temperature <= FLOAT32_MAX
             assert all(0 <= token < 100 for token in (*sampling.stop_token_ids, *dict(sampling.logit_bias)))
     assert min(outcomes.values()) > 1000  # both ends are really met
 

@@ -16,7 +16,7 @@ from headstart.bench.machine import ContentionLog, uncontended
 from headstart.bench.progress import QUIET, Bar
 from headstart.bench.report import Chart, Report, Sheet, spread
 from headstart.bench.twins_forms import BLOCK_SIZE, LOSS_STEP, Form, check_form
-from headstart.core.batch import Batch, Row, StepResult
+from headstart.core.batch import Batch, Row, RowError, RowErrorKind, StepResult
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.executor import Executor
 from headstart.core.request import CacheMode, Request, SamplingParams
@@ -152,7 +152,11 @@ class _LosingExecutor:
         if self._loss == "abort":
             self._engine.abort(self._request_id)
             return result
-        rows = (*result.rows[:index], Row(error="planted"), *result.rows[index + 1 :])
+        rows = (
+            *result.rows[:index],
+            Row(error=RowError(RowErrorKind.NON_FINITE, "planted")),
+            *result.rows[index + 1 :],
+        )
         return result._replace(rows=rows)
 
 

@@ -1,6 +1,7 @@
 """Chunk, Batch, Row, StepResult, Output: all that crosses the executor seam, and what comes out of the engine."""
 
 from array import array
+from enum import Enum
 from typing import NamedTuple
 
 from headstart.core.request import FinishReason, SamplingParams
@@ -40,6 +41,20 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob)
 
 
+class RowErrorKind(Enum):
+    """Where the fault of a failed row may lie, which decides what becomes of the KV blocks it used."""
+
+    NON_FINITE = "non-finite"  # hidden states, or logits before any edit: the KV that was read or written is suspect
+    REQUEST = "request"  # ids out of bounds, sampling: the KV is as good as that of any other row
+
+
+class RowError(NamedTuple):
+    """Why a row failed. `message` goes to the client."""
+
+    kind: RowErrorKind
+    message: str
+
+
 class Row(NamedTuple):
     """What became of one chunk. A row fails alone: `error` is set and the others are unharmed.
 
@@ -49,7 +64,7 @@ class Row(NamedTuple):
 
     token_ids: tuple[int, ...] = ()  # sampled: num_logits of them
     logprobs: tuple[TokenLogprob, ...] = ()
-    error: str | None = None
+    error: RowError | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 

@@ -336,7 +336,7 @@ class Scheduler:
             reason,
             len(seq.request.prompt),
             seq.num_cached_tokens + seq.num_store_tokens + seq.num_followed_tokens,
-            row.error,
+            None if row.error is None else row.error.message,
             row.prompt_logprobs,
             ledger,
             seq.scheduled_at,

@@ -1,7 +1,9 @@
 """Edits a request makes to single logits: repetition, frequency and presence penalty, logit_bias, min_tokens.
 
 All are sparse, so the cost follows the tokens a request has seen, not the vocabulary. Ids are checked on the host, row
-by row, before anything is written: on a GPU a bad index would take the whole process down.
+by row, before anything is written: on a GPU a bad index would take the whole process down. A finite logit stays finite
+whatever the parameters: what a repetition penalty makes too large for float32 becomes the largest float32 of its sign,
+and penalties and biases are too small to overflow (the largest float32 plus 1e31 rounds to itself).
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,6 +18,7 @@ from headstart.core.batch import Chunk
 
 Ids = npt.NDArray[np.int64]
 Amounts = npt.NDArray[np.float32]
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 class _RowEdits(NamedTuple):
@@ -55,7 +58,8 @@ class LogitEdits:
         repeated = {row: (e.repeated, np.full(len(e.repeated), e.repetition, np.float32)) for row, e in edits.items()}
         for where, factor in _flat(repeated, logits):
             old = logits[where]
-            logits[where] = torch.where(old > 0, old / factor, old * factor)
+            new = torch.where(old > 0, old / factor, old * factor).clamp_(-_FLOAT32.max, _FLOAT32.max)
+            logits[where] = torch.where(old.isinf(), old, new)  # the model's own -inf stays
         for where, amount in _flat({row: (e.penalised, -e.penalties) for row, e in edits.items()}, logits):
             logits.index_put_(where, amount, accumulate=True)
         for where, amount in _flat({row: (e.biased, e.biases) for row, e in edits.items()}, logits):
@@ -82,7 +86,7 @@ class LogitEdits:
         banned = [i for i in s.stop_token_ids if unfinished and 0 <= i < self.vocab_size]
         edits = _RowEdits(
             repeated.astype(np.int64),
-            s.repetition_penalty,
+            min(max(s.repetition_penalty, _FLOAT32.tiny), _FLOAT32.max),  # rounded to 0 or inf it would give NaN
             penalised.astype(np.int64),
             penalties.astype(np.float32),
             np.array(list(bias), np.int64),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.core.batch import Batch, Chunk, Row, StepResult, TokenLogprob
+from headstart.core.batch import Batch, Chunk, Row, RowError, RowErrorKind, StepResult, TokenLogprob
 from headstart.core.store import Data
 from headstart.model.attention.base import backend_factory
 from headstart.model.kernels.load import kernels
@@ -20,6 +20,7 @@ from headstart.model.sampler import Sampler
 from headstart.model.step import StepBounds, StepInputs, build_step
 
 PROMPT_LOGITS_BYTES = 64 << 20  # logits of prompt positions held at a time
+_NOT_FINITE = RowError(RowErrorKind.NON_FINITE, "the model computed no finite hidden states")
 
 
 class ModelRunner:
@@ -44,7 +45,7 @@ class ModelRunner:
         rows: list[Row | None] = [None] * len(batch.chunks)
         step, kept, errors = build_step(batch, self._bounds, self.loaded.device)
         for index, message in errors.items():
-            rows[index] = Row(error=message)
+            rows[index] = Row(error=RowError(RowErrorKind.REQUEST, message))
         if step is not None:
             computed = self._compute([batch.chunks[index] for index in kept], step)
             for index, row in zip(kept, computed, strict=True):
@@ -69,7 +70,7 @@ class ModelRunner:
         """Rows of chunks that are in bounds."""
         hidden = self.loaded.model.forward(step, self.attention.begin(step))
         finite = finite_chunks(self._kernels, hidden, step.qo_indptr)
-        rows = [Row() if ok else Row(error="the model computed no finite hidden states") for ok in finite]
+        rows = [Row() if ok else Row(error=_NOT_FINITE) for ok in finite]
         sampling = [index for index, chunk in enumerate(chunks) if chunk.num_logits and finite[index]]
         if sampling:
             last = hidden  # if all of them are sampled
@@ -96,5 +97,5 @@ class ModelRunner:
                 logits = self.loaded.model.logits(hidden[begin : min(begin + piece, wanted)])
                 entries += self.sampler.prompt_logprobs(logits, chunk, offset=begin)
         except FloatingPointError as error:
-            return Row(error=str(error))
+            return Row(error=RowError(RowErrorKind.NON_FINITE, str(error)))
         return row._replace(prompt_logprobs=tuple(entries))

@@ -10,12 +10,13 @@ order of a sort never matters), and sums run in token order, row by row.
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from math import isfinite
+from dataclasses import replace
+from math import inf, isfinite
 
 import torch
 from torch import Tensor
 
-from headstart.core.batch import Chunk, Row, TokenLogprob
+from headstart.core.batch import Chunk, Row, RowError, RowErrorKind, TokenLogprob
 from headstart.core.request import SamplingParams
 from headstart.model.draw import draw, take
 from headstart.model.kernels.load import Kernels
@@ -24,6 +25,7 @@ from headstart.model.logit_edits import LogitEdits, num_outputs
 
 _GREEDY_BELOW = 1e-5  # temperatures that differ from 0 in name only
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
+_NOT_FINITE = RowError(RowErrorKind.NON_FINITE, "the model computed no finite logits")
 _SLICE_BYTES = 64 * 2**20  # of float32 log-probabilities held at once for a prompt
 
 
@@ -39,13 +41,15 @@ class Sampler:
     def sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
         """One row per chunk, from logits [R, V] of any float type, which are not modified.
 
-        A row with NaN or +inf, with nothing but -inf, or with parameters that cannot be applied, comes back with
-        `error`; the others are as if it had not been there.
+        A row with NaN or +inf, or with nothing but -inf, comes back with an error of kind NON_FINITE, and one with a
+        token id that cannot be edited with one of kind REQUEST; the others are as if it had not been there. No legal
+        sampling parameter makes a row fail: edited logits stay finite, and where min_tokens forbids all tokens it is
+        ignored.
         """
         if logits.shape != (len(chunks), self.vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)} for {len(chunks)} rows x {self.vocab_size} tokens")
         chosen, best = greatest(self._kernels, logits)  # NaN propagates, so `best` alone tells a poisoned row
-        errors = ["" if isfinite(value) else "the model computed no finite logits" for value in best]
+        errors = [None if isfinite(value) else _NOT_FINITE for value in best]
         edited = [i for i, chunk in enumerate(chunks) if not errors[i] and self._edits.wanted(chunk)]
         drawn = [i for i, chunk in enumerate(chunks) if not errors[i] and not _is_greedy(chunk.sampling)]
         if edited or drawn:
@@ -86,7 +90,7 @@ class Sampler:
         edited: list[int],
         drawn: list[int],
         chosen: list[int],
-        errors: list[str],
+        errors: list[RowError | None],
     ) -> None:
         """Replaces what is `chosen` (the plain best) in edited and drawn rows. Fills in `errors`."""
         rows = sorted({*edited, *drawn})
@@ -97,11 +101,12 @@ class Sampler:
         if edited:
             failed = self._edits.apply(work, {where[i]: chunks[i] for i in edited})
             for at, message in failed.items():
-                errors[rows[at]] = message
-            for row, token, value in zip(rows, *greatest(self._kernels, work), strict=True):
+                errors[rows[at]] = RowError(RowErrorKind.REQUEST, message)
+            tokens, values = greatest(self._kernels, work)
+            for row, token in zip(rows, tokens, strict=True):
                 chosen[row] = token
-                if not isfinite(value) and not errors[row]:
-                    errors[row] = "logit_bias and min_tokens leave no token to choose"
+            for row in [row for row, value in zip(rows, values, strict=True) if value == -inf and not errors[row]]:
+                chosen[row] = self._choose_unbanned(logits[row], work[where[row]], chunks[row])
         drawn = [i for i in drawn if not errors[i]]
         if drawn:
             subset = take(work, [where[i] for i in drawn])
@@ -109,6 +114,16 @@ class Sampler:
             tokens = draw(subset, [chunks[i].sampling for i in drawn], uniform)
             for i, token in zip(drawn, tokens.tolist(), strict=True):
                 chosen[i] = token
+
+    def _choose_unbanned(self, logits: Tensor, work: Tensor, chunk: Chunk) -> int:
+        """Redo the edits of a row in which min_tokens forbids every token, without min_tokens; return the best token.
+
+        Overwrites `work`.
+        """
+        work.copy_(logits)
+        unbanned = chunk._replace(sampling=replace(chunk.sampling, min_tokens=0))
+        self._edits.apply(work[None], {0: unbanned})
+        return greatest(self._kernels, work[None])[0][0]
 
     def _key(self, chunk: Chunk) -> str:
         seed = chunk.sampling.seed
@@ -126,7 +141,7 @@ def _uniform(key: str, index: int) -> float:
 
 
 def _logprobs(
-    logits: Tensor, chosen: list[int], chunks: Sequence[Chunk], errors: list[str]
+    logits: Tensor, chosen: list[int], chunks: Sequence[Chunk], errors: list[RowError | None]
 ) -> dict[int, tuple[TokenLogprob, ...]]:
     """Row -> its one entry, for the rows that ask."""
     asked = {i: n for i, c in enumerate(chunks) if (n := c.sampling.logprobs) is not None and not errors[i]}

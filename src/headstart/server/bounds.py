@@ -14,6 +14,7 @@ from headstart.options import ServerOptions
 
 INT31_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+FLOAT32_MAX = 2.0**128 - 2.0**104  # what logits are computed with
 
 
 class NumberRange(NamedTuple):
@@ -32,13 +33,14 @@ class IntegerRange(NamedTuple):
     high: int
 
 
+# As vLLM documents them; the sampler gives a token for every combination (tests/model/test_sampler_extremes.py).
 NUMBERS: Mapping[str, NumberRange] = {
-    "temperature": NumberRange(0.0, 2.0, 1.0),
+    "temperature": NumberRange(0.0, FLOAT32_MAX, 1.0),
     "top_p": NumberRange(0.0, 1.0, 1.0, above_low=True),
     "min_p": NumberRange(0.0, 1.0, 0.0),
     "presence_penalty": NumberRange(-2.0, 2.0, 0.0),
     "frequency_penalty": NumberRange(-2.0, 2.0, 0.0),
-    "repetition_penalty": NumberRange(0.0, 10.0, 1.0, above_low=True),
+    "repetition_penalty": NumberRange(0.0, FLOAT32_MAX, 1.0, above_low=True),
 }
 INTEGERS: Mapping[str, IntegerRange] = {
     "seed": IntegerRange(-INT64_MAX - 1, INT64_MAX),

@@ -29,7 +29,9 @@ def shown(value: object) -> str:
 
 
 def plain(number: float) -> str:
-    """Returns a limit as people write it: 2 and not 2.0."""
+    """Returns a limit as people write it: 2 and not 2.0, and 3.40282e+38 instead of 39 digits."""
+    if abs(number) >= 1e15:
+        return f"{number:g}"
     return str(int(number)) if float(number).is_integer() else str(number)
 
 
