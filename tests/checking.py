@@ -39,22 +39,39 @@ def expected_tokens(prompt: Iterable[int], num: int, stop: tuple[int, ...] = ())
 class CheckingExecutor:
     """An Executor that verifies every block it reads and every block it is told to write.
 
-    `poison` decides which chunks fail: their KV becomes NaN-like garbage and their row an error.
+    `poison` decides which chunks fail: their KV becomes NaN-like garbage and their row an error. `refuse` decides
+    which rows fail by the request's own fault: their KV is as it should be.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, poison: Callable[[Chunk], bool] = lambda _: False) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        poison: Callable[[Chunk], bool] = lambda _: False,
+        refuse: Callable[[Chunk], bool] = lambda _: False,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.block_bytes = 8 * block_size
         self.poison = poison
+        self.refuse = refuse
         self.slots: list[tuple[int, int] | str | None] = [None] * (num_blocks * block_size)
         self.batches: list[Batch] = []
         self.finished: list[str] = []
+        self.corrupted: set[int] = set()  # blocks that were corrupted and not cleared since
+        self.harmed: set[str] = set()  # requests that read one of them
 
     def zero_blocks(self, block_ids: list[int]) -> None:
+        self.corrupted.difference_update(block_ids)
         for block in block_ids:
             for slot in range(block * self.block_size, (block + 1) * self.block_size):
                 self.slots[slot] = None
+
+    def corrupt(self, block: int) -> None:
+        """Whoever reads the block from now on fails, until it is cleared or written anew."""
+        self.corrupted.add(block)
+        for slot in range(block * self.block_size, (block + 1) * self.block_size):
+            self.slots[slot] = "NaN"
 
     def read_block(self, block_id: int) -> bytes:
         """Position and token of every slot; (-1, -1) for an empty one and (-2, -2) for garbage."""
@@ -78,7 +95,12 @@ class CheckingExecutor:
             for position in range(max(chunk.start, chunk.write_from), chunk.start + len(chunk.token_ids)):
                 value = (position, chunk.token_ids[position - chunk.start])
                 self.slots[self._slot(chunk, position)] = "NaN" if self.poison(chunk) else value
-        return StepResult(tuple(self._row(chunk) for chunk in batch.chunks), elapsed=1.0)
+        rows = tuple(self._row(chunk) for chunk in batch.chunks)
+        for chunk, row in zip(batch.chunks, rows, strict=True):
+            if row.error is not None and row.error.kind is RowErrorKind.NON_FINITE:  # layers behind the first wrote NaN
+                for position in range(max(chunk.start, chunk.write_from), chunk.start + len(chunk.token_ids)):
+                    self.slots[self._slot(chunk, position)] = "NaN"
+        return StepResult(rows, elapsed=1.0)
 
     def _row(self, chunk: Chunk) -> Row:
         end = chunk.start + len(chunk.token_ids)
@@ -89,6 +111,7 @@ class CheckingExecutor:
         for block in set(chunk.block_ids[:blocks]):
             for slot in range(block * self.block_size, (block + 1) * self.block_size):
                 if self.slots[slot] == "NaN":  # also masked slots multiply 0 x NaN
+                    self.harmed.update([chunk.request_id] if block in self.corrupted else [])
                     return Row(error=RowError(RowErrorKind.NON_FINITE, "not finite"))
         for position in range(end):
             held = self.slots[self._slot(chunk, position)]
@@ -96,6 +119,8 @@ class CheckingExecutor:
                 f"{chunk.request_id} reads {held} at position {position}, token {chunk.history[position]} is due"
             )
         assert chunk.num_logits == (1 if end == len(chunk.history) else 0)
+        if self.refuse(chunk):
+            return Row(error=RowError(RowErrorKind.REQUEST, "refused"))
         tokens = tuple(next_token(chunk.history) for _ in range(chunk.num_logits))
         if chunk.sampling.prompt_logprobs is None:
             return Row(tokens)

@@ -3,7 +3,7 @@
 from random import Random
 
 import pytest
-from checking import make_engine, make_request
+from checking import executor_of, make_engine, make_request
 
 from headstart.core.batch import Chunk
 from headstart.core.engine import Engine
@@ -58,6 +58,8 @@ class Chaos:
                 aborted = rng.choice(sorted(self.live))
                 assert self.engine.abort(aborted)
                 self.live.discard(aborted)
+            elif dice < 0.64:
+                self._corrupt()
         except InvalidRequestError:
             pass
 
@@ -73,6 +75,12 @@ class Chaos:
         assert pool.num_pinned_names <= prefixes.max_blocks
         held = sum(info.num_blocks for info in prefixes.list())
         assert max((info.num_blocks for info in prefixes.list()), default=0) <= pool.num_pinned_names <= held
+
+    def _corrupt(self) -> None:
+        """Spoils a published block, in use or not."""
+        entries = sorted(self.engine.scheduler.pool._entries.values())
+        if entries:
+            executor_of(self.engine).corrupt(self.rng.choice(entries)[0])
 
     def _request(self) -> None:
         rng, base, domain = self.rng, self.rng.choice(self.bases), self.rng.choice(DOMAINS)

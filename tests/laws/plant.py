@@ -117,9 +117,9 @@ def failed_blocks_stay_published() -> None:
 def lost_on_abort() -> None:
     release = KVCache.release
 
-    def planted(self: KVCache, seq: Any, *, failed: bool = False) -> None:
+    def planted(self: KVCache, seq: Any) -> None:
         seq.block_ids = seq.block_ids[1:]
-        release(self, seq, failed=failed)
+        release(self, seq)
 
     KVCache.release = planted  # type: ignore[method-assign]
 

@@ -37,7 +37,8 @@ class Counters:
     num_preemptions: int = 0
     num_promise_skips: int = 0  # times that a sequence, or a group of waiting ones, left a step out for a promise
     num_adoptions: int = 0  # times that a running sequence took over blocks
-    num_row_errors: int = 0
+    num_row_errors: int = 0  # requests that failed alone
+    num_recomputes: int = 0  # second runs of requests of which a row was not finite
 
 
 class Accounts:
@@ -97,6 +98,15 @@ class Accounts:
             known = max(chunk.num_prompt_tokens, seq.num_covered_tokens)
             counters.prefill_tokens += min(start + n, known) - start
             counters.replayed_tokens += max(min(start + n, seq.num_covered_tokens) - start, 0)
+
+    def recomputes(self, seq: Sequence) -> None:
+        """Note that a sequence is computed again from its first token: a prompt not answered yet reuses nothing."""
+        self.counters.num_recomputes += 1
+        if seq.num_output_tokens:
+            seq.num_covered_tokens = max(seq.num_covered_tokens, seq.num_computed_tokens)
+            return
+        seq.num_pinned_tokens = seq.num_cached_tokens = seq.num_store_tokens = seq.num_followed_tokens = 0
+        seq.num_covered_tokens = 0
 
     def close(self, seq: Sequence) -> Ledger:
         """The account of a prompt whose last token has just been computed."""

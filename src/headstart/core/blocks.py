@@ -186,10 +186,13 @@ class BlockPool:
         if unused:
             self._idle.revive(unused)
 
-    def allocate(self, num: int, tenant: str = "", *, by: str = "", last_resort: bool = False) -> list[int]:
+    def allocate(
+        self, num: int, tenant: str = "", *, by: str = "", last_resort: bool = False, zeroed: bool = False
+    ) -> list[int]:
         """`num` blocks for one owner of `tenant`, evicting idle ones when scratch is used up.
 
-        `by` names the request it is for. The caller has checked `num_available`.
+        `by` names the request it is for. `zeroed`: all of them are reported by `take_blocks_to_zero`. The caller has
+        checked `num_available`.
         """
         if num > len(self._scratch):
             free = self.num_available((), tenant, last_resort=last_resort)
@@ -203,8 +206,8 @@ class BlockPool:
             self._versions[block] += 1
         if tenant:
             self._idle.sees(tenant)
-        if self._suspect:
-            self._to_zero += [block for block in blocks if block in self._suspect]
+        if self._suspect or zeroed:
+            self._to_zero += [block for block in blocks if zeroed or block in self._suspect]
             self._suspect.difference_update(blocks)
         return blocks
 
@@ -296,7 +299,7 @@ class BlockPool:
     # ------------------------------------------------------------------------------------------------- forgetting
 
     def distrust(self, block_ids: Sequence[int]) -> None:
-        """Blocks of a row that failed: nobody finds them any more, and they are zeroed before they are used again."""
+        """Blocks that may not be finite: nobody finds them any more, and they are zeroed before they are used again."""
         self._suspect.update(block_ids)
         for block in block_ids:
             self._versions[block] += 1
@@ -305,7 +308,7 @@ class BlockPool:
         self._forget(published, Evicted("failed", "", self.now))
 
     def take_blocks_to_zero(self) -> list[int]:
-        """Newly allocated blocks whose content may not be finite; each is reported once, before its first use."""
+        """Newly allocated blocks that must be cleared; each is reported once, before its first use."""
         blocks, self._to_zero = self._to_zero, []
         return blocks
 

@@ -71,9 +71,10 @@ class EngineStats(NamedTuple):
     num_adoptions: int = 0  # times that a running sequence took over blocks
     num_evictions: int = 0  # published blocks whose content was given up, for any of these causes:
     num_evictions_capacity: int = 0  # their room was needed
-    num_evictions_failed: int = 0  # a row that used them failed
+    num_evictions_failed: int = 0  # a request whose hidden states were not finite wrote them, or shared them: trust.py
     num_evictions_reset: int = 0  # the cache was reset
     num_row_errors: int = 0
+    num_recomputes: int = 0  # requests that were computed again because blocks of others might not be finite
     num_loading_blocks: int = 0  # on their way from the store
     compute_tokens_per_s: float = 0.0  # of steps that mostly prefill; 0: not measured yet
     store: StoreStats | None = None
@@ -270,6 +271,7 @@ class Engine:
             num_evictions_failed=pool.evictions["failed"],
             num_evictions_reset=pool.evictions["reset"],
             num_row_errors=counters.num_row_errors,
+            num_recomputes=counters.num_recomputes,
             num_loading_blocks=scheduler.transfers.num_outstanding,
             compute_tokens_per_s=scheduler.transfers.rate.tokens_per_second,
             store=None if self._store is None else self._store.stats(),

@@ -103,9 +103,13 @@ class KVCache:
             seq.block_ids[hit.start_block :] = array("i", hit.block_ids)
             seq.num_computed_tokens = hit.num_tokens
             seq.num_published_blocks = len(seq.block_ids)
+            seq.taken.append(range(hit.start_block, len(seq.block_ids)))
         if new:
             request = seq.request
-            new_blocks = self.pool.allocate(new, request.tenant, by=request.request_id, last_resort=last_resort)
+            zeroed = seq.recompute is not None  # no NaN of a former owner may reach the second run
+            new_blocks = self.pool.allocate(
+                new, request.tenant, by=request.request_id, last_resort=last_resort, zeroed=zeroed
+            )
             seq.block_ids.extend(new_blocks)
         return True
 
@@ -120,6 +124,23 @@ class KVCache:
         for index in range(seq.num_published_blocks, full):
             self._publish(seq, index, seq.block_ids[index])
         seq.num_published_blocks = full
+
+    def share(self, seq: Sequence) -> None:
+        """Use, in place of full blocks of its own, equal ones that others have published meanwhile.
+
+        For one that reads the cache but has computed what it could have taken over: pinned blocks have room once.
+        """
+        if not self.reads(seq):
+            return
+        for index in range(min(seq.num_computed_tokens // self.block_size, len(seq.block_hashes))):
+            key, own = self.key(seq, index), seq.block_ids[index]
+            entry = self.pool.entry(key.name)
+            if entry is None or entry[0] == own or (entry[1], entry[2]) != (key.parent, key.tokens):
+                continue
+            self.pool.acquire([entry[0]])
+            self.pool.release([own])
+            seq.block_ids[index] = entry[0]
+            seq.taken.append(range(index, index + 1))
 
     def publish_block(self, seq: Sequence, index: int, block: int) -> bool:
         """Publishes `block`, which is not in its table, as what block `index` of the sequence should hold.
@@ -136,24 +157,24 @@ class KVCache:
         tokens = seq.token_ids[start : start + self.block_size].tobytes()
         return BlockKey(seq.block_hashes[index], self.parent(seq, index), tokens)
 
-    def release(self, seq: Sequence, *, failed: bool = False) -> None:
-        """Gives the whole table back. `failed`: its content may not be finite, so nobody may find it again."""
-        blocks = seq.block_ids
-        if failed:
-            self.pool.distrust(blocks)
-        self.pool.release(blocks, seq.request.retention)
+    def release(self, seq: Sequence) -> None:
+        """Gives the whole table back."""
+        self.pool.release(seq.block_ids, seq.request.retention)
         seq.block_ids = empty_table()
+        seq.taken = []
         seq.num_computed_tokens = 0
         seq.num_published_blocks = 0
 
     def reads(self, seq: Sequence) -> bool:
         """Whether it takes over what others computed. Log-probabilities of the prompt have to be computed."""
         request = seq.request
-        return self.enabled and request.cache is not CacheMode.BYPASS and request.sampling.prompt_logprobs is None
+        if not self.enabled or seq.recompute is not None:
+            return False
+        return request.cache is not CacheMode.BYPASS and request.sampling.prompt_logprobs is None
 
     def writes(self, seq: Sequence) -> bool:
         """Whether others may take over what it computes."""
-        return self.enabled and seq.request.cache is CacheMode.READ_WRITE
+        return self.enabled and seq.recompute is None and seq.request.cache is CacheMode.READ_WRITE
 
     def num_pinned_blocks(self, names: list[BlockHash]) -> int:
         """How many leading `names` are pinned."""

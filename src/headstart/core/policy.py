@@ -70,6 +70,7 @@ class Group:
     """Waiting sequences with the same first missing block, hence with the same `depth` of published blocks before it.
 
     `missing` is that block's name; where nothing full is missing, or nothing may be read, a name of the sequence's own.
+    Sequences that are to be computed a second time (trust.py) are one group.
     """
 
     __slots__ = ("age", "common", "depth", "match", "members", "missing", "num_told", "wanted")
@@ -89,6 +90,7 @@ class Group:
 
 
 Entry = tuple[tuple[float, ...], Group]
+_RECOMPUTE = BlockHash(b"//recompute")  # no name of a block: those are digests, and a request's own begins with one /
 
 
 class WaitingQueue:
@@ -220,6 +222,8 @@ class WaitingQueue:
     def _insert(self, seq: Sequence, depth: int) -> None:
         if depth < len(seq.block_hashes) and self._reads(seq):
             missing = seq.block_hashes[depth]
+        elif seq.recompute is not None:
+            missing = _RECOMPUTE  # all in one group: only one of them runs at a time
         else:
             missing = BlockHash(b"/" + seq.request_id.encode())
         group = self._groups.get(missing)

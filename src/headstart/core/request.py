@@ -89,6 +89,21 @@ def empty_table() -> "array[int]":
     return array("i")
 
 
+class Suspect(NamedTuple):
+    """A published block that a failed sequence shared: it is the same one as long as name, block and version agree."""
+
+    name: BlockHash
+    block: int
+    version: int
+
+
+class Recompute(NamedTuple):
+    """The second run of a sequence whose row was not finite, in blocks of its own; see trust.py."""
+
+    suspects: tuple[Suspect, ...]
+    until: int  # tokens; if it computes so many, the suspects are at fault
+
+
 class Status(Enum):
     """Where a sequence stands in the scheduler."""
 
@@ -127,6 +142,9 @@ class Sequence:
     block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])  # of full blocks, each computed once
     num_public_blocks: int = 0  # leading blocks that lie in a public pinned prefix: every domain may share them
     num_published_blocks: int = 0  # leading blocks that were taken over, or published, or lost to an equal one
+    taken: list[range] = field(default_factory=list[range])  # indices of the blocks that it took over from others
+    recompute: Recompute | None = None  # it runs a second time, or waits to: it neither reads nor writes the cache
+    was_recomputed: bool = False  # a second run has begun, or was waited for; there is no third
 
     @property
     def request_id(self) -> str:

@@ -80,6 +80,14 @@ class Room:
                 param="max_tokens",
             )
 
+    def holds_copy(self, seq: Sequence) -> bool:
+        """Whether the pool can hold all its tokens so far beside everything pinned, its own pinned blocks included.
+
+        One that leaves nothing in the cache keeps its copy to its end, so that must fit too.
+        """
+        num_tokens = len(seq.token_ids) + 1 if self._cache.writes(seq) else self._longest(seq)
+        return self._blocks_at(num_tokens) <= self._cache.pool.num_usable - self._cache.pool.num_pinned_names
+
     def _can_stay(self, seq: Sequence, running: OrderedSequences) -> bool:
         """Whether the pool can hold it to its end beside all those that were promised the same."""
         staying = [other for other in running if stays(other)]

@@ -10,18 +10,19 @@ once, however many want it.
 from collections.abc import Iterator
 
 from headstart.core.accounts import Accounts
-from headstart.core.batch import Batch, Chunk, Ledger, Output, Row, StepResult
+from headstart.core.batch import Batch, Chunk, Ledger, Output, Row, RowErrorKind, StepResult
 from headstart.core.blocks import BlockPool
 from headstart.core.errors import RequestTooLargeError
 from headstart.core.kv_cache import NO_HIT, Hit, KVCache
 from headstart.core.limits import Limits
 from headstart.core.plan import Plan
-from headstart.core.policy import POLICIES, OrderedSequences, WaitingQueue
+from headstart.core.policy import POLICIES, Group, OrderedSequences, WaitingQueue
 from headstart.core.prefixes import Demand, PinnedPrefixes
 from headstart.core.request import FinishReason, Request, Sequence, Status
 from headstart.core.room import VICTIMS, Room, stays
 from headstart.core.store import BlockStore
 from headstart.core.transfers import Transfers
+from headstart.core.trust import Trust
 
 
 class Scheduler:
@@ -57,6 +58,7 @@ class Scheduler:
         self.room = Room(self.cache, limits.max_model_len)
         self.prefixes = PinnedPrefixes(self.cache, self._demands, max_share=max_pinned_share)
         self.transfers = Transfers(self.cache, store)
+        self.trust = Trust(self.cache, self.transfers, self.room)
         self.accounts = Accounts(self.cache, self.transfers, self.prefixes.is_warming)
         self.counters = self.accounts.counters
         self._by_priority = policy == "priority"
@@ -103,7 +105,8 @@ class Scheduler:
         self._now = self.pool.now = now
         num_decodes = [len(seq.token_ids) - seq.num_computed_tokens for seq in self.running].count(1)
         plan = Plan(self.limits, self.block_size, num_decodes=num_decodes)
-        if not self._plan_running(plan) and self.waiting:
+        preempted = self._plan_running(plan)
+        if self.waiting and not (preempted and plan.entries):
             self._plan_waiting(plan)
         if not plan.entries and self.transfers.num_outstanding:
             return Batch(())
@@ -165,6 +168,8 @@ class Scheduler:
             if group is None:
                 break
             seq = group.members[0]
+            if seq.recompute is not None and not self._may_recompute(seq, group):
+                continue
             hit = self.cache.match(seq)
             depth = len(hit.block_ids)
             if depth < group.depth:
@@ -177,6 +182,21 @@ class Scheduler:
                 break
             owed += self.room.blocks_owed(seq)
         self.waiting.end_of_turn()
+
+    def _may_recompute(self, seq: Sequence, group: Group) -> bool:
+        """Whether the second run of a waiting sequence may begin; only one runs at a time.
+
+        If all its suspects are gone by then, there is nothing to find out, and it goes on as others do.
+        """
+        if any(other.recompute is not None for other in self.running):
+            self.waiting.pass_over(group, 0)
+            return False
+        if self.trust.is_open(seq):
+            return True
+        self.waiting.remove(seq)
+        seq.recompute = None
+        self.waiting.add(seq)
+        return False
 
     def _is_promised(self, plan: Plan, seq: Sequence, index: int) -> bool:
         """Whether to leave the step to another that computes the next blocks of `seq`, from block `index` on."""
@@ -247,16 +267,20 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> Sequence:
         """Takes all blocks from a running sequence; it waits and will recompute (often it hits)."""
+        seq.num_covered_tokens = max(seq.num_covered_tokens, seq.num_computed_tokens)
+        self._requeue(seq)
+        seq.num_preemptions += 1  # not before: it is part of the order of the running ones
+        self.counters.num_preemptions += 1
+        return seq
+
+    def _requeue(self, seq: Sequence) -> None:
+        """Take all blocks from a running sequence and let it wait."""
         self.running.remove(seq)
         if self.cache.reads(seq):
             self.cache.name_blocks(seq, until=seq.num_computed_tokens)
-        seq.num_covered_tokens = max(seq.num_covered_tokens, seq.num_computed_tokens)
         self.cache.release(seq)
         seq.status = Status.WAITING
-        seq.num_preemptions += 1
         self.waiting.add(seq)
-        self.counters.num_preemptions += 1
-        return seq
 
     def _chunk(self, seq: Sequence, n: int) -> Chunk:
         request, tokens, start = seq.request, seq.token_ids, seq.num_computed_tokens
@@ -288,12 +312,14 @@ class Scheduler:
         seq.num_scheduled_tokens = 0
         self.accounts.computed(seq, chunk)
         if row.error is not None:
-            self.counters.num_row_errors += 1
-            self._finish(seq, failed=True)
-            return self._output(seq, row, FinishReason.ERROR)
+            return self._row_failed(seq, chunk, row, row.error.kind)
         assert len(row.token_ids) == chunk.num_logits, f"{chunk.num_logits} tokens due, {len(row.token_ids)} came"
         seq.num_computed_tokens += len(chunk.token_ids)
-        self.cache.publish(seq)
+        if seq.recompute is None:
+            self.cache.publish(seq)
+        elif self.trust.row_passed(seq):
+            self.cache.publish(seq)
+            self.cache.share(seq)
         if row.prompt_logprobs:
             fresh = row.prompt_logprobs[max(seq.num_prompt_logprobs - chunk.start, 0) :]
             seq.num_prompt_logprobs += len(fresh)
@@ -309,6 +335,16 @@ class Scheduler:
             self._finish(seq)
         return self._output(seq, row, reason, ledger)
 
+    def _row_failed(self, seq: Sequence, chunk: Chunk, row: Row, kind: RowErrorKind) -> Output | None:
+        """End a sequence whose row failed, or compute it once more if blocks of others may be at fault."""
+        if kind is RowErrorKind.NON_FINITE and self.trust.row_failed(seq, chunk.start + len(chunk.token_ids)):
+            self.accounts.recomputes(seq)
+            self._requeue(seq)
+            return None
+        self.counters.num_row_errors += 1
+        self._finish(seq)
+        return self._output(seq, row, FinishReason.ERROR)
+
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         request, tokens = seq.request, seq.token_ids
         sampling, num_outputs = request.sampling, len(tokens) - len(request.prompt)
@@ -318,11 +354,9 @@ class Scheduler:
             return FinishReason.LENGTH
         return None
 
-    def _finish(self, seq: Sequence, *, failed: bool = False) -> None:
+    def _finish(self, seq: Sequence) -> None:
         (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
-        if failed:
-            self.transfers.distrust(seq.block_hashes[: seq.num_published_blocks])
-        self.cache.release(seq, failed=failed)
+        self.cache.release(seq)
         self.accounts.finished(seq)
         seq.status = Status.FINISHED
         del self._sequences[seq.request_id]

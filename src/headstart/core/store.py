@@ -112,7 +112,7 @@ class BlockStore(Protocol):
         ...
 
     def distrust(self, names: Sequence[BlockHash]) -> None:
-        """A row that used these failed: they must not come back, neither from here nor in another process."""
+        """These are corrupt, or may be: they must not come back, neither from here nor in another process."""
         ...
 
     def clear(self) -> None:

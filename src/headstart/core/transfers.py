@@ -66,6 +66,7 @@ class Transfers:
         self._loads: dict[int, _Load] = {}
         self._promised: set[BlockHash] = set()
         self._loaded: set[BlockHash] = set()  # names that came from the store and are still published
+        self._offered: set[BlockHash] = set()  # published names that the store did not have then
         if store is not None:
             self._pool.listeners.append(self)
 
@@ -151,9 +152,13 @@ class Transfers:
             if entry is not None:
                 self._offer(entry[0], name, entry[1], entry[2])
 
+    def offered(self, names: list[BlockHash]) -> list[BlockHash]:
+        """Those of these names whose content in the store, if there is any, comes from what is published here now."""
+        return [name for name in names if name in self._offered]
+
     def distrust(self, names: list[BlockHash]) -> None:
-        """A row that used these failed: they must not come back from the store."""
-        if self._store is not None:
+        """These are corrupt, or may be: they must not come back from the store."""
+        if self._store is not None and names:
             self._store.distrust(names)
 
     # ------------------------------------------------------------------------------------------- what the pool says
@@ -165,16 +170,19 @@ class Transfers:
     def removed(self, name: BlockHash) -> None:
         """Forgets where it came from."""
         self._loaded.discard(name)
+        self._offered.discard(name)
 
     def cleared(self) -> None:
         """Forgets where they came from."""
         self._loaded.clear()
+        self._offered.clear()
 
     # ------------------------------------------------------------------------------------------------------ private
 
     def _offer(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         assert self._store is not None
         if not self._store.contains(name):
+            self._offered.add(name)
             self._store.offer(block, self._pool.version(block), BlockKey(name, parent, tokens))
 
     def _take_in(self, load: _Load, loaded: Loaded, executor: Executor, now: float) -> None:

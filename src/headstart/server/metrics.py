@@ -166,6 +166,8 @@ class _EngineCollector(Collector):
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits)
         yield self._counter("vllm:num_preemptions", "Sequences that had to start again.", stats.num_preemptions)
         yield self._counter("vllm:corrupted_requests", "Requests that failed alone.", stats.num_row_errors)
+        recomputed = "Requests computed again because KV that they shared with others might not be finite."
+        yield self._counter("headstart:recomputed_requests", recomputed, stats.num_recomputes)
         yield self._counter("headstart:steps", "Steps of the engine.", stats.num_steps)
         yield self._counter("headstart:step_seconds", "Seconds spent computing.", stats.step_seconds)
         yield self._counter(
