@@ -120,6 +120,17 @@ def test_only_one_request_at_a_time_is_computed_again() -> None:
     assert most == 1
 
 
+def test_a_second_run_publishes_nothing_before_its_verdict() -> None:
+    engine = pinned_engine(max_batched_tokens=8)
+    engine.add_request(make_request("bad", [*FIXED, *range(40, 60), BAD]))
+    published: set[int] = set()
+    while engine.has_work:
+        engine.step()
+        if any(seq.recompute is not None for seq in engine.scheduler.running):
+            published.add(engine.stats().num_published_blocks)
+    assert published == {len(FIXED) // 4}
+
+
 def test_honest_requests_go_on_while_others_are_computed_again() -> None:
     engine = pinned_engine(max_batched_tokens=16)
     prompts = {f"good{number}": [*FIXED, 40 + number] for number in range(4)}

@@ -18,9 +18,11 @@ from headstart.core.hashing import BlockHash
 from headstart.core.kv_cache import Hit, KVCache
 from headstart.core.plan import Plan
 from headstart.core.policy import WaitingQueue
+from headstart.core.request import CacheMode
 from headstart.core.room import Room
 from headstart.core.scheduler import Scheduler
 from headstart.core.transfers import Transfers
+from headstart.core.trust import Trust
 
 
 def double_free() -> None:
@@ -238,6 +240,21 @@ def what_a_failed_row_used_is_loaded_again() -> None:
     Transfers.distrust = lambda self, names: None  # type: ignore[method-assign]
 
 
+def shared_blocks_of_a_failed_row_are_given_up() -> None:
+    Trust._shared = lambda self, seq: set()  # type: ignore[method-assign]
+
+
+def corrupt_shared_blocks_stay() -> None:
+    Trust._is_there = lambda self, suspect: False  # type: ignore[method-assign]
+
+
+def the_second_run_reads_the_cache() -> None:
+    def planted(self: KVCache, seq: Any) -> bool:
+        return self.enabled and seq.request.cache is not CacheMode.BYPASS
+
+    KVCache.reads = planted  # type: ignore[method-assign]
+
+
 def loads_arrive_one_block_late() -> None:
     publish = Transfers._publish
 
@@ -277,6 +294,9 @@ BUGS: dict[str, Callable[[], None]] = {
         loaded_blocks_are_cleared,
         promises_of_a_failed_load_stay,
         what_a_failed_row_used_is_loaded_again,
+        shared_blocks_of_a_failed_row_are_given_up,
+        corrupt_shared_blocks_stay,
+        the_second_run_reads_the_cache,
         loads_arrive_one_block_late,
     )
 }

@@ -11,7 +11,8 @@ class Executor(Protocol):
 
     Contract: KV of every chunk's positions >= `write_from` is in its blocks when `execute` returns; a row whose final
     hidden states are not finite, or which fails in any other way of its own, comes back with `error` set while the
-    other rows are as if it had not been there. An exception means that the whole executor is broken.
+    other rows are as if it had not been there. Only an error whose cause may be the KV that the row used is of kind
+    NON_FINITE. An exception means that the whole executor is broken.
     """
 
     num_blocks: int

@@ -12,7 +12,7 @@ from headstart.core.hashing import BlockHash
 class Evicted(NamedTuple):
     """Why a block is not there any more."""
 
-    cause: str  # "capacity": its place was needed; "failed": a row failed; "reset": the cache was cleared
+    cause: str  # "capacity": its place was needed; "failed": it may not be finite; "reset": the cache was cleared
     by: str  # id of the request that needed its place; empty for other causes
     at: float  # seconds, the scheduler's clock
 

@@ -130,7 +130,7 @@ class PinnedPrefixes:
         """Nothing to do: who computed a pinned name does not matter."""
 
     def removed(self, name: BlockHash) -> None:
-        """Notes that a pinned name has lost its block, which a row that failed can do."""
+        """Notes that a pinned name has lost its block, as one that is corrupt does."""
         if name in self._owners:
             self._lost = True
 
