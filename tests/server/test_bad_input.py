@@ -295,3 +295,28 @@ def test_many_pipelined_requests_are_answered_in_order(server: Server) -> None:
     raw.say(b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     _, text = raw.answer()
     assert re.findall(r"x-request-id: id-(\d+)", text) == [str(i) for i in range(200)]
+
+
+def test_a_body_that_drips_is_408_however_short_its_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "BODY_SECONDS", 0.5)
+    reader = body.BodyReader(100)
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.02)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    with pytest.raises(HttpError) as caught:  # and no 413, which it would be after 2 s
+        asyncio.run(reader.read(Request({"type": "http", "headers": []}, receive)))
+    assert caught.value.status == 408
+
+
+def test_a_body_that_comes_fast_enough_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "BODY_SECONDS", 0.5)
+    reader = body.BodyReader(2**20)
+    left = [b"a" * 16 * 1024] * 20
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.05)
+        return {"type": "http.request", "body": left.pop(), "more_body": bool(left)}
+
+    assert len(asyncio.run(reader.read(Request({"type": "http", "headers": []}, receive)))) == 20 * 16 * 1024

@@ -18,7 +18,6 @@ from headstart.fleet.routes import PROXIED, ROUTES, is_passed_on
 from headstart.fleet.state import FleetState
 from headstart.server.app import Gate
 from headstart.server.bodies import parse_json
-from headstart.server.body import Refusal
 from headstart.server.fields import shown
 from headstart.server.http_errors import ClientGoneError, HttpError, error_response, json_response
 from headstart.server.metrics import CONTENT_TYPE
@@ -63,8 +62,7 @@ class _Front:
                 if isinstance(error, ClientGoneError):
                     return
                 raise  # half an answer is out: the connection must be cut
-            answer = Refusal(error) if isinstance(error, HttpError) and error.status == 413 else error_response(error)
-            await answer(scope, receive, send)
+            await error_response(error)(scope, receive, send)
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]

@@ -27,6 +27,7 @@ from headstart.fleet.segments import SegmentedTokenizer
 from headstart.fleet.state import FleetState
 from headstart.fleet.tokenizers import named_tokenizer, tokenizer_of
 from headstart.options import RouterOptions, ServerOptions
+from headstart.server.connections import ConnectionTable, connection_cap
 from headstart.server.logs import Log
 from headstart.server.serve import (
     EXIT_BROKEN,
@@ -144,7 +145,8 @@ class _Life:
             self._log.line(f"headstart: {error}")
             return EXIT_CONFIG
         self._find_tokenizer(state)
-        http = HttpServer(uvicorn_config(build_front(state)))
+        cap = connection_cap(self._options.max_num_queued_reqs, files_each=2)  # the client's, and one to a replica
+        http = HttpServer(uvicorn_config(build_front(state), ConnectionTable(cap)))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         try:
             if not self._listed.is_set():  # replicas that are only being started

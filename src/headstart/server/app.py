@@ -15,7 +15,6 @@ from headstart.core.errors import InvalidRequestError
 from headstart.server import protocol
 from headstart.server.auth import Authenticator
 from headstart.server.bodies import parse_detokenize, parse_json, parse_tokenize
-from headstart.server.body import Refusal
 from headstart.server.cache_routes import cache_stats, explain
 from headstart.server.fields import shown
 from headstart.server.http_errors import HttpError, error_response, json_response
@@ -79,8 +78,6 @@ def _guarded(state: ServerState, handler: Handler) -> Handler:
             return await handler(request)
         except Exception as error:
             state.note(record_of(request.scope), error)
-            if isinstance(error, HttpError) and error.status == 413:
-                return Refusal(error)
             return error_response(error)
 
     guarded.__doc__ = handler.__doc__

@@ -1,19 +1,16 @@
-"""Reading a request's body: counted while it comes, never longer than allowed, never waited for without end."""
+"""Reading a request's body: limits on its bytes, on the time between two pieces of it, and on the time of the whole."""
 
 import asyncio
-from contextlib import suppress
+import time
 
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from headstart.core.errors import QueueFullError
-from headstart.server.http_errors import ClientGoneError, HttpError, error_response
+from headstart.server.http_errors import ClientGoneError, HttpError
 
-BODY_SECONDS = 30.0  # between two pieces of a body
+BODY_SECONDS = 30.0  # between two pieces of a body, and for the whole of it beside its size over MIN_BODY_RATE
+MIN_BODY_RATE = 16 * 1024  # bytes per second
 ROOM = 64
-LINGER_SECONDS = 2.0  # how long a refused body is still read, so that the refusal reaches its sender
-LINGER_BYTES = 8 * 1024 * 1024
 
 
 class BodyReader:
@@ -27,9 +24,10 @@ class BodyReader:
         """Returns the body. Raises HttpError 413, 415, 408, QueueFullError, and ClientGoneError."""
         _check_headers(request, self._max_bytes)
         body = bytearray()
+        start = time.monotonic()
         try:
             while True:
-                piece, is_last = await _next_piece(request)
+                piece, is_last = await _next_piece(request, start + BODY_SECONDS + len(body) / MIN_BODY_RATE)
                 body += piece
                 self._held += len(piece)
                 if len(body) > self._max_bytes:
@@ -42,35 +40,17 @@ class BodyReader:
             self._held -= len(body)
 
 
-class Refusal(Response):
-    """The answer to a body that is too large: sent first, then a bounded rest of the body is read and dropped.
-
-    A connection closed on unread data is reset, and a reset may overtake the answer.
-    """
-
-    def __init__(self, error: HttpError) -> None:
-        answer = error_response(error)
-        super().__init__(answer.body, answer.status_code, dict(answer.headers))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_SECONDS):
-                await _drop(receive)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
 _CLOSE = {"connection": "close"}
 
 
-async def _next_piece(request: Request) -> tuple[bytes, bool]:
-    """Returns some bytes, and whether they are the last."""
+async def _next_piece(request: Request, deadline: float) -> tuple[bytes, bool]:
+    """Returns some bytes, and whether they are the last; `deadline` is that of the whole body so far."""
+    seconds = min(BODY_SECONDS, deadline - time.monotonic())
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(seconds):
             message = await request.receive()
     except TimeoutError:
-        text = f"no more of the body came within {BODY_SECONDS:.0f} s"
+        text = f"the body did not come within {BODY_SECONDS:.0f} s; send at least {MIN_BODY_RATE} bytes per second"
         raise HttpError(408, text, code="timeout", headers=_CLOSE) from None
     if message["type"] == "http.disconnect":
         raise ClientGoneError
@@ -93,12 +73,3 @@ def _check_headers(request: Request, max_bytes: int) -> None:
 def _too_large(size: str, max_bytes: int) -> HttpError:
     message = f"the body has {size} bytes; at most {max_bytes} are read: send less, or raise --max-body-bytes"
     return HttpError(413, message, code="body_too_large", headers=_CLOSE)
-
-
-async def _drop(receive: Receive) -> None:
-    dropped = 0
-    while dropped < LINGER_BYTES:
-        message = await receive()
-        dropped += len(message.get("body", b""))
-        if message["type"] == "http.disconnect" or not message.get("more_body"):
-            return

@@ -1,77 +1,345 @@
-"""BoundedHttpProtocol: uvicorn's HTTP/1.1 parser with a limit on the head of a request, in bytes and in time."""
+"""BoundedHttpProtocol: uvicorn's HTTP/1.1 parser with limits on everything that is not the body of a request.
+
+Limited in bytes and in time: the head of a request, trailers and the framing of chunks, requests sent ahead
+(pipelining), what is still read once a request was refused, and answers that a client does not read. The body itself is
+limited by its reader (body.py). Trailers are dropped: a header counts only if it comes before the body.
+"""
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 from uuid import uuid4
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from headstart.server.connections import ConnectionTable
 from headstart.server.protocol import encode, error_object
+from headstart.server.sse import WRITE_SECONDS
 
-MAX_HEAD_BYTES = 64 * 1024  # request line and headers
+MAX_HEAD_BYTES = 64 * 1024  # request line and headers; trailers; excess of the framing of chunks
+MAX_HEADERS = 256
 HEAD_SECONDS = 10.0  # from the first moment of a connection, or of a further request, to the end of its headers
-_REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+HEAD_SLICE, CHUNKED_SLICE = 1024, 4096  # bytes parsed at a time: few requests fit into them
+CHUNK_BYTES = 16  # what the framing of a chunk may cost beside twice its data, as in Go's net/http (CVE-2023-39326)
+LINGER_SECONDS = 2.0  # how long a refused request is still read, so that the refusal reaches its sender
+LINGER_BYTES = 8 * 1024 * 1024
+MIN_WRITE_BYTES = 16 * 1024  # what a client must read of an answer in WRITE_SECONDS
+_REASONS = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+_CODES = {408: "timeout", 431: "headers_too_large", 503: "too_many_connections"}
 _TOO_LARGE = (431, f"the request line and headers are longer than {MAX_HEAD_BYTES} bytes; send less")
+_TOO_MANY = (431, f"the request has more than {MAX_HEADERS} headers; send fewer")
+_FRAMING = (
+    431,
+    f"the trailers, or what frames the chunks of the body, are longer than {MAX_HEAD_BYTES} bytes; send larger chunks "
+    "and no trailers",
+)
+_INVALID = (400, "this is not a valid HTTP/1.1 request")
 
 
-class _HeadTooLargeError(Exception):
+class _RefusedError(Exception):
     """Stops the parser."""
 
 
-class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection. What is no HTTP, or too much of it, gets an OpenAI error object and the connection closed."""
+class _Flow(FlowControl):
+    """Flow control that reads nothing more while bytes are held that were received already."""
 
-    _in_head = True
-    _head_bytes = 0
-    _deadline: asyncio.TimerHandle | None = None
-    _refusal: tuple[int, str] | None = None
+    is_holding = False
+
+    def resume_reading(self) -> None:
+        if not self.is_holding:
+            super().resume_reading()
+
+
+class _Line:
+    """The transport that a request's cycle sees: closing it is up to the connection."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One connection. What is no HTTP, or too much of it, gets an OpenAI error object and the connection closed.
+
+    A connection is closed behind an answer that came before the end of the request's body.
+    """
+
+    def __init__(self, *args: Any, table: ConnectionTable, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._table = table
+        self._running: RequestResponseCycle | None = None  # the request that is being answered
+        self._in_body = False  # else in a head, or between two requests
+        self._has_begun = False  # a head
+        self._body_left: int | None = None  # of a body of announced length
+        self._keep_alive = False  # whether the client wants to send more behind the request in self.cycle
+        self._held = b""  # received and not parsed
+        self._is_last = False  # nothing behind the request in self.cycle is read
+        self._is_refused = False  # what came behind the request in self.cycle
+        self._closing = False
+        self._overhead = self._dropped = 0  # bytes
+        self._slice = self._slice_body = self._slice_chunks = 0
+        self._deadline: asyncio.TimerHandle | None = None  # of a head
+        self._stall: asyncio.TimerHandle | None = None  # of writing, and of lingering
+        self._unwritten = 0
+        self._refusal = _INVALID
+
+    # --------------------------------------------------------------------------------------------- life of a connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._arm()
+        self._line = _Line(transport, self._close_behind_answer)
+        self.flow = self._flow = _Flow(transport)
+        if self._table.admit(self):
+            self._arm()
+            return
+        status = 503
+        self._write_error(status, f"{self._table.max_connections} connections are open; try again later")
+        self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._closing = True
+        self._table.remove(self)
         self._disarm()
+        self._watch_writing(False)
+        self._unset_keepalive_if_required()
+        self._disconnect()
+        self._held = b""
         super().connection_lost(exc)
 
+    def close_idle(self) -> None:
+        """Close the connection, on which nothing is being answered."""
+        self._close()
+
+    def shutdown(self) -> None:
+        """Close the connection behind the answer that is under way. Called by uvicorn when the server ends."""
+        self._keep_alive = False
+        if self._running is None:
+            self._close()
+        else:
+            self.cycle.keep_alive = False
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Called by uvicorn when no further request came."""
+        self._close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing(True)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self._closing:
+            self._watch_writing(False)
+
+    # --------------------------------------------------------------------------------------------------- bytes received
+
     def data_received(self, data: bytes) -> None:
-        was_in_head = self._in_head
-        super().data_received(data)
-        if was_in_head and self._in_head:  # else the bytes are, at least in part, of a body
-            self._head_bytes += len(data)
-        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(*_TOO_LARGE)
+        if self._closing or self._is_last:
+            self._drop(len(data))
+        elif self._held or self.pipeline:
+            self._hold(data)
+        else:
+            self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        at = 0
+        while at < len(data) and not (self._closing or self._is_last):
+            if self.pipeline:
+                self._hold(data[at:])
+                return
+            size = (self._body_left or CHUNKED_SLICE) if self._in_body else HEAD_SLICE
+            piece = data[at : at + size]
+            at += len(piece)
+            self._parse_slice(piece)
+
+    def _parse_slice(self, piece: bytes) -> None:
+        self._slice, self._slice_body, self._slice_chunks = len(piece), 0, 0
+        super().data_received(piece)
+        if self._closing or self._is_last:
+            return
+        more = len(piece) - 3 * self._slice_body - CHUNK_BYTES * self._slice_chunks
+        self._overhead = max(0, self._overhead + more)
+        if self._overhead > MAX_HEAD_BYTES:
+            self._refuse(*(_FRAMING if self._in_body else _TOO_LARGE))
+        elif self._running is None and not self._in_body:
+            self._arm()  # bytes between two requests, such as empty lines, have the time of a head
+
+    def _hold(self, data: bytes) -> None:
+        """Keep bytes that were sent ahead until it is their turn."""
+        self._held += data
+        self._flow.is_holding = True
+        self._flow.pause_reading()
+
+    def _release(self) -> bytes:
+        held, self._held = self._held, b""
+        self._flow.is_holding = False
+        self._flow.resume_reading()
+        return held
+
+    def _drop(self, size: int) -> None:
+        self._dropped += size
+        if self._dropped > LINGER_BYTES:
+            self._disconnect()
+            self._close()
+
+    # ------------------------------------------------------------------------------------------ callbacks of the parser
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._has_begun = True
+        self._overhead = -self._slice
         self._arm()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_body:
+            return  # a trailer
+        if len(self.headers) >= MAX_HEADERS:
+            self._refusal = _TOO_MANY
+            raise _RefusedError
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes = False, 0
+        self._has_begun = False
+        self._overhead = -self._slice
         self._disarm()
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > MAX_HEAD_BYTES:
-            self._refusal = _TOO_LARGE
-            raise _HeadTooLargeError
         super().on_headers_complete()
+        self._in_body = True
+        self.cycle.transport = self._line  # type: ignore[assignment]  # it calls these three alone
+        self._keep_alive = self.cycle.keep_alive and not self._is_upgrade()
+        self.cycle.keep_alive = False  # as long as there is more of the body: an answer now closes the connection
+        self._body_left = next((int(value) for name, value in self.headers if name == b"content-length"), None)
+
+    def _is_upgrade(self) -> bool:
+        """Whether the parser reads nothing behind this head. It is answered without its body, as HTTP/1.1."""
+        return self.parser is not None and self.parser.should_upgrade()
+
+    def on_chunk_header(self) -> None:
+        self._slice_chunks += 1
+
+    def on_body(self, body: bytes) -> None:
+        self._slice_body += len(body)
+        if self._body_left is not None:
+            self._body_left -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        self._overhead = -self._slice
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self._keep_alive
+        self._is_last = not self._keep_alive
+        super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        self._table.set_busy(self)
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        self._running = None
+        if self._closing:
+            self.server_state.total_requests += 1
+            return
+        super().on_response_complete()
+        if self._running is None:
+            self._table.set_idle(self)
+        if self._held and not self.pipeline:
+            self._parse(self._release())
+
+    # ------------------------------------------------------------------------------------------------ refusing, closing
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for whatever its parser does not accept."""
-        self._refuse(*(self._refusal or (400, "this is not a valid HTTP/1.1 request")))
+        self._refuse(*self._refusal)
 
     def _refuse(self, status: int, message: str) -> None:
-        code = {408: "timeout", 431: "headers_too_large"}.get(status, "invalid_http")
-        body = encode(error_object(message, status=status, code=code))
+        """Answer with an error and close; but whole requests that came earlier are answered first."""
+        running = self._running
+        if running is not None and not self.cycle.more_body:
+            self.cycle.keep_alive, self._is_last, self._is_refused = False, True, True
+            return
+        is_told = running is None or (running is self.cycle and not running.response_started)
+        self._disconnect()
+        if is_told:
+            self._write_error(status, message)
+            self._linger()
+        else:
+            self._close()
+
+    def _write_error(self, status: int, message: str) -> None:
+        body = encode(error_object(message, status=status, code=_CODES.get(status, "invalid_http")))
         head = (
             f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nx-request-id: req-{uuid4().hex}\r\nconnection: close\r\n\r\n"
+            f"content-length: {len(body)}\r\nx-request-id: req-{uuid4().hex}\r\n"
+            f"{'retry-after: 1' if status == 503 else 'cache-control: no-store'}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
-        self.transport.close()
+
+    def _disconnect(self) -> None:
+        """Tell every request of this connection that its client is gone."""
+        self.pipeline.clear()
+        for cycle in (self._running, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+    def _close_behind_answer(self) -> None:
+        """Called by a cycle whose answer is the last of this connection."""
+        if self._is_refused or (self._running is not None and self._running.more_body):
+            self._linger()
+        else:
+            self._close()
+
+    def _linger(self) -> None:
+        """Close for writing, and read and drop a bounded rest: closed on unread data, a connection is reset.
+
+        A reset may overtake the answer.
+        """
+        if self._closing or self.transport.is_closing():
+            return
+        self._closing = True
+        self._disarm()
+        self.transport.write_eof()
+        self._release()
+        self._watch_writing(False)
+        self._stall = self.loop.call_later(LINGER_SECONDS, self._close)
+
+    def _close(self) -> None:
+        """Close once everything is written, which a client must read in time."""
+        self._closing = True
+        self._disarm()
+        if not self.transport.is_closing():
+            self.transport.close()
+            self._watch_writing(True)
+
+    # ----------------------------------------------------------------------------------------------------------- timers
+
+    def _watch_writing(self, on: bool) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+        if on:
+            self._unwritten = self.transport.get_write_buffer_size()
+            self._stall = self.loop.call_later(WRITE_SECONDS, self._check_writing)
+
+    def _check_writing(self) -> None:
+        if self.transport.get_write_buffer_size() > self._unwritten - MIN_WRITE_BYTES:
+            self.transport.abort()
+        else:
+            self._watch_writing(True)
 
     def _arm(self) -> None:
-        self._disarm()
-        self._deadline = self.loop.call_later(HEAD_SECONDS, self._expire)
+        if self._deadline is None and not self._closing:
+            self._deadline = self.loop.call_later(HEAD_SECONDS, self._expire)
 
     def _disarm(self) -> None:
         if self._deadline is not None:
@@ -79,9 +347,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._deadline = None
 
     def _expire(self) -> None:
-        if self.transport.is_closing():
-            return
-        if self._head_bytes:
+        self._deadline = None
+        if self._running is not None:
+            self._arm()  # the rest may be held back here
+        elif self._has_begun:
             self._refuse(408, f"the headers did not come within {HEAD_SECONDS:.0f} s")
         else:
-            self.transport.close()
+            self._close()

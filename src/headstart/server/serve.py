@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import functools
 import secrets
 import signal
 import socket
@@ -20,6 +21,7 @@ from headstart.core.errors import ConfigError, DrainingError, EngineDeadError
 from headstart.options import EngineOptions, ServerOptions
 from headstart.server.app import build_app
 from headstart.server.banner import banner, store_text
+from headstart.server.connections import MIN_CONNECTIONS, ConnectionTable, connection_cap
 from headstart.server.engine_client import Build, EngineClient
 from headstart.server.http_protocol import BoundedHttpProtocol
 from headstart.server.logs import Log
@@ -111,7 +113,8 @@ class _Run:
             self._log.line(f"headstart: {error}")
             return EXIT_CONFIG
         self._install_signals(state)
-        http = HttpServer(uvicorn_config(build_app(state)))
+        cap = connection_cap(self._options.max_num_queued_reqs, files_each=1)
+        http = HttpServer(uvicorn_config(build_app(state), ConnectionTable(cap)))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         try:
             return await self._live(state, engine)
@@ -223,11 +226,12 @@ class _Run:
         self._stop.set()
 
 
-def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
-    """How an application of ours is served."""
+def uvicorn_config(app: ASGIApp, table: ConnectionTable | None = None) -> uvicorn.Config:
+    """How an application of ours is served; `table` holds its connections."""
+    table = ConnectionTable(MIN_CONNECTIONS) if table is None else table
     return uvicorn.Config(
         app,
-        http=BoundedHttpProtocol,
+        http=functools.partial(BoundedHttpProtocol, table=table),  # type: ignore[arg-type]  # it is called, no more
         ws="none",
         lifespan="off",
         loop="none",
