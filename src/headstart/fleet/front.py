@@ -24,6 +24,7 @@ from headstart.server.metrics import CONTENT_TYPE
 from headstart.server.protocol import Json, model_list
 from headstart.server.record import record_of
 
+CHAT_PATH = "/v1/chat/completions"  # rendered by the chat template, which takes as long as it likes
 LONG_BODY_BYTES = 16 * 1024  # from here on, parsing and tokenizing leave the event loop: it has streams to pass on
 _PREFIX = re.compile(r"/v1/prefixes/[A-Za-z0-9._-]*[A-Za-z0-9_-]")
 _ADMINISTRATION = {"/v1/prefixes": ("GET", "POST"), "/reset_prefix_cache": ("POST",)}  # asked of every replica
@@ -117,7 +118,7 @@ class _Front:
         read = self._state.reader.read
         return (
             await asyncio.to_thread(read, path, body, sender)
-            if len(body) > LONG_BODY_BYTES
+            if len(body) > LONG_BODY_BYTES or (path == CHAT_PATH and self._state.reader.tokenizer is not None)
             else read(path, body, sender)
         )
 

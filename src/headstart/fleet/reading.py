@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from headstart.core.errors import InvalidRequestError
+from headstart.core.errors import InvalidRequestError, QueueFullError
 from headstart.fleet.kv_event_decoding import event_domain
 from headstart.router.ask import Ask, Prompt, pack_text, router_root
 from headstart.server.bodies import parse_chat, parse_completion, parse_json
@@ -118,7 +118,7 @@ class Reader:
         if self.tokenizer is not None and not values.get("tools"):
             try:
                 return encode_chat(parse_chat(dict(values), _ANYTHING), self.tokenizer, _ANYTHING), text, 1
-            except InvalidRequestError:  # of another engine's API, or wrong: the replica knows
+            except (InvalidRequestError, QueueFullError):  # of another engine's API, or wrong: the replica knows
                 pass
         return None, text, 1
 

@@ -1,5 +1,6 @@
 """The ASGI application: routes, and around them a gate that knows every request, lets it in, and logs it."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -129,7 +130,8 @@ class _Routes:
         if body.messages is None:
             text, special = body.prompt or "", special is None or special
         else:
-            text = tokenizer.render_chat(
+            text = await asyncio.to_thread(
+                tokenizer.render_chat,
                 body.messages,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,

@@ -15,7 +15,7 @@ from headstart.server.auth import Principal
 from headstart.server.bodies import parse_json
 from headstart.server.explanation import explanation_answer
 from headstart.server.http_errors import HttpError
-from headstart.server.inference import CHAT, COMPLETIONS, LONG_BODY_BYTES
+from headstart.server.inference import CHAT, COMPLETIONS
 from headstart.server.metrics import blocks_by_state, evictions_by_cause, prefill_redundancy
 from headstart.server.protocol import CACHE_SOURCES, Json
 from headstart.server.record import record_of
@@ -127,7 +127,7 @@ async def _parsed(state: ServerState, request: Request) -> EngineRequest:
         params, requests = api.prepare(values, model, origin)
         return requests[:: params.n]
 
-    requests = await asyncio.to_thread(prepare) if len(body) > LONG_BODY_BYTES else prepare()
+    requests = await asyncio.to_thread(prepare)
     if len(requests) > 1:
         raise InvalidRequestError(f"there are {len(requests)} prompts; ask about one at a time", param="prompt")
     return requests[0]

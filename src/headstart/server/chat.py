@@ -1,7 +1,8 @@
 """ChatTemplate: messages -> prompt text, by the Jinja template that came with the model.
 
 The template is data from the model folder and never from a request; it runs in Jinja's immutable sandbox, bounded in
-time and length between any two pieces of output. It sees what transformers' apply_chat_template shows it.
+time and length between any two pieces of output. It sees what transformers' apply_chat_template shows it. Servers use
+it in a process that can be killed (chat_renderer.py), since nothing here bounds a single expression.
 """
 
 import copy
@@ -24,6 +25,7 @@ from headstart.server.fields import Fields, bad_value, check_text, shown
 
 MAX_CHARS = 16 * 1024 * 1024
 MAX_SECONDS = 2.0
+MAX_SOURCE_CHARS = 256 * 1024  # the longest templates of the hub have some 30,000
 _MARK = "\ue000headstart-continue\ue001 "  # the last one in the text is ours, whatever the messages hold
 
 
@@ -33,8 +35,8 @@ class ChatTemplate:
     def __init__(self, source: str, named_tokens: Mapping[str, str], *, max_seconds: float = MAX_SECONDS) -> None:
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the model's chat template does not compile: {error}") from error
+        except Exception as error:  # jinja2's, SyntaxError for a break outside of a loop, RecursionError
+            raise _does_not_compile(error) from error
         self._named_tokens = dict(named_tokens)
         self._max_seconds = max_seconds
 
@@ -66,6 +68,8 @@ class ChatTemplate:
             raise
         except jinja2.TemplateError as error:
             raise _refused(f"the model's chat template refuses these messages: {error}") from None
+        except MemoryError:
+            raise _refused("the model's chat template needs too much memory for these messages") from None
         except Exception as error:  # a template is a program: any of its mistakes concerns this request alone
             raise _refused(f"the model's chat template fails on these messages ({type(error).__name__})") from None
         return _cut_at_mark(text) if continue_final_message else text
@@ -82,6 +86,33 @@ class ChatTemplate:
             if time.monotonic() > deadline:
                 raise _refused("the conversation takes too long to render; send fewer or shorter messages")
         return "".join(pieces)
+
+
+def check_source(source: str) -> None:
+    """Raises ConfigError for a template that is too long or is no Jinja. Evaluates nothing of it, unlike compiling.
+
+    Jinja's compiler evaluates constant expressions, such as 'a' * 2000000000.
+    """
+    if len(source) > MAX_SOURCE_CHARS:
+        raise ConfigError(
+            f"the model's chat template has {len(source)} characters; at most {MAX_SOURCE_CHARS} are read: shorten it"
+        )
+    environment = _environment()
+    try:
+        tree = environment.parse(source)
+        unknown = [
+            f"filter {node.name!r}" for node in tree.find_all(nodes.Filter) if node.name not in environment.filters
+        ]
+        unknown += [f"test {node.name!r}" for node in tree.find_all(nodes.Test) if node.name not in environment.tests]
+    except Exception as error:  # jinja2's, RecursionError, ValueError for a number of too many digits
+        raise _does_not_compile(error) from error
+    if unknown:
+        raise ConfigError(f"the model's chat template does not compile: there is no {unknown[0]}")
+
+
+def _does_not_compile(error: Exception) -> ConfigError:
+    reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())[:300]
+    return ConfigError(f"the model's chat template does not compile: {reason}")
 
 
 def template_options(fields: Fields, max_chars: int) -> tuple[tuple[str, str | int | bool], ...]:

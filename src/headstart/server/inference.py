@@ -30,7 +30,7 @@ from headstart.server.sse import DONE, HEADERS, PING, WRITE_SECONDS, error_event
 from headstart.server.state import Model, ServerState
 
 PING_SECONDS = 15.0
-LONG_BODY_BYTES = 32 * 1024  # from here on, parsing and tokenizing leave the event loop
+LONG_BODY_BYTES = 32 * 1024  # from here on, parsing and tokenizing leave the event loop; rendering always does
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ async def infer(state: ServerState, api: Api, request: Request) -> Response:
     def prepare() -> tuple[GenerationParams, list[EngineRequest]]:
         return api.prepare(parse_json(body), model, origin)
 
-    params, requests = await asyncio.to_thread(prepare) if len(body) > LONG_BODY_BYTES else prepare()
+    params, requests = await asyncio.to_thread(prepare) if api is CHAT or len(body) > LONG_BODY_BYTES else prepare()
     job = state.admit(requests, params, record)
     head = protocol.head_of(origin.request_id, int(time.time()), model.name)
     answer = _Answer(state, model, api, job, head)

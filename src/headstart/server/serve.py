@@ -140,6 +140,7 @@ class _Run:
                 self._log.line("headstart: stopped while loading")
                 return EXIT_OK
             model = state.prepare(started)
+            await asyncio.to_thread(model.tokenizer.start_chat)
             if await self._until_stopped(warm_prefixes(state, model)) is None:
                 self._log.line("headstart: stopped while loading")
                 return EXIT_OK

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from headstart.core.errors import ConfigError, InvalidRequestError
-from headstart.server.chat import ChatTemplate
+from headstart.server.chat_renderer import ChatRenderer
 from headstart.server.vocabulary import Vocabulary, parts_of
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -41,7 +41,7 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids or tuple(i for i in [self._id_of("eos_token")] if i is not None)
         self.vocabulary = Vocabulary(backend)
         self.chat_template = chat_template
-        self._template = None if chat_template is None else ChatTemplate(chat_template, self.named_tokens)
+        self._template = None if chat_template is None else ChatRenderer(chat_template, self.named_tokens)
         self.max_token_chars = _max_token_chars(backend, self.vocabulary)
 
     @classmethod
@@ -77,6 +77,11 @@ class Tokenizer:
         """Returns what one token writes as text; bytes that are no whole character become U+FFFD."""
         return self.vocabulary.token_bytes(token_id).decode("utf-8", errors="replace")
 
+    def start_chat(self) -> None:
+        """Start what renders conversations before the first one comes. Raises ConfigError if the template is wrong."""
+        if self._template is not None:
+            self._template.start()
+
     def render_chat(
         self,
         messages: list[dict[str, Any]],
@@ -85,7 +90,10 @@ class Tokenizer:
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns the conversation as one prompt text, by the model's own template. Raises InvalidRequestError."""
+        """Returns the conversation as one prompt text, by the model's own template, in a process of its own.
+
+        Waits for it: call it off the event loop. Raises InvalidRequestError, and QueueFullError as ChatRenderer does.
+        """
         if self._template is None:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions with a prompt instead", param="messages"
