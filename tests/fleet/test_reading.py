@@ -2,15 +2,18 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizer_folders import BYTE_LEVEL, write
 
 from headstart.bundled import bundled_model
 from headstart.core.errors import InvalidRequestError
 from headstart.fleet.reading import Reader, Reading, Sender, Served
+from headstart.server.chat_renderer import ChatRenderer
 from headstart.server.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -189,3 +192,12 @@ def test_sessions_and_limits_are_read() -> None:
 def test_any_other_route_is_routed_by_its_body() -> None:
     one, other = read({"input": "a" * 400}, "/v1/embeddings"), read({"input": "a" * 400 + "b"}, "/v1/embeddings")
     assert shared(one, other) > 90
+
+
+def test_a_template_that_never_ends_leaves_the_prompt_to_its_text(tmp_path: Path) -> None:
+    source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = Tokenizer.from_folder(write(tmp_path, BYTE_LEVEL, chat_template=source))
+    tokenizer._template = ChatRenderer(source, {}, max_seconds=0.1)
+    for _ in range(5):  # the last ones meet the pause behind several kills
+        reading = read({"messages": MESSAGES}, CHAT, Reader(tokenizer))
+        assert not reading.ask.prompt.exact and "turn on the light" in (reading.text or "")

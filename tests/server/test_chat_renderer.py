@@ -21,6 +21,7 @@ from headstart.core.errors import ConfigError, InvalidRequestError, QueueFullErr
 from headstart.server import chat_renderer
 from headstart.server.chat import ChatTemplate
 from headstart.server.chat_renderer import ChatRenderer
+from headstart.server.tokenizer import Tokenizer
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 USER = [{"role": "user", "content": "x" * 1000}]
@@ -246,3 +247,13 @@ def test_a_server_with_a_hostile_template_stays_alive(tmp_path: Path) -> None:
 
     with fake_server(str(folder), tmp_path / "log") as server:
         asyncio.run(run(server.url))
+
+
+@pytest.mark.parametrize(("data", "message"), [(b"a" * 2_000_000, "at most 1048576"), (b"\xff", "not UTF-8")])
+def test_a_template_file_that_is_no_template_is_a_configuration_error(
+    tmp_path: Path, data: bytes, message: str
+) -> None:
+    folder = write(tmp_path / "model", BYTE_LEVEL)
+    (folder / "chat_template.jinja").write_bytes(data)
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer.from_folder(folder)

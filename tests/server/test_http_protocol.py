@@ -10,7 +10,7 @@ import uvloop
 from server.harness import PATIENCE, Server, fake_server
 from server.test_bad_input import Raw
 
-from headstart.server import http_protocol
+from headstart.server import http_protocol, write_watch
 from headstart.server.connections import ConnectionTable
 from headstart.server.serve import HttpServer, listen, uvicorn_config
 
@@ -304,7 +304,7 @@ def test_empty_lines_between_requests_are_bounded_in_bytes() -> None:
 
 @pytest.mark.parametrize("size", [1_000, 50_000_000])
 def test_a_client_that_does_not_read_its_answer_is_cut(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(http_protocol, "WRITE_SECONDS", 0.3)
+    monkeypatch.setattr(write_watch, "WRITE_SECONDS", 0.3)
 
     async def test() -> None:
         async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -8,38 +8,19 @@ limited by its reader (body.py). Trailers are dropped: a header counts only if i
 import asyncio
 from collections.abc import Callable
 from typing import Any
-from uuid import uuid4
 
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headstart.server.connections import ConnectionTable
-from headstart.server.protocol import encode, error_object
-from headstart.server.sse import WRITE_SECONDS
+from headstart.server.http_refusals import FRAMING, INVALID, MAX_HEAD_BYTES, MAX_HEADERS, TOO_LARGE, TOO_MANY, refusal
+from headstart.server.write_watch import WriteWatch
 
-MAX_HEAD_BYTES = 64 * 1024  # request line and headers; trailers; excess of the framing of chunks
-MAX_HEADERS = 256
 HEAD_SECONDS = 10.0  # from the first moment of a connection, or of a further request, to the end of its headers
 HEAD_SLICE, CHUNKED_SLICE = 1024, 4096  # bytes parsed at a time: few requests fit into them
 CHUNK_BYTES = 16  # what the framing of a chunk may cost beside twice its data, as in Go's net/http (CVE-2023-39326)
 LINGER_SECONDS = 2.0  # how long a refused request is still read, so that the refusal reaches its sender
 LINGER_BYTES = 8 * 1024 * 1024
-MIN_WRITE_BYTES = 16 * 1024  # what a client must read of an answer in WRITE_SECONDS
-_REASONS = {
-    400: "Bad Request",
-    408: "Request Timeout",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
-_CODES = {408: "timeout", 431: "headers_too_large", 503: "too_many_connections"}
-_TOO_LARGE = (431, f"the request line and headers are longer than {MAX_HEAD_BYTES} bytes; send less")
-_TOO_MANY = (431, f"the request has more than {MAX_HEADERS} headers; send fewer")
-_FRAMING = (
-    431,
-    f"the trailers, or what frames the chunks of the body, are longer than {MAX_HEAD_BYTES} bytes; send larger chunks "
-    "and no trailers",
-)
-_INVALID = (400, "this is not a valid HTTP/1.1 request")
 
 
 class _RefusedError(Exception):
@@ -88,9 +69,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._overhead = self._dropped = 0  # bytes
         self._slice = self._slice_body = self._slice_chunks = 0
         self._deadline: asyncio.TimerHandle | None = None  # of a head
-        self._stall: asyncio.TimerHandle | None = None  # of writing, and of lingering
-        self._unwritten = 0
-        self._refusal = _INVALID
+        self._lingering: asyncio.TimerHandle | None = None
+        self._refusal = INVALID
 
     # --------------------------------------------------------------------------------------------- life of a connection
 
@@ -98,18 +78,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._line = _Line(transport, self._close_behind_answer)
         self.flow = self._flow = _Flow(transport)
+        self._watch = WriteWatch(transport, self.loop)
         if self._table.admit(self):
             self._arm()
             return
-        status = 503
-        self._write_error(status, f"{self._table.max_connections} connections are open; try again later")
+        transport.write(refusal(503, f"{self._table.max_connections} connections are open; try again later"))
         self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closing = True
         self._table.remove(self)
         self._disarm()
-        self._watch_writing(False)
+        self._stop_lingering()
+        self._watch.stop()
         self._unset_keepalive_if_required()
         self._disconnect()
         self._held = b""
@@ -133,12 +114,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_writing(True)
+        self._watch.start()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if not self._closing:
-            self._watch_writing(False)
+            self._watch.stop()
 
     # --------------------------------------------------------------------------------------------------- bytes received
 
@@ -169,7 +150,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         more = len(piece) - 3 * self._slice_body - CHUNK_BYTES * self._slice_chunks
         self._overhead = max(0, self._overhead + more)
         if self._overhead > MAX_HEAD_BYTES:
-            self._refuse(*(_FRAMING if self._in_body else _TOO_LARGE))
+            self._refuse(*(FRAMING if self._in_body else TOO_LARGE))
         elif self._running is None and not self._in_body:
             self._arm()  # bytes between two requests, such as empty lines, have the time of a head
 
@@ -203,7 +184,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._in_body:
             return  # a trailer
         if len(self.headers) >= MAX_HEADERS:
-            self._refusal = _TOO_MANY
+            self._refusal = TOO_MANY
             raise _RefusedError
         super().on_header(name, value)
 
@@ -270,19 +251,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         is_told = running is None or (running is self.cycle and not running.response_started)
         self._disconnect()
         if is_told:
-            self._write_error(status, message)
+            self.transport.write(refusal(status, message))
             self._linger()
         else:
             self._close()
-
-    def _write_error(self, status: int, message: str) -> None:
-        body = encode(error_object(message, status=status, code=_CODES.get(status, "invalid_http")))
-        head = (
-            f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nx-request-id: req-{uuid4().hex}\r\n"
-            f"{'retry-after: 1' if status == 503 else 'cache-control: no-store'}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
 
     def _disconnect(self) -> None:
         """Tell every request of this connection that its client is gone."""
@@ -310,32 +282,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._disarm()
         self.transport.write_eof()
         self._release()
-        self._watch_writing(False)
-        self._stall = self.loop.call_later(LINGER_SECONDS, self._close)
+        self._watch.stop()
+        self._lingering = self.loop.call_later(LINGER_SECONDS, self._close)
+
+    def _stop_lingering(self) -> None:
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
 
     def _close(self) -> None:
         """Close once everything is written, which a client must read in time."""
         self._closing = True
         self._disarm()
+        self._stop_lingering()
         if not self.transport.is_closing():
             self.transport.close()
-            self._watch_writing(True)
+            self._watch.start()
 
     # ----------------------------------------------------------------------------------------------------------- timers
-
-    def _watch_writing(self, on: bool) -> None:
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
-        if on:
-            self._unwritten = self.transport.get_write_buffer_size()
-            self._stall = self.loop.call_later(WRITE_SECONDS, self._check_writing)
-
-    def _check_writing(self) -> None:
-        if self.transport.get_write_buffer_size() > self._unwritten - MIN_WRITE_BYTES:
-            self.transport.abort()
-        else:
-            self._watch_writing(True)
 
     def _arm(self) -> None:
         if self._deadline is None and not self._closing:

@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 
 from headstart.core.errors import ConfigError, InvalidRequestError
+from headstart.server.chat import MAX_SOURCE_CHARS
 from headstart.server.chat_renderer import ChatRenderer
 from headstart.server.vocabulary import Vocabulary, parts_of
 
@@ -191,7 +192,13 @@ def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, named: Mapping[s
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        size = path.stat().st_size
+        if size > 4 * MAX_SOURCE_CHARS:
+            raise ConfigError(f"{path.name} has {size} bytes; at most {4 * MAX_SOURCE_CHARS} are read: shorten it")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path.name} is not UTF-8: {error}") from error
     template = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(template, list):  # several named ones
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
