@@ -27,6 +27,7 @@ from headstart.model.decoder import LanguageModel, load_decoder
 from headstart.model.kernels.load import kernels
 from headstart.model.kv import KVShape
 from headstart.model.linear import Form
+from headstart.model.source_digest import source_digest
 from headstart.model.transformers_model import load_transformers
 from headstart.model.weights import Checkpoint, LoadingBar
 
@@ -115,11 +116,12 @@ def _computed_by(
 ) -> bytes:
     """What besides weights and config decides the numbers in a block; it is part of the fingerprint.
 
-    Dtype, quantisation, the kind of device, the attention backend, and the releases of Headstart, torch and (where it
-    runs the model) Transformers: KV may outlive the process, and another release must never take over what it would not
-    compute itself. Threads and instruction sets are left out: they reorder sums as the company in a batch does.
+    Dtype, quantisation, the kind of device, the attention backend, the releases of Headstart, torch and (where it
+    runs the model) Transformers, and the digest of the code of models and kernels, which may change between two
+    releases: KV may outlive the process, and another build must never take over what it would not compute itself.
+    Threads and instruction sets are left out: they reorder sums as the company in a batch does.
     """
-    releases = {"headstart": __version__, "torch": str(torch.__version__)}
+    releases = {"headstart": __version__, "torch": str(torch.__version__), "code": source_digest().hex()}
     if by_transformers:
         releases["transformers"] = transformers.__version__
     return json.dumps([str(dtype), quantization, device.type, backend, releases], sort_keys=True).encode()
