@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from headstart.core.errors import ConfigError
-from headstart.model.config import architecture_of, eos_token_ids, parse_config, read_json, refuse_quantised
+from headstart.model.config import architecture_of, eos_token_ids, parse_config, refuse_quantised
+from headstart.model.json_file import read_json
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -71,7 +72,7 @@ def test_mistral_slides_unless_null() -> None:
         ({"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "rope type 'mrope' is not supported; supported are default, linear"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "'llama3' needs low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "'llama3': .*low_freq_factor"),
         ({"layer_types": ["conv"] * 4}, "layer_types \\['conv'\\]"),
     ],
 )

@@ -1,25 +1,19 @@
 """ModelConfig: what the compact decoder must know of a checkpoint, read from a Hugging Face `config.json`.
 
-Covers the Llama family only; `read_json` and `eos_token_ids` serve every model. Both spellings of rotary settings are
-read: `rope_parameters` (Transformers 5) and `rope_theta` + `rope_scaling` (before). Whatever is not understood raises
-ConfigError; nothing is ignored that would change the numbers.
+Covers the Llama family only; `eos_token_ids` serves every model. Values are those of Transformers' own config object:
+both spellings of rotary settings are read: `rope_parameters` (Transformers 5) and `rope_theta` + `rope_scaling`
+(before). Nothing is ignored that would change the numbers: see config_keys.py.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headstart.core.errors import ConfigError
+from headstart.model.config_bounds import check_sizes, finite
+from headstart.model.config_keys import NATIVE_ARCHITECTURES, NotNativeError, reference_config
+from headstart.model.json_file import read_json, shorten
 from headstart.model.rope import RopeConfig, read_rope
-
-NATIVE_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Phi3ForCausalLM": "phi3",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +38,6 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     fused_weights: bool  # the checkpoint holds qkv_proj and gate_up_proj
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises ConfigError if it is missing or is not one."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; a model folder holds config.json and *.safetensors") from None
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds a {type(data).__name__}, not a JSON object")
-    return data
 
 
 def architecture_of(config: dict[str, Any]) -> str:
@@ -92,67 +73,95 @@ def eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def parse_config(config: dict[str, Any]) -> ModelConfig:
-    """A ModelConfig of a Llama-family `config.json`. Raises ConfigError with the offending field and value."""
-    architecture = architecture_of(config)
+def parse_config(raw: dict[str, Any]) -> ModelConfig:
+    """A ModelConfig of a Llama-family `config.json`.
+
+    Raises ConfigError with the offending field and value, NotNativeError for what Transformers' own code may still run.
+    """
+    architecture = architecture_of(raw)
     family = NATIVE_ARCHITECTURES[architecture]
-    heads, hidden, layers = (_count(config, key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
-    kv_heads = _count(config, "num_key_value_heads", 8 if family == "mistral" else heads)
-    head_dim = _count(config, "head_dim", 128 if family == "qwen3" else hidden // heads)
+    check_sizes(raw)
+    for key in ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"):
+        _count(raw.get(key), key)  # Transformers would take the size of its example model
+    config: Any = reference_config(raw, family)  # untyped in part
+    heads = _count(config.num_attention_heads, "num_attention_heads")
+    kv_heads = _count(config.num_key_value_heads, "num_key_value_heads")
+    given_head_dim = getattr(config, "head_dim", None)
+    head_dim = config.hidden_size // heads if given_head_dim is None else _count(given_head_dim, "head_dim")
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act {activation!r} is not supported for {architecture}; only silu is")
-    rope = read_rope(config, head_dim)
-    attention_bias = bool(config.get("attention_bias", False)) and family in ("llama", "qwen3")
+    if config.hidden_act not in ("silu", "swish"):
+        raise NotNativeError(f"hidden_act {config.hidden_act!r} is not supported for {architecture}; only silu is")
+    if not getattr(config, "is_causal", True):
+        raise NotNativeError(f"is_causal is {config.is_causal!r}")
+    rope = _rope(config, family, head_dim)
+    attention_bias = config.attention_bias if family in ("llama", "qwen3") else False
     return ModelConfig(
         architecture=architecture,
-        vocab_size=_count(config, "vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=_count(config, "intermediate_size"),
-        num_layers=layers,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-5 if family == "phi3" else 1e-6)),
-        windows=_windows(config, family, layers),
+        rms_norm_eps=finite(config.rms_norm_eps, "rms_norm_eps", at_least=0.0),
+        windows=_windows(config, family, rope.max_positions),
         rope=rope,
         max_model_len=rope.max_positions,
-        tie_word_embeddings=config.get("tie_word_embeddings"),
+        tie_word_embeddings=raw.get("tie_word_embeddings"),
         qkv_bias=family == "qwen2" or attention_bias,
         o_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
+        mlp_bias=config.mlp_bias if family == "llama" else False,
         qk_norm=family == "qwen3",
         fused_weights=family == "phi3",
     )
 
 
-def _count(config: dict[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
+def _count(value: object, key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"config.json: {key} is {value!r}; it must be a positive integer")
     return value
 
 
-def _windows(config: dict[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
+def _rope(config: Any, family: str, head_dim: int) -> RopeConfig:
+    """Rotary settings as the family's Transformers code applies them."""
+    parameters = config.rope_parameters
+    if not isinstance(parameters, dict):
+        raise ConfigError(f"rotary settings {shorten(repr(parameters), 80)} are not an object")
+    if family != "phi3" and parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        if parameters.get("rope_type") != "default":
+            raise NotNativeError("partial_rotary_factor is given beside a scaled rotary embedding")
+        parameters = {**parameters, "partial_rotary_factor": 1.0}  # ignored there: every dimension turns
+    for key in ("rope_theta", "partial_rotary_factor"):
+        finite(parameters.get(key, 1.0), key, above=0.0)
+    if parameters.get("original_max_position_embeddings", 1) == 0:
+        raise ConfigError("config.json: original_max_position_embeddings is 0; it must be a positive integer")
+    positions = _count(config.max_position_embeddings, "max_position_embeddings")
+    return read_rope({"rope_parameters": parameters, "max_position_embeddings": positions}, head_dim)
+
+
+def _windows(config: Any, family: str, max_positions: int) -> tuple[int | None, ...]:
     """Sliding window of each layer, by the rules of the family's Transformers code."""
-    kinds = config.get("layer_types")
-    if kinds is not None and not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise ConfigError(f"layer_types {sorted(set(kinds))}: only full_attention and sliding_attention are supported")
-    if family == "llama":
-        return (None,) * layers
-    window = config.get("sliding_window", 4096 if family == "mistral" else None)
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ConfigError(f"config.json: sliding_window is {window!r}; it must be a positive integer or null")
-    if family in ("mistral", "phi3"):
-        return (window,) * layers
-    if not config.get("use_sliding_window", False):
+    layers: int = config.num_hidden_layers
+    kinds: list[str] = getattr(config, "layer_types", None) or []
+    window: int | None = getattr(config, "sliding_window", None)
+    if window is not None:
+        _count(window, "sliding_window")
+    if not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise NotNativeError(
+            f"layer_types {sorted(set(kinds))}: only full_attention and sliding_attention are supported"
+        )
+    if family in ("qwen2", "qwen3"):
+        if window is None and "sliding_attention" in kinds:
+            raise ConfigError(
+                "layer_types names sliding_attention, but there is no sliding_window (use_sliding_window?)"
+            )
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if "sliding_attention" in kinds:
+        raise NotNativeError("layer_types names sliding_attention")
+    if family == "llama":  # its mask ignores the window, but Transformers' cache drops what lies before it
+        if window is not None and window < max_positions:
+            raise NotNativeError(f"sliding_window is {window}")
         window = None
-    if kinds is None:
-        first = config.get("max_window_layers", 28)
-        return tuple(window if index >= first else None for index in range(layers))
-    if len(kinds) != layers:
-        raise ConfigError(f"layer_types has {len(kinds)} entries for {layers} layers")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return (window,) * layers

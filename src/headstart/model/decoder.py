@@ -20,6 +20,8 @@ from headstart.model.rope import Rotary
 from headstart.model.step import StepInputs
 from headstart.model.weights import Checkpoint
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # names in a checkpoint
+
 
 class LanguageModel(Protocol):
     """What the runner calls; the compact decoder and the Transformers path are two of them."""
@@ -120,13 +122,14 @@ def load_decoder(
 ) -> Decoder:
     """Reads all weights. Raises ConfigError for a missing tensor or a wrong shape."""
     reader = _Reader(config, checkpoint, dtype, device, form)
-    embedding = reader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+    embedding = reader.tensor(EMBEDDING, config.vocab_size, config.hidden_size)
     layers = [reader.layer(index) for index in range(config.num_layers)]
     norm = reader.norm("model.norm.weight", config.hidden_size)
-    tied = config.tie_word_embeddings
-    if tied is None:
-        tied = "lm_head.weight" not in checkpoint
-    head = embedding if tied else reader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+    # As in Transformers: what is called tied, but stored twice with different values, is not tied.
+    tied = config.tie_word_embeddings is not False and (
+        HEAD not in checkpoint or (config.tie_word_embeddings is True and checkpoint.equal(HEAD, EMBEDDING))
+    )
+    head = embedding if tied else reader.tensor(HEAD, config.vocab_size, config.hidden_size)
     return Decoder(config, embedding, layers, Linear(head, norm=norm, form=form), form)
 
 

@@ -18,7 +18,10 @@ from huggingface_hub.errors import (
 )
 
 from headstart.core.errors import ConfigError
+from headstart.model.json_file import one_line, shorten
 
+MAX_NAME_CHARS = 4096  # the longest path Linux takes; hub ids have at most 96 characters
+SHOWN_CHARS = 80  # of a refused name
 WANTED = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model", "*.tiktoken")
 UNWANTED = ("*/*", "consolidated*.safetensors")  # Mistral's own format: the same weights a second time
 # httpx.HTTPError under hub 1.x, httpx2.HTTPError under 2.x: only the hub's own error says which.
@@ -39,13 +42,23 @@ def resolve_model(
     `token` None means HF_TOKEN or the stored login, `download_dir` None the hub's own cache, `endpoint` None
     HF_ENDPOINT or the public hub. Progress bars go to stderr. Raises ConfigError, in one line, for whatever fails.
     """
-    path = Path(model).expanduser()
-    if model and path.is_dir():
+    if len(model) > MAX_NAME_CHARS:
+        raise ConfigError(
+            f"{shorten(model, SHOWN_CHARS)!r} is neither a folder nor a hub id: {len(model)} characters are more than "
+            f"{MAX_NAME_CHARS}"
+        )
+    try:
+        path = Path(model).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # a part that is too long; a zero byte; a home of nobody
+        raise ConfigError(f"{shorten(model, SHOWN_CHARS)!r} cannot be a folder: {one_line(error)}") from None
+    if model and is_folder:
         return _checked(path, model)
-    if path.is_file():
+    if is_file:
         raise ConfigError(f"{model} is a file; name the folder that holds config.json and the safetensors files")
-    if not model or model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
-        raise ConfigError(f"there is no folder {model!r}, and it is no hub id either (those look like Qwen/Qwen3-0.6B)")
+    if not model or not model.isprintable() or model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
+        named = shorten(model, SHOWN_CHARS)
+        raise ConfigError(f"there is no folder {named!r}, and it is no hub id either (those look like Qwen/Qwen3-0.6B)")
     try:
         folder = snapshot_download(
             model,
@@ -76,7 +89,7 @@ def _explain(error: Exception, model: str, revision: str | None, *, offline: boo
     """One line for people: what went wrong with this id, and the remedy. The order matters: subclasses first."""
     match error:
         case HFValidationError():
-            return f"{model!r} is neither a folder nor a hub id (those look like Qwen/Qwen3-0.6B)"
+            return f"{shorten(model, SHOWN_CHARS)!r} is neither a folder nor a hub id (those look like Qwen/Qwen3-0.6B)"
         case GatedRepoError():
             return (
                 f"{model} is gated: accept its terms at {hub}/{model}, then set HF_TOKEN (or --hf-token) to your token"
@@ -112,4 +125,4 @@ def _reason(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    return shorten(next(iter(str(error).splitlines()), "") or type(error).__name__)

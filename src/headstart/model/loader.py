@@ -15,15 +15,11 @@ import transformers
 from headstart import __version__
 from headstart.core.errors import ConfigError
 from headstart.model.attention.base import resolve_backend
-from headstart.model.config import (
-    NATIVE_ARCHITECTURES,
-    architecture_of,
-    eos_token_ids,
-    parse_config,
-    read_json,
-    refuse_quantised,
-)
+from headstart.model.config import ModelConfig, architecture_of, eos_token_ids, parse_config, refuse_quantised
+from headstart.model.config_bounds import check_sizes
+from headstart.model.config_keys import NATIVE_ARCHITECTURES, NotNativeError
 from headstart.model.decoder import LanguageModel, load_decoder
+from headstart.model.json_file import read_json
 from headstart.model.kernels.load import kernels
 from headstart.model.kv import KVShape
 from headstart.model.linear import Form
@@ -75,17 +71,21 @@ def load_model(
     refuse_quantised(raw)
     chosen_dtype, chosen_device = resolve_dtype(dtype, raw), resolve_device(device)
     resolve_backend(attention_backend, chosen_device)
-    native = parse_config(raw) if architecture in NATIVE_ARCHITECTURES else None
+    check_sizes(raw)
+    native, why = _native_config(raw, architecture)
     if quantization not in QUANTIZATIONS:
         raise ConfigError(f"quantization {quantization!r} is not known; choose {' or '.join(QUANTIZATIONS)}")
     if quantization != "none" and native is None:
         raise ConfigError(
-            f"quantization {quantization} is not supported for {architecture}, which Transformers runs; "
+            f"quantization {quantization} is not supported for {architecture}, which Transformers runs{why}; "
             f"leave it out, or use one of {', '.join(NATIVE_ARCHITECTURES)}"
         )
     checkpoint = Checkpoint(folder)
     if native is None:
-        model = breadth = load_transformers(folder, raw, chosen_dtype, chosen_device)
+        try:
+            model = breadth = load_transformers(folder, raw, chosen_dtype, chosen_device, checkpoint)
+        except ConfigError as error:
+            raise ConfigError(f"{error}{why}") from error
         shape, vocab_size, max_model_len = breadth.kv_shape, breadth.vocab_size, breadth.max_model_len
     else:
         with LoadingBar(checkpoint.num_bytes, f"Loading {folder.name}") as bar, checkpoint.reading(bar.advance):
@@ -109,6 +109,16 @@ def load_model(
         fingerprint=checkpoint.fingerprint(json.dumps(raw, sort_keys=True).encode(), computed_by),
         attention_backend=resolved,
     )
+
+
+def _native_config(raw: dict[str, Any], architecture: str) -> tuple[ModelConfig | None, str]:
+    """The compact decoder's config; None if it does not run this model, and why not, to be appended to a message."""
+    if architecture not in NATIVE_ARCHITECTURES:
+        return None, ""
+    try:
+        return parse_config(raw), ""
+    except NotNativeError as error:
+        return None, f" (Headstart's own decoder does not take it: {error})"
 
 
 def _computed_by(

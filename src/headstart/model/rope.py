@@ -13,8 +13,19 @@ import torch
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
+from headstart.model.config_bounds import MAX_POSITIONS, finite
+from headstart.model.json_file import one_line, shorten
 
 _LEAST_POSITIONS = 1024  # of the tables of angles
+_NEEDED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+_NUMBERS = (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "attention_factor",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+)  # fmt: skip
 SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -34,26 +45,32 @@ def read_rope(config: dict[str, Any], head_dim: int) -> RopeConfig:
     """Rotary settings of a `config.json`, in its old or new spelling. Raises ConfigError for an unknown kind."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-        raise ConfigError(f"rotary settings {given!r} differ per layer or are not an object; that is not supported")
+        shown = shorten(repr(given), 200)
+        raise ConfigError(f"rotary settings {shown} differ per layer or are not an object; that is not supported")
     parameters = dict(given)
-    kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
-    if kind == "su" or (kind == "yarn" and "short_factor" in parameters):  # names early Phi-3 files used
-        kind = "longrope"
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in SCALINGS:
-        raise ConfigError(f"rope type {kind!r} is not supported; supported are {', '.join(SCALINGS)}")
+        shown = shorten(repr(kind), 80)
+        raise ConfigError(f"rope type {shown} is not supported; supported are {', '.join(SCALINGS)}")
     positions = int(config.get("max_position_embeddings") or 2048)
     original = config.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
-    parameters["original_max_position_embeddings"] = int(original or positions)
-    _require(kind, parameters)
+    parameters["original_max_position_embeddings"] = original or positions
     partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    return RopeConfig(
+    rotary_dim = int(head_dim * finite(partial, "partial_rotary_factor", above=0.0))
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ConfigError(f"{rotary_dim} of {head_dim} dimensions of a head turn; that must be an even part of it")
+    _require(kind, parameters, rotary_dim)
+    theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
+    rope = RopeConfig(
         kind=kind,
-        theta=float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        rotary_dim=int(head_dim * float(partial)),
+        theta=finite(theta, "rope_theta", above=0.0),
+        rotary_dim=rotary_dim,
         max_positions=_max_positions(kind, parameters, positions),
         config_positions=positions,
         scaling=tuple(sorted((key, _frozen(value)) for key, value in parameters.items())),
     )
+    _refuse_infinite(rope)
+    return rope
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
@@ -113,25 +130,45 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _require(kind: str, parameters: dict[str, Any]) -> None:
-    needed = {
-        "linear": ("factor",),
-        "dynamic": (),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-        "longrope": ("short_factor", "long_factor"),
-    }.get(kind, ())
-    missing = [key for key in needed if parameters.get(key) is None]
+def _require(kind: str, parameters: dict[str, Any], rotary_dim: int) -> None:
+    """Raises ConfigError unless the settings that `kind` needs are there, and all that it reads are numbers."""
+    missing = [key for key in _NEEDED.get(kind, ()) if parameters.get(key) is None]
     if missing:
         raise ConfigError(f"rope type {kind!r} needs {', '.join(missing)}, which config.json does not give")
+    for key in _NUMBERS:
+        if parameters.get(key) is not None and kind != "default":
+            finite(parameters[key], key, at_least=0.0)
+    if parameters.get("factor") == 0 and kind != "default":
+        raise ConfigError("config.json: factor of the rotary settings is 0; it must be positive")
+    for key in ("short_factor", "long_factor") if kind == "longrope" else ():
+        factors = parameters[key]
+        if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
+            raise ConfigError(f"config.json: {key} is not a list of {rotary_dim // 2} numbers")
+        for factor in factors:
+            finite(factor, key, above=0.0)
+
+
+def _refuse_infinite(rope: RopeConfig) -> None:
+    """Raises ConfigError if the settings, each possible for itself, together give no frequencies."""
+    try:
+        frequencies, factor = inverse_frequencies(rope)
+    except (ArithmeticError, ValueError, RuntimeError, TypeError) as error:
+        raise ConfigError(f"config.json: the rotary settings give no frequencies ({one_line(error)})") from None
+    if not bool(frequencies.isfinite().all()) or not math.isfinite(factor):
+        raise ConfigError("config.json: the rotary settings give frequencies that are not finite")
 
 
 def _max_positions(kind: str, parameters: dict[str, Any], positions: int) -> int:
-    original, factor = parameters["original_max_position_embeddings"], parameters.get("factor")
+    original, factor = int(parameters["original_max_position_embeddings"]), parameters.get("factor")
     if kind == "linear" and factor is not None:
-        return int(positions * factor)
-    if kind == "yarn" and factor is not None:
-        return max(positions, int(original * factor))
-    return min(positions, original) if kind == "longrope" else positions
+        positions = int(positions * factor)
+    elif kind == "yarn" and factor is not None:
+        positions = max(positions, int(original * factor))
+    elif kind == "longrope":
+        positions = min(positions, original)
+    if not 0 < positions <= MAX_POSITIONS:
+        raise ConfigError(f"config.json: the rotary settings allow {positions} positions; at most {MAX_POSITIONS} are")
+    return positions
 
 
 def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:

@@ -5,7 +5,6 @@ sequences of full length could fill, which is what bounds tiny models. What cann
 allocated, with the numbers and the remedy.
 """
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 from headstart.core.errors import ConfigError
 from headstart.model.cgroup import SYSTEM
 from headstart.model.sizes import Memory, cpu_memory, format_bytes, parse_bytes
+from headstart.model.weights import read_header, weight_files
 
 KV_SHARE = 0.4  # of the memory left after the weights
 _MIN_FULL_SEQUENCES = 16  # the bound on tiny pools leaves room to cache prefixes even if few sequences run at once
@@ -52,16 +52,13 @@ def checkpoint_bytes(folder: Path, *, dtype: str = "auto", int8: bool = False) -
     if element is None:
         raise ConfigError(f"dtype {dtype!r} is not known; choose one of {', '.join(_DTYPE_BYTES)}")
     total = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        for name, tensor in _safetensors_header(path).items():
-            if name == "__metadata__":
-                continue
-            begin, end = tensor["data_offsets"]
-            stored = _ELEMENT_BYTES.get(tensor["dtype"], 1)
-            convert = element if tensor["dtype"] in _FLOATS else 0
-            if int8 and len(tensor["shape"]) == 2 and "embed_tokens" not in name:
+    for path in weight_files(folder):
+        for name, tensor in read_header(path).items():
+            stored = _ELEMENT_BYTES.get(tensor.dtype, 1)
+            convert = element if tensor.dtype in _FLOATS else 0
+            if int8 and len(tensor.shape) == 2 and "embed_tokens" not in name:
                 convert = 1
-            total += (end - begin) // stored * (convert or stored)
+            total += (tensor.end - tensor.begin) // stored * (convert or stored)
     return total
 
 
@@ -144,15 +141,3 @@ def _line(blocks: int, block_bytes: int, block_size: int, max_model_len: int) ->
     times = tokens / max_model_len
     rounded = f"{times:.0f}" if times >= 10 else f"{times:.1f}"
     return f"KV {format_bytes(blocks * block_bytes)} = {tokens:,} tokens = {rounded} x max_model_len"
-
-
-def _safetensors_header(path: Path) -> dict[str, dict]:
-    """The JSON header: 8 bytes of little-endian length, then that many bytes."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(path.stat().st_size - 8, 100_000_000):  # the format's own bound
-                raise ValueError("bad header length")
-            return json.loads(file.read(length))
-    except ValueError as error:
-        raise ConfigError(f"{path.name} is not a safetensors file ({error}); download it again") from error

@@ -1,12 +1,13 @@
 """TransformersModel: other decoders, run by Transformers' own code with our attention over our paged KV.
 
 One packed row [1, T] with absolute positions, no mask and no cache object: Transformers makes no mask for an attention
-name that has no mask function. So every layer must do its mixing of tokens through that one attention function; models
-with state-space, convolution, linear or cross attention would mix the requests of a batch silently, and are refused.
-Code from a checkpoint (`trust_remote_code`) is never run.
+name that has no mask function. So every layer must do its mixing of tokens through that one attention function, and as
+that does (see transformers_probe.py); models with state-space, convolution, linear or cross attention would mix the
+requests of a batch silently, and are refused. Code from a checkpoint (`trust_remote_code`) is never run.
 """
 
 import copy
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AutoConfig,
@@ -25,15 +27,21 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from headstart.core.errors import ConfigError
 from headstart.model.attention.base import Attend
-from headstart.model.config import NATIVE_ARCHITECTURES, architecture_of
+from headstart.model.config import architecture_of
+from headstart.model.config_keys import NATIVE_ARCHITECTURES
+from headstart.model.json_file import one_line, shorten
 from headstart.model.kv import KVShape
 from headstart.model.step import StepInputs
+from headstart.model.transformers_probe import probe
+from headstart.model.weights import Checkpoint
 
 ATTENTION_NAME = "headstart"
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 HARMLESS = {"position_ids", "use_cache", "return_dict", "cache_position"}
-OUTPUTS = {"output_attentions", "output_hidden_states", "output_router_logits"}  # harmless unless switched on
-PROBE_TOKENS = 8
+OUTPUTS = {"output_attentions", "output_hidden_states", "output_router_logits"}  # switched off when loading
+ELSEWHERE = ("transformers_weights", "extra_files")  # would make Transformers read other files than are identified
+SLACK = 2  # times the weights in the files; some models have fixed parameters that are not saved
+MAX_BUFFER_BYTES = 1 << 30
 SUPPORTED = f"{', '.join(NATIVE_ARCHITECTURES)}, and decoders of Transformers with full or sliding attention layers"
 
 
@@ -78,36 +86,6 @@ class _Echo(nn.Module):
         return _Final(last_hidden_state=inputs_embeds)
 
 
-class _Recorder:
-    """An Attend that mixes nothing: each row gets its own value. Notes what every layer asked for."""
-
-    def __init__(self) -> None:
-        self.windows: dict[int, int | None] = {}
-        self.shapes: set[tuple[int, int]] = set()
-        self.num_calls = 0
-
-    def __call__(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        if keys.shape != values.shape or keys.shape[-1] != queries.shape[-1] or queries.shape[1] % keys.shape[1]:
-            raise ConfigError(
-                f"queries {list(queries.shape)}, keys {list(keys.shape)} and values {list(values.shape)} differ"
-            )
-        self.windows[layer] = window
-        self.shapes.add((keys.shape[1], keys.shape[2]))
-        self.num_calls += 1
-        return values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
-
-
 def attention_function(
     module: nn.Module,
     query: Tensor,
@@ -119,6 +97,7 @@ def attention_function(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     headstart_attend: Attend | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
@@ -132,7 +111,7 @@ def attention_function(
         raise ConfigError(f"its attention asks for {', '.join(unknown)}, which is not implemented")
     if headstart_attend is None or attention_mask is not None or dropout:
         raise ConfigError("it does not hand its attention over: no context, or a mask or dropout of its own")
-    if not getattr(module, "is_causal", True) or getattr(module, "is_cross_attention", False):
+    if is_causal is False or not getattr(module, "is_causal", True) or getattr(module, "is_cross_attention", False):
         raise ConfigError("it has attention that is not causal self-attention")
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
@@ -143,18 +122,20 @@ def attention_function(
     return out[None], None
 
 
-def load_transformers(folder: Path, raw: dict[str, Any], dtype: torch.dtype, device: torch.device) -> TransformersModel:
+def load_transformers(
+    folder: Path, raw: dict[str, Any], dtype: torch.dtype, device: torch.device, checkpoint: Checkpoint
+) -> TransformersModel:
     """Loads and probes a decoder. Raises ConfigError, naming the architecture, for what would not be right here."""
     architecture = architecture_of(raw)
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
-        raise ConfigError(f"{architecture} is not known; supported are {SUPPORTED} ({error})") from None
+    config = _read_config(folder, raw, architecture)
     _refuse_config(architecture, config)
+    max_model_len = _max_model_len(architecture, config.get_text_config())
     AttentionInterface.register(ATTENTION_NAME, attention_function)
     try:
+        _check_size(config, checkpoint)
         loaded: Any = AutoModelForCausalLM.from_pretrained(  # its stubs do not know output_loading_info's pair
             folder,
+            config=config,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             use_safetensors=True,
@@ -162,18 +143,62 @@ def load_transformers(folder: Path, raw: dict[str, Any], dtype: torch.dtype, dev
             trust_remote_code=False,
             output_loading_info=True,
         )
-        module, info = loaded
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
-        raise ConfigError(f"{architecture} cannot be loaded: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{architecture}: {error}") from None
+    except Exception as error:  # whatever foreign code raises
+        raise ConfigError(f"{architecture} cannot be loaded: {one_line(error)}") from error
+    module, info = loaded
     for what in ("missing_keys", "mismatched_keys"):
         if info.get(what):
-            raise ConfigError(f"{folder}: {len(info[what])} {what.replace('_', ' ')}, first {sorted(info[what])[0]}")
-    module = module.to(device).eval().requires_grad_(False)
+            first = shorten(str(sorted(info[what])[0]), 200)
+            raise ConfigError(f"{folder}: {len(info[what])} {what.replace('_', ' ')}, first {first}")
+    model = TransformersModel(module.to(device).eval().requires_grad_(False), KVShape(1, 1, 1), max_model_len)
     try:
-        shape = _probe(module)
-    except (ConfigError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{architecture} is not supported: {error}") from None
-    return TransformersModel(module, shape, _max_model_len(architecture, config.get_text_config()))
+        model.kv_shape = probe(model, attention_function, max_model_len)
+    except ConfigError as error:
+        raise ConfigError(f"{architecture} is not supported: {error}") from error
+    except Exception as error:  # whatever foreign code raises
+        raise ConfigError(f"{architecture} is not supported: it fails when probed: {one_line(error)}") from error
+    return model
+
+
+def _read_config(folder: Path, raw: dict[str, Any], architecture: str) -> PretrainedConfig:
+    """Transformers' config object, told to give logits and hidden states only. Raises ConfigError."""
+    for key in ELSEWHERE:
+        if raw.get(key):
+            raise ConfigError(f"{architecture}: config.json names {key}; weights are read from the usual files only")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        for part in (config, config.get_text_config()):
+            for name in OUTPUTS:
+                if getattr(part, name, False):
+                    setattr(part, name, False)
+            part.return_dict = True
+    except Exception as error:  # whatever foreign code raises
+        raise ConfigError(
+            f"{architecture} is not known; supported are {SUPPORTED} ({one_line(error)})"
+            if raw.get("model_type") not in CONFIG_MAPPING
+            else f"{architecture}: Transformers refuses its config.json: {one_line(error)}"
+        ) from error
+    return config
+
+
+def _check_size(config: PretrainedConfig, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError if `config` describes a far larger model than the files hold, before it is allocated."""
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if not isinstance(num_layers, int) or not 0 < num_layers <= len(checkpoint.entries):
+        raise ConfigError(
+            f"config.json describes {num_layers!r} layers, but the files hold {len(checkpoint.entries)} tensors"
+        )
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    held = sum(math.prod(entry.shape) for entry in checkpoint.entries.values())
+    described = sum(parameter.numel() for parameter in module.parameters())
+    if described > SLACK * held:
+        raise ConfigError(f"config.json describes {described:,} weights, but the files hold {held:,}")
+    buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
+    if buffer_bytes > MAX_BUFFER_BYTES + 4 * SLACK * held:
+        raise ConfigError(f"config.json describes tables of {buffer_bytes:,} bytes beside {held:,} weights")
 
 
 def _head_only(module: PreTrainedModel) -> PreTrainedModel:
@@ -206,40 +231,3 @@ def _max_model_len(architecture: str, text: PretrainedConfig) -> int:
         if parameters.get("rope_type") in ("dynamic", "longrope"):
             positions = min(positions, parameters.get("original_max_position_embeddings") or positions)
     return positions
-
-
-@torch.inference_mode()
-def _probe(module: PreTrainedModel) -> KVShape:
-    """Checks, by running it, that a model mixes tokens through our attention only, once in each layer.
-
-    With an attention that mixes nothing, changing one token may change that token's row alone.
-    """
-    text = module.config.get_text_config()
-    model, recorder = TransformersModel(module, KVShape(1, 1, 1), 1), _Recorder()
-    positions = torch.arange(PROBE_TOKENS, device=module.device)
-    token_ids = positions % text.vocab_size
-    hidden = model.hidden(token_ids, positions, recorder)
-    num_layers = text.num_hidden_layers
-    if recorder.num_calls != num_layers or set(recorder.windows) != set(range(num_layers)):
-        raise ConfigError(
-            f"{recorder.num_calls} attentions of {len(recorder.windows)} layers were handed over; expected one from "
-            f"each of its {num_layers} layers"
-        )
-    if len(recorder.shapes) != 1:
-        raise ConfigError(f"its layers differ in key heads and head size: {sorted(recorder.shapes)}")
-    for layer, kind in enumerate(getattr(text, "layer_types", None) or ()):
-        if (kind == "sliding_attention") and recorder.windows[layer] is None:
-            raise ConfigError(f"layer {layer} is {kind}, but asks for no window")
-    changed = token_ids.clone()
-    changed[PROBE_TOKENS // 2] = text.vocab_size - 1
-    moved = (model.hidden(changed, positions, recorder) - hidden).abs().amax(-1)
-    moved[PROBE_TOKENS // 2] = 0
-    if moved.max() > 1e-2 * hidden.abs().max():
-        raise ConfigError("it mixes tokens outside its attention (convolution, state space or recurrence)")
-    whole = module(
-        input_ids=token_ids[None], position_ids=positions[None], use_cache=False, headstart_attend=recorder
-    ).logits[0]
-    if not torch.allclose(model.logits(hidden).float(), whole.float(), rtol=1e-2, atol=1e-3):
-        raise ConfigError("its head needs more than the final hidden states")
-    ((num_kv_heads, head_dim),) = recorder.shapes
-    return KVShape(num_layers, num_kv_heads, head_dim)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
-from headstart.model.config import read_json
+from headstart.model.json_file import one_line, read_json
 
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
+MAX_HEADER_BYTES = 32 << 20  # room for 250,000 tensors in one file; the format itself allows 100 MB
 CHUNK_BYTES = 1 << 20  # read and hashed at a time: stays in the cache between the two
 SLOW_SECONDS = 2.0  # a load that takes longer shows its progress even without a terminal
 
@@ -48,7 +48,7 @@ class Checkpoint:
         self._digests: dict[str, bytes] = {}  # XXH3-128 of the tensors read so far
         self._open: dict[Path, Any] = {}  # safetensors exports no type for its handles
         for file in weight_files(folder):
-            self.entries.update(_read_header(file))
+            self.entries.update(read_header(file))
 
     @contextmanager
     def reading(self, progress: Callable[[int], None]) -> Generator[None]:
@@ -90,6 +90,14 @@ class Checkpoint:
             self._progress(entry.end - entry.begin)
         return tensor
 
+    def equal(self, name: str, other: str) -> bool:
+        """Return whether two tensors have the same dtype, shape and bytes. Each is read from the disk at most once."""
+        first, second = self.entries[name], self.entries[other]
+        if (first.dtype, first.shape) != (second.dtype, second.shape):
+            return False
+        self._digest_the_rest([name, other])
+        return self._digests[name] == self._digests[other]
+
     def fingerprint(self, *extra: bytes) -> bytes:
         """Identity of the weights and `extra`: SHA-256 over the name, dtype, shape and XXH3-128 of every tensor.
 
@@ -106,9 +114,10 @@ class Checkpoint:
             digest.update(len(header).to_bytes(8, "little") + header + self._digests[name])
         return digest.digest()
 
-    def _digest_the_rest(self) -> None:
-        """Reads from the files what nobody has taken: all of it, or such as a head that is tied to the embedding."""
-        rest = {name: entry for name, entry in self.entries.items() if name not in self._digests}
+    def _digest_the_rest(self, names: Iterable[str] | None = None) -> None:
+        """Reads from the files what nobody has taken, of `names` or of all."""
+        wanted = self.entries if names is None else names
+        rest = {name: self.entries[name] for name in wanted if name not in self._digests}
         num_bytes = sum(entry.end - entry.begin for entry in rest.values())
         with ExitStack() as stack:
             bar = stack.enter_context(LoadingBar(num_bytes, f"Identifying {self.folder.name}"))
@@ -199,20 +208,32 @@ def _file_digest(stream: FileIO, entry: Entry) -> bytes:
     return digest.digest()
 
 
-def _read_header(file: Path) -> dict[str, Entry]:
+def read_header(file: Path) -> dict[str, Entry]:
+    """The tensors of one safetensors file. Raises ConfigError for a header that is too long or not of this file."""
+    if not file.is_file():
+        raise ConfigError(f"{file} is not a regular file")
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            if length > min(MAX_HEADER_BYTES, file.stat().st_size):
+            if not 2 <= length <= min(MAX_HEADER_BYTES, file.stat().st_size - 8):
                 raise ConfigError(f"{file} is not a safetensors file: its header would be {length} bytes long")
+            with safe_open(file, framework="pt"):  # checks dtypes, shapes and offsets before anything is parsed here
+                pass
             header = json.loads(stream.read(length))
-        with safe_open(file, framework="pt"):  # checks that the offsets fit the file
-            pass
         header.pop("__metadata__", None)
         start = 8 + length
         return {
             name: Entry(file, item["dtype"], tuple(item["shape"]), *(start + at for at in item["data_offsets"]))
             for name, item in header.items()
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise ConfigError(f"{file} is not a complete safetensors file: {error}") from None
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        MemoryError,
+        SafetensorError,
+    ) as error:
+        raise ConfigError(f"{file} is not a complete safetensors file: {one_line(error)}; download it again") from None

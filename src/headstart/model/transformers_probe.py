@@ -1,0 +1,223 @@
+"""Probes of a model of Transformers: does it attend through our attention alone, and as our attention does?
+
+Two short forward passes are compared with what serving will do. In one, attention mixes nothing: then a changed token
+may change its own row only. In the other, Transformers builds its masks: each layer must be given a mask that allows
+exactly what our attention allows there, causal and within the window it is asked for, at every position that may be
+served. Transformers' cache must not drop what a layer still sees. Anything else is refused by name.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+
+from headstart.core.errors import ConfigError
+from headstart.model.attention.base import Attend
+from headstart.model.json_file import one_line
+from headstart.model.kv import KVShape
+
+PROBE_TOKENS = 8
+PROBE_NAME = "headstart_probe"
+FORWARD = "its forward pass needs more than tokens and positions, or fails on them"
+HEAD = "its head cannot run apart from its body"
+_RULE = "headstart_rule"  # attribute of a mask: the function of positions it was made of
+
+Rule = Callable[[int, int, Tensor, Tensor], Tensor]  # batch, head, query positions, key positions -> may see
+
+
+class ProbedModel(Protocol):
+    """The model in the form in which it will be served."""
+
+    module: PreTrainedModel
+
+    def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class Recorder:
+    """An Attend that mixes nothing: each row gets its own value. Notes what every layer asked for."""
+
+    def __init__(self) -> None:
+        self.windows: dict[int, int | None] = {}
+        self.shapes: set[tuple[int, int]] = set()
+        self.num_calls = 0
+
+    def __call__(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if keys.shape != values.shape or keys.shape[-1] != queries.shape[-1] or queries.shape[1] % keys.shape[1]:
+            raise ConfigError(
+                f"queries {list(queries.shape)}, keys {list(keys.shape)} and values {list(values.shape)} of its "
+                "attention differ in size, which the KV cache has no room for"
+            )
+        if not all(bool(rows.isfinite().all()) for rows in (queries, keys, values)):
+            raise ConfigError(f"queries, keys or values of layer {layer} are not finite numbers")
+        self.windows[layer] = window
+        self.shapes.add((keys.shape[1], keys.shape[2]))
+        self.num_calls += 1
+        return values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
+
+
+@torch.inference_mode()
+def probe(model: ProbedModel, attention: Callable[..., Any], max_positions: int) -> KVShape:
+    """The KV of one token. Raises ConfigError for a model that would be served wrongly.
+
+    `attention` is the function registered for serving, `max_positions` how many positions will be served.
+    """
+    module, recorder = model.module, Recorder()
+    text = module.config.get_text_config()
+    positions = torch.arange(PROBE_TOKENS, device=module.device)
+    token_ids = positions % text.vocab_size
+    hidden = _run(FORWARD, lambda: model.hidden(token_ids, positions, recorder))
+    shape = _layers_handed_over(recorder, text.num_hidden_layers)
+    if not bool(hidden.isfinite().all()):
+        raise ConfigError("its hidden states are not finite numbers")
+    changed = token_ids.clone()
+    changed[PROBE_TOKENS // 2] = text.vocab_size - 1
+    moved = (model.hidden(changed, positions, recorder) - hidden).abs().amax(-1)
+    moved[PROBE_TOKENS // 2] = 0
+    if moved.max() > 1e-2 * hidden.abs().max():
+        raise ConfigError("it mixes tokens outside its attention (convolution, state space or recurrence)")
+    whole = module(
+        input_ids=token_ids[None], position_ids=positions[None], use_cache=False, headstart_attend=recorder
+    ).logits[0]
+    logits = _run(HEAD, lambda: model.logits(hidden))
+    if not torch.allclose(logits.float(), whole.float(), rtol=1e-2, atol=1e-3):
+        raise ConfigError("its head needs more than the final hidden states")
+    _check_masks(model, attention, recorder, token_ids, positions, max_positions)
+    _check_cache(module, recorder.windows, max_positions)
+    return shape
+
+
+def differs(rule: Rule, window: int | None, max_positions: int) -> tuple[int, int] | None:
+    """A query and a key position below `max_positions` at which `rule` is not causal within `window`; None if none.
+
+    Looks at whole rows: around powers of two and multiples of the window, where masks change, and at the last one.
+    """
+    edges = {1 << bit for bit in range(max_positions.bit_length())} | {0, max_positions - 1}
+    if window is not None:
+        edges |= {window, 2 * window}
+    rows = sorted({edge + step for edge in edges for step in (-1, 0, 1) if 0 <= edge + step < max_positions})
+    for row in rows:
+        first = max(0, row - 2 * _ROW_KEYS)  # of the keys looked at: all, but of very long rows the ends only
+        keys = torch.cat((torch.arange(min(first, _ROW_KEYS)), torch.arange(first, min(row + 65, max_positions))))
+        query = torch.tensor([row])
+        seen = torch.as_tensor(rule(0, 0, query[:, None], keys[None])).expand(1, len(keys))[0]
+        expected = (keys <= row) & (keys > row - window if window is not None else True)
+        wrong = (seen != expected).nonzero()
+        if len(wrong):
+            return row, int(keys[wrong[0]])
+    return None
+
+
+_ROW_KEYS = 1 << 17
+
+
+def _run(complaint: str, call: Callable[[], Tensor]) -> Tensor:
+    try:
+        return call()
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever foreign code raises
+        raise ConfigError(f"{complaint} ({one_line(error)})") from error
+
+
+def _layers_handed_over(recorder: Recorder, num_layers: int) -> KVShape:
+    if recorder.num_calls != num_layers or set(recorder.windows) != set(range(num_layers)):
+        raise ConfigError(
+            f"{recorder.num_calls} attentions of {len(recorder.windows)} layers were handed over; expected one from "
+            f"each of its {num_layers} layers"
+        )
+    if len(recorder.shapes) != 1:
+        raise ConfigError(f"its layers differ in key heads and head size: {sorted(recorder.shapes)}")
+    ((num_kv_heads, head_dim),) = recorder.shapes
+    return KVShape(num_layers, num_kv_heads, head_dim)
+
+
+def _check_masks(
+    model: ProbedModel,
+    attention: Callable[..., Any],
+    recorder: Recorder,
+    token_ids: Tensor,
+    positions: Tensor,
+    max_positions: int,
+) -> None:
+    """Raises ConfigError if the mask that Transformers builds for a layer is not what our attention applies there."""
+    rules: dict[int, Rule | None] = {}
+
+    def probing(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
+    ) -> Any:
+        rules[module.layer_idx] = getattr(attention_mask, _RULE, None)  # pyright: ignore[reportArgumentType]
+        return attention(module, query, key, value, None, **asked)
+
+    AttentionInterface.register(PROBE_NAME, probing)
+    AttentionMaskInterface.register(PROBE_NAME, _mask)
+    with _attention(model.module, PROBE_NAME):
+        _run(FORWARD, lambda: model.hidden(token_ids, positions, recorder))
+    found: dict[tuple[int, int | None], tuple[int, int] | None] = {}
+    for layer, rule in sorted(rules.items()):
+        if rule is None:
+            raise ConfigError(f"layer {layer} is given no causal mask, or one that does not depend on positions alone")
+        window = recorder.windows[layer]
+        if (id(rule), window) not in found:
+            found[id(rule), window] = differs(rule, window, max_positions)
+        at = found[id(rule), window]
+        if at is not None:
+            kind = "a causal mask" if window is None else f"a window of {window} tokens"
+            raise ConfigError(
+                f"layer {layer} asks its attention for {kind}, but Transformers' mask for it differs at query {at[0]}, "
+                f"key {at[1]}"
+            )
+
+
+def _mask(*, batch_size: int, q_length: int, kv_length: int, mask_function: Rule, **_: Any) -> Tensor:
+    """An additive mask as Transformers' eager attention takes it, with the rule it was made of as an attribute."""
+    queries, keys = torch.arange(q_length)[:, None], torch.arange(kv_length)[None]
+    seen = torch.as_tensor(mask_function(0, 0, queries, keys)).expand(q_length, kv_length)
+    mask = torch.zeros(batch_size, 1, q_length, kv_length).masked_fill(~seen, torch.finfo(torch.float32).min)
+    setattr(mask, _RULE, mask_function)
+    return mask
+
+
+@contextmanager
+def _attention(module: PreTrainedModel, name: str) -> Generator[None]:
+    """`module` attends by the function called `name` within."""
+    configs: list[Any] = [child.config for child in module.modules() if hasattr(child, "config")]
+    unique = {id(config): config for config in configs}.values()
+    before = [(config, config._attn_implementation) for config in unique]
+    try:
+        for config in unique:
+            config._attn_implementation = name
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation = implementation
+
+
+def _check_cache(module: PreTrainedModel, windows: dict[int, int | None], max_positions: int) -> None:
+    """Raises ConfigError if the cache `generate` uses forgets keys and values that a layer's attention still sees."""
+    try:
+        layers: list[Any] = DynamicCache(config=module.config.get_text_config(decoder=True)).layers
+    except Exception as error:  # whatever foreign code raises
+        raise ConfigError(f"Transformers makes no cache for it: {one_line(error)}") from error
+    for index, layer in enumerate(layers):
+        kept, window = getattr(layer, "sliding_window", None), windows.get(index)
+        if kept is not None and kept < min(max_positions, window or max_positions):
+            raise ConfigError(
+                f"layer {index} sees {window or 'all'} tokens in a forward pass, but the cache of Transformers keeps "
+                f"only the last {kept} (sliding_window)"
+            )
