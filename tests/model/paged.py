@@ -135,3 +135,11 @@ def tiny_runner(loaded: LoadedModel, *, num_blocks: int = 64, block_size: int = 
 def load_tiny(family: str, folder: Path, **overrides: Any) -> LoadedModel:
     """A tiny random model of `family`, in fp32 on the CPU."""
     return load_model(make_checkpoint(family, folder, **overrides), dtype="float32", device="cpu")
+
+
+def forced_logits(loaded: LoadedModel, prompt: list[int], tokens: list[int]) -> Tensor:
+    """Logits [len(tokens), vocab] from which `tokens` would be chosen one after another behind `prompt`."""
+    runner = tiny_runner(loaded, num_blocks=16, block_size=16)
+    text = prompt + tokens[:-1]
+    blocks = list(range(1, len(text) // 16 + 2))
+    return all_logits(runner, chunk(text, 0, len(text), blocks))[0][len(prompt) - 1 :]

@@ -135,6 +135,8 @@ def _rope(config: Any, family: str, head_dim: int) -> RopeConfig:
         parameters = {**parameters, "partial_rotary_factor": 1.0}  # ignored there: every dimension turns
     for key in ("rope_theta", "partial_rotary_factor"):
         finite(parameters.get(key, 1.0), key, above=0.0)
+    if not isinstance(parameters.get("rope_type"), str):
+        raise ConfigError(f"config.json: rope_type is {parameters.get('rope_type')!r}; it must be a name")
     if parameters.get("original_max_position_embeddings", 1) == 0:
         raise ConfigError("config.json: original_max_position_embeddings is 0; it must be a positive integer")
     positions = _count(config.max_position_embeddings, "max_position_embeddings")
@@ -146,8 +148,8 @@ def _windows(config: Any, family: str, max_positions: int) -> tuple[int | None, 
     layers: int = config.num_hidden_layers
     kinds: list[str] = getattr(config, "layer_types", None) or []
     window: int | None = getattr(config, "sliding_window", None)
-    if window is not None:
-        _count(window, "sliding_window")
+    if window is not None and _count(window, "sliding_window") < 2:  # the cache of Transformers keeps all of one token
+        raise ConfigError("config.json: sliding_window is 1; it must be at least 2, or null")
     if not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise NotNativeError(
             f"layer_types {sorted(set(kinds))}: only full_attention and sliding_attention are supported"

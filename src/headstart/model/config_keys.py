@@ -3,7 +3,8 @@
 The compact decoder takes a config only if every key in it is handled by `parse_config`, listed as harmless, unknown to
 Transformers, or holds the value Transformers assumes without it. Any other key raises NotNativeError, which sends the
 model to Transformers' own code. Values are read from Transformers' config object: defaults and spellings are its own.
-tests/model/test_config_walk.py changes every key to other values and compares the tokens with Transformers'.
+tests/model/test_config_keys.py scans Transformers' sources for names that are missing here, and
+tests/model/test_config_walk.py changes every key to other values and compares the logits with Transformers'.
 """
 
 import copy
@@ -49,14 +50,16 @@ HARMLESS = {
     "pad_token_id", "bos_token_id", "output_attentions", "output_hidden_states", "output_router_logits",
     "return_dict", "use_return_dict", "torchscript", "tie_last_hidden_states", "transformers_version",
     "name_or_path", "_name_or_path", "id2label", "label2id", "num_labels", "problem_type", "chunk_size_feed_forward",
-    "keys_to_ignore_at_inference", "attn_implementation", "_attn_implementation", "_attn_implementation_internal",
+    "keys_to_ignore_at_inference", "gradient_checkpointing", "attn_implementation", "_attn_implementation",
+    "_attn_implementation_internal",
 }  # fmt: skip
 # Read by Transformers with getattr, though its config classes do not declare them: name -> the value without effect.
 READ_BESIDES: dict[str, Any] = dict.fromkeys((
     "attention_chunk_size", "kv_sharing_modes", "number_of_conv_states", "transformers_weights",
     "experts_implementation", "_experts_implementation", "distributed_config", "fusion_config", "mtp_layer_types",
     "num_mtp_layers", "_rope_type_labels", "decoder", "generator", "text_config", "text_encoder",
-    "allow_global_per_layer_attribute_access",
+    "allow_global_per_layer_attribute_access", "mtp_mlp_layer_types", "mtp_per_layer_config", "first_k_dense_replace",
+    "_post_init_done",
 ))  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from headstart.model.json_file import one_line, shorten
 _LEAST_POSITIONS = 1024  # of the tables of angles
 _NEEDED = {
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }

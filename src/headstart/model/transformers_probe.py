@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from headstart.core.errors import ConfigError
 from headstart.model.attention.base import Attend
@@ -215,8 +216,10 @@ def _check_cache(module: PreTrainedModel, windows: dict[int, int | None], max_po
     except Exception as error:  # whatever foreign code raises
         raise ConfigError(f"Transformers makes no cache for it: {one_line(error)}") from error
     for index, layer in enumerate(layers):
+        if not isinstance(layer, DynamicLayer):
+            raise ConfigError(f"Transformers keeps no keys and values for layer {index} ({type(layer).__name__})")
         kept, window = getattr(layer, "sliding_window", None), windows.get(index)
-        if kept is not None and kept < min(max_positions, window or max_positions):
+        if kept is not None and kept < max(2, min(max_positions, window or max_positions)):
             raise ConfigError(
                 f"layer {index} sees {window or 'all'} tokens in a forward pass, but the cache of Transformers keeps "
                 f"only the last {kept} (sliding_window)"
