@@ -118,6 +118,8 @@ MORE_THAN_TRANSFORMERS: dict[str, str] = {
     "auto_map": "Transformers asks whether to run the code; it is never run here",
     "head_dim": "null is hidden_size by heads, as in the other families",
     "return_dict": "the form of what a forward pass returns, which is chosen here anyway",
+    "attn_implementation": "attention is computed by our code, whatever the file names",
+    "_attn_implementation": "attention is computed by our code, whatever the file names",
     "architectures": "Transformers does not read it",
 }
 

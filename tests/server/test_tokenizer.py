@@ -203,3 +203,11 @@ def test_the_front_end_imports_neither_torch_nor_transformers(tmp_path: Path) ->
     run = [sys.executable, "-c", code]
     done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=True, env=os.environ | path)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "config.json"])
+def test_json_that_is_nested_too_deeply_is_refused(name: str, tmp_path: Path) -> None:
+    write(tmp_path, BYTE_LEVEL)
+    (tmp_path / name).write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ConfigError, match=f"{name} is nested too deeply"):
+        Tokenizer.from_folder(tmp_path)

@@ -142,6 +142,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path.name} is not valid JSON: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path.name} is nested too deeply") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path.name} is not a JSON object")
     return value
