@@ -15,6 +15,7 @@ from server.harness import PATIENCE, parse_events, until
 from headstart.fleet.address import ReplicaAddress
 from headstart.fleet.front import build_front
 from headstart.fleet.reading import Reader
+from headstart.fleet.replies import session_options
 from headstart.fleet.state import FleetState
 from headstart.options import RouterOptions, ServerOptions
 from headstart.server.logs import Log
@@ -63,10 +64,11 @@ class Replica:
         self.events: str | None = None  # where its KV events are published
         self.replay: str | None = None
         self.port = 0
+        self.middleware: Any = None  # of aiohttp's, around every handler
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> "Replica":
-        app = web.Application()
+        app = web.Application(middlewares=[] if self.middleware is None else [web.middleware(self.middleware)])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
@@ -184,7 +186,7 @@ async def front(
             await replica.start()
     router_options = RouterOptions(**{"health_interval": 0.05, "scrape_interval": 0.05, "tokenizer": "none", **options})
     server_options = ServerOptions(**{"access_log": False, **(server or {})})
-    async with aiohttp.ClientSession(auto_decompress=False) as session:
+    async with aiohttp.ClientSession(**session_options()) as session:
         state = FleetState(router_options, server_options, session, reader or Reader(), Log())
         listener = listen("127.0.0.1", 0)
         http = HttpServer(uvicorn_config(build_front(state)))

@@ -74,14 +74,16 @@ def test_what_a_replica_says_is_wrong_is_the_clients_and_is_asked_once() -> None
         replicas = two()
 
         async def wrong(request: web.Request, body: dict[str, Any]) -> web.Response:
-            return web.json_response({"error": {"message": "no", "code": "x"}}, status=400, headers={"x-own": "kept"})
+            return web.json_response(
+                {"error": {"message": "no", "code": "x"}}, status=400, headers={"x-ratelimit-limit-requests": "kept"}
+            )
 
         for replica in replicas:
             replica.script = wrong
         async with front(*replicas) as router:
             answer = await router.complete()
             assert answer.status_code == 400 and answer.json()["error"]["code"] == "x"
-            assert answer.headers["x-own"] == "kept"
+            assert answer.headers["x-ratelimit-limit-requests"] == "kept"
             assert sum(len(replica.bodies) for replica in replicas) == 1
             assert all(endpoint.load.num_requests == 0 for endpoint in router.state.router.endpoints.values())
 

@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headstart.fleet import sse
 from headstart.fleet.sse import EventStream, Said, said
+from headstart.fleet.upstream import GarbledError
 from headstart.router.ask import Usage
 
 USAGE = {"prompt_tokens": 10, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 7}}
@@ -73,10 +76,27 @@ def test_lines_may_end_in_carriage_returns() -> None:
     assert through(stream, [last[20:], done]) == done and stream.said.output_tokens == 4 and stream.is_done
 
 
-def test_what_has_no_end_is_passed_on_at_last() -> None:
+def test_events_and_comments_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 1000)
+    monkeypatch.setattr(sse, "MAX_COMMENT_BYTES", 1000)
     stream = EventStream()
-    piece = b"data: " + b"x" * (5 * 1024 * 1024)
-    assert stream.feed(piece) == piece
+    assert stream.feed(b"data: " + b"x" * 900) == b""
+    with pytest.raises(GarbledError, match="event"):
+        stream.feed(b"x" * 100)
+    stream = EventStream()
+    for _ in range(3):
+        assert stream.feed(b": ping\n\n" * 100 + TOKEN)
+    with pytest.raises(GarbledError, match="comments"):
+        stream.feed(b": ping\n\n" * 200)
+
+
+@given(cuts())
+def test_an_event_in_many_pieces_is_looked_at_once(pieces: list[bytes]) -> None:
+    """Byte by byte the same events come out as in one piece."""
+    whole = b"".join(pieces)
+    stream = EventStream()
+    assert b"".join(stream.feed(whole[i : i + 1]) for i in range(len(whole))) == whole and stream.is_done
+    assert json.loads(stream.first)["choices"] is not None
 
 
 def test_engines_that_do_not_tell_cached_tokens_tell_nothing_to_learn_from() -> None:

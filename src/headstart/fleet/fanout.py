@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import aiohttp
 
-from headstart.fleet.upstream import Answer, headers_back, headers_on
+from headstart.fleet.replies import check_head, read_answer
+from headstart.fleet.upstream import Answer, headers_on
 from headstart.server.http_errors import HttpError
 
 FANOUT_SECONDS = 300.0  # a prefix is computed before its answer comes
@@ -34,8 +35,11 @@ async def ask_all(
 
     async def ask(url: str) -> Answer:
         timeout = aiohttp.ClientTimeout(total=FANOUT_SECONDS)
-        async with session.request(method, url + target, headers=sent, data=body, timeout=timeout) as response:
-            return Answer(response.status, headers_back(response), await response.read())
+        async with session.request(
+            method, url + target, headers=sent, data=body, timeout=timeout, allow_redirects=False
+        ) as response:
+            check_head(response, target.partition("?")[0])
+            return await read_answer(response, target.partition("?")[0])
 
     answers = await asyncio.gather(*map(ask, urls), return_exceptions=True)
     silent = [url for url, answer in zip(urls, answers, strict=True) if isinstance(answer, BaseException)]

@@ -190,7 +190,7 @@ class Members:
         member.num_silences = 0
         if status == 503:
             return next((state for state in ("loading", "draining") if f'"{state}"'.encode() in body), "absent")
-        return "up" if status < 500 else "absent"
+        return "up" if status < 300 or 400 <= status < 500 else "absent"  # a redirect is another program's
 
     async def _look_into(self, member: Member) -> None:
         """Asks what it serves, and makes it a candidate."""
@@ -255,5 +255,5 @@ class Members:
     async def _get(self, member: Member, path: str, max_bytes: int) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=LOOK_SECONDS)
         url = member.address.url + path
-        async with self._session.get(url, timeout=timeout, headers=self._headers) as response:
+        async with self._session.get(url, timeout=timeout, headers=self._headers, allow_redirects=False) as response:
             return response.status, await read_prefix(response, max_bytes)

@@ -4,8 +4,8 @@ import time
 from collections import OrderedDict
 
 from headstart.core.errors import NoReplicaError
+from headstart.fleet.call import Call
 from headstart.fleet.explain import Json, explain, explain_prompt
-from headstart.fleet.proxy import Call
 from headstart.fleet.reading import Reading
 from headstart.fleet.recent import MAX_REQUESTS, Recent, Seen
 from headstart.router.pick import Pick

@@ -8,8 +8,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from headstart.fleet.budget import RetryBudget
+from headstart.fleet.call import Call
 from headstart.fleet.members import Members
-from headstart.fleet.proxy import Call
 from headstart.router.router import Router
 from headstart.router.shadow import Shadow
 from headstart.router.told import ToldContents

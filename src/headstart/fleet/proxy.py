@@ -6,46 +6,39 @@ is no answer yet, and an answer in one piece is kept until it is whole. After th
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import aiohttp
 from starlette.types import Receive, Send
 
 from headstart.core.errors import NoReplicaError, QueueFullError
 from headstart.fleet.budget import RetryBudget
+from headstart.fleet.call import Call
 from headstart.fleet.patience import PatientSend
-from headstart.fleet.reading import Reading
+from headstart.fleet.replies import EVENTS, check_head, error_in_first, read_answer, session_options
 from headstart.fleet.sse import EventStream, said
-from headstart.fleet.telling import as_event, explained, id_in, lost, no_replicas, unanswered
-from headstart.fleet.upstream import Answer, AttemptError, Failure, failure_of, headers_back, headers_on, refusal
+from headstart.fleet.telling import as_event, explained, id_in, lost, no_replicas, spent, unanswered
+from headstart.fleet.upstream import (
+    Answer,
+    AttemptError,
+    Failure,
+    GarbledError,
+    failure_of,
+    headers_back,
+    headers_on,
+    refusal,
+    refusal_in_event,
+)
 from headstart.router.pick import Pick
 from headstart.router.router import Router
-from headstart.server.http_errors import ClientGoneError
+from headstart.server.http_errors import ClientGoneError, HttpError
 from headstart.server.sse import DONE, WRITE_SECONDS, error_event
 
+MAX_LOSSES = 2
+"""Replicas lost under one request until it is sent to no other: it may be what kills them.
 
-@dataclass(slots=True)
-class Call:
-    """One request of a client and what became of it."""
-
-    path: str
-    headers: list[tuple[bytes, bytes]]
-    reading: Reading
-    request_id: str
-    explains: bool = False
-    shows_replica: bool = False  # the client is an administrator
-    tried: list[str] = field(default_factory=list[str])  # who is not to be asked again
-    num_attempts: int = 0
-    pick: Pick | None = None  # the last one
-    route: bytes = b""  # why that one was picked
-    is_pending: bool = False  # without a first token, as far as we know
-    started: bool = False  # the client has a status line
-    committed: bool = False  # and a part of an answer
-    first_token_at: float | None = None
-    output_tokens: int | None = None
-    answer_id: str = ""  # as the client gets it in the answer
-    failures: list[Failure] = field(default_factory=list[Failure])
-    outcome: str = "error"  # or ok; lost: in the middle of a stream; gone: the client went away
+Each loss is retried over a new connection, so connections that replicas closed while they were idle make one at most.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +62,17 @@ class Proxy:
         self.budget = budget
         self.num_pending = 0  # without a first token
         self._session = session
+        self._fresh = aiohttp.ClientSession(  # a connection for each request: none of them has been idle
+            connector=aiohttp.TCPConnector(limit=0, force_close=True, ttl_dns_cache=10), **session_options()
+        )
         self._settings = settings
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout, sock_read=settings.response_timeout
         )
+
+    async def close(self) -> None:
+        """Close the connections that are the proxy's own."""
+        await self._fresh.close()
 
     def check_room(self) -> None:
         """Raises QueueFullError while too many requests wait for their first token."""
@@ -128,6 +128,10 @@ class Proxy:
                     return
                 except AttemptError as error:
                     call.failures.append(error.failure)
+                    call.num_losses += error.is_loss
+                    if call.num_losses >= MAX_LOSSES:
+                        await self._give_up(call, spent(call.request_id, call.num_losses), send)
+                        return
                     if not self._may_retry(call, error.failure, retrying):
                         await self._give_up(call, error, send)
                         return
@@ -177,6 +181,8 @@ class Proxy:
                 router.failed(pick, time.monotonic(), blame=False)
 
     def _failed(self, pick: Pick, failure: Failure) -> None:
+        if pick.finish is not None:
+            return  # an error that was the first event of its stream has been counted
         health = pick.endpoint.health
         if failure is Failure.DRAINING:
             health.draining = True
@@ -193,14 +199,15 @@ class Proxy:
         if not call.reading.stream and pick.flight is not None:  # even its head comes when all of it is there
             timer = asyncio.get_running_loop().call_later(pick.flight.expected_ms / 1e3, self._assume, call, pick)
         try:
-            async with self._session.post(
+            session = self._fresh if Failure.LOST in call.failures else self._session
+            async with session.post(
                 pick.endpoint.name + call.path,
                 data=call.reading.body,
                 headers=headers_on(call.headers, own),
                 timeout=self._timeout,
                 allow_redirects=False,
             ) as response:
-                if response.status == 200 and response.content_type == "text/event-stream":
+                if check_head(response, call.path):
                     await self._stream(call, pick, response, send)
                 else:
                     await self._whole(call, pick, response, send)
@@ -212,13 +219,13 @@ class Proxy:
 
     async def _whole(self, call: Call, pick: Pick, response: aiohttp.ClientResponse, send: Send) -> None:
         """An answer in one piece, or a refusal."""
-        router, body = self.router, await response.read()
-        answer = Answer(response.status, headers_back(response), body)
+        router, answer = self.router, await read_answer(response, call.path)
+        body = answer.body
         failure = refusal(response.status, body)
         if failure is not None:
             raise AttemptError(failure, f"the replica answered {response.status}", answer)
         now = time.monotonic()
-        if response.status == 200:
+        if response.status < 300:
             told = said(body)
             call.answer_id = id_in(body)
             call.output_tokens = told.output_tokens
@@ -238,26 +245,40 @@ class Proxy:
     async def _stream(self, call: Call, pick: Pick, response: aiohttp.ClientResponse, send: Send) -> None:
         """A stream of events, passed on as they come."""
         stream = EventStream(hides_usage=call.reading.hides_usage)
-        router, content = self.router, response.content
+        content = response.content
         while piece := await _next(content, stream):
             passed = stream.feed(piece)
             if stream.has_data and not call.committed:
-                now = time.monotonic()
-                call.committed = True
-                call.answer_id = id_in(passed)
-                router.first_token(pick, now)
-                self._first_token(call, now)
+                self._begin(call, pick, stream, passed)
             if stream.is_done:
                 self._finished(call, pick, stream)  # before it is passed on: clients hang up behind it
-            if passed:
+            if passed and (call.committed or call.reading.stream):  # who asked for no stream waits for no comments
                 if not call.started:
-                    await self._start(call, 200, headers_back(response), send)
+                    await self._start(call, 200, headers_back(response, EVENTS), send)
                 await _write(send, passed)
         rest = stream.close()
+        if not call.committed and (stream.is_done or stream.has_data):
+            raise GarbledError("a stream without an event")
         if not stream.is_done:
             raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
         self._finished(call, pick, stream)
         await _write(send, rest, more=False)
+
+    def _begin(self, call: Call, pick: Pick, stream: EventStream, passed: bytes) -> None:
+        """The first event is there. Raises AttemptError if it is an error that another replica may not have."""
+        now = time.monotonic()
+        if not error_in_first(stream.first):
+            call.committed = True
+            call.answer_id = id_in(passed)
+            self.router.first_token(pick, now)
+            self._first_token(call, now)
+            return
+        failure, status = refusal_in_event(stream.first)
+        if failure is not None:
+            answer = Answer(status, [(b"content-type", b"application/json")], stream.first)
+            raise AttemptError(failure, f"the replica answered with an error, as {status}", answer)
+        call.committed = True
+        self.router.failed(pick, now, blame=status >= 500)
 
     def _finished(self, call: Call, pick: Pick, stream: EventStream) -> None:
         """The whole answer has come; once."""
@@ -293,12 +314,15 @@ class Proxy:
         await self._start(call, answer.status, [*answer.headers, length], send)
         await _write(send, answer.body, more=False)
 
-    async def _give_up(self, call: Call, error: AttemptError | NoReplicaError, send: Send) -> None:
+    async def _give_up(self, call: Call, error: AttemptError | NoReplicaError | HttpError, send: Send) -> None:
         """Tells the client that nobody answered: by the last replica's own words if it had any."""
         if isinstance(error, AttemptError) and error.answer is not None:
             await self._send_whole(call, error.answer, send)
             return
-        told = no_replicas(error) if isinstance(error, NoReplicaError) else unanswered(error, call.num_attempts)
+        if isinstance(error, HttpError):
+            told = error
+        else:
+            told = no_replicas(error) if isinstance(error, NoReplicaError) else unanswered(error, call.num_attempts)
         if not call.started:
             raise told
         await _write(send, error_event(told) + DONE, more=False)

@@ -23,6 +23,7 @@ from headstart.fleet.discover import make_discovery
 from headstart.fleet.discovery import Discovery, StaticDiscovery
 from headstart.fleet.front import build_front
 from headstart.fleet.reading import Reader
+from headstart.fleet.replies import session_options
 from headstart.fleet.segments import SegmentedTokenizer
 from headstart.fleet.state import FleetState
 from headstart.fleet.tokenizers import named_tokenizer, tokenizer_of
@@ -115,9 +116,7 @@ class _Life:
     async def run(self) -> int:
         """Starts everything, waits, and ends everything."""
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ttl_dns_cache=10)
-        async with aiohttp.ClientSession(
-            connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
-        ) as session:
+        async with aiohttp.ClientSession(connector=connector, trust_env=False, **session_options()) as session:
             try:
                 state = FleetState(
                     self._router_options, self._options, session, self._reader, self._log, self._decisions

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from headstart.fleet.upstream import GarbledError
 from headstart.router.ask import Usage
 
-MAX_EVENT_BYTES = 4 * 1024 * 1024  # what has no end after so much is passed on as it is
+MAX_EVENT_BYTES = 32 << 20  # a prompt of 16,000 tokens echoed with 20 alternatives each is one event
+MAX_COMMENT_BYTES = 1 << 20  # between two events with data; engines send some bytes of comments every few seconds
+MAX_COUNT = 2**31 - 1  # tokens: no engine has told more in good faith
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _DONE = re.compile(rb"^data:\s*\[DONE\]", re.MULTILINE)
 _DATA = re.compile(rb"^data:", re.MULTILINE)
@@ -58,34 +61,58 @@ class EventStream:
         self.said = Said()
         self.has_data = False  # an event with data went by: from now on the client has a part of this very answer
         self.is_done = False
+        self.first = b""  # the data of the first event that has any
+        self.num_comment_bytes = 0  # since the last event with data
         self._hides_usage = hides_usage
-        self._rest = b""
+        self._rest = bytearray()
 
     def feed(self, piece: bytes) -> bytes:
-        """Takes in what came; returns what may be passed on, perhaps nothing."""
-        if self._rest:
-            piece = self._rest + piece
-            self._rest = b""
-        if not piece.endswith(b"\n\n"):
-            end = _last_end(piece)
-            if len(piece) - end > MAX_EVENT_BYTES:
-                end = len(piece)
-            self._rest, piece = piece[end:], piece[:end]
+        """Takes in what came; returns what may be passed on, perhaps nothing.
+
+        Raises GarbledError for an event, or comments between two of them, that have no end.
+        """
+        if self._rest or not piece.endswith(b"\n\n"):
+            piece = self._cut(piece)
         if piece:
             self._look(piece)
+            if self.num_comment_bytes > MAX_COMMENT_BYTES:
+                raise GarbledError(f"{MAX_COMMENT_BYTES} bytes of comments without an event")
             if _USAGE.search(piece):
                 return self._without_usage(piece)
         return piece
 
     def close(self) -> bytes:
         """What was left without an end when the stream ended."""
-        rest, self._rest = self._rest, b""
+        rest, self._rest = bytes(self._rest), bytearray()
         if rest:
             self._look(rest)
         return rest
 
+    def _cut(self, piece: bytes) -> bytes:
+        """Return the whole events in what was left and `piece`; keep what follows them. Looks at every byte once."""
+        rest = self._rest
+        overlap = min(len(rest), 3)  # of an end that is one byte longer
+        end = _last_end(bytes(rest[len(rest) - overlap :]) + piece) - overlap
+        if end <= 0:
+            rest += piece
+            whole = b""
+        else:
+            whole = bytes(rest) + piece[:end]
+            self._rest = rest = bytearray(piece[end:])
+        if len(rest) > MAX_EVENT_BYTES:
+            raise GarbledError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+        return whole
+
     def _look(self, piece: bytes) -> None:
-        self.has_data = self.has_data or _DATA.search(piece) is not None
+        data = _DATA.search(piece)
+        if data is None:
+            self.num_comment_bytes += len(piece)
+            return
+        self.num_comment_bytes = 0
+        if not self.has_data:
+            self.has_data = True
+            end = _END.search(piece, data.start())
+            self.first = _data_of(piece[data.start() : end.start() if end is not None else len(piece)])
         self.is_done = self.is_done or _DONE.search(piece) is not None
 
     def _without_usage(self, piece: bytes) -> bytes:
@@ -99,15 +126,18 @@ class EventStream:
 
     def _read(self, event: bytes) -> bool:
         """Whether the event tells of usage and nothing else."""
-        lines = event.replace(b"\r\n", b"\n").split(b"\n")
-        data = b"\n".join(line[5:] for line in lines if line.startswith(b"data:"))
         try:
-            told = _DECODER.decode(data)
+            told = _DECODER.decode(_data_of(event))
         except (msgspec.DecodeError, UnicodeDecodeError):
             return False
         if told.usage is not None:
             self.said = _said(told)
         return told.usage is not None and told.choices == []
+
+
+def _data_of(event: bytes) -> bytes:
+    lines = event.replace(b"\r\n", b"\n").split(b"\n")
+    return b"\n".join(line[5:] for line in lines if line.startswith(b"data:"))
 
 
 def _last_end(piece: bytes) -> int:
@@ -120,5 +150,9 @@ def _said(told: Any) -> Said:
     if usage is None:
         return Said()
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else None
-    known = Usage(usage.prompt_tokens, cached) if cached is not None and usage.prompt_tokens > 0 else None
-    return Said(known, usage.completion_tokens)
+    is_true = cached is not None and 0 <= cached <= usage.prompt_tokens <= MAX_COUNT and usage.prompt_tokens > 0
+    output = usage.completion_tokens
+    return Said(
+        Usage(usage.prompt_tokens, cached) if is_true and cached is not None else None,
+        output if output is not None and 0 <= output <= MAX_COUNT else None,
+    )

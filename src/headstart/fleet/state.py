@@ -196,6 +196,7 @@ class FleetState:
         """Stops looking at replicas and listening to them."""
         await self.members.close()
         await self.listening.close()
+        await self.proxy.close()
 
     def describe(self) -> dict[str, Any]:
         """All replicas: what they are, what they have to do, what is believed of their caches."""

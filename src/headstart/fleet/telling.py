@@ -39,8 +39,21 @@ def lost() -> HttpError:
     )
 
 
+def spent(request_id: str, num_losses: int) -> HttpError:
+    """Return the error of a request under which too many replicas were lost."""
+    return HttpError(
+        502,
+        f"replicas were lost {num_losses} times while they had request {request_id}; it is not sent to another one",
+        code="replica_lost",
+        headers={"x-should-retry": "false"},
+    )
+
+
 def unanswered(error: AttemptError, num_attempts: int) -> HttpError:
     """What a client is told whom nobody answered."""
+    if error.failure is Failure.GARBLED:
+        message = "the replica's answer could not be read as one of this API; its operator finds more in the metrics"
+        return HttpError(502, message, code="bad_replica_answer", headers={"retry-after": "1"})
     what = {Failure.SILENT: "did not answer in time", Failure.REFUSED: "could not be reached"}
     text = what.get(error.failure, "gave no answer")
     return HttpError(

@@ -17,11 +17,17 @@ HOP_BY_HOP = frozenset(
 _OTHER_TARGETS = frozenset(  # some frameworks take these for the path or the method, which the router has judged
     ("x-original-url", "x-rewrite-url", "x-http-method", "x-http-method-override", "x-method-override")
 )
-_ROUTING = frozenset(("x-headstart-replica", "x-headstart-route"))  # of another router: its replicas' addresses
 _OF_THIS_REQUEST = frozenset(("host", "content-length", "accept-encoding", "expect", "x-headstart-explain"))
 _NOT_SENT_ON = HOP_BY_HOP | _OTHER_TARGETS | _OF_THIS_REQUEST
-_NOT_SENT_BACK = HOP_BY_HOP | _ROUTING | {"content-length", "date", "server", "x-request-id"}
 _NEVER_DROPPED = "x-forwarded-for"  # the router's own: without it a replica takes the client for one of its machine
+_SENT_BACK = frozenset(
+    (
+        *(b"cache-control", b"content-disposition", b"content-language", b"deprecation", b"retry-after"),
+        *(b"www-authenticate", b"x-accel-buffering", b"x-should-retry"),
+    )
+)
+_SENT_BACK_PREFIXES = (b"openai-", b"x-ratelimit-")
+GATEWAY_STATUSES = (502, 504)  # a gateway in front of a replica says that it lost it
 
 
 class Failure(Enum):
@@ -29,7 +35,10 @@ class Failure(Enum):
 
     REFUSED = "refused"  # no connection at all: nobody is there
     LOST = "lost"  # the connection ended without an answer
+    DEAD = "dead"  # its front is there, and says that its engine has died
+    HUNG = "hung"  # the replica as a whole has gone silent, by more evidence than this request's own waiting
     SILENT = "silent"  # nothing came for too long
+    GARBLED = "garbled"  # what came is no answer
     DRAINING = "draining"  # it said that it takes nothing new
     LOADING = "loading"
     BUSY = "busy"  # 429
@@ -37,13 +46,24 @@ class Failure(Enum):
 
     @property
     def is_free(self) -> bool:
-        """Whether trying another one is none of the retries that must be few: who fails so gets no more requests."""
-        return self in (Failure.REFUSED, Failure.LOST, Failure.DRAINING, Failure.LOADING)
+        """Whether trying another one is none of the retries that must be few: who fails so gets no more requests.
+
+        Losses that may be the request's own doing are bounded by MAX_LOSSES of proxy.py.
+        """
+        return self in (
+            *(Failure.REFUSED, Failure.LOST, Failure.DEAD, Failure.HUNG),
+            *(Failure.DRAINING, Failure.LOADING),
+        )
 
     @property
     def is_its_fault(self) -> bool:
         """Whether it counts against the replica's health."""
-        return self in (Failure.REFUSED, Failure.LOST, Failure.SILENT, Failure.BROKEN)
+        return self not in (Failure.DRAINING, Failure.LOADING, Failure.BUSY)
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the replica may have been lost because of the very request that was sent there."""
+        return self in (Failure.LOST, Failure.DEAD, Failure.HUNG, Failure.SILENT)
 
 
 class Answer:
@@ -63,9 +83,19 @@ class AttemptError(HeadstartError):
         self.failure = failure
         self.answer = answer
 
+    @property
+    def is_loss(self) -> bool:
+        """Whether the replica, or the one behind a gateway, may have been lost because of this request."""
+        return self.failure.is_loss or (self.answer is not None and self.answer.status in GATEWAY_STATUSES)
+
+
+class GarbledError(aiohttp.ClientError):
+    """What a replica sent is no answer. The message is in our own words and holds nothing of what came."""
+
 
 class _Error(msgspec.Struct):
     code: str | int | None = None
+    type: str | None = None
 
 
 class _ErrorBody(msgspec.Struct):
@@ -74,6 +104,10 @@ class _ErrorBody(msgspec.Struct):
 
 def failure_of(error: BaseException) -> Failure:
     """What an exception of the client library means."""
+    if isinstance(error, GarbledError | aiohttp.ClientResponseError) and not isinstance(
+        error, aiohttp.ServerDisconnectedError
+    ):
+        return Failure.GARBLED  # ClientResponseError: the head could not be parsed
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         return Failure.REFUSED
     return Failure.SILENT if isinstance(error, TimeoutError) else Failure.LOST
@@ -85,12 +119,43 @@ def refusal(status: int, body: bytes) -> Failure | None:
         return Failure.BUSY
     if status not in (502, 503, 504):
         return None
-    try:
-        error = msgspec.json.decode(body, type=_ErrorBody).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        error = None
-    code = error.code if error is not None else None
+    return _failure_by_code(_error_in(body).code) if b'"' in body else Failure.BROKEN
+
+
+def refusal_in_event(document: bytes) -> tuple[Failure | None, int]:
+    """The same of an error that is the first event of a stream, and the HTTP status that it stands for."""
+    error = _error_in(document)
+    code = error.code
+    if isinstance(code, int) and not isinstance(code, bool) and 400 <= code < 600:
+        return (_refusal_of_status(code), code)
+    if code == "queue_full":
+        return Failure.BUSY, 429
+    failure = _failure_by_code(code)
+    if failure is not Failure.BROKEN:
+        return failure, 503
+    return None, 400 if error.type == "invalid_request_error" else 500
+
+
+def _refusal_of_status(status: int) -> Failure | None:
+    if status == 429:
+        return Failure.BUSY
+    return Failure.BROKEN if status in (502, 503, 504) else None
+
+
+def _failure_by_code(code: str | int | None) -> Failure | None:
+    """The failure that the code of an error object tells."""
+    if code == "replica_lost":
+        return None  # a router's own last word: it has tried what may be tried
+    if code == "engine_dead":
+        return Failure.DEAD
     return Failure(code) if code in ("draining", "loading") else Failure.BROKEN
+
+
+def _error_in(document: bytes) -> _Error:
+    try:
+        return msgspec.json.decode(document, type=_ErrorBody).error or _Error()
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _Error()
 
 
 def headers_on(headers: Iterable[tuple[bytes, bytes]], own: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -106,15 +171,21 @@ def headers_on(headers: Iterable[tuple[bytes, bytes]], own: Mapping[str, str]) -
     return [*sent, ("accept-encoding", "identity"), *own.items()]
 
 
-def headers_back(response: aiohttp.ClientResponse) -> "list[tuple[bytes, bytes]]":
-    """Return a replica's headers as they are sent back, without those of its connection to the router."""
-    named = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in response.raw_headers]
-    dropped = _NOT_SENT_BACK | _connection_names(named)
-    return [
-        (name.lower(), value)
-        for (name, value), (text, _) in zip(response.raw_headers, named, strict=True)
-        if text not in dropped
-    ]
+def headers_back(response: aiohttp.ClientResponse, content_type: bytes = b"") -> "list[tuple[bytes, bytes]]":
+    """Return those of a replica's headers that are passed back: a closed list, printable values, repeats kept.
+
+    What a replica says beside these is not meant for clients: cookies, redirects, its own name and address.
+    `content_type`: what is said of the body instead of the replica's own word.
+    """
+    headers = [(name.lower(), value) for name, value in response.raw_headers]
+    dropped = _connection_names((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
+    types = [content_type] if content_type else [value for name, value in headers if name == b"content-type"][:1]
+    found = [(b"content-type", value) for value in types if value.decode("latin-1").isprintable()]
+    for name, value in headers:
+        known = name in _SENT_BACK or name.startswith(_SENT_BACK_PREFIXES)
+        if known and name.decode("latin-1") not in dropped and value.decode("latin-1").isprintable():
+            found.append((name, value))
+    return found
 
 
 def _connection_names(headers: Iterable[tuple[str, str]]) -> set[str]:
