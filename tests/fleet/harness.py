@@ -64,11 +64,11 @@ class Replica:
         self.events: str | None = None  # where its KV events are published
         self.replay: str | None = None
         self.port = 0
-        self.middleware: Any = None  # of aiohttp's, around every handler
+        self.middleware: Any = None  # around every handler, as aiohttp's
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> "Replica":
-        app = web.Application(middlewares=[] if self.middleware is None else [web.middleware(self.middleware)])
+        app = web.Application(middlewares=[self._around])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
@@ -90,6 +90,10 @@ class Replica:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+
+    @web.middleware
+    async def _around(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        return await (handler(request) if self.middleware is None else self.middleware(request, handler))
 
     async def _health(self, request: web.Request) -> web.Response:
         status, body = self.health

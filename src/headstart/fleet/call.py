@@ -20,6 +20,7 @@ class Call:
     tried: list[str] = field(default_factory=list[str])  # who is not to be asked again
     num_attempts: int = 0
     num_losses: int = 0  # attempts under which a replica was lost, perhaps because of this request
+    was_late: bool = False  # it was taken from a replica that seemed silent by its lateness alone
     pick: Pick | None = None  # the last one
     route: bytes = b""  # why that one was picked
     is_pending: bool = False  # without a first token, as far as we know

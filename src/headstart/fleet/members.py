@@ -46,7 +46,10 @@ class Member:
         self.models: tuple[ModelCard, ...] = ()
         self.endpoint: Endpoint | None = None
         self.was_gone = False  # since it was looked into last
-        self.num_silences = 0
+        self.num_silences = 0  # looks in a row that were not answered
+        self.silent_since = 0.0  # when the first of them began
+        self.num_unready = 0  # looks in a row that were answered with 503, neither loading nor draining
+        self.unready_since = 0.0
         self.scraped_at = 0.0
         self.checks_keys: bool | None = None  # whether it refuses requests without a valid key; None: not known
 
@@ -178,18 +181,30 @@ class Members:
             member.state = state
 
     async def _state(self, member: Member) -> str:
+        asked_at = time.monotonic()
         try:
             status, body = await self._get(member, "/health", MAX_HEALTH)
         except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, ConnectionError):
             member.was_gone = True
+            member.num_silences = member.num_unready = 0  # its connections end by themselves
             return "absent"
         except (aiohttp.ClientError, TimeoutError):
+            member.silent_since = member.silent_since if member.num_silences else asked_at
             member.num_silences += 1
             silent = member.num_silences >= MAX_SILENCES or member.state == "new"
             return "absent" if silent else member.state
         member.num_silences = 0
         if status == 503:
-            return next((state for state in ("loading", "draining") if f'"{state}"'.encode() in body), "absent")
+            state = next((state for state in ("loading", "draining") if f'"{state}"'.encode() in body), "absent")
+        else:
+            state = ""
+        if state == "absent":
+            member.unready_since = member.unready_since if member.num_unready else asked_at
+            member.num_unready += 1
+        else:
+            member.num_unready = 0
+        if state:
+            return state
         return "up" if status < 300 or 400 <= status < 500 else "absent"  # a redirect is another program's
 
     async def _look_into(self, member: Member) -> None:

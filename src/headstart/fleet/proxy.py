@@ -16,6 +16,7 @@ from headstart.fleet.budget import RetryBudget
 from headstart.fleet.call import Call
 from headstart.fleet.patience import PatientSend
 from headstart.fleet.replies import EVENTS, check_head, error_in_first, read_answer, session_options
+from headstart.fleet.silence import Silence, Voice, Wait
 from headstart.fleet.sse import EventStream, said
 from headstart.fleet.telling import as_event, explained, id_in, lost, no_replicas, spent, unanswered
 from headstart.fleet.upstream import (
@@ -60,6 +61,7 @@ class Proxy:
     ) -> None:
         self.router = router
         self.budget = budget
+        self.silence = Silence(router)
         self.num_pending = 0  # without a first token
         self._session = session
         self._fresh = aiohttp.ClientSession(  # a connection for each request: none of them has been idle
@@ -163,13 +165,17 @@ class Proxy:
         router.sent(pick, now)
         call.tried.append(pick.endpoint.name)
         call.num_attempts += 1
+        watched: tuple[Voice, Wait] | None = None
         try:
-            await self._ask(call, pick, send)
+            async with asyncio.timeout(None) as scope:
+                watched = self.silence.begin(call, pick, scope, now)
+                await self._ask(call, pick, watched, send)
         except AttemptError as error:
             self._failed(pick, error.failure)
             raise
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-            failure = failure_of(error)
+            is_hung = watched is not None and watched[1].is_given_up
+            failure = Failure.HUNG if is_hung else failure_of(error)
             self._failed(pick, failure)
             if not call.committed:
                 raise AttemptError(failure, f"{type(error).__name__}") from error
@@ -177,6 +183,8 @@ class Proxy:
             call.outcome = "lost"
             await _write(send, error_event(lost()) + DONE, more=False)
         finally:
+            if watched is not None:
+                self.silence.end(*watched)
             if pick.finish is None:  # the client went away, or we are stopped: no fault of the replica
                 router.failed(pick, time.monotonic(), blame=False)
 
@@ -188,10 +196,10 @@ class Proxy:
             health.draining = True
         elif failure is Failure.LOADING:
             health.absent = True
-        refused = failure is Failure.REFUSED
+        refused = failure in (Failure.REFUSED, Failure.HUNG)
         self.router.failed(pick, time.monotonic(), refused=refused, blame=failure.is_its_fault)
 
-    async def _ask(self, call: Call, pick: Pick, send: Send) -> None:
+    async def _ask(self, call: Call, pick: Pick, watched: tuple[Voice, Wait], send: Send) -> None:
         own = {"x-request-id": call.request_id}
         if self._settings.replica_api_key is not None:
             own["authorization"] = f"Bearer {self._settings.replica_api_key}"
@@ -208,18 +216,22 @@ class Proxy:
                 allow_redirects=False,
             ) as response:
                 if check_head(response, call.path):
-                    await self._stream(call, pick, response, send)
+                    await self._stream(call, pick, watched, response, send)
                 else:
-                    await self._whole(call, pick, response, send)
+                    await self._whole(call, pick, watched, response, send)
         finally:
             if timer is not None:
                 timer.cancel()
 
     # -------------------------------------------------------------------------------------------------------- answers
 
-    async def _whole(self, call: Call, pick: Pick, response: aiohttp.ClientResponse, send: Send) -> None:
+    async def _whole(
+        self, call: Call, pick: Pick, watched: tuple[Voice, Wait], response: aiohttp.ClientResponse, send: Send
+    ) -> None:
         """An answer in one piece, or a refusal."""
         router, answer = self.router, await read_answer(response, call.path)
+        voice, wait = watched
+        voice.settle(wait, time.monotonic(), is_progress=answer.status < 300)
         body = answer.body
         failure = refusal(response.status, body)
         if failure is not None:
@@ -242,14 +254,21 @@ class Proxy:
         self.router.assume_first_token(pick, time.monotonic())
         self._has_waited(call)
 
-    async def _stream(self, call: Call, pick: Pick, response: aiohttp.ClientResponse, send: Send) -> None:
+    async def _stream(
+        self, call: Call, pick: Pick, watched: tuple[Voice, Wait], response: aiohttp.ClientResponse, send: Send
+    ) -> None:
         """A stream of events, passed on as they come."""
+        voice, wait = watched
         stream = EventStream(hides_usage=call.reading.hides_usage)
         content = response.content
         while piece := await _next(content, stream):
             passed = stream.feed(piece)
+            voice.heard_at = now = time.monotonic()
+            if not stream.num_comment_bytes:  # what came last was data
+                voice.progress_at = now
             if stream.has_data and not call.committed:
                 self._begin(call, pick, stream, passed)
+                voice.settle(wait, now)
             if stream.is_done:
                 self._finished(call, pick, stream)  # before it is passed on: clients hang up behind it
             if passed and (call.committed or call.reading.stream):  # who asked for no stream waits for no comments

@@ -79,8 +79,8 @@ class FleetState:
             self.members.guessed, lambda: options.tokenizer == "none" or reader.tokenizer is not None
         )
         self.members.contents = self.listening.contents
-        self.members.on_look = self.listening.looked_at
-        self.members.on_removed = self.listening.removed
+        self.members.on_look = self._looked
+        self.members.on_removed = self._removed
         self.members.on_models = self._models_changed
         self.budget = RetryBudget(options.retry_budget)
         settings = ProxySettings(
@@ -240,6 +240,14 @@ class FleetState:
             "rates_ms": {name: value for name, value in rates._asdict().items()},
             "cache": cache,
         }
+
+    def _looked(self, member: Member) -> None:
+        self.listening.looked_at(member)
+        self.proxy.silence.looked(member)
+
+    def _removed(self, url: str) -> None:
+        self.listening.removed(url)
+        self.proxy.silence.removed(url)
 
     def _models_changed(self) -> None:
         self.reader.served = self.members.served()

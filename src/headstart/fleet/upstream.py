@@ -148,6 +148,8 @@ def _failure_by_code(code: str | int | None) -> Failure | None:
         return None  # a router's own last word: it has tried what may be tried
     if code == "engine_dead":
         return Failure.DEAD
+    if code == "engine_silent":
+        return Failure.LOADING  # nothing was admitted, and it may come back
     return Failure(code) if code in ("draining", "loading") else Failure.BROKEN
 
 

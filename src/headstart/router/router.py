@@ -92,6 +92,7 @@ class Router:
         pick.hold = chosen.contents.sent(pick.names, now)
         pick.sent_at = now
         chosen.load.sent(pick.flight, now, self._count)
+        chosen.health.sent(now)
         self._count += 1
         self.policy.picked(pick.choice, chosen)
 
@@ -101,7 +102,7 @@ class Router:
         """The first token is there; some replicas say by then how much was cached."""
         assert pick.hold is not None and pick.flight is not None and pick.contents is not None, "it was never sent"
         pick.first_token = now
-        pick.endpoint.health.succeeded(now)
+        pick.endpoint.health.succeeded(now, sent_at=pick.sent_at)
         pick.endpoint.load.answered(pick.flight, now)
         if usage is not None:
             self._reported(pick, usage, now)
@@ -138,7 +139,7 @@ class Router:
         pick.flight.took_ms = None
         pick.endpoint.load.finished(pick.flight, now)
         pick.contents.failed(pick.hold)
-        ejected = blame and pick.endpoint.health.failed(now, refused=refused)
+        ejected = blame and pick.endpoint.health.failed(now, refused=refused, sent_at=pick.sent_at)
         self._end(pick, now, ok=False)
         return ejected
 
