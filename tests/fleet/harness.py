@@ -68,7 +68,7 @@ class Replica:
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> "Replica":
-        app = web.Application(middlewares=[self._around])
+        app = web.Application(middlewares=[self._around], client_max_size=1 << 30)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)

@@ -1,7 +1,8 @@
 """Call: one request of a client, from its admission to its end, and what became of it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from headstart.fleet.held_bytes import LARGE_BYTES, Hold, bytes_of
 from headstart.fleet.reading import Reading
 from headstart.fleet.upstream import Failure
 from headstart.router.pick import Pick
@@ -17,6 +18,9 @@ class Call:
     request_id: str
     explains: bool = False
     shows_replica: bool = False  # the client is an administrator
+    hold: Hold | None = None  # of memory; None: it is not counted
+    num_rest_bytes: int = 0  # of an event whose end has not come
+    is_trimmed: bool = False  # its prompt is too long to be kept for the explainer
     tried: list[str] = field(default_factory=list[str])  # who is not to be asked again
     num_attempts: int = 0
     num_losses: int = 0  # attempts under which a replica was lost, perhaps because of this request
@@ -31,3 +35,27 @@ class Call:
     answer_id: str = ""  # as the client gets it in the answer
     failures: list[Failure] = field(default_factory=list[Failure])
     outcome: str = "error"  # or ok; lost: in the middle of a stream; gone: the client went away
+
+    def trim(self) -> None:
+        """Free what a large request needs no more once its blocks have their names: text and tokens of its prompt."""
+        if not self.is_trimmed and len(self.reading.body) >= LARGE_BYTES:
+            self.is_trimmed = True
+            self.reading.ask.prompt.drop_tokens()
+            self.reading = replace(self.reading, text=None)
+            self._count()
+
+    def drop_body(self) -> None:
+        """Free the body: it is sent to no other replica."""
+        if self.reading.body:
+            self.reading = replace(self.reading, body=b"")
+            self._count()
+
+    def hold_rest(self, num_bytes: int) -> None:
+        """Count what is kept of an unfinished event. Raises QueueFullError."""
+        if self.hold is not None:
+            self.hold.grow(num_bytes - self.num_rest_bytes)
+            self.num_rest_bytes = num_bytes
+
+    def _count(self) -> None:
+        if self.hold is not None:
+            self.hold.set(bytes_of(self.reading) + self.num_rest_bytes)

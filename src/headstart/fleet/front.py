@@ -11,8 +11,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headstart import __version__
 from headstart.core.errors import InvalidRequestError
+from headstart.fleet.call import Call
+from headstart.fleet.held_bytes import LARGE_BYTES, Hold, bytes_of
 from headstart.fleet.memory import CHAT
-from headstart.fleet.proxy import Call
 from headstart.fleet.reading import Reading, Sender
 from headstart.fleet.routes import PROXIED, ROUTES, is_passed_on
 from headstart.fleet.state import FleetState
@@ -26,6 +27,7 @@ from headstart.server.record import record_of
 
 CHAT_PATH = "/v1/chat/completions"  # rendered by the chat template, which takes as long as it likes
 LONG_BODY_BYTES = 16 * 1024  # from here on, parsing and tokenizing leave the event loop: it has streams to pass on
+MAX_LARGE_READS = 2  # at once: a parsed body takes some 20 times its bytes until its prompt is found
 _PREFIX = re.compile(r"/v1/prefixes/[A-Za-z0-9._-]*[A-Za-z0-9_-]")
 _ADMINISTRATION = {"/v1/prefixes": ("GET", "POST"), "/reset_prefix_cache": ("POST",)}  # asked of every replica
 MAX_ID_CHARS = 256
@@ -42,6 +44,7 @@ class _Front:
 
     def __init__(self, state: FleetState) -> None:
         self._state = state
+        self._few = asyncio.Semaphore(MAX_LARGE_READS)
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._models),
             "/v1/fleet": ("GET", self._fleet),
@@ -83,7 +86,8 @@ class _Front:
             message = f"this route does not take {method[:16]}; use {allow}"
             raise HttpError(405, message, code="method_not_allowed", headers={"allow": allow})
         elif method == "POST" and is_passed_on(path, is_admin=self._is_admin(scope)):
-            await self._proxy(scope, receive, send)
+            with self._state.proxy.held.hold() as hold:
+                await self._proxy(scope, receive, send, hold)
         else:
             others = "other paths under /v1 are passed on for administrators only"
             message = f"a router has no such route; it has {', '.join(ROUTES)}; {others}"
@@ -94,7 +98,7 @@ class _Front:
 
     # ------------------------------------------------------------------------------------------------------- proxied
 
-    async def _proxy(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _proxy(self, scope: Scope, receive: Receive, send: Send, hold: Hold) -> None:
         state, record = self._state, record_of(scope)
         state.check_ready()
         state.proxy.check_room()
@@ -102,11 +106,16 @@ class _Front:
         body = await state.bodies.read(Request(scope, receive, send))
         start = time.perf_counter()
         sender = state.sender(record.principal, headers)
+        hold.set(len(body))
         reading = await self._read(path, body, sender)
+        body = b""  # what is sent on may be another one
+        hold.set(bytes_of(reading))
         self._check_model(reading)
         is_admin = self._is_admin(scope)
         explains = is_admin and (b"x-headstart-explain", b"1") in headers
         call = Call(path, _forwarded(scope), reading, record.request_id, explains, shows_replica=is_admin)
+        del reading  # the call frees what it needs no more
+        call.hold = hold
         state.metrics.decide.observe(time.perf_counter() - start)
         with state.under_way():
             try:
@@ -116,6 +125,9 @@ class _Front:
 
     async def _read(self, path: str, body: bytes, sender: Sender) -> Reading:
         read = self._state.reader.read
+        if len(body) >= LARGE_BYTES:
+            async with self._few:
+                return await asyncio.to_thread(read, path, body, sender)
         return (
             await asyncio.to_thread(read, path, body, sender)
             if len(body) > LONG_BODY_BYTES or (path == CHAT_PATH and self._state.reader.tokenizer is not None)

@@ -26,7 +26,7 @@ class Memory:
     def sent(self, call: Call, principal: Principal) -> None:
         """A request has ended that was sent to a replica at least once."""
         pick = call.pick
-        if pick is None:
+        if pick is None or call.is_trimmed:
             return
         seen = _seen(call.request_id, call.path, call.reading, principal, pick)
         seen.at = pick.sent_at or 0.0

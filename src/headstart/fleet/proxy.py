@@ -14,6 +14,7 @@ from starlette.types import Receive, Send
 from headstart.core.errors import NoReplicaError, QueueFullError
 from headstart.fleet.budget import RetryBudget
 from headstart.fleet.call import Call
+from headstart.fleet.held_bytes import MAX_HELD_BYTES, HeldBytes
 from headstart.fleet.patience import PatientSend
 from headstart.fleet.replies import EVENTS, check_head, error_in_first, read_answer, session_options
 from headstart.fleet.silence import Silence, Voice, Wait
@@ -51,6 +52,7 @@ class ProxySettings:
     connect_timeout: float = 2.0
     response_timeout: float = 600.0
     replica_api_key: str | None = None
+    max_held_bytes: int = MAX_HELD_BYTES
 
 
 class Proxy:
@@ -62,6 +64,7 @@ class Proxy:
         self.router = router
         self.budget = budget
         self.silence = Silence(router)
+        self.held = HeldBytes(settings.max_held_bytes)
         self.num_pending = 0  # without a first token
         self._session = session
         self._fresh = aiohttp.ClientSession(  # a connection for each request: none of them has been idle
@@ -162,6 +165,7 @@ class Proxy:
         call.pick = pick
         if call.explains:
             call.route = explained(pick)
+        call.trim()
         router.sent(pick, now)
         call.tried.append(pick.endpoint.name)
         call.num_attempts += 1
@@ -229,7 +233,7 @@ class Proxy:
         self, call: Call, pick: Pick, watched: tuple[Voice, Wait], response: aiohttp.ClientResponse, send: Send
     ) -> None:
         """An answer in one piece, or a refusal."""
-        router, answer = self.router, await read_answer(response, call.path)
+        router, answer = self.router, await read_answer(response, call.path, call.hold and call.hold.grow)
         voice, wait = watched
         voice.settle(wait, time.monotonic(), is_progress=answer.status < 300)
         body = answer.body
@@ -263,6 +267,8 @@ class Proxy:
         content = response.content
         while piece := await _next(content, stream):
             passed = stream.feed(piece)
+            if stream.num_rest_bytes or call.num_rest_bytes:
+                call.hold_rest(stream.num_rest_bytes)
             voice.heard_at = now = time.monotonic()
             if not stream.num_comment_bytes:  # what came last was data
                 voice.progress_at = now
@@ -288,6 +294,7 @@ class Proxy:
         now = time.monotonic()
         if not error_in_first(stream.first):
             call.committed = True
+            call.drop_body()
             call.answer_id = id_in(passed)
             self.router.first_token(pick, now)
             self._first_token(call, now)

@@ -5,7 +5,7 @@ another program by now. On the routes that generate, a success is status 200 and
 of events whose first one is a JSON object. An error keeps its status, and its body only if that is an error object.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -71,12 +71,16 @@ def check_head(response: aiohttp.ClientResponse, path: str) -> bool:
     return status == 200 and response.content_type == "text/event-stream"
 
 
-async def read_bounded(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """Return the body. Raises GarbledError if it is longer than `max_bytes`."""
+async def read_bounded(
+    response: aiohttp.ClientResponse, max_bytes: int, grow: Callable[[int], None] | None = None
+) -> bytes:
+    """Return the body. Raises GarbledError if it is longer than `max_bytes`. `grow` is told of each piece's bytes."""
     pieces, size = list[bytes](), 0
     while piece := await response.content.readany():
         pieces.append(piece)
         size += len(piece)
+        if grow is not None:
+            grow(len(piece))
         if size > max_bytes:
             raise GarbledError(f"the replica's answer has more than {max_bytes} bytes")
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -87,15 +91,15 @@ async def read_look(response: aiohttp.ClientResponse) -> bytes:
     return await read_bounded(response, MAX_LOOK_BYTES)
 
 
-async def read_answer(response: aiohttp.ClientResponse, path: str) -> Answer:
-    """Return an answer in one piece, or an error. Raises GarbledError for what is neither."""
+async def read_answer(response: aiohttp.ClientResponse, path: str, grow: Callable[[int], None] | None = None) -> Answer:
+    """Return an answer in one piece, or an error. Raises GarbledError for what is neither, and what `grow` raises."""
     status = response.status
     if status >= 400:
         body = await read_bounded(response, MAX_ERROR_BYTES)
         if not is_error_object(body):
             body = encode(error_object(f"the replica answered {status}", status=status))
         return Answer(status, headers_back(response, _JSON), body)
-    body = await read_bounded(response, MAX_ANSWER_BYTES)
+    body = await read_bounded(response, MAX_ANSWER_BYTES, grow)
     if path not in _OBJECTS:
         return Answer(status, headers_back(response), body)
     _check_object(body, _Choices if path in GENERATION else _Object)

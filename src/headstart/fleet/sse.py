@@ -66,6 +66,11 @@ class EventStream:
         self._hides_usage = hides_usage
         self._rest = bytearray()
 
+    @property
+    def num_rest_bytes(self) -> int:
+        """Bytes of an event whose end has not come."""
+        return len(self._rest)
+
     def feed(self, piece: bytes) -> bytes:
         """Takes in what came; returns what may be passed on, perhaps nothing.
 

@@ -55,6 +55,10 @@ class Prompt:
         prompt._names[block_size] = names
         return prompt
 
+    def drop_tokens(self) -> None:
+        """Forget the tokens: names at block sizes that were asked for stay, at others there are none from now on."""
+        self._token_ids = array("i")
+
     def names(self, block_size: int) -> list[BlockHash]:
         """Names of its full blocks; not to be changed."""
         names = self._names.get(block_size)
