@@ -80,7 +80,7 @@ def told() -> StringIO:
 
 
 def family(pids: Sequence[int]) -> list[psutil.Process]:
-    """Fronts and engines."""
+    """Fronts, engines and the processes that render chat templates."""
     found: list[psutil.Process] = []
     for pid in pids:
         front = psutil.Process(pid)
@@ -114,7 +114,7 @@ def test_replicas_answer_and_none_is_left_when_the_fleet_is_closed(folder: str, 
 
     with fleet_of(folder, 2, told, api_key=("secret",)) as fleet:
         processes = asyncio.run(run())
-        assert len(processes) == 4 and not any(map(is_gone, processes))
+        assert len(processes) == 6 and not any(map(is_gone, processes))
     assert all(map(is_gone, processes))
     text = told.getvalue()
     assert "[r0] Headstart " in text and "[r1] Headstart " in text and "secret" not in text
@@ -237,7 +237,7 @@ def replicas_of(parent: Server) -> tuple[list[psutil.Process], list[str]]:
     """Its replicas' processes and URLs, once they are ready."""
     line = wait_for(lambda: [line for line in parent.log.splitlines() if line.startswith("pids ")])[0]
     processes = family([int(pid) for pid in line.split()[1:3]])
-    assert len(processes) == 4
+    assert len(processes) == 6
     return processes, line.split()[3:]
 
 

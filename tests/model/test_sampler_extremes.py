@@ -89,7 +89,7 @@ def test_prompt_logprobs_of_finite_logits_are_finite(values: list[float], top: i
 
 
 def test_what_min_tokens_forbids_is_not_drawn_while_anything_else_is_left() -> None:
-    sampling = SamplingParams(temperature=NUMBERS["temperature"].high, min_tokens=9, stop_token_ids=(0, 1))
+    sampling = SamplingParams(temperature=1e38, min_tokens=9, stop_token_ids=(0, 1))
     logits = torch.full((1, VOCAB), -HUGE)
     logits[:, 0] = HUGE
     sampler = Sampler(VOCAB)

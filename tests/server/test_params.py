@@ -30,8 +30,7 @@ ACCEPTED = [
     ("n", 16),
     ("best_of", 1),
     ("temperature", 0),
-    ("temperature", 100),
-    ("temperature", FLOAT32_MAX),
+    ("temperature", 2),
     ("top_p", 1),
     ("top_p", 0.001),
     ("top_k", -1),
@@ -97,7 +96,7 @@ def test_null_means_the_default(name: str) -> None:
 REFUSED = [
     ("n", [0, 17, 1.0, True, "1", [], 10**400]),
     ("best_of", [0, 17, "x"]),
-    ("temperature", [-0.1, 3.5e38, NAN, INF, -INF, True, "1", 10**400, []]),
+    ("temperature", [-0.1, 2.01, NAN, INF, -INF, True, "1", 10**400, []]),
     ("top_p", [0, -1, 1.01, NAN, False]),
     ("top_k", [-2, 1.5, 2**31, True]),
     ("min_p", [-0.1, 1.1, NAN]),
@@ -198,8 +197,8 @@ def test_a_response_format_that_is_nothing_is_wrong_rather_than_unbuilt() -> Non
 def test_the_message_names_value_limit_and_remedy() -> None:
     with pytest.raises(InvalidRequestError, match=r"^min_p is 2\.5; it must be between 0 and 1$"):
         completion(min_p=2.5)
-    with pytest.raises(InvalidRequestError, match=r"^temperature is 1e\+39; it must be between 0 and 3\.40282e\+38$"):
-        completion(temperature=1e39)
+    with pytest.raises(InvalidRequestError, match=r"^temperature is 2\.5; it must be between 0 and 2$"):
+        completion(temperature=2.5)
     with pytest.raises(InvalidRequestError, match=r"^n is 17; it must be between 1 and 16$"):
         completion(n=17)
     with pytest.raises(InvalidRequestError, match=r"^top_p is 0; it must be above 0 and at most 1$"):
@@ -364,7 +363,7 @@ def test_ten_thousand_random_bodies_raise_nothing_but_invalid_requests() -> None
         outcomes[True] += 1
         if number % 4 < 2:
             sampling = fit(parsed.params, 1, BOUNDS) if (parsed.params.max_tokens or 1) < 64 else parsed.params.sampling
-            assert sampling.max_tokens >= 1 and 0 <= sampling.temperature <= FLOAT32_MAX
+            assert sampling.max_tokens >= 1 and 0 <= sampling.temperature <= 2
             assert all(0 <= token < 100 for token in (*sampling.stop_token_ids, *dict(sampling.logit_bias)))
     assert min(outcomes.values()) > 1000  # both ends are really met
 

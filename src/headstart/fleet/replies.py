@@ -16,7 +16,6 @@ from headstart.server.protocol import encode, error_object
 
 MAX_ANSWER_BYTES = 64 << 20  # 32,000 tokens with 20 alternatives each, as JSON
 MAX_ERROR_BYTES = 1 << 20
-MAX_LOOK_BYTES = 16 << 20  # of /health, /v1/models and /metrics
 MAX_INTERIM = 32  # responses of status 1xx before the final one
 GENERATION = frozenset(("/v1/completions", "/v1/chat/completions"))
 _OBJECTS = GENERATION | {"/tokenize", "/detokenize"}  # routes whose answers are JSON objects
@@ -84,11 +83,6 @@ async def read_bounded(
         if size > max_bytes:
             raise GarbledError(f"the replica's answer has more than {max_bytes} bytes")
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-async def read_look(response: aiohttp.ClientResponse) -> bytes:
-    """Return the body of an answer to a look at a replica. Raises GarbledError if it is too long."""
-    return await read_bounded(response, MAX_LOOK_BYTES)
 
 
 async def read_answer(response: aiohttp.ClientResponse, path: str, grow: Callable[[int], None] | None = None) -> Answer:

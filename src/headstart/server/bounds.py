@@ -35,7 +35,7 @@ class IntegerRange(NamedTuple):
 
 # As vLLM documents them; the sampler gives a token for every combination (tests/model/test_sampler_extremes.py).
 NUMBERS: Mapping[str, NumberRange] = {
-    "temperature": NumberRange(0.0, FLOAT32_MAX, 1.0),
+    "temperature": NumberRange(0.0, 2.0, 1.0),
     "top_p": NumberRange(0.0, 1.0, 1.0, above_low=True),
     "min_p": NumberRange(0.0, 1.0, 0.0),
     "presence_penalty": NumberRange(-2.0, 2.0, 0.0),
