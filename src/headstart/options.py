@@ -168,7 +168,9 @@ class ServerOptions:
     max_prompts: int = _option(64, "Most prompts in one /v1/completions.", BOUNDS, minimum=1)
     max_logprobs: int = _option(20, "Most alternatives per token.", BOUNDS, minimum=0)
     drain_timeout: float = _option(120.0, "Seconds SIGTERM waits for admitted requests.", LIFE, minimum=0)
-    heartbeat_timeout: float = _option(60.0, "Seconds without a step before /livez says 503.", LIFE, minimum=1)
+    heartbeat_timeout: float = _option(
+        60.0, "Seconds without a word from the engine until /health and /livez say 503.", LIFE, minimum=1
+    )
     stats_interval: float = _option(10.0, "Seconds between statistics lines; 0: none.", LIFE, minimum=0)
     access_log: bool = _option(True, "One JSON line per request on stderr.", LIFE)
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,38 @@ def test_a_stopped_engine_process_is_noticed_by_livez(folder: str, tmp_path: Pat
         finally:
             os.kill(engine, signal.SIGCONT)
         wait_for(lambda: server.get("/livez").status_code == 200)
+
+
+def test_a_silent_engine_makes_the_server_unready_until_it_is_heard_again(
+    folder: str, gate: Gate, tmp_path: Path
+) -> None:
+    with fake_server(gate.holds(folder, 2), tmp_path / "log", heartbeat_timeout=1.0) as server:
+        (engine,) = engine_pids(server)
+        with ThreadPoolExecutor(1) as pool, server.client() as client:
+            running = pool.submit(server.post, "/v1/completions", json={"prompt": [7], "max_tokens": 5})
+            wait_for(lambda: server.metric("vllm:num_requests_running") == 1)
+            os.kill(engine, signal.SIGSTOP)
+            try:
+                for path in ("/health", "/readyz"):
+                    wait_for(lambda path=path: client.get(path).status_code == 503)
+                    assert client.get(path).json()["error"]["code"] == "engine_silent"
+                for path, body in {
+                    "/v1/completions": {"prompt": [7]},
+                    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+                    "/v1/cache/explain": {"prompt": [7]},
+                }.items():
+                    refused = client.post(path, json=body)
+                    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_silent")
+                    assert refused.headers["retry-after"]
+                assert client.get("/v1/cache/stats").status_code == 503
+                assert not running.done()
+            finally:
+                os.kill(engine, signal.SIGCONT)
+            for path in ("/health", "/readyz", "/livez"):
+                wait_for(lambda path=path: client.get(path).status_code == 200)
+            gate.open()
+            assert running.result().status_code == 200
+            assert client.post("/v1/completions", json={"prompt": [7], "max_tokens": 2}).status_code == 200
 
 
 def test_a_killed_server_leaves_no_engine_and_the_port_can_be_taken_again(folder: str, tmp_path: Path) -> None:

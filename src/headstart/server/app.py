@@ -148,7 +148,7 @@ class _Routes:
         return json_response(protocol.detokenize_answer(model.tokenizer.decode(body.token_ids)))
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are admitted: 200, or 503 while loading, draining or broken."""
+        """Whether requests are admitted: 200, or 503 while loading, draining, broken or without news of the engine."""
         self._state.check_ready()
         return json_response({"status": "ok"})
 

@@ -106,15 +106,28 @@ class ServerState:
         return len(self._jobs)
 
     def check_ready(self) -> Model:
-        """Returns the model if requests are admitted. Raises EngineDeadError, DrainingError, HttpError 503."""
+        """Return the model if requests are admitted. Raises EngineDeadError, DrainingError, HttpError 503.
+
+        An engine that was not heard for `heartbeat_timeout` admits nothing: requests sent to it would wait without an
+        end. Those it has already are kept, since it may go on; then the server is ready again.
+        """
         if self.engine.dead is not None:
             raise self.engine.dead
         if self.phase is Phase.DRAINING:
             raise DrainingError("the server is shutting down and takes no new requests; send it to another one")
-        return self.model
+        model = self.model
+        now = time.monotonic()
+        if not self.is_alive(now):
+            silent = now - self.engine.last_heard
+            message = (
+                f"the engine has not been heard for {silent:.0f} s and the limit is "
+                f"{self.options.heartbeat_timeout:g} s: send the request to another server or try again later"
+            )
+            raise HttpError(503, message, code="engine_silent", headers={"retry-after": "1"})
+        return model
 
     def is_alive(self, now: float) -> bool:
-        """Whether the engine was heard lately; while it loads it is not expected to speak."""
+        """Return whether the engine was heard lately; while it loads it is not expected to speak."""
         if self.engine.dead is not None:
             return False
         return self._model is None or now - self.engine.last_heard <= self.options.heartbeat_timeout
