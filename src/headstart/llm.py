@@ -34,10 +34,13 @@ from headstart.progress import GenerationProgress
 from headstart.server.bodies import ChatBody, CompletionBody, check_depth, parse_messages, parse_prompts
 from headstart.server.bounds import Bounds
 from headstart.server.fields import Fields
-from headstart.server.generation import Generation, TokenEntry
+from headstart.server.generation import Generation
+from headstart.server.logprob_table import TokenEntry
 from headstart.server.params import GenerationParams, Kind, parse_params
 from headstart.server.prefixes import encode_prefix, kind_of, parse_prefix
 from headstart.server.requests import Origin, build_requests, encode_chat, encode_completion
+from headstart.server.shared_prompt import SharedPrompt
+from headstart.server.stops import StopPatterns
 from headstart.server.tokenizer import Tokenizer
 
 Sampling = SamplingParams | Mapping[str, Any] | None
@@ -208,7 +211,14 @@ class LLM:
 
     def _run(self, prompts: "list[array[int]]", params: GenerationParams, progress: bool) -> list[Completion]:
         requests = build_requests(prompts, params, self._bounds, Origin(next(self._ids)))
-        generations = {request.request_id: Generation(self.tokenizer, request, params) for request in requests}
+        stops = StopPatterns(params.stop)
+        shared = [SharedPrompt(self.tokenizer, prompt, params) for prompt in prompts]
+        generations = {
+            request.request_id: Generation(
+                self.tokenizer, request, params, prompt=shared[index // params.n], stops=stops
+            )
+            for index, request in enumerate(requests)
+        }
         with GenerationProgress(len(requests), show=progress) as bar, _interruptible() as interrupted:
             self._finish_all(requests, generations, bar, interrupted)
         choices = [_completion(request, generations[request.request_id], params) for request in requests]
@@ -297,10 +307,15 @@ def _completion(request: Request, generation: Generation, params: GenerationPara
         num_cached_tokens=generation.num_cached_tokens,
         finish_reason=generation.finish_reason,
         stop_reason=generation.stop_reason,
-        logprobs=generation.logprobs if params.wants_logprobs else None,
-        prompt_logprobs=generation.prompt_logprobs if request.sampling.prompt_logprobs is not None else None,
+        logprobs=[*(generation.echo or ()), *generation.logprobs] if params.wants_logprobs else None,
+        prompt_logprobs=_prompt_logprobs(generation) if params.sampling.prompt_logprobs is not None else None,
         error=generation.error,
     )
+
+
+def _prompt_logprobs(generation: Generation) -> list[TokenLogprob]:
+    known = generation.prompt.logprobs
+    return [known.known(index) for index in range(len(known))]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 EngineOptions.model is a folder with a tokenizer, and after a "?" the knobs: `step` seconds of a step, `hold` tokens for
 each request until its `gate` is open (see Gate), `crash` and `poison` tokens (a prompt that begins with one breaks the
 engine, or fails alone), `load` seconds to build, `close` seconds to end, `die` to end the process without a word,
-`config` to refuse to start, `store` to tell of a store (2: of one that is degraded).
+`config` to refuse to start, `store` to tell of a store (2: of one that is degraded), `length` tokens of context.
 """
 
 import os
@@ -59,7 +59,7 @@ class FakeEngine:
         self.num_steps = self.generated = self.prompted = self.cached = self.row_errors = 0
 
     def add_request(self, request: Request) -> None:
-        if len(request.prompt) + request.sampling.max_tokens > MAX_MODEL_LEN:
+        if len(request.prompt) + request.sampling.max_tokens > self.knobs.get("length", MAX_MODEL_LEN):
             raise RequestTooLargeError("it can never fit")
         if request.prompt[0] == self.knobs.get("explode"):
             raise RuntimeError("a bug in add_request")
@@ -110,8 +110,14 @@ class FakeEngine:
         logprobs = ()
         if request.sampling.logprobs is not None:
             logprobs = (TokenLogprob(token, -0.5, ((token, -0.5), (0, -1.0))[: request.sampling.logprobs]),)
+        known: tuple[TokenLogprob, ...] = ()
+        if request.sampling.prompt_logprobs is not None and count == 1:
+            top = tuple((other, -1.0 - other / 8) for other in range(request.sampling.prompt_logprobs))
+            known = tuple(TokenLogprob(token_id, -0.25, top) for token_id in request.prompt[1:])
         ledger = Ledger(shared=cached, computed=len(request.prompt) - cached) if count == 1 else None
-        return Output(request_id, (token,), logprobs, finish, len(request.prompt), cached, ledger=ledger)
+        return Output(
+            request_id, (token,), logprobs, finish, len(request.prompt), cached, prompt_logprobs=known, ledger=ledger
+        )
 
     def _look_up(self, request: Request) -> int:
         key = (request.domain, request.prompt.tobytes())
@@ -190,7 +196,7 @@ def build_fake(options: EngineOptions) -> tuple[FakeEngine, EngineInfo]:
         model=folder,
         served_name="fake",
         vocab_size=VOCAB_SIZE,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=int(knobs.get("length", MAX_MODEL_LEN)),
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,
         kv_bytes=NUM_BLOCKS * BLOCK_SIZE * 1024,

@@ -260,7 +260,7 @@ def test_what_is_not_http_is_400_and_the_connection_closes(server: Server, data:
 
 
 def test_unfinished_bodies_are_bounded_in_all_and_slow_ones_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "ROOM", 2)
+    monkeypatch.setattr(body, "HELD_BYTES", 200)
     monkeypatch.setattr(body, "BODY_SECONDS", 0.3)
     reader = body.BodyReader(100)
 

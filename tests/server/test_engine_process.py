@@ -42,9 +42,10 @@ async def started(model: str = "/none") -> EngineClient:
 
 def test_a_request_survives_the_wire_unchanged() -> None:
     original = Request("a", array("i", [1, -2, 2**31 - 1]), SamplingParams(seed=-5, stop_token_ids=(7,)), 1.5, b"\x00d")
-    (payload,) = FrameSplitter().feed(encode_frame(Submit.of(original)))
+    (submit,) = Submit.of([original])
+    (payload,) = FrameSplitter().feed(encode_frame(submit))
     message = decode_to_engine(payload)
-    assert isinstance(message, Submit) and message.request() == original
+    assert isinstance(message, Submit) and message.requests() == [original]
 
 
 def test_frames_are_found_however_the_bytes_are_cut() -> None:

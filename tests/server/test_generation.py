@@ -50,7 +50,7 @@ def run(
 
 
 def text_of(deltas: list[Delta]) -> str:
-    return "".join(delta.text for delta in deltas)
+    return "".join((delta.echo.text if delta.echo is not None else "") + delta.text for delta in deltas)
 
 
 @given(text=st.text(max_size=30), step=st.integers(1, 4))
@@ -180,17 +180,19 @@ def test_an_echo_with_logprobs_has_the_prompts_first() -> None:
     generation.update(Output("r", prompt_logprobs=known[:1]))
     token = tokens_of("a")[0]
     delta = generation.update(Output("r", (token,), (logprob(token),), FinishReason.LENGTH, prompt_logprobs=known[1:]))
-    assert [entry.token_id for entry in delta.logprobs] == [*PROMPT, token]
-    assert delta.logprobs[0].logprob is None and delta.logprobs[0].top == ()
-    assert [entry.logprob for entry in delta.logprobs[1:]] == [-t / 100 for t in (*PROMPT[1:], token)]
-    assert delta.logprobs[-1].offset == len("play some music")
+    assert delta.echo is not None
+    entries = [*delta.echo, *delta.logprobs]
+    assert [entry.token_id for entry in entries] == [*PROMPT, token]
+    assert entries[0].logprob is None and entries[0].top == ()
+    assert [entry.logprob for entry in entries[1:]] == [-t / 100 for t in (*PROMPT[1:], token)]
+    assert entries[-1].offset == len("play some music")
     assert delta.token_ids == (token,)
 
 
 def test_only_the_echo_is_shown_if_no_tokens_are_wanted() -> None:
     generation = make(echo=True, max_tokens=0)
     delta = generation.update(Output("r", tuple(tokens_of("a")), (), FinishReason.LENGTH))
-    assert (delta.text, delta.token_ids, delta.finish_reason) == ("play some music", (), "length")
+    assert (text_of([delta]), delta.token_ids, delta.finish_reason) == ("play some music", (), "length")
     assert generation.num_tokens == 0
 
 

@@ -7,7 +7,7 @@ from openai.types import Completion, CompletionUsage, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizer_folders import BYTE_LEVEL, METASPACE, build
 
-from headstart.core.batch import Ledger, TokenLogprob
+from headstart.core.batch import Ledger
 from headstart.core.errors import (
     ConfigError,
     DrainingError,
@@ -18,7 +18,8 @@ from headstart.core.errors import (
     RequestTooLargeError,
 )
 from headstart.server import protocol
-from headstart.server.generation import Delta, TokenEntry
+from headstart.server.generation import Delta
+from headstart.server.logprob_table import TokenEntry
 from headstart.server.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(build(BYTE_LEVEL))
@@ -84,18 +85,6 @@ def test_usage_tells_where_cached_tokens_came_from() -> None:
     assert read.prompt_tokens_details.model_extra == sources
 
 
-def test_a_prompt_counts_once_however_many_choices_share_it() -> None:
-    class Done:
-        def __init__(self, prompt: int, cached: int) -> None:
-            self.num_prompt_tokens, self.num_tokens = prompt, 4
-            self.ledger = Ledger(shared=cached, computed=prompt - cached)
-
-    generations: Any = [Done(10, 0), Done(10, 9), Done(7, 2), Done(7, 6)]
-    usage = protocol.usage_of(generations, n=2)
-    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (17, 16)
-    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens_details"]["shared_tokens"] == 2
-
-
 def test_tokens_that_are_no_text_are_written_as_bytes() -> None:
     tokenizer = Tokenizer(build(METASPACE))
     byte = tokenizer.backend.token_to_id("<0xE2>")
@@ -132,7 +121,7 @@ def test_errors_of_the_operator_are_not_told_to_clients() -> None:
 
 
 def test_logprobs_of_the_prompt_are_told_by_token_id() -> None:
-    delta = DELTA._replace(prompt_logprobs=(TokenLogprob(FOX, -3.0, ((THE, -0.1),)),))
+    delta = DELTA._replace(prompt_logprobs=(TokenEntry(FOX, -3.0, ((THE, -0.1),), 0),))
     choice = protocol.completion_choice(0, delta, TOKENIZER, **CHOICE)
     expected = {
         str(THE): {"logprob": -0.1, "decoded_token": "the"},

@@ -43,10 +43,12 @@ def test_every_field_of_a_request_crosses_the_border() -> None:
         if getattr(request, field.name) == getattr(plain, field.name)
     ]
     assert same == ["request_id", "prompt"], "give every other field a value that is not its default"
-    (payload,) = FrameSplitter().feed(encode_frame(Submit.of(request)))
+    (submit,) = Submit.of([request])
+    (payload,) = FrameSplitter().feed(encode_frame(submit))
     message = decode_to_engine(payload)
     assert isinstance(message, Submit)
-    assert message.request() == request and isinstance(message.request().retention, Retention)
+    (received,) = message.requests()
+    assert received == request and isinstance(received.retention, Retention)
 
 
 @pytest.mark.parametrize("store", [None, STORE, StoreStats()])

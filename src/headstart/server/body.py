@@ -2,42 +2,52 @@
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 
-from headstart.core.errors import QueueFullError
+from headstart.server.admission import Budget
 from headstart.server.http_errors import ClientGoneError, HttpError
 
 BODY_SECONDS = 30.0  # between two pieces of a body, and for the whole of it beside its size over MIN_BODY_RATE
 MIN_BODY_RATE = 16 * 1024  # bytes per second
-ROOM = 64
+HELD_BYTES = 64 << 20  # of all bodies that are being read, parsed and tokenized
 
 
 class BodyReader:
-    """Reads bodies of at most `max_bytes`, and holds at most ROOM times as much of unfinished ones."""
+    """Reads bodies of at most `max_bytes`, and holds at most HELD_BYTES of all of them, or two of the largest."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._held = 0  # bytes of bodies whose end has not come yet
+        self._budget = Budget(max(HELD_BYTES, 2 * max_bytes), "request bodies")
 
     async def read(self, request: Request) -> bytes:
-        """Returns the body. Raises HttpError 413, 415, 408, QueueFullError, and ClientGoneError."""
+        """Return the body. Raises HttpError 413, 415, 408, QueueFullError, and ClientGoneError."""
+        async with self.held(request) as body:
+            return body
+
+    @asynccontextmanager
+    async def held(self, request: Request) -> AsyncGenerator[bytes]:
+        """Give the body, which counts as held until the block ends. Raises as `read`."""
         _check_headers(request, self._max_bytes)
         body = bytearray()
         start = time.monotonic()
+        lease = self._budget.lease()
         try:
             while True:
                 piece, is_last = await _next_piece(request, start + BODY_SECONDS + len(body) / MIN_BODY_RATE)
                 body += piece
-                self._held += len(piece)
                 if len(body) > self._max_bytes:
                     raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
+                lease.grow(len(piece))
                 if is_last:
-                    return bytes(body)
-                if self._held > ROOM * self._max_bytes:
-                    raise QueueFullError(f"{self._held} bytes of unfinished bodies are held: try again later")
+                    break
+            whole = bytes(body)
+            body.clear()
+            yield whole
         finally:
-            self._held -= len(body)
+            lease.release()
 
 
 _CLOSE = {"connection": "close"}

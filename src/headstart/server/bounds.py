@@ -69,11 +69,16 @@ class Bounds:
     max_logit_bias: int = 1024
     max_label_chars: int = 256
     max_messages: int = 2048
+    max_sequence_tokens: int = 4 << 20  # prompt tokens of a request, once per choice: each is a sequence in the engine
+    max_answer_entries: int = 16 << 20  # see admission.py; 200 MB while they are held, 500 MB of JSON
     scheduling_policy: str = "lpm"
 
     @classmethod
     def of(cls, info: EngineInfo, options: ServerOptions) -> "Bounds":
-        """Return the limits of one engine behind one server."""
+        """Return the limits of one engine behind one server.
+
+        Whatever the context, one full prompt with `max_n` choices passes, and so does one choice with every logprob.
+        """
         return cls(
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
@@ -82,4 +87,6 @@ class Bounds:
             max_prompts=options.max_prompts,
             max_logprobs=options.max_logprobs,
             scheduling_policy=info.scheduling_policy,
+            max_sequence_tokens=max(4 << 20, info.max_model_len * options.max_n),
+            max_answer_entries=max(16 << 20, info.max_model_len * (1 + options.max_logprobs)),
         )

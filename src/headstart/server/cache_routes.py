@@ -1,8 +1,8 @@
 """/v1/cache/stats and /v1/cache/explain: what the prefix cache did, and why a prompt was not taken over any further."""
 
-import asyncio
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -118,16 +118,16 @@ def _request_id(request: Request) -> str:
 async def _parsed(state: ServerState, request: Request) -> EngineRequest:
     """The engine request that the same body would be as a completion or a chat."""
     model, principal = state.model, record_of(request.scope).principal
-    body = await state.bodies.read(request)
     origin = Origin("explain", domain=principal.domain, tenant=principal.tenant)
 
-    def prepare() -> list[EngineRequest]:
+    def prepare(body: bytes) -> list[EngineRequest]:
         values = parse_json(body)
         api = CHAT if "messages" in values else COMPLETIONS
         params, requests = api.prepare(values, model, origin)
         return requests[:: params.n]
 
-    requests = await asyncio.to_thread(prepare)
+    async with state.bodies.held(request) as body:
+        requests = await state.long_work.run(len(body), partial(prepare, body), waits=True)
     if len(requests) > 1:
         raise InvalidRequestError(f"there are {len(requests)} prompts; ask about one at a time", param="prompt")
     return requests[0]

@@ -147,8 +147,8 @@ class EngineClient:
             self._streams[request.request_id] = stream
             self._waiting[request.request_id] = len(request.prompt)
             self._waiting_tokens += len(request.prompt)
-        for request in requests:
-            self._send(Submit.of(request))
+        for message in Submit.of(requests):
+            self._send(message)
         return stream
 
     def abort(self, request_ids: Sequence[str]) -> None:

@@ -83,13 +83,14 @@ class EngineLoop:
                 self._stopping = True
 
     def _submit(self, message: Submit) -> None:
-        try:
-            self._engine.add_request(message.request())
-        except InvalidRequestError as error:
-            self._channel.send(Refused(message.request_id, str(error), error.param, error.code))
-        except Exception as error:
-            traceback.print_exc()
-            self._channel.send(Refused(message.request_id, f"{type(error).__name__}: {error}", None, None))
+        for request in message.requests():
+            try:
+                self._engine.add_request(request)
+            except InvalidRequestError as error:
+                self._channel.send(Refused(request.request_id, str(error), error.param, error.code))
+            except Exception as error:
+                traceback.print_exc()
+                self._channel.send(Refused(request.request_id, f"{type(error).__name__}: {error}", None, None))
 
     def _call(self, message: Call) -> Answer:
         call = CALLS.get(message.name)

@@ -6,23 +6,17 @@ that ended the text included (as vLLM counts).
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from headstart.core.batch import Ledger, Output, TokenLogprob
+from headstart.core.batch import Ledger, Output
 from headstart.core.request import FinishReason, Request
 from headstart.server.detokenizer import Detokenizer
+from headstart.server.logprob_table import LogprobTable, TokenEntry
 from headstart.server.params import GenerationParams
-from headstart.server.stops import StopMatch, StopStrings
+from headstart.server.shared_prompt import SharedPrompt
+from headstart.server.stops import StopMatch, StopPatterns, StopStrings
 from headstart.server.tokenizer import Tokenizer
-
-
-class TokenEntry(NamedTuple):
-    """Log-probability of one token and its best alternatives, and where its text begins in the whole text."""
-
-    token_id: int
-    logprob: float | None  # None: the first token of an echoed prompt, which nothing precedes
-    top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
-    offset: int  # characters
 
 
 class Delta(NamedTuple):
@@ -30,17 +24,18 @@ class Delta(NamedTuple):
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenEntry, ...] = ()  # if asked for: one per token id, and before them the echoed prompt's
+    logprobs: Sequence[TokenEntry] = ()  # if asked for: one per token id
     finish_reason: str | None = None  # "stop", "length"; "abort", "error": never sent as such
     stop_reason: int | str | None = None  # the stop string, or the stop token if it is not the model's own
     must_abort: bool = False  # it ended here but not in the engine: abort the engine's request
     error: str | None = None  # of finish_reason "error"
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of a whole answer only: of every prompt token but the first
+    echo: SharedPrompt | None = None  # the prompt's text and, if asked for, its logprobs; they come before the others
+    prompt_logprobs: Sequence[TokenEntry] = ()  # of a whole answer only: of every prompt token but the first
 
     @property
     def has_news(self) -> bool:
         """Whether a client should see it."""
-        return bool(self.text or self.token_ids or self.logprobs or self.finish_reason)
+        return bool(self.text or self.token_ids or self.logprobs or self.finish_reason or self.echo is not None)
 
 
 _NOTHING = Delta()
@@ -50,21 +45,31 @@ class _Waiting(NamedTuple):
     """A token whose text is not shown to its end yet."""
 
     end: int  # characters of the whole text up to its end
-    token_id: int | None  # None: of an echoed prompt
+    token_id: int
     entry: TokenEntry | None
 
 
 class Generation:
-    """One engine request on its way to a client. Accumulates everything, for answers that are not streamed."""
+    """One engine request on its way to a client. Accumulates text and logprobs for answers that are not streamed."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request, params: GenerationParams) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: Request,
+        params: GenerationParams,
+        *,
+        prompt: SharedPrompt | None = None,
+        stops: StopPatterns | None = None,
+    ) -> None:
+        """`prompt` and `stops` are what it shares with other choices; alone, it has its own."""
+        self.prompt = SharedPrompt(tokenizer, request.prompt, params) if prompt is None else prompt
         self._tokenizer = tokenizer
         self._request = request
         self._params = params
         self._detokenizer = Detokenizer(tokenizer, request.prompt, skip_special_tokens=params.skip_special_tokens)
-        self._stops = StopStrings(params.stop)
-        self._prompt_length = 0  # characters of the echoed prompt
-        self._length = 0  # characters known, echoed prompt included
+        self._stops = StopStrings(StopPatterns(params.stop) if stops is None else stops)
+        self._prompt_length = len(self.prompt.text)  # characters of the echoed prompt
+        self._length = self._prompt_length  # characters known, echoed prompt included
         self._held = ""  # of those, the last ones, not shown yet
         self._waiting: deque[_Waiting] = deque()
         self._echoed = not params.echo
@@ -72,8 +77,7 @@ class Generation:
         self.request_id = request.request_id
         self.num_prompt_tokens = len(request.prompt)
         self.token_ids: list[int] = []
-        self.logprobs: list[TokenEntry] = []
-        self.prompt_logprobs: list[TokenLogprob] = []
+        self.logprobs = LogprobTable()
         self.ledger = Ledger()  # of the prompt, once there is a token
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -81,7 +85,12 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """Everything shown so far."""
+        """Everything shown so far, an echoed prompt included."""
+        return self.output_text if self.echo is None else self.echo.text + self.output_text
+
+    @property
+    def output_text(self) -> str:
+        """The output shown so far, without an echoed prompt."""
         return "".join(self._parts)
 
     @property
@@ -92,7 +101,12 @@ class Generation:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether they were asked for by that name; an echo shows them among the others."""
-        return self._request.sampling.prompt_logprobs is not None and not self._params.echo
+        return self._params.sampling.prompt_logprobs is not None and not self._params.echo
+
+    @property
+    def echo(self) -> SharedPrompt | None:
+        """The prompt, if it was shown before the output."""
+        return self.prompt if self._params.echo and self._echoed else None
 
     @property
     def num_tokens(self) -> int:
@@ -104,13 +118,13 @@ class Generation:
         if self.finish_reason is not None:
             return _NOTHING
         self.ledger = output.ledger or self.ledger
-        self.prompt_logprobs.extend(output.prompt_logprobs)
+        self.prompt.learn(output.prompt_logprobs)
         if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             return self._fail(output)
         if not output.token_ids and output.finish_reason is None:
             return _NOTHING
-        if not self._echoed:
-            self._echo_prompt()
+        if self._request.sampling.prompt_logprobs is not None:
+            self.prompt.is_complete = True
         running = output.finish_reason is None
         if self._params.max_tokens == 0:
             return self._show("length", must_abort=running)
@@ -172,34 +186,19 @@ class Generation:
         entries: list[TokenEntry] = []
         while self._waiting and (finish_reason or self._waiting[0].end <= shown):
             token = self._waiting.popleft()
-            if token.token_id is not None:
-                token_ids.append(token.token_id)
+            token_ids.append(token.token_id)
             if token.entry is not None:
                 entries.append(token.entry)
-        if text:
+        if not self._params.stream:
             self._parts.append(text)
-        self.logprobs.extend(entries)
+            self.logprobs.extend(entries)
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
-        return Delta(text, tuple(token_ids), tuple(entries), finish_reason, stop_reason, must_abort)
+        echo = None if self._echoed else self.prompt
+        self._echoed = True
+        return Delta(text, tuple(token_ids), tuple(entries), finish_reason, stop_reason, must_abort, echo=echo)
 
     def _fail(self, output: Output) -> Delta:
         """It ended for a reason that is no answer; what was held back stays back."""
         self.error = output.error
         self.finish_reason = "abort" if output.finish_reason is FinishReason.ABORT else "error"
         return Delta(finish_reason=self.finish_reason, error=output.error)
-
-    def _echo_prompt(self) -> None:
-        """Puts the prompt's text, and its log-probabilities if wanted, before the output; stop strings ignore it."""
-        self._echoed = True
-        reader = Detokenizer(self._tokenizer, skip_special_tokens=self._params.skip_special_tokens)
-        prompt = self._request.prompt
-        for index, token_id in enumerate(prompt):
-            start = self._length
-            piece = reader.push(token_id) + (reader.finish() if index == len(prompt) - 1 else "")
-            self._held += piece
-            self._length += len(piece)
-            if self._params.wants_logprobs:
-                known = self.prompt_logprobs[index - 1] if 0 < index <= len(self.prompt_logprobs) else None
-                entry = TokenEntry(token_id, known and known.logprob, known.top if known else (), start)
-                self._waiting.append(_Waiting(self._length, None, entry))
-        self._prompt_length = self._length

@@ -6,8 +6,9 @@ is an HTTP error. Whoever hangs up is aborted, whether streaming or not.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -18,19 +19,24 @@ from starlette.types import Receive, Scope, Send
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request as EngineRequest
 from headstart.server import protocol
+from headstart.server.admission import check_size
 from headstart.server.bodies import parse_chat, parse_completion, parse_json
 from headstart.server.generation import Delta
-from headstart.server.http_errors import ClientGoneError, json_response
+from headstart.server.http_errors import ClientGoneError, Headers, json_response
 from headstart.server.job import Job, News
 from headstart.server.params import GenerationParams
 from headstart.server.protocol import Json
 from headstart.server.record import RequestRecord, record_of
-from headstart.server.requests import Origin, build_requests, encode_chat, encode_completion
+from headstart.server.requests import Origin, Prepared, build_requests, encode_chat, encode_completion
+from headstart.server.shared_prompt import SharedPrompt
 from headstart.server.sse import DONE, HEADERS, PING, WRITE_SECONDS, error_event, event
 from headstart.server.state import Model, ServerState
 
 PING_SECONDS = 15.0
-LONG_BODY_BYTES = 32 * 1024  # from here on, parsing and tokenizing leave the event loop; rendering always does
+LONG_PROMPT_TOKENS = 1024  # from here on, reading the text of an echoed prompt leaves the event loop
+LARGE_ANSWER_ENTRIES = 4096  # from here on, an answer is encoded and sent in pieces
+KEPT_ECHO_ENTRIES = 512 * 1024  # the JSON of an echo that is no larger than this is made once for all choices
+FEW_CHUNKS = 32  # that many events are encoded at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +45,9 @@ class Api:
 
     id_prefix: str
     prepare: Callable[[Mapping[str, Any], Model, Origin], tuple[GenerationParams, list[EngineRequest]]]
-    answer: Callable[[Json, list[Json], Json], Json]
+    answer: Callable[[Json, Any, Json], Json]
     choice: Callable[..., Json]
-    chunk: Callable[[Json, list[Json], Json | None], Json]
+    chunk: Callable[[Json, Any, Json | None], Json]
     chunk_choice: Callable[..., Json]
     first_choice: Callable[[int], Json] | None
 
@@ -101,30 +107,44 @@ async def infer(state: ServerState, api: Api, request: Request) -> Response:
     """Answers one request. Raises HttpError, HeadstartError and ClientGoneError until anything was sent."""
     model = state.check_ready()
     record = record_of(request.scope)
-    body = await state.bodies.read(request)
     origin = Origin(api.id_prefix + uuid4().hex, record.arrival, record.principal.domain, record.principal.tenant)
-
-    def prepare() -> tuple[GenerationParams, list[EngineRequest]]:
-        return api.prepare(parse_json(body), model, origin)
-
-    params, requests = await asyncio.to_thread(prepare) if api is CHAT or len(body) > LONG_BODY_BYTES else prepare()
-    job = state.admit(requests, params, record)
+    job = state.admit(await _prepared(state, api, model, origin, request), record)
     head = protocol.head_of(origin.request_id, int(time.time()), model.name)
     answer = _Answer(state, model, api, job, head)
     watcher = asyncio.create_task(_watch(request.receive, job))
-    if not params.stream:
-        try:
-            return await answer.whole()
-        finally:
-            watcher.cancel()
-            state.release(job)
     try:
-        first = await answer.next_news()
+        if job.params.stream:
+            body = answer.events(await answer.next_news())
+            return _Sent(answer, body, watcher, "text/event-stream; charset=utf-8", HEADERS)
+        whole = await answer.whole()
     except BaseException:
         watcher.cancel()
         state.release(job)
         raise
-    return _Stream(answer, first, watcher)
+    if not isinstance(whole, Response):
+        return _Sent(answer, whole, watcher, "application/json", {})
+    watcher.cancel()
+    state.release(job)
+    return whole
+
+
+async def _prepared(state: ServerState, api: Api, model: Model, origin: Origin, request: Request) -> Prepared:
+    """Return the client request in a form the engine takes; of its body and JSON nothing is left behind."""
+
+    def prepare(body: bytes) -> tuple[GenerationParams, list[EngineRequest]]:
+        params, requests = api.prepare(parse_json(body), model, origin)
+        check_size(requests, params, model.bounds)
+        return params, requests
+
+    async with state.bodies.held(request) as body:
+        params, requests = await state.long_work.run(len(body), partial(prepare, body), waits=api is CHAT)
+    prompts = [first.prompt for first in requests[:: params.n]]
+
+    def share() -> list[SharedPrompt]:
+        return [SharedPrompt(model.tokenizer, prompt, params) for prompt in prompts]
+
+    is_long = params.echo and sum(map(len, prompts)) > LONG_PROMPT_TOKENS
+    return Prepared(params, requests, await asyncio.to_thread(share) if is_long else share())
 
 
 async def _watch(receive: Receive, job: Job) -> None:
@@ -144,16 +164,25 @@ class _Answer:
         self._api = api
         self._head = head
 
-    async def whole(self) -> Response:
-        """Waits for everything and returns it in one document."""
+    async def whole(self) -> "Response | AsyncIterator[bytes]":
+        """Wait for everything; return it in one document, which comes in pieces if it is large."""
         job = self.job
         while not job.is_finished:
             await job.news(PING_SECONDS)
-        choices = [
-            self._choice(self._api.choice, index, protocol.whole(generation))
-            for index, generation in enumerate(job.generations)
-        ]
-        return json_response(self._api.answer(self._head, choices, job.usage()))
+        if job.num_entries + len(job.generations) <= LARGE_ANSWER_ENTRIES:
+            return json_response(self._api.answer(self._head, list(self._choices()), job.usage()))
+        return self.state.turns.pieces(self._api.answer(self._head, self._choices(), job.usage()))
+
+    def _choices(self) -> Iterator[Json]:
+        """Yield the choices of a whole answer. While those of one prompt are encoded, the JSON of its echo is kept."""
+        n = self.job.params.n
+        for index, generation in enumerate(self.job.generations):
+            prompt = self.job.prompts[index // n]
+            if index % n == 0 and _keeps_echo(self.job, [prompt]):
+                prompt.kept = {}
+            yield self._choice(self._api.choice, index, protocol.whole(generation))
+            if index % n == n - 1:
+                prompt.kept = None
 
     async def next_news(self) -> list[News]:
         """News worth an event, or [] after PING_SECONDS without any."""
@@ -166,14 +195,19 @@ class _Answer:
     async def events(self, news: list[News]) -> AsyncIterator[bytes]:
         """Yields the events of a stream that begins with `news`; never raises but for its consumer's reasons."""
         job, opened = self.job, False
+        if _keeps_echo(job, job.prompts):  # choices of all prompts come at the same time
+            for prompt in job.prompts:
+                prompt.kept = {}
         try:
             while True:
                 if not news:
                     yield PING
+                elif opened and len(news) <= FEW_CHUNKS:
+                    yield b"".join(self._chunk(choice, delta) for choice, delta in news)
                 else:
-                    opening = b"" if opened else self._opening()
+                    async for data in self._many_chunks(news, b"" if opened else self._opening()):
+                        yield data
                     opened = True
-                    yield opening + b"".join(self._chunk(choice, delta) for choice, delta in news)
                 if job.is_finished:
                     break
                 news = await self.next_news()
@@ -185,6 +219,23 @@ class _Answer:
             self.state.note(job.record, error)
             yield error_event(error)
         yield DONE
+
+    async def _many_chunks(self, news: list[News], data: bytes) -> AsyncIterator[bytes]:
+        """Yield `data` and an event for each of the news; those with an echo of the prompt may be long."""
+        for number, (choice, delta) in enumerate(news):
+            if delta.echo is None:
+                data += self._chunk(choice, delta)
+                if number % FEW_CHUNKS == FEW_CHUNKS - 1:
+                    yield data
+                    data = b""
+                    await asyncio.sleep(0)
+                continue
+            yield data + b"data: "
+            shaped = self._choice(self._api.chunk_choice, choice, delta)
+            async for piece in self.state.turns.pieces(self._api.chunk(self._head, iter([shaped]), self._usage_now())):
+                yield piece
+            data = b"\n\n"
+        yield data
 
     def _opening(self) -> bytes:
         first = self._api.first_choice
@@ -207,21 +258,34 @@ class _Answer:
         return shape(index, delta, self._tokenizer, logprobs=params.wants_logprobs, token_ids=params.return_token_ids)
 
 
-class _Stream(Response):
-    """The response that carries the events; releases the job however it ends."""
+def _keeps_echo(job: Job, prompts: Sequence[SharedPrompt]) -> bool:
+    """Return whether the JSON of the echo of these prompts is kept, to be made once for all choices."""
+    width = 1 + (job.params.sampling.prompt_logprobs or 0)
+    return job.params.n > 1 and sum(map(len, prompts)) * width <= KEPT_ECHO_ENTRIES
 
-    def __init__(self, answer: _Answer, first: list[News], watcher: "asyncio.Task[None]") -> None:
-        super().__init__(None, 200, HEADERS, "text/event-stream; charset=utf-8")
+
+class _Sent(Response):
+    """A response whose body comes in pieces; releases the job however it ends."""
+
+    def __init__(
+        self,
+        answer: _Answer,
+        body: AsyncIterator[bytes],
+        watcher: "asyncio.Task[None]",
+        media_type: str,
+        headers: Headers,
+    ) -> None:
+        super().__init__(None, 200, headers, media_type)
         del self.headers["content-length"]
         self._answer = answer
-        self._first = first
+        self._body = body
         self._watcher = watcher
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record: RequestRecord = self._answer.job.record
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for data in self._answer.events(self._first):
+            async for data in self._body:
                 if self._watcher.done():
                     raise ClientGoneError
                 await _send(send, data)

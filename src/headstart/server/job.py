@@ -1,17 +1,18 @@
 """Job: the engine requests of one client request, from the hand-over to the last token."""
 
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from headstart.core.batch import Output
-from headstart.core.request import Request
+from headstart.core.batch import Ledger, Output
+from headstart.core.request import FinishReason
+from headstart.server.admission import RESERVED_TOKENS, Lease, output_token_bytes, shown_entries
 from headstart.server.engine_client import EngineClient, RequestFailedError
 from headstart.server.generation import Delta, Generation
 from headstart.server.metrics import Metrics
-from headstart.server.params import GenerationParams
-from headstart.server.protocol import Json, ledger_of, usage_of
+from headstart.server.protocol import Json, usage
 from headstart.server.record import RequestRecord
+from headstart.server.requests import Prepared
+from headstart.server.stops import StopPatterns
 from headstart.server.tokenizer import Tokenizer
 
 
@@ -29,14 +30,27 @@ class Job:
         self,
         engine: EngineClient,
         tokenizer: Tokenizer,
-        requests: Sequence[Request],
-        params: GenerationParams,
+        prepared: Prepared,
         record: RequestRecord,
         metrics: Metrics,
+        lease: Lease,
     ) -> None:
+        """`lease` is on the bytes the request holds; it is the job's from now on."""
+        params, requests = prepared.params, prepared.requests
         self.params = params
         self.record = record
-        self.generations = [Generation(tokenizer, request, params) for request in requests]
+        self.prompts = prepared.prompts
+        stops = StopPatterns(params.stop)
+        self.generations = [
+            Generation(tokenizer, request, params, prompt=prepared.prompts[index // params.n], stops=stops)
+            for index, request in enumerate(requests)
+        ]
+        self._lease = lease
+        self._initial_bytes = lease.num_bytes
+        self._reserved_tokens = sum(min(request.sampling.max_tokens, RESERVED_TOKENS) for request in requests)
+        self._num_tokens = 0
+        self._ledger = Ledger()
+        self._early: dict[int, list[tuple[float, Output]]] = {}  # of choices whose echo is not all there yet
         self._max_tokens = requests[0].sampling.max_tokens
         self._engine = engine
         self._metrics = metrics
@@ -52,6 +66,11 @@ class Job:
         """Whether every choice has ended."""
         return not self._open
 
+    @property
+    def num_entries(self) -> int:
+        """Entries of a whole answer as it stands; see admission.py."""
+        return shown_entries(sum(len(prompt.token_ids) for prompt in self.prompts), self._num_tokens, self.params)
+
     async def news(self, timeout: float) -> list[News]:
         """Returns what has come since the last call, [] after `timeout` seconds of silence.
 
@@ -60,16 +79,16 @@ class Job:
         found: list[News] = []
         for at, output in await self._stream.batch(timeout):
             index = self._index[output.request_id]
-            delta = self.generations[index].update(output)
-            if delta.finish_reason in ("error", "abort"):
-                self._open.discard(output.request_id)
-                self._metrics.finished("error")
-                raise RequestFailedError(delta.error or "it was aborted in the engine")
-            self._count(index, output, at)
-            if delta.finish_reason is not None:
-                self._finish(index, output.request_id, delta, at)
-            if delta.has_news:
-                found.append(News(index, delta))
+            prompt = self.prompts[index // self.params.n]
+            if prompt.is_complete or not self._waits(index, output):
+                self._take(index, output, at, found)
+            else:
+                self._early.setdefault(index, []).append((at, output))
+            if self._early and prompt.is_complete:
+                self._catch_up(index - index % self.params.n, found)
+        self._lease.resize(
+            self._initial_bytes + max(self._num_tokens - self._reserved_tokens, 0) * output_token_bytes(self.params)
+        )
         return found
 
     def cancel(self, error: Exception) -> None:
@@ -78,7 +97,7 @@ class Job:
 
     def usage(self) -> Json:
         """Returns OpenAI's usage object as of now."""
-        return usage_of(self.generations, self.params.n)
+        return usage(sum(len(prompt.token_ids) for prompt in self.prompts), self._num_tokens, self._ledger)
 
     def close(self) -> None:
         """Aborts what has not finished and settles the record."""
@@ -86,12 +105,46 @@ class Job:
             self._metrics.finished("abort")
         self._engine.abort(tuple(self._open))
         self._open.clear()
+        self._lease.release()
         usage = self.usage()
         self.record.num_prompt_tokens = usage["prompt_tokens"]
         self.record.num_tokens = usage["completion_tokens"]
-        self.record.ledger = ledger_of(self.generations, self.params.n)
+        self.record.ledger = self._ledger
         self._metrics.prompts(self.record.principal.tenant, self.record.ledger)
         self.record.finish_reason = self.generations[0].finish_reason or "abort"
+
+    def _take(self, index: int, output: Output, at: float, found: list[News]) -> None:
+        """Add what is new of one choice to `found`. Raises RequestFailedError."""
+        generation = self.generations[index]
+        before, was = generation.num_tokens, generation.ledger
+        delta = generation.update(output)
+        self._num_tokens += generation.num_tokens - before
+        if generation.ledger is not was and index % self.params.n == 0:  # a prompt counts once, by its first choice
+            parts = zip(self._ledger, generation.ledger, was, strict=True)
+            self._ledger = Ledger(*(total + new - old for total, new, old in parts))
+        if delta.finish_reason in ("error", "abort"):
+            self._open.discard(output.request_id)
+            self._metrics.finished("error")
+            raise RequestFailedError(delta.error or "it was aborted in the engine")
+        self._count(index, output, at)
+        if delta.finish_reason is not None:
+            self._finish(index, output.request_id, delta, at)
+        if delta.has_news:
+            found.append(News(index, delta))
+
+    def _waits(self, index: int, output: Output) -> bool:
+        """Return whether a choice must wait for the prompt's logprobs, which its first choice brings.
+
+        Only a stream shows them with the first token; a whole answer is written at the end.
+        """
+        failed = output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+        return self.params.stream and self.params.echo and index % self.params.n != 0 and not failed
+
+    def _catch_up(self, first: int, found: list[News]) -> None:
+        """Take what came early of the choices of a prompt that is complete now."""
+        for index in range(first, first + self.params.n):
+            for at, output in self._early.pop(index, ()):
+                self._take(index, output, at, found)
 
     def _count(self, index: int, output: Output, at: float) -> None:
         if not output.token_ids:

@@ -1,11 +1,9 @@
 """What goes back to clients: OpenAI's objects as plain dicts, encoded once by `encode`. Shapes only, no decisions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
-from headstart.core.batch import Ledger, TokenLogprob
+from headstart.core.batch import Ledger
 from headstart.core.errors import (
     DrainingError,
     EngineDeadError,
@@ -13,19 +11,15 @@ from headstart.core.errors import (
     InvalidRequestError,
     QueueFullError,
 )
-from headstart.server.generation import Delta, Generation, TokenEntry
+from headstart.server.generation import Delta, Generation
+from headstart.server.json_pieces import SLICE_ITEMS, Sliced
+from headstart.server.json_pieces import encode as encode
+from headstart.server.logprob_table import TokenEntry
+from headstart.server.shared_prompt import SharedPrompt
 from headstart.server.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 CACHE_SOURCES = ("pinned", "shared", "store", "followed")  # a prompt is these and what was computed
-
-_encoder = msgspec.json.Encoder()
-
-
-def encode(value: Any) -> bytes:
-    """Returns compact JSON on one line."""
-    return _encoder.encode(value)
-
 
 # -------------------------------------------------------------------------------------------------------------- errors
 
@@ -70,24 +64,6 @@ def usage(num_prompt_tokens: int, num_tokens: int, ledger: Ledger) -> Json:
     }
 
 
-def usage_of(generations: Sequence[Generation], n: int) -> Json:
-    """Returns the usage of one client request: its generations in order, the `n` choices of a prompt side by side.
-
-    A prompt counts once, however many choices share it, and so do its cached tokens: those of its first choice.
-    """
-    num_prompt_tokens = sum(generation.num_prompt_tokens for generation in generations[::n])
-    num_tokens = sum(generation.num_tokens for generation in generations)
-    return usage(num_prompt_tokens, num_tokens, ledger_of(generations, n))
-
-
-def ledger_of(generations: Sequence[Generation], n: int) -> Ledger:
-    """Returns where the prompts of one client request came from, in all; each counts once, as its first choice had it.
-
-    All zeros for a prompt that no token came out of yet.
-    """
-    return Ledger(*map(sum, zip(*(generation.ledger for generation in generations[::n]), strict=True)))
-
-
 def sources(ledger: Ledger) -> dict[str, int]:
     """Returns what was taken over, by source; they add up to cached_tokens."""
     return {f"{source}_tokens": getattr(ledger, source) for source in CACHE_SOURCES}
@@ -110,28 +86,44 @@ def completion_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprob
     """Returns a choice: of a chunk from its Delta, of a whole answer from `whole(generation)`."""
     choice: Json = {
         "index": index,
-        "text": delta.text,
-        "logprobs": completion_logprobs(delta.logprobs, tokenizer) if logprobs else None,
+        "text": delta.text if delta.echo is None else delta.echo.text + delta.text,
+        "logprobs": completion_logprobs(delta.logprobs, tokenizer, delta.echo) if logprobs else None,
         "finish_reason": delta.finish_reason,
         "stop_reason": delta.stop_reason,
     }
     return _with_extras(choice, delta, tokenizer, token_ids=token_ids)
 
 
-def completion_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> Json:
-    """Returns the completions API's format: four lists, one item per token."""
-    top: list[dict[str, float] | None] = []
-    for entry in entries:
-        alternatives = {} if entry.logprob is None else {token_name(tokenizer, entry.token_id): entry.logprob}
+def completion_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer, echo: SharedPrompt | None = None) -> Json:
+    """Return the completions API's format: four lists, one item per token, those of an echoed prompt first."""
+
+    def name(entry: TokenEntry) -> str:
+        return token_name(tokenizer, entry.token_id)
+
+    def top(entry: TokenEntry) -> dict[str, float] | None:
+        alternatives = {} if entry.logprob is None else {name(entry): entry.logprob}
         for token_id, logprob in entry.top:
             alternatives.setdefault(token_name(tokenizer, token_id), logprob)
-        top.append(alternatives or None)
-    return {
-        "tokens": [token_name(tokenizer, entry.token_id) for entry in entries],
-        "token_logprobs": [entry.logprob for entry in entries],
+        return alternatives or None
+
+    shapes: dict[str, Callable[[TokenEntry], Any]] = {
+        "tokens": name,
+        "token_logprobs": lambda entry: entry.logprob,
         "top_logprobs": top,
-        "text_offset": [entry.offset for entry in entries],
+        "text_offset": lambda entry: entry.offset,
     }
+    return {key: _listed(entries, shape, echo, key) for key, shape in shapes.items()}
+
+
+def _listed(
+    entries: Sequence[Any], shape: Callable[[Any], Any], echo: SharedPrompt | None = None, key: str = ""
+) -> list[Any] | Sliced:
+    """Return a JSON list of the shaped entries: all of them, or if they are many, a list that is shaped when sent."""
+    if echo is None and len(entries) <= SLICE_ITEMS:
+        return [shape(entry) for entry in entries]
+    if echo is None:
+        return Sliced((entries,), shape)
+    return Sliced((echo, entries), shape, kept=echo.kept, key=key)
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
@@ -188,15 +180,13 @@ def chat_chunk_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprob
 
 
 def chat_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> Json:
-    """Returns the chat API's format: an object per token, with its bytes."""
-    content = [
-        {
-            **_chat_token(tokenizer, entry.token_id, entry.logprob),
-            "top_logprobs": [_chat_token(tokenizer, token_id, logprob) for token_id, logprob in entry.top],
-        }
-        for entry in entries
-    ]
-    return {"content": content, "refusal": None}
+    """Return the chat API's format: an object per token, with its bytes."""
+
+    def shape(entry: TokenEntry) -> Json:
+        top = [_chat_token(tokenizer, token_id, logprob) for token_id, logprob in entry.top]
+        return {**_chat_token(tokenizer, entry.token_id, entry.logprob), "top_logprobs": top}
+
+    return {"content": _listed(entries, shape), "refusal": None}
 
 
 def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> Json:
@@ -218,13 +208,14 @@ def head_of(request_id: str, created: int, model: str) -> Json:
 def whole(generation: Generation) -> Delta:
     """Returns a finished generation as one Delta."""
     return Delta(
-        generation.text,
+        generation.output_text,
         tuple(generation.token_ids),
-        tuple(generation.logprobs),
+        generation.logprobs,
         generation.finish_reason,
         generation.stop_reason,
         error=generation.error,
-        prompt_logprobs=tuple(generation.prompt_logprobs) if generation.wants_prompt_logprobs else (),
+        echo=generation.echo,
+        prompt_logprobs=generation.prompt.logprobs if generation.wants_prompt_logprobs else (),
     )
 
 
@@ -266,19 +257,24 @@ def detokenize_answer(text: str) -> Json:
     return {"prompt": text}
 
 
-def prompt_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list[Json | None]:
-    """Returns vLLM's format: null for the first token, then by token id what was there and the best alternatives."""
-    told: list[Json | None] = [None]
-    for entry in entries:
+def prompt_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> list[Json | None] | Sliced:
+    """Return vLLM's format: null for the first token, then by token id what was there and the best alternatives."""
+
+    def shape(entry: TokenEntry | None) -> Json | None:
+        if entry is None:
+            return None
         candidates = dict(entry.top) | {entry.token_id: entry.logprob}
-        told.append({str(i): {"logprob": p, "decoded_token": token_name(tokenizer, i)} for i, p in candidates.items()})
-    return told
+        return {str(i): {"logprob": p, "decoded_token": token_name(tokenizer, i)} for i, p in candidates.items()}
+
+    if len(entries) <= SLICE_ITEMS:
+        return [None, *map(shape, entries)]
+    return Sliced(((None,), entries), shape)
 
 
 def _with_extras(choice: Json, delta: Delta, tokenizer: Tokenizer, *, token_ids: bool) -> Json:
     """Adds what was asked for beyond OpenAI's API, under vLLM's names."""
     if token_ids:
         choice["token_ids"] = delta.token_ids
-    if delta.prompt_logprobs:
+    if len(delta.prompt_logprobs):
         choice["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs, tokenizer)
     return choice

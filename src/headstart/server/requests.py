@@ -9,6 +9,7 @@ from headstart.core.request import Request
 from headstart.server.bodies import ChatBody, CompletionBody, Prompt
 from headstart.server.bounds import INT64_MAX, Bounds
 from headstart.server.params import GenerationParams, fit
+from headstart.server.shared_prompt import SharedPrompt
 from headstart.server.tokenizer import Tokenizer
 
 
@@ -20,6 +21,15 @@ class Origin:
     arrival: float = 0.0  # seconds, the engine's clock
     domain: bytes = b""  # isolation domain of the tenant
     tenant: str = ""  # whose share of the cache it uses
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A client request, ready for the engine: the requests of its choices, and what the choices of a prompt share."""
+
+    params: GenerationParams
+    requests: list[Request]
+    prompts: list[SharedPrompt]
 
 
 def encode_completion(body: CompletionBody, tokenizer: Tokenizer, bounds: Bounds) -> "list[array[int]]":
@@ -69,6 +79,7 @@ def build_requests(
     """Returns len(prompts) * n engine requests, the n choices of a prompt side by side (choice index = position).
 
     Raises RequestTooLargeError if a prompt and its output exceed the context. With a seed, choice i is seeded seed + i.
+    Only the first choice of a prompt asks for the prompt's log-probabilities, which are the same for all of them.
     A cache_salt narrows the domain and not the tenant: it opens no second share of the cache.
     """
     requests: list[Request] = []
@@ -80,8 +91,11 @@ def build_requests(
             if len(prompts) == 1:
                 raise
             raise RequestTooLargeError(f"prompt {index}: {error}", param=error.param, code=error.code) from None
+        others = replace(sampling, prompt_logprobs=None) if sampling.prompt_logprobs is not None else sampling
         for choice in range(params.n):
-            seeded = sampling if sampling.seed is None else replace(sampling, seed=_choice_seed(sampling.seed, choice))
+            seeded = others if choice else sampling
+            if seeded.seed is not None:
+                seeded = replace(seeded, seed=_choice_seed(seeded.seed, choice))
             single = len(prompts) * params.n == 1
             requests.append(
                 Request(

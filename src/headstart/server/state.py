@@ -12,17 +12,20 @@ from headstart.core.engine import EngineInfo
 from headstart.core.errors import DrainingError, HeadstartError, QueueFullError
 from headstart.core.request import Request
 from headstart.options import ServerOptions
+from headstart.server.admission import MIN_HELD_BYTES, Budget, initial_bytes, max_held_bytes
 from headstart.server.auth import Authenticator
 from headstart.server.body import BodyReader
 from headstart.server.bounds import Bounds
 from headstart.server.engine_client import EngineClient, RequestFailedError
 from headstart.server.http_errors import ClientGoneError, HttpError, rendered
 from headstart.server.job import Job
+from headstart.server.json_pieces import Turns
 from headstart.server.logs import Log
+from headstart.server.long_work import LongWork
 from headstart.server.metrics import Metrics
-from headstart.server.params import GenerationParams
 from headstart.server.prefixes import Prefixes
 from headstart.server.record import RequestRecord
+from headstart.server.requests import Prepared
 from headstart.server.tokenizer import Tokenizer
 
 ROUTES = (
@@ -65,11 +68,14 @@ class ServerState:
         secret, own = domain_secret or secrets.token_bytes(32), secrets.token_bytes(32)
         self.auth = Authenticator(options.api_key, options.admin_api_key, secret, options.tenants, label_secret=own)
         self.bodies = BodyReader(options.max_body_bytes)
+        self.long_work = LongWork()
+        self.turns = Turns()
         self.prefixes = Prefixes(engine, self.auth.domain_of)
         self.phase = Phase.LOADING
         self.idle = asyncio.Event()  # nothing admitted is unanswered
         self.idle.set()
         self._model: Model | None = None
+        self._held = Budget(MIN_HELD_BYTES, "prompts and answers")
         self._jobs: set[Job] = set()
 
     def prepare(self, info: EngineInfo) -> Model:
@@ -85,6 +91,7 @@ class ServerState:
     def open(self, model: Model) -> None:
         """Begins to admit requests."""
         self._model = model
+        self._held.max_bytes = max_held_bytes(model.info, self.options)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
 
@@ -132,15 +139,20 @@ class ServerState:
             return False
         return self._model is None or now - self.engine.last_heard <= self.options.heartbeat_timeout
 
-    def admit(self, requests: Sequence[Request], params: GenerationParams, record: RequestRecord) -> Job:
+    def admit(self, prepared: Prepared, record: RequestRecord) -> Job:
         """Hands the requests of one client request to the engine, all or none.
 
-        Raises QueueFullError while too much waits. When nothing waits anything is taken, so that whatever is valid
-        gets its turn.
+        Raises QueueFullError while too much waits or is held. When nothing waits anything is taken, so that whatever is
+        valid gets its turn.
         """
         model = self.check_ready()
-        self._check_queue(requests, model)
-        job = Job(self.engine, model.tokenizer, requests, params, record, model.metrics)
+        try:
+            self._check_queue(prepared.requests)
+            lease = self._held.lease(initial_bytes(prepared.requests, prepared.params))
+        except QueueFullError:
+            model.metrics.rejected.inc()
+            raise
+        job = Job(self.engine, model.tokenizer, prepared, record, model.metrics, lease)
         self._jobs.add(job)
         self.idle.clear()
         return job
@@ -172,7 +184,7 @@ class ServerState:
         for job in list(self._jobs):
             job.cancel(error)
 
-    def _check_queue(self, requests: Sequence[Request], model: Model) -> None:
+    def _check_queue(self, requests: Sequence[Request]) -> None:
         engine, options = self.engine, self.options
         if engine.num_waiting == 0:
             return
@@ -182,5 +194,4 @@ class ServerState:
             (engine.num_waiting_tokens, num_tokens, options.max_num_queued_tokens, "prompt tokens"),
         ):
             if waiting + more > limit:
-                model.metrics.rejected.inc()
                 raise QueueFullError(f"{waiting} {what} are waiting and {limit} may: try again later")

@@ -17,12 +17,20 @@ class StopMatch(NamedTuple):
     end: int
 
 
+class StopPatterns:
+    """The automata of some stop strings: built once, used by every choice of a request. Changes nothing later."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = sorted(stops, key=len, reverse=True)
+        self.failures = [_failure_links(stop) for stop in self.stops]
+
+
 class StopStrings:
     """The state of the search in one text."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = sorted(stops, key=len, reverse=True)
-        self._failures = [_failure_links(stop) for stop in self._stops]
+    def __init__(self, patterns: StopPatterns) -> None:
+        self._stops = patterns.stops
+        self._failures = patterns.failures
         self._matched = [0] * len(self._stops)  # leading characters of each that end the text so far
         self._length = 0
 

@@ -6,8 +6,9 @@ Nothing here executes data: a frame that does not decode to one of these message
 import socket
 import struct
 from array import array
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from headstart.options import EngineOptions
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 _LENGTH = struct.Struct(">I")
 _RECEIVE_BYTES = 1 << 18
+_NO_TOKENS = array("i")
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -36,11 +38,21 @@ class Start(Message):
     options: EngineOptions
 
 
-class Submit(Message):
-    """To the engine: one Request, its prompt as raw int32."""
+class Choice(msgspec.Struct, array_like=True):
+    """The part of one Request in which it differs from the others of a Submit."""
 
     request_id: str
-    prompt: bytes
+    prompt: int  # index
+    max_tokens: int
+    seed: int | None
+    prompt_logprobs: int | None
+
+
+class Submit(Message):
+    """To the engine: Requests that share everything else. Each prompt is there once, as raw int32."""
+
+    choices: list[Choice]
+    prompts: list[bytes]
     sampling: SamplingParams
     arrival: float
     domain: bytes
@@ -51,35 +63,64 @@ class Submit(Message):
     retention: Retention
 
     @classmethod
-    def of(cls, request: Request) -> "Submit":
-        """Returns the message that carries `request`."""
+    def of(cls, requests: Sequence[Request]) -> "list[Submit]":
+        """Return the messages that carry `requests`: one for those of one client request."""
+        return [cls._of(list(group)) for _, group in groupby(requests, _common)]
+
+    @classmethod
+    def _of(cls, requests: list[Request]) -> "Submit":
+        first = requests[0]
+        places: dict[int, int] = {}  # of prompts, by identity: the choices of one prompt have the same array
+        prompts: list[bytes] = []
+        choices: list[Choice] = []
+        for request in requests:
+            at = places.setdefault(id(request.prompt), len(prompts))
+            if at == len(prompts):
+                prompts.append(request.prompt.tobytes())
+            own = request.sampling
+            choices.append(Choice(request.request_id, at, own.max_tokens, own.seed, own.prompt_logprobs))
         return cls(
-            request.request_id,
-            request.prompt.tobytes(),
-            request.sampling,
-            request.arrival,
-            request.domain,
-            request.adapter,
-            request.priority,
-            request.cache,
-            request.tenant,
-            request.retention,
+            choices,
+            prompts,
+            first.sampling,
+            first.arrival,
+            first.domain,
+            first.adapter,
+            first.priority,
+            first.cache,
+            first.tenant,
+            first.retention,
         )
 
-    def request(self) -> Request:
-        """Returns the request it carries."""
-        return Request(
-            request_id=self.request_id,
-            prompt=array("i", self.prompt),
-            sampling=self.sampling,
-            arrival=self.arrival,
-            domain=self.domain,
-            adapter=self.adapter,
-            priority=self.priority,
-            cache=self.cache,
-            tenant=self.tenant,
-            retention=self.retention,
-        )
+    def requests(self) -> list[Request]:
+        """Return the requests it carries; those of one prompt share its array."""
+        prompts = [array("i", prompt) for prompt in self.prompts]
+        return [
+            Request(
+                request_id=choice.request_id,
+                prompt=prompts[choice.prompt],
+                sampling=replace(
+                    self.sampling,
+                    max_tokens=choice.max_tokens,
+                    seed=choice.seed,
+                    prompt_logprobs=choice.prompt_logprobs,
+                ),
+                arrival=self.arrival,
+                domain=self.domain,
+                adapter=self.adapter,
+                priority=self.priority,
+                cache=self.cache,
+                tenant=self.tenant,
+                retention=self.retention,
+            )
+            for choice in self.choices
+        ]
+
+
+def _common(request: Request) -> Request:
+    """What requests must share to travel in one message."""
+    sampling = replace(request.sampling, max_tokens=1, seed=None, prompt_logprobs=None)
+    return replace(request, request_id="", prompt=_NO_TOKENS, sampling=sampling)
 
 
 class Abort(Message):

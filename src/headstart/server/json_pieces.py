@@ -1,0 +1,128 @@
+"""JSON in pieces: a document whose long lists are shaped and encoded a slice at a time, when they are sent.
+
+`encode` gives the whole document at once and `pieces` the same bytes a piece at a time. A long list stands in the
+document as a `Sliced`, so its items exist only while their slice is encoded. `Turns` lets one slice be encoded per turn
+of the event loop, however many long answers there are, so that everything else goes on between two slices.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+SLICE_ITEMS = 128  # of a list whose items may be objects of 20 alternatives: some milliseconds of work
+PIECE_BYTES = 64 * 1024  # smaller pieces are joined to about that much
+
+
+class Sliced:
+    """A JSON list of `shape(item)` for every item of some sequences, one behind the other."""
+
+    __slots__ = ("_kept", "_key", "_parts", "_shape")
+
+    def __init__(
+        self,
+        parts: Sequence[Sequence[Any]],
+        shape: Callable[[Any], Any],
+        *,
+        kept: dict[str, bytes] | None = None,
+        key: str = "",
+    ) -> None:
+        """With `kept`, the JSON of the first sequence is stored there under `key`, and taken from there if it is."""
+        self._parts = parts
+        self._shape = shape
+        self._kept = kept
+        self._key = key
+
+    def items(self) -> list[Any]:
+        """Return every item, shaped."""
+        return [self._shape(item) for part in self._parts for item in part]
+
+    def slices(self) -> Iterator[bytes]:
+        """Yield the JSON of the items without the brackets around them, a slice at a time."""
+        is_first = True
+        for number, part in enumerate(self._parts):
+            for text in self._slices_of(part, is_kept=number == 0 and self._kept is not None):
+                yield text if is_first else b"," + text
+                is_first = False
+
+    def _slices_of(self, part: Sequence[Any], *, is_kept: bool) -> Iterator[bytes]:
+        if is_kept and self._kept is not None and self._key in self._kept:
+            if self._kept[self._key]:
+                yield self._kept[self._key]
+            return
+        made: list[bytes] = []
+        for start in range(0, len(part), SLICE_ITEMS):
+            text = encode([self._shape(item) for item in part[start : start + SLICE_ITEMS]])[1:-1]
+            if is_kept:
+                made.append(text)
+            yield text
+        if is_kept and self._kept is not None:
+            self._kept[self._key] = b",".join(made)
+
+
+def _hook(value: object) -> Any:
+    if isinstance(value, Sliced):
+        return value.items()
+    raise NotImplementedError(type(value))
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_hook)
+
+
+def encode(value: Any) -> bytes:
+    """Return compact JSON on one line."""
+    return _encoder.encode(value)
+
+
+def pieces(value: Any) -> Iterator[bytes]:
+    """Yield the bytes of `encode(value)` in pieces of about PIECE_BYTES, each made when it is asked for."""
+    gathered = bytearray()
+    for text in _texts(value):
+        gathered += text
+        if len(gathered) >= PIECE_BYTES:
+            yield bytes(gathered)
+            gathered.clear()
+    if gathered:
+        yield bytes(gathered)
+
+
+def _texts(value: Any) -> Iterator[bytes]:
+    if isinstance(value, Sliced):
+        yield b"["
+        yield from value.slices()
+        yield b"]"
+    elif isinstance(value, dict):
+        sign = b"{"
+        for key, inner in value.items():
+            yield sign + encode(key) + b":"
+            yield from _texts(inner)
+            sign = b","
+        yield b"}" if value else b"{}"
+    elif isinstance(value, Iterator):  # of the items of a list, each made when its turn comes
+        sign = b"["
+        for item in value:
+            yield sign
+            yield from _texts(item)
+            sign = b","
+        yield b"]" if sign == b"," else b"[]"
+    else:
+        yield encode(value)
+
+
+class Turns:
+    """Long work in slices: of all of it in this process one slice per turn of the event loop."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def pieces(self, value: Any) -> AsyncIterator[bytes]:
+        """Yield the bytes of `encode(value)` in pieces."""
+        source = pieces(value)
+        while True:
+            async with self._lock:
+                piece = next(source, None)
+                await asyncio.sleep(0)
+            if piece is None:
+                return
+            yield piece
