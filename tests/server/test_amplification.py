@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from server.harness import Inside, Server, fake_server, inside, parse_events
 
 from headstart.server import inference
 from headstart.server.app import build_app
+from headstart.server.long_work import HUGE_BODY_BYTES, LongWork
 from headstart.server.shared_prompt import SharedPrompt
 
 SHAPES: list[dict[str, Any]] = [
@@ -176,3 +178,48 @@ def test_the_audited_request_is_answered_in_little_memory(folder: str, tmp_path:
             assert answer.status_code == 200
             assert sum(map(len, answer.iter_raw())) > 50_000_000
         assert peak.megabytes < 150
+
+
+def test_tokens_and_their_texts_come_off_the_loop_and_in_pieces(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.server.long_work.LONG_BODY_BYTES", 100)
+    monkeypatch.setattr("headstart.server.long_work.HUGE_BODY_BYTES", 200)
+
+    async def run() -> None:
+        async with inside(folder) as server:
+            encode, threads = server.state.model.tokenizer.encode, []
+
+            def watched(*args: Any, **options: Any) -> Any:
+                threads.append(threading.current_thread())
+                return encode(*args, **options)
+
+            monkeypatch.setattr(server.state.model.tokenizer, "encode", watched)
+            for count in (1, 20, 60, 100):
+                text = "fox brown " * count
+                body = {"prompt": text, "return_token_strs": True}
+                answer = (await server.client.post("/tokenize", json=body)).json()
+                assert "".join(answer["token_strs"]) == text and len(answer["tokens"]) == answer["count"]
+                back = await server.client.post("/detokenize", json={"tokens": answer["tokens"]})
+                assert back.json() == {"prompt": text}
+            assert [thread is threading.main_thread() for thread in threads] == [True, False, False, False]
+
+    asyncio.run(run())
+
+
+def test_the_largest_bodies_are_worked_on_one_at_a_time() -> None:
+    async def run() -> None:
+        work, now, most = LongWork(), 0, 0
+        lock = threading.Lock()
+
+        def one() -> None:
+            nonlocal now, most
+            with lock:
+                now += 1
+                most = max(most, now)
+            time.sleep(0.02)
+            with lock:
+                now -= 1
+
+        await asyncio.gather(*(work.run(HUGE_BODY_BYTES + 1, one) for _ in range(4)))
+        assert most == 1
+
+    asyncio.run(run())

@@ -1,5 +1,6 @@
 """bodies and requests: the shapes clients send, and the engine requests that come of them."""
 
+import json
 from array import array
 from typing import Any
 
@@ -238,3 +239,25 @@ def test_a_chat_that_cannot_fit_names_its_messages() -> None:
     with pytest.raises(RequestTooLargeError) as caught:
         encode_chat(body, TOKENIZER, WIDE)
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("unit", [b"[]", b"{}", b'""', b'"\\""', b'[{"a":[]}]'])
+def test_a_body_of_too_many_values_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch, unit: bytes) -> None:
+    built: list[int] = []
+    monkeypatch.setattr("msgspec.json.decode", lambda text: built.append(len(text)))
+    body = b'{"prompt":[' + b",".join([unit] * 140_000) + b"]}"
+    with pytest.raises(InvalidRequestError, match="strings, lists and objects; it may have at most 131072: send less"):
+        parse_json(body)
+    assert not built
+
+
+@pytest.mark.parametrize("end", [b"", b"\\"])
+def test_a_text_without_an_end_is_read_once(end: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="not valid JSON"):
+        parse_json(b'{"prompt":"' + b'\\"' * 1_000_000 + end)
+
+
+@pytest.mark.parametrize("text", ["[{" * 200_000, '"' * 300_000, "\\" * 300_000 + '"[', "\n\u20ac[" * 150_000])
+def test_brackets_and_quotes_within_a_text_are_no_values(text: str) -> None:
+    assert parse_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+    assert parse_json(b'{"prompt":[' + b"7," * 300_000 + b"7]}")["prompt"] == [7] * 300_001

@@ -137,5 +137,5 @@ def test_a_model_is_what_the_openai_package_expects() -> None:
 
 
 def test_token_lists_are_told_with_their_count() -> None:
-    assert protocol.tokenize_answer([3, 4], 64, None)["count"] == 2
+    assert protocol.tokenize_answer([3, 4], TOKENIZER, 64, with_texts=False)["count"] == 2
     assert protocol.detokenize_answer("x") == {"prompt": "x"}

@@ -51,6 +51,31 @@ def test_every_field_of_a_request_crosses_the_border() -> None:
     assert received == request and isinstance(received.retention, Retention)
 
 
+def test_choices_travel_together_with_prompts_and_parameters_once() -> None:
+    prompts = [array("i", range(start, start + 5000)) for start in (0, 1)]
+    sampling = SamplingParams(logit_bias=tuple((token, 1.0) for token in range(1000)))
+    requests = [
+        Request(
+            f"r-{number}",
+            prompts[number // 16],
+            dataclasses.replace(sampling, seed=number, max_tokens=number + 1, prompt_logprobs=number % 16 or None),
+        )
+        for number in range(32)
+    ]
+    (submit,) = Submit.of(requests)
+    frame = encode_frame(submit)
+    assert len(frame) < 2 * 5000 * 4 + 1000 * 16 + 32 * 40
+    (payload,) = FrameSplitter().feed(frame)
+    message = decode_to_engine(payload)
+    assert isinstance(message, Submit)
+    received = message.requests()
+    assert received == requests
+    assert len({id(request.prompt) for request in received}) == 2
+    assert len({id(request.sampling.logit_bias) for request in received}) == 1
+    others = [dataclasses.replace(request, tenant="other") for request in requests]
+    assert [request for part in Submit.of(requests + others) for request in part.requests()] == requests + others
+
+
 @pytest.mark.parametrize("store", [None, STORE, StoreStats()])
 def test_what_is_known_of_a_store_crosses_the_border_with_every_step_and_as_an_answer(store: StoreStats | None) -> None:
     stats = EngineStats(num_steps=5, store=store, compute_tokens_per_s=1.5)

@@ -1,35 +1,38 @@
 """The ASGI application: routes, and around them a gate that knows every request, lets it in, and logs it."""
 
-import asyncio
 import time
+from array import array
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart import __version__
 from headstart.core.errors import InvalidRequestError
 from headstart.server import protocol
 from headstart.server.auth import Authenticator
-from headstart.server.bodies import parse_detokenize, parse_json, parse_tokenize
+from headstart.server.bodies import TokenizeBody, parse_detokenize, parse_json, parse_tokenize
 from headstart.server.cache_routes import cache_stats, explain
 from headstart.server.fields import shown
 from headstart.server.http_errors import HttpError, error_response, json_response
 from headstart.server.inference import CHAT, COMPLETIONS, check_model, infer
+from headstart.server.json_pieces import SLICE_ITEMS
 from headstart.server.logs import Log
 from headstart.server.metrics import CONTENT_TYPE
 from headstart.server.openapi import BODIES
 from headstart.server.prefixes import parse_prefix
 from headstart.server.record import RequestRecord, record_of
 from headstart.server.requests import encode_prompt
-from headstart.server.state import ServerState
+from headstart.server.state import Model, ServerState
 from headstart.server.store_figures import may_see_store
 
 Handler = Callable[[Request], Awaitable[Response]]
+_Result = TypeVar("_Result")
 
 
 def build_app(state: ServerState) -> ASGIApp:
@@ -124,28 +127,35 @@ class _Routes:
     async def tokenize(self, request: Request) -> Response:
         """Turn a text, or a conversation, into token ids."""
         model = self._state.model
-        body = parse_tokenize(parse_json(await self._state.bodies.read(request)), model.bounds)
-        check_model(body.model, model)
-        tokenizer, special = model.tokenizer, body.add_special_tokens
-        if body.messages is None:
-            text, special = body.prompt or "", special is None or special
-        else:
-            text = await asyncio.to_thread(
-                tokenizer.render_chat,
-                body.messages,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
+
+        def work(data: bytes) -> protocol.Json:
+            body = parse_tokenize(parse_json(data), model.bounds)
+            check_model(body.model, model)
+            token_ids = _tokenized(body, model)
+            return protocol.tokenize_answer(
+                token_ids, model.tokenizer, model.bounds.max_model_len, with_texts=body.return_token_strs
             )
-        token_ids = encode_prompt(text, tokenizer, model.bounds, bool(special)) if text else []
-        texts = [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
-        return json_response(protocol.tokenize_answer(token_ids, model.bounds.max_model_len, texts))
+
+        answer = await self._worked(request, work, waits=True)
+        if answer["count"] <= SLICE_ITEMS:
+            return json_response(answer)
+        return StreamingResponse(self._state.turns.pieces(answer), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """Turn token ids into text."""
         model = self._state.model
-        body = parse_detokenize(parse_json(await self._state.bodies.read(request)), model.bounds)
-        check_model(body.model, model)
-        return json_response(protocol.detokenize_answer(model.tokenizer.decode(body.token_ids)))
+
+        def work(data: bytes) -> protocol.Json:
+            body = parse_detokenize(parse_json(data), model.bounds)
+            check_model(body.model, model)
+            return protocol.detokenize_answer(model.tokenizer.decode(body.token_ids))
+
+        return json_response(await self._worked(request, work))
+
+    async def _worked(self, request: Request, work: Callable[[bytes], _Result], *, waits: bool = False) -> _Result:
+        """Return what `work` makes of the body, off the event loop if it is long or `waits` for another process."""
+        async with self._state.bodies.held(request) as body:
+            return await self._state.long_work.run(len(body), partial(work, body), waits=waits)
 
     async def health(self, request: Request) -> Response:
         """Whether requests are admitted: 200, or 503 while loading, draining, broken or without news of the engine."""
@@ -186,7 +196,7 @@ class _Routes:
     async def add_prefix(self, request: Request) -> Response:
         """Pin a prefix, and answer when it is warm. For administrators."""
         model = self._state.check_ready()
-        body = parse_prefix(parse_json(await self._state.bodies.read(request)), model.bounds)
+        body = await self._worked(request, lambda data: parse_prefix(parse_json(data), model.bounds))
         return json_response(await self._state.prefixes.add(body, model.tokenizer, model.bounds), 201)
 
     async def remove_prefix(self, request: Request) -> Response:
@@ -220,6 +230,19 @@ class _Routes:
             block_size=info.block_size,
             num_blocks=info.num_blocks,
         )
+
+
+def _tokenized(body: TokenizeBody, model: Model) -> "array[int]":
+    """Return the tokens of a text, or of a conversation as one prompt."""
+    text, special = body.prompt or "", body.add_special_tokens is None or body.add_special_tokens
+    if body.messages is not None:
+        special = bool(body.add_special_tokens)
+        text = model.tokenizer.render_chat(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
+    return encode_prompt(text, model.tokenizer, model.bounds, special) if text else array("i")
 
 
 def _switch(request: Request, name: str) -> bool:

@@ -5,6 +5,7 @@ out of here, whatever goes in.
 """
 
 import json
+import re
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from typing import Any
 import msgspec
 
 from headstart.core.errors import InvalidRequestError
-from headstart.server.bounds import Bounds
+from headstart.server.bounds import MAX_JSON_VALUES, Bounds
 from headstart.server.fields import Fields, bad_value, check_int, check_text, shown, unsupported
 from headstart.server.params import GenerationParams, Kind, check_token_ids, parse_params
 
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # one without an end too: linear time
 MAX_DEPTH = 64  # of nested lists and objects
 MAX_MODEL_CHARS = 256
 MAX_TOOL_CALLS = 128
@@ -68,8 +70,9 @@ class DetokenizeBody:
 def parse_json(body: bytes | bytearray | memoryview) -> dict[str, Any]:
     """Returns the JSON object in `body`. Raises InvalidRequestError (invalid_json) for anything else.
 
-    Strict: no NaN, no numbers that overflow, no lone surrogates, at most MAX_DEPTH levels.
+    Strict: no NaN, no numbers that overflow, no lone surrogates, at most MAX_DEPTH levels and MAX_JSON_VALUES values.
     """
+    _check_size(body)
     try:
         value = msgspec.json.decode(body)
     except msgspec.DecodeError as error:
@@ -83,6 +86,23 @@ def parse_json(body: bytes | bytearray | memoryview) -> dict[str, Any]:
         raise InvalidRequestError(f"the body is {shown(value)}; it must be a JSON object", code="invalid_json")
     check_depth(value)
     return value
+
+
+def _check_size(body: bytes | bytearray | memoryview) -> None:
+    """Raise InvalidRequestError before anything is built if the body has more than MAX_JSON_VALUES values.
+
+    Numbers do not count: prompts of token ids have as many of them as the body has room for.
+    """
+    text = bytes(body)
+    if text.count(b'"') // 2 + text.count(b"[") + text.count(b"{") <= MAX_JSON_VALUES:
+        return
+    outside, num_strings = _STRING.subn(b"", text)
+    num_values = num_strings + outside.count(b"[") + outside.count(b"{")
+    if num_values > MAX_JSON_VALUES:
+        raise InvalidRequestError(
+            f"the body has {num_values} strings, lists and objects; it may have at most {MAX_JSON_VALUES}: send less",
+            code="invalid_json",
+        )
 
 
 def check_depth(value: object) -> None:

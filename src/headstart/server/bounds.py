@@ -51,6 +51,7 @@ INTEGERS: Mapping[str, IntegerRange] = {
 }
 LOGIT_BIAS = NumberRange(-100.0, 100.0, 0.0)
 MAX_SALT_CHARS = 128  # as vLLM
+MAX_JSON_VALUES = 128 * 1024  # strings, lists and objects of a body: each is a Python object of 50 to 100 bytes
 
 
 @dataclass(frozen=True, slots=True)

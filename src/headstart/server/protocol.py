@@ -242,13 +242,13 @@ def model_list(models: list[Json]) -> Json:
     return {"object": "list", "data": models}
 
 
-def tokenize_answer(token_ids: Sequence[int], max_model_len: int, token_strs: list[str] | None) -> Json:
-    """Returns the answer of /tokenize."""
+def tokenize_answer(token_ids: Sequence[int], tokenizer: Tokenizer, max_model_len: int, *, with_texts: bool) -> Json:
+    """Return the answer of /tokenize."""
     return {
         "count": len(token_ids),
         "max_model_len": max_model_len,
-        "tokens": list(token_ids),
-        "token_strs": token_strs,
+        "tokens": _listed(token_ids, int),
+        "token_strs": _listed(token_ids, tokenizer.token_text) if with_texts else None,
     }
 
 
