@@ -18,7 +18,14 @@ from headstart.server.bodies import (
     parse_tokenize,
 )
 from headstart.server.bounds import Bounds
-from headstart.server.requests import Origin, build_requests, encode_chat, encode_completion, narrow_domain
+from headstart.server.requests import (
+    Origin,
+    build_requests,
+    encode_chat,
+    encode_completion,
+    encode_prompt,
+    narrow_domain,
+)
 from headstart.server.tokenizer import Tokenizer
 
 BOUNDS = Bounds(vocab_size=100, max_model_len=64, max_prompts=4, max_messages=5)
@@ -261,3 +268,23 @@ def test_a_text_without_an_end_is_read_once(end: bytes) -> None:
 def test_brackets_and_quotes_within_a_text_are_no_values(text: str) -> None:
     assert parse_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
     assert parse_json(b'{"prompt":[' + b"7," * 300_000 + b"7]}")["prompt"] == [7] * 300_001
+
+
+def test_of_a_text_that_is_much_too_long_only_the_beginning_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    encode = TOKENIZER.encode
+
+    def watched(text: str, **options: Any) -> "array[int]":
+        read.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(TOKENIZER, "encode", watched)
+    monkeypatch.setattr(TOKENIZER, "max_token_chars", 0)
+    bounds = Bounds(TOKENIZER.vocab_size, 3000)
+    with pytest.raises(RequestTooLargeError, match="the first 24000 of the prompt's 1000000 characters have"):
+        encode_prompt("ab cd " * 166_666 + "abcd", TOKENIZER, bounds, add_special_tokens=True)
+    assert read == [24_000]
+    read.clear()
+    text = "fox" + " " * 100  # whatever the tokens, what fits in the end is tokenized whole and taken
+    assert list(encode_prompt(text, TOKENIZER, bounds, add_special_tokens=True)) == list(encode(text))
+    assert read == [len(text)] * 1

@@ -12,6 +12,9 @@ from headstart.server.params import GenerationParams, fit
 from headstart.server.shared_prompt import SharedPrompt
 from headstart.server.tokenizer import Tokenizer
 
+PROBE_CHARS = 16 * 1024
+PROBE_CHARS_PER_TOKEN = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -67,10 +70,30 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, bounds: Bounds, add_spec
             f"most {bounds.max_model_len * longest}: shorten the prompt",
             param="prompt",
         )
+    _probe_length(prompt, tokenizer, bounds)
     token_ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
     if not token_ids:
         raise InvalidRequestError("the prompt is empty: it has no tokens; send some text", param="prompt")
     return token_ids
+
+
+def _probe_length(text: str, tokenizer: Tokenizer, bounds: Bounds) -> None:
+    """Raise RequestTooLargeError if the beginning of a very long text exceeds the context already.
+
+    Tokenizing holds about 200 bytes a character, so it begins with what would fit if tokens were twice as long as
+    usual. An eighth more than the context is certain: where the beginning is cut changes a few tokens at most.
+    """
+    limit = bounds.max_model_len
+    size = max(PROBE_CHARS, PROBE_CHARS_PER_TOKEN * limit)
+    while size < len(text):
+        num_tokens = len(tokenizer.encode(text[:size], add_special_tokens=False))
+        if num_tokens > limit + limit // 8 + 64:
+            raise RequestTooLargeError(
+                f"the first {size} of the prompt's {len(text)} characters have {num_tokens} tokens; prompt and output "
+                f"share the model's context of {limit} tokens: shorten the prompt",
+                param="prompt",
+            )
+        size *= 2
 
 
 def build_requests(
