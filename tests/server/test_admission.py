@@ -1,6 +1,8 @@
 """Admission: the size of a request, the bounds on it, and the budget that all requests share."""
 
 import asyncio
+import os
+import signal
 from array import array
 from typing import Any
 
@@ -173,5 +175,34 @@ def test_output_is_held_as_it_comes(folder: str, monkeypatch: pytest.MonkeyPatch
             assert (await server.complete([7], max_tokens=300, logprobs=2)).status_code == 200
             assert most == initial_bytes(requests, params) + 296 * admission.output_token_bytes(params)
             assert budget.held_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_requests_that_are_given_up_do_not_pile_up_before_an_engine_that_hangs(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.server.state.MAX_UNSENT_BYTES", 100_000)
+
+    async def run() -> None:
+        async with inside(f"{folder}?length=100000") as server:
+            engine, prompt = server.engine, [7] * 50_000
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGSTOP)
+            try:
+                for _ in range(20):
+                    asked = asyncio.create_task(server.complete(prompt))
+                    await until(lambda asked=asked: server.state.num_jobs or asked.done())
+                    if asked.done():
+                        break
+                    asked.cancel()
+                    await asyncio.gather(asked, return_exceptions=True)
+                    assert server.state.num_jobs == 0
+                assert asked.done() and (await asked).json()["error"]["code"] == "queue_full"
+                assert 100_000 < engine.num_unsent_bytes < 500_000
+            finally:
+                os.kill(engine.pid, signal.SIGCONT)
+            await until(lambda: engine.num_unsent_bytes == 0)
+            assert (await server.complete(prompt, max_tokens=1)).status_code == 200
 
     asyncio.run(run())

@@ -137,6 +137,11 @@ class EngineClient:
         """Prompt tokens of those."""
         return self._waiting_tokens
 
+    @property
+    def num_unsent_bytes(self) -> int:
+        """Bytes that the engine process has not taken yet: it is in a step, or it hangs."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Hands the requests over and returns the stream of their news. Raises EngineDeadError."""
         if self.dead is not None:

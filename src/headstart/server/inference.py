@@ -235,7 +235,8 @@ class _Answer:
             async for piece in self.state.turns.pieces(self._api.chunk(self._head, iter([shaped]), self._usage_now())):
                 yield piece
             data = b"\n\n"
-        yield data
+        if data:
+            yield data
 
     def _opening(self) -> bytes:
         first = self._api.first_choice

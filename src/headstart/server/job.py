@@ -47,6 +47,7 @@ class Job:
         ]
         self._lease = lease
         self._initial_bytes = lease.num_bytes
+        self._output_bytes = output_token_bytes(params)
         self._reserved_tokens = sum(min(request.sampling.max_tokens, RESERVED_TOKENS) for request in requests)
         self._num_tokens = 0
         self._ledger = Ledger()
@@ -86,9 +87,8 @@ class Job:
                 self._early.setdefault(index, []).append((at, output))
             if self._early and prompt.is_complete:
                 self._catch_up(index - index % self.params.n, found)
-        self._lease.resize(
-            self._initial_bytes + max(self._num_tokens - self._reserved_tokens, 0) * output_token_bytes(self.params)
-        )
+        unreserved = max(self._num_tokens - self._reserved_tokens, 0)
+        self._lease.resize(self._initial_bytes + unreserved * self._output_bytes)
         return found
 
     def cancel(self, error: Exception) -> None:

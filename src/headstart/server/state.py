@@ -28,6 +28,7 @@ from headstart.server.record import RequestRecord
 from headstart.server.requests import Prepared
 from headstart.server.tokenizer import Tokenizer
 
+MAX_UNSENT_BYTES = 16 << 20  # on the way to the engine before another request is taken
 ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"),
     *("/health", "/readyz", "/livez", "/metrics", "/version", "/reset_prefix_cache", "/openapi.json"),
@@ -186,6 +187,10 @@ class ServerState:
 
     def _check_queue(self, requests: Sequence[Request]) -> None:
         engine, options = self.engine, self.options
+        if engine.num_unsent_bytes > MAX_UNSENT_BYTES:  # of requests that were given up again, perhaps
+            raise QueueFullError(
+                f"{engine.num_unsent_bytes} bytes wait for the engine and {MAX_UNSENT_BYTES} may: try again later"
+            )
         if engine.num_waiting == 0:
             return
         num_tokens = sum(len(request.prompt) for request in requests)
