@@ -64,13 +64,21 @@ def test_a_stream_shows_the_echo_of_every_choice_first(folder: str, shape: dict[
 
 
 def test_a_choice_ahead_of_the_one_with_the_logprobs_waits_for_them(folder: str, gate: Gate) -> None:
-    """The fake engine gives every request a token per step, in the order of submission; here the first comes last."""
+    """News of the first choice, which has the logprobs, come when the others have ended."""
 
     async def run() -> None:
         async with inside(folder) as server:
             engine = server.engine
             take = engine._take_news
-            engine._take_news = lambda outputs, stats: take(outputs[::-1], stats)
+            late: list[Any] = []
+
+            def first_comes_last(outputs: list[Any], stats: Any) -> None:
+                late.extend(output for output in outputs if output.request_id.endswith("-0"))
+                take([output for output in outputs if not output.request_id.endswith("-0")], stats)
+                if not outputs:  # a heartbeat, once the others have ended
+                    take(late, stats)
+
+            engine._take_news = first_comes_last
             body = {"prompt": [7] * 20, "n": 3, "max_tokens": 2, "echo": True, "logprobs": 1, "stream": True}
             events = parse_events((await server.client.post("/v1/completions", json=body)).text)
             chunks = [event["choices"][0] for event in events[:-1]]
