@@ -37,7 +37,7 @@ def engine_of(server: Server) -> int:
     raise AssertionError("the server has no engine")
 
 
-@pytest.mark.parametrize("part", ["front"])  # and "engine", once /health says engine_silent
+@pytest.mark.parametrize("part", ["front", "engine"])
 def test_a_server_stopped_behind_a_router_loses_no_request(part: str, tmp_path: Path) -> None:
     flags = ("--routing-policy", "round-robin", "--retry-budget", "0")
     with (
