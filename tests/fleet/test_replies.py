@@ -5,6 +5,7 @@ import gzip
 import json
 from typing import Any
 
+import httpx
 import pytest
 from aiohttp import web
 from fleet.harness import TEXTS, Front, Replica, chunk, front, refusing, run, streaming, texts, two
@@ -78,7 +79,7 @@ GARBAGE = {
 @pytest.fixture(autouse=True)
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds that a test reaches soon."""
-    monkeypatch.setattr(replies, "MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(replies, "KEPT_BYTES", 1 << 20)
     monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 1 << 20)
     monkeypatch.setattr(sse, "MAX_COMMENT_BYTES", 1 << 20)
 
@@ -305,5 +306,47 @@ def test_a_replica_that_says_busy_in_html_is_still_busy() -> None:
             await router.up(2)
             await garbling(router, replicas, refusing(429, "queue_full"))
             assert (await router.complete([1] * 64)).status_code == 200
+
+    run(go())
+
+
+def long_answer(num_bytes: int) -> bytes:
+    """A generated answer of about so many bytes, whose end tells its usage."""
+    usage = {"prompt_tokens": 64, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 48}}
+    return json.dumps({"id": "cmpl-1", "choices": [{"index": 0, "text": "a" * num_bytes}], "usage": usage}).encode()
+
+
+def test_a_long_answer_is_passed_on_as_it_comes_and_its_end_is_read() -> None:
+    body = long_answer(5 << 20)
+
+    async def go() -> None:
+        replicas = two()
+        async with front(*replicas) as router, asyncio.timeout(SECONDS):
+            await router.up(2)
+            sender = await garbling(router, replicas, raw(whole("200 OK", body), closes=False))
+            before = router.state.router.num_reported
+            answer = await router.complete([1] * 64)
+            assert answer.status_code == 200 and answer.content == body
+            assert router.state.router.num_reported == before + 1, "its cached_tokens were read"
+            endpoint = router.state.router.endpoints[sender.url]
+            assert endpoint.health.is_up(0.0) and endpoint.load.num_requests == 0
+            assert router.state.proxy.held.num_bytes == 0
+            assert 'outcome="lost"' not in (await router.client.get("/metrics")).text
+
+    run(go())
+
+
+def test_a_long_answer_that_is_cut_cuts_the_clients_connection() -> None:
+    body = long_answer(5 << 20)
+
+    async def go() -> None:
+        replicas = two()
+        async with front(*replicas) as router, asyncio.timeout(SECONDS):
+            await router.up(2)
+            await garbling(router, replicas, raw(head("200 OK", length=len(body)) + body[: 3 << 20]))
+            with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+                await router.complete([1] * 64)
+            assert sum(len(replica.bodies) for replica in replicas) == 2, "it is sent to no other"
+            assert 'outcome="lost"' in (await router.client.get("/metrics")).text
 
     run(go())

@@ -18,7 +18,7 @@ from headstart.fleet.held_bytes import MAX_HELD_BYTES, HeldBytes
 from headstart.fleet.patience import PatientSend
 from headstart.fleet.replies import EVENTS, check_head, error_in_first, read_answer, session_options
 from headstart.fleet.silence import Silence, Voice, Wait
-from headstart.fleet.sse import EventStream, said
+from headstart.fleet.sse import EventStream, Said, said, said_at_end
 from headstart.fleet.telling import as_event, explained, id_in, lost, no_replicas, spent, unanswered
 from headstart.fleet.upstream import (
     Answer,
@@ -36,6 +36,7 @@ from headstart.router.router import Router
 from headstart.server.http_errors import ClientGoneError, HttpError
 from headstart.server.sse import DONE, WRITE_SECONDS, error_event
 
+TAIL_BYTES = 16 << 10  # of a long answer, whose usage stands at its end
 MAX_LOSSES = 2
 """Replicas lost under one request until it is sent to no other: it may be what kills them.
 
@@ -240,19 +241,51 @@ class Proxy:
         failure = refusal(response.status, body)
         if failure is not None:
             raise AttemptError(failure, f"the replica answered {response.status}", answer)
-        now = time.monotonic()
         if response.status < 300:
-            told = said(body)
             call.answer_id = id_in(body)
-            call.output_tokens = told.output_tokens
-            if told.output_tokens != 1:  # else its end is its first token
-                router.assume_first_token(pick, now)
-            router.finished(pick, now, told.usage if call.reading.is_single else None)
-            self._first_token(call, now)
-            call.outcome = "ok"
+            if not answer.is_whole:
+                await self._pass_on(call, pick, answer, response, send)
+                return
+            self._answered(call, pick, said(body))
         else:
-            router.failed(pick, now, blame=response.status >= 500)
+            router.failed(pick, time.monotonic(), blame=response.status >= 500)
         await self._send_whole(call, answer, send)
+
+    def _answered(self, call: Call, pick: Pick, told: Said) -> None:
+        """Books an answer in one piece, which has come to its end."""
+        now = time.monotonic()
+        call.output_tokens = told.output_tokens
+        if told.output_tokens != 1:  # else its end is its first token
+            self.router.assume_first_token(pick, now)
+        self.router.finished(pick, now, told.usage if call.reading.is_single else None)
+        self._first_token(call, now)
+        call.outcome = "ok"
+
+    async def _pass_on(
+        self, call: Call, pick: Pick, answer: Answer, response: aiohttp.ClientResponse, send: Send
+    ) -> None:
+        """Pass on an answer that is too long to be kept until its end, as it comes.
+
+        Raises HttpError if it is lost on the way; the client's connection must be cut then.
+        """
+        call.committed = True
+        call.drop_body()
+        self._first_token(call, time.monotonic())
+        await self._start(call, answer.status, answer.headers, send)
+        piece, tail = answer.body, b""
+        answer.body = b""
+        try:
+            while piece:
+                await _write(send, piece)
+                tail = (tail + piece)[-TAIL_BYTES:]
+                piece = await response.content.readany()
+        except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
+            self._failed(pick, failure_of(error))
+            call.failures.append(failure_of(error))
+            call.outcome = "lost"
+            raise lost() from error
+        self._answered(call, pick, said_at_end(tail))
+        await _write(send, b"", more=False)
 
     def _assume(self, call: Call, pick: Pick) -> None:
         self.router.assume_first_token(pick, time.monotonic())

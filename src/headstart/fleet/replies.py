@@ -5,6 +5,7 @@ another program by now. On the routes that generate, a success is status 200 and
 of events whose first one is a JSON object. An error keeps its status, and its body only if that is an error object.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,12 +15,14 @@ import msgspec
 from headstart.fleet.upstream import Answer, GarbledError, headers_back
 from headstart.server.protocol import encode, error_object
 
-MAX_ANSWER_BYTES = 64 << 20  # 32,000 tokens with 20 alternatives each, as JSON
+MAX_ANSWER_BYTES = 64 << 20  # on routes that do not generate
+KEPT_BYTES = 8 << 20  # of a generated answer; a longer one is passed on as it comes, and nobody else is asked then
 MAX_ERROR_BYTES = 1 << 20
 MAX_INTERIM = 32  # responses of status 1xx before the final one
 GENERATION = frozenset(("/v1/completions", "/v1/chat/completions"))
 _OBJECTS = GENERATION | {"/tokenize", "/detokenize"}  # routes whose answers are JSON objects
 _JSON = b"application/json"
+_BEGINNING = re.compile(rb'\s*\{[^{}]{0,2048}"choices"\s*:\s*\[\s*\{')  # of a generated answer
 EVENTS = b"text/event-stream; charset=utf-8"
 
 
@@ -74,26 +77,44 @@ async def read_bounded(
     response: aiohttp.ClientResponse, max_bytes: int, grow: Callable[[int], None] | None = None
 ) -> bytes:
     """Return the body. Raises GarbledError if it is longer than `max_bytes`. `grow` is told of each piece's bytes."""
+    body, is_whole = await _read_up_to(response, max_bytes, grow)
+    if not is_whole:
+        raise GarbledError(f"the replica's answer has more than {max_bytes} bytes")
+    return body
+
+
+async def _read_up_to(
+    response: aiohttp.ClientResponse, max_bytes: int, grow: Callable[[int], None] | None
+) -> tuple[bytes, bool]:
+    """Return the body and True, or somewhat more than `max_bytes` of it and False."""
     pieces, size = list[bytes](), 0
-    while piece := await response.content.readany():
+    while size <= max_bytes and (piece := await response.content.readany()):
         pieces.append(piece)
         size += len(piece)
         if grow is not None:
             grow(len(piece))
-        if size > max_bytes:
-            raise GarbledError(f"the replica's answer has more than {max_bytes} bytes")
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), size <= max_bytes
 
 
 async def read_answer(response: aiohttp.ClientResponse, path: str, grow: Callable[[int], None] | None = None) -> Answer:
-    """Return an answer in one piece, or an error. Raises GarbledError for what is neither, and what `grow` raises."""
+    """Return an answer in one piece, the beginning of a long one, or an error.
+
+    Raises GarbledError for what is none of these, and what `grow` raises.
+    """
     status = response.status
     if status >= 400:
         body = await read_bounded(response, MAX_ERROR_BYTES)
         if not is_error_object(body):
             body = encode(error_object(f"the replica answered {status}", status=status))
         return Answer(status, headers_back(response, _JSON), body)
-    body = await read_bounded(response, MAX_ANSWER_BYTES, grow)
+    if path in GENERATION:
+        body, is_whole = await _read_up_to(response, KEPT_BYTES, grow)
+        if not is_whole:
+            if not _BEGINNING.match(body):
+                raise GarbledError("the replica's answer does not begin like one of this route")
+            return Answer(status, headers_back(response, _JSON), body, is_whole=False)
+    else:
+        body = await read_bounded(response, MAX_ANSWER_BYTES, grow)
     if path not in _OBJECTS:
         return Answer(status, headers_back(response), body)
     _check_object(body, _Choices if path in GENERATION else _Object)

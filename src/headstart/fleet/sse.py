@@ -12,7 +12,7 @@ import msgspec
 from headstart.fleet.upstream import GarbledError
 from headstart.router.ask import Usage
 
-MAX_EVENT_BYTES = 32 << 20  # a prompt of 16,000 tokens echoed with 20 alternatives each is one event
+MAX_EVENT_BYTES = 128 << 20  # a prompt of 128,000 tokens echoed with 20 alternatives each is one event; see HeldBytes
 MAX_COMMENT_BYTES = 1 << 20  # between two events with data; engines send some bytes of comments every few seconds
 MAX_COUNT = 2**31 - 1  # tokens: no engine has told more in good faith
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
@@ -52,6 +52,12 @@ def said(document: bytes) -> Said:
         return _said(_DECODER.decode(document))
     except (msgspec.DecodeError, UnicodeDecodeError):
         return Said()
+
+
+def said_at_end(tail: bytes) -> Said:
+    """Return what the end of a whole answer says, from the last usage object on; nothing if it is not there."""
+    found = list(_USAGE.finditer(tail))
+    return said(b"{" + tail[found[-1].start() :]) if found else Said()
 
 
 class EventStream:

@@ -67,12 +67,15 @@ class Failure(Enum):
 
 
 class Answer:
-    """A whole answer of a replica: what it says when it refuses, or all of an answer that is no stream."""
+    """An answer of a replica that is no stream of events. `is_whole`: `body` is all of it, not its beginning only."""
 
-    def __init__(self, status: int, headers: "list[tuple[bytes, bytes]]", body: bytes) -> None:
+    def __init__(
+        self, status: int, headers: "list[tuple[bytes, bytes]]", body: bytes, *, is_whole: bool = True
+    ) -> None:
         self.status = status
         self.headers = headers
         self.body = body
+        self.is_whole = is_whole
 
 
 class AttemptError(HeadstartError):
