@@ -27,7 +27,7 @@ def chat(**values: Any) -> GenerationParams:
 
 ACCEPTED = [
     ("n", 1),
-    ("n", 16),
+    ("n", 128),
     ("best_of", 1),
     ("temperature", 0),
     ("temperature", 2),
@@ -94,7 +94,7 @@ def test_null_means_the_default(name: str) -> None:
 
 
 REFUSED = [
-    ("n", [0, 17, 1.0, True, "1", [], 10**400]),
+    ("n", [0, 129, 1.0, True, "1", [], 10**400]),
     ("best_of", [0, 17, "x"]),
     ("temperature", [-0.1, 2.01, NAN, INF, -INF, True, "1", 10**400, []]),
     ("top_p", [0, -1, 1.01, NAN, False]),
@@ -199,8 +199,8 @@ def test_the_message_names_value_limit_and_remedy() -> None:
         completion(min_p=2.5)
     with pytest.raises(InvalidRequestError, match=r"^temperature is 2\.5; it must be between 0 and 2$"):
         completion(temperature=2.5)
-    with pytest.raises(InvalidRequestError, match=r"^n is 17; it must be between 1 and 16$"):
-        completion(n=17)
+    with pytest.raises(InvalidRequestError, match=r"^n is 129; it must be between 1 and 128$"):
+        completion(n=129)
     with pytest.raises(InvalidRequestError, match=r"^top_p is 0; it must be above 0 and at most 1$"):
         completion(top_p=0)
 

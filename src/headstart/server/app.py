@@ -136,7 +136,7 @@ class _Routes:
                 token_ids, model.tokenizer, model.bounds.max_model_len, with_texts=body.return_token_strs
             )
 
-        answer = await self._worked(request, work, waits=True)
+        answer = await self._worked(request, work, renders=True)
         if answer["count"] <= SLICE_ITEMS:
             return json_response(answer)
         return StreamingResponse(self._state.turns.pieces(answer), media_type="application/json")
@@ -152,9 +152,10 @@ class _Routes:
 
         return json_response(await self._worked(request, work))
 
-    async def _worked(self, request: Request, work: Callable[[bytes], _Result], *, waits: bool = False) -> _Result:
-        """Return what `work` makes of the body, off the event loop if it is long or `waits` for another process."""
+    async def _worked(self, request: Request, work: Callable[[bytes], _Result], *, renders: bool = False) -> _Result:
+        """Return what `work` makes of the body, off the event loop if it is long, or `renders` a conversation in it."""
         async with self._state.bodies.held(request) as body:
+            waits = renders and b'"messages"' in body
             return await self._state.long_work.run(len(body), partial(work, body), waits=waits)
 
     async def health(self, request: Request) -> Response:

@@ -51,6 +51,7 @@ INTEGERS: Mapping[str, IntegerRange] = {
 }
 LOGIT_BIAS = NumberRange(-100.0, 100.0, 0.0)
 MAX_SALT_CHARS = 128  # as vLLM
+FULL_CHOICES = 16  # choices of a prompt that fills the context
 MAX_JSON_VALUES = 128 * 1024  # strings, lists and objects of a body: each is a Python object of 50 to 100 bytes
 
 
@@ -61,7 +62,7 @@ class Bounds:
     vocab_size: int  # rows of the logits
     max_model_len: int  # tokens
     eos_token_ids: tuple[int, ...] = ()
-    max_n: int = 16
+    max_n: int = 128
     max_prompts: int = 64
     max_logprobs: int = 20
     max_stops: int = 16
@@ -78,7 +79,7 @@ class Bounds:
     def of(cls, info: EngineInfo, options: ServerOptions) -> "Bounds":
         """Return the limits of one engine behind one server.
 
-        Whatever the context, one full prompt with `max_n` choices passes, and so does one choice with every logprob.
+        Whatever the context, FULL_CHOICES choices of a full prompt pass, and so does one choice with every logprob.
         """
         return cls(
             vocab_size=info.vocab_size,
@@ -88,6 +89,6 @@ class Bounds:
             max_prompts=options.max_prompts,
             max_logprobs=options.max_logprobs,
             scheduling_policy=info.scheduling_policy,
-            max_sequence_tokens=max(4 << 20, info.max_model_len * options.max_n),
+            max_sequence_tokens=max(4 << 20, info.max_model_len * FULL_CHOICES),
             max_answer_entries=max(16 << 20, info.max_model_len * (1 + options.max_logprobs)),
         )
