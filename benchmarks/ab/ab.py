@@ -1,0 +1,210 @@
+"""Compares two checkouts row by row, by turns; see README.md. The last line of stdout is JSON."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+import psutil
+
+HERE = Path(__file__).parent
+LIMIT = 1.05
+IN_PROCESS = (
+    *("one stream, greedy", "32 streams, greedy", "32 streams, sampled", "32 streams, logprobs"),
+    *("prefill of 1,000 tokens", "first token, 900 of 1,000 cached"),
+    *("step of 256 decodes, no model", "admission of 4,096 tokens, no model", "routed request, no sockets"),
+)
+
+
+def environment(checkout: Path) -> dict[str, str]:
+    """Return the environment in which `headstart` is the one of a checkout."""
+    return {**os.environ, "PYTHONPATH": str(checkout.resolve() / "src")}
+
+
+class Worker:
+    """A process of worker.py."""
+
+    def __init__(self, checkout: Path, model: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "worker.py"), model],
+            env=environment(checkout),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def measure(self, row: str, seed: int) -> float:
+        """Run one row and return its figure."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps({"row": row, "seed": seed}), file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())["value"]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Served:
+    """A server or router of a checkout, as processes."""
+
+    def __init__(self, checkout: Path, arguments: list[str], log: Path) -> None:
+        words = [sys.executable, "-m", "headstart", *arguments, "--port", "0", "--no-access-log"]
+        self._process = subprocess.Popen(
+            words, env=environment(checkout), stdout=log.open("wb"), stderr=subprocess.STDOUT
+        )
+        while not (found := re.search(r" at (http://[^\s/]+)/v1", log.read_text(errors="replace"))):
+            if self._process.poll() is not None:
+                raise SystemExit(log.read_text(errors="replace")[-2000:])
+            time.sleep(0.1)
+        self.url = found[1]
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of all threads of all its processes so far, from the scheduler's own clock (ns)."""
+        root = psutil.Process(self._process.pid)
+        tasks = [
+            task
+            for process in (root, *root.children(recursive=True))
+            for task in Path(f"/proc/{process.pid}/task").iterdir()
+        ]
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+async def load(url: str, path: str, bodies: list[dict[str, Any]], at_once: int) -> None:
+    """Send all bodies, `at_once` at a time, and read every answer to its end."""
+    left = iter(bodies)
+    async with aiohttp.ClientSession() as session:
+
+        async def work() -> None:
+            for body in left:
+                async with session.post(url + path, json=body) as response:
+                    data = await response.read()
+                    assert response.status == 200, data
+
+        await asyncio.gather(*(work() for _ in range(at_once)))
+
+
+def served_rows(old: Served, new: Served, prefix: str, count: int) -> dict[str, Callable[[int, int], float]]:
+    """Return rows over HTTP: CPU milliseconds of all processes per request."""
+
+    def row(path: str, make: Callable[[random.Random], dict[str, Any]]) -> Callable[[int, int], float]:
+        def measure(side: int, seed: int) -> float:
+            rng, served = random.Random(seed), (old, new)[side]
+            bodies = [make(rng) for _ in range(count)]
+            before = served.cpu_seconds()
+            asyncio.run(load(served.url, path, bodies, 8))
+            return (served.cpu_seconds() - before) * 1e3 / count
+
+        return measure
+
+    def text(rng: random.Random) -> str:
+        return " ".join(rng.choice(("wake", "me", "at", "seven", "rain", "jazz", "lights")) for _ in range(40))
+
+    chat: Callable[[random.Random], dict[str, Any]] = lambda rng: {  # noqa: E731
+        "messages": [{"role": "user", "content": text(rng)}],
+        "max_tokens": 16,
+    }
+    return {
+        f"{prefix}: streamed completion": row(
+            "/v1/completions", lambda rng: {"prompt": text(rng), "max_tokens": 32, "stream": True, "ignore_eos": True}
+        ),
+        f"{prefix}: whole completion": row(
+            "/v1/completions", lambda rng: {"prompt": text(rng), "max_tokens": 16, "ignore_eos": True}
+        ),
+        f"{prefix}: chat": row("/v1/chat/completions", chat),
+    }
+
+
+@contextlib.contextmanager
+def fake_replica() -> Generator[str]:
+    """Run a replica that computes nothing, the same for both sides."""
+    words = [sys.executable, "-m", "headstart.bench.fake_replica", "--ttft-ms", "1", "--token-ms", "1"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def compare(measure: Callable[[int, int], float], pairs: int, row: str) -> dict[str, Any]:
+    """Measure `pairs` pairs by turns and judge the ratio new / old."""
+    for side in (0, 1):
+        measure(side, 0)  # caches, lazy imports, compiled kernels
+    found: list[tuple[float, float]] = []
+    for pair in range(1, pairs + 1):
+        order = (0, 1) if pair % 2 else (1, 0)
+        values = {side: measure(side, pair) for side in order}
+        found.append((values[0], values[1]))
+    ratios = [new / old for old, new in found]
+    rng = random.Random(0)
+    draws = sorted(median(rng.choices(ratios, k=len(ratios))) for _ in range(4000))
+    low, high = draws[100], draws[3899]
+    result = {"row": row, "old": median(old for old, _ in found), "new": median(new for _, new in found)}
+    result |= {"ratio": median(ratios), "low": low, "high": high, "holds": high <= LIMIT, "pairs": found}
+    print(
+        f"{row:45} {result['old']:10.4g} {result['new']:10.4g}  {result['ratio']:.3f} [{low:.3f}-{high:.3f}]"
+        f" {'' if high <= LIMIT else 'NOT WITHIN'}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--old", type=Path, required=True)
+    parser.add_argument("--new", type=Path, required=True)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--model", required=True, help="folder of llama-100m: headstart init-model --shape llama-100m")
+    parser.add_argument("--requests", type=int, default=100, help="per measurement over HTTP")
+    parser.add_argument("--only", default="", help="rows whose name holds this")
+    options = parser.parse_args()
+    checkouts, results = (options.old, options.new), []
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+        def served(arguments: list[str], name: str) -> tuple[Served, Served]:
+            sides = [Served(checkout, arguments, folder / f"{name}{i}") for i, checkout in enumerate(checkouts)]
+            for side in sides:
+                stack.callback(side.close)
+            return sides[0], sides[1]
+
+        rows: dict[str, Callable[[int, int], float]] = {}
+        if any(options.only in row for row in IN_PROCESS):
+            workers = [Worker(checkout, options.model) for checkout in checkouts]
+            for worker in workers:
+                stack.callback(worker.close)
+            for row in IN_PROCESS:
+                rows[row] = lambda side, seed, row=row: workers[side].measure(row, seed)
+        if options.only in "server: router: chat streamed whole completion" or not options.only:
+            rows |= served_rows(*served(["serve"], "server"), "server", options.requests)
+            replica = stack.enter_context(fake_replica())
+            rows |= served_rows(*served(["route", "--replica", replica], "router"), "router", options.requests * 5)
+        for row, measure in rows.items():
+            if options.only in row:
+                results.append(compare(measure, options.pairs, row))
+    print(
+        json.dumps({"pairs": options.pairs, "limit": LIMIT, "rows": results, "valid": all(r["holds"] for r in results)})
+    )
+    return 0 if all(result["holds"] for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""One side of ab.py: serves rows named on stdin, one JSON line each, with the headstart that is on its path."""
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from headstart import LLM
+from headstart.bench import lab_pick, lab_scheduler
+
+VOCABULARY = 32000
+
+
+def main() -> None:
+    out = sys.stdout
+    sys.stdout = sys.stderr  # what libraries print is no answer
+    llm = LLM(sys.argv[1], dtype="bfloat16", max_model_len=4096, kv_cache_memory="1GiB")
+    rows = rows_of(llm)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(
+            json.dumps({"value": rows[asked["row"]](random.Random(f"{asked['row']} {asked['seed']}"))}),
+            file=out,
+            flush=True,
+        )
+
+
+def rows_of(llm: LLM) -> dict[str, Callable[[random.Random], float]]:
+    """Return the rows by name; each gives a number of which less is better."""
+
+    def tokens(rng: random.Random, count: int) -> list[int]:
+        return [rng.randrange(VOCABULARY) for _ in range(count)]
+
+    def cpu(prompts: list[list[int]], **sampling: Any) -> float:
+        began = time.process_time()
+        llm.generate(prompts, {"ignore_eos": True, **sampling}, progress=False)
+        return time.process_time() - began
+
+    def streams(rng: random.Random, **sampling: Any) -> float:
+        prefix = tokens(rng, 1024)
+        llm.generate([prefix], {"max_tokens": 1}, progress=False)
+        return cpu([prefix + tokens(rng, 16) for _ in range(32)], max_tokens=32, **sampling)
+
+    def warm(rng: random.Random) -> float:
+        prefix = tokens(rng, 900)
+        llm.generate([prefix], {"max_tokens": 1}, progress=False)
+        return min(cpu([prefix + tokens(rng, 100)], max_tokens=1) for _ in range(5))
+
+    def picks(rng: random.Random) -> float:
+        config = lab_pick.PickConfig(replicas=8, blocks=4096, long_prompt=8192, decisions=300, unique=1)
+        return 1e6 / lab_pick.run_pick(rng.getrandbits(16), config).values["requests_per_second"]
+
+    def scheduling(name: str) -> Callable[[random.Random], float]:
+        return lambda rng: lab_scheduler._costs(Random(rng.getrandbits(16)))[name]
+
+    return {
+        "one stream, greedy": lambda rng: cpu([tokens(rng, 64)], max_tokens=64, temperature=0),
+        "32 streams, greedy": lambda rng: streams(rng, temperature=0),
+        "32 streams, sampled": lambda rng: streams(rng, temperature=1, top_p=0.95, seed=1),
+        "32 streams, logprobs": lambda rng: streams(rng, temperature=0, logprobs=5),
+        "prefill of 1,000 tokens": lambda rng: cpu([tokens(rng, 1000)], max_tokens=1),
+        "first token, 900 of 1,000 cached": warm,
+        "step of 256 decodes, no model": scheduling("step_256_decodes_us"),
+        "admission of 4,096 tokens, no model": scheduling("admit_4096_cached_us"),
+        "routed request, no sockets": picks,
+    }
+
+
+if __name__ == "__main__":
+    main()

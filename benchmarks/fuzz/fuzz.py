@@ -1,0 +1,326 @@
+"""Fuzzes a running Headstart: schemathesis on its OpenAPI document, and generators of our own (fuzz_requests.py).
+
+    fuzz.py [--requests 100000] [--seed 1] [--replicas 2] [--report FILE]
+
+Starts `headstart serve` with the bundled model, keys and a KV pool that is filled before anything is measured. Exits
+with 1 if any answer was a 5xx, if the memory of all its processes together grew by more than 150 MB at any moment, or
+if the server is not as it was afterwards. The last line of stdout is JSON.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import hypothesis
+import psutil
+import schemathesis
+from fuzz_requests import Post, broken_http, disconnected, expensive, legal, mutated
+
+ALLOWED_GROWTH = 150e6  # bytes
+KEYS = ("fuzz-key-one", "fuzz-key-two")
+SHARES = {
+    "schemathesis": 0.2,
+    "mutated": 0.5,
+    "legal": 0.1,
+    "disconnected": 0.08,
+    "broken http": 0.1,
+    "expensive": 0.02,
+}
+
+
+class Memory(threading.Thread):
+    """Polls the resident memory of a process and all its children."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.peak = 0
+        self.current = 0
+        self.num_polls = 0
+        self._root = psutil.Process(pid)
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopped.wait(0.02):
+            self.poll()
+
+    def poll(self) -> int:
+        """Return the bytes held now."""
+        total = 0
+        for process in (self._root, *self._root.children(recursive=True)):
+            try:
+                total += process.memory_info().rss
+            except psutil.NoSuchProcess:
+                continue
+        self.current, self.peak, self.num_polls = total, max(self.peak, total), self.num_polls + 1
+        return total
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+class Fuzz:
+    """One run against one server."""
+
+    def __init__(self, url: str, memory: Memory, seed: int) -> None:
+        self.url = url
+        self.memory = memory
+        self.seed = seed
+        self.statuses: dict[str, Counter[int]] = {name: Counter() for name in SHARES}
+        self.failures: list[str] = []
+        self.growth: dict[str, float] = {}
+
+    def note(self, kind: str, status: int, what: object) -> None:
+        """Count an answer, and keep a 5xx as a failure."""
+        self.statuses[kind][status] += 1
+        if status >= 500:
+            self.failures.append(f"{kind}: {status} for {str(what)[:600]}")
+
+    # ------------------------------------------------------------------------------------------------- our generators
+
+    async def post(self, session: aiohttp.ClientSession, kind: str, request: Post, key: str) -> None:
+        """Send one request; a stream that ends in a server error counts as one."""
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        try:
+            async with session.post(self.url + request.path, data=request.body, headers=headers) as response:
+                if request.hang_up is not None:
+                    await response.content.read(request.hang_up)
+                    response.close()
+                    self.note(kind, response.status, request.body)
+                    return
+                answer = await response.read()
+        except (aiohttp.ClientError, ConnectionError) as error:
+            self.statuses[kind][0] += 1
+            if kind in ("mutated", "legal"):
+                self.failures.append(f"{kind}: {error!r} for {request.body[:300]!r}")
+            return
+        told = re.search(rb'event: error\ndata: .*?"type":"server_error"', answer)
+        self.note(kind, 599 if told else response.status, (request.path, request.body, answer[:300]))
+
+    async def generated(self, kind: str, count: int, at_once: int) -> None:
+        """Send `count` requests of one kind, `at_once` at a time."""
+        numbers = iter(range(count))
+        timeout = aiohttp.ClientTimeout(total=600)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+
+            async def work() -> None:
+                for number in numbers:
+                    rng = random.Random(f"{self.seed} {kind} {number}")
+                    key = rng.choice(KEYS)
+                    if kind == "broken http":
+                        await self.raw(rng, key)
+                    else:
+                        await self.post(session, kind, self._make(kind, rng), key)
+
+            await asyncio.gather(*(work() for _ in range(at_once)))
+
+    @staticmethod
+    def _make(kind: str, rng: random.Random) -> Post:
+        if kind == "legal":
+            path, body = legal(rng)
+            return Post(
+                path,
+                json.dumps(body | {"max_tokens": min(body.get("max_tokens") or 8, 8)} | {"min_tokens": 0}).encode(),
+            )
+        return {"mutated": mutated, "disconnected": disconnected, "expensive": expensive}[kind](rng)
+
+    async def raw(self, rng: random.Random, key: str) -> None:
+        """Write bytes to a socket, read what comes for a while, hang up."""
+        host, _, port = self.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        data = broken_http(rng, key)
+        try:
+            writer.write(data)
+            async with asyncio.timeout(rng.choice((0.05, 0.5))):
+                answer = await reader.read(1 << 20)
+            found = re.match(rb"HTTP/1.1 (\d\d\d)", answer)
+            self.note("broken http", int(found[1]) if found else 0, (data[:500], answer[:200]))
+        except (TimeoutError, ConnectionError):
+            self.note("broken http", 0, data)
+        finally:
+            writer.close()
+
+    # -------------------------------------------------------------------------------------------------- schemathesis
+
+    def schemathesis(self, count: int) -> None:
+        """Send `count` requests drawn from the server's own OpenAPI document, half of them against its rules."""
+        schema = schemathesis.openapi.from_url(
+            self.url + "/openapi.json", headers={"authorization": f"Bearer {KEYS[0]}"}
+        )
+        operations = [result.ok() for result in schema.get_all_operations()]
+        pairs = [(operation, mode) for operation in operations for mode in schemathesis.GenerationMode]
+        rng, done = random.Random(self.seed), self.statuses["schemathesis"]
+        while done.total() < count:
+            for pair in list(pairs):
+                weight = 4 if pair[0].body else 1
+                wanted = min(-(-count * weight // (len(pairs) * 3)), count - done.total())
+                if wanted > 0 and not self._one_operation(*pair, wanted, rng.getrandbits(32)):
+                    pairs.remove(pair)  # nothing can break the rules of an operation without parameters
+
+    def _one_operation(self, operation: Any, mode: Any, wanted: int, seed: int) -> bool:
+        """Send up to `wanted` requests of one operation, and return whether there were any."""
+        session_headers = {"authorization": f"Bearer {KEYS[0]}"}
+        left = wanted
+
+        @hypothesis.seed(seed)
+        @hypothesis.settings(
+            max_examples=max(wanted, 1),
+            database=None,
+            deadline=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+            phases=[hypothesis.Phase.generate],
+        )
+        @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+        def send(case: Any) -> None:
+            nonlocal left
+            if left <= 0:
+                return
+            left -= 1
+            if isinstance(case.body, dict) and "max_tokens" in case.body and isinstance(case.body["max_tokens"], int):
+                case.body["max_tokens"] = min(case.body["max_tokens"], 8)
+            try:
+                answer = case.call(base_url=self.url, headers=session_headers, timeout=600)
+            except Exception as error:  # what cannot be sent is no request: control characters in a header
+                self.statuses["schemathesis"][0] += 1
+                if "Connection" in type(error).__name__:
+                    self.failures.append(f"schemathesis: {error!r}")
+                return
+            self.note("schemathesis", answer.status_code, (operation.label, case.body, answer.text[:300]))
+
+        try:
+            send()
+        except hypothesis.errors.Unsatisfiable:
+            return False
+        return left < wanted
+
+
+def fill(url: str, pool_tokens: int) -> None:
+    """Fill the KV pool and every cache that grows with use, so that what grows afterwards is not the cache."""
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            rng = random.Random(0)
+            for _ in range(pool_tokens // 1500 + 1):
+                body = {"prompt": [rng.randrange(1536) for _ in range(1800)], "max_tokens": 1}
+                for key in KEYS:
+                    async with session.post(
+                        url + "/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}
+                    ) as response:
+                        await response.read()
+                        assert response.status == 200, response.status
+
+    asyncio.run(run())
+
+
+def start(arguments: list[str], log: Path) -> tuple["subprocess.Popen[bytes]", str]:
+    """Start a server, and return it with its address once it is ready."""
+    command = [sys.executable, "-m", "headstart", "serve", "--port", "0", *arguments]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "GOMP_SPINCOUNT": "0"})
+    while process.poll() is None:
+        found = re.search(r" at (http://\S+)/v1|on (http://[^\s,]+)", log.read_text(errors="replace"))
+        if found and _is_ready(url := found[1] or found[2]):
+            return process, url
+        time.sleep(0.1)
+    raise SystemExit(f"the server ended:\n{log.read_text(errors='replace')[-2000:]}")
+
+
+def _is_ready(url: str) -> bool:
+    import urllib.request
+
+    try:
+        return urllib.request.urlopen(url + "/health", timeout=5).status == 200
+    except OSError:
+        return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--replicas", type=int, default=1, help="more than one: through a router")
+    parser.add_argument("--kind", action="append", choices=list(SHARES), help="only these; default: all")
+    parser.add_argument("--at-once", type=int, default=16)
+    options = parser.parse_args()
+    arguments = [part for key in KEYS for part in ("--api-key", key)]
+    arguments += ["--admin-api-key", "fuzz-admin", "--kv-cache-memory", "64MiB", "--no-access-log"]
+    arguments += ["--replicas", str(options.replicas)] if options.replicas > 1 else []
+    kinds = options.kind or list(SHARES)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        process, url = start(arguments, log)
+        memory = Memory(process.pid)
+        try:
+            fill(url, 40_000 * options.replicas)
+            time.sleep(2)
+            base = memory.poll()
+            memory.peak = base
+            memory.start()
+            fuzz, began = Fuzz(url, memory, options.seed), time.monotonic()
+            scale = options.requests / sum(SHARES[kind] for kind in kinds)
+            for kind in kinds:
+                count, memory.peak = round(SHARES[kind] * scale), memory.current
+                if kind == "schemathesis":
+                    fuzz.schemathesis(count)
+                else:
+                    asyncio.run(fuzz.generated(kind, count, options.at_once))
+                fuzz.growth[kind] = (memory.peak - base) / 1e6
+                print(kind, dict(fuzz.statuses[kind]), f"{fuzz.growth[kind]:+.0f} MB", file=sys.stderr, flush=True)
+            memory.stop()
+            health, admin = _after(url)
+        finally:
+            process.terminate()
+            process.wait(60)
+        tail = log.read_text(errors="replace")[-3000:]
+    growth = max(fuzz.growth.values())
+    report = {
+        "requests": sum(counter.total() for counter in fuzz.statuses.values()),
+        "seconds": round(time.monotonic() - began),
+        "replicas": options.replicas,
+        "seed": options.seed,
+        "statuses": {kind: dict(sorted(fuzz.statuses[kind].items())) for kind in kinds},
+        "server_errors": len(fuzz.failures),
+        "base_mb": round(base / 1e6),
+        "peak_growth_mb": {kind: round(value) for kind, value in fuzz.growth.items()},
+        "end_growth_mb": round((memory.current - base) / 1e6),
+        "polls": memory.num_polls,
+        "health_after": health,
+        "after": admin,
+    }
+    for failure in fuzz.failures[:20]:
+        print(failure, file=sys.stderr)
+    valid = not fuzz.failures and growth <= ALLOWED_GROWTH / 1e6 and health == 200 and not admin["running"]
+    if not valid:
+        print(tail, file=sys.stderr)
+    print(json.dumps(report | {"valid": valid}))
+    return 0 if valid else 1
+
+
+def _after(url: str) -> tuple[int, dict[str, float]]:
+    """Return the status of /health and the gauges that must be back at zero."""
+    import urllib.request
+
+    time.sleep(2)
+    status = urllib.request.urlopen(url + "/health", timeout=30).status
+    request = urllib.request.Request(url + "/metrics", headers={"authorization": "Bearer fuzz-admin"})
+    page = urllib.request.urlopen(request, timeout=30).read().decode()
+    names = {"running": r"num_requests_running", "waiting": r"num_requests_waiting"}
+    return status, {
+        name: sum(float(value) for value in re.findall(rf"^\w+:{metric}(?:{{.*}})? (\S+)$", page, re.MULTILINE))
+        for name, metric in names.items()
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
