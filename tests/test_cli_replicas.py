@@ -111,7 +111,7 @@ def test_one_command_serves_a_model_twice_behind_a_router(tmp_path: Path) -> Non
         assert [answer.status_code for answer in answers] == [200] * 4, server.log
         assert server.post("/v1/completions", json=body).status_code == 401
         family = psutil.Process(server.process.pid).children(recursive=True)
-        assert len(family) == 4  # two fronts and two engines
+        assert len(family) == 6  # two fronts, and of each an engine and a process that renders chats
         assert not any("secret-key" in part for one in family for part in (*one.cmdline(), *one.environ().values()))
         assert server.stop(signal.SIGTERM) == 0
         assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family)

@@ -31,7 +31,7 @@ def test_a_server_answers_counts_and_dies_as_a_whole(tiny: str, tmp_path: Path) 
     assert all(len(answer.tokens) == 1 and answer.ttft > 0 for answer in first) and differing(first, again) == 0
     assert refused.error is not None and "401" in refused.error
     assert (counted["computed"], counted["shared"]) == (130, 126)
-    assert len(children) == 2 and survivors == []  # the HTTP front and its engine
+    assert len(children) == 3 and survivors == []  # the HTTP front, its engine, and what renders its chats
     assert server.dtype == "float32" and server.ready_seconds > 0 and len(log.kept) == 1
 
 

@@ -50,7 +50,7 @@ BODIES = {
     "a stream of text": json.dumps({"prompt": "x" * (4 * MIB - 1000), "stream": True}).encode(),
     "tokens": json.dumps({"prompt": [12345] * (4 * MIB // 7 - 1000)}).encode(),
     "wide text": json.dumps({"prompt": "\U0001f600" * (MIB - 1000)}, ensure_ascii=False).encode(),
-    "nothing of use": json.dumps({"prompt": "x", "extra": [[]] * (MIB - 1000)}).encode(),
+    "nothing of use": json.dumps({"prompt": "x", "extra": [0] * (MIB - 1000)}).encode(),
 }
 
 

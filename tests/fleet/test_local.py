@@ -1,6 +1,7 @@
 """Replicas as child processes of this one: real servers around a fake engine, killed, replaced and orphaned."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -260,8 +261,8 @@ def test_ctrl_c_while_replicas_drain_kills_them(folder: str, tmp_path: Path) -> 
             assert not is_gone(processes[0])
             parent.stop(signal.SIGINT)
             wait_for(lambda: all(map(is_gone, processes)))
-            with pytest.raises(httpx.HTTPError):
-                held.read()
+            with contextlib.suppress(httpx.HTTPError):  # cut off, or told by its front if the engine went first
+                assert b"engine_dead" in held.read()
     assert "headstart: stopping at once" in parent.log
 
 

@@ -18,21 +18,21 @@ NUM_REQUESTS = 20
 
 @contextmanager
 def null_server(log_path: Path) -> Iterator[Server]:
-    """A `headstart serve` whose engine computes nothing, with a heartbeat of a second."""
+    """A `headstart serve` whose engine computes nothing and counts as silent after five seconds."""
     source = (
         "import sys; from headstart.bench.null_replica import build_null; "
         "from headstart.options import EngineOptions, ServerOptions; from headstart.server.serve import serve; "
-        "sys.exit(serve(build_null, EngineOptions(), ServerOptions(port=0, heartbeat_timeout=1.0)))"
+        "sys.exit(serve(build_null, EngineOptions(), ServerOptions(port=0, heartbeat_timeout=5.0)))"
     )
     with spawn([sys.executable, "-c", source], log_path) as server:
         yield server.wait_ready()
 
 
 def engine_of(server: Server) -> int:
-    """The process of a server's engine: its child that is no helper of multiprocessing's."""
+    """The process of a server's engine."""
     for entry in Path(f"/proc/{server.process.pid}/task").iterdir():
         for child in (entry / "children").read_text().split():
-            if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text():
+            if "engine_process" in Path(f"/proc/{child}/cmdline").read_text():
                 return int(child)
     raise AssertionError("the server has no engine")
 

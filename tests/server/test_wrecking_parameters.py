@@ -19,9 +19,9 @@ WRECKING: list[dict[str, Any]] = [
     {"repetition_penalty": 1e-38, "temperature": 1},
     {"repetition_penalty": 1e-38, "temperature": 0, "logprobs": 5},
     {"repetition_penalty": 5e-324, "temperature": 1e-5, "min_p": 1},
-    {"repetition_penalty": 3.4e38, "temperature": 3.4e38, "top_p": 1e-300},
+    {"repetition_penalty": 3.4e38, "temperature": 2, "top_p": 1e-300},
     {"repetition_penalty": 1e-38, "presence_penalty": -2, "frequency_penalty": 2, "top_k": 1, "logprobs": 20},
-    {"temperature": 1e38, "min_tokens": 4, "logit_bias": {str(token): -100 for token in range(100)}},
+    {"temperature": 2, "min_tokens": 4, "logit_bias": {str(token): -100 for token in range(100)}},
 ]
 
 

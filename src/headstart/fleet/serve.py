@@ -28,6 +28,7 @@ from headstart.fleet.segments import SegmentedTokenizer
 from headstart.fleet.state import FleetState
 from headstart.fleet.tokenizers import named_tokenizer, tokenizer_of
 from headstart.options import RouterOptions, ServerOptions
+from headstart.server.allocator import give_memory_back
 from headstart.server.connections import ConnectionTable, connection_cap
 from headstart.server.logs import Log
 from headstart.server.serve import (
@@ -54,6 +55,7 @@ def route(router_options: RouterOptions, server_options: ServerOptions, discover
     said in one line. 130: stopped at once by a second Ctrl-C.
     """
     log = Log()
+    give_memory_back()
     try:
         found = discovery or discovery_of(router_options)
         reader = Reader(_tokenizer(router_options.tokenizer))

@@ -14,6 +14,7 @@ from headstart.fleet.budget import RetryBudget
 from headstart.fleet.client_keys import ClientKeys
 from headstart.fleet.decision_log import DecisionLog
 from headstart.fleet.fanout import ask_all
+from headstart.fleet.held_bytes import MAX_HELD_BYTES
 from headstart.fleet.listening import Listening
 from headstart.fleet.members import Member, Members
 from headstart.fleet.memory import Memory
@@ -56,7 +57,7 @@ class FleetState:
         self.auth = Authenticator(
             server_options.api_key, admin_keys, secret, server_options.tenants, access=ROUTER_ACCESS
         )
-        self.bodies = BodyReader(server_options.max_body_bytes)
+        self.bodies = BodyReader(server_options.max_body_bytes, MAX_HELD_BYTES)
         self.router = Router(
             make_policy(options.routing_policy),
             shadow_policies=[make_policy(name) for name in options.shadow_policy],

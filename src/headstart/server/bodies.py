@@ -9,16 +9,20 @@ import re
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgspec
 
-from headstart.core.errors import InvalidRequestError
+from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.server.bounds import MAX_JSON_VALUES, Bounds
 from headstart.server.fields import Fields, bad_value, check_int, check_text, shown, unsupported
 from headstart.server.params import GenerationParams, Kind, check_token_ids, parse_params
 
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # one without an end too: linear time
+_VALUE = re.compile(
+    rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[{]', re.DOTALL
+)  # a string without an end too: linear time
+_SCALARS = frozenset((str, int, float, bool, type(None)))
 MAX_DEPTH = 64  # of nested lists and objects
 MAX_MODEL_CHARS = 256
 MAX_TOOL_CALLS = 128
@@ -96,11 +100,10 @@ def _check_size(body: bytes | bytearray | memoryview) -> None:
     text = bytes(body)
     if text.count(b'"') // 2 + text.count(b"[") + text.count(b"{") <= MAX_JSON_VALUES:
         return
-    outside, num_strings = _STRING.subn(b"", text)
-    num_values = num_strings + outside.count(b"[") + outside.count(b"{")
+    num_values = sum(1 for _ in islice(_VALUE.finditer(text), MAX_JSON_VALUES + 1))
     if num_values > MAX_JSON_VALUES:
         raise InvalidRequestError(
-            f"the body has {num_values} strings, lists and objects; it may have at most {MAX_JSON_VALUES}: send less",
+            f"the body has more than {MAX_JSON_VALUES} strings, lists and objects, which is the limit: send less",
             code="invalid_json",
         )
 
@@ -117,7 +120,7 @@ def check_depth(value: object) -> None:
                 inner.extend(item)
         if not inner:
             return
-        level = [item for item in inner if isinstance(item, Mapping | list | tuple)]
+        level = [item for item in inner if type(item) not in _SCALARS]
     if level:
         raise _too_deep()
 
@@ -219,6 +222,12 @@ def _one_prompt(prompt: object, bounds: Bounds) -> Prompt:
 def _token_ids(values: "list[Any] | tuple[Any, ...] | array[int]", bounds: Bounds) -> "array[int]":
     if not len(values):
         bad_value("prompt", "has an empty list of token ids", "send at least one token")
+    if len(values) > bounds.max_model_len:
+        raise RequestTooLargeError(
+            f"the prompt has {len(values)} tokens; the model's context of {bounds.max_model_len} holds prompt and "
+            f"output: shorten the prompt",
+            param="prompt",
+        )
     for value in values:
         check_int("prompt", value, 0, bounds.vocab_size - 1)
     return array("i", values)

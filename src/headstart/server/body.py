@@ -16,11 +16,12 @@ HELD_BYTES = 64 << 20  # of all bodies that are being read, parsed and tokenized
 
 
 class BodyReader:
-    """Reads bodies of at most `max_bytes`, and holds at most HELD_BYTES of all of them, or two of the largest."""
+    """Reads bodies of at most `max_bytes`, and holds at most `held_bytes` of all of them, or two of the largest."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, held_bytes: int = HELD_BYTES) -> None:
+        """`held_bytes`: of all bodies that are being read or worked on."""
         self._max_bytes = max_bytes
-        self._budget = Budget(max(HELD_BYTES, 2 * max_bytes), "request bodies")
+        self._budget = Budget(max(held_bytes, 2 * max_bytes), "request bodies")
 
     async def read(self, request: Request) -> bytes:
         """Return the body. Raises HttpError 413, 415, 408, QueueFullError, and ClientGoneError."""

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from headstart.core.errors import ConfigError, DrainingError, EngineDeadError
 from headstart.options import EngineOptions, ServerOptions
+from headstart.server.allocator import give_memory_back
 from headstart.server.app import build_app
 from headstart.server.banner import banner, store_text
 from headstart.server.connections import MIN_CONNECTIONS, ConnectionTable, connection_cap
@@ -44,6 +45,7 @@ def serve(build: Build, engine_options: EngineOptions, server_options: ServerOpt
     options cannot work, said in one line. 130: stopped at once by a second Ctrl-C.
     """
     log = Log()
+    give_memory_back()
     try:
         listener = listen(server_options.host, server_options.port)
     except ConfigError as error:
