@@ -111,7 +111,9 @@ def expensive(rng: random.Random) -> Post:
         lambda: ("/v1/completions", b" " * 5_000_000),
     )
     path, body = rng.choice(makers)()
-    return Post(path, body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":")).encode())
+    return Post(
+        path, body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+    )
 
 
 def broken_http(rng: random.Random, key: str) -> bytes:
