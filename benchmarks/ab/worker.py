@@ -49,6 +49,16 @@ def rows_of(llm: LLM) -> dict[str, Callable[[random.Random], float]]:
         llm.generate([prefix], {"max_tokens": 1}, progress=False)
         return min(cpu([prefix + tokens(rng, 100)], max_tokens=1) for _ in range(5))
 
+    def burst(rng: random.Random) -> float:
+        prefix = tokens(rng, 1024)
+        return cpu([prefix + tokens(rng, 32) for _ in range(32)], max_tokens=8)
+
+    def rotations(rng: random.Random) -> float:
+        prompt = tokens(rng, 512)
+        prompts = [prompt[i:] + prompt[:i] for i in range(0, 384, 8)]
+        llm.generate(prompts, {"max_tokens": 1}, progress=False)
+        return min(cpu(prompts, max_tokens=1) for _ in range(3))
+
     def picks(rng: random.Random) -> float:
         config = lab_pick.PickConfig(replicas=8, blocks=4096, long_prompt=8192, decisions=300, unique=1)
         return 1e6 / lab_pick.run_pick(rng.getrandbits(16), config).values["requests_per_second"]
@@ -63,6 +73,8 @@ def rows_of(llm: LLM) -> dict[str, Callable[[random.Random], float]]:
         "32 streams, logprobs": lambda rng: streams(rng, temperature=0, logprobs=5),
         "prefill of 1,000 tokens": lambda rng: cpu([tokens(rng, 1000)], max_tokens=1),
         "first token, 900 of 1,000 cached": warm,
+        "32 requests behind one new prefix": burst,
+        "48 cached prompts again": rotations,
         "step of 256 decodes, no model": scheduling("step_256_decodes_us"),
         "admission of 4,096 tokens, no model": scheduling("admit_4096_cached_us"),
         "routed request, no sockets": picks,

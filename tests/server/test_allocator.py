@@ -1,4 +1,4 @@
-"""Settings of the C allocator: they are taken where there is glibc, and a process gives back what large bodies needed."""
+"""Settings of the C allocator: where there is glibc, a process gives back what large bodies needed."""
 
 import platform
 import subprocess
