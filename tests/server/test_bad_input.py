@@ -260,9 +260,8 @@ def test_what_is_not_http_is_400_and_the_connection_closes(server: Server, data:
 
 
 def test_unfinished_bodies_are_bounded_in_all_and_slow_ones_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "HELD_BYTES", 200)
     monkeypatch.setattr(body, "BODY_SECONDS", 0.3)
-    reader = body.BodyReader(100)
+    reader = body.BodyReader(100, 200)
 
     async def read(*pieces: bytes) -> bytes:
         """Reads a body whose end never comes unless it is b""."""
@@ -299,7 +298,7 @@ def test_many_pipelined_requests_are_answered_in_order(server: Server) -> None:
 
 def test_a_body_that_drips_is_408_however_short_its_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "BODY_SECONDS", 0.5)
-    reader = body.BodyReader(100)
+    reader = body.BodyReader(100, 200)
 
     async def receive() -> dict[str, Any]:
         await asyncio.sleep(0.02)

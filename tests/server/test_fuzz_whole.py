@@ -1,4 +1,4 @@
-"""benchmarks/fuzz on `headstart serve` as users run it: no 5xx, bounded memory, nothing left running. Smaller than there."""
+"""A small run of benchmarks/fuzz on `headstart serve`: no 5xx, bounded memory, nothing left running."""
 
 import json
 import os
