@@ -12,7 +12,7 @@ from headstart.server.http_errors import ClientGoneError, HttpError
 
 BODY_SECONDS = 30.0  # between two pieces of a body, and for the whole of it beside its size over MIN_BODY_RATE
 MIN_BODY_RATE = 16 * 1024  # bytes per second
-HELD_BYTES = 64 << 20  # of all bodies that are being read, parsed and tokenized
+HELD_BYTES = 32 << 20  # of all bodies that are being read, parsed and tokenized
 
 
 class BodyReader:
