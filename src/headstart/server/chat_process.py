@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.core.errors import ConfigError, InvalidRequestError
+from headstart.server.allocator import give_memory_back
 from headstart.server.chat import ChatTemplate
 
 HEADER = struct.Struct("!cI")
@@ -29,6 +30,7 @@ ALARM_SECONDS = 1.0  # beyond the time of a conversation
 
 def main() -> None:
     """Serve one parent until it closes its end."""
+    give_memory_back()
     stream = socket.socket(fileno=int(sys.argv[1]))
     with stream, suppress(ConnectionError, EOFError):
         send(stream, READY, b"")
