@@ -1,4 +1,4 @@
-"""Call: one request of a client, from its admission to its end, and what became of it."""
+"""Call: one client request at the router, from admission to its last byte: attempts, failures, outcome."""
 
 from dataclasses import dataclass, field, replace
 

@@ -1,4 +1,4 @@
-"""JSON files of a model folder, read with bounds: whoever wrote them may be hostile."""
+"""JSON files of a model folder, read within bounds on size and nesting; their content is not trusted."""
 
 import json
 from pathlib import Path
