@@ -23,7 +23,7 @@ help:           ## this list
 	@awk -F ':|## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, substr($$0, index($$0, "## ") + 3) }' $(MAKEFILE_LIST)
 
 serve: install  ## install what is missing and serve: make serve [MODEL=Qwen/Qwen3-0.6B] [ARGS="--port 9000"]
-	@exec $(BIN)/headstart serve $(MODEL) $(ARGS)
+	@HEADSTART_INTERRUPT_CODE=0 exec $(BIN)/headstart serve $(MODEL) $(ARGS)
 
 install: $(RUN) ## .venv with what serving needs
 setup: $(DEV)   ## .venv with what serving, testing and plotting need

@@ -27,8 +27,8 @@ for figure in $figures; do
     case $figure in
     rotations-tiny) measure rotations tiny ;;
     rotations) measure rotations llama-100m --model llama-100m ;;
-    intent) measure intent llama-100m --model llama-100m ;;
-    intent-bundled) measure intent bundled --no-load --accuracy ;;
+    intent) measure intent llama-100m --model llama-100m --seconds 30 --min-requests 40 ;;
+    intent-bundled) measure intent bundled --no-load --accuracy --examples 200 ;;
     twins) measure twins llama-100m --model llama-100m --every ;;
     fairness) measure 'lab fairness' prefill ;;
     fairness-decode) measure 'lab fairness' decode --requests 4000 --output-tokens 48 --max-num-seqs 8 ;;

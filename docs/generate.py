@@ -95,7 +95,9 @@ async def _router_page() -> str:
         state.router.add(endpoint)
         pick = state.router.pick(Ask(Prompt([1], router_root("m"))), 0.0)
         pick.cached_tokens = 0
-        call = Call("/v1/completions", [], Reading(pick.view.ask, b""), "id", pick=pick, failures=[Failure.LOST])
+        call = Call(
+            "/v1/completions", [], "127.0.0.1", Reading(pick.view.ask, b""), "id", pick=pick, failures=[Failure.LOST]
+        )
         state.metrics.routed(call)
         state.metrics.answered("/health", "GET", 200)
         state.listening.contents(Member(ReplicaAddress("http://r", "ipc:///nobody")))

@@ -193,7 +193,42 @@ def test_switches_can_be_turned_both_ways_and_keys_repeated(served: Served) -> N
     assert engine == dataclasses.replace(
         EngineOptions(), enable_prefix_caching=False, offline=True, num_gpu_blocks_override=9
     )
-    assert server.api_key == ("a", "b") and not server.access_log
+    assert server.api_key == ("a", "b") and server.access_log == "none"
+
+
+@pytest.mark.parametrize(
+    ("argv", "access_log"),
+    [
+        ("", "auto"),
+        ("--access-log", "requests"),
+        ("--access-log --port 9", "requests"),
+        ("--access-log errors", "errors"),
+        ("--access-log=all", "all"),
+        ("--no-access-log", "none"),
+        ("--access-log none m", "none"),
+    ],
+)
+def test_the_access_log_is_a_choice_and_still_a_switch(argv: str, access_log: str, served: Served) -> None:
+    assert cli.main(["serve", *argv.split()]) == 0
+    assert served[0][1].access_log == access_log
+
+
+@pytest.mark.parametrize(("text", "access_log"), [("1", "requests"), ("false", "none"), ("errors", "errors")])
+def test_the_access_log_was_a_switch_in_file_and_environment_too(
+    text: str, access_log: str, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = {"1": "true", "false": "false"}.get(text, f'"{text}"')
+    (tmp_path / "headstart.toml").write_text(f"access_log = {value}", "utf-8")
+    assert cli.main(["serve"]) == 0
+    (tmp_path / "headstart.toml").unlink()
+    monkeypatch.setenv("HEADSTART_ACCESS_LOG", text)
+    assert cli.main(["serve"]) == 0
+    assert [server.access_log for _, server in served] == [access_log] * 2
+
+
+def test_an_access_log_of_another_kind_is_refused(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--access-log", "everything"]) == 2 and served == []
+    assert "access_log is 'everything'; choose one of auto, all" in capsys.readouterr().err
 
 
 def test_a_misspelt_variable_is_warned_of(

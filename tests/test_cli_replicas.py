@@ -67,7 +67,7 @@ def test_everything_else_is_the_same_for_all() -> None:
         max_n=3,
     )
     behind = behind_router(server)
-    assert (behind.host, behind.port, behind.access_log) == ("127.0.0.1", 0, False)
+    assert (behind.host, behind.port, behind.access_log) == ("127.0.0.1", 0, "none")
     assert (behind.api_key, behind.tenants, behind.prefixes, behind.max_n) == (
         server.api_key,
         server.tenants,
@@ -101,8 +101,8 @@ def test_one_command_serves_a_model_twice_behind_a_router(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "headstart", "serve", str(model), "--port", "0"]
     command += ["--config", str(tmp_path / "headstart.toml")]
     with spawn(command, tmp_path / "log") as server:
-        found = wait_for(lambda: re.search(r"routes to .* at (http://\S+)/v1", server.log) or server.process.poll())
-        assert isinstance(found, re.Match), server.log
+        found = wait_for(lambda: re.search(r"(http://[^\s\"]+?)/v1", server.log) or server.process.poll())
+        assert isinstance(found, re.Match), server.log  # the first address there is, as a script would find it
         server.url = found[1]
         headers = {"authorization": "Bearer secret-key"}
         body = {"prompt": [1, 2, 3], "max_tokens": 2}
@@ -116,6 +116,7 @@ def test_one_command_serves_a_model_twice_behind_a_router(tmp_path: Path) -> Non
         assert server.stop(signal.SIGTERM) == 0
         assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family)
     assert re.search(r"routes to 2 replicas on this machine, each with \d+ thread", server.log)
+    assert "replica r0 is loading" in server.log and "replica r1 is ready (2 of 2)" in server.log
     assert "  replicas 2 of 2 up, serving tiny" in server.log
     assert "63 KV blocks" in server.log or "1,008 tokens" in server.log
     assert "secret-key" not in server.log

@@ -19,8 +19,9 @@ TOP = 4
 IMPURE = {"time", "datetime", "random", "secrets", "os", "socket", "subprocess", "asyncio", "threading"}
 NO_TORCH = {"torch", "headstart.model"}
 FORBIDDEN = {"core": IMPURE, "router": IMPURE - {"random"}, "server": NO_TORCH, "fleet": NO_TORCH}
-# Lazy on purpose: a verb of the CLI (fast --help, threads before torch), the attention table, `headstart.LLM`.
-LAZY = ("__init__.py", "cli.py", "cli_", "bench/cli", "bench/registry.py", "model/attention/__init__.py")
+# Lazy on purpose: the command line (Ctrl-C while it is imported), its verbs (fast --help, threads before torch), the
+# attention table, `headstart.LLM`.
+LAZY = ("__init__.py", "__main__.py", "cli.py", "cli_", "bench/cli", "bench/registry.py", "model/attention/__init__.py")
 OPTIONAL = {"matplotlib", "transformers"}  # an extra; a fallback that would bring torch along
 
 

@@ -1,11 +1,14 @@
 """LLM: batches in order, choices, errors of one row, interruption; and the real engine on a tiny model."""
 
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checking import VOCAB, executor_of, expected_tokens, make_engine
@@ -16,6 +19,7 @@ from headstart import LLM, SamplingParams
 from headstart.core.batch import Chunk, Output
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError, RequestTooLargeError
+from headstart.core.request import NO_DEFAULTS, Request, SamplingDefaults
 from headstart.model.init_model import init_model
 from headstart.server.tokenizer import Tokenizer
 
@@ -23,11 +27,12 @@ TOKENIZER = Tokenizer(build(BYTE_LEVEL), chat_template=TEMPLATE)
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 
 
-def make_llm(**engine: object) -> LLM:
+def make_llm(defaults: SamplingDefaults = NO_DEFAULTS, **engine: object) -> LLM:
     """An LLM over the checking executor: what it answers can be predicted by `expected_tokens`."""
     made = make_engine(num_blocks=200, block_size=4, **engine)  # type: ignore[arg-type]
     policy = str(engine.get("policy", "fcfs"))
     info = EngineInfo("tiny", "tiny", VOCAB, 64, 4, 199, 0, "float32", "cpu", 1, "reference", (1,), policy)
+    info = dataclasses.replace(info, sampling_defaults=defaults)
     return LLM.from_engine(made, info, TOKENIZER)
 
 
@@ -44,6 +49,45 @@ def test_a_batch_is_answered_in_its_order() -> None:
 def test_one_prompt_may_be_given_in_any_form(prompts: object) -> None:
     [completion] = make_llm().generate(prompts, GREEDY)  # type: ignore[arg-type]
     assert completion.token_ids == expected_tokens(completion.prompt_token_ids, 6)
+
+
+def sampled(llm: LLM, ask: Callable[[], object]) -> SamplingParams:
+    """What the engine is asked to sample with; the stop ids of the model are left out."""
+    found: list[SamplingParams] = []
+    add = llm.engine.add_request
+
+    def note(request: Request) -> None:
+        found.append(dataclasses.replace(request.sampling, stop_token_ids=()))
+        add(request)
+
+    llm.engine.add_request = note  # type: ignore[method-assign]
+    ask()
+    llm.engine.add_request = add  # type: ignore[method-assign]
+    [only] = found
+    return only
+
+
+def test_the_models_defaults_hold_for_what_is_not_said() -> None:
+    llm = make_llm(SamplingDefaults(temperature=0.0, top_k=7, max_tokens=5))
+    default = SamplingParams(temperature=0.0, top_k=7, max_tokens=5)
+    assert llm.get_default_sampling_params() == default
+    chat = [{"role": "user", "content": "the fox"}]
+    for ask in (llm.generate, llm.chat):
+        prompt: Any = chat if ask == llm.chat else "the fox"
+        assert sampled(llm, lambda ask=ask, prompt=prompt: ask(prompt)) == default
+        some = sampled(llm, lambda ask=ask, prompt=prompt: ask(prompt, {"top_k": 0, "max_tokens": None}))
+        assert some == dataclasses.replace(default, top_k=0)
+
+
+def test_sampling_params_win_as_a_whole() -> None:
+    llm = make_llm(SamplingDefaults(temperature=0.0, top_k=7, top_p=0.5, min_p=0.1, max_tokens=5))
+    assert sampled(llm, lambda: llm.generate("the fox", SamplingParams())) == SamplingParams()
+    assert sampled(llm, lambda: llm.generate("the fox", llm.get_default_sampling_params())).max_tokens == 5
+
+
+def test_a_model_without_defaults_samples_as_the_api_does() -> None:
+    llm = make_llm()
+    assert llm.get_default_sampling_params() == SamplingParams() == sampled(llm, lambda: llm.generate("the fox"))
 
 
 def test_a_repeated_prompt_is_cached() -> None:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from random import Random
+from statistics import median
 from typing import Any
 
 from headstart import LLM
@@ -36,7 +37,7 @@ def rows_of(llm: LLM) -> dict[str, Callable[[random.Random], float]]:
 
     def cpu(prompts: list[list[int]], **sampling: Any) -> float:
         began = time.process_time()
-        llm.generate(prompts, {"ignore_eos": True, **sampling}, progress=False)
+        llm.generate(prompts, {"ignore_eos": True, "temperature": 0, **sampling}, progress=False)
         return time.process_time() - began
 
     def streams(rng: random.Random, **sampling: Any) -> float:
@@ -54,13 +55,13 @@ def rows_of(llm: LLM) -> dict[str, Callable[[random.Random], float]]:
         return cpu([prefix + tokens(rng, 32) for _ in range(32)], max_tokens=8)
 
     def rotations(rng: random.Random) -> float:
-        prompt = tokens(rng, 512)
-        prompts = [prompt[i:] + prompt[:i] for i in range(0, 384, 8)]
+        prompt = tokens(rng, 128)
+        prompts = [prompt[i:] + prompt[:i] for i in range(0, 128, 8)]
         llm.generate(prompts, {"max_tokens": 1}, progress=False)
-        return min(cpu(prompts, max_tokens=1) for _ in range(3))
+        return median(cpu(prompts, max_tokens=1) for _ in range(41))
 
     def picks(rng: random.Random) -> float:
-        config = lab_pick.PickConfig(replicas=8, blocks=4096, long_prompt=8192, decisions=300, unique=1)
+        config = lab_pick.PickConfig(replicas=8, blocks=4096, long_prompt=8192, decisions=1500, unique=1)
         return 1e6 / lab_pick.run_pick(rng.getrandbits(16), config).values["requests_per_second"]
 
     def scheduling(name: str) -> Callable[[random.Random], float]:
@@ -74,7 +75,7 @@ def rows_of(llm: LLM) -> dict[str, Callable[[random.Random], float]]:
         "prefill of 1,000 tokens": lambda rng: cpu([tokens(rng, 1000)], max_tokens=1),
         "first token, 900 of 1,000 cached": warm,
         "32 requests behind one new prefix": burst,
-        "48 cached prompts again": rotations,
+        "16 cached prompts again": rotations,
         "step of 256 decodes, no model": scheduling("step_256_decodes_us"),
         "admission of 4,096 tokens, no model": scheduling("admit_4096_cached_us"),
         "routed request, no sockets": picks,

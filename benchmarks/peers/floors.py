@@ -13,6 +13,7 @@ free: norms, rotations, softmax, sampling, scheduling. So nobody reaches these; 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from headstart.bench.rows import SAMPLED
 from headstart.workload.scenarios import BURST, GENERATED, STREAMS
 from headstart.workload.synthetic import INTENT
 
@@ -95,6 +96,7 @@ class Floors:
             "rotations_cold": self.seconds(Pass(ROTATIONS * LENGTH, ROTATIONS, ROTATIONS * causal(LENGTH), 0)),
             "rotations_warm": self._decode(ROTATIONS, ROTATIONS, LENGTH, 0),
             "decode_shared": STREAM_COUNT / shared,
+            **dict.fromkeys(SAMPLED, STREAM_COUNT / shared),
             "decode_distinct": STREAM_COUNT / distinct,
             "shared_prefix": self._burst(GROUPS, PROMPTS, GENERATED.shared, GENERATED.own, GENERATED.output),
             "twins": self._burst(1, BURST_REQUESTS, BURST.shared, BURST.own, BURST.output),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from llama_cpp import llama_cpp as lib
 from numpy.typing import NDArray
-from serve import News
+from serve import GREEDY, News, Sampling
 
 WORTH_SHARING = 32  # tokens; a shorter prefix is computed again
 NO_ROOM = 1  # llama_decode found no cells
@@ -76,7 +76,8 @@ class LibraryStepper:
         self._waiting: list[Asked] = []
         self._step = 0
 
-    def add(self, request_id: str, prompt: list[int], output: int) -> None:
+    def add(self, request_id: str, prompt: list[int], output: int, sampling: Sampling) -> None:
+        assert sampling == GREEDY, "this driver does not sample"
         assert len(prompt) + output <= self.settings.context, f"{len(prompt)} + {output} > {self.settings.context}"
         self._waiting.append(Asked(request_id, np.asarray(prompt, np.int32), output))
 

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from serve import Job, News, claim_stdout, drive, serve
+from serve import Job, News, Sampling, claim_stdout, drive, serve
 
 from headstart.bench.machine import describe_versions
 from headstart.core.engine import Engine
@@ -24,9 +24,9 @@ class HeadstartStepper:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def add(self, request_id: str, prompt: list[int], output: int) -> None:
-        sampling = SamplingParams(max_tokens=output, temperature=0.0)
-        self.engine.add_request(Request(request_id, array("i", prompt), sampling))
+    def add(self, request_id: str, prompt: list[int], output: int, sampling: Sampling) -> None:
+        params = SamplingParams(max_tokens=output, **sampling._asdict())
+        self.engine.add_request(Request(request_id, array("i", prompt), params))
 
     def step(self) -> Sequence[News]:
         return [

@@ -6,6 +6,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,10 @@ class Peer:
             raise GivenUpError(f"{self.label}: no time is left")
         message = {
             "op": "run",
-            "jobs": [{"prompt": job.prompt.tolist(), "output": job.output, "at": job.at} for job in jobs],
+            "jobs": [
+                {"prompt": job.prompt.tolist(), "output": job.output, "at": job.at, "sampling": asdict(job.sampling)}
+                for job in jobs
+            ],
             "concurrency": concurrency,
             "give_up_after": left,
         }

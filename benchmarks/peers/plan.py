@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from roster import Entrant
 
-from headstart.bench.rows import ROWS
+from headstart.bench.rows import ROWS, SAMPLED
 
 POISSON = "poisson"
 ROW_NAMES = (*ROWS, POISSON)
@@ -19,6 +19,7 @@ _GUESSES = {
     "cold_ttft": 2.0,
     "rotations": 22.0,
     "decode_shared": 6.0,
+    **dict.fromkeys(SAMPLED, 8.0),
     "decode_distinct": 25.0,
     "shared_prefix": 10.0,
     "twins": 5.0,
@@ -55,7 +56,7 @@ class Plan:
 
     def repetitions(self, row: str, entrant: Entrant) -> int:
         """How often this one serves that row; searches, for the highest rate."""
-        if entrant.rows and row not in entrant.rows:
+        if (entrant.rows and row not in entrant.rows) or (row in SAMPLED and not entrant.samples):
             return 0
         if row in self.overrides and entrant.is_thorough:
             return self.overrides[row]

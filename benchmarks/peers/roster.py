@@ -23,13 +23,14 @@ class Entrant:
     is_thorough: bool = True  # False: long rows once, and a coarse search for the highest rate
     title: str = ""  # what tables call it
     rows: tuple[str, ...] = ()  # the only ones it serves; empty: all
+    samples: bool = False  # whether its driver takes other jobs than greedy ones
     form_of: str = ""  # another set-up of this entrant: of the two the faster one stands in the tables
 
 
 ENTRANTS = (
-    Entrant("ours", "ours.py", title="Headstart"),
-    Entrant("vllm", "vllm_engine.py", "vllm", title="vLLM"),
-    Entrant("ours_int8", "ours.py", None, ("--quantization", "int8"), title="Headstart int8"),
+    Entrant("ours", "ours.py", title="Headstart", samples=True),
+    Entrant("vllm", "vllm_engine.py", "vllm", title="vLLM", samples=True),
+    Entrant("ours_int8", "ours.py", None, ("--quantization", "int8"), title="Headstart int8", samples=True),
     Entrant("llamacpp", "llamacpp.py", "llamacpp", is_thorough=False, title="llama.cpp"),
     Entrant(
         "llamacpp_unified",

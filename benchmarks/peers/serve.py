@@ -17,12 +17,24 @@ POLL = 0.0005  # seconds between two looks at the clock while nothing is due: sl
 Run = Callable[[list["Job"], int, float | None], dict[str, Any]]
 
 
+class Sampling(NamedTuple):
+    """Sampling parameters: `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 are no limits."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+GREEDY = Sampling()
+
+
 class Job(NamedTuple):
     """One request: exactly `output` tokens are to be generated; due `at` seconds after the start."""
 
     prompt: list[int]
     output: int
     at: float
+    sampling: Sampling = GREEDY
 
 
 class News(NamedTuple):
@@ -38,7 +50,7 @@ class News(NamedTuple):
 class Stepper(Protocol):
     """An engine that computes in steps, in this thread."""
 
-    def add(self, request_id: str, prompt: list[int], output: int) -> None: ...
+    def add(self, request_id: str, prompt: list[int], output: int, sampling: Sampling) -> None: ...
 
     def step(self) -> Sequence[News]: ...
 
@@ -95,7 +107,7 @@ def drive(engine: Stepper, jobs: list[Job], concurrency: int = 0, give_up_after:
         while waiting and (len(flights) < concurrency if concurrency else waiting[0][1].at <= now):
             index, job = waiting.popleft()
             flights[str(index)] = Flight(now if concurrency else job.at, len(job.prompt))
-            engine.add(str(index), job.prompt, job.output)
+            engine.add(str(index), job.prompt, job.output, job.sampling)
         if not flights:
             time.sleep(max(waiting[0][1].at - now, POLL))
             continue
@@ -139,7 +151,10 @@ def serve(answers: TextIO, about: dict[str, Any], reset: Callable[[], bool], run
             case "reset":
                 answer: dict[str, Any] = {"reset": reset()}
             case "run":
-                jobs = [Job(job["prompt"], job["output"], job.get("at", 0.0)) for job in message["jobs"]]
+                jobs = [
+                    Job(job["prompt"], job["output"], job.get("at", 0.0), Sampling(**job.get("sampling", {})))
+                    for job in message["jobs"]
+                ]
                 answer = run(jobs, message.get("concurrency", 0), message.get("give_up_after"))
             case "quit":
                 return

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from serve import Job, News, claim_stdout, drive, serve
+from serve import GREEDY, Job, News, Sampling, claim_stdout, drive, serve
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
@@ -37,7 +37,8 @@ class TransformersStepper:
         self._seen: dict[str, int] = {}
         self._watch_cache()
 
-    def add(self, request_id: str, prompt: list[int], output: int) -> None:
+    def add(self, request_id: str, prompt: list[int], output: int, sampling: Sampling) -> None:
+        assert sampling == GREEDY, "this driver does not sample"
         self._seen[request_id] = self._cached[request_id] = 0
         self._manager.add_request(prompt, request_id, max_new_tokens=output, streaming=True, eos_token_id=-1)
 

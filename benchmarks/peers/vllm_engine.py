@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from serve import Job, News, claim_stdout, drive, serve
+from serve import Job, News, Sampling, claim_stdout, drive, serve
 
 BLOCK = 32  # it refuses 16 on a CPU; its default of 128 shares less
 SETTINGS = {
@@ -67,11 +67,15 @@ class VllmStepper:
         self._delta = RequestOutputKind.DELTA
         self.engine = LLMEngine.from_engine_args(EngineArgs(model=model, skip_tokenizer_init=True, **SETTINGS))
 
-    def add(self, request_id: str, prompt: list[int], output: int) -> None:
-        sampling = self._sampling(
-            max_tokens=output, temperature=0.0, ignore_eos=True, detokenize=False, output_kind=self._delta
+    def add(self, request_id: str, prompt: list[int], output: int, sampling: Sampling) -> None:
+        params = self._sampling(
+            max_tokens=output,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=self._delta,
+            **sampling._asdict(),  # without a seed, which vLLM 0.32 does not survive on a CPU
         )
-        self.engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
+        self.engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
 
     def step(self) -> Sequence[News]:
         return [

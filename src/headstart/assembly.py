@@ -2,15 +2,14 @@
 
 from pathlib import Path
 
-from headstart.bundled import BUNDLED_NAME, bundled_model
+from headstart.bundled import BUNDLED_NAME
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError
-from headstart.core.limits import Limits
 from headstart.core.scheduler import Scheduler
-from headstart.model.hub import resolve_model
+from headstart.engine_checks import check_options, limits_of, model_folder, store_bytes
 from headstart.model.loader import LoadedModel, load_model, resolve_device
 from headstart.model.runner import ModelRunner
-from headstart.model.sizes import format_bytes, parse_bytes
+from headstart.model.sizes import parse_bytes
 from headstart.model.sizing import (
     KVPlan,
     apply_threads,
@@ -20,27 +19,29 @@ from headstart.model.sizing import (
     plan_kv_pool,
 )
 from headstart.model.threads import prepare_threads
-from headstart.options import EngineOptions, check_values
+from headstart.options import EngineOptions
 from headstart.server.kv_events import KVEventPublisher, parse_kv_events_config
+from headstart.server.sampling_defaults import read_sampling_defaults
 from headstart.store.disk import DiskStore
 from headstart.store.files import prepare_folder
 from headstart.store.format import Shape
 
-MIN_STORE_BYTES = 64 * 2**20
 
-
-def build_engine(options: EngineOptions, *, cache_aware_accounting: bool = True) -> tuple[Engine, EngineInfo]:
+def build_engine(
+    options: EngineOptions, folder: Path | None = None, *, cache_aware_accounting: bool = True
+) -> tuple[Engine, EngineInfo]:
     """Loads the model (progress on stderr), sizes the KV pool, and puts scheduler and runner on it.
 
-    Raises ConfigError, in one line, for whatever cannot work. `cache_aware_accounting` is the benchmarks' switch, see
-    Scheduler.
+    `folder` is what `model_folder(options)` gives, if the caller has asked already. `cache_aware_accounting` is the
+    benchmarks' switch, see Scheduler. Raises ConfigError, in one line, for whatever cannot work.
     """
     check_options(options)
     threads = prepare_threads(options.threads)
     apply_threads(threads)
     store_folder = _store_folder(options)  # before the model, as is the port: what cannot be used is found at once
     publisher = _event_publisher(options)
-    folder = model_folder(options)
+    folder = folder or model_folder(options)
+    defaults = read_sampling_defaults(folder, options.generation_config)
     loaded, plan, max_model_len = _load(options, folder)
     runner = ModelRunner(loaded, num_blocks=plan.num_blocks, block_size=options.block_size, seed=options.seed)
     store = _open_store(options, store_folder, Shape(loaded.fingerprint, options.block_size, runner.block_bytes))
@@ -73,67 +74,10 @@ def build_engine(options: EngineOptions, *, cache_aware_accounting: bool = True)
         quantization=options.quantization,
         eos_token_ids=loaded.eos_token_ids,
         scheduling_policy=options.scheduling_policy,
+        sampling_defaults=defaults,
     )
     event_sink = None if publisher is None else publisher.publish
     return Engine(scheduler, runner, event_sink=event_sink, store=store), info
-
-
-def model_folder(options: EngineOptions) -> Path:
-    """The folder to load: the bundled model's if no model is named, else a folder, else a download from the hub."""
-    if not options.model:
-        return bundled_model()
-    return resolve_model(
-        options.model,
-        revision=options.revision,
-        token=options.hf_token,
-        offline=options.offline,
-        download_dir=options.download_dir,
-    )
-
-
-def check_options(options: EngineOptions) -> None:
-    """Raises ConfigError for values that no model could be served with; asked before anything is loaded."""
-    check_values(options)
-    if options.block_size % 16:
-        raise ConfigError(f"block_size is {options.block_size}; it must be a multiple of 16")
-    if options.kv_store == "":
-        raise ConfigError("kv_store is empty; name a folder, or leave it out")
-    if options.kv_store is not None and not options.enable_prefix_caching:
-        raise ConfigError("--kv-store: nothing can be stored without the prefix cache; leave one of the two out")
-    store_bytes(options)
-    if parse_kv_events_config(options.kv_events_config) is not None and not options.enable_prefix_caching:
-        raise ConfigError("kv_events_config: there are no events without the prefix cache; leave one of the two out")
-    if options.page_charge == "ceil" and not options.page_aligned_scheduling:
-        raise ConfigError(
-            "--page-charge ceil needs --page-aligned-scheduling: without it no chunk is aligned; add it, or use exact"
-        )
-    limits_of(options, max_model_len=1)  # no limit depends on the model's
-
-
-def store_bytes(options: EngineOptions) -> int:
-    """What the folder of --kv-store may hold. Raises ConfigError for what is no size, or not worth a store."""
-    try:
-        size = parse_bytes(options.kv_store_size)
-    except ConfigError as error:
-        raise ConfigError(f"kv_store_size: {error}") from None
-    if size < MIN_STORE_BYTES:
-        raise ConfigError(
-            f"kv_store_size is {format_bytes(size)}; it must be at least {format_bytes(MIN_STORE_BYTES)}, "
-            "a few files' worth: give it more, or leave --kv-store out"
-        )
-    return size
-
-
-def limits_of(options: EngineOptions, max_model_len: int) -> Limits:
-    """What a step may hold, by the flags; sequences are limited by the model or by --max-model-len."""
-    return Limits(
-        max_batched_tokens=options.max_num_batched_tokens,
-        max_seqs=options.max_num_seqs,
-        max_model_len=max_model_len,
-        long_prefill_threshold=options.long_prefill_token_threshold,
-        align=options.block_size if options.page_aligned_scheduling else 1,
-        charge_ceil=options.page_charge == "ceil",
-    )
 
 
 def _load(options: EngineOptions, folder: Path) -> tuple[LoadedModel, KVPlan, int]:

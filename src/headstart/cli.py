@@ -17,12 +17,13 @@ from headstart import __version__
 from headstart.bench.cli import app as bench
 from headstart.cli_explain import EXAMPLES as EXPLAIN_EXAMPLES
 from headstart.cli_explain import explain
-from headstart.cli_help import GroupedCommand
-from headstart.cli_options import Sources, takes_options
+from headstart.cli_help import GroupedCommand, usage_message
+from headstart.cli_options import Sources, complete_folder, takes_options
 from headstart.cli_prefix import app as prefix
 from headstart.cli_store import app as store
 from headstart.config_file import DEBUG_VARIABLE, settle
 from headstart.core.errors import ConfigError, HeadstartError
+from headstart.model.shapes import check_weights
 from headstart.model.threads import prepare_threads
 from headstart.options import EngineOptions, RouterOptions, ServerOptions
 
@@ -51,7 +52,6 @@ NOT_OF_A_ROUTER = (
 
 app = typer.Typer(
     help="Serve language models without ever computing the same prefix twice. Start with: headstart serve",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 2)
     except Exception as error:
         if isinstance(error, _USAGE_ERROR):
-            message = error.format_message()  # type: ignore[attr-defined]
+            message = usage_message(error, sys.argv[1:] if argv is None else argv)
             return _fail(message, 2) if message else 2  # none: a group without a verb has shown its help
         if debug:
             raise
@@ -110,7 +110,12 @@ def _root(
 def serve(
     *,
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Folder or hub id; without one, the bundled intent model.")
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Folder or hub id; without one, the bundled intent model.",
+            autocompletion=complete_folder,
+        ),
     ] = None,
     sources: Sources,
 ) -> None:
@@ -122,6 +127,7 @@ def serve(
     named: Sources = () if model is None else ({"model": model},)
     engine, server = settle(EngineOptions, *named, *sources), settle(ServerOptions, *sources)
     router = settle(RouterOptions, *sources)
+    _check(engine)
     if router.replicas > 1:
         from headstart.cli_replicas import serve_replicas
 
@@ -157,7 +163,9 @@ def generate(
         str | None, typer.Option(metavar="TEXT", help="System message for --chat; @FILE reads it from FILE.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens to generate per prompt.")] = 128,
-    temperature: Annotated[float | None, typer.Option(metavar="X", help="0: always the likeliest token.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(metavar="X", help="0: always the likeliest token (default: the model's, else 1).")
+    ] = None,
     top_p: Annotated[
         float | None, typer.Option(metavar="X", help="Sample from the likeliest tokens that make up this share.")
     ] = None,
@@ -174,11 +182,12 @@ def generate(
     texts = _prompts(prompts or [])
     wishes = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "stop": stop or None}
     sampling = {name: value for name, value in wishes.items() if value is not None}
+    before = [{"role": "system", "content": _system(system)}] if system is not None else []
+    _check(options)
     from headstart.llm import LLM
 
     with LLM(**{name: getattr(options, name) for name in EngineOptions.__dataclass_fields__}) as llm:
         if chat:
-            before = [{"role": "system", "content": _system(system)}] if system is not None else []
             completions = llm.chat([[*before, {"role": "user", "content": text}] for text in texts], sampling)
         else:
             completions = llm.generate(texts, sampling)
@@ -209,7 +218,9 @@ def init_model(
     shape: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="tiny, llama-3m, llama-100m, tinyllama-1.1b, qwen2.5-0.5b, qwen3-0.6b, llama-2-7b."
+            metavar="NAME",
+            help="tiny, llama-3m, llama-100m, llama-100m-152k (its vocabulary), tinyllama-1.1b, qwen2.5-0.5b, "
+            "qwen3-0.6b, llama-2-7b.",
         ),
     ],
     std: Annotated[
@@ -223,6 +234,7 @@ def init_model(
 
     It has a real architecture's shape, which is all that speed and memory depend on, and needs no download.
     """
+    check_weights(shape, std=std, dtype=dtype)
     prepare_threads()
     from headstart.model.init_model import init_model as write_model
 
@@ -230,6 +242,13 @@ def init_model(
 
 
 app.command(cls=GroupedCommand, epilog=EXPLAIN_EXAMPLES)(explain)
+
+
+def _check(options: EngineOptions) -> None:
+    """Raise ConfigError for what no engine can be built with, before torch is imported."""
+    from headstart.engine_checks import check_engine
+
+    check_engine(options)
 
 
 def _prompts(arguments: list[str]) -> list[str]:

@@ -6,8 +6,11 @@ from headstart.options import EngineOptions
 
 
 def build_engine(options: EngineOptions) -> tuple[Engine, EngineInfo]:
-    """assembly.build_engine, imported only when called, and after the thread settings that torch reads on import."""
+    """assembly.build_engine, imported only when called, after thread settings and the checks that need no torch."""
     prepare_threads(options.threads)
+    from headstart.engine_checks import checked_model_folder
+
+    folder = checked_model_folder(options)
     from headstart.assembly import build_engine as build
 
-    return build(options)
+    return build(options, folder)

@@ -1,18 +1,28 @@
-"""The --help of verbs with many options: under headings, flags written out in full, most of them on one line."""
+"""The --help of verbs with many options, and what is said of an option that does not exist.
+
+Help is plain text under headings, with flags written out in full, most of them on one line.
+"""
 
 import inspect
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from typer.core import TyperCommand
+
+from headstart.cli_options import expand_switches
+from headstart.option_hints import hint_of
 
 _FLAGS_WIDTH = 34
 
 
 class GroupedCommand(TyperCommand):
     """A command whose options are listed by their panel, in the order in which they are defined."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses argv; options that are switches too may stand without a value."""
+        return super().parse_args(ctx, expand_switches(args, {flag for p in self.params for flag in p.opts}))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Writes usage, the docstring, the options and the examples."""
@@ -59,3 +69,30 @@ def _flags(parameter: Any) -> str:
         return f"--[no-]{parameter.opts[0].removeprefix('--')}"
     text = ", ".join(sorted(parameter.opts, key=len))
     return text if parameter.is_flag else f"{text} {parameter.metavar}"
+
+
+def usage_message(error: Any, argv: Sequence[str]) -> str:
+    """The message of a complaint about argv; of an unknown option also which verb has it, or what replaces it here."""
+    option = getattr(error, "option_name", None)
+    if option is None or error.ctx is None or not error.message.startswith("No such option"):
+        return error.format_message()
+    flag = _as_written(option, argv)
+    owners = _owners(error.ctx.find_root().command, flag)
+    hint = hint_of(flag) or (f"it is an option of {' and '.join(owners)}" if owners else None)
+    return f"No such option: {flag}; {hint}" if hint else error.format_message()
+
+
+def _as_written(option: str, argv: Sequence[str]) -> str:
+    """The flag that the parser complains of; of several letters behind one hyphen (-ngl) it names the first alone."""
+    if option.startswith("--"):
+        return option
+    written = (word.partition("=")[0] for word in argv if word.startswith(option) and not word.startswith("--"))
+    return next(written, option)
+
+
+def _owners(command: Any, flag: str, path: str = "headstart") -> list[str]:
+    """The verbs that have this flag, as they are called; of benchmarks none."""
+    if flag in (name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)):
+        return [path]
+    below = getattr(command, "commands", {}).items()
+    return [owner for name, verb in below if name != "bench" for owner in _owners(verb, flag, f"{path} {name}")]

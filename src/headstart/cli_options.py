@@ -5,18 +5,27 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headstart.config_file import CONFIG_VARIABLE, FILE_NAME, plain_type, read_environment, read_file, takes_several
+from headstart.config_file import (
+    CONFIG_VARIABLE,
+    FILE_NAME,
+    all_fields,
+    plain_type,
+    read_environment,
+    read_file,
+    takes_several,
+)
 from headstart.options import OptionClass, flag_fields, flag_of
 
 Sources = tuple[Mapping[str, Any], ...]
 """Option values by field name; the first source that has one wins."""
 
+COMPLETION_VARIABLE = "_HEADSTART_COMPLETE"  # set by the scripts that --install-completion installs
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
 _CONFIG = Annotated[
     Path | None,
@@ -51,6 +60,25 @@ def takes_options(
     return decorate
 
 
+def expand_switches(arguments: list[str], flags: Collection[str]) -> list[str]:
+    """Give options of `flags` that are switches too their values: `--access-log`, `--no-access-log`."""
+    switches = {
+        flag_of(f.name): f.metadata for f in all_fields() if "switch" in f.metadata and flag_of(f.name) in flags
+    }
+    off = {f"--no-{flag.removeprefix('--')}": flag for flag in switches}
+    expanded: list[str] = []
+    for position, word in enumerate(arguments):
+        if word == "--":
+            return [*expanded, *arguments[position:]]
+        following = arguments[position + 1 : position + 2]
+        if word in off:
+            word = f"{off[word]}={switches[off[word]]['switch'][1]}"
+        elif word in switches and (not following or following[0].startswith("-")):
+            word = f"{word}={switches[word]['switch'][0]}"
+        expanded.append(word)
+    return expanded
+
+
 def _surroundings(config: Path | None) -> Sources:
     """Environment and file; a variable that means nothing gets a line on stderr."""
     environment, warnings = read_environment(os.environ)
@@ -74,11 +102,34 @@ def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
         rich_help_panel=metadata["group"],
         metavar=None if plain is bool else "|".join(metadata["choices"]) if "choices" in metadata else _METAVARS[plain],
         show_default=False,
+        autocompletion=_completion(metadata["choices"]) if "choices" in metadata else None,
     )
     annotation: Any = list[str] if takes_several(field) else plain
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation | None, option]
     )
+
+
+def complete_folder(incomplete: str) -> list[str]:
+    """Completes a folder in zsh and fish; bash completes files by itself where nothing else is offered."""
+    if os.environ.get(COMPLETION_VARIABLE, "").endswith("bash"):
+        return []
+    start = incomplete.rpartition("/")[2]
+    prefix = incomplete[: len(incomplete) - len(start)]
+    try:
+        entries = sorted(path.name for path in Path(prefix or ".").expanduser().iterdir() if path.is_dir())
+    except (OSError, RuntimeError):
+        return []
+    return [f"{prefix}{name}/" for name in entries if name.startswith(start) and (start or name[0] != ".")]
+
+
+def _completion(choices: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """Completes a value in the shell."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return complete
 
 
 def _default_text(default: Any) -> str:

@@ -14,6 +14,7 @@ from headstart.model.sizes import cpu_memory, format_bytes, parse_bytes
 from headstart.model.threads import prepare_threads
 from headstart.options import EngineOptions, RouterOptions, ServerOptions
 from headstart.replica_process import encode_options
+from headstart.server.logs import Log
 from headstart.server.serve import EXIT_INTERRUPTED
 
 REPLICA_HOST = "127.0.0.1"
@@ -32,7 +33,7 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
             events, replay = (
                 (f"ipc://{folder}/{name}", f"ipc://{folder}/{name}-replay") if tells(server) else (None, None)
             )
-            options = encode_options(publishing(share, events, replay), behind_router(server))
+            options = encode_options(publishing(share, events, replay), behind_router(server), Log().is_terminal)
             return Launch(command, options, variables, events, replay)
 
         fleet = LocalFleet(make_launch, router.replicas, about=shown(share), drain_seconds=server.drain_timeout)
@@ -69,7 +70,7 @@ def with_tokenizer(router: RouterOptions, engine: EngineOptions) -> RouterOption
 
 def behind_router(server: ServerOptions) -> ServerOptions:
     """The same server for the router alone, which writes the access lines: two a request would be one too many."""
-    return replace(server, host=REPLICA_HOST, port=0, access_log=False)
+    return replace(server, host=REPLICA_HOST, port=0, access_log="none")
 
 
 def divided(engine: EngineOptions, replicas: int, *, cores: int, available: int | None = None) -> EngineOptions:

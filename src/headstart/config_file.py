@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
+from headstart.__main__ import INTERRUPT_VARIABLE
 from headstart.config_tables import read_tables
 from headstart.core.errors import ConfigError
+from headstart.option_hints import hint_of
 from headstart.options import EngineOptions, RouterOptions, ServerOptions, check_values, flag_fields, flag_of
 
 FILE_NAME = "headstart.toml"
@@ -23,7 +25,7 @@ PREFIX = "HEADSTART_"
 CONFIG_VARIABLE = PREFIX + "CONFIG"
 DEBUG_VARIABLE = PREFIX + "DEBUG"
 KERNELS_VARIABLE = PREFIX + "KERNELS"  # read by model/kernels/load.py
-NO_OPTIONS = (CONFIG_VARIABLE, DEBUG_VARIABLE, KERNELS_VARIABLE)
+NO_OPTIONS = (CONFIG_VARIABLE, DEBUG_VARIABLE, KERNELS_VARIABLE, INTERRUPT_VARIABLE)
 OPTION_CLASSES = (EngineOptions, ServerOptions, RouterOptions)
 
 Options = TypeVar("Options", EngineOptions, ServerOptions, RouterOptions)
@@ -143,12 +145,17 @@ def _spellings() -> dict[str, dataclasses.Field[Any]]:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
+    hint = hint_of(flag_of(name.removeprefix(PREFIX).lower()))
+    if hint is not None:
+        return f"; {hint}"
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else f"; {flag_of('help')} lists the options"
 
 
 def _from_toml(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
-    wanted = plain_type(field)
+    wanted, switch = plain_type(field), field.metadata.get("switch")
+    if switch is not None and isinstance(value, bool):
+        return switch[0] if value else switch[1]
     if takes_several(field):
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
@@ -162,7 +169,9 @@ def _from_toml(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
 
 
 def _from_text(field: dataclasses.Field[Any], text: str, where: str) -> Any:
-    wanted = plain_type(field)
+    wanted, switch = plain_type(field), field.metadata.get("switch")
+    if switch is not None and text.lower() in _TRUE | _FALSE:
+        return switch[0] if text.lower() in _TRUE else switch[1]
     if takes_several(field):
         return tuple(item for part in text.split(",") if (item := part.strip()))
     if wanted is bool:

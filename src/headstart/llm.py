@@ -102,6 +102,7 @@ class LLM:
             eos_token_ids,
             max_prompts=sys.maxsize,
             scheduling_policy=info.scheduling_policy,
+            defaults=info.sampling_defaults,
         )
         self._ids = (f"llm-{number}" for number in itertools.count())
         self._closing = weakref.finalize(self, engine.close)
@@ -116,6 +117,15 @@ class LLM:
         """Ends the engine, which takes some seconds if its store has much to write. Afterwards nothing can be asked."""
         self._closing()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns what `generate` samples with if nothing is said: the model's generation_config.json, else the API's.
+
+        For `dataclasses.replace(llm.get_default_sampling_params(), max_tokens=64)`. A SamplingParams that is passed
+        wins as a whole; a mapping leaves the defaults to the parameters that it does not name.
+        """
+        set_by_model = dataclasses.asdict(self._bounds.defaults)
+        return SamplingParams(**{name: value for name, value in set_by_model.items() if value is not None})
+
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
@@ -126,8 +136,9 @@ class LLM:
         """Returns one Completion per prompt, in order. A prompt is a text or a list of token ids.
 
         `sampling` is a SamplingParams or a mapping such as {"temperature": 0, "max_tokens": 64, "stop": ["\\n"]}, by
-        default {}. Raises InvalidRequestError before anything runs if any prompt or parameter is wrong. Ctrl-C aborts
-        all of them and leaves the engine usable.
+        default {}; for what a mapping leaves out the model's defaults hold (`get_default_sampling_params`). Raises
+        InvalidRequestError before anything runs if any prompt or parameter is wrong. Ctrl-C aborts all of them and
+        leaves the engine usable.
         """
         params = self._params(sampling, Kind.COMPLETION)
         body = CompletionBody(None, parse_prompts(prompts, self._bounds), params)
@@ -142,7 +153,8 @@ class LLM:
     ) -> list[Completion]:
         """Returns one Completion per conversation, in order; one conversation (a list of messages) gives one.
 
-        As `generate`, but rendered by the model's chat template, and without max_tokens as long as the context allows.
+        As `generate`, but rendered by the model's chat template, and without max_tokens, be it the caller's or the
+        model's default, as long as the context allows.
         """
         params = self._params(sampling, Kind.CHAT)
         several = bool(messages) and isinstance(messages[0], list | tuple)

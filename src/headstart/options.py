@@ -22,7 +22,11 @@ MODEL, COMPUTE, SCHEDULING, LISTENING, BOUNDS, LIFE, FLEET, ROUTING = (
 
 
 def _option(default: Any, help_text: str, group: str, **extra: Any) -> Any:  # the type dataclasses.field itself has
-    """A field with metadata: help, group (a panel of --help), and perhaps alias, secret, choices, minimum, maximum."""
+    """A field with metadata: help, group (a panel of --help), and perhaps alias, secret, choices, minimum, maximum.
+
+    `switch` makes a text work as a switch too: the first value is that of `--flag`, true and 1, the second that of
+    `--no-flag`, false and 0.
+    """
     return field(default=default, metadata={"help": help_text, "group": group, **extra})
 
 
@@ -59,6 +63,11 @@ class EngineOptions:
     hf_token: str | None = _option(None, "Hub access token (else HF_TOKEN).", MODEL, secret=True)
     offline: bool = _option(False, "Never ask the hub; use what is already downloaded.", MODEL)
     download_dir: str | None = _option(None, "Where downloads go (default: the hub's own cache).", MODEL)
+    generation_config: str = _option(
+        "auto",
+        "Where default sampling parameters come from: auto (the model's generation_config.json), none, or a folder.",
+        MODEL,
+    )
     dtype: str = _option(
         "auto",
         "auto: the checkpoint's, float16 becoming bfloat16.",
@@ -172,7 +181,13 @@ class ServerOptions:
         60.0, "Seconds without a word from the engine until /health and /livez say 503.", LIFE, minimum=1
     )
     stats_interval: float = _option(10.0, "Seconds between statistics lines; 0: none.", LIFE, minimum=0)
-    access_log: bool = _option(True, "One JSON line per request on stderr.", LIFE)
+    access_log: str = _option(
+        "auto",
+        "Requests that get a line on stderr; auto: errors on a terminal, else requests (all but successful probes).",
+        LIFE,
+        choices=("auto", "all", "requests", "errors", "none"),
+        switch=("requests", "none"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

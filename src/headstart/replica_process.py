@@ -14,18 +14,19 @@ import msgspec
 
 from headstart.cli_engine import build_engine
 from headstart.options import EngineOptions, ServerOptions
+from headstart.server.logs import Log
 from headstart.server.serve import serve
 
 _STDIN = 0
 ORPHAN_SECONDS = 30.0  # for a gentle end when nobody is there to be served
 
 
-def encode_options(engine: EngineOptions, server: ServerOptions) -> bytes:
-    """The line for stdin, without its end."""
-    return msgspec.json.encode((engine, server))
+def encode_options(engine: EngineOptions, server: ServerOptions, on_terminal: bool = False) -> bytes:
+    """The line for stdin, without its end; `on_terminal`: what the process writes is passed on to a terminal."""
+    return msgspec.json.encode((engine, server, on_terminal))
 
 
-def read_options() -> tuple[EngineOptions, ServerOptions]:
+def read_options() -> tuple[EngineOptions, ServerOptions, bool]:
     """The first line of stdin; from then on this process ends when its parent does. Raises EOFError."""
     line = b""
     while not line.endswith(b"\n"):
@@ -34,7 +35,7 @@ def read_options() -> tuple[EngineOptions, ServerOptions]:
             raise EOFError("no options came on stdin; this is started by headstart serve --replicas")
         line += part
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    return msgspec.json.decode(line, type=tuple[EngineOptions, ServerOptions])
+    return msgspec.json.decode(line, type=tuple[EngineOptions, ServerOptions, bool])
 
 
 def _end_with_parent() -> None:
@@ -47,8 +48,8 @@ def _end_with_parent() -> None:
 
 def main() -> int:
     """Serves until it is told to end; the exit codes of server.serve."""
-    engine, server = read_options()
-    return serve(build_engine, engine, server)
+    engine, server, on_terminal = read_options()
+    return serve(build_engine, engine, server, Log(is_terminal=on_terminal))
 
 
 if __name__ == "__main__":

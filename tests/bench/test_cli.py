@@ -73,6 +73,10 @@ def run_verb(monkeypatch: pytest.MonkeyPatch, setup: Setup, *arguments: str) -> 
         (("twins", "--quick"), {"prefill_computed", "ideal", "redundancy", "total_s"}),
         (("shared-prefix", "--groups", "2", "--runs", "1"), {"redundancy", "ttft_ms", "phases"}),
         (("decode", "--streams", "3", "--runs", "1"), {"decode_tokens_per_s", "phases"}),
+        (
+            ("decode", "--streams", "3", "--runs", "1", "--temperature", "1", "--top-p", "0.9", "--top-k", "5"),
+            {"decode_tokens_per_s", "phases"},
+        ),
         (("prefill", "--lengths", "20,40", "--runs", "1"), {"redundancy", "ttft_ms", "phases"}),
         (("lab", "repeat"), {"tokens_computed"}),
         (
@@ -165,6 +169,14 @@ def test_a_search_ends_with_a_rate_and_its_redundancy(
     assert [point["holds"] for point in document["points"]] == [True] and "highest rate" in shown
 
 
+@pytest.mark.parametrize("arguments", [("intent", "--quick"), ("shared-prefix", "--rate", "search", "--groups", "2")])
+def test_a_search_says_zero_at_once_where_requests_alone_miss_the_limit(arguments: tuple[str, ...]) -> None:
+    code, document, shown = against(Stub(), *arguments, "--slo-e2e", "0.0001")
+    assert code == 0, document["problems"]
+    assert document["highest_rate"] == 0 and document["points"] == [] and document["goodput"] == 0.0
+    assert "requests alone miss that" in " ".join(shown.split())
+
+
 def one_point(runner: Runner, load: Load, slo: Slo, *_: object) -> RateSearch:
     """A search that tries one rate only."""
     point = measure_rate(runner, load, slo, 400.0, RateConfig(seconds=0.05, min_requests=8))
@@ -188,6 +200,8 @@ def test_a_trace_is_replayed_from_a_file(tmp_path: Path) -> None:
         (("shared-prefix", "--rate", "fast"), "--rate 'fast'"),
         (("prefill", "--lengths", "10,x"), "--lengths '10,x'"),
         (("decode", "--prefixes", "none"), "--prefixes 'none'"),
+        (("decode", "--top-p", "0.9"), "do nothing at temperature 0"),
+        (("decode", "--temperature", "1", "--top-p", "0"), "outside (0, 1]"),
         (("twins", "--abort"), "go with an engine in here only"),
         (("twins", "--prefix-tokens", "20"), "whole blocks"),
         (("prefill", "--lengths", "4000"), "context of 2048"),

@@ -1,20 +1,22 @@
 """The load client against a stub server, each fault on demand."""
 
+import json
 from array import array
 from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from random import Random
 
 import pytest
 from bench.stub_endpoint import Stub, serving
 
 from headstart.bench.endpoint import EndpointRunner
-from headstart.bench.load import Target, cached_tokens
+from headstart.bench.load import Target, body_of, cached_tokens
 from headstart.bench.measure import measure
 from headstart.bench.runner import Trial
 from headstart.core.errors import ConfigError
 from headstart.workload import scenarios
-from headstart.workload.jobs import Job, make_jobs
+from headstart.workload.jobs import Job, Sampling, make_jobs
 from headstart.workload.record import RequestRecord
 from headstart.workload.synthetic import Shape, random_tokens
 
@@ -45,6 +47,13 @@ def test_a_closed_loop_has_so_many_at_a_time_and_keeps_the_order_of_its_jobs() -
     for record in trial.records:
         assert (record.prompt_tokens, record.output_tokens) == (40, 4)
         assert record.ttft is not None and record.e2e is not None and record.ttft < record.e2e
+
+
+def test_sampling_is_sent_as_asked() -> None:
+    job = Job(array("i", [1]), 2)
+    greedy, sampled = (json.loads(body_of(one, "m")) for one in (job, replace(job, sampling=Sampling(0.7, 0.9, 5))))
+    assert greedy["temperature"] == 0 and "top_p" not in greedy and "top_k" not in greedy
+    assert (sampled["temperature"], sampled["top_p"], sampled["top_k"]) == (0.7, 0.9, 5)
 
 
 def test_an_open_loop_sends_when_due_and_counts_from_then() -> None:

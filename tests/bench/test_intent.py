@@ -1,6 +1,6 @@
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -17,7 +17,9 @@ from headstart.workload.record import RequestRecord, percentile
 from headstart.workload.synthetic import INTENT
 
 MakeSetup = Callable[..., Setup]
-TINY = IntentConfig(runs=1, requests=2, seconds=0.01, min_requests=3, precision=8.0, load_rate=1000.0)
+TINY = IntentConfig(
+    runs=1, requests=2, seconds=0.01, min_requests=3, precision=8.0, limit_factor=1e6, load_rate=1000.0
+)  # a limit that is kept however busy the machine is
 ASKED = AccuracyConfig(examples=6, preambles=2)
 KEYS = {
     *("ttft_off_ms", "ttft_on_ms", "ttft_ratio", "tpot_p90_off_ms", "tpot_p90_on_ms"),
@@ -52,7 +54,15 @@ def test_load_part_has_every_key_and_serves_all_sides(make_setup: MakeSetup) -> 
     assert report.problems == []
     assert report.values["cached_share_load"] == pytest.approx(896 / 1000)
     assert {point["side"] for point in report.values["points"]} == {"off", "on"}
-    assert report.values["limit_ms"] == pytest.approx(4 * report.values["unloaded_on_ms"])
+    assert report.values["limit_ms"] == pytest.approx(1e6 * report.values["unloaded_on_ms"])
+
+
+def test_a_side_that_misses_the_limit_without_load_has_the_rate_zero_at_once(make_setup: MakeSetup) -> None:
+    report = run_intent(make_setup(), replace(TINY, limit_factor=1e-6))
+    assert report.values["qps_off"] == report.values["qps_on"] == 0.0 and report.values["qps_ratio"] is None
+    assert report.values["points"] == [] and report.problems == [] and report.charts == []
+    rows = next(sheet.rows for sheet in report.sheets if sheet.title == "points of the search")
+    assert [(row[0], row[1], row[-1]) for row in rows] == [("off", "alone", "no"), ("on", "alone", "no")]
 
 
 def test_failed_requests_invalidate_the_load_part(make_setup: MakeSetup, failing: type[NullExecutor]) -> None:

@@ -13,7 +13,9 @@ from headstart.bench.nullexec import NullExecutor
 from headstart.bench.rate import RateConfig, behind_prefix, measure_rate, search_rate
 from headstart.bench.rows import ROWS, measure_poisson, measure_row
 from headstart.bench.runner import Trial
+from headstart.core.request import Request
 from headstart.workload import scenarios
+from headstart.workload.jobs import Sampling
 from headstart.workload.record import RequestRecord
 from headstart.workload.slo import Slo
 from headstart.workload.synthetic import Shape
@@ -40,6 +42,16 @@ def test_without_caching_every_twin_computes_the_prefix(make_setup: MakeSetup) -
     runner = EngineRunner.build(setup, setup.options(num_blocks=512, caching=False))
     found = measure(runner, scenarios.twins(runner.vocab_size, Random(1), requests=4, shape=SHAPE))
     assert found["cold"].redundancy == pytest.approx(4 * 64 / (48 + 4 * 16))
+
+
+def test_the_engine_samples_as_the_jobs_ask(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Request] = []
+    add = runner.engine.add_request
+    monkeypatch.setattr(runner.engine, "add_request", lambda request: asked.append(request) or add(request))
+    chosen = Sampling(temperature=0.7, top_p=0.9, top_k=5)
+    measure(runner, scenarios.decode(64, Random(1), is_shared=True, streams=2, shape=SHAPE, sampling=chosen))
+    found = [(one.sampling.temperature, one.sampling.top_p, one.sampling.top_k) for one in asked]
+    assert found == [(0.0, 1.0, 0), (0.7, 0.9, 5), (0.7, 0.9, 5)]  # the first prepares the cache
 
 
 @pytest.mark.parametrize("name", ROWS)

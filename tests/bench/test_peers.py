@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import exp, log, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -23,9 +23,11 @@ from plan import Plan, Repetitions  # noqa: E402
 from poisson import LOAD, THOROUGH, Search, found_rate, next_rate, slo_of  # noqa: E402
 from results import document, figures_of, quantile, ratio_of  # noqa: E402
 from roster import ROSTER, Entrant, variables_of  # noqa: E402
-from serve import GIVEN_UP, Job, News, drive  # noqa: E402
+from serve import GIVEN_UP, GREEDY, Job, News, Sampling, drive  # noqa: E402
 from table import BEGIN, END, draw_all, markdown, replaced  # noqa: E402
 
+from headstart.bench.rows import SAMPLED  # noqa: E402
+from headstart.workload import jobs  # noqa: E402
 from headstart.workload.jobs import make_jobs  # noqa: E402
 
 DRIVER = f"""
@@ -38,7 +40,7 @@ class Counting:
     '''A token per request and step; the prompt [1] kills the process, the prompt [2] never ends.'''
     def __init__(self):
         self.left = {{}}
-    def add(self, request_id, prompt, output):
+    def add(self, request_id, prompt, output, sampling):
         if prompt == [1]:
             os._exit(7)
         self.left[request_id] = output if prompt != [2] else 10**9
@@ -95,7 +97,7 @@ class Steps:
         self.at_once: list[int] = []
         self.aborted: list[str] = []
 
-    def add(self, request_id: str, prompt: list[int], output: int) -> None:
+    def add(self, request_id: str, prompt: list[int], output: int, sampling: Sampling) -> None:
         self.left[request_id] = min(output, self.most)
 
     def step(self) -> Sequence[News]:
@@ -145,6 +147,33 @@ def test_a_peer_serves_jobs_through_its_driver(peer: Peer) -> None:
     assert (peer.label, peer.vocab_size, peer.about["versions"]) == ("fake", 100, {"torch": "1"})
     assert [(one.prompt_tokens, one.output_tokens) for one in trial.records] == [(3, 4), (1, 4)]
     assert all(record.ok for record in trial.records) and peer.reset() and peer.cpu_seconds() > 0
+
+
+def test_how_a_job_is_sampled_reaches_the_engine() -> None:
+    class Noted(Steps):
+        asked: ClassVar[list[Sampling]] = []
+
+        def add(self, request_id: str, prompt: list[int], output: int, sampling: Sampling) -> None:
+            self.asked.append(sampling)
+            super().add(request_id, prompt, output, sampling)
+
+    drive(Noted(), [Job([7], 1, 0.0), Job([7], 1, 0.0, Sampling(1.0, 0.9, 5))])
+    assert Noted.asked == [GREEDY, Sampling(temperature=1.0, top_p=0.9, top_k=5)]
+
+
+def test_a_driver_is_told_how_to_sample(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    ask = peer._ask
+    monkeypatch.setattr(peer, "_ask", lambda message: told.append(message) or ask(message))
+    chosen = jobs.Sampling(temperature=1.0, top_p=0.9, top_k=5)
+    assert peer.run(make_jobs([array("i", [7])], 2, sampling=chosen)).records[0].ok
+    assert told[0]["jobs"][0]["sampling"] == {"temperature": 1.0, "top_p": 0.9, "top_k": 5}
+
+
+def test_sampled_rows_are_served_by_those_who_sample() -> None:
+    plan = Plan(tuple(ROSTER.values()), tuple(SAMPLED))
+    for row in plan.rows:
+        assert {entrant.name for _, entrant in plan.turns(row)} == {"ours", "vllm", "ours_int8"}
 
 
 def test_what_a_driver_prints_is_in_its_log_and_not_in_its_answers(peer: Peer) -> None:

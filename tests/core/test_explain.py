@@ -77,12 +77,25 @@ def test_only_what_came_before_explains_a_request() -> None:
     assert why(engine, "first").reason is Reason.UNSEEN
 
 
-def test_a_divergence_within_the_first_block_is_one_too() -> None:
+def test_less_than_a_block_in_common_was_never_seen_and_the_nearest_request_is_named() -> None:
+    """What a chat template writes before every conversation makes two of them no relatives."""
     engine = make_engine(num_blocks=40)
     generate(engine, make_request("first", prompt()))
-    found = why_not(engine, prompt((2, 50)))
-    assert (found.reason, found.position) == (Reason.DIVERGED, 0)
-    assert found.near is not None and found.near.common_tokens == 2
+    for common in (1, 2, 3):
+        found = why_not(engine, prompt((common, 50)))
+        assert (found.reason, found.position) == (Reason.UNSEEN, 0)
+        assert found.near is not None and (found.near.request_id, found.near.common_tokens) == ("first", common)
+    assert why_not(engine, prompt((0, 50))).near is None
+    generate(engine, make_request("short", prompt(length=2), 1))
+    assert why_not(engine, [0, 1, 50, 51, 52, 53]).reason is Reason.UNSEEN, "nor does it extend so short a request"
+
+
+def test_from_a_whole_block_in_common_on_it_is_a_divergence() -> None:
+    engine = make_engine(num_blocks=40)
+    generate(engine, make_request("first", prompt(), cache=CacheMode.READ_ONLY))
+    generate(engine, make_request("second", prompt((4, 50))))
+    found = why_not(engine, prompt((4, 60)))
+    assert (found.reason, found.position) == (Reason.DIVERGED, 4)
 
 
 def test_a_conversation_that_goes_on_extends_the_turn_before_output_included() -> None:

@@ -1,9 +1,11 @@
 """Pinned prefixes: warmed by the scheduler itself, never evicted, capped, and ordinary cache once they are removed."""
 
 from array import array
+from collections.abc import Callable
+from functools import partial
 
 import pytest
-from checking import generate, make_engine, make_request, run
+from checking import executor_of, generate, make_engine, make_request, run
 
 from headstart.core.batch import Chunk
 from headstart.core.engine import Engine
@@ -198,6 +200,81 @@ def test_removed_while_it_is_computed_it_leaves_nothing_behind() -> None:
     assert engine.has_work and engine.remove_prefix("fixed")
     assert not engine.has_work and engine.stats().num_free_blocks == 8
     engine.scheduler.pool.check()
+
+
+def books(engine: Engine) -> dict[str, object]:
+    """Everything that is kept for each request under way, and the prefixes whose requests the explainer knows."""
+    scheduler, recent, prefixes = engine.scheduler, engine.recent, engine.scheduler.prefixes
+    return {
+        "sequences": set(scheduler._sequences),
+        "queues": (len(scheduler.waiting), len(scheduler.running)),
+        "recent": (set(recent._queued), set(recent._open), {seen.request_id for seen in recent}),
+        "warming": (set(prefixes._warming), list(prefixes._requests), list(prefixes._aborted)),
+        "blocks": (engine.stats().num_pinned_blocks, scheduler.pool.num_pinned_idle, scheduler.pool.num_free),
+    }
+
+
+def ends_after(engine: Engine, steps: int) -> None:
+    """Removes the prefix that is computed in two steps, after so many of them."""
+    engine.add_prefix("fixed", range(1, 17))
+    for _ in range(steps):
+        engine.step()
+    assert engine.remove_prefix("fixed")
+
+
+def ends_renamed(engine: Engine) -> None:
+    """Ends the request of a tenant's prefix, since another name is due to it, and then that of the new name too."""
+    fields = {"tenant": "a", "domain": b"a"}
+    engine.add_prefix("tenants", range(1, 17), **fields)  # type: ignore[arg-type]
+    engine.step()
+    engine.add_prefix("fixed", FIXED)
+    engine.step()
+    assert engine.remove_prefix("tenants") and engine.remove_prefix("fixed")
+
+
+def ends_failed(engine: Engine) -> None:
+    """Has a prefix whose only row fails."""
+    executor_of(engine).poison = lambda _: True
+    engine.add_prefix("fixed", FIXED)
+    run(engine)
+    executor_of(engine).poison = lambda _: False
+    assert info_of(engine).state is PrefixState.FAILED and engine.remove_prefix("fixed")
+
+
+def ends_refused(engine: Engine) -> None:
+    """Asks for a prefix that is longer than the model's context."""
+    with pytest.raises(InvalidRequestError, match="cannot be computed"):
+        engine.add_prefix("fixed", range(1, 65))
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        *(partial(ends_after, steps=steps) for steps in (0, 1, 2)),
+        *(ends_renamed, ends_failed, ends_refused),
+    ],
+)
+def test_however_warming_ends_all_books_are_as_before(end: Callable[[Engine], None]) -> None:
+    engine = make_engine(num_blocks=41, max_batched_tokens=8)
+    generate(engine, make_request("first", range(50, 60)))
+    before = books(engine)
+    end(engine)
+    run(engine)
+    assert books(engine) == before
+
+
+def test_the_explainer_keeps_one_request_for_each_prefix_there_is() -> None:
+    engine = make_engine(num_blocks=41)
+    for name, tokens in (("fixed", FIXED), ("other", OTHER)):
+        engine.add_prefix(name, tokens)
+    for _ in range(3):  # each time they are computed anew
+        run(engine)
+        assert engine.reset_prefix_cache(pinned=True)
+    run(engine)
+    known = {seen.request_id.split(":")[1] for seen in engine.recent}
+    assert known == {"fixed", "other"} and len(engine.recent) == 2
+    assert engine.remove_prefix("other")
+    assert [seen.request_id.split(":")[1] for seen in engine.recent] == ["fixed"]
 
 
 def test_one_that_cannot_be_computed_is_failed_and_holds_nothing() -> None:

@@ -104,6 +104,11 @@ def test_whatever_comes_everything_ends_and_every_prefix_is_warm(seed: int) -> N
             break
         chaos.step(now)
     assert not chaos.engine.has_work and not chaos.live
+    recent = chaos.engine.recent
+    assert not recent._queued and not recent._open
+    assert {seen.request_id.split(":")[1] for seen in recent._prefixes.values()} <= {
+        info.name for info in chaos.engine.list_prefixes()
+    }
     prefixes = chaos.engine.list_prefixes()
     assert all(info.state is not PrefixState.WARMING for info in prefixes)
     ready = sum(info.num_blocks for info in prefixes if info.state is PrefixState.READY)

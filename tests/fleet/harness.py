@@ -189,7 +189,7 @@ async def front(
         if not replica.url:
             await replica.start()
     router_options = RouterOptions(**{"health_interval": 0.05, "scrape_interval": 0.05, "tokenizer": "none", **options})
-    server_options = ServerOptions(**{"access_log": False, **(server or {})})
+    server_options = ServerOptions(**{"access_log": "none", **(server or {})})
     async with aiohttp.ClientSession(**session_options()) as session:
         state = FleetState(router_options, server_options, session, reader or Reader(), Log())
         listener = listen("127.0.0.1", 0)

@@ -170,9 +170,26 @@ def test_an_equal_prompt_of_another_adapter_or_domain_is_of_no_use() -> None:
         assert answer["reason"] == "complete"
 
 
-def test_less_than_a_block_in_common_is_too_short() -> None:
+def test_a_prompt_of_less_than_a_block_is_too_short() -> None:
     answer = explained(seen("one", "The sky is blue"), seen("two", "The sky is grey", 1.0), 0)
     assert answer["reason"] == "too_short" and "does not fill a block of 16 tokens" in answer["message"]
+
+
+def test_less_than_a_block_in_common_was_never_seen_and_the_nearest_request_is_named() -> None:
+    answer = explained(seen("one", "The sky is blue. " * 9), seen("two", "The sky is grey. " * 9, 1.0), 0)
+    assert answer["reason"] == "never_seen" and answer["near_match"]["request_id"] == "one"
+    assert "begins with the same block of 16 tokens" in answer["message"] and "with request one" in answer["message"]
+    ids = array("i", [*range(15), *range(100, 120)])
+    assert explained(seen("one", array("i", range(40))), seen("two", ids, 1.0), 0)["reason"] == "never_seen"
+
+
+def test_the_head_of_every_chat_is_no_block_however_many_tokens_a_template_adds() -> None:
+    """A short conversation of 60 tokens: most of them are its template's, and characters stand for many tokens."""
+    first, second = chat(("user", "light on")), chat(("user", "play jazz"))
+    answer = explained(seen("one", first, is_chat=True), seen("two", second, 1.0, is_chat=True, prompt_tokens=60), 0)
+    assert answer["reason"] == "never_seen" and answer["near_match"]["common_tokens"] <= len("<user>\n")
+    reported = explained(seen("one", first, is_chat=True), seen("two", second, 1.0, is_chat=True, prompt_tokens=60), 16)
+    assert reported["reason"] == "diverged", "the replica says that they share a block: the template's own head"
 
 
 def test_what_is_not_reported_is_not_explained_away() -> None:

@@ -1,6 +1,7 @@
 """The front in precise mode: a replica that publishes its KV events, and what the router believes because of them."""
 
 import asyncio
+import json
 import tempfile
 from array import array
 from collections.abc import Iterator
@@ -8,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from fleet.harness import Replica, front
+from aiohttp import web
+from fleet.harness import Replica, front, usage
 from server.harness import until
 
 from headstart.bundled import bundled_model
@@ -20,7 +22,8 @@ from headstart.fleet.facts import Metrics
 from headstart.fleet.kv_event_decoding import EventDecoder
 from headstart.fleet.listening import MAX_TOLD_BLOCKS, SLACK_BLOCKS, TIERS, told_capacity
 from headstart.fleet.members import Member
-from headstart.fleet.reading import Sender
+from headstart.fleet.reading import Reader, Sender
+from headstart.router import told
 from headstart.router.shadow import Shadow
 from headstart.router.told import MAX_BLOCKS, SILENCE, ToldContents
 from headstart.server.kv_events import KVEventPublisher, KVEventsConfig
@@ -55,10 +58,10 @@ def test_what_replicas_publish_is_where_prompts_go() -> None:
         with publishing(one) as first, publishing(other) as second:
             async with front(one, other) as router:
                 await router.up(2)
-                told = [router.state.router.endpoints[replica.url].contents for replica in (one, other)]
-                assert all(isinstance(contents, ToldContents) for contents in told)
+                heard = [router.state.router.endpoints[replica.url].contents for replica in (one, other)]
+                assert all(isinstance(contents, ToldContents) for contents in heard)
                 prompt = [1] * (4 * BLOCK) + [2]
-                for publisher, contents, replica in ((first, told[0], one), (second, told[1], other)):
+                for publisher, contents, replica in ((first, heard[0], one), (second, heard[1], other)):
                     publisher.publish([stored(4)])
                     await until(lambda contents=contents: len(contents) == 4)
                     answer = await router.complete(prompt, headers={"x-headstart-explain": "1"})
@@ -93,6 +96,41 @@ def test_salted_blocks_are_found_by_salted_prompts_alone() -> None:
                 assert contents.match(plain.ask.prompt.names(BLOCK), 0.0) == 0
                 assert contents.match(with_salt.ask.prompt.names(BLOCK), 0.0) == 4
 
+    asyncio.run(go())
+
+
+TOOLS = [{"type": "function", "function": {"name": "light", "parameters": {"type": "object"}}}]
+
+
+def test_a_chat_with_tools_is_found_again_where_events_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router does not render tools as replicas do, so no event ever names what it names."""
+    monkeypatch.setattr(told, "SPECULATION", 0.0)
+    monkeypatch.setattr(told, "SPECULATION_COMPUTED", 0.0)
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.json_response({"choices": [{"index": 0}], "usage": usage(600, 590 * (len(replica.bodies) > 1))})
+
+    async def go() -> None:
+        with publishing(replica) as publisher:
+            reader = Reader(Tokenizer.from_folder(bundled_model()))
+            async with front(replica, reader=reader) as router:
+                await router.up(1)
+                contents = router.state.router.endpoints[replica.url].contents
+                assert isinstance(contents, ToldContents)
+                system = {"role": "system", "content": "You name intents. " * 120}
+                body = {"messages": [system, {"role": "user", "content": "light"}], "tools": TOOLS}
+                for turn in range(2):
+                    publisher.publish([stored(4)])  # events are of use: the router never gives up listening
+                    await until(lambda: len(contents) == 4)
+                    response = await router.client.post(
+                        "/v1/chat/completions", json=body, headers={"x-headstart-explain": "1"}
+                    )
+                    (candidate,) = json.loads(response.headers["x-headstart-route"])["candidates"]
+                    assert (candidate["cached_tokens"] > 500) is (turn == 1)
+                assert router.state.router.endpoints[replica.url].contents is contents
+
+    replica = Replica()
+    replica.script = answer
     asyncio.run(go())
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,13 +29,13 @@ from headstart.server.logs import Log
 
 _FAKE = (
     "import sys; from headstart.replica_process import read_options; from headstart.server.serve import serve; "
-    "from server.fake_engine import build_fake; sys.exit(serve(build_fake, *read_options()))"
+    "from server.fake_engine import build_fake; sys.exit(serve(build_fake, *read_options()[:2]))"
 )
 
 
 def launch(model: str, **options: Any) -> Launch:
     """A server around a fake engine, as LocalFleet starts it."""
-    server = ServerOptions(**{"port": 0, "access_log": False, "stats_interval": 0.0, **options})
+    server = ServerOptions(**{"port": 0, "access_log": "none", "stats_interval": 0.0, **options})
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
     return Launch((sys.executable, "-c", _FAKE), encode_options(EngineOptions(model=model), server), environment)
 
@@ -121,6 +122,8 @@ def test_replicas_answer_and_none_is_left_when_the_fleet_is_closed(folder: str, 
     assert "[r0] Headstart " in text and "[r1] Headstart " in text and "secret" not in text
     assert "[r0] the fake engine was closed" in text  # gently, and heard to the end
     assert "  try " not in text and "  keys " not in text
+    assert "http://" not in text, "clients are to ask the router, and whoever reads an address is to find its own"
+    assert re.search(r"\[r1\] Headstart \S+ serves .*, behind the router at port \d+$", text, re.MULTILINE)
     assert fleet.describe() == "2 replicas on this machine"
 
 
@@ -237,9 +240,9 @@ def parent_of(model: str, end: str) -> list[str]:
 def replicas_of(parent: Server) -> tuple[list[psutil.Process], list[str]]:
     """Its replicas' processes and URLs, once they are ready."""
     line = wait_for(lambda: [line for line in parent.log.splitlines() if line.startswith("pids ")])[0]
-    processes = family([int(pid) for pid in line.split()[1:3]])
-    assert len(processes) == 6
-    return processes, line.split()[3:]
+    pids = [int(pid) for pid in line.split()[1:3]]
+    wait_for(lambda: len(family(pids)) == 6)  # those that render chats may start later than their servers are ready
+    return family(pids), line.split()[3:]
 
 
 def test_replicas_end_when_their_parent_is_killed(folder: str, tmp_path: Path) -> None:

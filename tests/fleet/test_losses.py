@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from fleet.harness import Replica, chunk, front, refusing, reset, run, streaming
@@ -124,6 +125,76 @@ def test_idle_connections_that_all_replicas_closed_lose_no_request() -> None:
             for n in range(6):
                 assert (await router.complete(str(n))).status_code == 200
             assert num_resets, "no request was sent over a used connection"
+
+    run(go())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_closed_idle_connection_and_a_dead_replica_lose_no_request(first: int) -> None:
+    """In either order: the one loss may be that of the connection alone, since nobody else was left to ask."""
+
+    async def go() -> None:
+        well, dead = Replica(), Replica()
+        used: set[Any] = set()
+
+        async def script(request: web.Request, body: dict[str, Any]) -> None:
+            if request.transport in used:
+                await reset(request, body)
+
+        async def remember(request: web.Request, handler: Any) -> Any:
+            answer = await handler(request)
+            used.add(request.transport)
+            return answer
+
+        well.middleware = remember
+        options = {"routing_policy": "round-robin", "health_interval": 30.0, "retry_budget": 0.0}
+        async with front(well, dead, **options) as router:
+            await router.up(2)
+            for n in range(2 + first):
+                assert (await router.complete(str(n))).status_code == 200
+            await dead.stop()
+            well.script = script
+            num_asked = len(well.bodies)
+            assert (await router.complete("both fail once")).status_code == 200
+            assert len(well.bodies) == num_asked + 2, "no request was sent over a used connection"
+
+    run(go())
+
+
+def test_a_connection_that_took_too_long_and_a_dead_replica_lose_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that had no processor for a while takes its own slowness for that of a replica."""
+    connect = aiohttp.TCPConnector.connect
+    slow = list[int]()
+
+    async def connect_late(self: aiohttp.TCPConnector, request: Any, **rest: Any) -> Any:
+        if request.url.port in slow:
+            slow.remove(request.url.port)
+            raise aiohttp.ConnectionTimeoutError("planted")
+        return await connect(self, request, **rest)
+
+    async def go() -> None:
+        well, dead = Replica(), Replica()
+        async with front(well, dead, health_interval=30.0, retry_budget=0.0) as router:
+            await router.up(2)
+            await dead.stop()
+            slow.append(well.port)
+            monkeypatch.setattr(aiohttp.TCPConnector, "connect", connect_late)
+            assert (await router.complete()).status_code == 200
+            assert not slow, "no connection took too long"
+
+    run(go())
+
+
+def test_where_nobody_is_there_a_request_ends_with_the_attempts_allowed() -> None:
+    async def go() -> None:
+        dead = [Replica() for _ in range(2)]
+        async with front(*dead, health_interval=30.0, max_attempts=9) as router:
+            await router.up(2)
+            for replica in dead:
+                await replica.stop()
+            answer = await router.complete()
+            assert answer.status_code == 502 and answer.json()["error"]["code"] == "replica_unreachable"
+            assert "attempt 4 " in answer.json()["error"]["message"]
 
     run(go())
 

@@ -90,7 +90,7 @@ def test_a_stream_whose_client_takes_nothing_ends_and_is_no_fault_of_the_replica
         async with front(replica) as router:
             body = b'{"prompt": [1, 2, 3], "max_tokens": 3, "stream": true}'
             reading = router.state.reader.read("/v1/completions", body, Sender())
-            call = Call("/v1/completions", [(b"content-type", b"application/json")], reading, "req-1")
+            call = Call("/v1/completions", [(b"content-type", b"application/json")], "127.0.0.1", reading, "req-1")
             monkeypatch.setattr(proxy, "WRITE_SECONDS", SECONDS)
             with pytest.raises(ClientGoneError):
                 await router.state.proxy.serve(call, receive, Client().send)

@@ -12,6 +12,7 @@ from tokenizer_folders import BYTE_LEVEL, write
 
 from headstart.bundled import bundled_model
 from headstart.core.errors import InvalidRequestError
+from headstart.fleet.facts import ModelCard
 from headstart.fleet.reading import Reader, Reading, Sender, Served
 from headstart.server.chat_renderer import ChatRenderer
 from headstart.server.tokenizer import Tokenizer
@@ -131,6 +132,27 @@ def test_domains_adapters_and_models_share_nothing() -> None:
     assert strangers[0].ask.adapter == "tuned" and plain.ask.adapter is None
     reader.default_model = "m"
     assert shared(read(prompt, reader=reader), plain) == 8
+
+
+def test_an_answers_length_is_the_requests_else_the_replicas_default() -> None:
+    reader = Reader()
+    reader.served = {"m": Served("m", default_max_tokens=40)}
+    prompt = {"prompt": [1], "model": "m"}
+    nulls = {"max_tokens": None, "max_completion_tokens": None}
+    found = [read({**prompt, **more}, reader=reader).ask.max_tokens for more in ({}, nulls, {"max_tokens": 3})]
+    assert found == [40, 40, 3]
+    assert read({**prompt, "max_completion_tokens": None, "max_tokens": 3}, reader=reader).ask.max_tokens == 3
+    assert read({"prompt": [1], "model": "other"}, reader=reader).ask.max_tokens == 0
+    reader.default_model = "m"
+    assert read({"prompt": [1]}, reader=reader).ask.max_tokens == 40
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"), [({"max_tokens": 7}, 7), ({}, 0), (None, 0), ([], 0), ({"max_tokens": -1}, 0)]
+)
+def test_a_replicas_default_length_is_read_from_its_card(told: object, expected: int) -> None:
+    assert ModelCard("m", fields={"default_sampling_params": told}).default_max_tokens == expected
+    assert ModelCard("m", fields={"default_sampling_params": {"max_tokens": 10**30}}).default_max_tokens < 2**31
 
 
 @given(st.text(max_size=3), st.text(max_size=3), st.booleans(), st.booleans())

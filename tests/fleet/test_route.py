@@ -74,6 +74,13 @@ def test_what_it_says_of_itself(fleet: tuple[Server, Server, Server]) -> None:
     assert router.get("/version").status_code == 200
 
 
+def test_the_first_address_on_its_stderr_is_its_own(fleet: tuple[Server, Server, Server]) -> None:
+    router, one, other = fleet
+    addresses = re.findall(r"http://[^\s\"/]+", router.log)
+    assert addresses[0] == router.url
+    assert {one.url, other.url} <= set(addresses), "states of replicas are told behind the banner"
+
+
 def test_its_decisions_are_on_disk(fleet: tuple[Server, Server, Server]) -> None:
     router, _, _ = fleet
     assert router.post("/v1/completions", json={"prompt": [7] * 40, "max_tokens": 2}).status_code == 200

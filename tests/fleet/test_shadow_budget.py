@@ -44,3 +44,31 @@ def test_a_size_that_nobody_knows_counts_as_the_largest_it_may_become() -> None:
     budget.release("large 0")
     assert budget.grant("unknown", 0) == 0
     assert budget.grant("new", MAX_REPLICA_BLOCKS) == MAX_REPLICA_BLOCKS - MAX_UNKNOWN_BLOCKS
+
+
+def test_growth_is_granted_up_to_half_of_what_is_left_and_to_the_bound_of_one_replica() -> None:
+    budget = ShadowBudget(Log(StringIO()))
+    held = budget.grant("proven", 1_000)
+    assert budget.grow("proven", held, 1_500) == 1_500
+    assert budget.grow("proven", 1_500, 10**9) == MAX_REPLICA_BLOCKS
+    assert budget.grow("proven", MAX_REPLICA_BLOCKS, 10**9) == MAX_REPLICA_BLOCKS
+    assert budget.grow("unknown", 1, 10) == 1, "nobody granted it anything"
+
+
+def test_however_many_replicas_lie_all_together_stay_within_the_total_and_leave_room() -> None:
+    budget = ShadowBudget(Log(StringIO()))
+    held = {f"liar {number}": budget.grant(f"liar {number}", 1_000) for number in range(50)}
+    for _ in range(20):
+        for name in held:
+            held[name] = budget.grow(name, held[name], 2 * held[name])
+    assert sum(held.values()) <= MAX_TOTAL_BLOCKS
+    assert budget.grant("late", 10_000) == 10_000
+
+
+def test_a_shadow_that_was_replaced_grows_no_more_and_the_grant_of_its_successor_counts() -> None:
+    budget = ShadowBudget(Log(StringIO()))
+    budget.grant("one", 1_000)
+    assert budget.grow("one", 1_000, 4_000) == 4_000
+    budget.grant("one", 2_000)  # it was started again
+    assert budget.grow("one", 4_000, 8_000) == 4_000
+    assert budget.grow("one", 2_000, 3_000) == 3_000

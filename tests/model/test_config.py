@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from headstart.core.errors import ConfigError
-from headstart.model.config import architecture_of, eos_token_ids, parse_config, refuse_quantised
+from headstart.model.architectures import architecture_of, refuse_quantised
+from headstart.model.config import eos_token_ids, parse_config
 from headstart.model.json_file import read_json
 
 LLAMA: dict[str, Any] = {

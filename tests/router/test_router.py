@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from router.fleets import BLOCK, RATES, ask, endpoint, names, serve
+from router.fleets import BLOCK, RATES, ROOT, ask, endpoint, names, prompt, serve
 from router.test_told import new, stored
 
 from headstart.core.errors import NoReplicaError
@@ -209,6 +209,64 @@ def test_precise_mode_believes_events_and_what_was_just_sent() -> None:
     assert router.pick(ask(1, 2, 3), 0.1).candidate.hit_tokens == 12
 
 
+def text_ask(*blocks: int) -> Ask:
+    """As `ask`, but counted in text: no event ever names its blocks."""
+    tokens = [1000 + 10 * block + i for block in blocks for i in range(BLOCK)]
+    return Ask(Prompt([*tokens, 9], ROOT, exact=False), form="chat")
+
+
+def precise_fleet(count: int = 1) -> Router:
+    router = Router()
+    for index in range(count):
+        told = ToldContents(BLOCK, new()._root, Shadow(64))
+        router.add(Endpoint(f"r{index}", told, block_size=BLOCK, prior=RATES))
+    return router
+
+
+def test_a_prompt_that_is_not_exact_is_matched_by_what_was_sent_where_events_are_heard() -> None:
+    router = precise_fleet(2)
+    first = serve(router, text_ask(*range(8)), cached=0)
+    again = router.pick(text_ask(*range(8)), 100.0)
+    assert again.endpoint is first.endpoint and again.candidate.hit_tokens == 8 * BLOCK
+    told = first.endpoint.contents
+    assert isinstance(told, ToldContents) and len(told) == 0
+    told.apply([stored("ab", 1, 2)])
+    assert router.pick(ask(1, 2, 3), 100.0).candidate.hit_tokens == 2 * BLOCK, "exact prompts go by events all the same"
+
+
+def test_prompts_that_are_not_exact_are_no_sign_of_silent_events() -> None:
+    router = precise_fleet()
+    for number in range(2 * SILENCE):
+        serve(router, text_ask(number), cached=0)
+    assert router.num_blind == 0 and isinstance(router.endpoints["r0"].contents, ToldContents)
+
+
+def test_what_is_reported_of_a_prompt_that_is_not_exact_corrects_the_guess() -> None:
+    router = precise_fleet()
+    for _ in range(2):  # believed to be there the second time, and it was not
+        serve(router, text_ask(*range(8)), cached=0)
+    told = router.endpoints["r0"].contents
+    assert isinstance(told, ToldContents) and isinstance(told.guess, Shadow)
+    assert told.guess.num_flushes + told.guess.num_trims == 1
+
+
+def test_a_replica_that_counts_another_number_of_tokens_is_guessed_at_for_prompts_of_that_form() -> None:
+    """Its chat template is another one: however the router names its prompts, no event will have these names."""
+    router = precise_fleet()
+    chat = Ask(prompt(*range(8)), form="chat")
+    pick = router.pick(chat, 0.0)
+    router.sent(pick, 0.0)
+    router.finished(pick, 1.0, Usage(40, 0))  # 33 as the router counts
+    told = router.endpoints["r0"].contents
+    assert isinstance(told, ToldContents)
+    told.apply([stored("ab", 21, 22)])  # what the replica computed in fact
+    late = 100.0  # speculation is over
+    assert router.pick(chat, late).candidate.hit_tokens == 8 * BLOCK
+    assert router.pick(Ask(prompt(*range(8))), late).candidate.hit_tokens == 0, "other forms go by events"
+    serve(router, chat, late)  # it counts alike now
+    assert router.pick(chat, 2 * late).candidate.hit_tokens == 0
+
+
 # -------------------------------------------------------------------------------------------------------------- reports
 
 
@@ -301,6 +359,36 @@ def test_shadow_policies_decide_too_and_their_regret_is_counted() -> None:
     assert regret.total_ms == pytest.approx(4 * 16.0)  # four times 16 tokens for nothing; the first was new to both
     pick = router.pick(ask(1, 2, 3, 4), 1000.0)
     assert pick.explain()["shadow_policies"].keys() == {"round-robin"}
+
+
+def test_a_retry_is_one_decision_of_every_shadow_policy() -> None:
+    router = Router(shadow_policies=[make_policy("round-robin")])
+    for index in range(3):
+        router.add(endpoint(f"r{index}"))
+    for turn in range(4):
+        now = 100.0 * turn
+        pick = router.pick(ask(turn), now)
+        first = pick.regrets
+        tried: list[str] = []
+        for _ in range(2):  # two replicas fail, the third one answers
+            router.sent(pick, now)
+            router.failed(pick, now, blame=False)
+            tried.append(pick.endpoint.name)
+            pick = router.pick(ask(turn), now, tried=frozenset(tried), before=pick)
+        router.sent(pick, now)
+        router.finished(pick, now + 1.0)
+        assert pick.regrets == first, "what they decided is still told"
+    regret = router.regrets["round-robin"]
+    assert regret.decisions == 4
+
+
+def test_a_pick_that_is_not_sent_is_in_no_book() -> None:
+    router = Router(shadow_policies=[make_policy("round-robin")])
+    for index in range(2):
+        router.add(endpoint(f"r{index}"))
+    told = [next(iter(router.pick(ask(1), 0.0).regrets.values()))[0] for _ in range(5)]
+    assert router.regrets["round-robin"].decisions == 0
+    assert len(set(told)) == 1, "the policy remembers nothing of it either"
 
 
 # ---------------------------------------------------------------------------------------------------------------- laws

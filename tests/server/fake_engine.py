@@ -18,6 +18,7 @@ from headstart.core.errors import ConfigError, RequestTooLargeError
 from headstart.core.request import FinishReason, Request
 from headstart.core.store import StoreStats
 from headstart.options import EngineOptions
+from headstart.server.sampling_defaults import read_sampling_defaults
 
 VOCAB_SIZE = 450
 MAX_MODEL_LEN = 512
@@ -206,5 +207,6 @@ def build_fake(options: EngineOptions) -> tuple[FakeEngine, EngineInfo]:
         attention_backend="none",
         eos_token_ids=(),
         scheduling_policy=options.scheduling_policy,
+        sampling_defaults=read_sampling_defaults(Path(folder), options.generation_config),
     )
     return FakeEngine(knobs, None if gate is None else Path(gate)), info

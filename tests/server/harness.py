@@ -26,7 +26,7 @@ from headstart.server.state import ServerState
 from headstart.server.warming import warm_prefixes
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 300.0
+PATIENCE = 1800.0
 """Seconds for whatever is sure to come, however busy the machine: whoever waits longer has found a bug."""
 _RUN_FAKE = """
 import importlib, json, sys
@@ -140,12 +140,14 @@ class Inside:
 
 
 @asynccontextmanager
-async def inside(model: str, build: Build = build_fake, **options: Any) -> AsyncIterator[Inside]:
+async def inside(
+    model: str, build: Build = build_fake, generation_config: str = "auto", **options: Any
+) -> AsyncIterator[Inside]:
     """Everything of a server but its sockets; prefixes of the options are warmed first."""
     engine = EngineClient()
-    settings = ServerOptions(**{"access_log": False, **options})
+    settings = ServerOptions(**{"access_log": "none", **options})
     try:
-        info = await engine.start(build, EngineOptions(model=model))
+        info = await engine.start(build, EngineOptions(model=model, generation_config=generation_config))
         state = ServerState(settings, engine, Log())
         loaded = state.prepare(info)
         await warm_prefixes(state, loaded)

@@ -196,7 +196,7 @@ def test_the_http_process_never_imports_torch() -> None:
 
 
 def test_statistics_are_written_when_there_was_traffic(folder: str, tmp_path: Path) -> None:
-    with fake_server(folder, tmp_path / "log", stats_interval=0.2, access_log=False) as server:
+    with fake_server(folder, tmp_path / "log", stats_interval=0.2, access_log="none") as server:
 
         def told() -> list[dict[str, Any]]:
             """The lines that count prompts, when everything is over."""

@@ -69,6 +69,9 @@ def test_what_was_is_told_apart_from_what_would_be() -> None:
     )
     asked = told(Reason.UNSEEN, request_id=None, status=None, then=None, now=COLD, position=0)
     assert asked == "0 of 100 prompt tokens would be cached if it began now. No recent request begins like this one."
+    nearest = told(Reason.UNSEEN, now=COLD, position=0, near=NEAR._replace(common_tokens=3))
+    assert "No recent request begins with the same block of 16 tokens; the nearest, request cmpl-1, shares" in nearest
+    assert "shares its first 3 tokens" in nearest and "\n  this:  " in nearest
     aborted = told(Reason.TAIL, then=None)
     assert aborted.startswith("32 of 100 prompt tokens were cached when it began.")
 

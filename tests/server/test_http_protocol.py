@@ -316,7 +316,7 @@ def test_a_client_that_does_not_read_its_answer_is_cut(monkeypatch: pytest.Monke
             with pytest.raises(ConnectionError):
                 while True:
                     writer.write(GET % 1 * 100)
-                    await asyncio.wait_for(writer.drain(), 1) if size > 1_000 else await writer.drain()
+                    await asyncio.wait_for(writer.drain(), PATIENCE)
                     await asyncio.sleep(0.001)
                     if not served.http.server_state.connections:
                         raise ConnectionError

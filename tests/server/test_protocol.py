@@ -17,6 +17,7 @@ from headstart.core.errors import (
     QueueFullError,
     RequestTooLargeError,
 )
+from headstart.core.request import SamplingDefaults
 from headstart.server import protocol
 from headstart.server.generation import Delta
 from headstart.server.logprob_table import TokenEntry
@@ -132,7 +133,9 @@ def test_logprobs_of_the_prompt_are_told_by_token_id() -> None:
 
 
 def test_a_model_is_what_the_openai_package_expects() -> None:
-    models = protocol.model_list([protocol.model_object("tiny", 5, 64, block_size=16, num_blocks=7)])
+    models = protocol.model_list(
+        [protocol.model_object("tiny", 5, 64, block_size=16, num_blocks=7, defaults=SamplingDefaults(top_k=5))]
+    )
     assert Model.model_validate(models["data"][0]).id == "tiny" and models["object"] == "list"
 
 

@@ -1,7 +1,8 @@
 """A process that writes blocks through the real DiskStore until it is killed: the victim of test_killed.py.
 
 A block's content is a pure function of its name, so that any wrong byte shows. Lines on stdout: `ready`, and after it
-`INDEX NANOSECONDS` (monotonic, system-wide) as soon as the store's index says that block INDEX is written.
+`INDEX NANOSECONDS` (monotonic, system-wide) as soon as the store's index says that block INDEX is written, and
+`evicted NUMBER` whenever the store has given up more blocks. After `max_blocks` it only waits for its death.
 """
 
 import hashlib
@@ -43,15 +44,15 @@ def content_of(name: bytes, num_bytes: int) -> bytes:
     return (name + NOISE[start : start + num_bytes])[:num_bytes]
 
 
-def main(folder: str, seed: int, block_bytes: int, max_bytes: int) -> None:
+def main(folder: str, seed: int, block_bytes: int, max_bytes: int, max_blocks: int) -> None:
     store = DiskStore(Path(folder), shape_of(block_bytes), max_bytes)
     store.start(lambda block, version: content_of(name_of(seed, block), block_bytes))
     store.keep([name_of(seed, index) for index in range(NUM_KEPT)])
     os.write(1, b"ready\n")
     waiting: deque[tuple[int, BlockHash]] = deque()
-    index = 0
+    index = num_evicted = 0
     while True:
-        while len(waiting) < MAX_WAITING:
+        while len(waiting) < MAX_WAITING and index < max_blocks:
             key = key_of(seed, index)
             store.offer(index, 1, key)
             waiting.append((index, key.name))
@@ -62,6 +63,9 @@ def main(folder: str, seed: int, block_bytes: int, max_bytes: int) -> None:
             os.write(1, b"".join(b"%d %d\n" % (number, now) for number in written))
             done = set(written)
             waiting = deque(entry for entry in waiting if entry[0] not in done)
+            if store.stats().evicted_blocks > num_evicted:
+                num_evicted = store.stats().evicted_blocks
+                os.write(1, b"evicted %d\n" % num_evicted)
         else:
             time.sleep(0.0005)
         if waiting and index - waiting[0][0] > 50 * MAX_WAITING:
@@ -69,4 +73,4 @@ def main(folder: str, seed: int, block_bytes: int, max_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))

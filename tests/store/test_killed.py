@@ -1,9 +1,11 @@
 """kill -9 at random moments of writing (T-36): the folder always opens, and what is read from it is right or missing.
 
 The victims are endless_writer.py: one or two on a folder, with and without eviction, several deaths on one folder. What
-they had finished a second before their death must still be there.
+they had finished a second before their death must still be there. Where nothing is to be evicted a plan has room for
+all that its writers may write before they stop, however fast the machine is.
 """
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,11 +21,13 @@ from store.endless_writer import NUM_KEPT, content_of, key_of, shape_of
 
 from headstart.core.store import BlockKey
 from headstart.store.disk import DiskStore
+from headstart.store.eviction import RESERVE_BYTES
 
 WRITER = Path(__file__).with_name("endless_writer.py")
 SECOND = 1_000_000_000  # nanoseconds
 GROUP = 16  # blocks asked for in one load
-PATIENCE = 300.0  # seconds
+PATIENCE = 1800.0  # seconds
+WRITER_BYTES = 1 << 30  # that each writer writes at most where nothing is to be evicted
 
 
 @dataclass(frozen=True)
@@ -32,22 +36,37 @@ class Plan:
 
     name: str
     block_bytes: int
-    max_bytes: int
+    evicting_bytes: int = 0  # the cap on the folder, far less than what is written; 0: nothing is evicted
     num_writers: int = 1
     deaths: int = 1
     early: float = 0.2  # share of deaths while still starting
     seconds: tuple[float, float] = (0.05, 1.7)  # from its start to any other death
-    blocks: int = 0  # that each writer finishes before those seconds begin
+    blocks: int = 30  # that each writer finishes before those seconds begin
+
+    @property
+    def max_blocks(self) -> int:
+        """That each writer writes at most."""
+        return sys.maxsize if self.evicting_bytes else WRITER_BYTES // self.block_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Room on the disk for all that is written, and as much again for what surrounds it."""
+        return 2 * (self.evicting_bytes or self.deaths * self.num_writers * WRITER_BYTES)
+
+    @property
+    def max_bytes(self) -> int:
+        """The cap on the folder: not within reach unless the plan is to evict."""
+        return self.evicting_bytes or self.needed_bytes
 
 
 PLANS = [
-    Plan("small blocks", 4 << 10, 1 << 30),
-    Plan("middling blocks", 64 << 10, 4 << 30, deaths=2),
-    Plan("odd size", 12_345, 1 << 30),
-    Plan("evicting", 64 << 10, 32 << 20, deaths=2),
-    Plan("two writers", 32 << 10, 2 << 30, num_writers=2, deaths=2),
-    Plan("two writers, evicting", 32 << 10, 48 << 20, num_writers=2),
-    Plan("large blocks", 1 << 20, 4 << 30),
+    Plan("small blocks", 4 << 10),
+    Plan("middling blocks", 64 << 10, deaths=2),
+    Plan("odd size", 12_345),
+    Plan("evicting", 64 << 10, 32 << 20, deaths=2, blocks=1000),
+    Plan("two writers", 32 << 10, num_writers=2, deaths=2),
+    Plan("two writers, evicting", 32 << 10, 48 << 20, num_writers=2, blocks=1500),
+    Plan("large blocks", 1 << 20),
 ]
 
 
@@ -62,7 +81,8 @@ class Seen:
     kept_due: int = 0  # the same of pinned blocks where one writer evicts the others
     kept_usable: int = 0
     served: int = 0
-    evicted: int = 0
+    evicted: int = 0  # blocks that were due once, where some are to be evicted
+    evicted_blocks: int = 0  # by the stores' own count, where none is
     wrong: list[str] = field(default_factory=list)
 
 
@@ -73,7 +93,11 @@ class Victim:
         self.seed = seed
         self.log = folder.with_name(f"{folder.name}-{seed}.log")
         self.killed_at = 0
-        command = [sys.executable, str(WRITER), *map(str, (folder, seed, plan.block_bytes, plan.max_bytes))]
+        command = [
+            sys.executable,
+            str(WRITER),
+        ]
+        command += map(str, (folder, seed, plan.block_bytes, plan.max_bytes, plan.max_blocks))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.PIPE)
 
@@ -105,9 +129,17 @@ class Victim:
         self.process.communicate()
 
     def finished(self) -> dict[int, int]:
-        """Block -> when it was finished; a line that was cut is none."""
-        lines = self.log.read_bytes().split(b"\n")[1:-1]
-        return {int(index): int(when) for index, when in (line.split() for line in lines)}
+        """Block -> when it was finished."""
+        return {int(index): int(when) for index, when in self._lines() if index != b"evicted"}
+
+    def evicted(self) -> int:
+        """Blocks that its store has given up."""
+        return max((int(number) for word, number in self._lines() if word == b"evicted"), default=0)
+
+    def _lines(self) -> list[tuple[bytes, bytes]]:
+        """What it has reported; a line that was cut is none."""
+        pairs = (line.split() for line in self.log.read_bytes().split(b"\n")[1:-1])
+        return [(first, second) for first, second in pairs]
 
 
 def load_all(store: DiskStore, keys: list[BlockKey]) -> Iterator[tuple[BlockKey, bytes]]:
@@ -133,7 +165,6 @@ def load_all(store: DiskStore, keys: list[BlockKey]) -> Iterator[tuple[BlockKey,
 def examine(folder: Path, plan: Plan, victims: Iterable[Victim], seen: Seen) -> None:
     """Opens the folder as the next process would and compares everything in it with what was written."""
     store = DiskStore(folder, shape_of(plan.block_bytes), plan.max_bytes)
-    evicting = plan.max_bytes < 64 << 20
     try:
         for victim in victims:
             finished = victim.finished()
@@ -150,7 +181,7 @@ def examine(folder: Path, plan: Plan, victims: Iterable[Victim], seen: Seen) -> 
             old = {index for index, when in finished.items() if when < victim.killed_at - SECOND}
             kept = {index for index in old if index < NUM_KEPT}
             seen.finished += len(finished)
-            if evicting:
+            if plan.evicting_bytes:
                 seen.evicted += len(old - good)
                 if plan.num_writers == 1:  # another's pins are not one's own
                     seen.kept_due += len(kept)
@@ -158,6 +189,7 @@ def examine(folder: Path, plan: Plan, victims: Iterable[Victim], seen: Seen) -> 
             else:
                 seen.due += len(old)
                 seen.usable += len(old & good)
+                seen.evicted_blocks += victim.evicted()
         used = sum(file.stat().st_size for file in folder.glob("*.kv"))
         segment = max(8 << 20, plan.max_bytes >> 8) + plan.block_bytes
         assert used <= plan.max_bytes + plan.num_writers * segment, f"{plan}: {used} bytes"
@@ -168,6 +200,8 @@ def examine(folder: Path, plan: Plan, victims: Iterable[Victim], seen: Seen) -> 
 def kill_writers(folder: Path, plan: Plan, rng: Random, seen: Seen) -> None:
     """All deaths of one plan, some of them while the victim is still starting."""
     everyone: list[Victim] = []
+    free = shutil.disk_usage(folder.parent).free
+    assert free > plan.needed_bytes + RESERVE_BYTES, f"{plan.name} needs {plan.needed_bytes} bytes of disk, not {free}"
     with ExitStack() as stack:
         for _ in range(plan.deaths):
             victims = [Victim(folder, plan, seed=rng.getrandbits(31)) for _ in range(plan.num_writers)]
@@ -191,6 +225,7 @@ def kill_writers(folder: Path, plan: Plan, rng: Random, seen: Seen) -> None:
 def check(seen: Seen) -> None:
     print(f"\nkilled: {seen}")
     assert seen.wrong == []
+    assert seen.evicted_blocks == 0, "a plan without eviction reached its cap: it would lose just what is due"
     assert seen.due > 100 and seen.usable >= 0.95 * seen.due
     assert seen.kept_usable >= 0.95 * seen.kept_due
 
@@ -198,9 +233,9 @@ def check(seen: Seen) -> None:
 def test_blocks_survive_the_death_of_their_writer_and_none_is_wrong(tmp_path: Path) -> None:
     rng, seen = Random(4), Seen()
     plans = [
-        Plan("long enough", 16 << 10, 1 << 30, early=0.0, seconds=(1.05, 1.25), blocks=150),
+        Plan("long enough", 16 << 10, early=0.0, seconds=(1.05, 1.25), blocks=150),
         Plan("long enough, evicting", 64 << 10, 32 << 20, early=0.0, seconds=(1.05, 1.25), blocks=1000),
-        Plan("two writers", 32 << 10, 1 << 30, num_writers=2),
+        Plan("two writers", 32 << 10, num_writers=2),
     ]
     for number, plan in enumerate(plans):
         kill_writers(tmp_path / str(number), plan, rng, seen)

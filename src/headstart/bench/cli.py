@@ -89,10 +89,11 @@ def intent(
     accuracy: Annotated[
         bool | None, typer.Option(help="Answers of the bundled model, float32. Default: without --model only.")
     ] = None,
-    examples: Annotated[int, typer.Option(min=1, help="Held-out sentences asked for --accuracy.")] = 200,
+    examples: Annotated[int, typer.Option(min=1, help="Held-out sentences asked for --accuracy.")] = 80,
     runs: Runs = 3,
     draws: Annotated[int, typer.Option(min=1, help="Poisson draws; the search runs once for each.")] = 1,
-    seconds: Annotated[float, typer.Option(min=1, help="Seconds of arrivals per measured rate, at least.")] = 30,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds of arrivals per measured rate, at least.")] = 10,
+    min_requests: Annotated[int, typer.Option(min=1, help="Requests per measured rate, at least.")] = 20,
     quick: Quick = False,
     plot: Plot = None,
     slo_ttft: SloTtft = None,
@@ -104,13 +105,15 @@ def intent(
 ) -> None:
     """900 shared and 100 own tokens in, 30 out, prefix caching off and on: TTFT, decode stall, highest request rate.
 
+    Published figures: --seconds 30 --min-requests 40 --examples 200.
+
     With --against: requests alone, then the highest rate within the limits given, or four times the latency alone.
     """
     if against:
         from headstart.bench.rate import RateConfig, behind_prefix
         from headstart.bench.rate_report import RatePlan, run_rate_search
 
-        config = RateConfig(10.0, 20, 1.3) if quick else RateConfig(seconds)
+        config = RateConfig(5.0, 10, 1.3) if quick else RateConfig(seconds, min_requests)
         slo = cli_run.limits(slo_ttft, slo_tpot, slo_e2e)
 
         def search(runner: "Runner", new_seed: int, bar: "Bar") -> "Report":
@@ -127,7 +130,7 @@ def intent(
         from headstart.bench.intent_accuracy import AccuracyConfig, bundled_answers
         from headstart.bench.intent_load import QUICK, IntentConfig
 
-        config = QUICK if quick else IntentConfig(runs=runs, draws=draws, seconds=seconds)
+        config = QUICK if quick else IntentConfig(runs=runs, draws=draws, seconds=seconds, min_requests=min_requests)
         asked = accuracy if accuracy is not None else not model
         questions = AccuracyConfig(examples=min(examples, 40) if quick else examples) if asked else None
         answer = bundled_answers(setup.threads, bar) if asked else None

@@ -18,13 +18,19 @@ router_lab = typer.Typer()
 
 
 @router_lab.command(short_help="What a routing decision costs.")
-def pick(seed: Seed = 0, quick: Quick = False) -> None:
+def pick(
+    seed: Seed = 0,
+    unique_prompts: Annotated[
+        int, typer.Option(min=1, help="One-off prompts by which the index must not grow; published: 1000000.")
+    ] = 100_000,
+    quick: Quick = False,
+) -> None:
     """Decisions on a 32k-token prompt with 16 replicas and a million blocks in the index: microseconds of CPU time."""
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.lab_pick import QUICK, PickConfig, run_pick
 
-        return run_pick(seed, QUICK if quick else PickConfig(), bar)
+        return run_pick(seed, QUICK if quick else PickConfig(unique=unique_prompts), bar)
 
     cli_run.finish(bench, None)
 
@@ -114,7 +120,7 @@ def failover(
         str, typer.Option(help="Folder, hub id or shape; empty: the bundled model; none: servers without a model.")
     ] = "",
     replicas: Annotated[int, typer.Option(min=2, help="Servers behind the router.")] = 3,
-    kills: Annotated[int, typer.Option(min=1, help="How often one of them is killed.")] = 20,
+    kills: Annotated[int, typer.Option(min=1, help="How often one of them is killed; published: 20.")] = 8,
     requests: Annotated[int, typer.Option(min=1, help="During the rolling restart, at least.")] = 2000,
     seed: Seed = 0,
     quick: Quick = False,

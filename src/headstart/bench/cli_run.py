@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headstart.core.errors import HeadstartError
+from headstart.model.shapes import SHAPES
 from headstart.model.threads import prepare_threads
+from headstart.options import EngineOptions
 
 if TYPE_CHECKING:
     from headstart.bench.engines import Setup
@@ -146,6 +148,7 @@ def run_on_model(
 
     def on_model(bar: "Bar") -> "Report":
         count = prepare_threads(threads)
+        _check(model, EngineOptions(dtype=dtype, threads=threads, quantization=quantization))
         from headstart.assembly import build_engine
         from headstart.bench.engines import BUNDLED, Setup
         from headstart.bench.models import find_model
@@ -154,6 +157,13 @@ def run_on_model(
         return bench(Setup(build_engine, found, model or BUNDLED, dtype, count, seed, quantization), bar)
 
     finish(on_model, plot)
+
+
+def _check(model: str, options: EngineOptions) -> None:
+    """Raise ConfigError for what no engine can be built with, before torch is imported; a shape's name is no folder."""
+    from headstart.engine_checks import check_engine
+
+    check_engine(options if model in SHAPES and not Path(model).is_dir() else replace(options, model=model))
 
 
 def finish(bench: "Callable[[Bar], Report]", plot: Path | None) -> None:

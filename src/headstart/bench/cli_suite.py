@@ -122,6 +122,9 @@ def decode(
     against: Against = "",
     streams: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 32,
     prefixes: Annotated[str, typer.Option(help="both | shared | distinct.")] = "both",
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0: greedy; above 0: sampled.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="With a temperature; 1: off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="With a temperature; 0: off.")] = 0,
     prefix_tokens: PrefixTokens = 1024,
     own_tokens: OwnTokens = 16,
     output_tokens: OutputTokens = 128,
@@ -139,16 +142,21 @@ def decode(
     """Streams that decode at once behind cached prefixes; tokens/s count from the last first token on."""
     from headstart.bench.suite import Plan
     from headstart.bench.workloads import decode as build
+    from headstart.workload.jobs import Sampling
     from headstart.workload.synthetic import Shape
 
     where = Where(model, against, api_key, vocab_size, timeout, dtype, threads, quantization, caching, seed, plot)
     with cli_run.refusing():
-        made = build(prefixes, streams, Shape(prefix_tokens, own_tokens, output_tokens))
+        sampling = Sampling(temperature, top_p, top_k)
+        made = build(prefixes, streams, Shape(prefix_tokens, own_tokens, output_tokens), sampling)
     sizes = {
         "streams": streams,
         "prefix_tokens": prefix_tokens,
         "own_tokens": own_tokens,
         "output_tokens": output_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
     }
     run_plan(Plan("decode", made, runs=runs, setup=sizes), where)
 
@@ -256,7 +264,7 @@ def fleet(
     high_rate: Annotated[float, typer.Option(min=0, help="Requests/s at high hit; 0: --load.")] = 0,
     low_rate: Annotated[float, typer.Option(min=0, help="Requests/s at low hit; 0: --load.")] = 0,
     load: Annotated[float, typer.Option(min=0.01, max=2, help="Share of what round robin bears.")] = 0.7,
-    runs: Runs = 3,
+    runs: Annotated[int, typer.Option(min=1, help="Repetitions, by turns; published: 3.")] = 1,
     dtype: Dtype = "auto",
     seed: Seed = 0,
     quick: Quick = False,

@@ -56,10 +56,12 @@ class EngineRunner:
 
     def _requests(self, jobs: Sequence[Job]) -> list[Request]:
         self._runs += 1
-        return [
-            Request(f"run{self._runs}-{index}", job.prompt, SamplingParams(max_tokens=job.output, temperature=0.0))
-            for index, job in enumerate(jobs)
-        ]
+        return [Request(f"run{self._runs}-{index}", job.prompt, _sampling(job)) for index, job in enumerate(jobs)]
+
+
+def _sampling(job: Job) -> SamplingParams:
+    chosen = job.sampling
+    return SamplingParams(max_tokens=job.output, temperature=chosen.temperature, top_p=chosen.top_p, top_k=chosen.top_k)
 
 
 def _problems(run: Run) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-REQUEST_SECONDS = 300.0
+REQUEST_SECONDS = 1800.0
 _PREFIXES = 16
 
 

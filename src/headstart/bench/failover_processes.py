@@ -19,8 +19,8 @@ import psutil
 import headstart
 from headstart.core.errors import ConfigError
 
-START_SECONDS = 300.0
-FLEET_SECONDS = 60.0
+START_SECONDS = 1800.0  # a server that ends is noticed at once, so this is for one that hangs
+FLEET_SECONDS = 600.0
 _POLL_SECONDS = 0.01
 _BANNER = re.compile(r" at (http://\S+)/v1")
 

@@ -94,7 +94,8 @@ def _report(bench: IntentBench) -> Report:
         problems=list(dict.fromkeys(bench.problems)),
     )
     report.sheets += [_figures(report), _points(bench)]
-    report.charts.append(_chart(bench))
+    if any(bench.searched.values()):
+        report.charts.append(_chart(bench))
     return report
 
 
@@ -165,7 +166,12 @@ def _points(bench: IntentBench) -> Sheet:
     rows = tuple(
         (point.side, point.rate, point.requests, _e2e_text(point), "yes" if point.holds else "no") for point in points
     )
-    return Sheet("points of the search", ("caching", "requests/s", "requests", "latency p90 ms", "holds"), rows)
+    alone = tuple(
+        (name, "alone", len(found), f"{1e3 * bench.latency(name):.0f} (median)", "no")
+        for name, found in bench.unloaded.items()
+        if bench.misses_alone(name)
+    )
+    return Sheet("points of the search", ("caching", "requests/s", "requests", "latency p90 ms", "holds"), alone + rows)
 
 
 def _e2e_text(point: Point) -> str:

@@ -31,14 +31,14 @@ class IntentConfig:
     runs: int = 3  # rounds of unloaded requests
     requests: int = 8  # per round and side
     draws: int = 1  # Poisson draws, each with its own search
-    seconds: float = 30.0  # of arrivals per point at least
-    min_requests: int = 40  # per point at least
+    seconds: float = 10.0  # of arrivals per point at least
+    min_requests: int = 20  # per point at least
     precision: float = 1.1  # of the search
     limit_factor: float = 4.0  # p90 latency allowed / unloaded latency with caching on
     load_rate: float | None = None  # where time per output token is compared; None: 0.8 / unloaded latency, caching off
 
 
-QUICK = IntentConfig(runs=2, requests=4, seconds=10.0, min_requests=20, precision=1.3)
+QUICK = IntentConfig(runs=2, requests=4, seconds=5.0, min_requests=10, precision=1.3)
 
 
 @dataclass(slots=True)
@@ -157,8 +157,14 @@ class IntentBench:
                 self._check(run, name, "unloaded")
                 self.unloaded[name] += run.records
 
+    def misses_alone(self, name: str) -> bool:
+        """Return whether requests of the side miss the limit without any load, so that no rate can hold."""
+        return self.latency(name) > self.limit
+
     def _search(self, name: str, draw: int) -> float:
-        """The highest rate of one draw at which the side's p90 latency stays within the limit."""
+        """The highest rate of one draw at which the side's p90 latency stays within the limit; 0 if none can."""
+        if self.misses_alone(name):
+            return 0.0
 
         def holds(rate: float) -> bool:
             point = self._measure_point(name, rate, draw, limit=self.limit)

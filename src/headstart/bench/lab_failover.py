@@ -29,7 +29,7 @@ from headstart.bench.failover_processes import (
 from headstart.bench.progress import QUIET, Bar
 from headstart.bench.report import Report, Sheet
 
-WAIT_SECONDS = 300.0
+WAIT_SECONDS = 1800.0
 POLL_SECONDS = 0.01
 
 
@@ -40,7 +40,7 @@ class FailoverConfig:
     model: str | None = ""  # empty: the bundled one
     label: str = ""
     replicas: int = 3
-    kills: int = 20
+    kills: int = 8
     workers: int = 12  # requests under way while replicas are killed
     requests: int = 2000  # during the rolling restart, or more if that takes longer
     load: float = 0.7  # of the measured capacity

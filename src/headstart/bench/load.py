@@ -87,7 +87,9 @@ def body_of(job: Job, model: str, **changes: object) -> bytes:
         "model": model,
         "prompt": job.prompt.tolist(),
         "max_tokens": job.output,
-        "temperature": 0,
+        "temperature": job.sampling.temperature,
+        "top_p": job.sampling.top_p if job.sampling.top_p < 1 else None,
+        "top_k": job.sampling.top_k or None,  # not OpenAI's, but vLLM's and SGLang's
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},

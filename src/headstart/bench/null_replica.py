@@ -61,4 +61,4 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="null_replica", description="A server without a model.")
     parser.add_argument("--port", type=int, default=0)
     given = parser.parse_args()
-    return serve(build_null, EngineOptions(), ServerOptions(port=given.port, access_log=False, stats_interval=0.0))
+    return serve(build_null, EngineOptions(), ServerOptions(port=given.port, access_log="none", stats_interval=0.0))

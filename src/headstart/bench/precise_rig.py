@@ -159,11 +159,13 @@ class Rig:
     async def caught_up(self, consumer: KVEventConsumer | None = None) -> None:
         """Waits until the consumer has taken in the last batch there is."""
         consumer = consumer or self.consumer
-        await self.until(lambda: consumer.position == self.num_published and not consumer.is_missing)
+        await self.until(
+            lambda: consumer.position == self.num_published and not (consumer.is_missing or consumer.is_taking)
+        )
 
     async def until_heard(self) -> None:
         """Serves until the last batch there is has been heard, with nothing missing before it."""
-        while self.consumer.position != self.num_published or self.consumer.is_missing:
+        while self.consumer.position != self.num_published or self.consumer.is_missing or self.consumer.is_taking:
             await self.serve()
             await asyncio.sleep(5 * STEP_SECONDS)
 

@@ -43,6 +43,8 @@ def run_rate_search(runner: Runner, plan: RatePlan, bar: Bar = QUIET) -> Report:
     if not known or alone.problems:
         return _report(runner, plan, alone, None)
     slo = plan.slo or Slo(e2e=LIMIT_FACTOR * median(known))
+    if not slo.holds(alone["alone"].trial.records, share=50):  # then no rate can
+        return _report(runner, plan, alone, RateSearch(0.0, (), slo))
     config = replace(plan.config, seed=plan.seed)
     start = 0.5 / median(known)
     found = uncontended(lambda: search_rate(runner, plan.load, slo, start, config, bar), log, retries=0)
@@ -85,6 +87,8 @@ def _report(runner: Runner, plan: RatePlan, alone: Measured, search: RateSearch 
     }
     report.problems += list(dict.fromkeys(search.problems))
     report.sheets.append(_points_sheet(search, points))
+    if not points:
+        return report
     report.charts.append(_chart(search, points))
     return report
 
@@ -119,6 +123,8 @@ def _points_sheet(search: RateSearch, points: list[dict[str, Any]]) -> Sheet:
         for found in sorted(points, key=lambda found: found["rate"])
     )
     title = f"highest rate with p90 of {limits}: {search.rate:.3g} requests/s (ms; -: given up, sure to miss)"
+    if not points:
+        title = f"highest rate with p90 of {limits}: 0 requests/s, since requests alone miss that"
     return Sheet(title, (*columns, "redundancy", "holds"), rows)
 
 

@@ -13,6 +13,7 @@ from headstart.bench.progress import QUIET, Bar
 from headstart.bench.rate import DEFAULTS, RateConfig, behind_prefix, search_rate
 from headstart.bench.runner import Runner
 from headstart.workload import scenarios
+from headstart.workload.jobs import GREEDY, Sampling
 from headstart.workload.record import median
 from headstart.workload.scenarios import Scenario
 from headstart.workload.slo import Slo
@@ -71,8 +72,16 @@ def decode_rate(result: PhaseResult) -> float | None:
     return result.trial.decode_rate
 
 
-def _decode(is_shared: bool) -> Build:
-    return lambda vocab_size, rng: scenarios.decode(vocab_size, rng, is_shared=is_shared)
+def _decode(is_shared: bool, sampling: Sampling = GREEDY) -> Build:
+    return lambda vocab_size, rng: scenarios.decode(vocab_size, rng, is_shared=is_shared, sampling=sampling)
+
+
+SAMPLED = {
+    "decode_temperature": Sampling(temperature=1.0),
+    "decode_top_p": Sampling(temperature=1.0, top_p=0.95),
+    "decode_top_k": Sampling(temperature=1.0, top_p=0.8, top_k=20),
+}
+"""Rows that are `decode_shared` with sampled tokens."""
 
 
 ROWS: dict[str, Row] = {
@@ -85,6 +94,10 @@ ROWS: dict[str, Row] = {
     ),
     "decode_shared": Row(_decode(True), (Part("decode_shared", "shared", decode_rate),), is_rate=True),
     "decode_distinct": Row(_decode(False), (Part("decode_distinct", "distinct", decode_rate),), is_rate=True),
+    **{
+        name: Row(_decode(True, sampling), (Part(name, "shared", decode_rate),), is_rate=True)
+        for name, sampling in SAMPLED.items()
+    },
     "shared_prefix": Row(scenarios.shared_prefix, (Part("shared_prefix", "cold", seconds),)),
     "twins": Row(scenarios.twins, (Part("twins", "cold", seconds),)),
 }

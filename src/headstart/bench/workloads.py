@@ -12,7 +12,7 @@ from headstart.bench.suite import Build
 from headstart.bench.twins_forms import Form
 from headstart.core.errors import ConfigError
 from headstart.workload import scenarios
-from headstart.workload.jobs import make_jobs
+from headstart.workload.jobs import GREEDY, Sampling, make_jobs
 from headstart.workload.scenarios import Phase, Scenario
 from headstart.workload.synthetic import Shape, poisson_arrivals
 from headstart.workload.traces import Trace, read_trace
@@ -82,14 +82,21 @@ def parse_rate(text: str) -> float | None:
     return rate
 
 
-def decode(prefixes: str, streams: int, shape: Shape) -> Build:
+def decode(prefixes: str, streams: int, shape: Shape, sampling: Sampling = GREEDY) -> Build:
     """Streams behind one cached prefix, then each behind its own. Raises ConfigError."""
+    if sampling.temperature == 0 and sampling != GREEDY:
+        raise ConfigError("--top-p and --top-k do nothing at temperature 0: add --temperature 1")
+    if not 0 < sampling.top_p <= 1:
+        raise ConfigError(f"--top-p {sampling.top_p} is outside (0, 1]")
     if prefixes not in PREFIXES:
         raise ConfigError(f"--prefixes {prefixes!r} is unknown; use {', '.join(PREFIXES)}")
     kinds = [is_shared for is_shared in (True, False) if prefixes in ("both", "shared" if is_shared else "distinct")]
 
     def build(vocab_size: int, rng: Random) -> Scenario:
-        parts = [scenarios.decode(vocab_size, rng, is_shared=kind, streams=streams, shape=shape) for kind in kinds]
+        parts = [
+            scenarios.decode(vocab_size, rng, is_shared=kind, streams=streams, shape=shape, sampling=sampling)
+            for kind in kinds
+        ]
         return Scenario("decode", tuple(phase for part in parts for phase in part.phases))
 
     return build

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headstart.core.batch import Chunk, Ledger
-from headstart.core.ideal import IdealCache
+from headstart.core.hashing import BlockHash
+from headstart.core.ideal import IdealCache, max_names
 from headstart.core.kv_cache import Hit, KVCache
 from headstart.core.request import Sequence
 from headstart.core.transfers import Transfers
@@ -51,20 +52,19 @@ class Accounts:
         self._cache = cache
         self._transfers = transfers
         self._is_internal = is_internal
-        self._ideal = IdealCache(cache.pool.num_blocks)
+        self._ideal = IdealCache(max_names(cache.pool.num_blocks))
 
     def arrived(self, seq: Sequence) -> None:
         """Notes what a perfect cache would compute of it, which is at least one token."""
         names = seq.block_hashes
-        known = self._ideal.num_known(names) if self._cache.reads(seq) else 0
+        known = self._num_ideal(names) if self._cache.reads(seq) else 0
         self.counters.ideal_tokens += max(len(seq.token_ids) - known * self._cache.block_size, 1)
-        if self._cache.writes(seq):
-            self._ideal.learn(names, known)
+        self._ideal.learn(names if self._cache.writes(seq) else names[:known])
 
     def finished(self, seq: Sequence) -> None:
         """From now on a perfect cache knows its output too."""
         if self._cache.writes(seq):
-            self._ideal.learn(seq.block_hashes, len(seq.request.prompt) // self._cache.block_size)
+            self._ideal.learn(seq.block_hashes)
 
     def admitted(self, seq: Sequence, hit: Hit, now: float) -> None:
         """Notes what a sequence takes over with its admission, the first or a later one."""
@@ -126,6 +126,13 @@ class Accounts:
         counters.followed_tokens += ledger.followed
         counters.prompt_computed_tokens += ledger.computed
         return ledger
+
+    def _num_ideal(self, names: list[BlockHash]) -> int:
+        """Return how many leading `names` a perfect cache holds: those it remembers, and what the real one has."""
+        known = self._ideal.num_known(names)
+        while known < len(names) and self._transfers.holds(names[known]):
+            known += 1
+        return known
 
     def _followed(self, seq: Sequence, hit: Hit, computed: int) -> None:
         """What it takes over now, had not computed before, and is still owed to its prompt."""

@@ -41,7 +41,8 @@ class BlockPool:
     """Hands out blocks `1 .. num_blocks - 1`. Block 0 is reserved: padding may point there.
 
     `tenant_floor` is the share of the pool, split evenly among the tenants seen, that nobody else can evict. The public
-    tenant, "", has none. Of `history_pools` times the pool's size it remembers what was evicted.
+    tenant, "", has none. Of `history_pools` times the pool's size it remembers what was evicted. A pool that
+    is to `grow` to `max_blocks` has the shares and the history of that size from the start.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class BlockPool:
         eviction_policy: str = "lru",
         tenant_floor: float = 0.0,
         history_pools: int = HISTORY_POOLS,
+        max_blocks: int = 0,
     ) -> None:
         assert num_blocks >= 2, f"a pool of {num_blocks} blocks has none to hand out: block 0 is reserved"
         self.num_blocks = num_blocks
@@ -62,13 +64,15 @@ class BlockPool:
         self._names: list[BlockHash | None] = [None] * num_blocks
         self._entries: dict[BlockHash, tuple[int, BlockHash, bytes]] = {}  # name -> (block, parent's name, tokens)
         self._scratch = list(range(num_blocks - 1, 0, -1))
-        self._idle = IdleBlocks(num_blocks, eviction_policy, tenant_floor)
+        size = max(num_blocks, max_blocks)
+        self._idle = IdleBlocks(num_blocks, eviction_policy, tenant_floor, size)
         self._marks, self._tenants = self._idle.marks, self._idle.tenants
         self._pins: dict[BlockHash, int] = {}
         self._idle_pinned: set[int] = set()
         self._wants = Wants()
         self._history_pools = history_pools
-        self._history = EvictionHistory(history_pools * num_blocks)
+        self._max_history = history_pools * size
+        self._history = EvictionHistory(self._max_history)
         self._suspect: set[int] = set()  # may hold NaN: cleared before the next use
         self._to_zero: list[int] = []
 
@@ -256,6 +260,34 @@ class BlockPool:
             listener.published(block, name, parent, tokens)
         return True
 
+    def grow(self, num: int) -> None:
+        """Adds `num` blocks, all of them scratch."""
+        start = self.num_blocks
+        self.num_blocks += num
+        self._refs += [0] * num
+        self._versions += [0] * num
+        self._names += [None] * num
+        self._scratch += range(self.num_blocks - 1, start - 1, -1)
+        self._idle.grow(num)
+        self._max_history = max(self._max_history, self._history_pools * self.num_blocks)
+        self._history.resize(self._max_history)
+
+    def dismantle(self, num: int) -> int:
+        """Frees up to `num` entries of a pool that is no longer used, and returns how many: 0, and nothing is left.
+
+        The end of a large pool frees everything at once, which takes a while.
+        """
+        freed = 0
+        for table in (self._entries, *self._history.tables, *self._idle.tables):
+            while table and freed < num:
+                table.popitem()
+                freed += 1
+        for items in (self._names, self._idle.tenants, self._refs, self._versions, self._scratch):
+            count = min(num - freed, len(items))
+            del items[len(items) - count :]
+            freed += count
+        return freed
+
     # ------------------------------------------------------------------------------------------------- keeping
 
     def want(self, names: Sequence[BlockHash]) -> None:
@@ -344,7 +376,7 @@ class BlockPool:
             assert self._names[block] == name, f"block {block} and the index disagree"
             assert self._history.get(name) is None, f"block {block} is published and evicted"
         assert len(published) == len(self._entries)
-        assert len(self._history) <= self._history_pools * self.num_blocks
+        assert len(self._history) <= self._max_history
         self._idle.check()
 
     # ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from headstart.core.events import EventLog, EventSink
 from headstart.core.executor import Executor
 from headstart.core.prefix import PrefixInfo, PrefixState
 from headstart.core.recent import RecentRequests
-from headstart.core.request import Request
+from headstart.core.request import NO_DEFAULTS, Request, SamplingDefaults
 from headstart.core.scheduler import Scheduler
 from headstart.core.store import BlockSource, BlockStore, Data, StoreStats
 
@@ -35,6 +35,7 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...]
     scheduling_policy: str = "lpm"  # decides whether a request may have a priority
     quantization: str = "none"
+    sampling_defaults: SamplingDefaults = NO_DEFAULTS
 
 
 class EngineStats(NamedTuple):
@@ -181,7 +182,7 @@ class Engine:
         info = self.scheduler.prefixes.get(name)
         assert info is not None
         if info.state is PrefixState.FAILED:
-            self.scheduler.prefixes.remove(name)
+            self.remove_prefix(name)
             raise InvalidRequestError(f"prefix {name!r} cannot be computed: {info.error}", code="prefix_too_large")
         return info
 
@@ -190,6 +191,8 @@ class Engine:
         removed = self.scheduler.prefixes.remove(name)
         self._keep_prefixes()
         self._warm_prefixes()
+        if removed:
+            self.recent.forget_prefix(name)
         return removed
 
     def list_prefixes(self) -> list[PrefixInfo]:
@@ -225,11 +228,10 @@ class Engine:
         prefixes = self.scheduler.prefixes
         aborted, wanted = prefixes.take_requests()
         for request_id in aborted:
-            self.scheduler.abort(request_id)
+            self.abort(request_id)
         for request in wanted:
             try:
-                self.scheduler.add(request)
-                self.recent.queued(request.request_id)
+                self.add_request(request)
             except InvalidRequestError as error:  # longer than the model's context
                 prefixes.fail(request.request_id, str(error))
 

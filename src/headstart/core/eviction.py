@@ -35,6 +35,11 @@ class EvictionOrder(Protocol):
         """Takes out the block whose turn it is. Raises KeyError if there is none."""
         ...
 
+    @property
+    def tables(self) -> "tuple[OrderedDict[int, None], ...]":
+        """All that holds its blocks."""
+        ...
+
     def __len__(self) -> int: ...
     def __contains__(self, block: object) -> bool: ...
     def __iter__(self) -> Iterator[int]: ...
@@ -66,6 +71,10 @@ class Lru:
 
     def pop(self) -> int:
         return self._queue.popitem(last=False)[0]
+
+    @property
+    def tables(self) -> tuple[OrderedDict[int, None], ...]:
+        return (self._queue,)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -126,6 +135,10 @@ class TwoQueue:
 
     def pop(self) -> int:
         return (self._probation or self._protected).popitem(last=False)[0]
+
+    @property
+    def tables(self) -> tuple[OrderedDict[int, None], ...]:
+        return self._probation, self._protected
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected)

@@ -35,7 +35,7 @@ class Reason(Enum):
     ISOLATED = "isolated"  # the same tokens are there, but in another isolation domain or for another adapter
     NOT_KEPT = "not_kept"  # a recent request had the same tokens and leaves nothing behind: read-only or bypass
     GONE = "gone"  # a recent request had the same tokens; what became of its blocks is no longer known
-    UNSEEN = "never_seen"  # no recent request begins like this
+    UNSEEN = "never_seen"  # no recent request begins with the same block
 
 
 class Viewer(NamedTuple):
@@ -183,6 +183,8 @@ class _Case:
             return Reason.ISOLATED, self._near(other.seq, shared), None
         if near is None or common < max(self.position, 1):
             return Reason.UNSEEN, None, None
+        if common < self._size:  # what a chat template writes before every conversation is no common beginning
+            return Reason.UNSEEN, self._near(near.seq, common), None
         reason = Reason.EXTENDS if common == len(near.seq.token_ids) else Reason.DIVERGED
         return reason, self._near(near.seq, common), None
 

@@ -25,9 +25,18 @@ class EvictionHistory:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._generation = max(capacity // 2, 1)
+        self.resize(capacity)
         self._young: dict[BlockHash, Evicted] = {}
         self._old: dict[BlockHash, Evicted] = {}
+
+    def resize(self, capacity: int) -> None:
+        """Remembers another number of names from now on; not less than before."""
+        self._generation = max(capacity // 2, 1)
+
+    @property
+    def tables(self) -> tuple[dict[BlockHash, Evicted], dict[BlockHash, Evicted]]:
+        """All that it remembers."""
+        return self._young, self._old
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)

@@ -1,7 +1,13 @@
 """IdealCache: what a perfect, infinite, shared cache would have had to compute; the floor of prefill redundancy.
 
-It remembers names only, and "infinite" is several pools of them: beyond that it forgets the oldest and calls a repeat
-of those new.
+It remembers names only, in two generations: those used since the current generation began, and those used in the
+generation before. A generation ends when it holds half of `max_names`; then the older one is forgotten as a whole. So a
+name is remembered at least until `max_names / 2` other names were used after it, and memory is bounded by `max_names`
+and the two longest chains.
+
+Using a block uses all blocks in front of it, so each generation holds, with a name, every name in front of it in its
+chain. Forgetting a generation keeps that true; forgetting single names, oldest first, would not: heads would go before
+tails. So the leading names that are known are found by bisection, with the same result as one by one.
 """
 
 from headstart.core.hashing import BlockHash
@@ -10,27 +16,45 @@ POOLS = 8
 MIN_NAMES = 65_536
 
 
-class IdealCache:
-    """All block names that ever were, by arrival: from then on a perfect cache computes them once."""
+def max_names(num_blocks: int) -> int:
+    """Return how many names to remember for a pool of `num_blocks`: several pools of them."""
+    return max(POOLS * num_blocks, MIN_NAMES)
 
-    def __init__(self, num_blocks: int) -> None:
-        self._max_names = max(POOLS * num_blocks, MIN_NAMES)
-        self._names: dict[BlockHash, None] = {}
+
+class IdealCache:
+    """The names used lately, by chain: from its first use on, a perfect cache holds a block."""
+
+    def __init__(self, max_names: int) -> None:
+        self._generation = max(max_names // 2, 1)
+        self._young: set[BlockHash] = set()
+        self._old: set[BlockHash] = set()
+
+    def __len__(self) -> int:
+        return len(self._young | self._old)
 
     def num_known(self, names: list[BlockHash]) -> int:
-        """How many leading `names` it has seen; by bisection, since names are chained."""
-        low, high = 0, len(names)
-        while low < high:
-            middle = (low + high) // 2
-            if names[middle] in self._names:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        """Return how many leading `names` of one chain are remembered. Changes nothing."""
+        known = _num_leading(names, self._young, 0)
+        if known < len(names) and names[known] in self._old:
+            known = _num_leading(names, self._old, known + 1)
+        return known
 
-    def learn(self, names: list[BlockHash], start: int) -> None:
-        """Remembers `names[start:]`."""
-        if start < len(names):
-            self._names.update(dict.fromkeys(names[start:]))
-            while len(self._names) > self._max_names:
-                del self._names[next(iter(self._names))]
+    def learn(self, names: list[BlockHash]) -> None:
+        """Remember `names`, the blocks of one chain from its first on, as used now."""
+        if not names or names[-1] in self._young:
+            return
+        if len(self._young) >= self._generation:
+            self._old, self._young = self._young, set()
+        self._young.update(names[_num_leading(names, self._young, 0) :])
+
+
+def _num_leading(names: list[BlockHash], held: set[BlockHash], low: int) -> int:
+    """Return how many leading `names` are in `held`, by bisection; at least `low` of them are."""
+    high = len(names)
+    while low < high:
+        middle = (low + high) // 2
+        if names[middle] in held:
+            low = middle + 1
+        else:
+            high = middle
+    return low

@@ -60,16 +60,19 @@ class _Shelf:
 
 
 class IdleBlocks:
-    """The idle blocks of a pool. `marks` and `tenants` hold what is known of each block, idle or not."""
+    """The idle blocks of a pool. `marks` and `tenants` hold what is known of each block, idle or not.
 
-    def __init__(self, num_blocks: int, policy: str, tenant_floor: float) -> None:
-        make, max_protected = EVICTION_POLICIES[policy], int(PROTECTED_SHARE * (num_blocks - 1))
+    Shares are those of a pool of `size` blocks, to which this one may grow.
+    """
+
+    def __init__(self, num_blocks: int, policy: str, tenant_floor: float, size: int) -> None:
+        make, max_protected = EVICTION_POLICIES[policy], int(PROTECTED_SHARE * (size - 1))
         self.marks = bytearray(num_blocks)  # see eviction.py
         self.tenants = [""] * num_blocks  # whose share a published block counts against
         self.retentions = Retentions(self.marks)
         self._size = 0
         self.num_aside = 0  # idle blocks that were spared because they are wanted
-        self._protected_share = tenant_floor * (num_blocks - 1)
+        self._protected_share = tenant_floor * (size - 1)
         self._seen: set[str] = set()  # tenants other than the public one
         self._new_order: Callable[[], EvictionOrder] = lambda: make(self.marks, max_protected)
         self._shelves = {"": _Shelf(self._new_order)}
@@ -79,6 +82,17 @@ class IdleBlocks:
     def has_shares(self) -> bool:
         """Whether there may be blocks that not everybody can evict."""
         return bool(self._seen) and self._protected_share > 0
+
+    @property
+    def tables(self) -> list[OrderedDict[int, None]]:
+        """All that holds idle blocks, for a pool that is dismantled."""
+        levels = (order for shelf in self._shelves.values() for order in shelf.levels.values())
+        return [table for order in levels for table in order.tables] + [s.aside for s in self._shelves.values()]
+
+    def grow(self, num: int) -> None:
+        """Makes room for `num` more blocks, none of them idle."""
+        self.marks += bytes(num)
+        self.tenants += [""] * num
 
     def __len__(self) -> int:
         return self._size

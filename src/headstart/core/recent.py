@@ -3,7 +3,8 @@
 Nothing is copied: an entry points at the scheduler's own Sequence, whose tokens and names stay after it has finished.
 What cannot be found out later is noted when it happens: where reuse stopped at first admission and whether the first
 missing block had been evicted by then (once per request), and what its prompt came from (once per request). Requests
-that computed pinned prefixes outlast the others: prompts are meant to begin like them.
+that computed pinned prefixes outlast the others, one for each prefix until that is removed: prompts are meant to begin
+like them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -97,6 +98,11 @@ class RecentRequests:
         self._queued.discard(request_id)
         self._open.pop(request_id, None)
 
+    def forget_prefix(self, name: str) -> None:
+        """Forgets the request that computed a pinned prefix, which is ordinary cache from now on."""
+        for request_id in [other for other in self._prefixes if _prefix_name(other) == name]:
+            del self._prefixes[request_id]
+
     def _add(self, seq: Sequence, start: int, evicted: Evicted | None) -> None:
         """Remembers a request, and forgets the oldest ones if it must."""
         request_id = seq.request.request_id
@@ -114,10 +120,8 @@ class RecentRequests:
             self._forget(next(iter(self._seen)))
 
     def _add_prefix(self, seen: Seen) -> None:
-        """Keeps the last request of each prefix; their ids end in a number of their own."""
-        name = seen.request_id.rpartition(":")[0]
-        for other in [request_id for request_id in self._prefixes if request_id.rpartition(":")[0] == name]:
-            del self._prefixes[other]
+        """Keeps the last request of each prefix."""
+        self.forget_prefix(_prefix_name(seen.request_id))
         if len(self._prefixes) >= MAX_PREFIXES:
             del self._prefixes[next(iter(self._prefixes))]
         self._prefixes[seen.request_id] = seen
@@ -127,3 +131,8 @@ class RecentRequests:
         if seen is not None:
             self._num_tokens -= len(seen.seq.request.prompt)
             self._open.pop(request_id, None)
+
+
+def _prefix_name(request_id: str) -> str:
+    """Return the name of the prefix that the request computes; its id ends in a number of its own."""
+    return request_id.removeprefix(REQUEST_PREFIX).rpartition(":")[0]

@@ -54,6 +54,24 @@ class SamplingParams:
 GREEDY = SamplingParams(temperature=0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Values that a model's generation_config.json sets for parameters that a request leaves out; None: it sets none.
+
+    `max_tokens` is a default too, never a cap: less if less fits into the context.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+
+NO_DEFAULTS = SamplingDefaults()
+
+
 class Retention(NamedTuple):
     """A hint how long the blocks of a request are worth keeping; best effort, never a promise.
 

@@ -87,6 +87,10 @@ class Transfers:
             end += 1
         return end - index
 
+    def holds(self, name: BlockHash) -> bool:
+        """Return whether the pool or the store has a block of this name. Changes nothing."""
+        return self._pool.contains(name) or (self._store is not None and self._store.contains(name))
+
     def begin(self, seq: Sequence, index: int, num: int, now: float) -> bool:
         """Begins to load `num` blocks from `index` on if that beats computing them; else changes nothing."""
         store, cache = self._store, self._cache

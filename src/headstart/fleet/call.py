@@ -1,6 +1,6 @@
 """Call: one client request at the router, from admission to its last byte: attempts, failures, outcome."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from headstart.fleet.held_bytes import LARGE_BYTES, Hold, bytes_of
 from headstart.fleet.reading import Reading
@@ -14,6 +14,7 @@ class Call:
 
     path: str
     headers: list[tuple[bytes, bytes]]
+    sender: str  # address
     reading: Reading
     request_id: str
     explains: bool = False
@@ -41,21 +42,18 @@ class Call:
         if not self.is_trimmed and len(self.reading.body) >= LARGE_BYTES:
             self.is_trimmed = True
             self.reading.ask.prompt.drop_tokens()
-            self.reading = replace(self.reading, text=None)
-            self._count()
+            self.reading.text = None
+            if self.hold is not None:
+                self.hold.set(bytes_of(self.reading) + self.num_rest_bytes)
 
     def drop_body(self) -> None:
         """Free the body: it is sent to no other replica."""
-        if self.reading.body:
-            self.reading = replace(self.reading, body=b"")
-            self._count()
+        num_bytes, self.reading.body = len(self.reading.body), b""
+        if self.hold is not None:
+            self.hold.grow(-num_bytes)
 
     def hold_rest(self, num_bytes: int) -> None:
         """Count what is kept of an unfinished event. Raises QueueFullError."""
         if self.hold is not None:
             self.hold.grow(num_bytes - self.num_rest_bytes)
             self.num_rest_bytes = num_bytes
-
-    def _count(self) -> None:
-        if self.hold is not None:
-            self.hold.set(bytes_of(self.reading) + self.num_rest_bytes)

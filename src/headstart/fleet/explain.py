@@ -90,9 +90,7 @@ class _Case:
         if reused is None:
             return "unreported", None
         if not self._had_more(near):
-            whole = near.common == len(seen.prompt)
-            short = not self._reusable(near.common)
-            return ("complete" if whole else "too_short" if short else self._parting(near)), None
+            return self._reason_of_nearest(near), None
         own = self.recent.nearest(seen, scope=seen.scope)
         if own is None or not self._had_more(own):
             return "isolated", near.seen
@@ -104,9 +102,17 @@ class _Case:
             return "computing", here.seen
         return "evicted", here.seen
 
+    def _reason_of_nearest(self, near: Nearest) -> str:
+        """Why no more was reused, where no recent request had more to give than was reused."""
+        if near.common == len(self.seen.prompt):
+            return "complete"
+        if not self._reused and not self._reusable(near.common):
+            return "too_short" if _total(self.seen) < self.seen.block_size else "never_seen"
+        return "extends" if near.common >= len(near.seen.prompt) else "diverged"
+
     def _reusable(self, common: int) -> int:
         """Tokens that whole blocks of so many leading characters hold; the last token is always computed."""
-        tokens = int(common * _tokens_per_item(self.seen) + 1e-6)
+        tokens = _tokens_of(self.seen, common)
         return max(min(tokens // self.seen.block_size * self.seen.block_size, _total(self.seen) - 1), 0)
 
     def _had_more(self, near: Nearest) -> bool:
@@ -114,9 +120,6 @@ class _Case:
         tokens = self._reusable(near.common)
         slack = self.seen.block_size + int(SLACK_SHARE * tokens) if isinstance(self.seen.prompt, str) else 0
         return tokens - slack > (self._reused or 0)
-
-    def _parting(self, near: Nearest) -> str:
-        return "extends" if near.common >= len(near.seen.prompt) else "diverged"
 
 
 def _is_counted(seen: Seen) -> bool:
@@ -130,8 +133,13 @@ def _total(seen: Seen) -> int:
     return seen.prompt_tokens or -(-len(seen.prompt) // int(CHARS_PER_TOKEN))
 
 
-def _tokens_per_item(seen: Seen) -> float:
-    return _total(seen) / max(len(seen.prompt), 1)
+def _tokens_of(seen: Seen, common: int) -> int:
+    """About how many tokens so many leading characters have; no more than bytes: templates add tokens elsewhere."""
+    prompt = seen.prompt
+    if not isinstance(prompt, str):
+        return common
+    tokens = int(common * _total(seen) / max(len(prompt), 1) + 1e-6)
+    return tokens if tokens <= common else min(tokens, len(prompt[:common].encode("utf-8", "surrogatepass")))
 
 
 def _near_match(seen: Seen, near: Nearest) -> Json:
@@ -140,7 +148,7 @@ def _near_match(seen: Seen, near: Nearest) -> Json:
         "request_id": near.seen.request_id,
         "endpoint": near.seen.endpoint or None,
         "common_chars": at if isinstance(this, str) else None,
-        "common_tokens": int(at * _tokens_per_item(seen) + 1e-6),
+        "common_tokens": _tokens_of(seen, at),
         "text_before": _shown(this, max(at - SHOWN_CHARS, 0), at),
         "text": _shown(this, at, at + SHOWN_CHARS),
         "other_text": _shown(that, at, at + SHOWN_CHARS),
@@ -248,7 +256,8 @@ _REASONS = {
     "unreported": "What was reused is not known yet, or the engine does not report it.",
     "unseen_but_cached": "No recent request of yours through this router begins like this one: what was cached came by "
     "another way.",
-    "never_seen": "No recent request of yours through this router begins like this one.",
+    "never_seen": "No recent request of yours through this router begins with the same block of {size} tokens, and "
+    "blocks are shared whole.",
 }
 
 

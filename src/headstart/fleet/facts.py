@@ -15,6 +15,7 @@ from headstart.router.endpoint import Reported
 MAX_LINE = 65_536  # characters of a line of metrics; longer ones are skipped
 MAX_BLOCK_SIZE = 65_536  # tokens; a larger one counts as not said
 MAX_NUM_BLOCKS = 2**31 - 1  # of one replica; ShadowBudget says how many are believed
+MAX_DEFAULT_TOKENS = 2**31 - 1  # of an answer whose request does not say
 MAX_LOAD = 1e6  # requests waiting or running
 MAX_CARDS = 4_096  # models and adapters of one replica
 MAX_ID = 4_096  # characters of a model's name, which may be a path
@@ -36,6 +37,12 @@ class ModelCard:
     id: str
     parent: str | None = None  # of an adapter: the model it belongs to
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])  # as the replica has it
+
+    @property
+    def default_max_tokens(self) -> int:
+        """The most output tokens of a request that does not say; 0: the replica does not tell."""
+        defaults = self.fields.get("default_sampling_params")
+        return min(_whole(defaults.get("max_tokens")), MAX_DEFAULT_TOKENS) if isinstance(defaults, Mapping) else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ class _Front:
             "/v1/models": ("GET", self._models),
             "/v1/fleet": ("GET", self._fleet),
             "/v1/cache/explain": ("GET", self._explain),
+            "/v1/cache/stats": ("GET", self._cache_stats),
             "/health": ("GET", self._health),
             "/readyz": ("GET", self._health),
             "/livez": ("GET", self._livez),
@@ -85,9 +86,9 @@ class _Front:
             allow = known[0] if known else "POST"
             message = f"this route does not take {method[:16]}; use {allow}"
             raise HttpError(405, message, code="method_not_allowed", headers={"allow": allow})
-        elif method == "POST" and is_passed_on(path, is_admin=self._is_admin(scope)):
+        elif method == "POST" and is_passed_on(path, is_admin=(is_admin := self._is_admin(scope))):
             with self._state.proxy.held.hold() as hold:
-                await self._proxy(scope, receive, send, hold)
+                await self._proxy(scope, receive, send, hold, is_admin=is_admin)
         else:
             others = "other paths under /v1 are passed on for administrators only"
             message = f"a router has no such route; it has {', '.join(ROUTES)}; {others}"
@@ -98,7 +99,7 @@ class _Front:
 
     # ------------------------------------------------------------------------------------------------------- proxied
 
-    async def _proxy(self, scope: Scope, receive: Receive, send: Send, hold: Hold) -> None:
+    async def _proxy(self, scope: Scope, receive: Receive, send: Send, hold: Hold, *, is_admin: bool) -> None:
         state, record = self._state, record_of(scope)
         state.check_ready()
         state.proxy.check_room()
@@ -106,14 +107,16 @@ class _Front:
         body = await state.bodies.read(Request(scope, receive, send))
         start = time.perf_counter()
         sender = state.sender(record.principal, headers)
-        hold.set(len(body))
+        if len(body) > LONG_BODY_BYTES:
+            hold.set(len(body))  # others are served while it is read
         reading = await self._read(path, body, sender)
         body = b""  # what is sent on may be another one
         hold.set(bytes_of(reading))
         self._check_model(reading)
-        is_admin = self._is_admin(scope)
         explains = is_admin and (b"x-headstart-explain", b"1") in headers
-        call = Call(path, _forwarded(scope), reading, record.request_id, explains, shows_replica=is_admin)
+        call = Call(
+            path, scope["headers"], _sender(scope), reading, record.request_id, explains, shows_replica=is_admin
+        )
         del reading  # the call frees what it needs no more
         call.hold = hold
         state.metrics.decide.observe(time.perf_counter() - start)
@@ -182,6 +185,10 @@ class _Front:
         reading = await self._read(path, body, state.sender(principal, request.scope["headers"]))
         return json_response(state.memory.explain_prompt(path, reading, principal))
 
+    async def _cache_stats(self, request: Request) -> Response:
+        principal = record_of(request.scope).principal
+        return json_response(await self._state.cache_stats(principal, request.scope["headers"]))
+
     async def _health(self, request: Request) -> Response:
         self._state.check_ready()
         return json_response({"status": "ok"})
@@ -203,10 +210,7 @@ def _target(request: Request) -> str:
     return request.scope["path"] + (f"?{query}" if query else "")
 
 
-def _forwarded(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """The headers of a request, and whom it comes from: replicas must not take it for one of their own machine."""
+def _sender(scope: Scope) -> str:
+    """The address from which a request came: replicas must not take it for one of their own machine."""
     client = scope.get("client")
-    sender = client[0].encode("latin-1") if client else b"unknown"
-    others = [(name, value) for name, value in scope["headers"] if name != b"x-forwarded-for"]
-    before = [value for name, value in scope["headers"] if name == b"x-forwarded-for"]
-    return [*others, (b"x-forwarded-for", b", ".join([*before, sender]))]
+    return client[0] if client else "unknown"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from headstart.core.events import AllBlocksCleared, BlockStored, Event
 from headstart.fleet.kv_event_decoding import EventDecoder
 from headstart.fleet.kv_event_trust import PublisherTrust
-from headstart.router.told import ToldContents
+from headstart.router.told import FREED, ToldContents
 
 SLICE_SECONDS = 0.002  # of taking in events, then others have their turn
 
@@ -46,6 +46,7 @@ class EventIntake:
         self._num_swaps = 0  # contents that others put in place
         self._num_unknown_removals = 0  # noticed so far
         self._num_overflows = 0  # of these contents, noticed so far
+        self.is_taking = False
         self._turn = 0.0  # when others had theirs; seconds, time.perf_counter()
 
     @property
@@ -73,6 +74,13 @@ class EventIntake:
 
     async def take(self, batches: Iterable[bytes]) -> None:
         """Take in batches. Raises UntrustedPublisherError."""
+        self.is_taking = True
+        try:
+            await self._take_all(batches)
+        finally:
+            self.is_taking = False
+
+    async def _take_all(self, batches: Iterable[bytes]) -> None:
         swaps = self._num_swaps
         for payload in batches:
             self._num_batches += 1
@@ -89,6 +97,8 @@ class EventIntake:
                 await self.pause()
                 if swaps != self._num_swaps:
                     return
+        while self.contents.free(FREED):  # what was cleared: the rest goes with what comes next
+            await self.pause()
 
     async def pause(self) -> None:
         """Give others their turn if they have waited for SLICE_SECONDS."""

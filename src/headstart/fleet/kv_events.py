@@ -89,6 +89,11 @@ class KVEventConsumer:
         return self._feed.position
 
     @property
+    def is_taking(self) -> bool:
+        """Whether batches before `position` are still being taken in; others have their turns in between."""
+        return self._intake.is_taking
+
+    @property
     def is_missing(self) -> bool:
         """Whether batches wait behind a gap."""
         return self._feed.replay_from is not None

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,6 +19,7 @@ from types import TracebackType
 from headstart.core.errors import ConfigError
 from headstart.fleet.address import ReplicaAddress
 from headstart.fleet.discovery import Changed
+from headstart.fleet.startup_progress import StartupProgress
 from headstart.server.logs import Log
 from headstart.server.serve import EXIT_CONFIG
 
@@ -27,7 +28,7 @@ STEADY_SECONDS = 60.0  # whoever lived so long begins with the first backoff
 OVERLAP_SECONDS = 1.0  # in which a new replica and its elder are both listed: the router looks at the new one first
 GRACE_SECONDS = 20.0  # beyond the drain: cut connections, and what waits for the store
 REAP_SECONDS = 5.0  # until a killed process is gone
-_READY = re.compile(r"Headstart \S+ serves .* at (http://\S+)/v1$")
+_READY = re.compile(r"(Headstart \S+ serves .*) at (http://\S+:(\d+))/v1$")
 _SAID = "headstart: "  # what a server says before it ends, or while it loads
 _FOR_CLIENTS = ("  keys ", "  try ", "            -d ")  # lines of a replica's banner: clients are to ask the router
 
@@ -96,13 +97,9 @@ class LocalFleet:
         with suppress(RuntimeError, ValueError):  # not in the main thread: nobody can hang up
             loop.add_signal_handler(signal.SIGHUP, hang_up.set)
         try:
-            for slots in (self._slots[:1], self._slots[1:]):  # the first alone: what cannot work fails once
-                for slot in slots:
-                    slot.child = self._start(slot)
-                for slot in slots:
-                    await slot.child.settled.wait()
-                    if slot.child.exit_code == EXIT_CONFIG:
-                        raise ConfigError(slot.child.last_words)
+            with StartupProgress([slot.name for slot in self._slots], self._log) as progress:
+                for slots in (self._slots[:1], self._slots[1:]):  # the first alone: what cannot work fails once
+                    await self._start_together(slots, progress)
             self._tell(changed)
             await asyncio.gather(self._roll(hang_up, changed), *(self._keep(slot, changed) for slot in self._slots))
         finally:
@@ -136,6 +133,21 @@ class LocalFleet:
         child = _Child(slot.name, launch, asyncio.get_running_loop(), self._log)
         self._children.append(child)
         return child
+
+    async def _start_together(self, slots: Sequence["_Slot"], progress: StartupProgress) -> None:
+        """Starts processes and waits until each is ready or over. Raises ConfigError as `watch` does."""
+        for slot in slots:
+            slot.child = self._start(slot)
+            progress.loading(slot.name)
+
+        async def settled(slot: "_Slot") -> None:
+            await slot.child.settled.wait()
+            progress.settled(slot.name, is_ready=slot.child.address is not None)
+
+        await asyncio.gather(*map(settled, slots))
+        for slot in slots:
+            if slot.child.exit_code == EXIT_CONFIG:
+                raise ConfigError(slot.child.last_words)
 
     def _tell(self, changed: Changed) -> None:
         """Tells all replicas that can be asked now, if they are others than before."""
@@ -295,8 +307,9 @@ class _Child:
     def _pass_on(self, line: str) -> None:
         ready = _READY.match(line)
         if ready is not None:
-            self.address = ReplicaAddress(ready[1], self._launch.events, self._launch.replay)
+            self.address = ReplicaAddress(ready[2], self._launch.events, self._launch.replay)
             self._set(self.settled)
+            line = f"{ready[1]}, behind the router at port {ready[3]}"  # no address: the first one is the router's
         if not line.startswith(_FOR_CLIENTS):
             self._log.line(f"[{self._name}] {line}")
 

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import aiohttp
 
@@ -103,7 +104,7 @@ class Members:
             self._router.remove(url)
             self._budget.release(url)
             self.on_removed(url)
-            self._log.event("replica", {"replica": url, "state": "removed"})
+            self._log.event("replica", {"replica": url, "state": "removed"}, text=f"replica {url}: removed")
         for url, address in wanted.items():
             if url not in self.members:
                 self.members[url] = member = Member(address)
@@ -133,7 +134,9 @@ class Members:
         found: dict[str, Served] = {}
         for member in self.members.values():
             for card in member.models:
-                found.setdefault(card.id, Served(member.base_model, card.id if card.parent else None))
+                found.setdefault(
+                    card.id, Served(member.base_model, card.id if card.parent else None, card.default_max_tokens)
+                )
         return found
 
     @property
@@ -146,8 +149,10 @@ class Members:
         """An empty shadow of the replica's cache."""
         metrics = member.metrics
         policy = "2q" if metrics.kind == "headstart" else "lru"
-        num_blocks = self._budget.grant(member.address.url, metrics.num_blocks)
-        return Shadow(num_blocks, eviction_policy=policy, at_pick=self._at_pick)
+        url = member.address.url
+        num_blocks = self._budget.grant(url, metrics.num_blocks)
+        allow = partial(self._budget.grow, url)
+        return Shadow(num_blocks, eviction_policy=policy, at_pick=self._at_pick, allow=allow)
 
     # ---------------------------------------------------------------------------------------------------- one replica
 
@@ -177,7 +182,9 @@ class Members:
             endpoint.health.draining = state == "draining"
             endpoint.health.absent = state in ("absent", "loading")
         if state != member.state:
-            self._log.event("replica", {"replica": member.address.url, "state": state, "before": member.state})
+            url, before = member.address.url, member.state
+            text = f"replica {url}: {state}, {before} before"
+            self._log.event("replica", {"replica": url, "state": state, "before": before}, text=text)
             member.state = state
 
     async def _state(self, member: Member) -> str:
@@ -265,7 +272,8 @@ class Members:
 
     def _reset(self, member: Member, endpoint: Endpoint) -> None:
         endpoint.reconfigured(member.metrics.block_size or endpoint.block_size, self.contents(member))
-        self._log.event("replica", {"replica": member.address.url, "state": "started again, its cache is empty"})
+        url, state = member.address.url, "started again, its cache is empty"
+        self._log.event("replica", {"replica": url, "state": state}, text=f"replica {url}: {state}")
 
     async def _get(self, member: Member, path: str, max_bytes: int) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=LOOK_SECONDS)

@@ -44,7 +44,7 @@ class FleetMetrics:
         self._http = self._counter("http_requests", "HTTP requests.", "route", "method", "status")
         self._requests = self._counter("router_requests", "Requests by who answered them.", "replica", "outcome")
         self._failures = self._counter("router_failures", "Attempts that brought no answer.", "reason")
-        self._retries = self._counter("router_retries", "Attempts after the first one.")
+        self._retries = Counter("headstart:router_retries", "Attempts after the first one.", registry=self._registry)
         self._predicted = self._counter("router_predicted_tokens", "Prompt tokens believed to be cached.", "replica")
         self._cached = self._counter("router_cached_tokens", "Prompt tokens that were, by the replica.", "replica")
         self._prompt = self._counter("router_prompt_tokens", "Prompt tokens routed, as counted here.", "replica")
@@ -58,33 +58,53 @@ class FleetMetrics:
     def answered(self, path: str, method: str, status: int) -> None:
         """Counts an HTTP request; unknown paths and methods share one label."""
         route = path if path in self._routes else "other"
-        self._http.labels(route, method if method in METHODS else "other", str(status)).inc()
+        self._http.add((route, method if method in METHODS else "other", str(status)))
 
     def routed(self, call: Call) -> None:
         """Counts what became of a request."""
         for failure in call.failures:
-            self._failures.labels(failure.value).inc()
+            self._failures.add((failure.value,))
         if call.num_attempts > 1:
             self._retries.inc(call.num_attempts - 1)
         pick = call.pick
         if pick is None:
             return
         name = pick.endpoint.name
-        self._requests.labels(name, call.outcome).inc()
+        self._requests.add((name, call.outcome))
         if pick.cached_tokens is not None:
-            self._predicted.labels(name).inc(pick.candidate.hit_tokens)
-            self._cached.labels(name).inc(pick.cached_tokens)
-            self._prompt.labels(name).inc(pick.view.prompt_tokens)
+            self._predicted.add((name,), pick.candidate.hit_tokens)
+            self._cached.add((name,), pick.cached_tokens)
+            self._prompt.add((name,), pick.view.prompt_tokens)
 
     def expose(self, *, with_replicas: bool = True) -> bytes:
         """Everything in Prometheus' text format; what is told by replica is for administrators only."""
         return generate_latest(self._registry if with_replicas else _WithoutReplicas(self._registry))
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"headstart:{name}", text, labels, registry=self._registry)
+    def _counter(self, name: str, text: str, *labels: str) -> "_Counts":
+        counts = _Counts(f"headstart:{name}", text, labels)
+        self._registry.register(counts)
+        return counts
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"headstart:{name}", text, buckets=buckets, registry=self._registry)
+
+
+class _Counts(Collector):
+    """A counter with labels as plain numbers: all counting happens on one event loop, so it needs no lock."""
+
+    def __init__(self, name: str, text: str, labels: tuple[str, ...]) -> None:
+        self._name, self._text, self._labels = name, text, labels
+        self._values: dict[tuple[str, ...], int] = {}
+
+    def add(self, labels: tuple[str, ...], amount: int = 1) -> None:
+        """Count `amount` more under these values of the labels."""
+        self._values[labels] = self._values.get(labels, 0) + amount
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for labels, value in list(self._values.items()):
+            family.add_metric(labels, value)
+        yield family
 
 
 class _WithoutReplicas(Collector):

@@ -144,9 +144,9 @@ class Proxy:
                     retrying = retrying or not error.failure.is_free
                     last = error
                 except NoReplicaError as error:
-                    if call.failures[-1:] == [Failure.LOST] and not again:
-                        call.tried.clear()  # perhaps only a connection that had been idle for too long was lost
+                    if not again and any(failure.is_of_connection for failure in call.failures):
                         again = True
+                        _ask_again(call)
                         continue
                     await self._give_up(call, last or error, send)
                     return
@@ -162,7 +162,7 @@ class Proxy:
     async def _attempt(self, call: Call, send: Send) -> None:
         """Asks the best replica that was not asked yet. Raises AttemptError and NoReplicaError."""
         router, now = self.router, time.monotonic()
-        pick = router.pick(call.reading.ask, now, tried=frozenset(call.tried))
+        pick = router.pick(call.reading.ask, now, tried=frozenset(call.tried), before=call.pick)
         call.pick = pick
         if call.explains:
             call.route = explained(pick)
@@ -170,28 +170,32 @@ class Proxy:
         router.sent(pick, now)
         call.tried.append(pick.endpoint.name)
         call.num_attempts += 1
-        watched: tuple[Voice, Wait] | None = None
+        voice, wait = self.silence.begin(call, pick, now)
         try:
-            async with asyncio.timeout(None) as scope:
-                watched = self.silence.begin(call, pick, scope, now)
-                await self._ask(call, pick, watched, send)
+            await self._ask(call, pick, (voice, wait), send)
         except AttemptError as error:
             self._failed(pick, error.failure)
             raise
+        except asyncio.CancelledError as error:
+            if not wait.take_cancel_back():
+                raise
+            await self._broken(call, pick, Failure.HUNG, error, send)
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-            is_hung = watched is not None and watched[1].is_given_up
-            failure = Failure.HUNG if is_hung else failure_of(error)
-            self._failed(pick, failure)
-            if not call.committed:
-                raise AttemptError(failure, f"{type(error).__name__}") from error
-            call.failures.append(failure)
-            call.outcome = "lost"
-            await _write(send, error_event(lost()) + DONE, more=False)
+            await self._broken(call, pick, Failure.HUNG if wait.is_given_up else failure_of(error), error, send)
         finally:
-            if watched is not None:
-                self.silence.end(*watched)
+            wait.take_cancel_back()
+            self.silence.end(voice, wait)
             if pick.finish is None:  # the client went away, or we are stopped: no fault of the replica
                 router.failed(pick, time.monotonic(), blame=False)
+
+    async def _broken(self, call: Call, pick: Pick, failure: Failure, error: BaseException, send: Send) -> None:
+        """No answer came, or no end of it. Raises AttemptError if the client has nothing of it."""
+        self._failed(pick, failure)
+        if not call.committed:
+            raise AttemptError(failure, f"{type(error).__name__}") from error
+        call.failures.append(failure)
+        call.outcome = "lost"
+        await _write(send, error_event(lost()) + DONE, more=False)
 
     def _failed(self, pick: Pick, failure: Failure) -> None:
         if pick.finish is not None:
@@ -201,7 +205,7 @@ class Proxy:
             health.draining = True
         elif failure is Failure.LOADING:
             health.absent = True
-        refused = failure in (Failure.REFUSED, Failure.HUNG)
+        refused = failure in (Failure.REFUSED, Failure.UNREACHED, Failure.HUNG)
         self.router.failed(pick, time.monotonic(), refused=refused, blame=failure.is_its_fault)
 
     async def _ask(self, call: Call, pick: Pick, watched: tuple[Voice, Wait], send: Send) -> None:
@@ -216,7 +220,7 @@ class Proxy:
             async with session.post(
                 pick.endpoint.name + call.path,
                 data=call.reading.body,
-                headers=headers_on(call.headers, own),
+                headers=headers_on(call.headers, own, call.sender),
                 timeout=self._timeout,
                 allow_redirects=False,
             ) as response:
@@ -298,7 +302,15 @@ class Proxy:
         voice, wait = watched
         stream = EventStream(hides_usage=call.reading.hides_usage)
         content = response.content
-        while piece := await _next(content, stream):
+        while True:
+            try:
+                piece = await content.readany()
+            except aiohttp.ClientError:
+                if stream.is_done:  # a failure after the last event does not matter
+                    break
+                raise
+            if not piece:
+                break
             passed = stream.feed(piece)
             if stream.num_rest_bytes or call.num_rest_bytes:
                 call.hold_rest(stream.num_rest_bytes)
@@ -313,7 +325,7 @@ class Proxy:
             if passed and (call.committed or call.reading.stream):  # who asked for no stream waits for no comments
                 if not call.started:
                     await self._start(call, 200, headers_back(response, EVENTS), send)
-                await _write(send, passed)
+                await send({"type": "http.response.body", "body": passed, "more_body": True})
         rest = stream.close()
         if not call.committed and (stream.is_done or stream.has_data):
             raise GarbledError("a stream without an event")
@@ -387,15 +399,18 @@ class Proxy:
         await _write(send, error_event(told) + DONE, more=False)
 
 
+def _ask_again(call: Call) -> None:
+    """Let a request without an untried replica be sent once more to those whose connection failed, over new ones.
+
+    A connection may have been idle for too long, or came too late for a router that had no processor. Those that
+    refused one are asked last: no server was listening a moment ago.
+    """
+    failed = list(zip(call.tried, call.failures, strict=True))
+    kept = [name for name, failure in failed if not failure.is_of_connection or failure is Failure.REFUSED]
+    if len(kept) == len(failed):
+        kept = [name for name, failure in failed if not failure.is_of_connection]
+    call.tried[:] = kept
+
+
 async def _write(send: Send, data: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": more})
-
-
-async def _next(content: aiohttp.StreamReader, stream: EventStream) -> bytes:
-    """The next piece; b"" at the end. What fails behind the last event fails nobody."""
-    try:
-        return await content.readany()
-    except aiohttp.ClientError:
-        if stream.is_done:
-            return b""
-        raise

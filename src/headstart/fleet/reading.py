@@ -43,6 +43,7 @@ class Served:
 
     model: str
     adapter: str | None = None
+    default_max_tokens: int = 0  # of a request that does not say; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,9 @@ class Sender:
     session: str | None = None  # by a header
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reading:
-    """A body that was read."""
+    """A body that was read. Belongs to one call, which drops what it needs no more."""
 
     ask: Ask
     body: bytes  # to be sent on
@@ -84,10 +85,12 @@ class Reader:
         model = values.get("model")
         name = model if isinstance(model, str) else ""
         served = self.served.get(name) or Served(name or self.default_model)
+        usual = self.served.get(name or self.default_model, served).default_max_tokens
         salt = _salt(sender, values.get("cache_salt"))
         domain = event_domain(salt) if sender.is_salted else sender.domain + event_domain(salt)
         root = router_root(served.model, adapter=served.adapter, domain=domain)
-        tokens, text, count = self._prompt(path, values)
+        scoped = None if self.tokenizer is None else self.tokenizer.within(sender.domain.hex(), domain)
+        tokens, text, count = self._prompt(path, values, scoped)
         prompt = (
             Prompt(tokens, root) if tokens is not None else Prompt(pack_text((text or "").encode()), root, exact=False)
         )
@@ -95,34 +98,40 @@ class Reader:
         sent, hides_usage = _asking_for_usage(body, values) if stream else (body, False)
         if sender.is_salted:
             sent = _with(sent, "cache_salt", salt)
-        most = values.get("max_completion_tokens", values.get("max_tokens"))
+        limits = (values.get(limit) for limit in ("max_completion_tokens", "max_tokens"))
+        most = next((limit for limit in limits if limit is not None), usual)
         ask = Ask(
             prompt,
             model=name,
             adapter=served.adapter,
             session=_session(sender, values),
             max_tokens=most if isinstance(most, int) and most > 0 else 0,
+            form="chat" if path == "/v1/chat/completions" else "ids" if text is None else "text",
         )
         return Reading(ask, sent, stream, hides_usage, text, domain, count == 1)
 
-    def _prompt(self, path: str, values: dict[str, Any]) -> "tuple[array[int] | None, str | None, int]":
+    def _prompt(
+        self, path: str, values: dict[str, Any], tokenizer: Tokenizer | None
+    ) -> "tuple[array[int] | None, str | None, int]":
         """Token ids of the first prompt if they are known, its text if it has one, and how many prompts there are."""
         if path == "/v1/chat/completions":
-            return self._chat(values)
+            return self._chat(values, tokenizer)
         if path == "/v1/completions":
-            return self._completion(values)
+            return self._completion(values, tokenizer)
         return None, msgspec.json.encode(values).decode(), 1
 
-    def _chat(self, values: dict[str, Any]) -> "tuple[array[int] | None, str | None, int]":
+    def _chat(self, values: dict[str, Any], tokenizer: Tokenizer | None) -> "tuple[array[int] | None, str | None, int]":
         text = conversation(values)
-        if self.tokenizer is not None and not values.get("tools"):
+        if tokenizer is not None and not values.get("tools"):
             try:
-                return encode_chat(parse_chat(dict(values), _ANYTHING), self.tokenizer, _ANYTHING), text, 1
+                return encode_chat(parse_chat(dict(values), _ANYTHING), tokenizer, _ANYTHING), text, 1
             except (InvalidRequestError, QueueFullError):  # of another engine's API, or wrong: the replica knows
                 pass
         return None, text, 1
 
-    def _completion(self, values: dict[str, Any]) -> "tuple[array[int] | None, str | None, int]":
+    def _completion(
+        self, values: dict[str, Any], tokenizer: Tokenizer | None
+    ) -> "tuple[array[int] | None, str | None, int]":
         prompt = values.get("prompt")
         if isinstance(prompt, list) and prompt:
             if isinstance(prompt[0], int):
@@ -134,10 +143,10 @@ class Reader:
             first, count = prompt, 1
         if not isinstance(first, str):
             return None, "", count
-        if self.tokenizer is not None:
+        if tokenizer is not None:
             try:
                 body = parse_completion({**values, "prompt": first}, _ANYTHING)
-                return encode_completion(body, self.tokenizer, _ANYTHING)[0], first, count
+                return encode_completion(body, tokenizer, _ANYTHING)[0], first, count
             except InvalidRequestError:
                 pass
         return None, first, count

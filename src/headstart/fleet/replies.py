@@ -18,6 +18,7 @@ from headstart.server.protocol import encode, error_object
 MAX_ANSWER_BYTES = 64 << 20  # on routes that do not generate
 KEPT_BYTES = 8 << 20  # of a generated answer; a longer one is passed on as it comes, and nobody else is asked then
 MAX_ERROR_BYTES = 1 << 20
+UNCOUNTED_BYTES = 16 << 10  # of an answer that came at once; it is not counted as held
 MAX_INTERIM = 32  # responses of status 1xx before the final one
 GENERATION = frozenset(("/v1/completions", "/v1/chat/completions"))
 _OBJECTS = GENERATION | {"/tokenize", "/detokenize"}  # routes whose answers are JSON objects
@@ -39,6 +40,10 @@ class _Object(msgspec.Struct):
     pass
 
 
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ANSWER, _ANYTHING = msgspec.json.Decoder(_Choices), msgspec.json.Decoder(_Object)
+
+
 class Reply(aiohttp.ClientResponse):
     """A response before which no endless row of interim responses is read."""
 
@@ -47,12 +52,12 @@ class Reply(aiohttp.ClientResponse):
         protocol, count = connection.protocol, 0
         read = protocol.read
 
-        async def counted() -> Any:
+        def counted() -> Any:
             nonlocal count
             count += 1
             if count > MAX_INTERIM:
                 raise GarbledError("more than 32 interim responses")
-            return await read()
+            return read()
 
         protocol.read = counted  # aiohttp reads interim responses in a loop of its own that has no bound
         try:
@@ -91,6 +96,8 @@ async def _read_up_to(
     while size <= max_bytes and (piece := await response.content.readany()):
         pieces.append(piece)
         size += len(piece)
+        if size <= UNCOUNTED_BYTES and response.content.at_eof():
+            break
         if grow is not None:
             grow(len(piece))
     return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), size <= max_bytes
@@ -117,7 +124,7 @@ async def read_answer(response: aiohttp.ClientResponse, path: str, grow: Callabl
         body = await read_bounded(response, MAX_ANSWER_BYTES, grow)
     if path not in _OBJECTS:
         return Answer(status, headers_back(response), body)
-    _check_object(body, _Choices if path in GENERATION else _Object)
+    _check_object(body, _ANSWER if path in GENERATION else _ANYTHING)
     return Answer(status, headers_back(response, _JSON), body)
 
 
@@ -139,16 +146,16 @@ def is_error_object(body: bytes) -> bool:
 def error_in_first(data: bytes) -> bool:
     """Whether the first event of a stream is an error. Raises GarbledError if it is no JSON object."""
     try:
-        found = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        found = _FIELDS.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise GarbledError("the replica's first event is no JSON object") from None
     return "error" in found and "choices" not in found
 
 
-def _check_object(body: bytes, shape: "type[_Choices | _Object]") -> None:
+def _check_object(body: bytes, decoder: "msgspec.json.Decoder[Any]") -> None:
     try:
         if not body.isascii():
             body.decode()  # what is skipped below is not looked at
-        msgspec.json.decode(body, type=shape)
+        decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise GarbledError("the replica's answer is no JSON object of this route") from None

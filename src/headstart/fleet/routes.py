@@ -20,11 +20,15 @@ PROXIED = frozenset(  # what answers a prompt, of Headstart, vLLM and SGLang; ea
     )
 )
 OWN = (
-    *("/v1/models", "/v1/fleet", "/v1/cache/explain", "/v1/prefixes", "/reset_prefix_cache"),
+    *("/v1/models", "/v1/fleet", "/v1/cache/stats", "/v1/cache/explain", "/v1/prefixes", "/reset_prefix_cache"),
     *("/health", "/readyz", "/livez", "/metrics", "/version"),
 )
 ROUTES = (*sorted(PROXIED), *OWN)
-ROUTER_ACCESS: Mapping[str, Access] = {**ACCESS, "/metrics": Access.MONITOR}
+ROUTER_ACCESS: Mapping[str, Access] = {
+    **ACCESS,
+    "/metrics": Access.MONITOR,
+    "/v1/cache/stats": Access.MONITOR,  # as /metrics
+}
 _PLAIN = re.compile(r"/v1(/[A-Za-z0-9_-]+)+")  # no dots, nothing encoded: what is judged here is what is asked there
 _REPLICAS_OWN = ("/v1/prefixes", "/v1/cache")  # a replica's administration, which the router has routes for
 

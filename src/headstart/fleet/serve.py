@@ -22,15 +22,16 @@ from headstart.fleet.decision_log import DecisionLog
 from headstart.fleet.discover import make_discovery
 from headstart.fleet.discovery import Discovery, StaticDiscovery
 from headstart.fleet.front import build_front
+from headstart.fleet.held_log import HeldLog
 from headstart.fleet.reading import Reader
 from headstart.fleet.replies import session_options
-from headstart.fleet.segments import SegmentedTokenizer
 from headstart.fleet.state import FleetState
 from headstart.fleet.tokenizers import named_tokenizer, tokenizer_of
 from headstart.options import RouterOptions, ServerOptions
 from headstart.server.allocator import give_memory_back
 from headstart.server.connections import ConnectionTable, connection_cap
 from headstart.server.logs import Log
+from headstart.server.segmented_tokenizer import SegmentedTokenizer
 from headstart.server.serve import (
     EXIT_BROKEN,
     EXIT_CONFIG,
@@ -110,6 +111,7 @@ class _Life:
         self._decisions = decisions
         self._listener = listener
         self._log = log
+        self._held_log = HeldLog()  # of what the router says with addresses of replicas in it
         self._stop = asyncio.Event()
         self._now = asyncio.Event()
         self._listed = asyncio.Event()  # discovery has said who there is
@@ -121,7 +123,7 @@ class _Life:
         async with aiohttp.ClientSession(connector=connector, trust_env=False, **session_options()) as session:
             try:
                 state = FleetState(
-                    self._router_options, self._options, session, self._reader, self._log, self._decisions
+                    self._router_options, self._options, session, self._reader, self._held_log, self._decisions
                 )
             except ConfigError as error:
                 self._log.line(f"headstart: {error}")
@@ -136,6 +138,7 @@ class _Life:
             try:
                 return await self._live(state, watching)
             finally:
+                self._held_log.release()
                 await state.close()
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
@@ -152,9 +155,10 @@ class _Life:
         try:
             if not self._listed.is_set():  # replicas that are only being started
                 await _any_of(watching, self._listed.wait(), self._stop.wait())
-                await self._first_look(state, watching)
+                await self._first_look(state, watching, timeout=None)
             if not watching.done() and not self._stop.is_set():
                 self._log.line(self._banner(state))
+            self._held_log.release()
             gc.collect()
             gc.freeze()  # modules, and shadows of large caches: a full collection of them stops all streams for 60 ms
             stopped = asyncio.ensure_future(self._stop.wait())
@@ -171,9 +175,11 @@ class _Life:
             http.force_exit = self._now.is_set()
             await asyncio.wait([serving])
 
-    async def _first_look(self, state: FleetState, watching: "asyncio.Task[None]") -> None:
-        """Waits a little until every replica known was looked at once."""
-        await _any_of(watching, state.members.seen.wait(), self._stop.wait(), timeout=FIRST_LOOK_SECONDS)
+    async def _first_look(
+        self, state: FleetState, watching: "asyncio.Task[None]", timeout: float | None = FIRST_LOOK_SECONDS
+    ) -> None:
+        """Waits until every replica known was looked at once; `timeout` None: however long that takes."""
+        await _any_of(watching, state.members.seen.wait(), self._stop.wait(), timeout=timeout)
 
     def _find_tokenizer(self, state: FleetState) -> None:
         """Takes the replicas' tokenizer as soon as they say what they serve, if it is on this machine."""

@@ -38,6 +38,18 @@ class ShadowBudget:
             )
         return granted
 
+    def grow(self, name: str, held: int, asked: int) -> int:
+        """The blocks a shadow may hold that was granted `held` and whose replica has proven to have `asked`.
+
+        At most half of what is left goes to one: a replica that lies leaves room for those that come. A shadow that was
+        granted another number is an old one, and grows no more.
+        """
+        if self._granted.get(name) != held:
+            return held
+        left = max(MAX_TOTAL_BLOCKS - sum(self._granted.values()), 0)
+        self._granted[name] = max(min(asked, held + left // 2, MAX_REPLICA_BLOCKS), held)
+        return self._granted[name]
+
     def release(self, name: str) -> None:
         """The replica is no more."""
         self._granted.pop(name, None)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from headstart.fleet.call import Call
 from headstart.fleet.members import MAX_SILENCES, Member
@@ -34,14 +35,57 @@ DEFAULT_TOKENS = {"/v1/completions": 16}  # of an answer whose request does not 
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """One attempt without a part of an answer. `scope` is the timeout around it, which is not set."""
+    """One attempt without a part of an answer. It is given up by cancelling `task`, soon but not at once."""
 
     call: Call
+    pick: Pick
     sent_at: float
-    work_seconds: float  # expected, if nothing is cached
-    answer_seconds: float  # to generate it, if it comes in one piece
-    scope: asyncio.Timeout
+    num_streams: int  # that were under way there
+    task: "asyncio.Task[Any]"
+    num_cancels: int  # of the task by others, when it began
     is_given_up: bool = False
+    is_cancelled: bool = False  # the task, by `give_up`
+    _soon: asyncio.Handle | None = None
+
+    def give_up(self) -> None:
+        """Cancel the task soon, unless `keep` is called before."""
+        self.is_given_up = True
+        self._soon = self.task.get_loop().call_soon(self._cancel)
+
+    def keep(self) -> None:
+        """Take `give_up` back, if the task was not cancelled yet."""
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon, self.is_given_up = None, False
+
+    def take_cancel_back(self) -> bool:
+        """Undo the cancellation by `give_up`; return whether there was one, and no other caller cancelled the task.
+
+        To be called once the attempt is over.
+        """
+        self.keep()
+        if not self.is_cancelled:
+            return False
+        self.is_cancelled = False
+        return self.task.uncancel() <= self.num_cancels
+
+    def _cancel(self) -> None:
+        self._soon, self.is_cancelled = None, True
+        self.task.cancel()
+
+    @property
+    def work_seconds(self) -> float:
+        """The time that its prefill is expected to take if nothing is cached."""
+        work = Work.of(self.pick.view.prompt_tokens, 0, self.num_streams)
+        return self.pick.endpoint.load.rates.prefill_ms(work) / 1e3
+
+    @property
+    def answer_seconds(self) -> float:
+        """The longest time that its answer may take to be generated, if it comes in one piece."""
+        if self.call.reading.stream:
+            return 0.0
+        tokens = self.pick.view.ask.max_tokens or DEFAULT_TOKENS.get(self.call.path)
+        return inf if tokens is None else tokens * TOKEN_SECONDS
 
 
 @dataclass(slots=True, eq=False)
@@ -58,8 +102,7 @@ class Voice:
         if is_progress:
             self.progress_at = now
         if self.waits.pop(wait, True) is None and wait.is_given_up:
-            wait.scope.reschedule(None)
-            wait.is_given_up = False
+            wait.keep()
 
 
 class Silence:
@@ -69,16 +112,14 @@ class Silence:
         self._router = router
         self._voices: dict[str, Voice] = {}
 
-    def begin(self, call: Call, pick: Pick, scope: asyncio.Timeout, now: float) -> tuple[Voice, Wait]:
-        """Watch an attempt that was just sent. Whoever calls this calls `end`."""
-        load, view = pick.endpoint.load, pick.view
-        work = Work.of(view.prompt_tokens, 0, load.num_streams)
-        answer = 0.0
-        if not call.reading.stream:
-            tokens = view.ask.max_tokens or DEFAULT_TOKENS.get(call.path)
-            answer = inf if tokens is None else tokens * TOKEN_SECONDS
-        wait = Wait(call, now, load.rates.prefill_ms(work) / 1e3, answer, scope)
-        voice = self._voices.setdefault(pick.endpoint.name, Voice())
+    def begin(self, call: Call, pick: Pick, now: float) -> tuple[Voice, Wait]:
+        """Watch an attempt of the running task that was just sent. The caller must call `end`."""
+        task = asyncio.current_task()
+        assert task is not None
+        wait = Wait(call, pick, now, pick.endpoint.load.num_streams, task, task.cancelling())
+        voice = self._voices.get(pick.endpoint.name)
+        if voice is None:
+            voice = self._voices[pick.endpoint.name] = Voice()
         voice.waits[wait] = None
         return voice, wait
 
@@ -111,8 +152,7 @@ class Silence:
             found, _ = eligible(self._router.endpoints.values(), call.reading.ask, now, frozenset(call.tried))
             if found:
                 call.was_late = call.was_late or late
-                wait.is_given_up = True
-                wait.scope.reschedule(asyncio.get_running_loop().time())
+                wait.give_up()
 
     def _is_late(self, name: str, voice: Voice, now: float) -> bool:
         """Whether something waits far too long there, with all that was sent before it taken into account."""

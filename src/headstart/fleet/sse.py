@@ -69,13 +69,9 @@ class EventStream:
         self.is_done = False
         self.first = b""  # the data of the first event that has any
         self.num_comment_bytes = 0  # since the last event with data
+        self.num_rest_bytes = 0  # of an event whose end has not come
         self._hides_usage = hides_usage
         self._rest = bytearray()
-
-    @property
-    def num_rest_bytes(self) -> int:
-        """Bytes of an event whose end has not come."""
-        return len(self._rest)
 
     def feed(self, piece: bytes) -> bytes:
         """Takes in what came; returns what may be passed on, perhaps nothing.
@@ -88,13 +84,14 @@ class EventStream:
             self._look(piece)
             if self.num_comment_bytes > MAX_COMMENT_BYTES:
                 raise GarbledError(f"{MAX_COMMENT_BYTES} bytes of comments without an event")
-            if _USAGE.search(piece):
+            if b'"usage"' in piece and _USAGE.search(piece):
                 return self._without_usage(piece)
         return piece
 
     def close(self) -> bytes:
         """What was left without an end when the stream ended."""
         rest, self._rest = bytes(self._rest), bytearray()
+        self.num_rest_bytes = 0
         if rest:
             self._look(rest)
         return rest
@@ -110,21 +107,24 @@ class EventStream:
         else:
             whole = bytes(rest) + piece[:end]
             self._rest = rest = bytearray(piece[end:])
-        if len(rest) > MAX_EVENT_BYTES:
+        self.num_rest_bytes = len(rest)
+        if self.num_rest_bytes > MAX_EVENT_BYTES:
             raise GarbledError(f"an event of more than {MAX_EVENT_BYTES} bytes")
         return whole
 
     def _look(self, piece: bytes) -> None:
-        data = _DATA.search(piece)
-        if data is None:
-            self.num_comment_bytes += len(piece)
-            return
+        if not (self.has_data and piece.startswith(b"data:")):
+            data = _DATA.search(piece)
+            if data is None:
+                self.num_comment_bytes += len(piece)
+                return
+            if not self.has_data:
+                self.has_data = True
+                end = _END.search(piece, data.start())
+                self.first = _data_of(piece[data.start() : end.start() if end is not None else len(piece)])
         self.num_comment_bytes = 0
-        if not self.has_data:
-            self.has_data = True
-            end = _END.search(piece, data.start())
-            self.first = _data_of(piece[data.start() : end.start() if end is not None else len(piece)])
-        self.is_done = self.is_done or _DONE.search(piece) is not None
+        if b"[DONE]" in piece and _DONE.search(piece):
+            self.is_done = True
 
     def _without_usage(self, piece: bytes) -> bytes:
         """Reads the usage; takes its event out if the client did not ask for it."""

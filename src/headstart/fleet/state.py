@@ -11,6 +11,7 @@ import aiohttp
 
 from headstart.core.errors import DrainingError, HeadstartError
 from headstart.fleet.budget import RetryBudget
+from headstart.fleet.cache_stats import ask_replicas, fleet_answer
 from headstart.fleet.client_keys import ClientKeys
 from headstart.fleet.decision_log import DecisionLog
 from headstart.fleet.fanout import ask_all
@@ -117,10 +118,10 @@ class FleetState:
 
         Where the router knows no tenants and passes keys on, the client's key decides (client_keys.py).
         """
-        session = dict(headers).get(b"x-session-id", b"").decode("latin-1")[:256] or None
+        session = dict(headers).get(b"x-session-id")
         is_salted = bool(principal.domain) and self.options.replica_api_key is not None
         domain = principal.domain or (self.client_keys.domain(headers) if self._passes_keys_on else b"")
-        return Sender(domain, is_salted, session)
+        return Sender(domain, is_salted, session.decode("latin-1")[:256] or None if session else None)
 
     @property
     def _passes_keys_on(self) -> bool:
@@ -165,10 +166,8 @@ class FleetState:
 
     async def administer(self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes) -> Answer:
         """Asks every replica that is up for what an administrator wants. Raises HttpError if one does not answer."""
-        urls = [member.address.url for member in self.members.members.values() if member.state == "up"]
-        key = self.options.replica_api_key
-        own = {} if key is None else {"authorization": f"Bearer {key}"}
-        answer = await ask_all(self._session, urls, method, target, headers, body, own)
+        urls = self._urls_up
+        answer = await ask_all(self._session, urls, method, target, headers, body, self._own_headers)
         if target.startswith("/reset_prefix_cache") and answer.status == 200:
             for url in urls:
                 endpoint = self.router.endpoints.get(url)
@@ -176,11 +175,30 @@ class FleetState:
                     endpoint.contents.clear()
         return answer
 
+    async def cache_stats(self, principal: Principal, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+        """Return the cache statistics of all replicas that are up, as far as the caller may see them.
+
+        Raises HttpError if there is no replica, or none tells its statistics.
+        """
+        found = await ask_replicas(self._session, self._urls_up, headers, self._own_headers)
+        return fleet_answer(found, is_admin=principal.is_admin, is_own_key=self._passes_keys_on)
+
+    @property
+    def _urls_up(self) -> list[str]:
+        return [member.address.url for member in self.members.members.values() if member.state == "up"]
+
+    @property
+    def _own_headers(self) -> dict[str, str]:
+        """Headers that replace a client's own on what is asked of every replica."""
+        key = self.options.replica_api_key
+        return {} if key is None else {"authorization": f"Bearer {key}"}
+
     def answered(self, record: RequestRecord) -> bool:
         """Counts a request that is over; whether its access line is wanted."""
         if record.status is not None:
             self.metrics.answered(record.path, record.method, record.status)
-        return self.server_options.access_log and record.is_news
+        access_log = self.server_options.access_log
+        return record.is_logged(access_log, on_terminal=access_log == "auto" and self.log.is_terminal)
 
     def note(self, record: RequestRecord, error: Exception) -> None:
         """Puts `error` on the request's record, and on the log with all details if it is ours."""

@@ -54,7 +54,8 @@ def unanswered(error: AttemptError, num_attempts: int) -> HttpError:
     if error.failure is Failure.GARBLED:
         message = "the replica's answer could not be read as one of this API; its operator finds more in the metrics"
         return HttpError(502, message, code="bad_replica_answer", headers={"retry-after": "1"})
-    what = {Failure.SILENT: "did not answer in time", Failure.REFUSED: "could not be reached"}
+    unreached = dict.fromkeys((Failure.REFUSED, Failure.UNREACHED), "could not be reached")
+    what = {Failure.SILENT: "did not answer in time", **unreached}
     text = what.get(error.failure, "gave no answer")
     return HttpError(
         502,

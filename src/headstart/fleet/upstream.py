@@ -10,16 +10,15 @@ from headstart.core.errors import HeadstartError
 
 HOP_BY_HOP = frozenset(
     (
-        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te"),
-        *("trailer", "transfer-encoding", "upgrade"),
+        *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te"),
+        *(b"trailer", b"transfer-encoding", b"upgrade"),
     )
 )
 _OTHER_TARGETS = frozenset(  # some frameworks take these for the path or the method, which the router has judged
-    ("x-original-url", "x-rewrite-url", "x-http-method", "x-http-method-override", "x-method-override")
+    (b"x-original-url", b"x-rewrite-url", b"x-http-method", b"x-http-method-override", b"x-method-override")
 )
-_OF_THIS_REQUEST = frozenset(("host", "content-length", "accept-encoding", "expect", "x-headstart-explain"))
+_OF_THIS_REQUEST = frozenset((b"host", b"content-length", b"accept-encoding", b"expect", b"x-headstart-explain"))
 _NOT_SENT_ON = HOP_BY_HOP | _OTHER_TARGETS | _OF_THIS_REQUEST
-_NEVER_DROPPED = "x-forwarded-for"  # the router's own: without it a replica takes the client for one of its machine
 _SENT_BACK = frozenset(
     (
         *(b"cache-control", b"content-disposition", b"content-language", b"deprecation", b"retry-after"),
@@ -34,6 +33,7 @@ class Failure(Enum):
     """Why an attempt brought no answer."""
 
     REFUSED = "refused"  # no connection at all: nobody is there
+    UNREACHED = "unreached"  # no connection in time: the replica is down, or the router itself was too slow
     LOST = "lost"  # the connection ended without an answer
     DEAD = "dead"  # its front is there, and says that its engine has died
     HUNG = "hung"  # the replica as a whole has gone silent, by more evidence than this request's own waiting
@@ -51,9 +51,14 @@ class Failure(Enum):
         Losses that may be the request's own doing are bounded by MAX_LOSSES of proxy.py.
         """
         return self in (
-            *(Failure.REFUSED, Failure.LOST, Failure.DEAD, Failure.HUNG),
+            *(Failure.REFUSED, Failure.UNREACHED, Failure.LOST, Failure.DEAD, Failure.HUNG),
             *(Failure.DRAINING, Failure.LOADING),
         )
+
+    @property
+    def is_of_connection(self) -> bool:
+        """Whether the connection may be all that failed: the replica itself may well answer over another one."""
+        return self in (Failure.REFUSED, Failure.UNREACHED, Failure.LOST)
 
     @property
     def is_its_fault(self) -> bool:
@@ -111,7 +116,9 @@ def failure_of(error: BaseException) -> Failure:
         error, aiohttp.ServerDisconnectedError
     ):
         return Failure.GARBLED  # ClientResponseError: the head could not be parsed
-    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return Failure.UNREACHED
+    if isinstance(error, aiohttp.ClientConnectorError):
         return Failure.REFUSED
     return Failure.SILENT if isinstance(error, TimeoutError) else Failure.LOST
 
@@ -163,16 +170,31 @@ def _error_in(document: bytes) -> _Error:
         return _Error()
 
 
-def headers_on(headers: Iterable[tuple[bytes, bytes]], own: Mapping[str, str]) -> list[tuple[str, str]]:
+def headers_on(
+    headers: Iterable[tuple[bytes, bytes]], own: Mapping[str, str], sender: str = ""
+) -> list[tuple[str, str]]:
     """Return a client's headers as they are sent on, repeated ones repeated, with `own` instead of those of its names.
 
-    The headers of the client's connection end here: the hop-by-hop ones and those that `Connection` names.
+    The headers of the client's connection end here: the hop-by-hop ones and those that `Connection` names. The address
+    of the `sender`, if it is given, is added to those that the request came by. `headers` as in an ASGI scope.
     """
-    decoded = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in headers]
-    dropped = _NOT_SENT_ON | _connection_names(decoded) | {name.lower() for name in own}
-    sent = [(name, value) for name, value in decoded if name not in dropped]
-    if not any(name == "content-type" for name, _ in sent):
+    sent, route, dropped = list[tuple[str, str]](), "", set[str]()
+    for raw, value in headers:
+        if raw in _NOT_SENT_ON:
+            if raw == b"connection":
+                dropped |= _names_in(value)
+            continue
+        name, text = raw.decode("latin-1"), value.decode("latin-1")
+        if name == "x-forwarded-for":
+            route += text + ", "
+        elif name not in own:
+            sent.append((name, text))
+    if dropped:
+        sent = [header for header in sent if header[0] not in dropped]
+    if "content-type" not in dict(sent):
         sent.append(("content-type", "application/json"))
+    if sender:
+        sent.append(("x-forwarded-for", route + sender))
     return [*sent, ("accept-encoding", "identity"), *own.items()]
 
 
@@ -182,18 +204,21 @@ def headers_back(response: aiohttp.ClientResponse, content_type: bytes = b"") ->
     What a replica says beside these is not meant for clients: cookies, redirects, its own name and address.
     `content_type`: what is said of the body instead of the replica's own word.
     """
-    headers = [(name.lower(), value) for name, value in response.raw_headers]
-    dropped = _connection_names((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
-    types = [content_type] if content_type else [value for name, value in headers if name == b"content-type"][:1]
-    found = [(b"content-type", value) for value in types if value.decode("latin-1").isprintable()]
-    for name, value in headers:
-        known = name in _SENT_BACK or name.startswith(_SENT_BACK_PREFIXES)
-        if known and name.decode("latin-1") not in dropped and value.decode("latin-1").isprintable():
-            found.append((name, value))
-    return found
+    kept, dropped = list[tuple[bytes, bytes]](), set[str]()
+    for header in response.raw_headers:
+        name = header[0].lower()
+        if name in _SENT_BACK or name.startswith(_SENT_BACK_PREFIXES):
+            kept.append((name, header[1]))
+        elif name == b"connection":
+            dropped |= _names_in(header[1])
+        elif name == b"content-type" and not content_type:
+            content_type = header[1]
+    found = [header for header in kept if header[0].decode("latin-1") not in dropped] if dropped else kept
+    if content_type:
+        found.insert(0, (b"content-type", content_type))
+    return [header for header in found if header[1].decode("latin-1").isprintable()]
 
 
-def _connection_names(headers: Iterable[tuple[str, str]]) -> set[str]:
-    """Return the names that `Connection` headers declare to be of one connection only (RFC 9110, 7.6.1)."""
-    values = (value for name, value in headers if name == "connection")
-    return {word.strip().lower() for value in values for word in value.split(",")} - {_NEVER_DROPPED}
+def _names_in(value: bytes) -> set[str]:
+    """Return the names that a `Connection` header declares to be of one connection only (RFC 9110, 7.6.1)."""
+    return {word.strip().lower() for word in value.decode("latin-1").split(",")}

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from headstart.core.errors import ConfigError
+from headstart.model.architectures import NATIVE_ARCHITECTURES, architecture_of
 from headstart.model.config_bounds import check_sizes, finite
-from headstart.model.config_keys import NATIVE_ARCHITECTURES, NotNativeError, reference_config
+from headstart.model.config_keys import NotNativeError, reference_config
 from headstart.model.json_file import read_json, shorten
 from headstart.model.rope import RopeConfig, read_rope
 
@@ -38,25 +39,6 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     fused_weights: bool  # the checkpoint holds qkv_proj and gate_up_proj
-
-
-def architecture_of(config: dict[str, Any]) -> str:
-    """The model class a `config.json` names. Raises ConfigError if it names none."""
-    names = config.get("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise ConfigError(
-            f"config.json names no architecture (model_type {config.get('model_type')!r}); expected an entry such as "
-            f'"architectures": ["LlamaForCausalLM"]'
-        )
-    return names[0]
-
-
-def refuse_quantised(config: dict[str, Any]) -> None:
-    """Raises ConfigError for a checkpoint whose weights are quantised: they would be read as plain numbers."""
-    quantisation = config.get("quantization_config") or config.get("compression_config")
-    if quantisation:
-        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
-        raise ConfigError(f"the checkpoint is quantised ({method}); use the bfloat16 or float32 original")
 
 
 def eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:

@@ -15,13 +15,6 @@ from transformers import LlamaConfig, MistralConfig, Phi3Config, PretrainedConfi
 from headstart.core.errors import ConfigError
 from headstart.model.json_file import one_line, shorten
 
-NATIVE_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Phi3ForCausalLM": "phi3",
-}
 CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,

@@ -42,6 +42,29 @@ def resolve_model(
     `token` None means HF_TOKEN or the stored login, `download_dir` None the hub's own cache, `endpoint` None
     HF_ENDPOINT or the public hub. Progress bars go to stderr. Raises ConfigError, in one line, for whatever fails.
     """
+    folder = local_folder(model)
+    if folder is not None:
+        return folder
+    try:
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            token=token,
+            local_files_only=offline,
+            cache_dir=download_dir,
+            endpoint=endpoint,
+            allow_patterns=list(WANTED),
+            ignore_patterns=list(UNWANTED),
+        )
+    except (HFValidationError, EntryNotFoundError, OSError, _NETWORK_ERROR) as error:
+        offline = offline or constants.is_offline_mode()
+        hub = endpoint or constants.ENDPOINT
+        raise ConfigError(_explain(error, model, revision, offline=offline, hub=hub)) from error
+    return _checked(Path(folder), model)
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder that `model` names, None if it may be a hub id. Raises ConfigError for what is neither."""
     if len(model) > MAX_NAME_CHARS:
         raise ConfigError(
             f"{shorten(model, SHOWN_CHARS)!r} is neither a folder nor a hub id: {len(model)} characters are more than "
@@ -59,22 +82,7 @@ def resolve_model(
     if not model or not model.isprintable() or model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
         named = shorten(model, SHOWN_CHARS)
         raise ConfigError(f"there is no folder {named!r}, and it is no hub id either (those look like Qwen/Qwen3-0.6B)")
-    try:
-        folder = snapshot_download(
-            model,
-            revision=revision,
-            token=token,
-            local_files_only=offline,
-            cache_dir=download_dir,
-            endpoint=endpoint,
-            allow_patterns=list(WANTED),
-            ignore_patterns=list(UNWANTED),
-        )
-    except (HFValidationError, EntryNotFoundError, OSError, _NETWORK_ERROR) as error:
-        offline = offline or constants.is_offline_mode()
-        hub = endpoint or constants.ENDPOINT
-        raise ConfigError(_explain(error, model, revision, offline=offline, hub=hub)) from error
-    return _checked(Path(folder), model)
+    return None
 
 
 def _checked(folder: Path, model: str) -> Path:

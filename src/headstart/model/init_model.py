@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
-from headstart.model.shapes import SHAPES, Shape
+from headstart.model.shapes import SHAPES, WEIGHT_DTYPES, Shape, check_weights
 from headstart.model.synthetic_tokenizer import BOS_ID, EOS_ID, PAD_ID, write_tokenizer
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in WEIGHT_DTYPES}
 _SHARD_BYTES = 2_000_000_000
 
 Sizes = list[tuple[str, tuple[int, ...]]]
@@ -44,12 +44,7 @@ def init_model(
     of correctness wants. Raises ConfigError for an unknown shape or dtype, or if `out` holds anything already (unless
     `overwrite`, and what it holds is a model).
     """
-    if shape not in SHAPES:
-        raise ConfigError(f"there is no shape {shape!r}; choose one of {', '.join(SHAPES)}")
-    if dtype not in _DTYPES:
-        raise ConfigError(f"there is no dtype {dtype!r} for weights; choose one of {', '.join(_DTYPES)}")
-    if not 0 < std < 100:
-        raise ConfigError(f"std is {std}; it must be above 0 (0.02 as real models, 0.2 for tests)")
+    check_weights(shape, std=std, dtype=dtype)
     _make_room(out, SHAPES[shape], _DTYPES[dtype].itemsize, overwrite=overwrite)
     table = SHAPES[shape]
     _write_json(out / "config.json", table.config(dtype=dtype, bos_token_id=BOS_ID, eos_token_id=EOS_ID, std=std))

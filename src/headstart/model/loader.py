@@ -14,10 +14,11 @@ import transformers
 
 from headstart import __version__
 from headstart.core.errors import ConfigError
+from headstart.model.architectures import NATIVE_ARCHITECTURES, architecture_of, refuse_quantised
 from headstart.model.attention.base import resolve_backend
-from headstart.model.config import ModelConfig, architecture_of, eos_token_ids, parse_config, refuse_quantised
+from headstart.model.config import ModelConfig, eos_token_ids, parse_config
 from headstart.model.config_bounds import check_sizes
-from headstart.model.config_keys import NATIVE_ARCHITECTURES, NotNativeError
+from headstart.model.config_keys import NotNativeError
 from headstart.model.decoder import LanguageModel, load_decoder
 from headstart.model.json_file import read_json
 from headstart.model.kernels.load import kernels

@@ -21,8 +21,8 @@ Amounts = npt.NDArray[np.float32]
 _FLOAT32 = torch.finfo(torch.float32)
 
 
-class _RowEdits(NamedTuple):
-    """What happens to one row: ids without repetition in each list of a pair."""
+class RowEdits(NamedTuple):
+    """Edits of one row, in this order. Ids are in bounds, each once per list; arrays are contiguous."""
 
     repeated: Ids  # divided (or, below zero, multiplied) by
     repetition: float
@@ -49,10 +49,10 @@ class LogitEdits:
     def apply(self, logits: Tensor, chunks: Mapping[int, Chunk]) -> dict[int, str]:
         """Edits `logits` [R, V] (float32) in place at the rows in `chunks`; rows that could not be, and why."""
         errors: dict[int, str] = {}
-        edits: dict[int, _RowEdits] = {}
+        edits: dict[int, RowEdits] = {}
         for row, chunk in chunks.items():
             try:
-                edits[row] = self._row_edits(chunk)
+                edits[row] = self.row_edits(chunk)
             except ValueError as error:
                 errors[row] = str(error)
         repeated = {row: (e.repeated, np.full(len(e.repeated), e.repetition, np.float32)) for row, e in edits.items()}
@@ -69,12 +69,8 @@ class LogitEdits:
             logits[where] = amount
         return errors
 
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Forgets these requests; unknown ids are fine."""
-        for request_id in request_ids:
-            self._prompt_ids.pop(request_id, None)
-
-    def _row_edits(self, chunk: Chunk) -> _RowEdits:
+    def row_edits(self, chunk: Chunk) -> RowEdits:
+        """The edits of one row. Raises ValueError for an id outside the vocabulary."""
         s = chunk.sampling
         outputs, counts = np.unique(np.asarray(chunk.history[chunk.num_prompt_tokens :]), return_counts=True)
         repeated = np.union1d(self._prompt(chunk), outputs) if s.repetition_penalty != 1 else outputs[:0]
@@ -84,7 +80,7 @@ class LogitEdits:
         # A stop id beyond the vocabulary (some tokenizers have them) can never be chosen: nothing to forbid.
         unfinished = num_outputs(chunk) < s.min_tokens
         banned = [i for i in s.stop_token_ids if unfinished and 0 <= i < self.vocab_size]
-        edits = _RowEdits(
+        edits = RowEdits(
             repeated.astype(np.int64),
             min(max(s.repetition_penalty, _FLOAT32.tiny), _FLOAT32.max),  # rounded to 0 or inf it would give NaN
             penalised.astype(np.int64),
@@ -97,6 +93,11 @@ class LogitEdits:
         self._check("a token of the request", edits.penalised)
         self._check("logit_bias", edits.biased)
         return edits
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forgets these requests; unknown ids are fine."""
+        for request_id in request_ids:
+            self._prompt_ids.pop(request_id, None)
 
     def _check(self, what: str, ids: Ids) -> None:
         for bad in ids[(ids < 0) | (ids >= self.vocab_size)][:1]:

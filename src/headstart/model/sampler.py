@@ -6,6 +6,9 @@ temperature, min_p, top_k, top_p and one draw. Log-probabilities are of the logi
 A row's tokens depend on its logits, its parameters, its history and its key alone, never on its neighbours: the random
 number of output i is a hash of (key, i), filters cut at a *value* (ties of the last token kept are kept too, so the
 order of a sort never matters), and sums run in token order, row by row.
+
+With compiled kernels one call does all of it (kernels/sampling.py); without them, and on a GPU, torch does. Both give
+the same tokens unless a draw or a filter is decided by less than 1e-6.
 """
 
 import hashlib
@@ -21,6 +24,7 @@ from headstart.core.request import SamplingParams
 from headstart.model.draw import draw, take
 from headstart.model.kernels.load import Kernels
 from headstart.model.kernels.rows import greatest
+from headstart.model.kernels.sampling import RowSampler, RowTask
 from headstart.model.logit_edits import LogitEdits, num_outputs
 
 _GREEDY_BELOW = 1e-5  # temperatures that differ from 0 in name only
@@ -37,6 +41,7 @@ class Sampler:
         self._kernels = kernels
         self._seed = seed
         self._edits = LogitEdits(vocab_size)
+        self._rows = RowSampler(kernels, vocab_size) if kernels is not None else None
 
     def sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
         """One row per chunk, from logits [R, V] of any float type, which are not modified.
@@ -48,6 +53,8 @@ class Sampler:
         """
         if logits.shape != (len(chunks), self.vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)} for {len(chunks)} rows x {self.vocab_size} tokens")
+        if self._rows is not None and self._rows.takes(logits) and any(map(self._is_more_than_greedy, chunks)):
+            return self._sample_fused(self._rows, logits, chunks)
         chosen, best = greatest(self._kernels, logits)  # NaN propagates, so `best` alone tells a poisoned row
         errors = [None if isfinite(value) else _NOT_FINITE for value in best]
         edited = [i for i, chunk in enumerate(chunks) if not errors[i] and self._edits.wanted(chunk)]
@@ -76,12 +83,50 @@ class Sampler:
             rows = logits[at : at + len(tokens)]
             if not rows.amax(dim=-1).isfinite().all():
                 raise FloatingPointError("the model computed no finite logits for a prompt token")
-            entries += _entries(rows, tokens, [num_top] * len(tokens))
+            entries += self._entries(rows, tokens, num_top)
         return tuple(entries)
+
+    def _entries(self, logits: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
+        """Log-probability of one token of each row of logits [n, V], with `num_top` alternatives."""
+        if self._rows is None or not self._rows.takes(logits):
+            return _entries(logits, tokens, [num_top] * len(tokens))
+        found = self._rows(logits, [RowTask(token=token, num_top=num_top) for token in tokens]).logprobs
+        return [entry for entry in found if entry is not None]
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forgets finished requests; unknown ids are fine."""
         self._edits.drop(request_ids)
+
+    def _is_more_than_greedy(self, chunk: Chunk) -> bool:
+        """Whether a row needs more than the greatest of its logits."""
+        s = chunk.sampling
+        return not _is_greedy(s) or s.logprobs is not None or self._edits.wanted(chunk)
+
+    def _sample_fused(self, sampler: RowSampler, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
+        """As `sample`, in one call of a kernel."""
+        errors: dict[int, RowError] = {}
+        tasks: list[RowTask] = []
+        for index, chunk in enumerate(chunks):
+            try:
+                tasks.append(self._task(chunk))
+            except ValueError as error:
+                errors[index] = RowError(RowErrorKind.REQUEST, str(error))
+                tasks.append(RowTask())
+        sampled = sampler(logits, tasks)
+        errors |= {index: _NOT_FINITE for index, best in enumerate(sampled.best) if not isfinite(best)}
+        return [
+            Row(error=errors[index]) if index in errors else Row((token,), () if entry is None else (entry,))
+            for index, (token, entry) in enumerate(zip(sampled.tokens, sampled.logprobs, strict=True))
+        ]
+
+    def _task(self, chunk: Chunk) -> RowTask:
+        """What the kernel does for one row. Raises ValueError for an id that cannot be edited."""
+        s = chunk.sampling
+        task = RowTask(num_top=s.logprobs, edits=self._edits.row_edits(chunk) if self._edits.wanted(chunk) else None)
+        if not _is_greedy(s):
+            task.temperature, task.top_k, task.top_p, task.min_p = s.temperature, s.top_k, s.top_p, s.min_p
+            task.uniform = _uniform(self._key(chunk), num_outputs(chunk))
+        return task
 
     def _choose(
         self,

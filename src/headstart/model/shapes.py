@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from headstart.core.errors import ConfigError
+
+WEIGHT_DTYPES = ("bfloat16", "float16", "float32")
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -90,6 +94,7 @@ class Shape:
 SHAPES: dict[str, Shape] = {
     "tiny": Shape("Llama", 64, 2, 4, 2, 128, 512, 4096, head_dim=16),
     "llama-100m": Shape("Llama", 768, 12, 12, 4, 2048, 32_000, 4096, head_dim=64),
+    "llama-100m-152k": Shape("Llama", 768, 12, 12, 4, 2048, 152_064, 4096, head_dim=64, tie_word_embeddings=True),
     "tinyllama-1.1b": Shape("Llama", 2048, 22, 32, 4, 5632, 32_000, 2048, head_dim=64),
     "llama-2-7b": Shape("Llama", 4096, 32, 32, 32, 11_008, 32_000, 4096, head_dim=128),
     "qwen2.5-0.5b": Shape(
@@ -111,3 +116,13 @@ SHAPES: dict[str, Shape] = {
     ),
     "llama-3m": Shape("Llama", 256, 4, 4, 2, 768, 512, 4096, head_dim=64),
 }
+
+
+def check_weights(shape: str, *, std: float, dtype: str) -> None:
+    """Raise ConfigError for an unknown shape or dtype, or a spread that gives no model. Imports no torch."""
+    if shape not in SHAPES:
+        raise ConfigError(f"there is no shape {shape!r}; choose one of {', '.join(SHAPES)}")
+    if dtype not in WEIGHT_DTYPES:
+        raise ConfigError(f"there is no dtype {dtype!r} for weights; choose one of {', '.join(WEIGHT_DTYPES)}")
+    if not 0 < std < 100:
+        raise ConfigError(f"std is {std}; it must be above 0 (0.02 as real models, 0.2 for tests)")

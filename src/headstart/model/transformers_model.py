@@ -26,9 +26,8 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from headstart.core.errors import ConfigError
+from headstart.model.architectures import SUPPORTED, architecture_of
 from headstart.model.attention.base import Attend
-from headstart.model.config import architecture_of
-from headstart.model.config_keys import NATIVE_ARCHITECTURES
 from headstart.model.json_file import one_line, shorten
 from headstart.model.kv import KVShape
 from headstart.model.step import StepInputs
@@ -42,7 +41,6 @@ OUTPUTS = {"output_attentions", "output_hidden_states", "output_router_logits"} 
 ELSEWHERE = ("transformers_weights", "extra_files")  # would make Transformers read other files than are identified
 SLACK = 2  # times the weights in the files; some models have fixed parameters that are not saved
 MAX_BUFFER_BYTES = 1 << 30
-SUPPORTED = f"{', '.join(NATIVE_ARCHITECTURES)}, and decoders of Transformers with full or sliding attention layers"
 
 
 class TransformersModel:

@@ -83,7 +83,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request to be routed. `subset`: names of the replicas that may serve it; None: all."""
+    """One request to be routed. `subset`: names of the replicas that may serve it; None: all.
+
+    `form`: the way in which the prompt became tokens ("chat": by a chat template). Where a replica counts the tokens of
+    one form otherwise than the router, it may count those of others alike.
+    """
 
     prompt: Prompt
     model: str = ""
@@ -91,6 +95,7 @@ class Ask:
     session: str | None = None
     max_tokens: int = 0  # to be generated at most; 0: not known
     subset: frozenset[str] | None = None
+    form: str = ""
 
 
 class Usage(NamedTuple):

@@ -47,7 +47,7 @@ class Cost(NamedTuple):
 class Endpoint:
     """One replica. `name` is its address, the same for all routers; `models` empty: it serves any."""
 
-    __slots__ = ("block_size", "contents", "granule", "health", "load", "models", "name", "reported")
+    __slots__ = ("block_size", "contents", "granule", "health", "load", "miscounted", "models", "name", "reported")
 
     def __init__(
         self,
@@ -66,10 +66,12 @@ class Endpoint:
         self.load = Load(prior)
         self.reported: Reported | None = None
         self.granule = 0  # greatest common divisor of the cached tokens it reported: its real block size, soon
+        self.miscounted: set[str] = set()  # forms of prompts whose last report had another number of tokens than ours
 
     def reconfigured(self, block_size: int, contents: Contents) -> None:
         """It was started again with other blocks: nothing that was believed of its cache is so any more."""
         self.block_size, self.contents, self.granule = block_size, contents, 0
+        self.miscounted.clear()
 
     def fresh(self, now: float) -> Reported | None:
         """What it said of itself, if that is recent."""

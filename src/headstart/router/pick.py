@@ -3,13 +3,22 @@
 That is why the router needs no table of requests, no lock and nothing that cleans up behind those that never came back.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from headstart.core.hashing import BlockHash
 from headstart.router.contents import Contents, Hold
 from headstart.router.cost import cost_of
 from headstart.router.load import Flight
-from headstart.router.policy import Candidate, Choice, View
+from headstart.router.policy import Candidate, Choice, Policy, View
+
+
+class Comparison(NamedTuple):
+    """The decision of a policy that is not followed: `regret` is its estimated cost less ours, in milliseconds."""
+
+    policy: Policy
+    choice: Choice
+    regret: float
+    agrees: bool
 
 
 class Pick:
@@ -18,6 +27,7 @@ class Pick:
     __slots__ = (
         "cached_tokens",
         "choice",
+        "comparisons",
         "contents",
         "endpoint",
         "excluded",
@@ -38,6 +48,7 @@ class Pick:
         self.policy = policy
         self.endpoint = choice.ranked[0].endpoint
         self.regrets: dict[str, tuple[str, float]] = {}  # shadow policy -> whom it would have asked, milliseconds
+        self.comparisons: list[Comparison] = []  # of shadow policies, not booked yet
         self.contents: Contents | None = None
         self.hold: Hold | None = None
         self.flight: Flight | None = None
@@ -54,7 +65,8 @@ class Pick:
     @property
     def candidate(self) -> Candidate:
         """What was known of the one that is asked."""
-        return self.candidate_of(self.endpoint.name)
+        first = self.choice.ranked[0]
+        return first if first.endpoint is self.endpoint else self.candidate_of(self.endpoint.name)
 
     @property
     def names(self) -> list[BlockHash]:

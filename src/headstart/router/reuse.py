@@ -7,14 +7,14 @@ to be used a second time. Time is a count of uses, as in shadow.py.
 
 
 class Reuse:
-    """Uses of each block of a pool of so many."""
+    """Uses of each block of a pool of `num_blocks`, which may grow to `size`."""
 
     __slots__ = ("_first", "_num_new", "_num_reused", "_remembered", "_uses")
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, size: int) -> None:
         self._uses = [0] * num_blocks
         self._first = [0] * num_blocks  # when it was taken in
-        self._remembered = 2 * num_blocks
+        self._remembered = 2 * size
         self._num_new = 0
         self._num_reused = 0
 
@@ -22,6 +22,22 @@ class Reuse:
     def share(self) -> float:
         """Of the blocks that were taken in, those that were used a second time; older ones count less."""
         return self._num_reused / max(self._num_new, 1)
+
+    def emptied(self, num_blocks: int, size: int) -> "Reuse":
+        """The same experience with blocks, and none of them there."""
+        fresh = Reuse(num_blocks, size)
+        fresh._num_new, fresh._num_reused = self._num_new, self._num_reused
+        return fresh
+
+    @property
+    def tables(self) -> tuple[list[int], list[int]]:
+        """All that it knows of blocks."""
+        return self._uses, self._first
+
+    def grow(self, num: int) -> None:
+        """The pool has so many more blocks."""
+        self._uses += [0] * num
+        self._first += [0] * num
 
     def added(self, blocks: list[int], now: int) -> None:
         """They are new, and used for the first time."""

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from headstart.core.errors import NoReplicaError
 from headstart.router.ask import Ask, Usage
+from headstart.router.contents import Contents
 from headstart.router.cost import CostPolicy, cost_of
 from headstart.router.decision import Decision, joined
 from headstart.router.endpoint import Endpoint
 from headstart.router.filters import eligible
 from headstart.router.load import Flight
-from headstart.router.pick import Pick
+from headstart.router.pick import Comparison, Pick
 from headstart.router.policy import Candidate, Policy, View
 from headstart.router.rates import Work
 from headstart.router.reports import cached_blocks
@@ -65,8 +66,10 @@ class Router:
 
     # ------------------------------------------------------------------------------------------------------ deciding
 
-    def pick(self, ask: Ask, now: float, *, tried: frozenset[str] = frozenset()) -> Pick:
-        """Who is to serve the request. Changes nothing but what shadow policies remember.
+    def pick(self, ask: Ask, now: float, *, tried: frozenset[str] = frozenset(), before: Pick | None = None) -> Pick:
+        """Who is to serve the request. Changes nothing.
+
+        `before` is the pick of an earlier attempt of the same request: shadow policies decide once per request.
 
         Raises:
             NoReplicaError: nobody may.
@@ -76,8 +79,10 @@ class Router:
             raise NoReplicaError(f"none of {len(self.endpoints)} replicas may serve this request", reasons=excluded)
         view = _view(endpoints, ask, now)
         pick = Pick(view, self.policy.choose(view), excluded, self.policy.name)
-        for shadow in self.shadow_policies:
-            self._compare(shadow, pick)
+        if before is not None:
+            pick.regrets = before.regrets
+        else:
+            pick.comparisons = [self._compare(shadow, pick) for shadow in self.shadow_policies]
         return pick
 
     def sent(self, pick: Pick, now: float, endpoint: str | None = None) -> None:
@@ -88,13 +93,14 @@ class Router:
         cost = cost_of(view, chosen.name)
         work = Work.of(view.prompt_tokens, pick.candidate.hit_tokens, chosen.load.num_streams)
         pick.flight = Flight(work, cost.prefill, cost.backlog, view.ask.max_tokens)
-        pick.contents = chosen.contents
-        pick.hold = chosen.contents.sent(pick.names, now)
+        pick.contents = _contents_for(chosen, view.ask)
+        pick.hold = pick.contents.sent(pick.names, now)
         pick.sent_at = now
         chosen.load.sent(pick.flight, now, self._count)
         chosen.health.sent(now)
         self._count += 1
         self.policy.picked(pick.choice, chosen)
+        self._book(pick)
 
     # --------------------------------------------------------------------------------------------------- what follows
 
@@ -152,6 +158,8 @@ class Router:
         assert pick.hold is not None and pick.flight is not None and pick.contents is not None
         pick.cached_tokens = usage.cached_tokens
         prompt = pick.view.ask.prompt
+        if prompt.exact:
+            _compare_counts(pick.endpoint, pick.view.ask, usage)
         scaled = usage.cached_tokens * prompt.num_tokens // max(usage.prompt_tokens, 1)
         self._learn(pick.endpoint, pick.flight, Work.of(prompt.num_tokens, scaled, pick.flight.work.streams))
         self.prediction_error += abs(pick.candidate.hit_tokens - scaled)
@@ -175,16 +183,23 @@ class Router:
             endpoint.contents = contents.guess or Shadow()
             self.num_blind += 1
 
-    def _compare(self, shadow: Policy, pick: Pick) -> None:
+    def _compare(self, shadow: Policy, pick: Pick) -> Comparison:
+        """What a shadow policy would have decided. Changes nothing but the pick's own regrets."""
         choice = shadow.choose(pick.view)
         first = choice.ranked[0]
-        shadow.picked(choice, first.endpoint)
         regret = cost_of(pick.view, first.name).total - cost_of(pick.view, pick.endpoint.name).total
         pick.regrets[shadow.name] = (first.name, regret)
-        known = self.regrets[shadow.name]
-        known.decisions += 1
-        known.agreed += first.name == pick.endpoint.name
-        known.total_ms += regret
+        return Comparison(shadow, choice, regret, first.name == pick.endpoint.name)
+
+    def _book(self, pick: Pick) -> None:
+        """Counts the decisions of shadow policies about a request that leaves. Once per request."""
+        for shadow, choice, regret, agrees in pick.comparisons:
+            shadow.picked(choice, choice.ranked[0].endpoint)
+            known = self.regrets[shadow.name]
+            known.decisions += 1
+            known.agreed += agrees
+            known.total_ms += regret
+        pick.comparisons = []
 
     def _end(self, pick: Pick, now: float, *, ok: bool) -> None:
         pick.finish = now
@@ -213,13 +228,35 @@ class Router:
         self._log(decision)
 
 
+def _contents_for(endpoint: Endpoint, ask: Ask) -> Contents:
+    """Return the contents of a replica in which the blocks of this request can be found.
+
+    Events name blocks by the engine's own tokens. A prompt counted in text, or in tokens that the replica counts
+    otherwise, has other names: of such prompts the router knows what it sent and nothing else.
+    """
+    contents = endpoint.contents
+    if isinstance(contents, ToldContents) and (not ask.prompt.exact or ask.form in endpoint.miscounted):
+        return contents.guess or contents
+    return contents
+
+
+def _compare_counts(endpoint: Endpoint, ask: Ask, usage: Usage) -> None:
+    """Note whether a replica counts the tokens of an exact prompt as the router does."""
+    if usage.prompt_tokens == ask.prompt.num_tokens:
+        endpoint.miscounted.discard(ask.form)
+    else:
+        endpoint.miscounted.add(ask.form)
+
+
 def _view(endpoints: list[Endpoint], ask: Ask, now: float) -> View:
     """What each replica has of the prompt, and the name of the first block that none of them has."""
     prompt, candidates = ask.prompt, list[Candidate]()
+    exact, limit = prompt.exact, max(prompt.num_tokens - 1, 0)
     for endpoint in endpoints:
-        blocks = endpoint.contents.match(prompt.names(endpoint.block_size), now)
-        tokens = min(blocks * endpoint.block_size, max(prompt.num_tokens - 1, 0))
-        candidates.append(Candidate(endpoint, blocks, tokens))
+        size = endpoint.block_size
+        contents = endpoint.contents if exact and not endpoint.miscounted else _contents_for(endpoint, ask)
+        blocks = contents.match(prompt.names(size), now)
+        candidates.append(Candidate(endpoint, blocks, min(blocks * size, limit)))
     best = max(candidates, key=lambda candidate: candidate.hit_tokens)
     names = prompt.names(best.endpoint.block_size)
     key = names[min(best.hit_blocks, len(names) - 1)] if names else prompt.tail_key()

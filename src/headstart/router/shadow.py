@@ -10,13 +10,19 @@ If a block is missing that had been used only just, the cache was emptied, unles
 it is that small. If more was cached than was believed, the shadow was too small. A report that
 stands alone moves no more than a few times what it is off by, since an engine's order of eviction is never quite ours.
 What requests report that were sent before a loss was noticed only repeats it.
+
+The pool begins small and grows as blocks come, up to the capacity; that may exceed the size a replica tells, if reports
+prove it (a store or another tier holds more) and `allow` grants it. A cache that is emptied is a new pool, and the old
+one is freed in slices, so that neither takes longer the larger the cache is.
 """
 
+from collections.abc import Callable
 from itertools import accumulate, islice, takewhile
 
 from headstart.core.blocks import BlockPool
 from headstart.core.hashing import BlockHash
 from headstart.router.contents import Hold
+from headstart.router.discards import Discards
 from headstart.router.reuse import Reuse
 
 UNKNOWN_BLOCKS = 16_384  # how much a cache is believed to hold whose size nobody told; it learns
@@ -29,6 +35,12 @@ MIN_STEP = 1 / 64
 MIN_BLOCKS = 16
 LOOKED_AT = 64  # of the blocks that would be evicted, to tell what they are worth
 MAX_UNPLACED = 256
+MIN_GROWTH = 1_024  # blocks by which the pool grows at least, and with which it begins
+FREED = 512  # entries of a former pool that are freed with every request, and FREED_PER_BLOCK with each new block
+FREED_PER_BLOCK = 16  # more than a block takes: what is left of former pools never adds up
+
+Allow = Callable[[int, int], int]
+"""How many blocks a shadow may hold that was granted the first number and asks for the second; at least the first."""
 
 _ENDED = -1  # instead of an epoch
 
@@ -36,11 +48,18 @@ _ENDED = -1  # instead of an epoch
 class Shadow:
     """The contents of one cache, guessed. `num_blocks` 0: not known how many it has.
 
-    `at_pick`: a request's blocks count from the moment it is sent; else from its first token on.
+    `at_pick`: a request's blocks count from the moment it is sent; else from its first token on. `allow` is asked
+    before the shadow outgrows `num_blocks`; without it it never does.
     """
 
     def __init__(
-        self, num_blocks: int = 0, *, eviction_policy: str = "lru", at_pick: bool = True, corrects: bool = True
+        self,
+        num_blocks: int = 0,
+        *,
+        eviction_policy: str = "lru",
+        at_pick: bool = True,
+        corrects: bool = True,
+        allow: Allow | None = None,
     ) -> None:
         self.at_pick = at_pick
         self.corrects = corrects
@@ -51,12 +70,24 @@ class Shadow:
         self._step, self._reach, self._direction = MAX_STEP, REACH, 0
         self._eviction_policy = eviction_policy
         self._epoch = 0
+        self._allow = allow
+        self._discards = Discards()
+        self._reuse = Reuse(0, self._max_blocks + 1)
         self._start(num_blocks or UNKNOWN_BLOCKS)
 
     @property
     def capacity(self) -> int:
         """Blocks the cache is believed to hold."""
-        return self._max_blocks - len(self._ballast)
+        return self._pool.num_usable - len(self._ballast) + self._num_ungrown
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks that it may hold at most, unless more are granted."""
+        return self._max_blocks
+
+    def free(self, num: int) -> int:
+        """Free up to `num` entries of former pools; return how many: 0, and nothing is left."""
+        return self._discards.free(num)
 
     def __len__(self) -> int:
         return self._pool.num_published
@@ -74,6 +105,8 @@ class Shadow:
 
     def sent(self, names: list[BlockHash], now: float = 0.0) -> Hold:
         """Keeps the blocks of a request from eviction, and takes in those that are new if it learns at the pick."""
+        if self._discards:
+            self._discards.free(FREED)
         hold = Hold(names, self.match(names))
         hold.epoch = self._epoch
         hold.num_losses = self._num_losses
@@ -81,7 +114,7 @@ class Shadow:
             name = names[hold.hit]
             evicted = self._pool.eviction_of(name)
             hold.evicted = name in self._unplaced or (evicted is not None and evicted.cause == "capacity")
-            hold.doubtful = name in self._doubtful
+            hold.doubtful = self._flushed is not None and name in self._flushed
         self._acquire(hold, hold.hit)
         unsure = bytes(map(self._unsure.__getitem__, hold.blocks)).find(1)
         hold.sure = hold.hit if unsure < 0 else unsure
@@ -125,15 +158,15 @@ class Shadow:
         if num_blocks < min(hold.sure, hold.hit):
             if hold.num_losses == self._num_losses or hold.serials[num_blocks] > self._lost_until:
                 self._lost(hold, num_blocks)  # else it went with what is known to be lost since this one was sent
-        elif hold.doubtful and self._doubtful:
-            self._settle(num_blocks > hold.hit)
+        elif hold.doubtful and self._flushed is not None:
+            self._settle(self._flushed, num_blocks > hold.hit)
         elif num_blocks > hold.hit and hold.evicted:
             self._kept(num_blocks - hold.hit, hold.names[hold.hit] in self._unplaced)
 
     def loss(self, num_blocks: int) -> float:
         """How many of the blocks that are evicted for so many new ones should be wanted again. Changes nothing."""
         pool = self._pool
-        num = min(num_blocks - pool.num_scratch, pool.num_free - pool.num_scratch)
+        num = min(num_blocks - pool.num_scratch - self._num_ungrown, pool.num_free - pool.num_scratch)
         if num <= 0:
             return 0.0
         if self._worth is None:
@@ -145,8 +178,12 @@ class Shadow:
 
     def clear(self) -> None:
         """Empties it, as after a restart. What requests under way compute is taken in when they answer."""
+        self._forget_flush()
+        capacity = self.capacity
+        self._discards.add(self._pool, self._names, self._serials, *self._reuse.tables)
         self._epoch += 1
-        self._start(self.capacity)
+        self._reuse = Reuse(0, self._max_blocks + 1)
+        self._start(capacity)
 
     def check(self) -> None:
         """Asserts that it keeps its promises; O(blocks), for tests."""
@@ -156,20 +193,34 @@ class Shadow:
     # ------------------------------------------------------------------------------------------------------------
 
     def _start(self, capacity: int) -> None:
-        num_blocks = self._max_blocks + 1  # block 0 of a pool is never used
-        self._pool = BlockPool(num_blocks, eviction_policy=self._eviction_policy, history_pools=1)
-        self._ballast: list[int] = []  # blocks that nobody may use: the cache is smaller than the pool
-        self._serials = [0] * num_blocks  # when a block was surely there last; all of one request have the same
-        self._reuse = Reuse(num_blocks)
-        self._names = [BlockHash(b"")] * num_blocks  # of what a block holds, or held last
-        self._unsure = bytearray(num_blocks)  # 1: on its way, not computed yet as far as we know
         self._now = 0  # counts uses
-        self._worth: list[float] | None = None  # of the next blocks to go, added up; None: something has changed
         self._held = capacity  # blocks that seemed to be there when one was missing last: more is not proven
         self._lost_until = 0  # blocks seen last until then are known to be lost
-        self._doubtful: set[BlockHash] = set()  # forgotten in a flush, but seen after the block that was missing
+        self._flushed: _Flushed | None = None  # the last time it was emptied by a report, if that is still in doubt
         self._unplaced: dict[BlockHash, None] = {}  # there was no room for these, nor for what hangs on them
-        self._resize(capacity)
+        self._renew(capacity)
+
+    def _renew(self, capacity: int) -> None:
+        """Begins with an empty pool."""
+        usable, size = min(MIN_GROWTH, capacity), self._max_blocks + 1  # block 0 of a pool is never used
+        self._pool = BlockPool(usable + 1, eviction_policy=self._eviction_policy, history_pools=1, max_blocks=size)
+        self._num_ungrown = capacity - usable  # blocks that the pool is to grow by, once they are needed
+        self._ballast: list[int] = []  # blocks that nobody may use: the cache is smaller than the pool
+        self._serials = [0] * (usable + 1)  # when a block was surely there last; all of one request have the same
+        self._reuse = self._reuse.emptied(usable + 1, size)
+        self._names = [BlockHash(b"")] * (usable + 1)  # of what a block holds, or held last
+        self._unsure = bytearray(usable + 1)  # 1: on its way, not computed yet as far as we know
+        self._worth: list[float] | None = None  # of the next blocks to go, added up; None: something has changed
+
+    def _grow(self, num: int) -> None:
+        """Makes room for `num` more blocks, as far as the capacity has it."""
+        num = min(max(num, MIN_GROWTH), self._num_ungrown)
+        self._num_ungrown -= num
+        self._pool.grow(num)
+        self._serials += [0] * num
+        self._names += [BlockHash(b"")] * num
+        self._unsure += bytes(num)
+        self._reuse.grow(num)
 
     def _is_open(self, hold: Hold) -> bool:
         """Whether the request is still under way; one from before the cache was emptied holds nothing any more."""
@@ -195,7 +246,12 @@ class Shadow:
             return
         self._acquire(hold, self.match(names))
         start = len(hold.blocks)
-        blocks = pool.allocate(min(len(names) - start, pool.num_available(())))
+        wanted = len(names) - start
+        if wanted > pool.num_scratch and self._num_ungrown:
+            self._grow(wanted - pool.num_scratch)
+        if self._discards:
+            self._discards.free(FREED_PER_BLOCK * wanted)
+        blocks = pool.allocate(min(wanted, pool.num_available(())))
         parent = names[start - 1] if start else BlockHash(b"")
         for block, name in zip(blocks, names[start:], strict=False):
             pool.publish(block, name, parent, b"")
@@ -232,17 +288,20 @@ class Shadow:
         What was seen since says how much the cache holds; those blocks that the request itself computes do not.
         """
         pool, serial = self._pool, hold.serials[index]
-        gone = sum(1 for _ in takewhile(lambda block: self._serials[block] <= serial, pool.in_eviction_order()))
+        in_order = map(self._serials.__getitem__, pool.in_eviction_order())
+        gone = len(list(takewhile(serial.__ge__, in_order)))
         own = sum(1 for block in hold.blocks[index:] if pool.refs(block) == 1)
         num_kept = len(self) - gone - own
         num_younger = pool.num_free - pool.num_scratch - gone
         is_lately = num_kept < FLUSHED_SHARE * min(self.capacity, self._held) or not (num_younger or index)
         if is_lately and 2 * index <= hold.hit:  # what is off by little was not emptied
-            self._flush(serial)
+            self._flush(serial, num_younger)
+            hold.blocks, hold.serials, hold.hit, hold.sure, hold.epoch = [], [], 0, 0, self._epoch
+            self._extend(hold, unsure=0)  # it has computed its prompt since
             return
         self.num_trims += 1
         self._lost_until, self._held = serial, num_kept
-        self._doubtful.clear()
+        self._forget_flush()
         self._turn(-1)
         most = self._reach * (hold.hit - index)
         self._drop(min(gone, most))
@@ -250,30 +309,40 @@ class Shadow:
         less = min(less, most) if self._is_sized else less
         self._resize(min(max(self.capacity - less, MIN_BLOCKS), self._max_blocks))
 
-    def _flush(self, serial: int) -> None:
-        """Forgets all that nobody uses: the cache was emptied after `serial`."""
-        pool = self._pool
-        self.num_flushes += 1
-        self._worth = None
-        self._lost_until = self._now
-        idle = list(pool.in_eviction_order())
-        younger = {block for block in idle if self._serials[block] > serial}
-        self._doubtful = {self._names[block] for block in younger}
-        pool.take_blocks_to_zero()  # there is nothing to zero here
-        pool.distrust(idle)
+    def _flush(self, serial: int, num_younger: int) -> None:
+        """Forgets everything: the cache was emptied after `serial`. `num_younger` idle blocks were seen since then.
 
-    def _settle(self, is_there: bool) -> None:
+        What requests under way compute is taken in when they answer.
+        """
+        self._forget_flush()
+        self.num_flushes += 1
+        self._lost_until = self._now
+        self._epoch += 1
+        self._flushed = _Flushed(self._pool, self._serials, serial, num_younger)
+        self._discards.add(self._names, *self._reuse.tables)
+        self._renew(self.capacity)
+
+    def _forget_flush(self) -> None:
+        """The last flush is in doubt no more."""
+        if self._flushed is not None:
+            self._discards.add(*self._flushed.tables)
+            self._flushed = None
+
+    def _settle(self, flushed: "_Flushed", is_there: bool) -> None:
         """A block that went in the last flush is there: the cache was not emptied, it is small. Else it was."""
         if is_there:
-            self._resize(max((self.capacity + len(self._doubtful)) // 2, min(MIN_BLOCKS, self.capacity)))
-        self._doubtful.clear()
+            self._resize(max((self.capacity + flushed.num_younger) // 2, min(MIN_BLOCKS, self.capacity)))
+        self._forget_flush()
 
     def _kept(self, num_blocks: int, is_unplaced: bool) -> None:
         """So many blocks are there that had to go: the cache is larger; by all, if it never had room for them."""
         self._turn(1)
         self._is_sized = True
         more = min(int(GROWTH * self._step * self.capacity), self._reach * num_blocks)
-        self._resize(min(self.capacity + max(more, num_blocks if is_unplaced else 1), self._max_blocks))
+        wanted = self.capacity + max(more, num_blocks if is_unplaced else 1)
+        if wanted > self._max_blocks and self._allow is not None:
+            self._max_blocks = self._allow(self._max_blocks, wanted)
+        self._resize(min(wanted, self._max_blocks))
         self._held = self.capacity
 
     def _turn(self, direction: int) -> None:
@@ -295,8 +364,33 @@ class Shadow:
         pool, change = self._pool, self.capacity - capacity
         self._worth = None
         if change > 0:
-            self._ballast += pool.allocate(min(change, pool.num_available(())))
+            cut = min(change, self._num_ungrown)
+            self._num_ungrown -= cut
+            self._ballast += pool.allocate(min(change - cut, pool.num_available(())))
         elif change < 0:
-            keep = len(self._ballast) + change
+            keep = max(len(self._ballast) + change, 0)
+            self._num_ungrown += -change - (len(self._ballast) - keep)
             pool.release(self._ballast[keep:])
             del self._ballast[keep:]
+
+
+class _Flushed:
+    """A pool as it was when a report said that the cache was emptied. A name in it may be there all the same."""
+
+    __slots__ = ("_serial", "_serials", "num_younger", "pool")
+
+    def __init__(self, pool: BlockPool, serials: list[int], serial: int, num_younger: int) -> None:
+        self.pool = pool
+        self.num_younger = num_younger  # idle blocks that were seen after the one that was missing
+        self._serials = serials
+        self._serial = serial
+
+    @property
+    def tables(self) -> tuple[BlockPool, list[int]]:
+        """All that it keeps."""
+        return self.pool, self._serials
+
+    def __contains__(self, name: BlockHash) -> bool:
+        """Whether this block was seen after the one that was missing, and nobody used it."""
+        entry = self.pool.entry(name)
+        return entry is not None and not self.pool.refs(entry[0]) and self._serials[entry[0]] > self._serial

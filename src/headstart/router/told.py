@@ -17,12 +17,16 @@ from itertools import islice, takewhile
 from headstart.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from headstart.core.hashing import BlockHash, extend_hashes, region_hash
 from headstart.router.contents import Contents, Hold
+from headstart.router.discards import Discards
+from headstart.router.shadow import Shadow
 
 SPECULATION = 60.0  # seconds after a request was sent in which it must be computed
 SPECULATION_COMPUTED = 5.0  # seconds after its first token in which its events must have come
 MAX_SPECULATIVE = 65_536
 NOT_USED = ("unknown_parents", "unknown_copies", "other_block_size")  # events that were of no use
 MAX_BLOCKS = 2**20  # handles, where nobody says how many blocks the cache has: about 300 MB
+FREED = 4_096  # entries of former tables that are freed with every event: more than an event of 256 blocks takes
+FREED_PER_REQUEST = 512
 SILENCE = 16  # requests that ended since the last event of use: with so many, something is wrong
 
 Root = Callable[[str | None, bytes], BlockHash]
@@ -45,13 +49,8 @@ class ToldContents:
         self.silence = 0  # requests with full blocks that ended since the last event that was of use
         self.counts = dict.fromkeys(("stored", "removed", "cleared", "over_capacity", *NOT_USED), 0)
         self._root = root
-        self._handles: dict[bytes, BlockHash] = {}
-        self._copies: dict[bytes, int] = {}  # of handles that stand for more than one
-        self._uses: dict[BlockHash, int] = {}  # handles per name
-        self._before: dict[BlockHash, BlockHash | None] = {}  # the block before; None: it is the first
-        self._after: dict[BlockHash, int] = {}  # how many present blocks a block, present or not, is the one before of
-        self._num_orphans = 0  # present blocks of which the one before is not; while there are none, bisection is exact
-        self._speculative: OrderedDict[BlockHash, float] = OrderedDict()  # name -> until when
+        self._discards = Discards()
+        self._empty()
 
     def __len__(self) -> int:
         return len(self._uses)
@@ -78,6 +77,8 @@ class ToldContents:
 
     def sent(self, names: list[BlockHash], now: float) -> Hold:
         """Counts its blocks as there until their events come."""
+        if self._discards:
+            self._discards.free(FREED_PER_REQUEST)
         hold = Hold(names, self.match(names, now))
         hold.sure = self._match_told(names)
         speculative = self._speculative
@@ -120,16 +121,31 @@ class ToldContents:
         return 0.0 if self.guess is None else self.guess.loss(num_blocks)
 
     def clear(self) -> None:
-        """Forgets everything: the engine was restarted, or events are lost for good."""
-        for table in (self._handles, self._copies, self._uses, self._before, self._after, self._speculative):
-            table.clear()
-        self._num_orphans = 0
+        """Forgets everything: the engine was restarted, or events are lost for good. Frees nothing yet."""
+        self._discards.add(self._handles, self._copies, self._uses, self._before, self._after, self._speculative)
+        self._empty()
+
+    def free(self, num: int) -> int:
+        """Free up to `num` entries of former tables, also of the guess; return how many: 0, and nothing is left."""
+        freed = self._discards.free(num)
+        return freed + (self.guess.free(num - freed) if isinstance(self.guess, Shadow) and freed < num else 0)
+
+    def _empty(self) -> None:
+        self._handles: dict[bytes, BlockHash] = {}
+        self._copies: dict[bytes, int] = {}  # of handles that stand for more than one
+        self._uses: dict[BlockHash, int] = {}  # handles per name
+        self._before: dict[BlockHash, BlockHash | None] = {}  # the block before; None: it is the first
+        self._after: dict[BlockHash, int] = {}  # how many present blocks a block, present or not, is the one before of
+        self._num_orphans = 0  # present blocks of which the one before is not; while there are none, bisection is exact
+        self._speculative: OrderedDict[BlockHash, float] = OrderedDict()  # name -> until when
 
     # ------------------------------------------------------------------------------------------------------ events
 
     def apply(self, events: Iterable[Event]) -> None:
         """Takes in events in their order."""
         for event in events:
+            if self._discards:
+                self._discards.free(FREED)
             match event:
                 case BlockStored():
                     self._stored(event)

@@ -38,7 +38,8 @@ class Budget:
     def lease(self, num_bytes: int = 0) -> "Lease":
         """Return a lease of that size. Raises QueueFullError, but not while nothing is held: all that is valid runs."""
         lease = Lease(self)
-        lease.grow(num_bytes)
+        if num_bytes:
+            lease.grow(num_bytes)
         return lease
 
     def check(self, more: int, own: int) -> None:

@@ -17,6 +17,7 @@ from headstart.core.errors import InvalidRequestError
 from headstart.server import protocol
 from headstart.server.auth import Authenticator
 from headstart.server.bodies import TokenizeBody, parse_detokenize, parse_json, parse_tokenize
+from headstart.server.bounds import Bounds
 from headstart.server.cache_routes import cache_stats, explain
 from headstart.server.fields import shown
 from headstart.server.http_errors import HttpError, error_response, json_response
@@ -28,8 +29,9 @@ from headstart.server.openapi import BODIES
 from headstart.server.prefixes import parse_prefix
 from headstart.server.record import RequestRecord, record_of
 from headstart.server.requests import encode_prompt
-from headstart.server.state import Model, ServerState
+from headstart.server.state import ServerState
 from headstart.server.store_figures import may_see_store
+from headstart.server.tokenizer import Tokenizer
 
 Handler = Callable[[Request], Awaitable[Response]]
 _Result = TypeVar("_Result")
@@ -127,11 +129,13 @@ class _Routes:
     async def tokenize(self, request: Request) -> Response:
         """Turn a text, or a conversation, into token ids."""
         model = self._state.model
+        principal = record_of(request.scope).principal
+        tokenizer = model.tokenizer.within(principal.tenant, principal.domain)
 
         def work(data: bytes) -> protocol.Json:
             body = parse_tokenize(parse_json(data), model.bounds)
             check_model(body.model, model)
-            token_ids = _tokenized(body, model)
+            token_ids = _tokenized(body, tokenizer, model.bounds)
             return protocol.tokenize_answer(
                 token_ids, model.tokenizer, model.bounds.max_model_len, with_texts=body.return_token_strs
             )
@@ -230,20 +234,21 @@ class _Routes:
             model.bounds.max_model_len,
             block_size=info.block_size,
             num_blocks=info.num_blocks,
+            defaults=model.bounds.defaults,
         )
 
 
-def _tokenized(body: TokenizeBody, model: Model) -> "array[int]":
+def _tokenized(body: TokenizeBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
     """Return the tokens of a text, or of a conversation as one prompt."""
     text, special = body.prompt or "", body.add_special_tokens is None or body.add_special_tokens
     if body.messages is not None:
         special = bool(body.add_special_tokens)
-        text = model.tokenizer.render_chat(
+        text = tokenizer.render_chat(
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
-    return encode_prompt(text, model.tokenizer, model.bounds, special) if text else array("i")
+    return encode_prompt(text, tokenizer, bounds, special) if text else array("i")
 
 
 def _switch(request: Request, name: str) -> bool:
@@ -315,4 +320,5 @@ class Gate:
         status = 499 if record.error == "client_closed" else record.status
         record.status = 499 if status is None else status
         if self._state.answered(record):
-            self._state.log.event("request", record.fields(time.monotonic()))
+            now = time.monotonic()
+            self._state.log.event("request", record.fields(now), text=record.text(now))

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from headstart.core.errors import ConfigError, InvalidRequestError
@@ -23,7 +24,7 @@ from headstart.server.http_errors import HttpError
 
 Scope = Any  # starlette's: a mutable mapping
 _TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"origin")
+_FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"origin"))
 
 
 class Access(Enum):
@@ -204,10 +205,15 @@ def _domain(secret: bytes, kind: bytes, name: bytes) -> bytes:
 def _is_local(scope: Scope) -> bool:
     """Whether the connection comes from this machine and nothing says that it was passed on, or sent by a web page."""
     client = scope.get("client")
-    if client is None or any(name in _FORWARDED for name, _ in scope["headers"]):
+    if client is None or not _is_loopback(client[0]):
         return False
+    return _FORWARDED.isdisjoint(dict(scope["headers"]))
+
+
+@lru_cache(maxsize=256)
+def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(client[0]).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 

@@ -7,6 +7,7 @@ from headstart import __version__
 from headstart.core.engine import EngineInfo
 from headstart.core.store import StoreStats
 from headstart.options import ServerOptions
+from headstart.server.sampling_defaults import default_texts
 from headstart.server.state import Model
 
 
@@ -19,11 +20,13 @@ def banner(model: Model, options: ServerOptions, host: str, port: int, *, store:
         where = "127.0.0.1"
     body = json.dumps({"model": model.name, "prompt": "Hello", "max_tokens": 16})
     key = ' -H "Authorization: Bearer $KEY"' if options.api_key or options.tenants else ""
+    defaults = default_texts(model.bounds.defaults)
     lines = [
         f"Headstart {__version__} serves {model.name} at http://{where}:{port}/v1",
         f"  engine  {_numbers(info)} on {info.device}, {info.threads} threads, {info.attention_backend} attention",
         f"  KV      {_size(info.kv_bytes)} = {tokens:,} tokens = {tokens / info.max_model_len:.1f} x max_model_len "
         f"({info.max_model_len:,})",
+        *([f"  default {', '.join(defaults)}: where a request does not say (--generation-config)"] if defaults else []),
         *([] if store is None else [f"  store   {store}"]),
         f"  keys    {_keys(options, host)}",
         f"  try     curl http://{where}:{port}/v1/completions{key} -H 'Content-Type: application/json' \\",

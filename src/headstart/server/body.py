@@ -2,12 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 
-from headstart.server.admission import Budget
+from headstart.server.admission import Budget, Lease
 from headstart.server.http_errors import ClientGoneError, HttpError
 
 BODY_SECONDS = 30.0  # between two pieces of a body, and for the whole of it beside its size over MIN_BODY_RATE
@@ -25,30 +25,36 @@ class BodyReader:
 
     async def read(self, request: Request) -> bytes:
         """Return the body. Raises HttpError 413, 415, 408, QueueFullError, and ClientGoneError."""
-        async with self.held(request) as body:
-            return body
+        lease = self._budget.lease()
+        try:
+            return await self._collect(request, lease)
+        finally:
+            lease.release()
 
     @asynccontextmanager
     async def held(self, request: Request) -> AsyncGenerator[bytes]:
         """Give the body, which counts as held until the block ends. Raises as `read`."""
-        _check_headers(request, self._max_bytes)
-        body = bytearray()
-        start = time.monotonic()
         lease = self._budget.lease()
         try:
-            while True:
-                piece, is_last = await _next_piece(request, start + BODY_SECONDS + len(body) / MIN_BODY_RATE)
-                body += piece
-                if len(body) > self._max_bytes:
-                    raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
-                lease.grow(len(piece))
-                if is_last:
-                    break
-            whole = bytes(body)
-            body.clear()
-            yield whole
+            yield await self._collect(request, lease)
         finally:
             lease.release()
+
+    async def _collect(self, request: Request, lease: Lease) -> bytes:
+        _check_headers(request.scope["headers"], self._max_bytes)
+        body = bytearray()
+        start = time.monotonic()
+        while True:
+            piece, is_last = await _next_piece(request, start + BODY_SECONDS + len(body) / MIN_BODY_RATE)
+            size = len(body) + len(piece)
+            if size > self._max_bytes:
+                raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
+            lease.grow(len(piece))
+            if is_last and not body:
+                return piece
+            body += piece
+            if is_last:
+                return bytes(body)
 
 
 _CLOSE = {"connection": "close"}
@@ -68,17 +74,19 @@ async def _next_piece(request: Request, deadline: float) -> tuple[bytes, bool]:
     return message.get("body", b""), not message.get("more_body")
 
 
-def _check_headers(request: Request, max_bytes: int) -> None:
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+def _check_headers(headers: Sequence[tuple[bytes, bytes]], max_bytes: int) -> None:
+    """Judge the first header of each name; `headers` as in an ASGI scope."""
+    found = dict(headers[::-1])
+    kind = found.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
+    if kind != b"application/json" and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
         message = "the body must be JSON; send it with the header Content-Type: application/json"
         raise HttpError(415, message, code="unsupported_media_type", headers=_CLOSE)
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
+    if found.get(b"content-encoding", b"identity").lower() != b"identity":
         message = "compressed bodies are not read; send the body without Content-Encoding"
         raise HttpError(415, message, code="unsupported_media_type", headers=_CLOSE)
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > max_bytes:
-        raise _too_large(length[:20], max_bytes)
+    length = found.get(b"content-length", b"")
+    if length.isdigit() and int(length[:20]) > max_bytes:
+        raise _too_large(length[:20].decode(), max_bytes)
 
 
 def _too_large(size: str, max_bytes: int) -> HttpError:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headstart.core.engine import EngineInfo
+from headstart.core.request import NO_DEFAULTS, SamplingDefaults
 from headstart.options import ServerOptions
 
 INT31_MAX = 2**31 - 1
@@ -74,6 +75,7 @@ class Bounds:
     max_sequence_tokens: int = 4 << 20  # prompt tokens of a request, once per choice: each is a sequence in the engine
     max_answer_entries: int = 16 << 20  # see admission.py; 200 MB while they are held, 500 MB of JSON
     scheduling_policy: str = "lpm"
+    defaults: SamplingDefaults = NO_DEFAULTS  # of the model, for parameters that a request leaves out
 
     @classmethod
     def of(cls, info: EngineInfo, options: ServerOptions) -> "Bounds":
@@ -89,6 +91,7 @@ class Bounds:
             max_prompts=options.max_prompts,
             max_logprobs=options.max_logprobs,
             scheduling_policy=info.scheduling_policy,
+            defaults=info.sampling_defaults,
             max_sequence_tokens=max(4 << 20, info.max_model_len * FULL_CHOICES),
             max_answer_entries=max(16 << 20, info.max_model_len * (1 + options.max_logprobs)),
         )

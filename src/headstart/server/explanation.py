@@ -144,7 +144,11 @@ def _tail(answer: Json) -> str:
 def _unseen(answer: Json) -> str:
     if answer["reused_tokens"]:
         return f"No recent request goes on like this one after token {answer['reused_tokens']:,}: the rest is new."
-    return "No recent request begins like this one."
+    near, size = answer["near_match"], answer["block_size"]
+    if near is None:
+        return "No recent request begins like this one."
+    nearest = f"the nearest, {_named(near['request_id'])}, shares its first {_tokens(near['common_tokens'])}"
+    return f"No recent request begins with the same block of {size} tokens; {nearest}, and blocks are shared whole."
 
 
 _REASONS = {

@@ -128,6 +128,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._drop(len(data))
         elif self._held or self.pipeline:
             self._hold(data)
+        elif len(data) <= HEAD_SLICE and not self._in_body:
+            self._parse_slice(data)
         else:
             self._parse(data)
 
@@ -186,7 +188,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if len(self.headers) >= MAX_HEADERS:
             self._refusal = TOO_MANY
             raise _RefusedError
-        super().on_header(name, value)
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._has_begun = False
@@ -197,7 +202,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.cycle.transport = self._line  # type: ignore[assignment]  # it calls these three alone
         self._keep_alive = self.cycle.keep_alive and not self._is_upgrade()
         self.cycle.keep_alive = False  # as long as there is more of the body: an answer now closes the connection
-        self._body_left = next((int(value) for name, value in self.headers if name == b"content-length"), None)
+        length = dict(self.headers).get(b"content-length")  # the parser refuses a second one
+        self._body_left = None if length is None else int(length)
 
     def _is_upgrade(self) -> bool:
         """Whether the parser reads nothing behind this head. It is answered without its body, as HTTP/1.1."""

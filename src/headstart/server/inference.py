@@ -27,7 +27,7 @@ from headstart.server.job import Job, News
 from headstart.server.params import GenerationParams
 from headstart.server.protocol import Json
 from headstart.server.record import RequestRecord, record_of
-from headstart.server.requests import Origin, Prepared, build_requests, encode_chat, encode_completion
+from headstart.server.requests import Origin, Prepared, build_requests, encode_chat, encode_completion, tokenizer_of
 from headstart.server.shared_prompt import SharedPrompt
 from headstart.server.sse import DONE, HEADERS, PING, WRITE_SECONDS, error_event, event
 from headstart.server.state import Model, ServerState
@@ -57,7 +57,7 @@ def _prepare_completion(
 ) -> tuple[GenerationParams, list[EngineRequest]]:
     body = parse_completion(values, model.bounds)
     check_model(body.model, model)
-    prompts = encode_completion(body, model.tokenizer, model.bounds)
+    prompts = encode_completion(body, tokenizer_of(model.tokenizer, origin, body.params), model.bounds)
     return body.params, build_requests(prompts, body.params, model.bounds, origin)
 
 
@@ -66,7 +66,7 @@ def _prepare_chat(
 ) -> tuple[GenerationParams, list[EngineRequest]]:
     body = parse_chat(values, model.bounds)
     check_model(body.model, model)
-    prompts = [encode_chat(body, model.tokenizer, model.bounds)]
+    prompts = [encode_chat(body, tokenizer_of(model.tokenizer, origin, body.params), model.bounds)]
     try:
         return body.params, build_requests(prompts, body.params, model.bounds, origin)
     except InvalidRequestError as error:

@@ -1,22 +1,47 @@
-"""Logs: one JSON object per line on stderr. Never prompts, completions, keys or salts."""
+"""Logs: one JSON object per line on stderr, on a terminal text. Never prompts, completions, keys or salts."""
 
 import json
+import shutil
 import sys
+import threading
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TextIO
 
+_CLEAR = "\r\x1b[2K"  # to the first column, and erases the line
+
 
 class Log:
-    """Writes events to `stream`, by default whatever sys.stderr is when an event happens."""
+    """Writes events to `stream`, by default whatever sys.stderr is when an event happens.
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    `is_terminal` tells that the lines end in a terminal, though the stream is a pipe; None: asks the stream.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, is_terminal: bool | None = None) -> None:
         self._stream = stream
+        self._is_terminal = is_terminal
+        self._status = ""
+        self._lock = threading.Lock()  # lines of replicas come from threads
 
-    def event(self, name: str, fields: Mapping[str, object], *, level: str = "info") -> None:
-        """Writes one line: time (UTC), level, event and the fields that are not None. JSON escapes control bytes."""
+    @property
+    def is_terminal(self) -> bool:
+        """Whether people read the lines as they are written."""
+        if self._is_terminal is not None:
+            return self._is_terminal
+        with suppress(ValueError):  # it is closed
+            return (self._stream or sys.stderr).isatty()
+        return False
+
+    def event(self, name: str, fields: Mapping[str, object], *, level: str = "info", text: str | None = None) -> None:
+        """Writes one line: time (UTC), level, event and the fields that are not None. JSON escapes control bytes.
+
+        On a terminal it is `text` behind the local time instead, if there is a text.
+        """
+        if text is not None and self.is_terminal:
+            self.line(f"{datetime.now():%H:%M:%S} {printable(text)}")
+            return
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         line: dict[str, object] = {"ts": now, "level": level, "event": name}
         line.update({key: value for key, value in fields.items() if value is not None})
@@ -29,8 +54,26 @@ class Log:
         self.event(name, fields, level="error")
 
     def line(self, text: str) -> None:
-        """Writes a line for people."""
+        """Writes a line for people, above the status line if there is one."""
+        with self._lock:
+            self._write(f"{_CLEAR}{text}\n{self._status}\r" if self._status else f"{text}\n")
+
+    def status(self, text: str) -> None:
+        """Shows `text` below all lines on a terminal, until it is replaced; an empty text removes it."""
+        if not self.is_terminal:
+            return
+        with self._lock:
+            is_shown, self._status = bool(self._status), text[: shutil.get_terminal_size().columns - 1]
+            if text or is_shown:
+                self._write(f"{_CLEAR}{self._status}\r" if text else _CLEAR)
+
+    def _write(self, text: str) -> None:
         stream = self._stream or sys.stderr
         with suppress(OSError, ValueError):  # nobody reads it any more: no reason to fail requests
-            stream.write(text + "\n")
+            stream.write(text)
             stream.flush()
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with what is not printable escaped: clients choose paths and labels."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -40,7 +40,7 @@ class GenerationParams:
     """One client request's wishes, validated. `sampling` is complete but for max_tokens: see `fit`."""
 
     sampling: SamplingParams
-    max_tokens: int | None = None  # None: as many as fit; 0: only echo the prompt
+    max_tokens: int | None = None  # None: the model's default, else as many as fit; 0: only echo the prompt
     n: int = 1
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
@@ -87,7 +87,7 @@ def parse_params(fields: Fields, bounds: Bounds, kind: Kind) -> GenerationParams
     labels = [fields.string(name, bounds.max_label_chars) for name in ("user", "safety_identifier")]
     wishes = cache_wishes(fields, bounds.max_label_chars)
     special = fields.take("add_special_tokens") is not None
-    params = GenerationParams(
+    return GenerationParams(
         sampling=_sampling(fields, bounds, kind, max_tokens, echo=echo),
         max_tokens=max_tokens,
         n=n,
@@ -109,8 +109,8 @@ def parse_params(fields: Fields, bounds: Bounds, kind: Kind) -> GenerationParams
         retention=wishes.retention,
         cache_salt=wishes.salt,
         user=labels[0],
+        ignored=fields.unread(),  # the last: all others have been read
     )
-    return replace(params, ignored=fields.unread())
 
 
 def fit(params: GenerationParams, num_prompt_tokens: int, bounds: Bounds) -> SamplingParams:
@@ -134,10 +134,15 @@ def fit(params: GenerationParams, num_prompt_tokens: int, bounds: Bounds) -> Sam
             f"shorten the prompt",
             param="max_tokens",
         )
-    max_tokens = room if wanted is None else max(wanted, 1)  # the engine always samples one: front ends drop it on 0
+    if wanted is None:
+        default = bounds.defaults.max_tokens
+        max_tokens = room if default is None else min(max(default, params.sampling.min_tokens), room)
+    else:
+        max_tokens = max(wanted, 1)  # the engine always samples one: front ends drop it on 0
     if params.sampling.min_tokens > max_tokens:
         bad_value("min_tokens", f"is {params.sampling.min_tokens}", f"only {max_tokens} output tokens fit here")
-    return replace(params.sampling, max_tokens=max_tokens)
+    sampling = params.sampling
+    return sampling if sampling.max_tokens == max_tokens else replace(sampling, max_tokens=max_tokens)
 
 
 def check_token_ids(name: str, values: object, bounds: Bounds, *, max_items: int) -> tuple[int, ...]:
@@ -155,7 +160,7 @@ def check_token_ids(name: str, values: object, bounds: Bounds, *, max_items: int
 
 
 def _sampling(fields: Fields, bounds: Bounds, kind: Kind, max_tokens: int | None, *, echo: bool) -> SamplingParams:
-    temperature = _number(fields, "temperature")
+    temperature = _number(fields, "temperature", bounds.defaults.temperature)
     min_tokens = fields.integer("min_tokens", 0, bounds.max_model_len) or 0
     if max_tokens is not None and min_tokens > max_tokens:
         bad_value("min_tokens", f"is {min_tokens}", f"it may be at most max_tokens, which is {max_tokens}")
@@ -171,12 +176,12 @@ def _sampling(fields: Fields, bounds: Bounds, kind: Kind, max_tokens: int | None
         min_tokens=min_tokens,
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_k=_top_k(fields, bounds),
-        top_p=_number(fields, "top_p"),
-        min_p=_number(fields, "min_p"),
+        top_p=_number(fields, "top_p", bounds.defaults.top_p),
+        min_p=_number(fields, "min_p", bounds.defaults.min_p),
         seed=fields.integer("seed", *INTEGERS["seed"]),
         presence_penalty=_number(fields, "presence_penalty"),
         frequency_penalty=_number(fields, "frequency_penalty"),
-        repetition_penalty=_number(fields, "repetition_penalty"),
+        repetition_penalty=_number(fields, "repetition_penalty", bounds.defaults.repetition_penalty),
         logit_bias=_logit_bias(fields, bounds),
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo and prompt_logprobs is None else prompt_logprobs,
@@ -184,14 +189,15 @@ def _sampling(fields: Fields, bounds: Bounds, kind: Kind, max_tokens: int | None
     )
 
 
-def _number(fields: Fields, name: str) -> float:
-    """Return the number `name` within its range in the table of bounds."""
+def _number(fields: Fields, name: str, of_model: float | None = None) -> float:
+    """Return the number `name`, within its range in the table; by default the model's own default or the table's."""
     low, high, default, above_low = NUMBERS[name]
-    return fields.number(name, low, high, default, above_low=above_low)
+    return fields.number(name, low, high, default if of_model is None else of_model, above_low=above_low)
 
 
 def _top_k(fields: Fields, bounds: Bounds) -> int:
-    top_k = fields.integer("top_k", *INTEGERS["top_k"]) or 0
+    wanted = fields.integer("top_k", *INTEGERS["top_k"])
+    top_k = (bounds.defaults.top_k or 0) if wanted is None else wanted
     return 0 if top_k < 1 or top_k >= bounds.vocab_size else top_k
 
 
@@ -207,7 +213,9 @@ def _max_tokens(fields: Fields, bounds: Bounds, kind: Kind) -> int | None:
             f"{name} is {wanted}; the model's context is {bounds.max_model_len} tokens, prompt included: lower it",
             param=name,
         )
-    return DEFAULT_COMPLETION_TOKENS if wanted is None and kind is Kind.COMPLETION else wanted
+    if wanted is None and kind is Kind.COMPLETION and bounds.defaults.max_tokens is None:
+        return DEFAULT_COMPLETION_TOKENS
+    return wanted
 
 
 def _n(fields: Fields, bounds: Bounds) -> int:

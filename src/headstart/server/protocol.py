@@ -1,6 +1,7 @@
 """What goes back to clients: OpenAI's objects as plain dicts, encoded once by `encode`. Shapes only, no decisions."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from headstart.core.batch import Ledger
@@ -11,6 +12,7 @@ from headstart.core.errors import (
     InvalidRequestError,
     QueueFullError,
 )
+from headstart.core.request import SamplingDefaults
 from headstart.server.generation import Delta, Generation
 from headstart.server.json_pieces import SLICE_ITEMS, Sliced
 from headstart.server.json_pieces import encode as encode
@@ -219,8 +221,10 @@ def whole(generation: Generation) -> Delta:
     )
 
 
-def model_object(name: str, created: int, max_model_len: int, *, block_size: int, num_blocks: int) -> Json:
-    """Returns one model; `max_model_len` in tokens, as vLLM tells it.
+def model_object(
+    name: str, created: int, max_model_len: int, *, block_size: int, num_blocks: int, defaults: SamplingDefaults
+) -> Json:
+    """Returns one model; `max_model_len` in tokens, as vLLM tells it; of `defaults` those that the model sets.
 
     The size of the cache is there for routers, which must know it where /metrics is for administrators only.
     """
@@ -234,6 +238,7 @@ def model_object(name: str, created: int, max_model_len: int, *, block_size: int
         "max_model_len": max_model_len,
         "block_size": block_size,
         "num_gpu_blocks": num_blocks,
+        "default_sampling_params": {name: value for name, value in asdict(defaults).items() if value is not None},
     }
 
 

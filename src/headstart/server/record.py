@@ -1,10 +1,10 @@
 """RequestRecord: what is known of one HTTP request, for its access line and its metrics. No prompt, no key."""
 
+import os
 import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import uuid4
 
 from headstart.core.batch import Ledger
 from headstart.server.auth import ANYONE, Principal
@@ -37,16 +37,33 @@ class RequestRecord:
     @classmethod
     def of(cls, scope: Any) -> "RequestRecord":
         """Returns the record of a request that has just come, and leaves it in the scope for `record_of`."""
-        label = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        cleaned = _UNSAFE.sub("", label[: 4 * _MAX_LABEL_CHARS].decode("latin-1"))[:_MAX_LABEL_CHARS]
-        record = cls(cleaned or f"req-{uuid4().hex}", scope["method"], scope["path"])
+        label = dict(scope["headers"][::-1]).get(b"x-request-id", b"")  # the first of them
+        cleaned = _UNSAFE.sub("", label[: 4 * _MAX_LABEL_CHARS].decode("latin-1"))[:_MAX_LABEL_CHARS] if label else ""
+        record = cls(cleaned or f"req-{os.urandom(16).hex()}", scope["method"], scope["path"])
         scope[_SCOPE_KEY] = record
         return record
 
-    @property
-    def is_news(self) -> bool:
-        """Whether its access line tells anything: a probe that succeeds does not."""
-        return self.path not in _PROBES or self.status is None or self.status >= 400
+    def is_logged(self, access_log: str, *, on_terminal: bool) -> bool:
+        """Whether it gets an access line under this value of the option `access_log`."""
+        has_failed, is_probe = self.status is None or self.status >= 400, self.path in _PROBES
+        match ("errors" if on_terminal else "requests") if access_log == "auto" else access_log:
+            case "all":
+                return True
+            case "requests":
+                return has_failed or not is_probe
+            case "errors":
+                return has_failed and not is_probe
+            case _:
+                return False
+
+    def text(self, now: float) -> str:
+        """Return the access line for people."""
+        outcome = f"{self.method[:16]} {self.path[:_MAX_LABEL_CHARS]} {self.status or '-'} {self.error or ''}".rstrip()
+        tokens = ""
+        if self.num_prompt_tokens is not None:
+            cached = self.ledger.cached if self.ledger else 0
+            tokens = f", {self.num_prompt_tokens:,} prompt tokens ({cached:,} cached), {self.num_tokens or 0:,} output"
+        return f"{outcome}{tokens}, {self._since_arrival(now):,} ms, {self.request_id}"
 
     def fields(self, now: float) -> dict[str, object]:
         """Returns the fields of the access line."""

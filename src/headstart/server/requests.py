@@ -35,6 +35,11 @@ class Prepared:
     prompts: list[SharedPrompt]
 
 
+def tokenizer_of(tokenizer: Tokenizer, origin: Origin, params: GenerationParams) -> Tokenizer:
+    """Returns the tokenizer as one client request may use it: with what its own isolation domain sent before."""
+    return tokenizer.within(origin.tenant, narrow_domain(origin.domain, params.cache_salt), params.cache)
+
+
 def encode_completion(body: CompletionBody, tokenizer: Tokenizer, bounds: Bounds) -> "list[array[int]]":
     """Returns one list of token ids per prompt. Thread-safe and slow for long texts: call it off the event loop."""
     special = body.params.add_special_tokens

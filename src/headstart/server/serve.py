@@ -38,13 +38,13 @@ DEAD_SECONDS = 1.0  # how long a broken server still answers 503, so that everyb
 CUT_SECONDS = 3.0  # for connections that are still open when everything was answered
 
 
-def serve(build: Build, engine_options: EngineOptions, server_options: ServerOptions) -> int:
+def serve(build: Build, engine_options: EngineOptions, server_options: ServerOptions, log: Log | None = None) -> int:
     """Serves until SIGTERM or Ctrl-C and returns the exit code.
 
     0: everything admitted was answered. 1: the engine broke, or requests were cut off at the end of the drain. 2: the
     options cannot work, said in one line. 130: stopped at once by a second Ctrl-C.
     """
-    log = Log()
+    log = log or Log()
     give_memory_back()
     try:
         listener = listen(server_options.host, server_options.port)

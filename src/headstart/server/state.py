@@ -26,6 +26,7 @@ from headstart.server.metrics import Metrics
 from headstart.server.prefixes import Prefixes
 from headstart.server.record import RequestRecord
 from headstart.server.requests import Prepared
+from headstart.server.segmented_tokenizer import SegmentedTokenizer
 from headstart.server.tokenizer import Tokenizer
 
 MAX_UNSENT_BYTES = 16 << 20  # on the way to the engine before another request is taken
@@ -82,7 +83,7 @@ class ServerState:
     def prepare(self, info: EngineInfo) -> Model:
         """Returns the model that the engine has loaded, as requests need it. Raises ConfigError without a tokenizer."""
         name = self.options.served_model_name or info.served_name
-        tokenizer = Tokenizer.from_folder(Path(info.model))
+        tokenizer = SegmentedTokenizer(Tokenizer.from_folder(Path(info.model)))
         metrics = Metrics(name, ROUTES)
         metrics.watch(self.engine)
         self.engine.on_step = lambda stats: metrics.iteration_tokens.observe(stats.last_batch_tokens)
@@ -178,7 +179,8 @@ class ServerState:
         """Counts a request that is over; whether its access line is wanted."""
         if self.metrics is not None and record.status is not None:
             self.metrics.answered(record.path, record.method, record.status)
-        return self.options.access_log and record.is_news
+        access_log = self.options.access_log
+        return record.is_logged(access_log, on_terminal=access_log == "auto" and self.log.is_terminal)
 
     def cancel_all(self, error: Exception) -> None:
         """Ends every job with `error`."""

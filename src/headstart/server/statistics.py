@@ -1,4 +1,7 @@
-"""The statistics line: every few seconds what the engine did, as long as it did anything."""
+"""The statistics line: every few seconds what the engine did, as long as it did anything.
+
+A JSON object with every figure; on a terminal a text of the most important ones, at most MAX_COLUMNS wide.
+"""
 
 import asyncio
 import time
@@ -7,6 +10,9 @@ from headstart.core.engine import EngineStats
 from headstart.server.protocol import CACHE_SOURCES
 from headstart.server.state import ServerState
 from headstart.server.store_figures import statistics_fields
+
+MAX_COLUMNS = 120 - len("[r99] ")  # lines of replicas have their names before them
+_UNITS = ("", "k", "M", "G", "T")
 
 
 async def write_statistics(state: ServerState) -> None:
@@ -21,7 +27,7 @@ async def write_statistics(state: ServerState) -> None:
         if stats.num_steps == last.num_steps and not state.num_jobs:
             last, at = stats, now
             continue
-        state.log.event("statistics", _fields(last, stats, now - at))
+        state.log.event("statistics", _fields(last, stats, now - at), text=statistics_text(last, stats, now - at))
         last, at = stats, now
 
 
@@ -49,3 +55,37 @@ def _fields(last: EngineStats, stats: EngineStats, elapsed: float) -> dict[str, 
 
 def _share(part: int, whole: int) -> float | None:
     return round(part / whole, 3) if whole else None
+
+
+def statistics_text(last: EngineStats, stats: EngineStats, elapsed: float) -> str:
+    """Return what the engine did in the `elapsed` seconds since `last`, for people; the time is not part of it."""
+    steps, prompts = stats.num_steps - last.num_steps, stats.prompt_tokens - last.prompt_tokens
+    outputs, cached = stats.generation_tokens - last.generation_tokens, stats.cached_tokens - last.cached_tokens
+    preempted = stats.num_preemptions - last.num_preemptions
+    if stats.store is not None and stats.store.degraded:
+        more = " | store degraded"
+    elif preempted:
+        more = f" | preempt {compact(preempted)}"
+    else:
+        more = f" | step {compact((stats.step_seconds - last.step_seconds) / steps * 1000)} ms" if steps else ""
+    return (
+        f"running {compact(stats.num_running)}, waiting {compact(stats.num_waiting)}"
+        f" | tok/s: prompt {compact(prompts / elapsed)}, output {compact(outputs / elapsed)}"
+        f" | hit {_percent(cached, prompts)}"
+        f" | KV {_percent(stats.num_blocks - stats.num_free_blocks, stats.num_blocks)}{more}"
+    )
+
+
+def compact(number: float) -> str:
+    """Return a number of at least 0 in three digits and a unit, at most five characters: 7, 42.5, 1.23k, 999M."""
+    for unit in _UNITS:
+        for decimals, limit in ((2, 9.995), (1, 99.95), (0, 999.5)):
+            if number < limit:
+                text = f"{number:.{decimals}f}"
+                return (text.rstrip("0").rstrip(".") if decimals else text) + unit
+        number /= 1000
+    return ">999T"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "-"

@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 
 from headstart.core.errors import ConfigError, InvalidRequestError
+from headstart.core.request import CacheMode
 from headstart.server.chat import MAX_SOURCE_CHARS
 from headstart.server.chat_renderer import ChatRenderer
 from headstart.server.vocabulary import Vocabulary, parts_of
@@ -65,6 +66,10 @@ class Tokenizer:
         """Returns packed int32 token ids; `add_special_tokens` adds what the model wants around a text (often <s>)."""
         # "fast": without the places in the text that each token comes from, which takes a third of the time
         return array("i", self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def within(self, tenant: str, domain: bytes, mode: CacheMode = CacheMode.READ_WRITE) -> "Tokenizer":
+        """Returns the tokenizer for requests of one isolation domain; this one remembers nothing of anybody."""
+        return self
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of all the tokens; ids that no token has say nothing."""

@@ -65,10 +65,12 @@ class Submit(Message):
     @classmethod
     def of(cls, requests: Sequence[Request]) -> "list[Submit]":
         """Return the messages that carry `requests`: one for those of one client request."""
+        if len(requests) == 1:
+            return [cls._of(requests)]
         return [cls._of(list(group)) for _, group in groupby(requests, _common)]
 
     @classmethod
-    def _of(cls, requests: list[Request]) -> "Submit":
+    def _of(cls, requests: Sequence[Request]) -> "Submit":
         first = requests[0]
         places: dict[int, int] = {}  # of prompts, by identity: the choices of one prompt have the same array
         prompts: list[bytes] = []
@@ -99,12 +101,7 @@ class Submit(Message):
             Request(
                 request_id=choice.request_id,
                 prompt=prompts[choice.prompt],
-                sampling=replace(
-                    self.sampling,
-                    max_tokens=choice.max_tokens,
-                    seed=choice.seed,
-                    prompt_logprobs=choice.prompt_logprobs,
-                ),
+                sampling=self._sampling(choice),
                 arrival=self.arrival,
                 domain=self.domain,
                 adapter=self.adapter,
@@ -115,6 +112,16 @@ class Submit(Message):
             )
             for choice in self.choices
         ]
+
+    def _sampling(self, choice: Choice) -> SamplingParams:
+        first = self.sampling
+        if (choice.max_tokens, choice.seed, choice.prompt_logprobs) == (
+            first.max_tokens,
+            first.seed,
+            first.prompt_logprobs,
+        ):
+            return first
+        return replace(first, max_tokens=choice.max_tokens, seed=choice.seed, prompt_logprobs=choice.prompt_logprobs)
 
 
 def _common(request: Request) -> Request:

@@ -9,15 +9,30 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the tokens of a job are chosen. `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 are no limits."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One request to send: exactly `output` tokens are to be generated, whatever they are."""
 
     prompt: "array[int]"  # token ids
     output: int  # tokens
     at: float = 0.0  # seconds after the start at which it is due
+    sampling: Sampling = GREEDY
 
 
-def make_jobs(prompts: "Iterable[array[int]]", output: int, due: Sequence[float] | None = None) -> list[Job]:
+def make_jobs(
+    prompts: "Iterable[array[int]]", output: int, due: Sequence[float] | None = None, sampling: Sampling = GREEDY
+) -> list[Job]:
     """One job per prompt; `due`: when each arrives, in seconds (None: all at once).
 
     Raises:
@@ -25,7 +40,7 @@ def make_jobs(prompts: "Iterable[array[int]]", output: int, due: Sequence[float]
     """
     found = list(prompts)
     times = [0.0] * len(found) if due is None else due
-    return [Job(prompt, output, at) for prompt, at in zip(found, times, strict=True)]
+    return [Job(prompt, output, at, sampling) for prompt, at in zip(found, times, strict=True)]
 
 
 def ideal_tokens(prompts: "Sequence[array[int]]") -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from headstart.workload.jobs import Job, make_jobs
+from headstart.workload.jobs import GREEDY, Job, Sampling, make_jobs
 from headstart.workload.synthetic import INTENT, Shape, random_tokens, with_prefix
 from headstart.workload.synthetic import rotations as rotated
 from headstart.workload.synthetic import shared_prefix as shared_prompts
@@ -87,14 +87,23 @@ def prefill(
     return Scenario("prefill", tuple(phases))
 
 
-def decode(vocab_size: int, rng: Random, *, is_shared: bool, streams: int = 32, shape: Shape = STREAMS) -> Scenario:
+def decode(
+    vocab_size: int,
+    rng: Random,
+    *,
+    is_shared: bool,
+    streams: int = 32,
+    shape: Shape = STREAMS,
+    sampling: Sampling = GREEDY,
+) -> Scenario:
     """Streams that decode at once behind cached prefixes: all behind one, or each behind its own."""
     count = 1 if is_shared else streams
     prefixes = [random_tokens(shape.shared, vocab_size, rng) for _ in range(count)]
     before = [prefix + random_tokens(shape.own, vocab_size, rng) for prefix in prefixes]
     prompts = [prefixes[i % count] + random_tokens(shape.own, vocab_size, rng) for i in range(streams)]
     name = "shared" if is_shared else "distinct"
-    return Scenario(f"decode-{name}", (_warm_up(before), Phase(name, tuple(make_jobs(prompts, shape.output)))))
+    jobs = make_jobs(prompts, shape.output, sampling=sampling)
+    return Scenario(f"decode-{name}", (_warm_up(before), Phase(name, tuple(jobs))))
 
 
 def shared_prefix(

@@ -47,12 +47,12 @@ class Slo:
         """Share of the requests that met it, 0..1; failed ones did not. 1 if there are none."""
         return sum(self.is_met(record) for record in records) / len(records) if records else 1.0
 
-    def holds(self, records: Sequence[RequestRecord]) -> bool:
-        """Whether all ended well and the 90th percentile of every limited latency is within its limit."""
+    def holds(self, records: Sequence[RequestRecord], share: float = SHARE) -> bool:
+        """Whether all ended well and that percentile (the 90th) of every limited latency is within its limit."""
         if not all(record.ok for record in records):
             return False
         return all(
-            percentile(values, SHARE) <= limit
+            percentile(values, share) <= limit
             for limit, values in ((limit, _known(records, name)) for name, limit in self.limits)
             if values
         )

@@ -37,6 +37,23 @@ inline halves rounded(vec x) {
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16));
 #endif
 }
+inline float sum_of(vec x) { return _mm512_reduce_add_ps(x); }
+inline float greatest_of(vec x) { return _mm512_reduce_max_ps(x); }
+// The lanes that are at least `least`; 0 in the others.
+inline vec kept(vec x, vec least) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_GE_OQ), x); }
+// The lanes of x where `key` is at least `least`; 0 in the others.
+inline vec kept_where(vec x, vec key, vec least) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(key, least, _CMP_GE_OQ), x);
+}
+inline long count_at_least(vec x, vec least) {
+    return __builtin_popcount(_mm512_cmp_ps_mask(x, least, _CMP_GE_OQ));
+}
+// Writes the lanes in [least, end) to `out`, in order, and returns their number. `out` has room for LANES.
+inline long append_between(float *out, vec x, vec least, vec end) {
+    __mmask16 mask = _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(x, least, _CMP_GE_OQ), x, end, _CMP_LT_OQ);
+    _mm512_storeu_ps(out, _mm512_maskz_compress_ps(mask, x));  // a compressing store is slow on Zen 4
+    return __builtin_popcount(mask);
+}
 #else
 enum { LANES = 8 };
 typedef __m256 vec;
@@ -67,6 +84,33 @@ inline halves rounded(vec x) {
     bits = _mm256_blendv_epi8(bits, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(unordered));
     bits = _mm256_srli_epi32(bits, 16);
     return _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+}
+inline float sum_of(vec x) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+inline float greatest_of(vec x) {
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+// The lanes that are at least `least`; 0 in the others.
+inline vec kept(vec x, vec least) { return _mm256_and_ps(_mm256_cmp_ps(x, least, _CMP_GE_OQ), x); }
+// The lanes of x where `key` is at least `least`; 0 in the others.
+inline vec kept_where(vec x, vec key, vec least) { return _mm256_and_ps(_mm256_cmp_ps(key, least, _CMP_GE_OQ), x); }
+inline long count_at_least(vec x, vec least) {
+    return __builtin_popcount((unsigned)_mm256_movemask_ps(_mm256_cmp_ps(x, least, _CMP_GE_OQ)));
+}
+// Writes the lanes in [least, end) to `out`, in order, and returns their number. `out` has room for LANES.
+inline long append_between(float *out, vec x, vec least, vec end) {
+    vec inside = _mm256_and_ps(_mm256_cmp_ps(x, least, _CMP_GE_OQ), _mm256_cmp_ps(x, end, _CMP_LT_OQ));
+    float lanes[LANES];
+    store(lanes, x);
+    long count = 0;
+    for (unsigned mask = (unsigned)_mm256_movemask_ps(inside); mask; mask &= mask - 1)
+        out[count++] = lanes[__builtin_ctz(mask)];
+    return count;
 }
 #endif
 

@@ -39,6 +39,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "headstart_stack": (_int, (_pointer,)),
     "headstart_finite": (None, (_pointer, _long, _pointer, _long, _pointer)),
     "headstart_greatest": (None, (_pointer, _int, _long, _long, _pointer, _pointer, _int)),
+    "headstart_sample_scratch": (_long, (_long,)),
+    "headstart_sample": (None, (_pointer, _int, _long, _long, _pointer, _pointer, _int)),
     "headstart_pack_bf16": (None, (_pointer, _pointer, _long, _long, _long, _int, _int)),
     "headstart_pack_int8": (None, (_pointer, _pointer, _pointer, _long, _long, _long, _int, _int)),
 }

@@ -1,0 +1,102 @@
+"""Checks of engine options and of the model's folder that need no torch: mistakes are reported before it is imported.
+
+Importing torch and Transformers takes five seconds of CPU time; these checks take milliseconds.
+"""
+
+import re
+from pathlib import Path
+
+from headstart.bundled import bundled_model
+from headstart.core.errors import ConfigError
+from headstart.core.limits import Limits
+from headstart.model.architectures import check_model_folder
+from headstart.model.hub import local_folder, resolve_model
+from headstart.model.sizes import format_bytes, parse_bytes
+from headstart.options import EngineOptions, check_values
+from headstart.server.kv_events import parse_kv_events_config
+
+MIN_STORE_BYTES = 64 * 2**20
+_DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
+
+
+def check_engine(options: EngineOptions) -> None:
+    """Raise ConfigError for options, a folder or a config.json that no engine can start with. Asks no hub."""
+    check_options(options)
+    folder = local_folder(options.model) if options.model else None
+    if folder is not None:
+        check_model_folder(folder)
+
+
+def checked_model_folder(options: EngineOptions) -> Path:
+    """`model_folder` of options and a config.json that were checked. Raises ConfigError."""
+    check_engine(options)
+    folder = model_folder(options)
+    check_model_folder(folder)
+    return folder
+
+
+def model_folder(options: EngineOptions) -> Path:
+    """The folder to load: the bundled model's if no model is named, else a folder, else a download from the hub."""
+    if not options.model:
+        return bundled_model()
+    return resolve_model(
+        options.model,
+        revision=options.revision,
+        token=options.hf_token,
+        offline=options.offline,
+        download_dir=options.download_dir,
+    )
+
+
+def check_options(options: EngineOptions) -> None:
+    """Raises ConfigError for values that no model could be served with; asked before anything is loaded."""
+    check_values(options)
+    if not _DEVICE.fullmatch(options.device):
+        raise ConfigError(f"device {options.device!r} is not supported; choose auto, cpu or cuda[:N]")
+    for name in ("kv_cache_memory", "memory_limit"):
+        if (text := getattr(options, name)) is not None:
+            _parse_option_bytes(name, text)
+    if options.block_size % 16:
+        raise ConfigError(f"block_size is {options.block_size}; it must be a multiple of 16")
+    if options.kv_store == "":
+        raise ConfigError("kv_store is empty; name a folder, or leave it out")
+    if options.kv_store is not None and not options.enable_prefix_caching:
+        raise ConfigError("--kv-store: nothing can be stored without the prefix cache; leave one of the two out")
+    store_bytes(options)
+    if parse_kv_events_config(options.kv_events_config) is not None and not options.enable_prefix_caching:
+        raise ConfigError("kv_events_config: there are no events without the prefix cache; leave one of the two out")
+    if options.page_charge == "ceil" and not options.page_aligned_scheduling:
+        raise ConfigError(
+            "--page-charge ceil needs --page-aligned-scheduling: without it no chunk is aligned; add it, or use exact"
+        )
+    limits_of(options, max_model_len=1)  # no limit depends on the model's
+
+
+def store_bytes(options: EngineOptions) -> int:
+    """What the folder of --kv-store may hold. Raises ConfigError for what is no size, or not worth a store."""
+    size = _parse_option_bytes("kv_store_size", options.kv_store_size)
+    if size < MIN_STORE_BYTES:
+        raise ConfigError(
+            f"kv_store_size is {format_bytes(size)}; it must be at least {format_bytes(MIN_STORE_BYTES)}, "
+            "a few files' worth: give it more, or leave --kv-store out"
+        )
+    return size
+
+
+def limits_of(options: EngineOptions, max_model_len: int) -> Limits:
+    """What a step may hold, by the flags; sequences are limited by the model or by --max-model-len."""
+    return Limits(
+        max_batched_tokens=options.max_num_batched_tokens,
+        max_seqs=options.max_num_seqs,
+        max_model_len=max_model_len,
+        long_prefill_threshold=options.long_prefill_token_threshold,
+        align=options.block_size if options.page_aligned_scheduling else 1,
+        charge_ceil=options.page_charge == "ceil",
+    )
+
+
+def _parse_option_bytes(name: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
