@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from headstart.core.batch import Ledger
 from headstart.core.engine import EngineInfo, EngineStats
+from headstart.server.packed_metrics import Counter, Histogram
 from headstart.server.protocol import CACHE_SOURCES
 from headstart.server.store_figures import StoreCollector
 
@@ -93,23 +94,17 @@ class Metrics:
         self.params_n = histograms["params_n"]
         self.params_max_tokens = histograms["params_max_tokens"]
         self.iteration_tokens = histograms["iteration_tokens"]
-        finished = Counter(
-            "vllm:request_success", "Requests by how they ended.", ("model_name", "finished_reason"), registry=None
+        self._http = self._counter("headstart:http_requests", "HTTP requests.", "route", "method", "status")
+        self._finished = self._counter(
+            "vllm:request_success", "Requests by how they ended.", "model_name", "finished_reason"
         )
-        self._finished = {reason: finished.labels(model_name, reason) for reason in FINISH_REASONS}
-        self._http = Counter(
-            "headstart:http_requests",
-            "HTTP requests.",
-            ("route", "method", "status"),
-            registry=self._registry,
+        self._rejected = self._counter(
+            "vllm:admission_rejections", "Requests refused: too much was waiting.", "model_name"
         )
-        self._rejected = Counter(
-            "vllm:admission_rejections", "Requests refused: too much was waiting.", ("model_name",), registry=None
-        )
+        for reason in FINISH_REASONS:
+            self._finished.add((model_name, reason), 0)
+        self._rejected.add((model_name,), 0)
         self.tenants: dict[str, Ledger] = {}  # tokens of their prompts, by tenant
-        self.rejected = self._rejected.labels(model_name)
-        self._registry.register(finished)
-        self._registry.register(self._rejected)
 
     def watch(self, engine: EngineView) -> None:
         """Adds the engine's own counters and gauges to every scrape."""
@@ -125,21 +120,31 @@ class Metrics:
 
     def finished(self, reason: str) -> None:
         """Counts an engine request that ended."""
-        self._finished[reason if reason in FINISH_REASONS else "error"].inc()
+        self._finished.add((self._model_name, reason if reason in FINISH_REASONS else "error"))
+
+    def rejected(self) -> None:
+        """Counts a client request refused because too much waits or is held."""
+        self._rejected.add((self._model_name,))
 
     def answered(self, path: str, method: str, status: int) -> None:
         """Counts an HTTP request; unknown paths and methods share one label."""
         route = path if path in self._routes else "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
-        self._http.labels(route, method if method in METHODS else "other", str(status)).inc()
+        self._http.add((route, method if method in METHODS else "other", str(status)))
 
     def expose(self, *, with_tenants: bool = True, with_store: bool = True) -> bytes:
         """Returns everything in Prometheus' text format; counts by tenant are for administrators only."""
         shown = {self._registry: True, self._by_tenant: with_tenants, self._of_store: with_store}
         return b"".join(generate_latest(registry) for registry, is_shown in shown.items() if is_shown)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(name, text, ("model_name",), buckets=buckets, registry=self._registry)
-        return histogram.labels(self._model_name)
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(name, text, bounds, {"model_name": self._model_name})
+        self._registry.register(histogram)
+        return histogram
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        counter = Counter(name, text, labels)
+        self._registry.register(counter)
+        return counter
 
 
 class _EngineCollector(Collector):

@@ -152,7 +152,7 @@ class ServerState:
             self._check_queue(prepared.requests)
             lease = self._held.lease(initial_bytes(prepared.requests, prepared.params))
         except QueueFullError:
-            model.metrics.rejected.inc()
+            model.metrics.rejected()
             raise
         job = Job(self.engine, model.tokenizer, prepared, record, model.metrics, lease)
         self._jobs.add(job)
