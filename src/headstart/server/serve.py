@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from headstart.core.errors import ConfigError, DrainingError, EngineDeadError
 from headstart.options import EngineOptions, ServerOptions
-from headstart.server.allocator import give_memory_back
+from headstart.server.allocator import give_memory_back, trim_regularly
 from headstart.server.app import build_app
 from headstart.server.banner import banner, store_text
 from headstart.server.connections import MIN_CONNECTIONS, ConnectionTable, connection_cap
@@ -153,12 +153,13 @@ class _Run:
             return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_BROKEN
         host, port = self._listener.getsockname()[:2]
         self._log.line(banner(model, self._options, host, port, store=store))
-        statistics = asyncio.create_task(write_statistics(state))
+        regular = [asyncio.create_task(work) for work in (write_statistics(state), trim_regularly())]
         try:
             await self._until_stopped(engine.died.wait())
             return await self._drain(state, engine)
         finally:
-            statistics.cancel()
+            for task in regular:
+                task.cancel()
 
     async def _store_text(self, engine: EngineClient) -> str | None:
         """What the banner says of the store, None without one. Raises EngineDeadError."""
