@@ -1,5 +1,6 @@
 """Generation: text, aligned tokens, stop strings and finish reasons from the engine's outputs."""
 
+import tracemalloc
 from array import array
 from typing import Any
 
@@ -216,3 +217,19 @@ def test_the_first_word_continues_the_prompt() -> None:
     generation = make(tokenizer=tokenizer, prompt=tokenizer.encode("the quick"))
     deltas = run(generation, tokens_of("brown fox", tokenizer))
     assert text_of(deltas) == " brown fox"
+
+
+def test_a_choice_that_waits_to_be_sent_takes_little_memory() -> None:
+    def finished() -> Generation:
+        generation = make(logprobs=1)
+        run(generation, tokens_of("play some music " * 5)[:32])
+        return generation
+
+    run(finished(), [])  # what is looked up once
+    tracemalloc.start()
+    try:
+        kept = [finished() for _ in range(100)]
+        num_bytes = tracemalloc.get_traced_memory()[0] / len(kept)
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 6000

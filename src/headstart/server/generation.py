@@ -5,7 +5,7 @@ and their log-probabilities come out together with the end of their text; in all
 that ended the text included (as vLLM counts).
 """
 
-from collections import deque
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -71,12 +71,12 @@ class Generation:
         self._prompt_length = len(self.prompt.text)  # characters of the echoed prompt
         self._length = self._prompt_length  # characters known, echoed prompt included
         self._held = ""  # of those, the last ones, not shown yet
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: list[_Waiting] = []  # the few tokens of the text that is held; an empty deque takes 700 bytes
         self._echoed = not params.echo
         self._parts: list[str] = []
         self.request_id = request.request_id
         self.num_prompt_tokens = len(request.prompt)
-        self.token_ids: list[int] = []
+        self._token_ids = array("i")
         self.logprobs = LogprobTable()
         self.ledger = Ledger()  # of the prompt, once there is a token
         self.finish_reason: str | None = None
@@ -111,7 +111,12 @@ class Generation:
     @property
     def num_tokens(self) -> int:
         """Tokens generated, the one that ended the text included."""
-        return len(self.token_ids)
+        return len(self._token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens generated."""
+        return self._token_ids.tolist()
 
     def update(self, output: Output) -> Delta:
         """Takes the engine's news and returns what is new for the client; nothing once it has finished."""
@@ -147,7 +152,7 @@ class Generation:
                 is_last and output.finish_reason is FinishReason.STOP and not self._params.include_stop_str_in_output
             )
             start = self._length
-            self.token_ids.append(token_id)
+            self._token_ids.append(token_id)
             piece = "" if is_silent else self._detokenizer.push(token_id)
             if is_last and output.finish_reason is not None:
                 piece += self._detokenizer.finish()
@@ -164,7 +169,7 @@ class Generation:
     def _grow(self, piece: str) -> StopMatch | None:
         self._length += len(piece)
         self._held += piece
-        armed = len(self.token_ids) > self._request.sampling.min_tokens
+        armed = self.num_tokens > self._request.sampling.min_tokens
         return self._stops.feed(piece, armed=armed)
 
     def _cut(self, match: StopMatch) -> None:
@@ -184,13 +189,17 @@ class Generation:
         shown = self._length - len(self._held)
         token_ids: list[int] = []
         entries: list[TokenEntry] = []
-        while self._waiting and (finish_reason or self._waiting[0].end <= shown):
-            token = self._waiting.popleft()
+        for token in self._waiting:
+            if not finish_reason and token.end > shown:
+                break
             token_ids.append(token.token_id)
             if token.entry is not None:
                 entries.append(token.entry)
+        del self._waiting[: len(token_ids)]
         if not self._params.stream:
             self._parts.append(text)
+            if finish_reason:  # it may wait for long until it is sent
+                self._parts = [self.output_text]
             self.logprobs.extend(entries)
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         echo = None if self._echoed else self.prompt

@@ -20,25 +20,25 @@ class TokenEntry(NamedTuple):
 
 
 class LogprobTable(Sequence[TokenEntry]):
-    """Grows at its end only."""
+    """Grows at its end only.
+
+    A token's values lie side by side: its logprob and those of its alternatives; its id, its offset and their ids.
+    """
 
     def __init__(self) -> None:
-        self._token_ids = array("i")
         self._logprobs = array("d")
-        self._offsets = array("i")
-        self._ends = array("i")  # of each token's alternatives in the two below
-        self._top_ids = array("i")
-        self._top_logprobs = array("d")
+        self._integers = array("i")  # one more per token than logprobs
+        self._ends = array("i")  # of each token's values in the first
 
     def append(self, known: TokenLogprob, offset: int = 0) -> None:
         """Add one token, whose text begins at character `offset`."""
-        self._token_ids.append(known.token_id)
         self._logprobs.append(known.logprob)
-        self._offsets.append(offset)
+        self._integers.append(known.token_id)
+        self._integers.append(offset)
         for token_id, logprob in known.top:
-            self._top_ids.append(token_id)
-            self._top_logprobs.append(logprob)
-        self._ends.append(len(self._top_ids))
+            self._integers.append(token_id)
+            self._logprobs.append(logprob)
+        self._ends.append(len(self._logprobs))
 
     def extend(self, entries: Iterable[TokenEntry]) -> None:
         """Add tokens that have a log-probability."""
@@ -49,10 +49,10 @@ class LogprobTable(Sequence[TokenEntry]):
     def known(self, index: int) -> TokenLogprob:
         """Return one token without its place in the text."""
         entry = self._entry(index)
-        return TokenLogprob(entry.token_id, self._logprobs[index], entry.top)
+        return TokenLogprob(entry.token_id, self._logprobs[self._start(index)], entry.top)
 
     def __len__(self) -> int:
-        return len(self._token_ids)
+        return len(self._ends)
 
     @overload
     def __getitem__(self, index: int) -> TokenEntry: ...
@@ -71,7 +71,11 @@ class LogprobTable(Sequence[TokenEntry]):
 
     __hash__ = None  # pyright: ignore[reportAssignmentType] - it grows
 
+    def _start(self, index: int) -> int:
+        return self._ends[index - 1] if index else 0
+
     def _entry(self, index: int) -> TokenEntry:
-        start, end = self._ends[index - 1] if index else 0, self._ends[index]
-        top = tuple(zip(self._top_ids[start:end], self._top_logprobs[start:end], strict=True))
-        return TokenEntry(self._token_ids[index], self._logprobs[index], top, self._offsets[index])
+        start, end = self._start(index), self._ends[index]
+        logprob, *logprobs = self._logprobs[start:end]
+        token_id, offset, *token_ids = self._integers[start + index : end + index + 1]
+        return TokenEntry(token_id, logprob, tuple(zip(token_ids, logprobs, strict=True)), offset)
