@@ -1,6 +1,7 @@
 """bodies and requests: the shapes clients send, and the engine requests that come of them."""
 
 import json
+import tracemalloc
 from array import array
 from typing import Any
 
@@ -11,6 +12,7 @@ from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention
 from headstart.server.bodies import (
     MAX_DEPTH,
+    check_depth,
     parse_chat,
     parse_completion,
     parse_detokenize,
@@ -256,6 +258,17 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_built(monkeypatch: py
     with pytest.raises(InvalidRequestError, match="more than 131072 strings, lists and objects"):
         parse_json(body)
     assert not built
+
+
+def test_checking_the_depth_of_many_token_ids_copies_none_of_them() -> None:
+    values = {"prompt": [0] * 1_000_000}  # 8 MB
+    tracemalloc.start()
+    try:
+        check_depth(values)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000
 
 
 @pytest.mark.parametrize("end", [b"", b"\\"])

@@ -23,6 +23,7 @@ _VALUE = re.compile(
     rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[{]', re.DOTALL
 )  # a string without an end too: linear time
 _SCALARS = frozenset((str, int, float, bool, type(None)))
+_SHORT = 64  # items of a list
 MAX_DEPTH = 64  # of nested lists and objects
 MAX_MODEL_CHARS = 256
 MAX_TOOL_CALLS = 128
@@ -118,8 +119,8 @@ def check_depth(value: object) -> None:
         for item in level:
             if isinstance(item, Mapping):
                 inner.extend(item.values())
-            elif isinstance(item, list | tuple):
-                inner.extend(item)
+            elif isinstance(item, list | tuple):  # a prompt may have millions of token ids, which are not copied
+                inner.extend(item if len(item) <= _SHORT else [one for one in item if type(one) not in _SCALARS])
         if not inner:
             return
         level = [item for item in inner if type(item) not in _SCALARS]
