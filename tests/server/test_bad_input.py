@@ -261,6 +261,7 @@ def test_what_is_not_http_is_400_and_the_connection_closes(server: Server, data:
 
 def test_unfinished_bodies_are_bounded_in_all_and_slow_ones_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(body, "ROOM_SECONDS", 0.05)
     reader = body.BodyReader(100, 200)
 
     async def read(*pieces: bytes) -> bytes:
@@ -277,6 +278,8 @@ def test_unfinished_bodies_are_bounded_in_all_and_slow_ones_time_out(monkeypatch
     async def run() -> None:
         waiting = [asyncio.create_task(read(b"a" * 99)) for _ in range(2)]
         await asyncio.sleep(0)
+        waiting.append(asyncio.create_task(read(b"a" * 3)))  # the one that may go on
+        await asyncio.sleep(0)
         with pytest.raises(QueueFullError):
             await read(b"a" * 3)
         for task in waiting:
@@ -286,6 +289,32 @@ def test_unfinished_bodies_are_bounded_in_all_and_slow_ones_time_out(monkeypatch
         assert await read(b"ab", b"c", b"") == b"abc"  # and all of it was given back
 
     asyncio.run(run())
+
+
+def test_a_body_without_room_waits_until_others_were_worked_on() -> None:
+    reader = body.BodyReader(100, 200)
+    most = 0
+
+    async def work(at_once: asyncio.Semaphore) -> int:
+        nonlocal most
+        pieces = [b"a" * 30] * 3
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(0)
+            return {"type": "http.request", "body": pieces.pop(), "more_body": bool(pieces)}
+
+        async with reader.held(Request({"type": "http", "headers": []}, receive)) as data:
+            async with at_once:
+                most = max(most, reader.held_bytes)
+                await asyncio.sleep(0.01)
+            return len(data)
+
+    async def run() -> None:
+        one = asyncio.Semaphore(1)
+        assert await asyncio.gather(*(work(one) for _ in range(6))) == [90] * 6
+
+    asyncio.run(run())
+    assert most <= 300 and reader.held_bytes == 0  # 200, and one body more
 
 
 def test_many_pipelined_requests_are_answered_in_order(server: Server) -> None:

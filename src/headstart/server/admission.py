@@ -42,9 +42,13 @@ class Budget:
             lease.grow(num_bytes)
         return lease
 
+    def has_room(self, more: int, own: int) -> bool:
+        """Return whether `more` bytes fit in the budget, or nothing but the `own` bytes is held."""
+        return self.held_bytes <= own or self.held_bytes + more <= self.max_bytes
+
     def check(self, more: int, own: int) -> None:
         """Raise QueueFullError if `more` bytes exceed the budget and others than the `own` bytes are held."""
-        if self.held_bytes > own and self.held_bytes + more > self.max_bytes:
+        if not self.has_room(more, own):
             raise QueueFullError(
                 f"{self.held_bytes} bytes of {self._what} are held, this one needs {more} more and the limit is "
                 f"{self.max_bytes}: try again later"

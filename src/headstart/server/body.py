@@ -12,16 +12,29 @@ from headstart.server.http_errors import ClientGoneError, HttpError
 
 BODY_SECONDS = 30.0  # between two pieces of a body, and for the whole of it beside its size over MIN_BODY_RATE
 MIN_BODY_RATE = 16 * 1024  # bytes per second
-HELD_BYTES = 32 << 20  # of all bodies that are being read, parsed and tokenized
+HELD_BYTES = 24 << 20  # of all bodies that are being read, parsed and tokenized
+ROOM_SECONDS = 5.0  # how long a body waits, half read, while others hold all of that
+ROOM_POLL_SECONDS = 0.02
+MAX_WAITING = 64  # bodies; the others are refused at once
 
 
 class BodyReader:
-    """Reads bodies of at most `max_bytes`, and holds at most `held_bytes` of all of them, or two of the largest."""
+    """Reads bodies of at most `max_bytes`, and holds at most `held_bytes` of all of them, or two of the largest.
+
+    One body more goes on beyond that; others wait for room, and are refused after ROOM_SECONDS.
+    """
 
     def __init__(self, max_bytes: int, held_bytes: int = HELD_BYTES) -> None:
         """`held_bytes`: of all bodies that are being read or worked on."""
         self._max_bytes = max_bytes
         self._budget = Budget(max(held_bytes, 2 * max_bytes), "request bodies")
+        self._beyond: Lease | None = None  # of the one body that may exceed it, lest all wait half read
+        self._num_waiting = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all bodies that are being read or worked on."""
+        return self._budget.held_bytes
 
     async def read(self, request: Request) -> bytes:
         """Return the body. Raises HttpError 413, 415, 408, QueueFullError, and ClientGoneError."""
@@ -29,7 +42,7 @@ class BodyReader:
         try:
             return await self._collect(request, lease)
         finally:
-            lease.release()
+            self._release(lease)
 
     @asynccontextmanager
     async def held(self, request: Request) -> AsyncGenerator[bytes]:
@@ -38,7 +51,7 @@ class BodyReader:
         try:
             yield await self._collect(request, lease)
         finally:
-            lease.release()
+            self._release(lease)
 
     async def _collect(self, request: Request, lease: Lease) -> bytes:
         _check_headers(request.scope["headers"], self._max_bytes)
@@ -49,12 +62,38 @@ class BodyReader:
             size = len(body) + len(piece)
             if size > self._max_bytes:
                 raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
-            lease.grow(len(piece))
+            start += await self._hold(lease, len(piece))
             if is_last and not body:
                 return piece
             body += piece
             if is_last:
                 return bytes(body)
+
+    async def _hold(self, lease: Lease, more: int) -> float:
+        """Hold `more` bytes once there is room; return the seconds that passed. Raises QueueFullError.
+
+        Nothing more is read of its connection meanwhile, so its client waits too.
+        """
+        began = time.monotonic()
+        while not self._budget.has_room(more, lease.num_bytes):
+            if self._beyond in (None, lease):
+                self._beyond = lease
+                lease.resize(lease.num_bytes + more)
+                return time.monotonic() - began
+            if self._num_waiting >= MAX_WAITING or time.monotonic() - began >= ROOM_SECONDS:
+                break
+            self._num_waiting += 1
+            try:
+                await asyncio.sleep(ROOM_POLL_SECONDS)
+            finally:
+                self._num_waiting -= 1
+        lease.grow(more)
+        return time.monotonic() - began
+
+    def _release(self, lease: Lease) -> None:
+        lease.release()
+        if self._beyond is lease:
+            self._beyond = None
 
 
 _CLOSE = {"connection": "close"}
