@@ -6,6 +6,7 @@ from headstart.bundled import BUNDLED_NAME
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError
 from headstart.core.scheduler import Scheduler
+from headstart.core.warm_up import measure_steps
 from headstart.engine_checks import check_options, limits_of, model_folder, store_bytes
 from headstart.model.loader import LoadedModel, load_model, resolve_device
 from headstart.model.runner import ModelRunner
@@ -44,11 +45,12 @@ def build_engine(
     defaults = read_sampling_defaults(folder, options.generation_config)
     loaded, plan, max_model_len = _load(options, folder)
     runner = ModelRunner(loaded, num_blocks=plan.num_blocks, block_size=options.block_size, seed=options.seed)
+    on_cpu = loaded.device.type == "cpu"
     store = _open_store(options, store_folder, Shape(loaded.fingerprint, options.block_size, runner.block_bytes))
     scheduler = Scheduler(
         plan.num_blocks,
         options.block_size,
-        limits_of(options, max_model_len),
+        limits_of(options, max_model_len, on_cpu=on_cpu),
         model=loaded.fingerprint,
         enable_prefix_caching=options.enable_prefix_caching,
         policy=options.scheduling_policy,
@@ -59,6 +61,8 @@ def build_engine(
         cache_aware_accounting=cache_aware_accounting,
         store=store,
     )
+    if on_cpu:
+        measure_steps(runner, scheduler.step_times, max_tokens=max_model_len)
     info = EngineInfo(
         model=str(folder),
         served_name=_served_name(options.model),

@@ -9,6 +9,7 @@ from pathlib import Path
 from headstart.bundled import bundled_model
 from headstart.core.errors import ConfigError
 from headstart.core.limits import Limits
+from headstart.core.step_time import StepBound
 from headstart.model.architectures import check_model_folder
 from headstart.model.hub import local_folder, resolve_model
 from headstart.model.sizes import format_bytes, parse_bytes
@@ -69,7 +70,7 @@ def check_options(options: EngineOptions) -> None:
         raise ConfigError(
             "--page-charge ceil needs --page-aligned-scheduling: without it no chunk is aligned; add it, or use exact"
         )
-    limits_of(options, max_model_len=1)  # no limit depends on the model's
+    limits_of(options, max_model_len=1, on_cpu=True)  # no limit depends on the model's
 
 
 def store_bytes(options: EngineOptions) -> int:
@@ -83,8 +84,13 @@ def store_bytes(options: EngineOptions) -> int:
     return size
 
 
-def limits_of(options: EngineOptions, max_model_len: int) -> Limits:
-    """What a step may hold, by the flags; sequences are limited by the model or by --max-model-len."""
+def limits_of(options: EngineOptions, max_model_len: int, *, on_cpu: bool) -> Limits:
+    """What a step may hold, by the flags; sequences are limited by the model or by --max-model-len.
+
+    On a GPU no step is bounded in time unless --max-step-time says so.
+    """
+    seconds = options.max_step_time
+    is_bounded = seconds > 0 if seconds is not None else on_cpu
     return Limits(
         max_batched_tokens=options.max_num_batched_tokens,
         max_seqs=options.max_num_seqs,
@@ -92,6 +98,7 @@ def limits_of(options: EngineOptions, max_model_len: int) -> Limits:
         long_prefill_threshold=options.long_prefill_token_threshold,
         align=options.block_size if options.page_aligned_scheduling else 1,
         charge_ceil=options.page_charge == "ceil",
+        step_bound=StepBound(seconds) if is_bounded else None,
     )
 
 

@@ -108,6 +108,13 @@ class EngineOptions:
     long_prefill_token_threshold: int = _option(
         0, "Cap on one prompt's tokens per step while others wait; 0: none.", SCHEDULING, minimum=0
     )
+    max_step_time: float | None = _option(
+        None,
+        "Seconds that a step with prompt tokens may last, so that answers under way go on meanwhile; 0: any time "
+        "(default: 6 x a decode step, 0.03 to 0.3, on a CPU; any time on a GPU).",
+        SCHEDULING,
+        minimum=0,
+    )
     enable_prefix_caching: bool = _option(True, "Take over KV that an earlier request computed.", SCHEDULING)
     scheduling_policy: str = _option(
         "lpm",
@@ -178,7 +185,7 @@ class ServerOptions:
     max_logprobs: int = _option(20, "Most alternatives per token.", BOUNDS, minimum=0)
     drain_timeout: float = _option(120.0, "Seconds SIGTERM waits for admitted requests.", LIFE, minimum=0)
     heartbeat_timeout: float = _option(
-        60.0, "Seconds without a word from the engine until /health and /livez say 503.", LIFE, minimum=1
+        5.0, "Seconds without a word from the engine until /health and /livez say 503.", LIFE, minimum=1
     )
     stats_interval: float = _option(10.0, "Seconds between statistics lines; 0: none.", LIFE, minimum=0)
     access_log: str = _option(

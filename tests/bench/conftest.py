@@ -9,8 +9,8 @@ from headstart.bench.engines import Setup
 from headstart.bench.nullexec import NullExecutor
 from headstart.core.batch import Batch, Row, RowError, RowErrorKind, StepResult
 from headstart.core.engine import Engine, EngineInfo
-from headstart.core.limits import Limits
 from headstart.core.scheduler import Scheduler
+from headstart.engine_checks import limits_of
 from headstart.model.init_model import init_model
 from headstart.options import EngineOptions
 
@@ -38,12 +38,7 @@ def build_with(executor: type[NullExecutor], info: dict[str, object]) -> Callabl
 
     def build(options: EngineOptions, *, cache_aware_accounting: bool = True) -> tuple[Engine, EngineInfo]:
         num_blocks = (options.num_gpu_blocks_override or 256) + 1
-        limits = Limits(
-            options.max_num_batched_tokens,
-            options.max_num_seqs,
-            max_model_len=4096,
-            long_prefill_threshold=options.long_prefill_token_threshold,
-        )
+        limits = limits_of(options, max_model_len=4096, on_cpu=True)
         scheduler = Scheduler(
             num_blocks,
             options.block_size,

@@ -8,9 +8,10 @@ from headstart.bench.lab_stall import StallConfig, run_stall
 from headstart.bench.nullexec import NullExecutor
 from headstart.bench.virtual import StepCost, VirtualClock, VirtualExecutor
 from headstart.core.batch import Batch, StepResult
+from headstart.core.step_time import DECODE_STEPS, LEAST_TOKENS
 
 MakeSetup = Callable[..., Setup]
-SMALL = StallConfig(decodes=4, context=16, prompt=3000, calm=4, caps=(0, 128, 512), cap=256)
+SMALL = StallConfig(decodes=4, context=16, prompt=3000, calm=4, caps=(128, 512), cap=256)
 CLOCK_COST = StepCost(step=0.010, token=0.001)
 
 
@@ -31,17 +32,27 @@ def test_a_cap_bounds_what_decodes_wait_and_makes_the_prompt_take_more_steps(mak
     values = run(make_setup, SMALL)
     unloaded = CLOCK_COST.seconds(4)
     assert values["unloaded_p99_ms"] == pytest.approx(1e3 * unloaded)
-    assert values["tpot_p99_over_unloaded"] == pytest.approx(CLOCK_COST.seconds(4 + 256) / unloaded)
-    by_cap = {row["cap"]: row for row in values["caps"]}
+    assert values["tpot_p99_over_unloaded_cap"] == pytest.approx(CLOCK_COST.seconds(4 + 256) / unloaded)
+    by_cap = {row["cap"]: row for row in values["bounds"] if row["max_step_time"] == 0}
     assert [by_cap[cap]["steps"] for cap in (0, 512, 256, 128)] == [2, 6, 12, 24]
     ratios = [by_cap[cap]["tpot_p99_over_unloaded"] for cap in (0, 512, 256, 128)]
     assert all(larger > smaller for larger, smaller in pairwise(ratios))
-    assert values["ttft_ms"] > values["ttft_no_cap_ms"]
+    assert values["ttft_cap_ms"] > values["ttft_no_bound_ms"]
+
+
+def test_by_default_no_step_lasts_longer_than_six_decode_steps(make_setup: MakeSetup) -> None:
+    values = run(make_setup, SMALL)
+    unloaded = CLOCK_COST.seconds(4)
+    (default,) = [row for row in values["bounds"] if row["max_step_time"] is None]
+    fitting = int((DECODE_STEPS - 1) * unloaded / CLOCK_COST.token) // LEAST_TOKENS * LEAST_TOKENS
+    assert values["tpot_p99_over_unloaded"] == pytest.approx(CLOCK_COST.seconds(4 + fitting) / unloaded, rel=1e-3)
+    assert values["tpot_p99_over_unloaded"] <= DECODE_STEPS
+    assert default["steps"] == -(-SMALL.prompt // fitting)
 
 
 def test_the_reported_cap_is_measured_even_if_no_other_is(make_setup: MakeSetup) -> None:
     config = StallConfig(decodes=2, context=16, prompt=600, calm=2, caps=(), cap=128)
-    assert [row["cap"] for row in run(make_setup, config)["caps"]] == [0, 128]
+    assert [row["cap"] for row in run(make_setup, config)["bounds"]] == [0, 0, 128]
 
 
 def test_nothing_is_left_behind(make_setup: MakeSetup) -> None:

@@ -24,34 +24,46 @@ def all_limits(draw: st.DrawFn) -> Limits:
 wants, starts, budgets = st.integers(1, 80), st.integers(0, 40), st.integers(0, 60)
 
 
-def allowed(n: int, want: int, start: int, budget: int, limits: Limits, alone: bool) -> bool:
-    """The definition: within the cap, paid for, and on a boundary unless it is the last."""
+def allowed(n: int, want: int, start: int, budget: int, limits: Limits, alone: bool, cap: int | None) -> bool:
+    """The definition: within the caps, paid for, and on a boundary unless it is the last. Time never cuts decodes."""
     capped = limits.long_prefill_threshold > 0 and not alone
+    has_time = cap is None or want == 1 or n <= (max(cap, limits.align) if cap else 0)
     return (
         (not capped or n <= limits.long_prefill_threshold)
+        and has_time
         and charge(start, n, limits, decode=want == 1) <= budget
         and (n == want or (start + n) % limits.align == 0)
     )
 
 
 @settings(max_examples=400, deadline=None)
-@given(want=wants, start=starts, budget=budgets, limits=all_limits(), alone=st.booleans())
+@given(
+    want=wants,
+    start=starts,
+    budget=budgets,
+    limits=all_limits(),
+    alone=st.booleans(),
+    cap=st.none() | st.integers(0, 60),
+)
 def test_a_chunk_is_the_longest_one_that_is_allowed(
-    want: int, start: int, budget: int, limits: Limits, alone: bool
+    want: int, start: int, budget: int, limits: Limits, alone: bool, cap: int | None
 ) -> None:
-    n = chunk_len(want, start, budget, limits, alone=alone)
-    longest = max((m for m in range(1, want + 1) if allowed(m, want, start, budget, limits, alone)), default=0)
+    n = chunk_len(want, start, budget, limits, alone=alone, cap=cap)
+    longest = max((m for m in range(1, want + 1) if allowed(m, want, start, budget, limits, alone, cap)), default=0)
     assert n == longest
 
 
 @settings(max_examples=200, deadline=None)
-@given(want=wants, start=starts, limits=all_limits(), alone=st.booleans(), decodes=st.integers(0, 7))
+@given(
+    want=wants, start=starts, limits=all_limits(), alone=st.booleans(), decodes=st.integers(0, 7),
+    cap=st.none() | st.integers(1, 60),
+)  # fmt: skip
 def test_what_decodes_leave_is_enough_for_any_prompt_to_go_on(
-    want: int, start: int, limits: Limits, alone: bool, decodes: int
+    want: int, start: int, limits: Limits, alone: bool, decodes: int, cap: int | None
 ) -> None:
     assume(decodes < limits.max_seqs)
     budget = limits.max_batched_tokens - decodes
-    assert chunk_len(want, start, budget, limits, alone=alone) >= 1
+    assert chunk_len(want, start, budget, limits, alone=alone, cap=cap) >= 1
 
 
 @settings(max_examples=200, deadline=None)

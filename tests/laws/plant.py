@@ -100,8 +100,8 @@ def budget_double_count() -> None:
 
 def no_alignment() -> None:
     planted = plan.chunk_len
-    plan.chunk_len = lambda want, start, budget, limits, alone: planted(  # type: ignore[assignment]
-        want, start, budget, plan.Limits(limits.max_batched_tokens, limits.max_seqs), alone=alone
+    plan.chunk_len = lambda want, start, budget, limits, alone, cap=None: planted(  # type: ignore[assignment]
+        want, start, budget, plan.Limits(limits.max_batched_tokens, limits.max_seqs), alone=alone, cap=cap
     )
 
 

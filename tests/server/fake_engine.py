@@ -1,14 +1,15 @@
 """A small engine that answers by repeating the prompt's tokens, with knobs for faults. No model, no torch.
 
-EngineOptions.model is a folder with a tokenizer, and after a "?" the knobs: `step` seconds of a step, `hold` tokens for
-each request until its `gate` is open (see Gate), `crash` and `poison` tokens (a prompt that begins with one breaks the
-engine, or fails alone), `load` seconds to build, `close` seconds to end, `die` to end the process without a word,
+EngineOptions.model is a folder with a tokenizer, and after a "?" the knobs: `step` seconds of a step,
+`announce` seconds that it is said to take, `hold` tokens for each request until its `gate` is open (see Gate), `crash` and `poison` tokens
+(a prompt that begins with one breaks the engine, or fails alone), `load` seconds to build, `close` seconds to end, `die` to end the process without a word,
 `config` to refuse to start, `store` to tell of a store (2: of one that is degraded), `length` tokens of context.
 """
 
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import parse_qs, quote
 
@@ -57,6 +58,7 @@ class FakeEngine:
         self.live: dict[str, tuple[Request, int]] = {}
         self.seen: set[tuple[bytes, bytes]] = set()
         self.stored = 7
+        self.on_long_step: Callable[[float], None] | None = None
         self.num_steps = self.generated = self.prompted = self.cached = self.row_errors = 0
 
     def add_request(self, request: Request) -> None:
@@ -74,6 +76,8 @@ class FakeEngine:
         return bool(self.live)
 
     def step(self, now: float) -> list[Output]:
+        if self.on_long_step is not None and "announce" in self.knobs:
+            self.on_long_step(self.knobs["announce"])
         time.sleep(self.knobs.get("step", 0.0))
         most = MAX_MODEL_LEN if self.gate is None or self.gate.exists() else self.knobs["hold"]
         ready = [request_id for request_id, (_, count) in self.live.items() if count < most]

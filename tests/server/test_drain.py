@@ -204,6 +204,20 @@ def admitted(server: Server, body: dict[str, Any]) -> httpx.Response:
     return wait_for(ask)
 
 
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_long_step_makes_the_server_unready_only_if_nobody_said_so(
+    announced: bool, folder: str, tmp_path: Path
+) -> None:
+    model = f"{folder}?step=5" + ("&announce=5" if announced else "")
+    with fake_server(model, tmp_path / "log", heartbeat_timeout=2.5) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.post, "/v1/completions", json={"prompt": [7], "max_tokens": 1})
+        found: set[int] = set()
+        while not running.done():
+            found.add(server.get("/health").status_code)
+        assert running.result().status_code == 200
+        assert found == ({200} if announced else {200, 503})
+
+
 def test_a_silent_engine_makes_the_server_unready_until_it_is_heard_again(
     folder: str, gate: Gate, tmp_path: Path
 ) -> None:

@@ -11,11 +11,12 @@ import pytest
 from server.fake_engine import MAX_MODEL_LEN, Gate, build_fake
 from server.harness import PATIENCE, until, wait_for
 
+from headstart.core.engine import EngineStats
 from headstart.core.errors import ConfigError, EngineDeadError, HeadstartError, InvalidRequestError
 from headstart.core.request import FinishReason, Request, SamplingParams
 from headstart.options import EngineOptions
 from headstart.server.engine_client import EngineClient, RequestFailedError
-from headstart.server.wire import FrameSplitter, Stop, Submit, decode_to_engine, encode_frame
+from headstart.server.wire import FrameSplitter, LongStep, Message, News, Stop, Submit, decode_to_engine, encode_frame
 
 
 def request(name: str, *prompt: int, max_tokens: int = 3) -> Request:
@@ -58,6 +59,25 @@ def test_frames_are_found_however_the_bytes_are_cut() -> None:
 def test_a_frame_of_absurd_length_is_an_error_and_not_an_allocation() -> None:
     with pytest.raises(ValueError, match="claims"):
         list(FrameSplitter().feed(b"\xff\xff\xff\xff"))
+
+
+def test_an_engine_that_said_a_step_would_be_long_is_not_silent_until_it_is_much_longer() -> None:
+    def told(client: EngineClient, message: Message) -> float:
+        (payload,) = FrameSplitter().feed(encode_frame(message))
+        client.receive(payload)
+        return client.last_heard
+
+    async def run() -> None:
+        client = EngineClient()
+        heard = told(client, News([], EngineStats()))
+        assert client.silent_seconds(heard + 4) == 4
+        heard = told(client, LongStep(10.0))
+        assert client.silent_seconds(heard + 29) == 0
+        assert client.silent_seconds(heard + 33) == pytest.approx(3)
+        heard = told(client, News([], EngineStats()))
+        assert client.silent_seconds(heard + 4) == 4
+
+    asyncio.run(run())
 
 
 def test_requests_run_side_by_side_and_stats_follow() -> None:

@@ -175,7 +175,7 @@ def stall(
     quick: Quick = False,
     plot: Plot = None,
 ) -> None:
-    """A cold prompt of 4,000 tokens amid 16 decodes: time per output token, with and without the long-prefill cap."""
+    """A cold prompt of 4,000 tokens amid 16 decodes: time per output token, by bound of a step."""
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.lab_stall import StallConfig, run_stall

@@ -1,12 +1,13 @@
 """Lab: what answers under way suffer from one long new prompt, and what sparing them costs that prompt.
 
 Decodes are part of every step and never wait for a seat; but a step lasts as long as its longest chunk, so a prompt
-that may fill the budget stretches the gap between two tokens of everybody. `--long-prefill-token-threshold` caps it.
+that may fill the budget stretches the gap between two tokens of everybody. `--max-step-time` bounds the step in time,
+as measured (the default on a CPU); `--long-prefill-token-threshold` caps the chunk in tokens.
 """
 
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from headstart.bench.engines import Setup, describe
 from headstart.bench.inprocess import REAL, Clock, make_requests
@@ -15,11 +16,12 @@ from headstart.bench.progress import QUIET, Bar
 from headstart.bench.report import Chart, Report, Sheet, spread
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.request import SamplingParams
+from headstart.core.step_time import LEAST_TOKENS
 from headstart.workload.record import median, percentile
 from headstart.workload.synthetic import random_tokens
 
 BLOCK_SIZE = 16
-COLUMNS = ("cap", "TPOT p99 ms", "over unloaded", "TTFT of the prompt ms", "steps")
+COLUMNS = ("bound", "TPOT p99 ms", "over unloaded", "TTFT of the prompt ms", "steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,25 @@ class StallConfig:
     context: int = 64  # prompt of a decoding request
     prompt: int = 4000  # the cold one
     calm: int = 48  # steps of decodes alone, before it comes
-    caps: tuple[int, ...] = (0, 128, 256, 512, 1024)  # 0: no cap
-    cap: int = 256  # the one reported as "with the cap"; one of `caps`
+    caps: tuple[int, ...] = (128, 256, 512, 1024)  # tokens
+    cap: int = 256  # the one reported as "with the cap"
+
+
+class Bound(NamedTuple):
+    """How a step is bounded; neither in tokens nor in time: by the budget alone."""
+
+    cap: int = 0  # tokens of one prompt; 0: any number
+    seconds: float | None = 0.0  # of a step; 0: any time, None: the default
+
+    @property
+    def label(self) -> str:
+        """As tables show it."""
+        if self.cap:
+            return f"cap {self.cap}"
+        return "no bound" if self.seconds == 0 else "default" if self.seconds is None else f"{self.seconds:g} s"
+
+
+NO_BOUND, DEFAULT = Bound(), Bound(seconds=None)
 
 
 @dataclass(slots=True)
@@ -48,20 +67,20 @@ class _Stall:
 
 
 def run_stall(setup: Setup, config: StallConfig, *, runs: int = 3, bar: Bar = QUIET, clock: Clock = REAL) -> Report:
-    """Measures each cap on an engine of its own; a run lasts until the cold prompt has its first token."""
-    log, found = ContentionLog.new(), dict[int, list[_Stall]]()
+    """Measures each bound on an engine of its own; a run lasts until the cold prompt has its first token."""
+    log, found = ContentionLog.new(), dict[Bound, list[_Stall]]()
     info: EngineInfo | None = None
-    for cap in dict.fromkeys((0, *config.caps, config.cap)):
-        bar.stage(f"loading the model for {_label(cap)}", None)
-        options = setup.options(num_blocks=_pool_blocks(config))
-        engine, info = setup.build(replace(options, long_prefill_token_threshold=cap))
-        bar.stage(_label(cap), runs + 1)
-        found[cap] = []
+    for bound in dict.fromkeys((NO_BOUND, DEFAULT, *map(Bound, config.caps), Bound(config.cap))):
+        bar.stage(f"loading the model for {bound.label}", None)
+        options = replace(setup.options(num_blocks=_pool_blocks(config)), max_step_time=bound.seconds)
+        engine, info = setup.build(replace(options, long_prefill_token_threshold=bound.cap))
+        bar.stage(bound.label, runs + 1)
+        found[bound] = []
         for number in range(runs + 1):
             rng = Random(f"{setup.seed}/{number}")
             stall = uncontended(lambda e=engine, i=info, r=rng: _stall(e, i.vocab_size, config, r, clock), log)
             if number:  # the first warms up
-                found[cap].append(stall)
+                found[bound].append(stall)
             bar.advance()
     assert info is not None
     return _report(setup, config, info, found, runs, log)
@@ -111,8 +130,7 @@ def _step(engine: Engine, *, decodes_due: int, clock: Clock) -> tuple[float, set
 
 def _output(config: StallConfig) -> int:
     """More tokens than any run has steps, so that no decode ends in it."""
-    smallest = min((cap for cap in (*config.caps, config.cap) if cap), default=config.prompt)
-    return 2 * config.calm + config.prompt // smallest + 64
+    return 2 * config.calm + config.prompt // min(LEAST_TOKENS, *config.caps, config.cap) + 64
 
 
 def _pool_blocks(config: StallConfig) -> int:
@@ -121,36 +139,36 @@ def _pool_blocks(config: StallConfig) -> int:
     )
 
 
-def _label(cap: int) -> str:
-    return f"cap {cap}" if cap else "no cap"
-
-
 def _report(
-    setup: Setup, config: StallConfig, info: EngineInfo, found: dict[int, list[_Stall]], runs: int, log: ContentionLog
+    setup: Setup, config: StallConfig, info: EngineInfo, found: dict[Bound, list[_Stall]], runs: int, log: ContentionLog
 ) -> Report:
     # of all runs together: the p99 of one run's few calm steps is little more than its worst
     unloaded = percentile((gap for stalls in found.values() for stall in stalls for gap in stall.calm), 99)
     rows = {
-        cap: {
-            "cap": cap,
+        bound: {
+            "cap": bound.cap,
+            "max_step_time": bound.seconds,
             "tpot_p99_ms": 1e3 * median(stall.p99 for stall in stalls),
             "tpot_p99_over_unloaded": median(stall.p99 for stall in stalls) / unloaded,
             "ttft_ms": 1e3 * median(stall.ttft for stall in stalls),
             "steps": max(len(stall.loaded) for stall in stalls),
         }
-        for cap, stalls in found.items()
+        for bound, stalls in found.items()
     }
-    capped, free = rows[config.cap], rows[0]
+    capped, free, default = rows[Bound(config.cap)], rows[NO_BOUND], rows[DEFAULT]
     values: dict[str, Any] = {
-        "tpot_p99_over_unloaded": capped["tpot_p99_over_unloaded"],
-        "tpot_p99_over_unloaded_no_cap": free["tpot_p99_over_unloaded"],
-        "ttft_ms": capped["ttft_ms"],
-        "ttft_no_cap_ms": free["ttft_ms"],
+        "tpot_p99_over_unloaded": default["tpot_p99_over_unloaded"],
+        "tpot_p99_over_unloaded_no_bound": free["tpot_p99_over_unloaded"],
+        "tpot_p99_over_unloaded_cap": capped["tpot_p99_over_unloaded"],
+        "ttft_ms": default["ttft_ms"],
+        "ttft_no_bound_ms": free["ttft_ms"],
+        "ttft_over_no_bound": default["ttft_ms"] / free["ttft_ms"],
+        "ttft_cap_ms": capped["ttft_ms"],
         "unloaded_p99_ms": 1e3 * unloaded,
         "cap": config.cap,
-        "caps": list(rows.values()),
+        "bounds": list(rows.values()),
     }
-    names = tuple(_label(cap) for cap in rows)
+    names = tuple(bound.label for bound in rows)
     ratios = tuple(row["tpot_p99_over_unloaded"] for row in rows.values())
     return Report(
         "lab stall",
@@ -160,8 +178,10 @@ def _report(
         runs=runs,
         threads=info.threads,
         spread={
-            "tpot_p99_over_unloaded": spread([stall.p99 / unloaded for stall in found[config.cap]]),
-            "tpot_p99_over_unloaded_no_cap": spread([stall.p99 / unloaded for stall in found[0]]),
+            "tpot_p99_over_unloaded": spread([stall.p99 / unloaded for stall in found[DEFAULT]]),
+            "tpot_p99_over_unloaded_no_bound": spread([stall.p99 / unloaded for stall in found[NO_BOUND]]),
+            "ttft_ms": spread([1e3 * stall.ttft for stall in found[DEFAULT]]),
+            "ttft_no_bound_ms": spread([1e3 * stall.ttft for stall in found[NO_BOUND]]),
         },
         setup={
             "decodes": config.decodes,
@@ -175,8 +195,8 @@ def _report(
             Sheet(
                 f"a cold prompt of {config.prompt} tokens amid {config.decodes} decodes",
                 COLUMNS,
-                tuple((name, *list(row.values())[1:]) for name, row in zip(names, rows.values(), strict=True)),
+                tuple((name, *list(row.values())[2:]) for name, row in zip(names, rows.values(), strict=True)),
             )
         ],
-        charts=[Chart("gap between tokens, p99 over unloaded", "cap", "ratio", names, {"ratio": ratios})],
+        charts=[Chart("gap between tokens, p99 over unloaded", "bound", "ratio", names, {"ratio": ratios})],
     )

@@ -1,10 +1,10 @@
 """The engine: schedule -> execute -> update, one step at a time. No threads, no I/O, no clock of its own."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headstart.core.batch import Output
+from headstart.core.batch import Batch, Output
 from headstart.core.errors import InvalidRequestError
 from headstart.core.events import EventLog, EventSink
 from headstart.core.executor import Executor
@@ -14,6 +14,7 @@ from headstart.core.request import NO_DEFAULTS, Request, SamplingDefaults
 from headstart.core.scheduler import Scheduler
 from headstart.core.store import BlockSource, BlockStore, Data, StoreStats
 
+LONG_STEP_SECONDS = 1.0  # expected: whoever waits for news is told before
 LOAD_WAIT_SECONDS = 0.002  # for blocks on their way, while there is nothing else to do; then others may be heard
 
 
@@ -100,6 +101,7 @@ class Engine:
         self.scheduler = scheduler
         self.executor = executor
         self.recent = RecentRequests()
+        self.on_long_step: Callable[[float], None] | None = None  # is told before a step how many seconds it may take
         self._num_steps = 0
         self._step_seconds = 0.0
         self._last_batch_tokens = 0
@@ -146,10 +148,12 @@ class Engine:
         dirty = scheduler.pool.take_blocks_to_zero()
         if dirty:
             self.executor.zero_blocks(dirty)
+        self._last_batch_tokens = sum(len(chunk.token_ids) for chunk in batch.chunks)
+        if self.on_long_step is not None:
+            self._announce(batch)
         result = self.executor.execute(batch)
         self._num_steps += 1
         self._step_seconds += result.elapsed
-        self._last_batch_tokens = sum(len(chunk.token_ids) for chunk in batch.chunks)
         outputs = scheduler.update(result)
         self._publish_events()
         self.recent.answered(outputs)
@@ -203,6 +207,14 @@ class Engine:
         """Ends the store, which writes what is pending if that is soon done. Twice does no harm."""
         if self._store is not None:
             self._store.close()
+
+    def _announce(self, batch: Batch) -> None:
+        """Tells of a step that is expected to be long, before it begins."""
+        num_single = sum(1 for chunk in batch.chunks if len(chunk.token_ids) == 1)
+        expected = self.scheduler.step_times.expected(self._last_batch_tokens - num_single, num_single)
+        if expected > LONG_STEP_SECONDS:
+            assert self.on_long_step is not None
+            self.on_long_step(expected)
 
     def _publish_events(self) -> None:
         events = self._event_log.drain()

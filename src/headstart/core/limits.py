@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from headstart.core.errors import ConfigError
+from headstart.core.step_time import StepBound
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class Limits:
     align: int = 1  # chunks that are not the last end on a multiple of this; 1: anywhere
     charge_ceil: bool = False  # charge whole blocks of `align` tokens instead of exact tokens
     min_followed_tokens: int = 1  # a sequence waits a step for promised blocks that save it at least this; 1: any block
+    step_bound: StepBound | None = None  # how long a step with prompt tokens may last; None: as long as it takes
 
     def __post_init__(self) -> None:
         for name in ("max_batched_tokens", "max_seqs", "max_model_len", "align"):
@@ -42,16 +44,19 @@ class Limits:
             )
 
 
-def chunk_len(want: int, start: int, budget: int, limits: Limits, *, alone: bool) -> int:
+def chunk_len(want: int, start: int, budget: int, limits: Limits, *, alone: bool, cap: int | None = None) -> int:
     """Tokens of one sequence to compute now, of the `want` it still needs from position `start`; 0: not in this step.
 
     The only place where request-state limits meet. `alone` lifts the long-prefill cap: nobody else is waiting for room.
+    `cap`: what the step has time for; None: any number. It is raised to one aligned block, unless it is 0.
     """
     if want == 1:
         return 1 if budget > 0 else 0  # a decode, most often: there is nothing to cut
     n = want
     if limits.long_prefill_threshold and not alone:
         n = min(n, limits.long_prefill_threshold)
+    if cap is not None:
+        n = min(n, max(cap, limits.align) if cap > 0 else 0)
     n = min(n, _affordable(start, budget, limits))
     if n < want and limits.align > 1:
         n = (start + n) // limits.align * limits.align - start

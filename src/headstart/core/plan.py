@@ -13,11 +13,15 @@ class Plan:
     registry. If the leader fails, is aborted or gives way, the promise is simply not made again.
     """
 
-    def __init__(self, limits: Limits, block_size: int, *, num_decodes: int) -> None:
+    def __init__(
+        self, limits: Limits, block_size: int, *, num_decodes: int, max_prompt_tokens: int | None = None
+    ) -> None:
+        """`max_prompt_tokens`: what the step has time for beside its decodes; None: any number."""
         self.limits = limits
         self.budget = limits.max_batched_tokens
         self.entries: list[tuple[Sequence, int]] = []
         self._block_size = block_size
+        self._prompt_tokens_left = max_prompt_tokens
         self._num_decodes = num_decodes  # running sequences with one token to go, not planned yet
         self._promised: set[BlockHash] = set()
 
@@ -25,7 +29,7 @@ class Plan:
         """Tokens of `seq` from `start` on to compute now; a prefill leaves a token to every decode behind it."""
         want = len(seq.token_ids) - start
         budget = self.budget if want == 1 else self.budget - self._num_decodes
-        return chunk_len(want, start, budget, self.limits, alone=alone)
+        return chunk_len(want, start, budget, self.limits, alone=alone, cap=self._prompt_tokens_left)
 
     def add(self, seq: Sequence, start: int, n: int, *, writes: bool, extra: int = 0) -> None:
         """Plans `n` tokens of `seq`; `writes`: it publishes what it computes. `extra` is charged on top."""
@@ -34,6 +38,8 @@ class Plan:
         self.entries.append((seq, n))
         if decode and self._num_decodes:
             self._num_decodes -= 1
+        if not decode and self._prompt_tokens_left is not None:
+            self._prompt_tokens_left = max(self._prompt_tokens_left - n, 0)
         first = start // self._block_size
         if writes and first < len(seq.block_hashes):  # a block of output tokens has no name before it is full
             self._promised.update(seq.block_hashes[first : (start + n - 1) // self._block_size + 1])

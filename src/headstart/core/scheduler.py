@@ -20,6 +20,7 @@ from headstart.core.policy import POLICIES, Group, OrderedSequences, WaitingQueu
 from headstart.core.prefixes import Demand, PinnedPrefixes
 from headstart.core.request import FinishReason, Request, Sequence, Status
 from headstart.core.room import VICTIMS, Room, stays
+from headstart.core.step_time import StepTimes
 from headstart.core.store import BlockStore
 from headstart.core.transfers import Transfers
 from headstart.core.trust import Trust
@@ -59,6 +60,7 @@ class Scheduler:
         self.prefixes = PinnedPrefixes(self.cache, self._demands, max_share=max_pinned_share)
         self.transfers = Transfers(self.cache, store)
         self.trust = Trust(self.cache, self.transfers, self.room)
+        self.step_times = StepTimes(limits.step_bound)
         self.accounts = Accounts(self.cache, self.transfers, self.prefixes.is_warming)
         self.counters = self.accounts.counters
         self._by_priority = policy == "priority"
@@ -104,7 +106,8 @@ class Scheduler:
         assert not self._planned, "the step before this one was not updated"
         self._now = self.pool.now = now
         num_decodes = [len(seq.token_ids) - seq.num_computed_tokens for seq in self.running].count(1)
-        plan = Plan(self.limits, self.block_size, num_decodes=num_decodes)
+        most = self.step_times.max_prompt_tokens(num_decodes)
+        plan = Plan(self.limits, self.block_size, num_decodes=num_decodes, max_prompt_tokens=most)
         preempted = self._plan_running(plan)
         if self.waiting and not (preempted and plan.entries):
             self._plan_waiting(plan)
@@ -307,6 +310,10 @@ class Scheduler:
         num_tokens = sum(seq.num_scheduled_tokens for seq, _ in planned)
         num_decodes = sum(1 for _, chunk in planned if chunk.start >= chunk.num_prompt_tokens)
         self.transfers.rate.learn(num_tokens, num_tokens - num_decodes, elapsed)
+        num_single = len(planned)
+        if num_tokens > num_single:
+            num_single = sum(1 for seq, _ in planned if seq.num_scheduled_tokens == 1)
+        self.step_times.learn(num_tokens - num_single, num_single, elapsed)
 
     def _update_row(self, seq: Sequence, chunk: Chunk, row: Row) -> Output | None:
         seq.num_scheduled_tokens = 0

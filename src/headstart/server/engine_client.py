@@ -26,6 +26,7 @@ from headstart.server.wire import (
     Call,
     Failed,
     FrameSplitter,
+    LongStep,
     Message,
     News,
     Ready,
@@ -38,6 +39,7 @@ from headstart.server.wire import (
 )
 
 Build = Callable[[EngineOptions], tuple[Engine, EngineInfo]]
+PATIENCE = 3.0  # times the time that a long step was expected to take
 STOP_SECONDS = 8.0  # for the step under way, and for what the store may take to write what is pending
 
 
@@ -88,6 +90,7 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
         self.last_heard = time.monotonic()
+        self.expected_by = self.last_heard  # when it should be heard again at the latest, as far as it said
         self.dead: EngineDeadError | None = None
         self.died = asyncio.Event()
         self.on_step: Callable[[EngineStats], None] | None = None
@@ -126,6 +129,10 @@ class EngineClient:
     def exit_code(self) -> int | None:
         """Exit code of the engine process, None while it runs."""
         return None if self._process is None else self._process.returncode
+
+    def silent_seconds(self, now: float) -> float:
+        """Seconds without a word since one was due: 0 during a step that the engine said would be long."""
+        return max(now - max(self.last_heard, self.expected_by), 0.0)
 
     @property
     def num_waiting(self) -> int:
@@ -216,8 +223,12 @@ class EngineClient:
                 self._die(message)
             case Refused(request_id, message, param, code):
                 self._refuse(request_id, message, param, code)
+            case LongStep(seconds):
+                self.expected_by = self.last_heard + PATIENCE * seconds
+                return
             case Answer():
                 self._take_answer(message)
+        self.expected_by = self.last_heard
 
     def connection_lost(self) -> None:
         """The engine process is gone, whether or not it said goodbye."""

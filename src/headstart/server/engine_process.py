@@ -25,6 +25,7 @@ from headstart.server.wire import (
     Call,
     Channel,
     Failed,
+    LongStep,
     News,
     PeerGoneError,
     Ready,
@@ -47,6 +48,7 @@ class EngineLoop:
         self._engine = engine
         self._channel = channel
         self._stopping = False
+        engine.on_long_step = lambda seconds: channel.send(LongStep(seconds))
 
     def run(self) -> None:
         """Runs until told to stop or the other side is gone. Lets the exceptions of a step through."""

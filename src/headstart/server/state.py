@@ -127,7 +127,7 @@ class ServerState:
         model = self.model
         now = time.monotonic()
         if not self.is_alive(now):
-            silent = now - self.engine.last_heard
+            silent = self.engine.silent_seconds(now)
             message = (
                 f"the engine has not been heard for {silent:.0f} s and the limit is "
                 f"{self.options.heartbeat_timeout:g} s: send the request to another server or try again later"
@@ -139,7 +139,7 @@ class ServerState:
         """Return whether the engine was heard lately; while it loads it is not expected to speak."""
         if self.engine.dead is not None:
             return False
-        return self._model is None or now - self.engine.last_heard <= self.options.heartbeat_timeout
+        return self._model is None or self.engine.silent_seconds(now) <= self.options.heartbeat_timeout
 
     def admit(self, prepared: Prepared, record: RequestRecord) -> Job:
         """Hands the requests of one client request to the engine, all or none.

@@ -177,6 +177,12 @@ class News(Message):
     stats: EngineStats
 
 
+class LongStep(Message):
+    """From the engine: the step that begins now may take so many seconds, in which nothing will be heard of it."""
+
+    seconds: float
+
+
 class Answer(Message):
     """From the engine: what a Call came to, or why it was refused. `code` is OpenAI's if it is the client's mistake."""
 
@@ -188,7 +194,7 @@ class Answer(Message):
 
 
 ToEngine = Start | Submit | Abort | Call | Stop
-FromEngine = Ready | Failed | Refused | News | Answer
+FromEngine = Ready | Failed | Refused | News | LongStep | Answer
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -1,0 +1,81 @@
+"""Bounds steps in time: learns what steps take, and from that how many prompt tokens the next step may hold.
+
+A step lasts as long as all of its tokens, so a chunk of 2,048 prompt tokens makes every answer under way wait for
+seconds, and nobody can be heard meanwhile. How long a token takes depends on the model and the machine, so it is
+measured: steps of decodes alone by their number, and what a prompt token adds to one.
+"""
+
+from dataclasses import dataclass
+
+DECODE_STEPS = 6.0  # a step with prompt tokens may last as long as so many without
+LEAST_SECONDS = 0.03  # whatever a decode step takes: below that nobody sees a difference
+MOST_SECONDS = 0.3  # messages are read between steps: a request that is aborted ends within two
+LEAST_TOKENS = 16
+_WEIGHT = 0.3  # of what a step says
+_TRUSTED = 2.0  # a step that took longer, or less long, than so many times what was expected counts as so many times
+
+
+@dataclass(frozen=True, slots=True)
+class StepBound:
+    """How long a step with prompt tokens may last, in seconds.
+
+    None: DECODE_STEPS times what its decodes would take alone, at least LEAST_SECONDS, and at most MOST_SECONDS.
+    """
+
+    seconds: float | None = None
+    least_tokens: int = LEAST_TOKENS  # of prompts in a step, however long they take; a bound is a multiple of it
+
+
+class StepTimes:
+    """What steps of an engine take; in seconds."""
+
+    def __init__(self, bound: StepBound | None) -> None:
+        """`bound` None: any step may hold anything. What they take is learnt all the same."""
+        self.bound = bound
+        self.seconds_per_token = 0.0  # that one more prompt token adds to a step; 0: not known yet
+        self._decode_seconds: list[float] = []  # of 2**(i - 1) to 2**i - 1 decodes at index i; 0: not known yet
+
+    def decode_seconds(self, num_decodes: int) -> float:
+        """Of a step of so many decodes and nothing else: as measured for the closest number; 0 if never."""
+        known = self._decode_seconds
+        at = min(num_decodes.bit_length(), len(known) - 1)
+        below = next((seconds for seconds in known[at::-1] if seconds), 0.0) if at >= 0 else 0.0
+        return below or next((seconds for seconds in known if seconds), 0.0)
+
+    def expected(self, num_prompt_tokens: int, num_decodes: int) -> float:
+        """Of a step of so many; 0 while nothing is known."""
+        decodes = self.decode_seconds(num_decodes) if num_decodes else 0.0
+        return decodes + num_prompt_tokens * self.seconds_per_token
+
+    def max_prompt_tokens(self, num_decodes: int) -> int | None:
+        """How many prompt tokens the next step may hold beside so many decodes; None: any number."""
+        if self.bound is None or not self.seconds_per_token:
+            return None
+        decodes = self.decode_seconds(num_decodes) if num_decodes else 0.0
+        seconds = self.bound.seconds
+        if seconds is None:
+            seconds = min(max(DECODE_STEPS * decodes, LEAST_SECONDS), MOST_SECONDS) if num_decodes else MOST_SECONDS
+        num = int((seconds - decodes) / self.seconds_per_token)
+        least = self.bound.least_tokens
+        return max(num // least, 1) * least
+
+    def learn(self, num_prompt_tokens: int, num_decodes: int, elapsed: float) -> None:
+        """Takes in one step of so many of each, that took `elapsed`."""
+        if not num_prompt_tokens:
+            self._learn_decodes(num_decodes.bit_length(), elapsed)
+        elif num_prompt_tokens >= LEAST_TOKENS:
+            decodes = self.decode_seconds(num_decodes) if num_decodes else 0.0
+            seen = (elapsed - decodes) / num_prompt_tokens
+            self.seconds_per_token = _moved(self.seconds_per_token, max(seen, 0.0))
+
+    def _learn_decodes(self, at: int, elapsed: float) -> None:
+        known = self._decode_seconds
+        known.extend([0.0] * (at + 1 - len(known)))
+        known[at] = _moved(known[at], elapsed)
+
+
+def _moved(old: float, seen: float) -> float:
+    """`old` moved towards `seen`; one step on a machine that did something else does not move it far."""
+    if not old:
+        return seen
+    return old + _WEIGHT * (min(max(seen, old / _TRUSTED), old * _TRUSTED) - old)

@@ -1,0 +1,37 @@
+"""Warm-up: a few steps of no request, before the first one, so that it is known what steps take."""
+
+from array import array
+
+from headstart.core.batch import Batch, Chunk
+from headstart.core.executor import Executor
+from headstart.core.request import SamplingParams
+from headstart.core.step_time import StepTimes
+
+PROMPT_TOKENS = 64
+NUM_DECODES = 3
+_NAME = "warm-up"
+
+
+def measure_steps(executor: Executor, times: StepTimes, *, max_tokens: int) -> None:
+    """Runs a short prompt and some decodes on an executor that nobody uses yet, and tells `times` what they took.
+
+    `max_tokens` is the longest sequence. What is written lies in blocks without a name, which are written before they
+    are read. Nothing is run in a pool or by a model that is too small for it.
+    """
+    size = executor.block_size
+    room = min((executor.num_blocks - 1) * size, max_tokens)
+    num_prompt = min(PROMPT_TOKENS, room - NUM_DECODES)
+    if num_prompt < 1:
+        return
+    blocks = tuple(range(1, 1 + -(-(num_prompt + NUM_DECODES) // size)))
+    tokens = array("i", bytes(4 * (num_prompt + NUM_DECODES)))
+    sampling = SamplingParams(max_tokens=NUM_DECODES, temperature=0.0)
+    starts = [0, *range(num_prompt, num_prompt + NUM_DECODES)]
+    for is_again in (False, True):  # the first pass pays for what a process does once
+        for start in starts:
+            end = start + 1 if start else num_prompt
+            chunk = Chunk(_NAME, tokens[start:end], start, blocks, start, 1, sampling, num_prompt, tokens)
+            elapsed = executor.execute(Batch((chunk,))).elapsed
+            if is_again:
+                times.learn(0 if start else num_prompt, 1 if start else 0, elapsed)
+    executor.execute(Batch((), (_NAME,)))

@@ -1,0 +1,136 @@
+"""What steps take and how many prompt tokens fit into one, against machines whose cost is known."""
+
+from array import array
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headstart.bench.virtual import StepCost, VirtualClock, VirtualExecutor
+from headstart.core.engine import Engine
+from headstart.core.limits import Limits
+from headstart.core.request import Request, SamplingParams
+from headstart.core.scheduler import Scheduler
+from headstart.core.step_time import DECODE_STEPS, LEAST_SECONDS, LEAST_TOKENS, MOST_SECONDS, StepBound, StepTimes
+from headstart.core.warm_up import measure_steps
+
+BLOCK = 16
+
+
+def engine_of(cost: StepCost, bound: StepBound | None) -> tuple[Engine, VirtualClock]:
+    """An engine that has measured its steps, in virtual time."""
+    clock = VirtualClock()
+    executor = VirtualExecutor(1001, BLOCK, 100, cost, clock)
+    scheduler = Scheduler(1001, BLOCK, Limits(max_model_len=8192, step_bound=bound), enable_prefix_caching=False)
+    measure_steps(executor, scheduler.step_times, max_tokens=8192)
+    return Engine(scheduler, executor), clock
+
+
+def request(name: str, num_tokens: int, max_tokens: int) -> Request:
+    return Request(name, array("i", range(1, num_tokens + 1)), SamplingParams(max_tokens=max_tokens))
+
+
+def test_nothing_is_bounded_before_anything_is_known_or_if_it_was_not_asked() -> None:
+    assert StepTimes(StepBound()).max_prompt_tokens(3) is None
+    unbounded = StepTimes(None)
+    unbounded.learn(100, 0, 1.0)
+    assert unbounded.max_prompt_tokens(0) is None
+    assert unbounded.expected(200, 0) == pytest.approx(2.0)
+
+
+def test_a_bound_is_six_decode_steps_within_its_limits_and_the_most_without_decodes() -> None:
+    times = StepTimes(StepBound())
+    times.learn(0, 4, 0.020)
+    times.learn(100, 4, 0.120)  # 1 ms a token
+    assert times.max_prompt_tokens(4) == 96  # 6 x 20 - 20 ms
+    assert times.max_prompt_tokens(0) == int(MOST_SECONDS / 0.001) // 16 * 16
+    slow = StepTimes(StepBound())
+    slow.learn(0, 1, 0.5)
+    slow.learn(16, 1, 1.0)
+    assert slow.max_prompt_tokens(1) == LEAST_TOKENS  # however long it takes
+    quick = StepTimes(StepBound())
+    quick.learn(0, 1, 0.001)
+    quick.learn(100, 1, 0.011)
+    assert quick.max_prompt_tokens(1) == int((LEAST_SECONDS - 0.001) / 0.0001) // 16 * 16
+
+
+def test_decodes_are_known_by_their_number_and_else_by_the_closest() -> None:
+    times = StepTimes(StepBound(0.1))
+    times.learn(0, 8, 0.016)
+    assert times.decode_seconds(1) == times.decode_seconds(15) == times.decode_seconds(200) == 0.016
+    times.learn(0, 32, 0.050)
+    assert times.decode_seconds(31) == 0.016 and times.decode_seconds(40) == 0.050
+
+
+def test_one_step_on_a_busy_machine_changes_little() -> None:
+    times = StepTimes(StepBound())
+    for _ in range(5):
+        times.learn(100, 0, 0.1)
+    times.learn(100, 0, 30.0)
+    assert times.seconds_per_token <= 0.001 * 1.31
+    times.learn(LEAST_TOKENS - 1, 0, 1.0)  # too few to say anything
+    assert times.seconds_per_token <= 0.001 * 1.31
+
+
+@settings(max_examples=60, deadline=None)
+@given(step=st.floats(0.0005, 0.05), token=st.floats(0.00005, 0.003), decodes=st.integers(0, 20),
+       prompts=st.lists(st.integers(2, 3000), min_size=1, max_size=3))  # fmt: skip
+def test_no_step_lasts_longer_than_its_bound_and_every_prompt_ends(
+    step: float, token: float, decodes: int, prompts: list[int]
+) -> None:
+    cost = StepCost(step, token)
+    engine, clock = engine_of(cost, StepBound())
+    for index in range(decodes):
+        engine.add_request(request(f"decode-{index}", 1, 4000))
+    for _ in range(4):
+        engine.step()
+    for index, length in enumerate(prompts):
+        engine.add_request(request(f"prompt-{index}", length, 1))
+    alone = cost.seconds(decodes) if decodes else 0.0
+    bound = min(max(DECODE_STEPS * alone, LEAST_SECONDS), MOST_SECONDS) if decodes else MOST_SECONDS
+    ends, least = {f"prompt-{index}" for index in range(len(prompts))}, cost.seconds(decodes + LEAST_TOKENS + 3)
+    while ends:
+        before = clock.now()
+        outputs = engine.step()
+        # a learnt mean of the token's cost holds its share of the fixed part too: never less than it is
+        assert clock.now() - before <= max(bound + 3 * token, least) + 1e-9
+        assert sum(output.request_id.startswith("decode") for output in outputs) == decodes
+        ends -= {output.request_id for output in outputs if output.finish_reason is not None}
+
+
+def test_a_machine_that_becomes_slower_is_followed() -> None:
+    engine, clock = engine_of(StepCost(0.01, 0.0005), StepBound())
+    engine.add_request(request("one", 8000, 1))
+    lengths: list[float] = []
+    while engine.has_work:
+        if len(lengths) == 5:
+            engine.executor.cost = StepCost(0.01, 0.002)  # type: ignore[attr-defined]
+        before = clock.now()
+        engine.step()
+        lengths.append(clock.now() - before)
+    assert max(lengths[:5]) <= MOST_SECONDS and lengths[5] > 3 * MOST_SECONDS
+    slow = lengths[5:-1]
+    assert all(later <= earlier for earlier, later in pairwise(slow[:8]))
+    assert slow[8] <= 1.1 * MOST_SECONDS
+
+
+def test_a_long_step_is_announced_and_a_short_one_is_not() -> None:
+    engine, _ = engine_of(StepCost(0.01, 0.002), None)
+    told: list[float] = []
+    engine.on_long_step = told.append
+    engine.add_request(request("short", 100, 2))
+    while engine.has_work:
+        engine.step()
+    assert told == []
+    engine.add_request(request("long", 1500, 2))
+    engine.step()
+    assert told == [pytest.approx(3.0, rel=0.1)]
+
+
+def test_warming_up_needs_no_more_room_than_there_is() -> None:
+    for num_blocks, max_tokens in ((2, 4096), (2, 5), (100, 2), (100, 4)):
+        executor = VirtualExecutor(num_blocks, BLOCK, 100, StepCost(0.01, 0.001), VirtualClock())
+        times = StepTimes(StepBound())
+        measure_steps(executor, times, max_tokens=max_tokens)
+        assert bool(times.expected(0, 1)) == (max_tokens > 3)
