@@ -1,9 +1,10 @@
 """A small engine that answers by repeating the prompt's tokens, with knobs for faults. No model, no torch.
 
-EngineOptions.model is a folder with a tokenizer, and after a "?" the knobs: `step` seconds of a step,
-`announce` seconds that it is said to take, `hold` tokens for each request until its `gate` is open (see Gate), `crash` and `poison` tokens
-(a prompt that begins with one breaks the engine, or fails alone), `load` seconds to build, `close` seconds to end, `die` to end the process without a word,
-`config` to refuse to start, `store` to tell of a store (2: of one that is degraded), `length` tokens of context.
+EngineOptions.model is a folder with a tokenizer, and after a "?" the knobs: `step` seconds of a step, `announce`
+seconds that it is said to take, `hold` tokens for each request until its `gate` is open (see Gate), `crash` and
+`poison` tokens (a prompt that begins with one breaks the engine, or fails alone), `load` seconds to build, `close`
+seconds to end, `die` to end the process without a word, `config` to refuse to start, `store` to tell of a store (2:
+of one that is degraded), `length` tokens of context.
 """
 
 import os
