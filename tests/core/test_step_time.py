@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart.bench.virtual import StepCost, VirtualClock, VirtualExecutor
+from headstart.core.batch import Batch, StepResult
 from headstart.core.engine import Engine
 from headstart.core.limits import Limits
 from headstart.core.request import Request, SamplingParams
 from headstart.core.scheduler import Scheduler
 from headstart.core.step_time import DECODE_STEPS, LEAST_SECONDS, LEAST_TOKENS, MOST_SECONDS, StepBound, StepTimes
-from headstart.core.warm_up import measure_steps
+from headstart.core.warm_up import PROMPT_TOKENS, measure_steps
 
 BLOCK = 16
 
@@ -128,9 +129,46 @@ def test_a_long_step_is_announced_and_a_short_one_is_not() -> None:
     assert told == [pytest.approx(3.0, rel=0.1)]
 
 
+class Executor(VirtualExecutor):
+    """Takes ten times as long for its first steps, and checks that the blocks it is given exist."""
+
+    num_slow = 4
+
+    def execute(self, batch: Batch) -> StepResult:
+        for chunk in batch.chunks:
+            end = chunk.start + len(chunk.token_ids)
+            assert chunk.block_ids and len(chunk.block_ids) * self.block_size >= end
+            assert all(0 < block < self.num_blocks for block in chunk.block_ids)
+        result = super().execute(batch)
+        self.num_slow -= 1
+        return result if self.num_slow < 0 else result._replace(elapsed=10 * result.elapsed)
+
+
+def test_the_first_steps_of_a_process_are_not_counted() -> None:
+    cost = StepCost(0.01, 0.001)
+    times = StepTimes(StepBound())
+    measure_steps(Executor(100, BLOCK, 100, cost, VirtualClock()), times, max_tokens=4096)
+    assert times.decode_seconds(1) == pytest.approx(cost.seconds(1))
+    assert times.seconds_per_token == pytest.approx(cost.seconds(PROMPT_TOKENS) / PROMPT_TOKENS)
+
+
+def test_an_engine_learns_what_its_machine_costs() -> None:
+    cost = StepCost(0.01, 0.001)
+    engine, _ = engine_of(cost, StepBound(0.2))
+    for index in range(40):
+        engine.add_request(request(f"decode-{index}", 1, 4000))
+    for _ in range(4):
+        engine.step()
+    assert engine.scheduler.step_times.decode_seconds(40) == pytest.approx(cost.seconds(40))
+    engine.add_request(request("prompt", 6000, 1))
+    for _ in range(30):
+        engine.step()
+    assert engine.scheduler.step_times.seconds_per_token == pytest.approx(cost.token, rel=1e-3)
+
+
 def test_warming_up_needs_no_more_room_than_there_is() -> None:
     for num_blocks, max_tokens in ((2, 4096), (2, 5), (100, 2), (100, 4)):
-        executor = VirtualExecutor(num_blocks, BLOCK, 100, StepCost(0.01, 0.001), VirtualClock())
+        executor = Executor(num_blocks, BLOCK, 100, StepCost(0.01, 0.001), VirtualClock())
         times = StepTimes(StepBound())
         measure_steps(executor, times, max_tokens=max_tokens)
         assert bool(times.expected(0, 1)) == (max_tokens > 3)
