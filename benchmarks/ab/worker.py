@@ -1,8 +1,11 @@
 """One side of ab.py: serves rows named on stdin, one JSON line each, with the headstart that is on its path."""
 
+import atexit
 import json
 import random
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from random import Random
@@ -60,6 +63,34 @@ def rows_of(llm: LLM) -> dict[str, Callable[[random.Random], float]]:
         llm.generate(prompts, {"max_tokens": 1}, progress=False)
         return median(cpu(prompts, max_tokens=1) for _ in range(41))
 
+    stored: list[LLM] = []
+
+    def with_store() -> LLM:
+        if not stored:
+            folder = tempfile.mkdtemp(prefix="ab-store-")
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            sizes = {"max_model_len": 4096, "kv_cache_memory": "512MiB"}
+            stored.append(LLM(sys.argv[1], dtype="bfloat16", kv_store=folder, **sizes))
+        return stored[0]
+
+    def written(rng: random.Random) -> tuple[list[int], float]:
+        """A prompt whose blocks are in the store and nowhere else, and the CPU time of computing and writing it."""
+        one, prompt = with_store(), tokens(rng, 1000)
+        began = time.process_time()
+        one.generate([prompt], {"max_tokens": 1}, progress=False)
+        while (store := one.engine.stats().store) is not None and store.num_pending:
+            time.sleep(0.002)
+        seconds = time.process_time() - began
+        assert one.reset_prefix_cache()
+        return prompt, seconds
+
+    def loaded(rng: random.Random) -> float:
+        prompt, _ = written(rng)
+        one, began = with_store(), time.process_time()
+        (found,) = one.generate([prompt], {"max_tokens": 1}, progress=False)
+        assert found.num_cached_tokens > 900, found.num_cached_tokens
+        return time.process_time() - began
+
     def picks(rng: random.Random) -> float:
         config = lab_pick.PickConfig(replicas=8, blocks=4096, long_prompt=8192, decisions=1500, unique=1)
         return 1e6 / lab_pick.run_pick(rng.getrandbits(16), config).values["requests_per_second"]
@@ -76,6 +107,8 @@ def rows_of(llm: LLM) -> dict[str, Callable[[random.Random], float]]:
         "first token, 900 of 1,000 cached": warm,
         "32 requests behind one new prefix": burst,
         "16 cached prompts again": rotations,
+        "1,000 tokens computed and written to a store": lambda rng: written(rng)[1],
+        "1,000 tokens from a store": loaded,
         "step of 256 decodes, no model": scheduling("step_256_decodes_us"),
         "admission of 4,096 tokens, no model": scheduling("admit_4096_cached_us"),
         "routed request, no sockets": picks,

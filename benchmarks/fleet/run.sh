@@ -14,7 +14,7 @@ for peer in sglang-router smg vllm-router; do
     fi
 done
 # shellcheck disable=SC2086  # HEADSTART may hold arguments
-$headstart bench fleet --runs 3 "$@" --plot "$out.new.png" >"$out.json.new" || {
+$headstart bench fleet --runs 3 --prompts 10 "$@" --plot "$out.new.png" >"$out.json.new" || {
     rm -f "$out.new.png"
     echo "not valid: see $out.json.new" >&2
     exit 1

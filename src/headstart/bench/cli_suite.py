@@ -259,7 +259,7 @@ def fleet(
         ),
     ] = None,
     groups: Annotated[int, typer.Option(min=1, help="Groups; each shares a system prompt.")] = 12,
-    prompts: Annotated[int, typer.Option(min=1, help="Questions per group.")] = 10,
+    prompts: Annotated[int, typer.Option(min=1, help="Questions per group; published: 10.")] = 8,
     output_tokens: OutputTokens = 16,
     high_rate: Annotated[float, typer.Option(min=0, help="Requests/s at high hit; 0: --load.")] = 0,
     low_rate: Annotated[float, typer.Option(min=0, help="Requests/s at low hit; 0: --load.")] = 0,
