@@ -26,6 +26,7 @@ IN_PROCESS = (
     *("one stream, greedy", "32 streams, greedy", "32 streams, sampled", "32 streams, logprobs"),
     *("prefill of 1,000 tokens", "first token, 900 of 1,000 cached"),
     *("32 requests behind one new prefix", "16 cached prompts again"),
+    "8 x 4 prompts behind new prefixes",
     *("1,000 tokens computed and written to a store", "1,000 tokens from a store"),
     *("step of 256 decodes, no model", "admission of 4,096 tokens, no model", "routed request, no sockets"),
 )

@@ -57,6 +57,10 @@ def rows_of(llm: LLM) -> dict[str, Callable[[random.Random], float]]:
         prefix = tokens(rng, 1024)
         return cpu([prefix + tokens(rng, 32) for _ in range(32)], max_tokens=8)
 
+    def groups(rng: random.Random) -> float:
+        prefixes = [tokens(rng, 1024) for _ in range(8)]
+        return cpu([prefix + tokens(rng, 64) for prefix in prefixes for _ in range(4)], max_tokens=32)
+
     def rotations(rng: random.Random) -> float:
         prompt = tokens(rng, 128)
         prompts = [prompt[i:] + prompt[:i] for i in range(0, 128, 8)]
@@ -106,6 +110,7 @@ def rows_of(llm: LLM) -> dict[str, Callable[[random.Random], float]]:
         "prefill of 1,000 tokens": lambda rng: cpu([tokens(rng, 1000)], max_tokens=1),
         "first token, 900 of 1,000 cached": warm,
         "32 requests behind one new prefix": burst,
+        "8 x 4 prompts behind new prefixes": groups,
         "16 cached prompts again": rotations,
         "1,000 tokens computed and written to a store": lambda rng: written(rng)[1],
         "1,000 tokens from a store": loaded,
