@@ -18,7 +18,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a script 
 
 import patience  # noqa: E402
 import pytest  # noqa: E402
-from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
 
 def has_cache() -> bool:
@@ -40,6 +40,7 @@ if not has_cache():  # one for this run, which workers inherit
 settings.register_profile(
     "headstart", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
+settings.register_profile("no-shrink", settings.get_profile("headstart"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile("headstart")
 
 BUILD_KERNELS = """
