@@ -27,10 +27,10 @@ class StepBound:
 
 
 class StepTimes:
-    """What steps of an engine take; in seconds."""
+    """Durations of the steps of an engine, in seconds, as measured."""
 
     def __init__(self, bound: StepBound | None) -> None:
-        """`bound` None: any step may hold anything. What they take is learnt all the same."""
+        """`bound` None: any step may hold anything; durations are learnt all the same."""
         self.bound = bound
         self.seconds_per_token = 0.0  # that one more prompt token adds to a step; 0: not known yet
         self._decode_seconds: list[float] = []  # of 2**(i - 1) to 2**i - 1 decodes at index i; 0: not known yet
