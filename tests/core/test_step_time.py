@@ -46,6 +46,8 @@ def test_a_bound_is_six_decode_steps_within_its_limits_and_the_most_without_deco
     times.learn(100, 4, 0.120)  # 1 ms a token
     assert times.max_prompt_tokens(4) == 96  # 6 x 20 - 20 ms
     assert times.max_prompt_tokens(0) == int(MOST_SECONDS / 0.001) // 16 * 16
+    assert times.max_prompt_tokens(4, num_prompts=4) == 96
+    assert times.max_prompt_tokens(4, num_prompts=16) == 208  # twice as long: 240 - 20 ms, in sixteens
     slow = StepTimes(StepBound())
     slow.learn(0, 1, 0.5)
     slow.learn(16, 1, 1.0)
@@ -89,11 +91,14 @@ def test_no_step_lasts_longer_than_its_bound_and_every_prompt_ends(
     for index, length in enumerate(prompts):
         engine.add_request(request(f"prompt-{index}", length, 1))
     alone = cost.seconds(decodes) if decodes else 0.0
-    bound = min(max(DECODE_STEPS * alone, LEAST_SECONDS), MOST_SECONDS) if decodes else MOST_SECONDS
     ends, least = {f"prompt-{index}" for index in range(len(prompts))}, cost.seconds(decodes + LEAST_TOKENS + 3)
     while ends:
         before = clock.now()
         outputs = engine.step()
+        bound = MOST_SECONDS
+        if decodes:
+            most = max(DECODE_STEPS * alone, LEAST_SECONDS) * max(len(ends) / decodes, 1.0) ** 0.5
+            bound = min(most, MOST_SECONDS)
         # a learnt mean of the token's cost holds its share of the fixed part too: never less than it is
         assert clock.now() - before <= max(bound + 3 * token, least) + 1e-9
         assert sum(output.request_id.startswith("decode") for output in outputs) == decodes

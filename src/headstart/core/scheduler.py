@@ -106,7 +106,7 @@ class Scheduler:
         assert not self._planned, "the step before this one was not updated"
         self._now = self.pool.now = now
         num_decodes = [len(seq.token_ids) - seq.num_computed_tokens for seq in self.running].count(1)
-        most = self.step_times.max_prompt_tokens(num_decodes)
+        most = self.step_times.max_prompt_tokens(num_decodes, len(self._sequences) - num_decodes)
         plan = Plan(self.limits, self.block_size, num_decodes=num_decodes, max_prompt_tokens=most)
         preempted = self._plan_running(plan)
         if self.waiting and not (preempted and plan.entries):

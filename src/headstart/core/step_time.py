@@ -19,7 +19,8 @@ _TRUSTED = 2.0  # a step that took longer, or less long, than so many times what
 class StepBound:
     """How long a step with prompt tokens may last, in seconds.
 
-    None: DECODE_STEPS times what its decodes would take alone, at least LEAST_SECONDS, and at most MOST_SECONDS.
+    None: DECODE_STEPS times what its decodes would take alone, at least LEAST_SECONDS, and at most MOST_SECONDS. Where
+    more prompts wait than decodes run, longer by the root of their ratio: short steps hold up the many for the few.
     """
 
     seconds: float | None = None
@@ -47,14 +48,20 @@ class StepTimes:
         decodes = self.decode_seconds(num_decodes) if num_decodes else 0.0
         return decodes + num_prompt_tokens * self.seconds_per_token
 
-    def max_prompt_tokens(self, num_decodes: int) -> int | None:
-        """How many prompt tokens the next step may hold beside so many decodes; None: any number."""
+    def max_prompt_tokens(self, num_decodes: int, num_prompts: int = 1) -> int | None:
+        """How many prompt tokens the next step may hold beside so many decodes; None: any number.
+
+        `num_prompts`: prompts that are under way or wait.
+        """
         if self.bound is None or not self.seconds_per_token:
             return None
         decodes = self.decode_seconds(num_decodes) if num_decodes else 0.0
         seconds = self.bound.seconds
         if seconds is None:
-            seconds = min(max(DECODE_STEPS * decodes, LEAST_SECONDS), MOST_SECONDS) if num_decodes else MOST_SECONDS
+            seconds = MOST_SECONDS
+            if num_decodes:
+                least = max(DECODE_STEPS * decodes, LEAST_SECONDS)
+                seconds = min(least * max(num_prompts / num_decodes, 1.0) ** 0.5, MOST_SECONDS)
         num = int((seconds - decodes) / self.seconds_per_token)
         least = self.bound.least_tokens
         return max(num // least, 1) * least
