@@ -138,12 +138,17 @@ class Executor(VirtualExecutor):
     """Takes ten times as long for its first steps, and checks that the blocks it is given exist."""
 
     num_slow = 4
+    dirty: frozenset[int] = frozenset()
+
+    def zero_blocks(self, block_ids: list[int]) -> None:
+        self.dirty -= frozenset(block_ids)
 
     def execute(self, batch: Batch) -> StepResult:
         for chunk in batch.chunks:
             end = chunk.start + len(chunk.token_ids)
             assert chunk.block_ids and len(chunk.block_ids) * self.block_size >= end
             assert all(0 < block < self.num_blocks for block in chunk.block_ids)
+            self.dirty |= frozenset(chunk.block_ids)
         result = super().execute(batch)
         self.num_slow -= 1
         return result if self.num_slow < 0 else result._replace(elapsed=10 * result.elapsed)
@@ -177,3 +182,4 @@ def test_warming_up_needs_no_more_room_than_there_is() -> None:
         times = StepTimes(StepBound())
         measure_steps(executor, times, max_tokens=max_tokens)
         assert bool(times.expected(0, 1)) == (max_tokens > 3)
+        assert not executor.dirty  # what a broken model wrote would spoil whoever gets the block next

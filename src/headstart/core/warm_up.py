@@ -15,8 +15,8 @@ _NAME = "warm-up"
 def measure_steps(executor: Executor, times: StepTimes, *, max_tokens: int) -> None:
     """Runs a short prompt and some decodes on an executor that nobody uses yet, and tells `times` what they took.
 
-    `max_tokens` is the longest sequence. What is written lies in blocks without a name, which are written before they
-    are read. Nothing is run in a pool or by a model that is too small for it.
+    `max_tokens` is the longest sequence. The blocks that are written are cleared again. Nothing is run in a pool
+    or by a model that is too small for it.
     """
     size = executor.block_size
     room = min((executor.num_blocks - 1) * size, max_tokens)
@@ -35,3 +35,4 @@ def measure_steps(executor: Executor, times: StepTimes, *, max_tokens: int) -> N
             if is_again:
                 times.learn(0 if start else num_prompt, 1 if start else 0, elapsed)
     executor.execute(Batch((), (_NAME,)))
+    executor.zero_blocks(list(blocks))  # in case it was not finite
