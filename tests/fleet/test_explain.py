@@ -121,6 +121,23 @@ def test_the_messages_of_a_conversation_are_found_again() -> None:
     assert message_at(messages_of('[{"tools": 1}]\n' + text), 3) is None
 
 
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "system", "", "nobody", "<user>\n", 7, None]) | st.text(max_size=5)},
+        optional={"content": st.text(max_size=8) | st.sampled_from(["\n<tool>\n", None, [{"type": "text"}]])},
+    ),
+    max_size=4,
+)
+
+
+@given(these=MESSAGES, those=MESSAGES)
+def test_whatever_roles_messages_have_their_difference_is_of_some_kind(these: list[Any], those: list[Any]) -> None:
+    this, that = (conversation({"messages": messages}) for messages in (these, those))
+    at = next((at for at, (one, other) in enumerate(zip(this, that, strict=False)) if one != other), None)
+    if at is not None:
+        assert kind_of(this, that, at, is_chat=True) in KINDS
+
+
 PROMPT = SYSTEM + "What is the capital of France?"
 REUSABLE = 96  # of about 122 tokens, in blocks of 16: all but the last and less what an estimate may be off by
 

@@ -47,9 +47,9 @@ class Message(NamedTuple):
 
 
 def messages_of(text: str) -> list[Message]:
-    """The messages of a text that `reading.conversation` made."""
+    """The messages of a text that `reading.conversation` made; one of an unknown role belongs to the one before."""
     heads = list(_ROLE.finditer(text))
-    ends = [head.start() - 1 for head in heads[1:]] + [len(text)]
+    ends = [*(head.start() - 1 for head in heads[1:]), len(text)][: len(heads)]
     return [Message(head[1], head.end(), max(end, head.end())) for head, end in zip(heads, ends, strict=True)]
 
 
