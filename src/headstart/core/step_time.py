@@ -11,7 +11,7 @@ DECODE_STEPS = 6.0  # a step with prompt tokens may last as long as so many with
 LEAST_SECONDS = 0.03  # whatever a decode step takes: below that nobody sees a difference
 MOST_SECONDS = 0.3  # messages are read between steps: a request that is aborted ends within two
 LEAST_TOKENS = 16
-_WEIGHT = 0.3  # of what a step says
+_UP, _DOWN = 0.25, 0.5  # weight of a step that took longer than expected, and of one that did not: delays only add
 _TRUSTED = 2.0  # a step that took longer, or less long, than so many times what was expected counts as so many times
 
 
@@ -71,9 +71,12 @@ class StepTimes:
         if not num_prompt_tokens:
             self._learn_decodes(num_decodes.bit_length(), elapsed)
         elif num_prompt_tokens >= LEAST_TOKENS:
-            decodes = self.decode_seconds(num_decodes) if num_decodes else 0.0
-            seen = (elapsed - decodes) / num_prompt_tokens
-            self.seconds_per_token = _moved(self.seconds_per_token, max(seen, 0.0))
+            if not self.seconds_per_token:
+                left = elapsed - self.expected(0, num_decodes)
+                self.seconds_per_token = (left if left > 0 else elapsed) / num_prompt_tokens
+            # in proportion to the whole step: a difference would turn a little delay of a short chunk into a high rate
+            seen = self.seconds_per_token * elapsed / self.expected(num_prompt_tokens, num_decodes)
+            self.seconds_per_token = _moved(self.seconds_per_token, seen)
 
     def _learn_decodes(self, at: int, elapsed: float) -> None:
         known = self._decode_seconds
@@ -82,7 +85,8 @@ class StepTimes:
 
 
 def _moved(old: float, seen: float) -> float:
-    """`old` moved towards `seen`; one step on a machine that did something else does not move it far."""
-    if not old:
-        return seen
-    return old + _WEIGHT * (min(max(seen, old / _TRUSTED), old * _TRUSTED) - old)
+    """`old` moved towards `seen`, by factors; one step on a machine that did something else does not move it far."""
+    if not old or not seen:
+        return seen or old
+    factor = min(max(seen / old, 1 / _TRUSTED), _TRUSTED)
+    return old * factor ** (_UP if factor > 1 else _DOWN)
