@@ -18,6 +18,7 @@ from headstart.server.serve import serve
 from headstart.server.tokenizer import Tokenizer
 
 NAME = "null"
+HEARTBEAT_SECONDS = 60.0  # of patience: on a busy machine an engine may get no processor for longer than the default
 STEP_SECONDS = 0.005
 MAX_MODEL_LEN = 2048
 NUM_BLOCKS = 2048
@@ -61,4 +62,5 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="null_replica", description="A server without a model.")
     parser.add_argument("--port", type=int, default=0)
     given = parser.parse_args()
-    return serve(build_null, EngineOptions(), ServerOptions(port=given.port, access_log="none", stats_interval=0.0))
+    quiet = ServerOptions(port=given.port, access_log="none", stats_interval=0.0, heartbeat_timeout=HEARTBEAT_SECONDS)
+    return serve(build_null, EngineOptions(), quiet)
