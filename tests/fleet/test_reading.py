@@ -13,7 +13,7 @@ from tokenizer_folders import BYTE_LEVEL, write
 from headstart.bundled import bundled_model
 from headstart.core.errors import InvalidRequestError
 from headstart.fleet.facts import ModelCard
-from headstart.fleet.reading import Reader, Reading, Sender, Served
+from headstart.fleet.reading import Reader, Reading, Sender, Served, has_endless_word
 from headstart.server.chat_renderer import ChatRenderer
 from headstart.server.tokenizer import Tokenizer
 
@@ -61,6 +61,26 @@ def test_without_a_tokenizer_equal_beginnings_are_equal_bytes() -> None:
     assert shared(read({"messages": first}, CHAT), read({"messages": second}, CHAT)) >= len(long) // 4
     tools = read({"messages": first, "tools": [{"type": "function"}]}, CHAT)
     assert shared(tools, read({"messages": first}, CHAT)) == 0, "tools are rendered before all messages"
+
+
+@given(
+    unit=st.sampled_from(["é", "a", "9", "!", " ", "\n", "語", "。"]),
+    before=st.integers(0, 70_000),
+    length=st.integers(65_536, 140_000),
+    after=st.integers(0, 70_000),
+)
+def test_an_endless_word_is_found_wherever_it_is(unit: str, before: int, length: int, after: int) -> None:
+    words = "some words, 語。 "
+    text = (words * 9000)[:before] + unit * length + (words * 9000)[:after]
+    assert has_endless_word(text)
+    assert not has_endless_word((words * 9000)[:before] + unit * 30_000 + words * after)
+
+
+def test_a_prompt_with_an_endless_word_is_routed_by_its_bytes(tokenizer: Tokenizer) -> None:
+    reader, word = Reader(tokenizer), "é" * 70_000
+    assert not read({"prompt": word}, reader=reader).ask.prompt.exact
+    assert not read({"messages": [{"role": "user", "content": word}]}, CHAT, reader).ask.prompt.exact
+    assert read({"prompt": "é " * 30_000}, reader=reader).ask.prompt.exact
 
 
 def test_token_ids_are_exact_and_need_no_tokenizer() -> None:

@@ -34,6 +34,8 @@ _ANYTHING = Bounds(
 )
 _USAGE_ASKED = b'{"stream_options":{"include_usage":true},'
 _OPENING = re.compile(rb"\s*\{")
+_RUN = re.compile(r"\w+|[^\w\s]+|\s+")
+_WINDOW = 32 * 1024  # characters; a run of twice as many holds a whole window
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 
 
@@ -122,7 +124,7 @@ class Reader:
 
     def _chat(self, values: dict[str, Any], tokenizer: Tokenizer | None) -> "tuple[array[int] | None, str | None, int]":
         text = conversation(values)
-        if tokenizer is not None and not values.get("tools"):
+        if tokenizer is not None and not values.get("tools") and not has_endless_word(text):
             try:
                 return encode_chat(parse_chat(dict(values), _ANYTHING), tokenizer, _ANYTHING), text, 1
             except (InvalidRequestError, QueueFullError):  # of another engine's API, or wrong: the replica knows
@@ -143,13 +145,21 @@ class Reader:
             first, count = prompt, 1
         if not isinstance(first, str):
             return None, "", count
-        if tokenizer is not None:
+        if tokenizer is not None and not has_endless_word(first):
             try:
                 body = parse_completion({**values, "prompt": first}, _ANYTHING)
                 return encode_completion(body, tokenizer, _ANYTHING)[0], first, count
             except InvalidRequestError:
                 pass
         return None, first, count
+
+
+def has_endless_word(text: str) -> bool:
+    """Return whether a text has 64 Ki characters in a row that a tokenizer may take as one word.
+
+    One of 2 million characters takes a tokenizer 500 MB and seconds; such prompts are routed by their bytes.
+    """
+    return any(_RUN.fullmatch(text, at, at + _WINDOW) for at in range(0, len(text) - _WINDOW + 1, _WINDOW))
 
 
 def conversation(values: Mapping[str, Any]) -> str:
