@@ -75,6 +75,8 @@ def test_one_step_on_a_busy_machine_changes_little() -> None:
     times.learn(100, 0, 30.0)
     assert times.seconds_per_token <= 0.001 * 1.33
     times.learn(LEAST_TOKENS - 1, 0, 1.0)  # too few to say anything
+    times.learn(100, 0, 0.0)
+    times.learn(0, 1, 0.0)  # executors without a clock
     assert times.seconds_per_token <= 0.001 * 1.33
 
 

@@ -60,14 +60,16 @@ class StepTimes:
         if seconds is None:
             seconds = MOST_SECONDS
             if num_decodes:
-                least = max(DECODE_STEPS * decodes, LEAST_SECONDS)
-                seconds = min(least * max(num_prompts / num_decodes, 1.0) ** 0.5, MOST_SECONDS)
+                usual = max(DECODE_STEPS * decodes, LEAST_SECONDS)
+                seconds = min(usual * max(num_prompts / num_decodes, 1.0) ** 0.5, MOST_SECONDS)
         num = int((seconds - decodes) / self.seconds_per_token)
         least = self.bound.least_tokens
         return max(num // least, 1) * least
 
     def learn(self, num_prompt_tokens: int, num_decodes: int, elapsed: float) -> None:
-        """Takes in one step of so many of each, that took `elapsed`."""
+        """Takes in one step of so many of each, that took `elapsed`; 0 says nothing."""
+        if elapsed <= 0:
+            return
         if not num_prompt_tokens:
             self._learn_decodes(num_decodes.bit_length(), elapsed)
         elif num_prompt_tokens >= LEAST_TOKENS:
@@ -86,7 +88,7 @@ class StepTimes:
 
 def _moved(old: float, seen: float) -> float:
     """`old` moved towards `seen`, by factors; one step on a machine that did something else does not move it far."""
-    if not old or not seen:
-        return seen or old
+    if not old:
+        return seen
     factor = min(max(seen / old, 1 / _TRUSTED), _TRUSTED)
     return old * factor ** (_UP if factor > 1 else _DOWN)
