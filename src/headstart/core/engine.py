@@ -14,7 +14,7 @@ from headstart.core.request import NO_DEFAULTS, Request, SamplingDefaults
 from headstart.core.scheduler import Scheduler
 from headstart.core.store import BlockSource, BlockStore, Data, StoreStats
 
-LONG_STEP_SECONDS = 1.0  # expected: whoever waits for news is told before
+LONG_STEP_SECONDS = 1.0  # a step that is expected to take longer is announced before it begins
 LOAD_WAIT_SECONDS = 0.002  # for blocks on their way, while there is nothing else to do; then others may be heard
 
 

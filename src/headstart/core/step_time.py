@@ -1,14 +1,14 @@
 """Bounds steps in time: learns what steps take, and from that how many prompt tokens the next step may hold.
 
 A step lasts as long as all of its tokens, so a chunk of 2,048 prompt tokens makes every answer under way wait for
-seconds, and nobody can be heard meanwhile. How long a token takes depends on the model and the machine, so it is
+seconds, and no message is read meanwhile. How long a token takes depends on the model and the machine, so it is
 measured: steps of decodes alone by their number, and what a prompt token adds to one.
 """
 
 from dataclasses import dataclass
 
 DECODE_STEPS = 6.0  # a step with prompt tokens may last as long as so many without
-LEAST_SECONDS = 0.03  # whatever a decode step takes: below that nobody sees a difference
+LEAST_SECONDS = 0.03  # however short a decode step is: shorter gaps are not noticed
 MOST_SECONDS = 0.3  # messages are read between steps: a request that is aborted ends within two
 LEAST_TOKENS = 16
 _UP, _DOWN = 0.25, 0.5  # weight of a step that took longer than expected, and of one that did not: delays only add
