@@ -1,5 +1,6 @@
 """The breadth path: what it refuses, by name, and that nothing a model asks of its attention is ignored."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import transformers
 from model.paged import load_tiny
-from model.tiny import COMMON, FAMILIES, NATIVE
+from model.tiny import COMMON, FAMILIES, NATIVE, make_checkpoint
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -23,6 +24,24 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("DiffLlamaConfig", {}, "DiffLlamaForCausalLM is not supported: 4 attentions of 2 layers"),
     ("Llama4TextConfig", {"head_dim": 16}, "Llama4ForCausalLM is not supported: it has chunked_attention layers"),
 ]
+
+
+# family of tiny.py, a key of its config.json, its value, and what the refusal must say
+CHANGED: list[tuple[str, str, Any, str]] = [
+    ("gemma2", "attn_logit_softcapping", 0.0, "a softcap of 0.0; it must be positive"),
+    ("granite", "logits_scaling", 0.0, "its logits are not finite"),
+    ("starcoder2", "layer_types", ["sliding_attention", "full_attention"], "keeps 12 tokens for one and all for"),
+]
+
+
+@pytest.mark.parametrize(("family", "key", "value", "message"), CHANGED, ids=[key for _, key, _, _ in CHANGED])
+def test_what_the_walk_of_all_keys_found_is_refused(
+    family: str, key: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    config = json.loads((make_checkpoint(family, tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(ConfigError, match=message):
+        load_model(tmp_path, dtype="float32", device="cpu")
 
 
 @pytest.mark.parametrize(("name", "settings", "message"), REFUSED, ids=[name for name, _, _ in REFUSED])

@@ -64,6 +64,9 @@ class Recorder:
                 f"queries {list(queries.shape)}, keys {list(keys.shape)} and values {list(values.shape)} of its "
                 "attention differ in size, which the KV cache has no room for"
             )
+        for name, bound in (("window", window), ("softcap", softcap)):
+            if bound is not None and not bound > 0:
+                raise ConfigError(f"layer {layer} asks its attention for a {name} of {bound}; it must be positive")
         if not all(bool(rows.isfinite().all()) for rows in (queries, keys, values)):
             raise ConfigError(f"queries, keys or values of layer {layer} are not finite numbers")
         self.windows[layer] = window
@@ -98,6 +101,8 @@ def probe(model: ProbedModel, attention: Callable[..., Any], max_positions: int)
     logits = _run(HEAD, lambda: model.logits(hidden))
     if not torch.allclose(logits.float(), whole.float(), rtol=1e-2, atol=1e-3):
         raise ConfigError("its head needs more than the final hidden states")
+    if not bool(logits.isfinite().all()):
+        raise ConfigError("its logits are not finite numbers")
     _check_masks(model, attention, recorder, token_ids, positions, max_positions)
     _check_cache(module, recorder.windows, max_positions)
     return shape
@@ -210,11 +215,15 @@ def _attention(module: PreTrainedModel, name: str) -> Generator[None]:
 
 
 def _check_cache(module: PreTrainedModel, windows: dict[int, int | None], max_positions: int) -> None:
-    """Raises ConfigError if the cache `generate` uses forgets keys and values that a layer's attention still sees."""
+    """Raises ConfigError if the cache `generate` uses forgets keys and values that a layer's attention still sees.
+
+    Or if it keeps more for one layer than for another that sees as far: Transformers gives both one mask, and fails.
+    """
     try:
         layers: list[Any] = DynamicCache(config=module.config.get_text_config(decoder=True)).layers
     except Exception as error:  # whatever foreign code raises
         raise ConfigError(f"Transformers makes no cache for it: {one_line(error)}") from error
+    lengths: dict[int | None, tuple[int, int | None]] = {}  # by window: the first layer, and what is kept for it
     for index, layer in enumerate(layers):
         if not isinstance(layer, DynamicLayer):
             raise ConfigError(f"Transformers keeps no keys and values for layer {index} ({type(layer).__name__})")
@@ -223,4 +232,10 @@ def _check_cache(module: PreTrainedModel, windows: dict[int, int | None], max_po
             raise ConfigError(
                 f"layer {index} sees {window or 'all'} tokens in a forward pass, but the cache of Transformers keeps "
                 f"only the last {kept} (sliding_window)"
+            )
+        first, kept_there = lengths.setdefault(window, (index, kept))
+        if kept != kept_there:
+            raise ConfigError(
+                f"layers {first} and {index} see equally far, but Transformers' cache keeps {kept_there or 'all'} "
+                f"tokens for one and {kept or 'all'} for the other (layer_types)"
             )
