@@ -85,7 +85,7 @@ def store_bytes(options: EngineOptions) -> int:
 
 
 def limits_of(options: EngineOptions, max_model_len: int, *, on_cpu: bool) -> Limits:
-    """What a step may hold, by the flags; sequences are limited by the model or by --max-model-len.
+    """Limits of a step, by the flags; sequences are limited by the model or by --max-model-len.
 
     On a GPU no step is bounded in time unless --max-step-time says so.
     """

@@ -37,7 +37,7 @@ class StallConfig:
 
 
 class Bound(NamedTuple):
-    """How a step is bounded; neither in tokens nor in time: by the budget alone."""
+    """Bound of a step: in tokens of one prompt, in time, or by the token budget alone."""
 
     cap: int = 0  # tokens of one prompt; 0: any number
     seconds: float | None = 0.0  # of a step; 0: any time, None: the default

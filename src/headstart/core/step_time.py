@@ -17,7 +17,7 @@ _TRUSTED = 2.0  # a step that took longer, or less long, than so many times what
 
 @dataclass(frozen=True, slots=True)
 class StepBound:
-    """How long a step with prompt tokens may last, in seconds.
+    """Bound on the duration of a step with prompt tokens, in seconds.
 
     None: DECODE_STEPS times what its decodes would take alone, at least LEAST_SECONDS, and at most MOST_SECONDS. Where
     more prompts wait than decodes run, longer by the root of their ratio: short steps hold up the many for the few.
@@ -49,7 +49,7 @@ class StepTimes:
         return decodes + num_prompt_tokens * self.seconds_per_token
 
     def max_prompt_tokens(self, num_decodes: int, num_prompts: int = 1) -> int | None:
-        """How many prompt tokens the next step may hold beside so many decodes; None: any number.
+        """Return the number of prompt tokens that the next step has time for beside its decodes; None: no bound.
 
         `num_prompts`: prompts that are under way or wait.
         """

@@ -13,7 +13,7 @@ _NAME = "warm-up"
 
 
 def measure_steps(executor: Executor, times: StepTimes, *, max_tokens: int) -> None:
-    """Runs a short prompt and some decodes on an executor that nobody uses yet, and tells `times` what they took.
+    """Run a short prompt and some decodes on an executor not in use yet, and record their durations in `times`.
 
     `max_tokens` is the longest sequence. The blocks that are written are cleared again. Nothing is run in a pool
     or by a model that is too small for it.
