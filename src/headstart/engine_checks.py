@@ -74,7 +74,7 @@ def check_options(options: EngineOptions) -> None:
 
 
 def store_bytes(options: EngineOptions) -> int:
-    """What the folder of --kv-store may hold. Raises ConfigError for what is no size, or not worth a store."""
+    """Return the limit of the folder of --kv-store, in bytes. Raises ConfigError for no size, or one too small."""
     size = _parse_option_bytes("kv_store_size", options.kv_store_size)
     if size < MIN_STORE_BYTES:
         raise ConfigError(

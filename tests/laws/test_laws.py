@@ -198,9 +198,13 @@ def check_step(
     before = len(executor.batches)
     computed = {seq.request_id: seq.num_computed_tokens for seq in engine.scheduler.running}
     again = {seq.request_id for seq in engine.scheduler._sequences.values() if seq.was_recomputed}
+    adoptions = engine.scheduler.counters.num_adoptions
     outputs = engine.step()
+    adoptions = engine.scheduler.counters.num_adoptions - adoptions
     for batch in executor.batches[before:]:
         check_batch(engine, batch, computed)
+        ahead = sum(chunk.start > computed.get(chunk.request_id, chunk.start) for chunk in batch.chunks)
+        assert ahead <= adoptions, "law 7: a chunk begins where its sequence was, unless it took over blocks"
         for chunk in batch.chunks:
             positions = range(chunk.start, min(chunk.start + len(chunk.token_ids), chunk.num_prompt_tokens))
             books.setdefault(chunk.request_id, set()).update(positions)
@@ -233,7 +237,7 @@ def check_batch(engine: Engine, batch: Batch, computed: dict[str, int]) -> None:
         charged += charge(chunk.start, n, limits, decode=n == chunk.num_logits)
         assert len(chunk.block_ids) * BLOCK >= chunk.start + n, "law 4"
         if chunk.request_id in computed:
-            assert chunk.start >= computed[chunk.request_id], "law 7: a victim is in the batch"  # more: it took over
+            assert chunk.start >= computed[chunk.request_id], "law 7: a victim is in the batch"
     assert charged <= limits.max_batched_tokens, "law 5"
 
 

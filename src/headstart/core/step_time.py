@@ -55,7 +55,7 @@ class StepTimes:
         """
         if self.bound is None or not self.seconds_per_token:
             return None
-        decodes = self.decode_seconds(num_decodes) if num_decodes else 0.0
+        decodes = self.expected(0, num_decodes)
         seconds = self.bound.seconds
         if seconds is None:
             seconds = MOST_SECONDS

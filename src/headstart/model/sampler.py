@@ -120,7 +120,7 @@ class Sampler:
         ]
 
     def _task(self, chunk: Chunk) -> RowTask:
-        """What the kernel does for one row. Raises ValueError for an id that cannot be edited."""
+        """Return the kernel's parameters for one row. Raises ValueError for an id that cannot be edited."""
         s = chunk.sampling
         task = RowTask(num_top=s.logprobs, edits=self._edits.row_edits(chunk) if self._edits.wanted(chunk) else None)
         if not _is_greedy(s):

@@ -12,7 +12,7 @@ Discard = dict[Any, Any] | list[Any] | BlockPool
 
 
 class Discards:
-    """What is to be freed. `add` takes the only reference; a caller that keeps another one must not use it."""
+    """Objects to free later. `add` takes the only reference; a caller that keeps another one must not use it."""
 
     __slots__ = ("_items",)
 

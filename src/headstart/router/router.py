@@ -67,7 +67,7 @@ class Router:
     # ------------------------------------------------------------------------------------------------------ deciding
 
     def pick(self, ask: Ask, now: float, *, tried: frozenset[str] = frozenset(), before: Pick | None = None) -> Pick:
-        """Who is to serve the request. Changes nothing.
+        """Choose the endpoint that serves the request. Changes nothing.
 
         `before` is the pick of an earlier attempt of the same request: shadow policies decide once per request.
 
@@ -184,7 +184,7 @@ class Router:
             self.num_blind += 1
 
     def _compare(self, shadow: Policy, pick: Pick) -> Comparison:
-        """What a shadow policy would have decided. Changes nothing but the pick's own regrets."""
+        """Return the decision of a shadow policy. Changes nothing but the pick's own regrets."""
         choice = shadow.choose(pick.view)
         first = choice.ranked[0]
         regret = cost_of(pick.view, first.name).total - cost_of(pick.view, pick.endpoint.name).total

@@ -42,7 +42,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(slots=True)
 class RowTask:
-    """How to sample one row. `temperature` 0: the best token; then the filters and `uniform` do not count.
+    """Sampling parameters of one row. `temperature` 0: the best token; then the filters and `uniform` do not count.
 
     `num_top` is the number of alternatives to report beside the token's log-probability (None: neither). With `token`
     given, nothing is chosen: only that token's log-probability is computed. Of raw logits, as all of them.
