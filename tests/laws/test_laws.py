@@ -8,12 +8,14 @@ from functools import cache
 from itertools import product
 from random import Random
 
+import pytest
 from checking import CheckingExecutor, executor_of, expected_tokens, make_engine, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from memory_store import Habits, MemoryStore, Shelf
 
+from headstart.core.accounts import Accounts
 from headstart.core.batch import Batch
 from headstart.core.engine import Engine
 from headstart.core.limits import charge
@@ -274,6 +276,44 @@ def check_laws(engine: Engine) -> None:
             if block in executor.corrupted:
                 continue
             assert held == [(index * BLOCK + offset, token) for offset, token in enumerate(due)]
+
+
+def finish_overtaken() -> Engine:
+    """Finish a prompt that stands inside a block while another publishes that block and more; check every step."""
+    engine = make_engine(60, BLOCK, long_prefill_threshold=6, max_batched_tokens=32)
+    tokens: dict[str, list[int]] = {"slow": [], "other": [], "racer": []}
+    done: set[str] = set()
+    books: dict[str, set[int]] = {}
+
+    def step() -> None:
+        check_step(engine, tokens, done, set(), books)
+        check_laws(engine)
+
+    engine.add_request(make_request("slow", [*range(20), 50]))
+    engine.add_request(make_request("other", [70] * 9))  # so that the cap of 6 tokens holds
+    step()
+    running = engine.scheduler.running
+    (slow,) = (seq for seq in running if seq.request_id == "slow")
+    engine.add_request(make_request("racer", [*range(20), 51], cache=CacheMode.READ_WRITE))
+    running.remove(slow)  # not planned for three steps: the racer overtakes it
+    for _ in range(3):
+        check_step(engine, tokens, done, set(), books)
+    running.add(slow)
+    assert slow.num_computed_tokens == 6 and done == {"other", "racer"}
+    while engine.has_work:
+        step()
+    assert tokens["slow"] == expected_tokens([*range(20), 50], 1)
+    return engine
+
+
+def test_a_chunk_begins_ahead_only_where_blocks_were_taken_over() -> None:
+    assert finish_overtaken().scheduler.counters.num_adoptions == 1
+
+
+def test_a_chunk_that_begins_ahead_without_an_adoption_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Accounts, "adopted", lambda self, seq, hit, computed: None)
+    with pytest.raises(AssertionError, match="law 7: a chunk begins"):
+        finish_overtaken()
 
 
 TestSchedulerLaws = SchedulerLaws.TestCase
