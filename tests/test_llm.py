@@ -16,6 +16,7 @@ from tokenizer_folders import BYTE_LEVEL, TEMPLATE, build
 
 import headstart
 from headstart import LLM, SamplingParams
+from headstart import llm as llm_module
 from headstart.core.batch import Chunk, Output
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError, RequestTooLargeError
@@ -240,6 +241,15 @@ def test_generate_works_outside_the_main_thread() -> None:
 def test_an_unknown_option_is_told_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"unknown option 'max_len'; the options are .*max_model_len"):
         LLM("x", max_len=5)
+
+
+def test_steps_of_a_batch_are_not_bounded_in_time_unless_asked_for() -> None:
+    assert llm_module._engine_options("", {}).max_step_time == 0
+    assert llm_module._engine_options("", {"max_step_time": 0.5}).max_step_time == 0.5
+
+
+def test_the_real_engine_has_no_step_bound(real: LLM) -> None:
+    assert real.engine.scheduler.limits.step_bound is None
 
 
 def test_importing_headstart_imports_no_torch() -> None:

@@ -21,6 +21,7 @@ import psutil
 
 HERE = Path(__file__).parent
 LIMIT = 1.05
+BURST = "server: 8 x 4 prompts behind new prefixes"
 CHUNKS = 10  # turns within one pair where a measurement is short: what else runs changes within seconds
 IN_PROCESS = (
     *("one stream, greedy", "32 streams, greedy", "32 streams, sampled", "32 streams, logprobs"),
@@ -134,6 +135,21 @@ def served_rows(old: Served, new: Served, prefix: str, count: int) -> dict[str, 
     }
 
 
+def served_burst(old: Served, new: Served) -> Callable[[int, int], float]:
+    """Return the row BURST: CPU seconds of all processes for 32 prompts of 1,088 tokens at once, 8 prefixes."""
+
+    def measure(side: int, seed: int) -> float:
+        rng, served = random.Random(seed), (old, new)[side]
+        prefixes = [[rng.randrange(32_000) for _ in range(1024)] for _ in range(8)]
+        prompts = [prefix + [rng.randrange(32_000) for _ in range(64)] for prefix in prefixes for _ in range(4)]
+        bodies = [{"prompt": prompt, "max_tokens": 32, "temperature": 0, "ignore_eos": True} for prompt in prompts]
+        before = served.cpu_seconds()
+        asyncio.run(load(served.url, "/v1/completions", bodies, 32))
+        return served.cpu_seconds() - before
+
+    return measure
+
+
 @contextlib.contextmanager
 def fake_replica() -> Generator[str]:
     """Run a replica that computes nothing, the same for both sides."""
@@ -205,9 +221,12 @@ def main() -> int:
             rows |= served_rows(
                 *served(["route", "--replica", replica], "router"), "router", options.requests * 5 // CHUNKS
             )
+        if options.only in BURST:
+            sizes = ["--dtype", "bfloat16", "--max-model-len", "4096", "--kv-cache-memory", "1GiB"]
+            rows[BURST] = served_burst(*served(["serve", options.model, *sizes], "burst"))
         for row, measure in rows.items():
             if options.only in row:
-                is_short = row not in IN_PROCESS or "no model" in row
+                is_short = row not in (*IN_PROCESS, BURST) or "no model" in row
                 results.append(compare(measure, options.pairs, row, CHUNKS if is_short else 1))
     print(
         json.dumps({"pairs": options.pairs, "limit": LIMIT, "rows": results, "valid": all(r["holds"] for r in results)})

@@ -75,8 +75,9 @@ class LLM:
     """
 
     def __init__(self, model: str = "", **engine_options: Any) -> None:
-        """Loads `model`, a folder or hub id (empty: the bundled one). Options: `headstart.options.EngineOptions`.
+        """Load `model`, a folder or hub id (empty: the bundled one). Options: `headstart.options.EngineOptions`.
 
+        Steps are not bounded in time unless `max_step_time` says so: a call returns when all of it is done.
         Raises ConfigError for unknown options and for a model that cannot be served.
         """
         options = _engine_options(model, engine_options)
@@ -283,7 +284,8 @@ def _engine_options(model: str, values: Mapping[str, Any]) -> EngineOptions:
         for field in dataclasses.fields(EngineOptions)
         if "alias" in field.metadata
     }
-    named: dict[str, Any] = {"model": model} | {aliases.get(name, name): value for name, value in values.items()}
+    defaults: dict[str, Any] = {"model": model, "max_step_time": 0.0}  # a batch: nobody reads between two steps
+    named = defaults | {aliases.get(name, name): value for name, value in values.items()}
     known = {field.name for field in dataclasses.fields(EngineOptions)}
     unknown = sorted(set(named) - known)
     if unknown:

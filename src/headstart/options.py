@@ -111,7 +111,7 @@ class EngineOptions:
     max_step_time: float | None = _option(
         None,
         "Seconds that a step with prompt tokens may last, so that answers under way go on meanwhile; 0: any time "
-        "(default: 6 x a decode step, 0.03 to 0.3, on a CPU; any time on a GPU).",
+        "(default: 6 x a decode step, 0.03 to 0.3, on a CPU; any time on a GPU, and in headstart.LLM).",
         SCHEDULING,
         minimum=0,
     )

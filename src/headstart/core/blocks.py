@@ -178,9 +178,14 @@ class BlockPool:
         """Takes one more reference to published blocks."""
         refs = self._refs
         assert all(map(self._names.__getitem__, block_ids)), "a block is not published: nobody may share it"
-        unused = [block for block in block_ids if not refs[block]]
-        for block in block_ids:
-            refs[block] += 1
+        unused = block_ids
+        if any(map(refs.__getitem__, block_ids)):
+            unused = [block for block in block_ids if not refs[block]]
+            for block in block_ids:
+                refs[block] += 1
+        else:
+            for block in block_ids:
+                refs[block] = 1
         if unused and self._idle_pinned:
             pinned = self._idle_pinned.intersection(unused)
             self._idle_pinned -= pinned

@@ -13,6 +13,8 @@ from typing import Protocol
 HOT = 1  # used again after it had been idle or evicted: not a one-off
 SEEN = 2  # somebody who gave no hint has stopped using it: hints of others cannot lower its priority
 
+_REVIVED = HOT | SEEN
+
 PROTECTED_SHARE = 0.5  # of the pool; decided in benchmarks/eviction
 
 
@@ -131,7 +133,7 @@ class TwoQueue:
                 del protected[block]
             else:
                 del probation[block]
-            marks[block] = HOT | SEEN
+            marks[block] = _REVIVED
 
     def pop(self) -> int:
         return (self._probation or self._protected).popitem(last=False)[0]

@@ -8,6 +8,7 @@ block is hashed once (vLLM #3402: the naive form is O(L^2)).
 import hashlib
 from array import array
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NewType, cast
 
 BlockHash = NewType("BlockHash", bytes)
@@ -24,6 +25,7 @@ def pack(token_ids: Iterable[int]) -> "array[int]":
     return array("i", token_ids)
 
 
+@lru_cache(maxsize=256)
 def root_hash(model: bytes, *, adapter: str | None = None, domain: bytes = b"") -> BlockHash:
     """Names the empty prefix of one model, adapter and isolation domain: the parent of every first block."""
     digest = hashlib.sha256(FORMAT_VERSION)
