@@ -6,8 +6,7 @@ Imports next to nothing itself: Ctrl-C ends without a traceback also while the c
 import os
 import sys
 
-INTERRUPTED = 130
-INTERRUPT_VARIABLE = "HEADSTART_INTERRUPT_CODE"
+from headstart.interrupt import INTERRUPT_VARIABLE, INTERRUPTED
 
 
 def main() -> int:

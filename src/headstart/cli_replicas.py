@@ -14,8 +14,8 @@ from headstart.model.sizes import cpu_memory, format_bytes, parse_bytes
 from headstart.model.threads import prepare_threads
 from headstart.options import EngineOptions, RouterOptions, ServerOptions
 from headstart.replica_process import encode_options
+from headstart.server.lifecycle import EXIT_INTERRUPTED
 from headstart.server.logs import Log
-from headstart.server.serve import EXIT_INTERRUPTED
 
 REPLICA_HOST = "127.0.0.1"
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
-from headstart.__main__ import INTERRUPT_VARIABLE
 from headstart.config_tables import read_tables
 from headstart.core.errors import ConfigError
+from headstart.interrupt import INTERRUPT_VARIABLE
 from headstart.option_hints import hint_of
 from headstart.options import EngineOptions, RouterOptions, ServerOptions, check_values, flag_fields, flag_of
 

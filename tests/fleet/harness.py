@@ -18,8 +18,8 @@ from headstart.fleet.reading import Reader
 from headstart.fleet.replies import session_options
 from headstart.fleet.state import FleetState
 from headstart.options import RouterOptions, ServerOptions
+from headstart.server.lifecycle import HttpServer, listen, uvicorn_config
 from headstart.server.logs import Log
-from headstart.server.serve import HttpServer, listen, uvicorn_config
 
 BLOCK = 16
 BLOCKS = 1000

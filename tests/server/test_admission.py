@@ -15,8 +15,9 @@ from headstart.core.errors import InvalidRequestError, QueueFullError
 from headstart.core.request import Request
 from headstart.options import ServerOptions
 from headstart.server import admission
-from headstart.server.admission import Budget, answer_entries, check_size, initial_bytes, max_held_bytes, shown_entries
+from headstart.server.admission import answer_entries, check_size, initial_bytes, max_held_bytes, shown_entries
 from headstart.server.bounds import Bounds
+from headstart.server.byte_budget import Budget, Lease
 from headstart.server.fields import Fields
 from headstart.server.params import GenerationParams, Kind, parse_params
 from headstart.server.requests import Origin, build_requests
@@ -163,14 +164,14 @@ def test_output_is_held_as_it_comes(folder: str, monkeypatch: pytest.MonkeyPatch
     async def run() -> None:
         async with inside(folder) as server:
             budget, most = server.state._held, 0
-            resize = admission.Lease.resize
+            resize = Lease.resize
 
-            def watched(lease: admission.Lease, num_bytes: int) -> None:
+            def watched(lease: Lease, num_bytes: int) -> None:
                 nonlocal most
                 resize(lease, num_bytes)
                 most = max(most, budget.held_bytes)
 
-            monkeypatch.setattr(admission.Lease, "resize", watched)
+            monkeypatch.setattr(Lease, "resize", watched)
             requests, params = asked(1, 1, max_tokens=300, logprobs=2)
             assert (await server.complete([7], max_tokens=300, logprobs=2)).status_code == 200
             assert most == initial_bytes(requests, params) + 296 * admission.output_token_bytes(params)

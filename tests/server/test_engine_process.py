@@ -12,10 +12,10 @@ from server.fake_engine import MAX_MODEL_LEN, Gate, build_fake
 from server.harness import PATIENCE, until, wait_for
 
 from headstart.core.engine import EngineStats
-from headstart.core.errors import ConfigError, EngineDeadError, HeadstartError, InvalidRequestError
+from headstart.core.errors import ConfigError, EngineDeadError, HeadstartError, InvalidRequestError, RequestFailedError
 from headstart.core.request import FinishReason, Request, SamplingParams
 from headstart.options import EngineOptions
-from headstart.server.engine_client import EngineClient, RequestFailedError
+from headstart.server.engine_client import EngineClient
 from headstart.server.wire import FrameSplitter, LongStep, Message, News, Stop, Submit, decode_to_engine, encode_frame
 
 

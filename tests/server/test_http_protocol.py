@@ -12,7 +12,7 @@ from server.test_bad_input import Raw
 
 from headstart.server import http_protocol, write_watch
 from headstart.server.connections import ConnectionTable
-from headstart.server.serve import HttpServer, listen, uvicorn_config
+from headstart.server.lifecycle import HttpServer, listen, uvicorn_config
 
 MANY = 200  # times 1 MB, which a server that keeps or takes it all would be sent
 CHUNKED = b"host: x\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -6,6 +6,7 @@ HeadstartError
 ├── QueueFullError            too much is waiting already: HTTP 429, retry later
 ├── DrainingError             shutting down, nothing new is admitted: HTTP 503
 ├── NoReplicaError           the router has nobody to send a request to: HTTP 503
+├── RequestFailedError        the engine could not do this one request; the others are unharmed: HTTP 500
 ├── EngineDeadError           the engine process or its executor failed: HTTP 503
 └── ConfigError               options that cannot work together, or a model that cannot be loaded; exit code 2
 """
@@ -52,6 +53,10 @@ class NoReplicaError(HeadstartError):
     def __init__(self, message: str, *, reasons: dict[str, str] | None = None) -> None:
         super().__init__(message)
         self.reasons = reasons or {}
+
+
+class RequestFailedError(HeadstartError):
+    """The engine could not do this one request or call; the others are unharmed."""
 
 
 class EngineDeadError(HeadstartError):

@@ -17,11 +17,11 @@ from headstart.fleet.memory import CHAT
 from headstart.fleet.reading import Reading, Sender
 from headstart.fleet.routes import PROXIED, ROUTES, is_passed_on
 from headstart.fleet.state import FleetState
-from headstart.server.app import Gate
 from headstart.server.bodies import parse_json
 from headstart.server.fields import shown
+from headstart.server.gate import Gate
 from headstart.server.http_errors import ClientGoneError, HttpError, error_response, json_response
-from headstart.server.metrics import CONTENT_TYPE
+from headstart.server.packed_metrics import CONTENT_TYPE
 from headstart.server.protocol import Json, model_list
 from headstart.server.record import record_of
 

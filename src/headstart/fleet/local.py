@@ -20,8 +20,8 @@ from headstart.core.errors import ConfigError
 from headstart.fleet.address import ReplicaAddress
 from headstart.fleet.discovery import Changed
 from headstart.fleet.startup_progress import StartupProgress
+from headstart.server.lifecycle import EXIT_CONFIG
 from headstart.server.logs import Log
-from headstart.server.serve import EXIT_CONFIG
 
 FIRST_BACKOFF, MAX_BACKOFF = 1.0, 30.0  # seconds until a replica that ended is started again
 STEADY_SECONDS = 60.0  # whoever lived so long begins with the first backoff

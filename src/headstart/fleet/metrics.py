@@ -13,7 +13,7 @@ from headstart.fleet.members import Members
 from headstart.router.router import Router
 from headstart.router.shadow import Shadow
 from headstart.router.told import ToldContents
-from headstart.server.metrics import METHODS
+from headstart.server.packed_metrics import method_label
 
 _TTFT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 300.0)
 _DECIDE = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
@@ -58,7 +58,7 @@ class FleetMetrics:
     def answered(self, path: str, method: str, status: int) -> None:
         """Counts an HTTP request; unknown paths and methods share one label."""
         route = path if path in self._routes else "other"
-        self._http.add((route, method if method in METHODS else "other", str(status)))
+        self._http.add((route, method_label(method), str(status)))
 
     def routed(self, call: Call) -> None:
         """Counts what became of a request."""

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
-import signal
 import socket
 import time
 from collections.abc import Coroutine, Sequence
@@ -30,19 +29,19 @@ from headstart.fleet.tokenizers import named_tokenizer, tokenizer_of
 from headstart.options import RouterOptions, ServerOptions
 from headstart.server.allocator import give_memory_back
 from headstart.server.connections import ConnectionTable, connection_cap
-from headstart.server.logs import Log
-from headstart.server.segmented_tokenizer import SegmentedTokenizer
-from headstart.server.serve import (
+from headstart.server.lifecycle import (
     EXIT_BROKEN,
     EXIT_CONFIG,
     EXIT_INTERRUPTED,
     EXIT_OK,
-    INTERRUPT_SECONDS,
     HttpServer,
+    Shutdown,
     first_of,
     listen,
     uvicorn_config,
 )
+from headstart.server.logs import Log
+from headstart.server.segmented_tokenizer import SegmentedTokenizer
 from headstart.server.tokenizer import Tokenizer
 
 KEEPALIVE_SECONDS = 4.0  # of idle connections to replicas; vLLM closes them after 5
@@ -112,10 +111,7 @@ class _Life:
         self._listener = listener
         self._log = log
         self._held_log = HeldLog()  # of what the router says with addresses of replicas in it
-        self._stop = asyncio.Event()
-        self._now = asyncio.Event()
         self._listed = asyncio.Event()  # discovery has said who there is
-        self._drain_seconds = server_options.drain_timeout
 
     async def run(self) -> int:
         """Starts everything, waits, and ends everything."""
@@ -128,7 +124,13 @@ class _Life:
             except ConfigError as error:
                 self._log.line(f"headstart: {error}")
                 return EXIT_CONFIG
-            self._install_signals(state)
+            self._shutdown = Shutdown(
+                self._options.drain_timeout,
+                self._log,
+                num_requests=lambda: state.num_under_way,
+                on_drain=state.drain,
+            )
+            self._shutdown.install()
 
             def changed(addresses: Sequence[ReplicaAddress]) -> None:
                 state.members.changed(addresses)
@@ -154,32 +156,32 @@ class _Life:
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         try:
             if not self._listed.is_set():  # replicas that are only being started
-                await _any_of(watching, self._listed.wait(), self._stop.wait())
+                await _any_of(watching, self._listed.wait(), self._shutdown.begun.wait())
                 await self._first_look(state, watching, timeout=None)
-            if not watching.done() and not self._stop.is_set():
+            if not watching.done() and not self._shutdown.begun.is_set():
                 self._log.line(self._banner(state))
             self._held_log.release()
             gc.collect()
             gc.freeze()  # modules, and shadows of large caches: a full collection of them stops all streams for 60 ms
-            stopped = asyncio.ensure_future(self._stop.wait())
+            stopped = asyncio.ensure_future(self._shutdown.begun.wait())
             await asyncio.wait([stopped, watching], return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
             if watching.done() and not watching.cancelled():
                 more = "; the router stops" if self._listed.is_set() else ""
                 self._log.line(f"headstart: {watching.exception() or 'discovery has ended'}{more}")
-                state.draining = True
+                state.drain()
                 return EXIT_CONFIG if isinstance(watching.exception(), ConfigError) else EXIT_BROKEN
             return await self._drain(state)
         finally:
             http.should_exit = True
-            http.force_exit = self._now.is_set()
+            http.force_exit = self._shutdown.at_once.is_set()
             await asyncio.wait([serving])
 
     async def _first_look(
         self, state: FleetState, watching: "asyncio.Task[None]", timeout: float | None = FIRST_LOOK_SECONDS
     ) -> None:
         """Waits until every replica known was looked at once; `timeout` None: however long that takes."""
-        await _any_of(watching, state.members.seen.wait(), self._stop.wait(), timeout=timeout)
+        await _any_of(watching, state.members.seen.wait(), self._shutdown.begun.wait(), timeout=timeout)
 
     def _find_tokenizer(self, state: FleetState) -> None:
         """Takes the replicas' tokenizer as soon as they say what they serve, if it is on this machine."""
@@ -199,41 +201,13 @@ class _Life:
         changed()
 
     async def _drain(self, state: FleetState) -> int:
-        deadline = time.monotonic() + self._drain_seconds
-        while state.num_under_way and not self._now.is_set() and time.monotonic() < deadline:
-            await first_of(state.idle.wait(), self._now.wait(), timeout=0.5)
+        deadline = time.monotonic() + self._shutdown.drain_seconds
+        while state.num_under_way and not self._shutdown.at_once.is_set() and time.monotonic() < deadline:
+            await first_of(state.idle.wait(), self._shutdown.at_once.wait(), timeout=0.5)
         if not state.num_under_way:
             return EXIT_OK
         self._log.line(f"headstart: {state.num_under_way} requests were cut off")
-        return EXIT_INTERRUPTED if self._now.is_set() else EXIT_BROKEN
-
-    def _install_signals(self, state: FleetState) -> None:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._terminate, state)
-        loop.add_signal_handler(signal.SIGINT, self._interrupt, state)
-
-    def _terminate(self, state: FleetState) -> None:
-        """SIGTERM: nothing new is admitted, everything admitted is answered. Again: no change."""
-        if not self._stop.is_set():
-            self._tell("SIGTERM: ", state, "")
-        state.draining = True
-        self._stop.set()
-
-    def _interrupt(self, state: FleetState) -> None:
-        """Ctrl-C: as SIGTERM, with less patience. Again: now."""
-        if self._stop.is_set():
-            self._log.line("headstart: stopping at once")
-            self._now.set()
-            return
-        self._drain_seconds = min(self._drain_seconds, INTERRUPT_SECONDS)
-        self._tell("", state, "; Ctrl-C again stops at once")
-        state.draining = True
-        self._stop.set()
-
-    def _tell(self, why: str, state: FleetState, more: str) -> None:
-        patience = f"{self._drain_seconds:.0f} s"
-        count = state.num_under_way
-        self._log.line(f"headstart: {why}{count} requests under way get up to {patience} to finish{more}")
+        return EXIT_INTERRUPTED if self._shutdown.at_once.is_set() else EXIT_BROKEN
 
     def _banner(self, state: FleetState) -> str:
         host, port = self._listener.getsockname()[:2]

@@ -101,6 +101,10 @@ class FleetState:
         self.idle = asyncio.Event()
         self.idle.set()
 
+    def drain(self) -> None:
+        """Take no new requests from now on."""
+        self.draining = True
+
     @property
     def num_pending(self) -> int:
         """Requests without a first token."""

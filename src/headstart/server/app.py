@@ -4,30 +4,29 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from headstart import __version__
 from headstart.core.errors import InvalidRequestError
 from headstart.server import protocol
-from headstart.server.auth import Authenticator
 from headstart.server.bodies import TokenizeBody, parse_detokenize, parse_json, parse_tokenize
 from headstart.server.bounds import Bounds
 from headstart.server.cache_routes import cache_stats, explain
 from headstart.server.fields import shown
+from headstart.server.gate import Gate
 from headstart.server.http_errors import HttpError, error_response, json_response
 from headstart.server.inference import CHAT, COMPLETIONS, check_model, infer
 from headstart.server.json_pieces import SLICE_ITEMS
-from headstart.server.logs import Log
-from headstart.server.metrics import CONTENT_TYPE
 from headstart.server.openapi import BODIES
+from headstart.server.packed_metrics import CONTENT_TYPE
 from headstart.server.prefixes import parse_prefix
-from headstart.server.record import RequestRecord, record_of
+from headstart.server.record import record_of
 from headstart.server.requests import encode_prompt
 from headstart.server.state import ServerState
 from headstart.server.store_figures import may_see_store
@@ -257,68 +256,3 @@ def _switch(request: Request, name: str) -> bool:
     if value not in ("true", "false"):
         raise InvalidRequestError(f"{name} is {shown(value)}; it must be true or false", param=name)
     return value == "true"
-
-
-class Host(Protocol):
-    """Whose gate it is: a server, or a router in front of servers."""
-
-    @property
-    def auth(self) -> Authenticator: ...
-
-    @property
-    def log(self) -> Log: ...
-
-    def note(self, record: RequestRecord, error: Exception) -> None:
-        """Puts `error` on the record, and on the log what is not the client's own."""
-        ...
-
-    def answered(self, record: RequestRecord) -> bool:
-        """A request is over; whether its access line is wanted."""
-        ...
-
-
-class Gate:
-    """Gives every request a record and an id, checks its key, and writes its access line."""
-
-    def __init__(self, app: ASGIApp, state: Host) -> None:
-        self._app = app
-        self._state = state
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        record = RequestRecord.of(scope)
-        identity = (b"x-request-id", record.request_id.encode("latin-1"))
-
-        async def send_identified(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                record.status = message["status"]
-                message = {**message, "headers": [*message["headers"], identity]}
-            await send(message)
-
-        try:
-            await self._serve(record, scope, receive, send_identified)
-        finally:
-            self._settle(record)
-
-    async def _serve(self, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            record.principal = self._state.auth.authorise(scope)
-        except HttpError as error:
-            record.error = error.code
-            await error_response(error)(scope, receive, send)
-            return
-        try:
-            await self._app(scope, receive, send)
-        except Exception as error:  # nobody below was meant to let it through
-            self._state.note(record, error)
-            if record.status is not None:
-                raise  # half an answer is out: the server must cut the connection
-            await error_response(error)(scope, receive, send)
-
-    def _settle(self, record: RequestRecord) -> None:
-        status = 499 if record.error == "client_closed" else record.status
-        record.status = 499 if status is None else status
-        if self._state.answered(record):
-            now = time.monotonic()
-            self._state.log.event("request", record.fields(now), text=record.text(now))

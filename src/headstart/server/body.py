@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 
-from headstart.server.admission import Budget, Lease
+from headstart.server.byte_budget import Budget, Lease
 from headstart.server.http_errors import ClientGoneError, HttpError
 
 BODY_SECONDS = 30.0  # between two pieces of a body, and for the whole of it beside its size over MIN_BODY_RATE

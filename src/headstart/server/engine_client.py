@@ -17,7 +17,7 @@ import msgspec
 
 from headstart.core.batch import Output
 from headstart.core.engine import Engine, EngineInfo, EngineStats
-from headstart.core.errors import ConfigError, EngineDeadError, HeadstartError, InvalidRequestError
+from headstart.core.errors import ConfigError, EngineDeadError, HeadstartError, InvalidRequestError, RequestFailedError
 from headstart.core.request import Request
 from headstart.options import EngineOptions
 from headstart.server.wire import (
@@ -41,10 +41,6 @@ from headstart.server.wire import (
 Build = Callable[[EngineOptions], tuple[Engine, EngineInfo]]
 PATIENCE = 3.0  # times the time that a long step was expected to take
 STOP_SECONDS = 8.0  # for the step under way, and for what the store may take to write what is pending
-
-
-class RequestFailedError(HeadstartError):
-    """The engine could not do this one request or call; the others are unharmed."""
 
 
 class OutputStream:

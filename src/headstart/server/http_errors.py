@@ -5,8 +5,7 @@ Nothing that a client did not send itself is in the message, except limits: no p
 
 from starlette.responses import Response
 
-from headstart.core.errors import DrainingError, HeadstartError, QueueFullError
-from headstart.server.engine_client import RequestFailedError
+from headstart.core.errors import DrainingError, HeadstartError, QueueFullError, RequestFailedError
 from headstart.server.protocol import Json, encode, error_object, error_of
 
 Headers = dict[str, str]

@@ -4,9 +4,11 @@ import time
 from typing import NamedTuple
 
 from headstart.core.batch import Ledger, Output
+from headstart.core.errors import RequestFailedError
 from headstart.core.request import FinishReason
-from headstart.server.admission import RESERVED_TOKENS, Lease, output_token_bytes, shown_entries
-from headstart.server.engine_client import EngineClient, RequestFailedError
+from headstart.server.admission import RESERVED_TOKENS, output_token_bytes, shown_entries
+from headstart.server.byte_budget import Lease
+from headstart.server.engine_client import EngineClient
 from headstart.server.generation import Delta, Generation
 from headstart.server.metrics import Metrics
 from headstart.server.protocol import Json, usage

@@ -14,13 +14,11 @@ from prometheus_client.registry import Collector
 
 from headstart.core.batch import Ledger
 from headstart.core.engine import EngineInfo, EngineStats
-from headstart.server.packed_metrics import Counter, Histogram
+from headstart.server.packed_metrics import Counter, Histogram, method_label
 from headstart.server.protocol import CACHE_SOURCES
 from headstart.server.store_figures import StoreCollector
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
-METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
 
 _TTFT = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0),
@@ -129,7 +127,7 @@ class Metrics:
     def answered(self, path: str, method: str, status: int) -> None:
         """Counts an HTTP request; unknown paths and methods share one label."""
         route = path if path in self._routes else "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
-        self._http.add((route, method if method in METHODS else "other", str(status)))
+        self._http.add((route, method_label(method), str(status)))
 
     def expose(self, *, with_tenants: bool = True, with_store: bool = True) -> bytes:
         """Returns everything in Prometheus' text format; counts by tenant are for administrators only."""

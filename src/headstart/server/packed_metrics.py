@@ -13,6 +13,14 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of Prometheus' text format
+_METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
+
+
+def method_label(method: str) -> str:
+    """Return the label of an HTTP method, from a closed set."""
+    return method if method in _METHODS else "other"
+
 
 class Histogram(Collector):
     """A distribution of one label set; the same text as prometheus_client's own."""

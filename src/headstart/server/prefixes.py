@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.core.errors import InvalidRequestError
+from headstart.core.errors import InvalidRequestError, RequestFailedError
 from headstart.options import PrefixEntry
 from headstart.server.bodies import Message, parse_messages
 from headstart.server.bounds import Bounds
-from headstart.server.engine_client import EngineClient, RequestFailedError
+from headstart.server.engine_client import EngineClient
 from headstart.server.fields import Fields, bad_value, check_text, shown
 from headstart.server.http_errors import HttpError
 from headstart.server.params import check_token_ids

@@ -9,14 +9,15 @@ from enum import Enum
 from pathlib import Path
 
 from headstart.core.engine import EngineInfo
-from headstart.core.errors import DrainingError, HeadstartError, QueueFullError
+from headstart.core.errors import DrainingError, HeadstartError, QueueFullError, RequestFailedError
 from headstart.core.request import Request
 from headstart.options import ServerOptions
-from headstart.server.admission import MIN_HELD_BYTES, Budget, initial_bytes, max_held_bytes
+from headstart.server.admission import MIN_HELD_BYTES, initial_bytes, max_held_bytes
 from headstart.server.auth import Authenticator
 from headstart.server.body import BodyReader
 from headstart.server.bounds import Bounds
-from headstart.server.engine_client import EngineClient, RequestFailedError
+from headstart.server.byte_budget import Budget
+from headstart.server.engine_client import EngineClient
 from headstart.server.http_errors import ClientGoneError, HttpError, rendered
 from headstart.server.job import Job
 from headstart.server.json_pieces import Turns
@@ -96,6 +97,10 @@ class ServerState:
         self._held.max_bytes = max_held_bytes(model.info, self.options)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
+
+    def drain(self) -> None:
+        """Admit nothing new from now on."""
+        self.phase = Phase.DRAINING
 
     @property
     def metrics(self) -> Metrics | None:
