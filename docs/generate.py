@@ -1,4 +1,4 @@
-"""Writes what is generated in these pages: options (from options.py), metrics (from a scrape), files (first lines).
+"""Writes what is generated in these pages: options (from options.py), metrics (from a scrape), folders.
 
 python docs/generate.py            # or: make docs
 python docs/generate.py --check    # changes nothing; exit code 1 if a page is not current
@@ -16,21 +16,21 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from headstart.config.options import EngineOptions, RouterOptions, ServerOptions, flag_fields, flag_of
 from headstart.core.batch import Ledger
+from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineInfo, EngineStats
-from headstart.core.store import StoreStats
-from headstart.fleet.address import ReplicaAddress
-from headstart.fleet.members import Member
-from headstart.fleet.proxy import Call
-from headstart.fleet.reading import Reader, Reading
-from headstart.fleet.state import FleetState
-from headstart.fleet.upstream import Failure
-from headstart.options import EngineOptions, RouterOptions, ServerOptions, flag_fields, flag_of
-from headstart.router.ask import Ask, Prompt, router_root
+from headstart.gateway.gateway_state import FleetState
+from headstart.gateway.proxy.proxy import Call
+from headstart.gateway.proxy.request_reader import Reader, Reading
+from headstart.gateway.proxy.upstream import Failure
+from headstart.gateway.replicas.replica_address import ReplicaAddress
+from headstart.gateway.replicas.replica_monitor import Member
+from headstart.http.logs import Log
 from headstart.router.endpoint import Endpoint
-from headstart.router.shadow import Shadow
-from headstart.server.logs import Log
-from headstart.server.metrics import Metrics
+from headstart.router.index.approximate_index import Shadow
+from headstart.router.routing_request import Ask, Prompt, router_root
+from headstart.server.server_metrics import Metrics
 
 DOCS = Path(__file__).parent
 SRC = DOCS.parent / "src" / "headstart"
@@ -47,21 +47,15 @@ def options() -> str:
     return "\n".join([*parts, ""])
 
 
-def files() -> str:
-    """Every module with the first line of its docstring, by room."""
-    rooms: dict[str, list[str]] = {}
-    for path in sorted(SRC.rglob("*.py"), key=lambda path: (len(path.relative_to(SRC).parts) == 1, path)):
-        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        name, line = path.relative_to(SRC), docstring.split("\n")[0].replace("|", "or")
-        room = name.parts[0] + "/" if len(name.parts) > 1 else "top"
-        if name.name == "__init__.py" and len(name.parts) == 2:
-            rooms.setdefault(room, []).append(line)
-        elif name.name != "__init__.py":
-            rooms.setdefault(room, [""]).append(f"| `{Path(*name.parts[room != 'top' :])}` | {line} |")
-    parts: list[str] = []
-    for room, (about, *rows) in rooms.items():
-        parts += ["", f"### {room}", "", *([about, ""] if about else []), "| file | what it is |", "|---|---|", *rows]
-    return "\n".join([*parts, ""])
+def folders() -> str:
+    """Every folder with the first line of its `__init__.py`."""
+    rows: list[str] = []
+    for path in sorted(SRC.rglob("__init__.py")):
+        folder = path.parent.relative_to(SRC)
+        if folder.parts:
+            line = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
+            rows.append(f"| `{folder}/` | {line} |")
+    return "\n".join(["", "| folder | contents |", "|---|---|", *rows, ""])
 
 
 class _Engine:
@@ -122,7 +116,7 @@ def _metric_table(page: str) -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": options,
     "api.md": metrics,
-    "architecture.md": files,
+    "architecture.md": folders,
     "routing.md": router_metrics,
 }
 

@@ -10,11 +10,11 @@ from array import array
 from collections.abc import Callable, Iterable
 
 from headstart.core.batch import Batch, Chunk, Output, Row, RowError, RowErrorKind, StepResult, TokenLogprob
+from headstart.core.cache.block_store import BlockStore, Data
 from headstart.core.engine import Engine
-from headstart.core.limits import Limits
 from headstart.core.request import Request, SamplingParams
-from headstart.core.scheduler import Scheduler
-from headstart.core.store import BlockStore, Data
+from headstart.core.sched.limits import Limits
+from headstart.core.sched.scheduler import Scheduler
 
 VOCAB = 97
 EMPTY, GARBAGE = (-1, -1), (-2, -2)

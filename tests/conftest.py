@@ -44,7 +44,7 @@ settings.register_profile("no-shrink", settings.get_profile("headstart"), phases
 settings.load_profile("headstart")
 
 BUILD_KERNELS = """
-from headstart.model.kernels.load import NEEDED, cpu_flags, load
+from headstart.model.kernels.library import NEEDED, cpu_flags, load
 for variant, needed in NEEDED.items():
     if needed <= cpu_flags():
         load(variant)

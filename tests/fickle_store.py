@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from headstart.core.hashing import BlockHash
-from headstart.core.store import BlockKey, BlockSource, BlockStore, Loaded, StoreStats
+from headstart.core.cache.block_store import BlockKey, BlockSource, BlockStore, Loaded, StoreStats
+from headstart.core.cache.hashing import BlockHash
 from headstart.store.format import HEADER_BYTES, decode_header
 
 LOAD_SECONDS = 300.0

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from headstart.core.hashing import BlockHash
-from headstart.core.store import BlockKey, BlockSource, Data, Loaded, StoreStats
+from headstart.core.cache.block_store import BlockKey, BlockSource, Data, Loaded, StoreStats
+from headstart.core.cache.hashing import BlockHash
 
 Shelf = dict[BlockHash, tuple[BlockKey, bytes]]
 

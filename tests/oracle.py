@@ -15,13 +15,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headstart.core.batch import Output
+from headstart.core.cache.block_store import BlockStore
 from headstart.core.engine import Engine, EngineStats
-from headstart.core.limits import Limits
 from headstart.core.request import CacheMode, Request, Retention, SamplingParams
-from headstart.core.scheduler import Scheduler
-from headstart.core.store import BlockStore
-from headstart.model.loader import load_model
-from headstart.model.runner import ModelRunner
+from headstart.core.sched.limits import Limits
+from headstart.core.sched.scheduler import Scheduler
+from headstart.model.model_runner import ModelRunner
+from headstart.model.weights.model_loader import load_model
 
 TIE = 1e-4  # logits
 VOCAB = 128

@@ -23,7 +23,7 @@ from oracle import (
 
 from headstart.core.engine import Engine
 from headstart.core.request import Request
-from headstart.model.runner import ModelRunner
+from headstart.model.model_runner import ModelRunner
 from headstart.store.disk import DiskStore
 from headstart.store.format import Shape
 

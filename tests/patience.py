@@ -7,8 +7,9 @@ core/test_transfers.py and store/test_estimate.py, in time that they make up.
 
 from collections.abc import Callable
 
-from headstart.core import transfers
-from headstart.store import disk, estimate, loader
+from headstart.core.cache import transfers
+from headstart.store import block_loader as loader
+from headstart.store import disk, estimate
 
 SECONDS = 3600.0
 

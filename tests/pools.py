@@ -3,8 +3,8 @@
 from array import array
 from collections.abc import Iterable
 
-from headstart.core.blocks import BlockPool
-from headstart.core.hashing import BlockHash, extend_hashes, root_hash
+from headstart.core.cache.block_pool import BlockPool
+from headstart.core.cache.hashing import BlockHash, extend_hashes, root_hash
 
 ROOT = root_hash(b"")
 STRIDE = 16

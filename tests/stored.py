@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from headstart.core.hashing import BlockHash
-from headstart.core.store import BlockKey, Data, Loaded
+from headstart.core.cache.block_store import BlockKey, Data, Loaded
+from headstart.core.cache.hashing import BlockHash
 from headstart.store.disk import DiskStore
 from headstart.store.files import FileEntry, Files, Space
 from headstart.store.format import Shape

@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from headstart.core.hashing import BlockHash
-from headstart.core.store import BlockKey
+from headstart.core.cache.block_store import BlockKey
+from headstart.core.cache.hashing import BlockHash
 from headstart.store.catalog import Catalog
 from headstart.store.files import Files
 from headstart.store.format import Shape

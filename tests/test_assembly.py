@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from headstart.assembly import build_engine, check_options, model_folder
+from headstart.config.options import EngineOptions
 from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingParams
-from headstart.model.init_model import init_model
-from headstart.options import EngineOptions
+from headstart.model.weights.init_model import init_model
 
 
 @pytest.fixture(scope="module")

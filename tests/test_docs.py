@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from model.tiny import FAMILIES
 
-from headstart import cli
+from headstart.cli import main as cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -79,7 +79,8 @@ def test_python_in_the_pages_compiles_and_imports_what_exists() -> None:
 
 def test_parameters_and_paths_of_the_api_page_are_known_to_the_server() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/headstart/server").glob("*.py"))
+    files = [path for folder in ("openai", "server") for path in (ROOT / "src/headstart" / folder).rglob("*.py")]
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in files)
     rows = re.findall(r"^\| (.*?) \|", page.split("## Usage")[0], re.MULTILINE)
     names = [name for row in rows for name in re.findall(r"`\.?([a-z_]+)`", row)]
     paths = [path for row in rows for path in re.findall(r"`(/[a-z0-9_/]+)", row)]

@@ -21,8 +21,8 @@ from headstart.core.batch import Chunk, Output
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError, RequestTooLargeError
 from headstart.core.request import NO_DEFAULTS, Request, SamplingDefaults
-from headstart.model.init_model import init_model
-from headstart.server.tokenizer import Tokenizer
+from headstart.model.weights.init_model import init_model
+from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(build(BYTE_LEVEL), chat_template=TEMPLATE)
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}

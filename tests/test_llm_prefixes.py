@@ -8,8 +8,8 @@ import pytest
 from checking import executor_of
 from test_llm import GREEDY, make_llm
 
+from headstart.core.cache.pinned_prefix import PrefixState
 from headstart.core.errors import InvalidRequestError
-from headstart.core.prefix import PrefixState
 
 FIXED = list(range(20, 44))
 TEXT = "play some music in the living room, please"

@@ -87,8 +87,8 @@ def test_ctrl_c_under_make_ends_without_an_error_of_make(presses: list[bytes], v
 def test_a_second_ctrl_c_under_make_is_no_error_either_and_130_without_make(venv: Path) -> None:
     (venv / "slow").mkdir()
     (venv / "slow" / "sitecustomize.py").write_text(
-        "import sys, types\ncli = types.ModuleType('headstart.cli')\ncli.main = lambda: print('SLOW') or 130\n"
-        "sys.modules['headstart.cli'] = cli\n"
+        "import sys, types\ncli = types.ModuleType('headstart.cli.main')\ncli.main = lambda: print('SLOW') or 130\n"
+        "sys.modules['headstart.cli.main'] = cli\n"
     )
     (venv / "bin" / "headstart").write_text(
         f'#!/bin/sh\nPYTHONPATH="{venv / "slow"}:$PYTHONPATH" exec "{sys.executable}" -m headstart "$@"\n'

@@ -153,7 +153,7 @@ def served_burst(old: Served, new: Served) -> Callable[[int, int], float]:
 @contextlib.contextmanager
 def fake_replica() -> Generator[str]:
     """Run a replica that computes nothing, the same for both sides."""
-    words = [sys.executable, "-m", "headstart.bench.fake_replica", "--ttft-ms", "1", "--token-ms", "1"]
+    words = [sys.executable, "-m", "headstart.bench.runners.fake_replica", "--ttft-ms", "1", "--token-ms", "1"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

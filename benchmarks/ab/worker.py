@@ -13,7 +13,12 @@ from statistics import median
 from typing import Any
 
 from headstart import LLM
-from headstart.bench import lab_pick, lab_scheduler
+
+try:
+    from headstart.bench.experiments.engine import scheduler_cost as lab_scheduler
+    from headstart.bench.experiments.router import decision_cost as lab_pick
+except ImportError:  # a checkout from before the folders
+    from headstart.bench import lab_pick, lab_scheduler
 
 VOCABULARY = 32000
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from headstart.bench.machine import describe_machine, describe_versions
-from headstart.core.blocks import BlockPool
-from headstart.core.eviction import EVICTION_POLICIES, PROTECTED_SHARE, EvictionOrder, TwoQueue
-from headstart.core.hashing import BlockHash
+from headstart.core.cache.block_pool import BlockPool
+from headstart.core.cache.eviction import EVICTION_POLICIES, PROTECTED_SHARE, EvictionOrder, TwoQueue
+from headstart.core.cache.hashing import BlockHash
 
 ROOT = BlockHash(b"root")
 MOONCAKE_BLOCK = 512  # tokens per id of the trace

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from headstart.model.threads import prepare_threads
+from headstart.model.setup.threads import prepare_threads
 
 BUFFER = 512 * 2**20  # bytes per thread: far more than any cache
 SIZES = ((1024, 2048, 4096), (2048, 4096, 4096), (4096, 2048, 2048))  # rows, inputs, outputs

@@ -15,8 +15,8 @@ from plan import POISSON, Estimate, Plan, limit_of
 from poisson import ALONE, COARSE, LOAD, THOROUGH, measure_alone, measure_load, next_rate, slo_of, time_of
 from roster import ROSTER, SPIN_COUNT, Entrant, command_of, variables_of
 
+from headstart.bench.comparison import Outcome, measure_row
 from headstart.bench.machine import CONTENDED_ABOVE, ContentionMeter
-from headstart.bench.rows import Outcome, measure_row
 
 DEATHS = 3
 FUTILE = 3  # contended repetitions in a row after which nothing is repeated any more

@@ -13,7 +13,7 @@ free: norms, rotations, softmax, sampling, scheduling. So nobody reaches these; 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from headstart.bench.rows import SAMPLED
+from headstart.bench.comparison import SAMPLED
 from headstart.workload.scenarios import BURST, GENERATED, STREAMS
 from headstart.workload.synthetic import INTENT
 

@@ -29,11 +29,11 @@ import zmq
 
 from headstart import bundled
 from headstart.bench.machine import describe_machine, describe_versions
-from headstart.fleet.address import ReplicaAddress
-from headstart.fleet.kv_event_decoding import event_domain
-from headstart.fleet.kv_events import KVEventConsumer
-from headstart.router.ask import Prompt, router_root
-from headstart.router.told import ToldContents
+from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
+from headstart.gateway.kv_events.kv_event_decoding import event_domain
+from headstart.gateway.replicas.replica_address import ReplicaAddress
+from headstart.router.index.kv_event_index import ToldContents
+from headstart.router.routing_request import Prompt, router_root
 
 MODEL = "intent"
 BLOCK = 32  # vLLM refuses 16 on a CPU

@@ -9,10 +9,10 @@ from typing import Any
 from serve import Job, News, Sampling, claim_stdout, drive, serve
 
 from headstart.bench.machine import describe_versions
+from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
-from headstart.model.threads import prepare_threads
-from headstart.options import EngineOptions
+from headstart.model.setup.threads import prepare_threads
 
 KV_BLOCKS = 16_384  # of 16 tokens: 3 GiB of llama-100m's KV, as vLLM has
 TOKEN_BUDGET = 4096  # per step, as vLLM has

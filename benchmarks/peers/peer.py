@@ -1,4 +1,4 @@
-"""Peer: an engine behind a driver process in an environment of its own, as a `headstart.bench.runner.Runner`."""
+"""Peer: an engine behind a driver process in an environment of its own, as a Runner (bench/runners/runner.py)."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from typing import Any
 
 import psutil
 
-from headstart.bench.progress import QUIET, Bar
-from headstart.bench.runner import Trial
+from headstart.bench.progress_bar import QUIET, Bar
+from headstart.bench.runners.runner import Trial
 from headstart.workload.jobs import Job
-from headstart.workload.record import RequestRecord
+from headstart.workload.request_record import RequestRecord
 
 GIVEN_UP = "given up"
 START_SECONDS = 900.0  # compilers run then

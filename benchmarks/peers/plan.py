@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from roster import Entrant
 
-from headstart.bench.rows import ROWS, SAMPLED
+from headstart.bench.comparison import ROWS, SAMPLED
 
 POISSON = "poisson"
 ROW_NAMES = (*ROWS, POISSON)

@@ -1,7 +1,7 @@
 """The highest Poisson rate of every peer, all by the same draw of arrivals, their searches interleaved point by point.
 
-A search is a function of the points measured so far (`headstart.bench.search`): it is begun anew for every point and
-ends at the first rate that the journal does not know. So peers take turns, and a killed run goes on where it was.
+A search is a function of the points measured so far (`headstart.bench.load_search`): it is begun anew for every point
+and ends at the first rate that the journal does not know. So peers take turns, and a killed run goes on where it was.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from math import ceil
 from journal import Entry, find
 from peer import GivenUpError, Peer
 
+from headstart.bench.comparison import Outcome, unloaded_e2e
+from headstart.bench.load_search import highest_rate
 from headstart.bench.rate import RateConfig, behind_prefix, measure_rate
-from headstart.bench.rows import Outcome, unloaded_e2e
-from headstart.bench.search import highest_rate
-from headstart.workload.record import percentile
+from headstart.workload.request_record import percentile
 from headstart.workload.slo import SHARE, Slo
 
 ALONE, LOAD = "poisson_alone", "poisson"

@@ -22,8 +22,8 @@ from plan import ONCE, OTHERS, ROW_NAMES, THOROUGH, Plan
 from roster import HERE, ROSTER, SPIN_COUNT, variables_of
 from table import draw_all
 
+from headstart.bench.bench_models import find_model
 from headstart.bench.machine import describe_machine
-from headstart.bench.models import find_model
 
 ARCHITECTURE = "llama-100m"
 

@@ -15,11 +15,11 @@ from array import array
 import torch
 
 from headstart.bench.machine import describe_machine
-from headstart.bench.progress import progress_bar
+from headstart.bench.progress_bar import progress_bar
 from headstart.core.batch import Chunk
 from headstart.core.request import SamplingParams
-from headstart.model.kernels.load import find
-from headstart.model.sampler import Sampler
+from headstart.model.kernels.library import find
+from headstart.model.sampling.sampler import Sampler
 
 ROWS, PROMPT, OUTPUT = 32, 64, 36
 SCALES = {"flat": 1.0, "peaked": 6.0}

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import tokenizers
 
-from headstart.server.segmented_tokenizer import SegmentedTokenizer
-from headstart.server.tokenizer import Tokenizer
+from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
+from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 NUM_TOKENS = 73_000
 RUNS = 15

@@ -6,13 +6,13 @@ Imports next to nothing itself: Ctrl-C ends without a traceback also while the c
 import os
 import sys
 
-from headstart.interrupt import INTERRUPT_VARIABLE, INTERRUPTED
+from headstart.config.interrupt import INTERRUPT_VARIABLE, INTERRUPTED
 
 
 def main() -> int:
     """Runs the command of `sys.argv` and returns its exit code; INTERRUPT_VARIABLE replaces that of Ctrl-C."""
     try:
-        from headstart.cli import main as run
+        from headstart.cli.main import main as run
 
         code = run()
     except KeyboardInterrupt:

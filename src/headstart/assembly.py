@@ -3,15 +3,15 @@
 from pathlib import Path
 
 from headstart.bundled import BUNDLED_NAME
+from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError
-from headstart.core.scheduler import Scheduler
+from headstart.core.sched.scheduler import Scheduler
 from headstart.core.warm_up import measure_steps
 from headstart.engine_checks import check_options, limits_of, model_folder, store_bytes
-from headstart.model.loader import LoadedModel, load_model, resolve_device
-from headstart.model.runner import ModelRunner
-from headstart.model.sizes import parse_bytes
-from headstart.model.sizing import (
+from headstart.model.model_runner import ModelRunner
+from headstart.model.setup.sizes import parse_bytes
+from headstart.model.setup.sizing import (
     KVPlan,
     apply_threads,
     check_weights_fit,
@@ -19,10 +19,10 @@ from headstart.model.sizing import (
     memory,
     plan_kv_pool,
 )
-from headstart.model.threads import prepare_threads
-from headstart.options import EngineOptions
-from headstart.server.kv_events import KVEventPublisher, parse_kv_events_config
-from headstart.server.sampling_defaults import read_sampling_defaults
+from headstart.model.setup.threads import prepare_threads
+from headstart.model.weights.model_loader import LoadedModel, load_model, resolve_device
+from headstart.openai.sampling_defaults import read_sampling_defaults
+from headstart.server.kv_events.kv_event_publisher import KVEventPublisher, parse_kv_events_config
 from headstart.store.disk import DiskStore
 from headstart.store.files import prepare_folder
 from headstart.store.format import Shape

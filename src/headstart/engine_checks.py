@@ -7,14 +7,14 @@ import re
 from pathlib import Path
 
 from headstart.bundled import bundled_model
+from headstart.config.options import EngineOptions, check_values
 from headstart.core.errors import ConfigError
-from headstart.core.limits import Limits
-from headstart.core.step_time import StepBound
-from headstart.model.architectures import check_model_folder
-from headstart.model.hub import local_folder, resolve_model
-from headstart.model.sizes import format_bytes, parse_bytes
-from headstart.options import EngineOptions, check_values
-from headstart.server.kv_events import parse_kv_events_config
+from headstart.core.sched.limits import Limits
+from headstart.core.sched.step_time import StepBound
+from headstart.model.setup.sizes import format_bytes, parse_bytes
+from headstart.model.weights.architectures import check_model_folder
+from headstart.model.weights.hub import local_folder, resolve_model
+from headstart.server.kv_events.kv_event_publisher import parse_kv_events_config
 
 MIN_STORE_BYTES = 64 * 2**20
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")

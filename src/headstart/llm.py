@@ -5,8 +5,8 @@
     llm = LLM("Qwen/Qwen3-0.6B")
     print(llm.generate("The capital of France is", {"max_tokens": 8, "temperature": 0})[0].text)
 
-Parameters have the names, limits and errors of the HTTP API (server/params.py). Importing this module does not import
-torch: building an LLM does, after the thread settings that torch reads on import.
+Parameters have the names, limits and errors of the HTTP API (openai/generation_params.py). Importing this module does
+not import torch: building an LLM does, after the thread settings that torch reads on import.
 """
 
 import dataclasses
@@ -23,25 +23,25 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+from headstart.config.options import EngineOptions, check_values
 from headstart.core.batch import TokenLogprob
+from headstart.core.cache.pinned_prefix import PrefixInfo, PrefixState
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError
-from headstart.core.prefix import PrefixInfo, PrefixState
 from headstart.core.request import Request, SamplingParams
-from headstart.model.threads import prepare_threads
-from headstart.options import EngineOptions, check_values
+from headstart.model.setup.threads import prepare_threads
+from headstart.openai.bounds import Bounds
+from headstart.openai.engine_requests import Origin, build_requests, encode_chat, encode_completion
+from headstart.openai.fields import Fields
+from headstart.openai.generation_params import GenerationParams, Kind, parse_params
+from headstart.openai.request_bodies import ChatBody, CompletionBody, check_depth, parse_messages, parse_prompts
+from headstart.openai.text.generation import Generation
+from headstart.openai.text.logprob_table import TokenEntry
+from headstart.openai.text.shared_prompt import SharedPrompt
+from headstart.openai.text.stop_strings import StopPatterns
+from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.progress import GenerationProgress
-from headstart.server.bodies import ChatBody, CompletionBody, check_depth, parse_messages, parse_prompts
-from headstart.server.bounds import Bounds
-from headstart.server.fields import Fields
-from headstart.server.generation import Generation
-from headstart.server.logprob_table import TokenEntry
-from headstart.server.params import GenerationParams, Kind, parse_params
-from headstart.server.prefixes import encode_prefix, kind_of, parse_prefix
-from headstart.server.requests import Origin, build_requests, encode_chat, encode_completion
-from headstart.server.shared_prompt import SharedPrompt
-from headstart.server.stops import StopPatterns
-from headstart.server.tokenizer import Tokenizer
+from headstart.server.prefix_requests import encode_prefix, kind_of, parse_prefix
 
 Sampling = SamplingParams | Mapping[str, Any] | None
 
@@ -75,7 +75,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "", **engine_options: Any) -> None:
-        """Load `model`, a folder or hub id (empty: the bundled one). Options: `headstart.options.EngineOptions`.
+        """Load `model`, a folder or hub id (empty: the bundled one). Options: `EngineOptions` in config/options.py.
 
         Steps are not bounded in time unless `max_step_time` says so: a call returns when all of it is done.
         Raises ConfigError for unknown options and for a model that cannot be served.

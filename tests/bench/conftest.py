@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from headstart.bench.engines import Setup
-from headstart.bench.nullexec import NullExecutor
+from headstart.bench.runners.engines import Setup
+from headstart.bench.runners.null_executor import NullExecutor
+from headstart.config.options import EngineOptions
 from headstart.core.batch import Batch, Row, RowError, RowErrorKind, StepResult
 from headstart.core.engine import Engine, EngineInfo
-from headstart.core.scheduler import Scheduler
+from headstart.core.sched.scheduler import Scheduler
 from headstart.engine_checks import limits_of
-from headstart.model.init_model import init_model
-from headstart.options import EngineOptions
+from headstart.model.weights.init_model import init_model
 
 VOCAB_SIZE = 1000
 

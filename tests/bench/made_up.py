@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headstart.bench.engines import Setup
-from headstart.bench.replica import Answer, Launch
+from headstart.bench.runners.engines import Setup
+from headstart.bench.runners.served_replica import Answer, Launch
 
 Known = set[tuple[str, bytes]]  # key, prompt
 

@@ -14,7 +14,7 @@ import pytest
 from server import patient
 from server.harness import ROOT, wait_for
 
-from headstart.bench.replica import Launch, Replica, replica
+from headstart.bench.runners.served_replica import Launch, Replica, replica
 
 BLOCK_SIZE = 16
 ADMIN = "root"

@@ -14,13 +14,22 @@ import httpx
 import pytest
 from server.harness import PATIENCE, wait_for
 
-from headstart.bench.fake_replica import Cache, Replica, Settings
+from headstart.bench.runners.fake_replica import Cache, Replica, Settings
 
 
 @contextmanager
 def fake(*flags: str) -> Iterator[str]:
     """A replica whose tokens take a millisecond, unless the flags say otherwise; gives its URL."""
-    command = [sys.executable, "-m", "headstart.bench.fake_replica", "--ttft-ms", "1", "--token-ms", "1", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "headstart.bench.runners.fake_replica",
+        "--ttft-ms",
+        "1",
+        "--token-ms",
+        "1",
+        *flags,
+    ]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:

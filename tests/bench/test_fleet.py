@@ -7,12 +7,12 @@ from bench.made_up import setup_for
 from tokenizers import Tokenizer
 
 from headstart.bench.bootstrap import Interval
-from headstart.bench.fleet import FleetConfig, Measured, Trial
-from headstart.bench.fleet_report import goals, make_report, run_fleet
-from headstart.bench.fleet_workload import Words, shared_prefix
-from headstart.bench.route_process import Entrant
+from headstart.bench.experiments.router.fleet import FleetConfig, Measured, Trial
+from headstart.bench.experiments.router.fleet_report import goals, make_report, run_fleet
+from headstart.bench.experiments.router.fleet_workload import Words, shared_prefix
+from headstart.bench.runners.route_process import Entrant
 from headstart.core.errors import ConfigError
-from headstart.workload.record import RequestRecord
+from headstart.workload.request_record import RequestRecord
 from headstart.workload.synthetic import Shape
 
 SMALL = FleetConfig(

@@ -3,10 +3,10 @@ from collections.abc import Callable
 
 import pytest
 
-from headstart.bench.engines import Setup
-from headstart.bench.inprocess import drive, make_requests
-from headstart.bench.nullexec import NullExecutor
-from headstart.bench.virtual import VirtualClock
+from headstart.bench.runners.engines import Setup
+from headstart.bench.runners.inprocess import drive, make_requests
+from headstart.bench.runners.null_executor import NullExecutor
+from headstart.bench.runners.virtual_time import VirtualClock
 from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
 

@@ -16,7 +16,7 @@ import headstart
 HEADSTART = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from headstart.cli import main
+from headstart.cli.main import main
 sys.exit(main())
 """
 LONG = ("--groups", "2", "--prompts", "2", "--prefix-tokens", "32", "--output-tokens", "1900")

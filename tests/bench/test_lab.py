@@ -1,8 +1,8 @@
 from collections.abc import Callable
 
-from headstart.bench.engines import Setup
-from headstart.bench.lab_repeat import run_repeat
-from headstart.bench.nullexec import NullExecutor
+from headstart.bench.experiments.engine.repeat import run_repeat
+from headstart.bench.runners.engines import Setup
+from headstart.bench.runners.null_executor import NullExecutor
 
 MakeSetup = Callable[..., Setup]
 

@@ -5,18 +5,18 @@ from random import Random
 
 import pytest
 
-from headstart.bench.engine_runner import EngineRunner
-from headstart.bench.engines import Setup
-from headstart.bench.inprocess import drive
+from headstart.bench.comparison import ROWS, measure_poisson, measure_row
 from headstart.bench.measure import measure
-from headstart.bench.nullexec import NullExecutor
 from headstart.bench.rate import RateConfig, behind_prefix, measure_rate, search_rate
-from headstart.bench.rows import ROWS, measure_poisson, measure_row
-from headstart.bench.runner import Trial
+from headstart.bench.runners.engine_runner import EngineRunner
+from headstart.bench.runners.engines import Setup
+from headstart.bench.runners.inprocess import drive
+from headstart.bench.runners.null_executor import NullExecutor
+from headstart.bench.runners.runner import Trial
 from headstart.core.request import Request
 from headstart.workload import scenarios
 from headstart.workload.jobs import Sampling
-from headstart.workload.record import RequestRecord
+from headstart.workload.request_record import RequestRecord
 from headstart.workload.slo import Slo
 from headstart.workload.synthetic import Shape
 

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from headstart.bench import page_cache
+from headstart.bench.experiments.store import page_cache
 
 
 def test_pages_are_dropped_where_the_kernel_can_tell_and_the_content_stays(tmp_path: Path) -> None:

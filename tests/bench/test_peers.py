@@ -26,7 +26,7 @@ from roster import ROSTER, Entrant, variables_of  # noqa: E402
 from serve import GIVEN_UP, GREEDY, Job, News, Sampling, drive  # noqa: E402
 from table import BEGIN, END, draw_all, markdown, replaced  # noqa: E402
 
-from headstart.bench.rows import SAMPLED  # noqa: E402
+from headstart.bench.comparison import SAMPLED  # noqa: E402
 from headstart.workload import jobs  # noqa: E402
 from headstart.workload.jobs import make_jobs  # noqa: E402
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from headstart.model.init_model import init_model
+from headstart.model.weights.init_model import init_model
 
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
 

@@ -8,8 +8,8 @@ import httpx
 import pytest
 from server.harness import wait_for
 
-from headstart.bench import route_process
-from headstart.bench.route_process import OURS, Entrant, parse_peer, running_router, start_router
+from headstart.bench.runners import route_process
+from headstart.bench.runners.route_process import OURS, Entrant, parse_peer, running_router, start_router
 from headstart.core.errors import ConfigError
 
 REPLICAS = ("http://127.0.0.1:7001", "http://127.0.0.1:7002")

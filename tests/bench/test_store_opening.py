@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from headstart.bench.store_opening import Opening, measure_openings
+from headstart.bench.experiments.store.store_opening import Opening, measure_openings
 
 
 def test_a_sparse_store_is_found_whole_and_takes_no_room(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from server.harness import PATIENCE
 
-from headstart.bench.lab_proxy import QUICK, fake_replica
-from headstart.bench.stream_load import Client, Plan, run
+from headstart.bench.experiments.router.proxy_cost import QUICK, fake_replica
+from headstart.bench.runners.stream_load import Client, Plan, run
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 FIRST = b'data: {"text":" 1.000000 1.500000"}\n\n'

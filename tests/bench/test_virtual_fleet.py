@@ -4,16 +4,16 @@ from random import Random
 
 import pytest
 
-from headstart.bench.virtual_fleet import Arrival, VirtualFleet, VirtualReplica
-from headstart.core.hashing import BlockHash
-from headstart.router.ask import Ask, Prompt
+from headstart.bench.experiments.router.virtual_fleet import Arrival, VirtualFleet, VirtualReplica
+from headstart.core.cache.hashing import BlockHash
 from headstart.router.endpoint import Endpoint
-from headstart.router.policy import Candidate, Choice, View
-from headstart.router.rates import Rates
+from headstart.router.index.approximate_index import Shadow
+from headstart.router.policies.policy import Candidate, Choice, View
+from headstart.router.policies.policy_table import POLICIES, make_policy
+from headstart.router.prefill_model import Rates
 from headstart.router.router import Router
-from headstart.router.shadow import Shadow
-from headstart.router.table import POLICIES, make_policy
-from headstart.workload.record import RequestRecord, summarize
+from headstart.router.routing_request import Ask, Prompt
+from headstart.workload.request_record import RequestRecord, summarize
 
 BLOCK = 16
 RATES = Rates(2.0, 0.1, 0.0, 0.0)

@@ -10,17 +10,17 @@ from checking import CheckingExecutor
 from model.paged import change_block
 from model.tiny import make_checkpoint
 
-from headstart.bench.nullexec import NullExecutor
-from headstart.bench.virtual import StepCost, VirtualClock, VirtualExecutor
+from headstart.bench.runners.null_executor import NullExecutor
+from headstart.bench.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
 from headstart.core.batch import Batch, Chunk
+from headstart.core.cache.block_store import Data
 from headstart.core.engine import Engine
 from headstart.core.executor import Executor
-from headstart.core.limits import Limits
 from headstart.core.request import FinishReason, Request, SamplingParams
-from headstart.core.scheduler import Scheduler
-from headstart.core.store import Data
-from headstart.model.loader import load_model
-from headstart.model.runner import ModelRunner
+from headstart.core.sched.limits import Limits
+from headstart.core.sched.scheduler import Scheduler
+from headstart.model.model_runner import ModelRunner
+from headstart.model.weights.model_loader import load_model
 
 BLOCK = 16
 NUM_BLOCKS = 20

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.core.blocks import HISTORY_POOLS, BlockPool
-from headstart.core.hashing import BlockHash, extend_hashes, root_hash
+from headstart.core.cache.block_pool import HISTORY_POOLS, BlockPool
+from headstart.core.cache.hashing import BlockHash, extend_hashes, root_hash
 from headstart.core.request import DEFAULT_RETENTION, Retention
 
 TENANTS = ("", "a", "b")

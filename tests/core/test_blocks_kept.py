@@ -5,8 +5,8 @@ from array import array
 import pytest
 from pools import Index, lookup, names_of, publish_chain
 
-from headstart.core.blocks import BlockPool
-from headstart.core.hashing import BlockHash
+from headstart.core.cache.block_pool import BlockPool
+from headstart.core.cache.hashing import BlockHash
 from headstart.core.request import DEFAULT_RETENTION, Retention
 
 

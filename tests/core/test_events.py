@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
+from headstart.core.cache.hashing import BlockHash, region_hash, root_hash
 from headstart.core.engine import Engine
 from headstart.core.errors import InvalidRequestError
-from headstart.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
-from headstart.core.hashing import BlockHash, region_hash, root_hash
-from headstart.core.limits import Limits
 from headstart.core.request import CacheMode, Sequence
-from headstart.core.scheduler import Scheduler
+from headstart.core.sched.limits import Limits
+from headstart.core.sched.scheduler import Scheduler
 
 BLOCK = 4
 PUBLIC = list(range(8))  # two blocks that every domain shares in these tests

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headstart.core.eviction import EVICTION_POLICIES, HOT, EvictionOrder, TwoQueue
+from headstart.core.cache.eviction import EVICTION_POLICIES, HOT, EvictionOrder, TwoQueue
 
 MakeOrder = Callable[[], EvictionOrder]
 

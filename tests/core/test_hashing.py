@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.core.hashing import BlockHash, extend_hashes, pack, root_hash
+from headstart.core.cache.hashing import BlockHash, extend_hashes, pack, root_hash
 
 ROOT = root_hash(b"model")
 

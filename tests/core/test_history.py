@@ -1,7 +1,7 @@
 """What was evicted is remembered for a while, by name only."""
 
-from headstart.core.hashing import BlockHash
-from headstart.core.history import Evicted, EvictionHistory
+from headstart.core.cache.hashing import BlockHash
+from headstart.core.cache.history import Evicted, EvictionHistory
 
 GONE = Evicted("capacity", "r1", 2.0)
 

@@ -5,7 +5,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headstart.core.errors import ConfigError
-from headstart.core.limits import Limits, charge, chunk_len
+from headstart.core.sched.limits import Limits, charge, chunk_len
 
 
 @st.composite
@@ -67,11 +67,13 @@ def test_what_decodes_leave_is_enough_for_any_prompt_to_go_on(
 
 
 @settings(max_examples=200, deadline=None)
-@given(want=st.integers(2, 80), start=starts, budget=st.integers(1, 20), limits=all_limits())
+@given(data=st.data(), want=st.integers(2, 80), limits=all_limits().filter(lambda limits: limits.align > 1))
 def test_less_than_a_block_of_budget_waits_unless_the_rest_of_the_prompt_fits(
-    want: int, start: int, budget: int, limits: Limits
+    data: st.DataObject, want: int, limits: Limits
 ) -> None:
-    assume(budget < limits.align - start % limits.align)
+    offset = data.draw(st.integers(0, limits.align - 2))
+    start = data.draw(st.integers(0, 3)) * limits.align + offset
+    budget = data.draw(st.integers(1, limits.align - offset - 1))
     n = chunk_len(want, start, budget, limits, alone=True)
     fits = charge(start, want, limits, decode=False) <= budget
     assert n == (want if fits else 0)

@@ -6,9 +6,9 @@ import pytest
 from checking import executor_of, make_engine, make_request
 
 from headstart.core.batch import Chunk
+from headstart.core.cache.pinned_prefix import PrefixState
 from headstart.core.engine import Engine
 from headstart.core.errors import InvalidRequestError
-from headstart.core.prefix import PrefixState
 
 STEPS = 200
 DOMAINS = (b"", b"a", b"b")

@@ -1,7 +1,7 @@
 """Hints add up to one priority per block; times run out; blocks nobody asked about are not listed."""
 
+from headstart.core.cache.retention import Retentions
 from headstart.core.request import DEFAULT_RETENTION, Retention
-from headstart.core.retention import Retentions
 
 
 def test_a_block_nobody_asked_about_has_the_default_priority_and_costs_nothing() -> None:

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.bench.virtual import StepCost, VirtualClock, VirtualExecutor
+from headstart.bench.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
 from headstart.core.batch import Batch, StepResult
 from headstart.core.engine import Engine
-from headstart.core.limits import Limits
 from headstart.core.request import Request, SamplingParams
-from headstart.core.scheduler import Scheduler
-from headstart.core.step_time import DECODE_STEPS, LEAST_SECONDS, LEAST_TOKENS, MOST_SECONDS, StepBound, StepTimes
+from headstart.core.sched.limits import Limits
+from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.step_time import DECODE_STEPS, LEAST_SECONDS, LEAST_TOKENS, MOST_SECONDS, StepBound, StepTimes
 from headstart.core.warm_up import PROMPT_TOKENS, measure_steps
 
 BLOCK = 16

@@ -5,10 +5,10 @@ from checking import executor_of, expected_tokens, generate, make_engine, make_r
 from memory_store import NEVER, Habits, MemoryStore
 
 from headstart.core.batch import Ledger
+from headstart.core.cache.hashing import BlockHash
+from headstart.core.cache.transfers import MAX_LOADS, ComputeRate
 from headstart.core.engine import Engine
-from headstart.core.hashing import BlockHash
 from headstart.core.request import CacheMode, FinishReason, SamplingParams
-from headstart.core.transfers import MAX_LOADS, ComputeRate
 
 A, B, C = list(range(8)), list(range(20, 28)), list(range(40, 48))
 

@@ -7,8 +7,8 @@ from checking import executor_of, expected_tokens, generate, make_engine, make_r
 from memory_store import MemoryStore
 
 from headstart.core.batch import Chunk, Output
+from headstart.core.cache.pinned_prefix import PrefixState
 from headstart.core.engine import Engine
-from headstart.core.prefix import PrefixState
 from headstart.core.request import CacheMode, FinishReason, Request, SamplingParams
 
 FIXED = array("i", range(1, 17))  # four blocks

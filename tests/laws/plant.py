@@ -11,18 +11,21 @@ from typing import Any
 
 from hypothesis import Phase, settings
 
-from headstart.core import engine, kv_cache, plan, room, scheduler
-from headstart.core.accounts import Accounts
-from headstart.core.blocks import BlockPool
-from headstart.core.hashing import BlockHash
-from headstart.core.kv_cache import Hit, KVCache
-from headstart.core.plan import Plan
-from headstart.core.policy import WaitingQueue
+from headstart.core import engine
+from headstart.core.cache import kv_cache
+from headstart.core.cache.block_pool import BlockPool
+from headstart.core.cache.hashing import BlockHash
+from headstart.core.cache.kv_cache import Hit, KVCache
+from headstart.core.cache.transfers import Transfers
+from headstart.core.cache.trust import Trust
 from headstart.core.request import CacheMode
-from headstart.core.room import Room
-from headstart.core.scheduler import Scheduler
-from headstart.core.transfers import Transfers
-from headstart.core.trust import Trust
+from headstart.core.sched import admission as room
+from headstart.core.sched import plan, scheduler
+from headstart.core.sched.admission import Room
+from headstart.core.sched.plan import Plan
+from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.token_accounting import Accounts
+from headstart.core.sched.waiting_queue import WaitingQueue
 
 
 def double_free() -> None:

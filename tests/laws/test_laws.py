@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from memory_store import Habits, MemoryStore, Shelf
 
-from headstart.core.accounts import Accounts
 from headstart.core.batch import Batch
 from headstart.core.engine import Engine
-from headstart.core.limits import charge
 from headstart.core.request import CacheMode, Request, Retention, Status
-from headstart.core.room import MAX_PREEMPTIONS
-from headstart.core.step_time import StepBound
+from headstart.core.sched.admission import MAX_PREEMPTIONS
+from headstart.core.sched.limits import charge
+from headstart.core.sched.step_time import StepBound
+from headstart.core.sched.token_accounting import Accounts
 
 BLOCK = 4
 

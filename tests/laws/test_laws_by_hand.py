@@ -5,8 +5,8 @@ from checking import executor_of, expected_tokens, generate, make_engine, make_r
 
 from headstart.core.batch import Chunk
 from headstart.core.errors import ConfigError, RequestTooLargeError
-from headstart.core.limits import Limits, charge, chunk_len
 from headstart.core.request import CacheMode, FinishReason
+from headstart.core.sched.limits import Limits, charge, chunk_len
 
 
 def chunks(engine: object) -> list[list[tuple[str, int, int]]]:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart.core.engine import Engine
-from headstart.core.room import MAX_PREEMPTIONS
+from headstart.core.sched.admission import MAX_PREEMPTIONS
 
 HOT = list(range(8))
 

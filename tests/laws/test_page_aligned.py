@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from headstart.core.batch import Chunk
 from headstart.core.engine import Engine
-from headstart.core.limits import charge
 from headstart.core.request import Request
+from headstart.core.sched.limits import charge
 
 BLOCK = 4
 CHARGES = [False, True]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from headstart.model.attention.cpu import CPUAttention, CPUStep
 from headstart.model.attention.reference import ReferenceAttention
-from headstart.model.kv import KVShape
-from headstart.model.step import StepInputs
-from headstart.model.writes import Ranges, plan_writes
+from headstart.model.kv_writes import Ranges, plan_writes
+from headstart.model.paged_kv import KVShape
+from headstart.model.step_inputs import StepInputs
 
 CPU = torch.device("cpu")
 ATOL = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # of outputs about 1; bf16 has 8 bits, and is rounded in between

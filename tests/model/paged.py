@@ -12,10 +12,10 @@ from torch import Tensor
 
 from headstart.core.batch import Batch, Chunk
 from headstart.core.request import GREEDY, SamplingParams
-from headstart.model.loader import LoadedModel, load_model
-from headstart.model.runner import ModelRunner
-from headstart.model.step import StepBounds, build_step
-from headstart.model.writes import Writes
+from headstart.model.kv_writes import Writes
+from headstart.model.model_runner import ModelRunner
+from headstart.model.step_inputs import StepBounds, build_step
+from headstart.model.weights.model_loader import LoadedModel, load_model
 
 
 def chunk(

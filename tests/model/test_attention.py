@@ -9,12 +9,12 @@ from model.paged import token_writes
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
-from headstart.model.attention import plan as plan_module
+from headstart.model.attention import attention_plan as plan_module
 from headstart.model.attention import reference as reference_module
 from headstart.model.attention.base import backend_factory, resolve_backend
 from headstart.model.attention.reference import ReferenceAttention
-from headstart.model.kv import KVShape
-from headstart.model.step import StepInputs
+from headstart.model.paged_kv import KVShape
+from headstart.model.step_inputs import StepInputs
 
 CPU = torch.device("cpu")
 

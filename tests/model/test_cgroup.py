@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from cgroup_tree import GIB, group_files, machine, v1_groups, v2_group, write
 
-from headstart.model.cgroup import MemoryGrant, cpu_quota, memory_grants
+from headstart.model.setup.cgroup import MemoryGrant, cpu_quota, memory_grants
 
 
 def test_without_groups_there_is_no_limit(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from headstart.core.errors import ConfigError
-from headstart.model.decoder import Decoder
-from headstart.model.loader import load_model
+from headstart.model.layers.decoder import Decoder
 from headstart.model.transformers_model import TransformersModel
 from headstart.model.transformers_probe import differs
+from headstart.model.weights.model_loader import load_model
 
 ALTERNATING = ["sliding_attention", "full_attention"]
 

@@ -9,8 +9,7 @@ import pytest
 import transformers
 
 from headstart.core.errors import ConfigError
-from headstart.model.config import parse_config
-from headstart.model.config_keys import (
+from headstart.model.weights.config_keys import (
     CONFIG_CLASSES,
     HANDLED,
     HANDLED_BY_FAMILY,
@@ -18,6 +17,7 @@ from headstart.model.config_keys import (
     READ_BESIDES,
     NotNativeError,
 )
+from headstart.model.weights.model_config import parse_config
 
 ROOT = Path(transformers.__file__).parent
 SHARED = [

@@ -14,8 +14,8 @@ from model.paged import forced_logits
 from model.tiny import FAMILIES, NATIVE, eager, make_checkpoint
 
 from headstart.core.errors import ConfigError
-from headstart.model.config_keys import HANDLED, HANDLED_BY_FAMILY, HARMLESS, READ_BESIDES
-from headstart.model.loader import LoadedModel, load_model
+from headstart.model.weights.config_keys import HANDLED, HANDLED_BY_FAMILY, HARMLESS, READ_BESIDES
+from headstart.model.weights.model_loader import LoadedModel, load_model
 
 PROMPT, STEPS = 36, 6  # longer than the windows of the tiny models
 TOLERANCE = 2e-4  # of logits between 1 and 10

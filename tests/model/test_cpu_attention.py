@@ -12,8 +12,8 @@ from torch import Tensor
 from headstart.core.errors import ConfigError
 from headstart.model.attention import base
 from headstart.model.attention.cpu import CPUAttention
-from headstart.model.kernels import load
-from headstart.model.kv import KVShape
+from headstart.model.kernels import library as load
+from headstart.model.paged_kv import KVShape
 
 RUNNABLE = [name for name, needed in load.NEEDED.items() if needed <= load.cpu_flags()]
 DTYPES = [torch.float32, torch.bfloat16]

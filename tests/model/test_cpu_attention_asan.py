@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.model.kernels import load
+from headstart.model.kernels import library as load
 from headstart.model.kernels.build import BuildError, find_compiler
 
 TESTS = Path(__file__).parents[1]

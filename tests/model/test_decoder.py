@@ -10,7 +10,7 @@ from model.paged import Shared, all_logits, chunk, load_tiny, tiny_runner
 from model.tiny import FAMILIES, NATIVE, eager, make_checkpoint
 
 from headstart.core.batch import Batch
-from headstart.model.loader import load_model
+from headstart.model.weights.model_loader import load_model
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {

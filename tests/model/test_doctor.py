@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from cgroup_tree import GIB, machine, v2_group, write
 
-from headstart.model.doctor import report
+from headstart.model.setup.doctor import report
 
 
 def value(name: str, **arguments: object) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart.core.request import SamplingParams
-from headstart.model.draw import draw, likely
+from headstart.model.sampling.draw import draw, likely
 
 NEAR = 1e-5  # a set that is decided by less than this in probability is left out of the comparison
 

@@ -11,9 +11,9 @@ from model.tiny import NATIVE, make_checkpoint
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
-from headstart.model.decoder import Decoder
-from headstart.model.kernels.load import NEEDED, VARIABLE, cpu_flags
-from headstart.model.loader import load_model
+from headstart.model.kernels.library import NEEDED, VARIABLE, cpu_flags
+from headstart.model.layers.decoder import Decoder
+from headstart.model.weights.model_loader import load_model
 
 RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
 FAMILIES: list[tuple[str, dict[str, Any]]] = [

@@ -15,10 +15,10 @@ import torch
 from model.tiny import make_checkpoint
 
 from headstart.core.errors import ConfigError
-from headstart.model.hub import resolve_model
-from headstart.model.json_file import MAX_JSON_BYTES
-from headstart.model.loader import load_model
-from headstart.model.sizing import checkpoint_bytes
+from headstart.model.setup.sizing import checkpoint_bytes
+from headstart.model.weights.hub import resolve_model
+from headstart.model.weights.json_file import MAX_JSON_BYTES
+from headstart.model.weights.model_loader import load_model
 
 DEEP = "[" * 100_000 + "]" * 100_000
 NESTED = "[" * 900 + "]" * 900  # within what Python's parser takes, beyond what copies and printers take

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from headstart.core.errors import ConfigError
-from headstart.model.hub import resolve_model
+from headstart.model.weights.hub import resolve_model
 
 FILES = {
     "config.json": b'{"model_type": "llama"}',

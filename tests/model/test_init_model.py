@@ -7,11 +7,11 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.core.errors import ConfigError
-from headstart.model import init_model as module
-from headstart.model.hub import resolve_model
-from headstart.model.init_model import init_model
-from headstart.model.shapes import SHAPES, Shape
-from headstart.model.sizing import checkpoint_bytes
+from headstart.model.setup.sizing import checkpoint_bytes
+from headstart.model.weights import init_model as module
+from headstart.model.weights.hub import resolve_model
+from headstart.model.weights.init_model import init_model
+from headstart.model.weights.shapes import SHAPES, Shape
 
 SMALL = {
     name: Shape(name, 32, 2, 4, 2, 48, 300, 128, head_dim=8, tie_word_embeddings=tied)

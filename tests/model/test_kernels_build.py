@@ -10,10 +10,10 @@ from zipfile import ZipFile
 import pytest
 
 from headstart.core.errors import ConfigError
-from headstart.model.doctor import report
 from headstart.model.kernels import build as building
 from headstart.model.kernels.build import BuildError, build, build_packaged, cache_folder, find_compiler, packaged
-from headstart.model.kernels.load import NEEDED, VARIABLE, cpu_flags, find, load
+from headstart.model.kernels.library import NEEDED, VARIABLE, cpu_flags, find, load
+from headstart.model.setup.doctor import report
 
 RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
 # weights from malloc, which the sanitizer surrounds with guards
@@ -54,13 +54,13 @@ def test_the_best_variant_is_chosen_and_every_other_can_be_forced() -> None:
 
 
 def test_a_variant_this_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.model.kernels.load.cpu_flags", lambda: NEEDED["avx2"])
+    monkeypatch.setattr("headstart.model.kernels.library.cpu_flags", lambda: NEEDED["avx2"])
     with pytest.raises(ConfigError, match="this processor cannot run it; choose avx2, none"):
         load.__wrapped__("avx512")
 
 
 def test_a_processor_without_avx2_gets_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.model.kernels.load.cpu_flags", frozenset)
+    monkeypatch.setattr("headstart.model.kernels.library.cpu_flags", frozenset)
     found = load.__wrapped__("")
     assert found.kernels is None and "AVX2" in found.note
 
@@ -136,7 +136,7 @@ def test_a_packaged_library_that_cannot_be_loaded_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken.so").write_bytes(b"not a library")
-    monkeypatch.setattr("headstart.model.kernels.load.packaged", lambda variant: tmp_path / "broken.so")
+    monkeypatch.setattr("headstart.model.kernels.library.packaged", lambda variant: tmp_path / "broken.so")
     found = load.__wrapped__(RUNNABLE[-1])
     assert found.kernels is None or found.origin.startswith("compiled on this machine")
 
@@ -154,7 +154,7 @@ def test_a_wheel_brings_the_kernels_and_needs_no_compiler_to_use_them(tmp_path: 
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(root / name, copy)
     bare = {**os.environ, "PATH": str(empty), "CXX": "", VARIABLE: "", "XDG_CACHE_HOME": str(empty)}
-    code = "from headstart.model.kernels.load import find; f = find(); print(f.note, f.origin, sep='|')"
+    code = "from headstart.model.kernels.library import find; f = find(); print(f.note, f.origin, sep='|')"
     expected = {
         "platform": (os.environ, "linux_x86_64", f"{RUNNABLE[0]}|built with the package"),
         "any": (bare, "any", "none: no C++ compiler (g++, c++, clang++) on the path: install g++ for faster kernels|"),
@@ -191,7 +191,7 @@ def test_doctor_says_where_the_kernels_are_from() -> None:
 @pytest.mark.timeout(900)
 def test_several_processes_build_at_once_and_share_torchs_openmp(tmp_path: Path) -> None:
     code = (
-        "from headstart.model.kernels.load import load\n"
+        "from headstart.model.kernels.library import load\n"
         f"assert load({RUNNABLE[-1]!r}).kernels is not None, load({RUNNABLE[-1]!r})\n"
         "lines = open('/proc/self/maps').read().splitlines()\n"
         "print(len({line.split()[-1] for line in lines if 'libgomp' in line or 'libiomp' in line}))\n"

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.chain import Buffers, Chain, Link
-from headstart.model.kernels.load import NEEDED, Kernels, cpu_flags, load
+from headstart.model.kernels.library import NEEDED, Kernels, cpu_flags, load
 from headstart.model.kernels.packed import HeadTurner, Norm, PackedLinear
-from headstart.model.layers import RMSNorm
-from headstart.model.linear import Form, Linear, can_pack
-from headstart.model.rope import RopeConfig, Rotary
+from headstart.model.layers.layer_ops import RMSNorm
+from headstart.model.layers.linear import Form, Linear, can_pack
+from headstart.model.layers.rotary import RopeConfig, Rotary
 
 RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
 SIZES = [(1, 1), (31, 2), (32, 7), (33, 64), (80, 129), (200, 1030)]  # outputs, inputs: tails of tiles and of pairs

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headstart.core.batch import Chunk
 from headstart.core.request import SamplingParams
-from headstart.model.logit_edits import LogitEdits
+from headstart.model.sampling.logit_edits import LogitEdits
 
 VOCAB = 8
 

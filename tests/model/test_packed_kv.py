@@ -8,11 +8,11 @@ import pytest
 import torch
 from model.paged import token_writes
 
-from headstart.model.kernels import load
+from headstart.model.kernels import library as load
 from headstart.model.kernels.memory import HUGE
-from headstart.model.kv import KVShape, PagedKV
+from headstart.model.kv_writes import Span, Writes
 from headstart.model.packed_kv import PackedKV
-from headstart.model.writes import Span, Writes
+from headstart.model.paged_kv import KVShape, PagedKV
 
 CPU = torch.device("cpu")
 RUNNABLE = [name for name, needed in load.NEEDED.items() if needed <= load.cpu_flags()]

@@ -9,10 +9,10 @@ import pytest
 from model.paged import load_tiny, tiny_runner, without_spans
 
 from headstart.core.engine import Engine
-from headstart.core.limits import Limits
 from headstart.core.request import Request, SamplingParams
-from headstart.core.scheduler import Scheduler
-from headstart.model.loader import LoadedModel
+from headstart.core.sched.limits import Limits
+from headstart.core.sched.scheduler import Scheduler
+from headstart.model.weights.model_loader import LoadedModel
 
 BLOCK = 16
 FREE = Limits(max_batched_tokens=53, max_seqs=4, max_model_len=200)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from headstart.model.config import ModelConfig, parse_config
+from headstart.model.weights.model_config import ModelConfig, parse_config
 
 LLAMA3_ROPE = {
     "factor": 8.0,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model.guarded import Guards
 
-from headstart.model.kernels.load import NEEDED, Kernels, cpu_flags, load
+from headstart.model.kernels.library import NEEDED, Kernels, cpu_flags, load
 from headstart.model.kernels.rows import finite_chunks, greatest
 
 RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from headstart.core.batch import Chunk, Row, RowError, RowErrorKind
 from headstart.core.request import SamplingParams
-from headstart.model.kernels.load import NEEDED, cpu_flags, load
-from headstart.model.sampler import Sampler
+from headstart.model.kernels.library import NEEDED, cpu_flags, load
+from headstart.model.sampling.sampler import Sampler
 
 VOCAB = 50
 KINDS = (

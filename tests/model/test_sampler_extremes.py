@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from headstart.core.batch import Chunk
 from headstart.core.request import SamplingParams
-from headstart.model.kernels.load import kernels
-from headstart.model.sampler import Sampler
-from headstart.server.bounds import INT31_MAX, LOGIT_BIAS, NUMBERS
+from headstart.model.kernels.library import kernels
+from headstart.model.sampling.sampler import Sampler
+from headstart.openai.bounds import INT31_MAX, LOGIT_BIAS, NUMBERS
 
 VOCAB = 40
 HUGE, TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny

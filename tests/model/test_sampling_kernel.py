@@ -13,11 +13,11 @@ from model.guarded import Guards
 
 from headstart.core.batch import Chunk
 from headstart.core.request import SamplingParams
-from headstart.model.draw import draw
-from headstart.model.kernels.load import NEEDED, Kernels, cpu_flags, load
+from headstart.model.kernels.library import NEEDED, Kernels, cpu_flags, load
 from headstart.model.kernels.sampling import RowSampler, RowTask
-from headstart.model.logit_edits import LogitEdits
-from headstart.model.sampler import Sampler
+from headstart.model.sampling.draw import draw
+from headstart.model.sampling.logit_edits import LogitEdits
+from headstart.model.sampling.sampler import Sampler
 
 RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
 DTYPES = [torch.bfloat16, torch.float32]

@@ -1,6 +1,6 @@
 import pytest
 
-from headstart.model.shapes import SHAPES
+from headstart.model.weights.shapes import SHAPES
 
 # Parameters as published (or, for the four that are ours, as the numbers give them).
 BILLIONS = {

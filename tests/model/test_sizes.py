@@ -4,7 +4,7 @@ import pytest
 from cgroup_tree import GIB, group_files, machine, v2_group
 
 from headstart.core.errors import ConfigError
-from headstart.model.sizes import cpu_memory, format_bytes, parse_bytes
+from headstart.model.setup.sizes import cpu_memory, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from headstart.core.errors import ConfigError
-from headstart.model.sizes import cpu_memory
-from headstart.model.sizing import (
+from headstart.model.setup.sizes import cpu_memory
+from headstart.model.setup.sizing import (
     KVPlan,
     apply_threads,
     check_weights_fit,

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from model.tiny import make_checkpoint
 
-from headstart.model import loader
 from headstart.model.source_digest import source_digest
+from headstart.model.weights import model_loader as loader
 
 PYTHON = '''"""Module."""
 SCALE = 2.0  # a factor

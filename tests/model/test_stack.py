@@ -12,12 +12,12 @@ from torch import Tensor
 
 from headstart.core.batch import Batch, Chunk
 from headstart.model.attention.base import Attend
-from headstart.model.decoder import Decoder
-from headstart.model.fused import FusedLayers
-from headstart.model.kernels.load import NEEDED, VARIABLE, cpu_flags, find
-from headstart.model.loader import load_model
-from headstart.model.runner import ModelRunner
-from headstart.model.step import StepBounds, StepInputs, build_step
+from headstart.model.kernels.library import NEEDED, VARIABLE, cpu_flags, find
+from headstart.model.layers.decoder import Decoder
+from headstart.model.layers.fused import FusedLayers
+from headstart.model.model_runner import ModelRunner
+from headstart.model.step_inputs import StepBounds, StepInputs, build_step
+from headstart.model.weights.model_loader import load_model
 
 RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
 FAMILIES: list[tuple[str, dict[str, Any]]] = [

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from headstart.model.synthetic_tokenizer import EOS_ID, SMALLEST_VOCABULARY, SPECIAL_TOKENS, write_tokenizer
+from headstart.model.weights.synthetic_tokenizer import EOS_ID, SMALLEST_VOCABULARY, SPECIAL_TOKENS, write_tokenizer
 
 
 @pytest.fixture(scope="module")

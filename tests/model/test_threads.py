@@ -7,7 +7,7 @@ import pytest
 from cgroup_tree import machine, v2_group
 
 from headstart.core.errors import ConfigError
-from headstart.model.threads import available_cores, prepare_threads
+from headstart.model.setup.threads import available_cores, prepare_threads
 
 
 @pytest.fixture
@@ -59,5 +59,5 @@ def test_bad_numbers_are_refused(threads: int, variable: str, words: str) -> Non
 
 
 def test_module_does_not_import_torch() -> None:
-    code = "import sys, headstart.model.threads; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, headstart.model.setup.threads; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

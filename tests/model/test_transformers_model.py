@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from headstart.core.errors import ConfigError
-from headstart.model.loader import load_model, resolve_device, resolve_dtype
 from headstart.model.transformers_model import TransformersModel, attention_function
+from headstart.model.weights.model_loader import load_model, resolve_device, resolve_dtype
 
 # config class, its settings, and what the refusal must say beside the architecture
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

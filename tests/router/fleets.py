@@ -1,12 +1,12 @@
 """Small replicas and prompts for the tests of the router: blocks of four tokens, caches of a few blocks."""
 
-from headstart.core.hashing import BlockHash
-from headstart.router.ask import Ask, Prompt, Usage, router_root
+from headstart.core.cache.hashing import BlockHash
 from headstart.router.endpoint import Endpoint
-from headstart.router.pick import Pick
-from headstart.router.rates import Rates
+from headstart.router.index.approximate_index import Shadow
+from headstart.router.prefill_model import Rates
 from headstart.router.router import Router
-from headstart.router.shadow import Shadow
+from headstart.router.routing_decision import Pick
+from headstart.router.routing_request import Ask, Prompt, Usage, router_root
 
 BLOCK = 4
 RATES = Rates(1.0, 1.0, 0.0, 0.0)  # a millisecond per prefill and one per token

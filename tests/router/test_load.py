@@ -1,7 +1,7 @@
 import pytest
 
 from headstart.router.load import Flight, Load
-from headstart.router.rates import Rates, Work
+from headstart.router.prefill_model import Rates, Work
 
 
 def flight(tokens: int, load: Load, output: int = 0) -> Flight:

@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 from router.fleets import RATES, ask, endpoint, serve
 
 from headstart.core.errors import ConfigError
-from headstart.router.ask import Ask
-from headstart.router.cost import CostPolicy
 from headstart.router.endpoint import Reported
-from headstart.router.pick import Pick
-from headstart.router.policy import Policy
-from headstart.router.rates import Rates, Work
-from headstart.router.rendezvous import ranked
+from headstart.router.policies.cost import CostPolicy
+from headstart.router.policies.policy import Policy
+from headstart.router.policies.policy_table import POLICIES, make_policy
+from headstart.router.policies.rendezvous import ranked
+from headstart.router.policies.scorers import SessionScorer
+from headstart.router.policies.simple import PrefixThresholdPolicy
+from headstart.router.policies.weighted import WeightedPolicy
+from headstart.router.prefill_model import Rates, Work
 from headstart.router.router import Router
-from headstart.router.scorers import SessionScorer
-from headstart.router.simple import PrefixThresholdPolicy
-from headstart.router.table import POLICIES, make_policy
-from headstart.router.weighted import WeightedPolicy
+from headstart.router.routing_decision import Pick
+from headstart.router.routing_request import Ask
 
 
 def fleet(policy: Policy | None = None, count: int = 3) -> Router:

@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from router.fleets import BLOCK, RATES, ROOT, ask, endpoint, names, prompt, serve
-from router.test_told import new, stored
+from router.test_kv_event_index import new, stored
 
 from headstart.core.errors import NoReplicaError
-from headstart.router.ask import Ask, Prompt, Usage
-from headstart.router.decision import Decision
+from headstart.router.decision_log import Decision
 from headstart.router.endpoint import Endpoint
-from headstart.router.pick import Pick
-from headstart.router.rendezvous import ranked
-from headstart.router.reports import cached_blocks
+from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.cached_tokens import cached_blocks
+from headstart.router.index.kv_event_index import SILENCE, ToldContents
+from headstart.router.policies.policy_table import make_policy
+from headstart.router.policies.rendezvous import ranked
 from headstart.router.router import Router
-from headstart.router.shadow import Shadow
-from headstart.router.table import make_policy
-from headstart.router.told import SILENCE, ToldContents
+from headstart.router.routing_decision import Pick
+from headstart.router.routing_request import Ask, Prompt, Usage
 
 
 def fleet(count: int = 2) -> Router:

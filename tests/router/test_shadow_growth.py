@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from router.fleets import names
-from router.test_shadow import serve
-from router.test_told import new, stored
+from router.test_approximate_index import serve
+from router.test_kv_event_index import new, stored
 
-from headstart.core.events import AllBlocksCleared
-from headstart.router import shadow as module
-from headstart.router.contents import Hold
-from headstart.router.shadow import FREED, FREED_PER_BLOCK, Shadow
-from headstart.router.told import FREED as FREED_PER_EVENT
+from headstart.core.cache.events import AllBlocksCleared
+from headstart.router.index import approximate_index as module
+from headstart.router.index.approximate_index import FREED, FREED_PER_BLOCK, Shadow
+from headstart.router.index.kv_event_index import FREED as FREED_PER_EVENT
+from headstart.router.index.prefix_index import Hold
 
 ALL = 10**9  # entries
 

@@ -2,10 +2,10 @@
 
 from checking import CheckingExecutor
 
+from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine, EngineInfo
-from headstart.core.limits import Limits
-from headstart.core.scheduler import Scheduler
-from headstart.options import EngineOptions
+from headstart.core.sched.limits import Limits
+from headstart.core.sched.scheduler import Scheduler
 
 VOCAB_SIZE = 450
 MAX_MODEL_LEN = 256

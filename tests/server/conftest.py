@@ -9,7 +9,7 @@ import tokenizer_folders
 from server.fake_engine import Gate
 from server.harness import Server, fake_server, spawn
 
-from headstart.model.init_model import init_model
+from headstart.model.weights.init_model import init_model
 
 
 @pytest.fixture(scope="session")

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import parse_qs, quote
 
+from headstart.config.options import EngineOptions
 from headstart.core.batch import Ledger, Output, TokenLogprob
+from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.core.errors import ConfigError, RequestTooLargeError
 from headstart.core.request import FinishReason, Request
-from headstart.core.store import StoreStats
-from headstart.options import EngineOptions
-from headstart.server.sampling_defaults import read_sampling_defaults
+from headstart.openai.sampling_defaults import read_sampling_defaults
 
 VOCAB_SIZE = 450
 MAX_MODEL_LEN = 512

@@ -17,26 +17,26 @@ from typing import Any
 import httpx
 from server.fake_engine import build_fake
 
-from headstart.bench.failover_processes import quiet_ports
-from headstart.options import EngineOptions, ServerOptions
+from headstart.bench.experiments.router.failover_processes import quiet_ports
+from headstart.config.options import EngineOptions, ServerOptions
+from headstart.http.logs import Log
 from headstart.server.app import build_app
-from headstart.server.engine_client import Build, EngineClient
-from headstart.server.logs import Log
-from headstart.server.state import ServerState
-from headstart.server.warming import warm_prefixes
+from headstart.server.engine.engine_client import Build, EngineClient
+from headstart.server.prefix_warmup import warm_prefixes
+from headstart.server.server_state import ServerState
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 1800.0
 """Seconds for whatever is sure to come, however busy the machine: whoever waits longer has found a bug."""
 _RUN_FAKE = """
 import importlib, json, sys
-from headstart.options import EngineOptions, ServerOptions, TenantEntry
-from headstart.server.serve import serve
+from headstart.config.options import EngineOptions, ServerOptions, TenantEntry
+from headstart.server.run_server import serve
 from server.fake_engine import build_fake
 options = json.loads(sys.argv[2])
 for name, value in json.loads(sys.argv[3]).items():
     module, _, constant = name.rpartition(".")
-    setattr(importlib.import_module("headstart.server." + module), constant, value)
+    setattr(importlib.import_module("headstart." + module), constant, value)
 options.update(api_key=tuple(options["api_key"]), admin_api_key=tuple(options["admin_api_key"]))
 options["tenants"] = tuple(TenantEntry(entry["name"], tuple(entry["api_keys"])) for entry in options["tenants"])
 sys.exit(serve(build_fake, EngineOptions(model=sys.argv[1]), ServerOptions(**options)))

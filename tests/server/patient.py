@@ -7,9 +7,10 @@ import sys
 
 import patience
 
-from headstart import cli, cli_engine
+from headstart.cli import build_engine as cli_engine
+from headstart.cli import main as cli
+from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine, EngineInfo
-from headstart.options import EngineOptions
 
 COMMAND = [sys.executable, "-c", "from server.patient import main; main()"]
 """In place of `python -m headstart`."""

@@ -12,10 +12,10 @@ import pytest
 from server.fake_engine import Gate
 from server.harness import Inside, Server, fake_server, inside, parse_events
 
+from headstart.http.long_work import HUGE_BODY_BYTES, LongWork
+from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.server import inference
 from headstart.server.app import build_app
-from headstart.server.long_work import HUGE_BODY_BYTES, LongWork
-from headstart.server.shared_prompt import SharedPrompt
 
 SHAPES: list[dict[str, Any]] = [
     {"echo": True, "logprobs": 3},
@@ -189,8 +189,8 @@ def test_the_audited_request_is_answered_in_little_memory(folder: str, tmp_path:
 
 
 def test_tokens_and_their_texts_come_off_the_loop_and_in_pieces(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.server.long_work.LONG_BODY_BYTES", 100)
-    monkeypatch.setattr("headstart.server.long_work.HUGE_BODY_BYTES", 200)
+    monkeypatch.setattr("headstart.http.long_work.LONG_BODY_BYTES", 100)
+    monkeypatch.setattr("headstart.http.long_work.HUGE_BODY_BYTES", 200)
 
     async def run() -> None:
         async with inside(folder) as server:

@@ -191,7 +191,7 @@ def test_options_that_cannot_work_are_one_line_and_code_2(
 
 
 def test_the_http_process_never_imports_torch() -> None:
-    code = "import sys, headstart.server.serve, headstart.cli_engine; sys.exit('torch' in sys.modules)"
+    code = "import sys, headstart.server.run_server, headstart.cli.build_engine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT / "src")}).returncode == 0
 
 

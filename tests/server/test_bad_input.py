@@ -15,8 +15,8 @@ from server.harness import PATIENCE, Server
 from starlette.requests import Request
 
 from headstart.core.errors import QueueFullError
-from headstart.server import body
-from headstart.server.http_errors import HttpError
+from headstart.http import body_reader as body
+from headstart.http.http_errors import HttpError
 
 CHAT, COMPLETIONS, JSON = "/v1/chat/completions", "/v1/completions", {"content-type": "application/json"}
 USER = [{"role": "user", "content": "hi"}]

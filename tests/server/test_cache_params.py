@@ -6,8 +6,8 @@ import pytest
 
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention
-from headstart.server.cache_params import CacheWishes, cache_wishes
-from headstart.server.fields import Fields
+from headstart.openai.cache_params import CacheWishes, cache_wishes
+from headstart.openai.fields import Fields
 
 READ_WRITE, READ_ONLY, BYPASS = CacheMode.READ_WRITE, CacheMode.READ_ONLY, CacheMode.BYPASS
 MARK = {"mode": "explicit"}

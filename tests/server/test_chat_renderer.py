@@ -14,14 +14,14 @@ import httpx
 import psutil
 import pytest
 from server.harness import PATIENCE, fake_server, wait_for
-from server.test_chat import CHATS, TEMPLATES
+from server.test_chat_template import CHATS, TEMPLATES
 from tokenizer_folders import BYTE_LEVEL, TEMPLATE, write
 
 from headstart.core.errors import ConfigError, InvalidRequestError, QueueFullError
-from headstart.server import chat_renderer
-from headstart.server.chat import ChatTemplate
-from headstart.server.chat_renderer import ChatRenderer
-from headstart.server.tokenizer import Tokenizer
+from headstart.openai.chat import chat_renderer
+from headstart.openai.chat.chat_renderer import ChatRenderer
+from headstart.openai.chat.chat_template import ChatTemplate
+from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 USER = [{"role": "user", "content": "x" * 1000}]
@@ -48,7 +48,7 @@ LOOPS = {
 
 
 def descendants() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "headstart.server.chat_process" in child.cmdline()]
+    return [child for child in psutil.Process().children() if "headstart.openai.chat.chat_process" in child.cmdline()]
 
 
 @pytest.fixture(scope="module", params=[*TEMPLATES, "raising"])
@@ -205,7 +205,7 @@ def test_what_only_compiling_finds_is_a_configuration_error_at_the_start(source:
 def test_the_process_ends_with_its_parent_and_inherits_nothing() -> None:
     code = (
         "import os, socket, sys\n"
-        "from headstart.server.chat_renderer import ChatRenderer\n"
+        "from headstart.openai.chat.chat_renderer import ChatRenderer\n"
         "listener = socket.create_server(('127.0.0.1', 0)); listener.set_inheritable(True)\n"
         f"renderer = ChatRenderer({TEMPLATE!r}, {{}}); renderer.start()\n"
         "(process,) = renderer._all\n"

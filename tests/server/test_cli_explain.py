@@ -10,9 +10,9 @@ import pytest
 from openai import OpenAI
 from server.harness import Server
 
-from headstart import cli
-from headstart.cli_client import KEY_VARIABLES, key_from
-from headstart.cli_explain import wrapped
+from headstart.cli import main as cli
+from headstart.cli.client_request import KEY_VARIABLES, key_from
+from headstart.cli.explain import wrapped
 
 PROMPT = "Nobody but this file begins a prompt like this, so what it finds is what it left. The day is "
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_folders import BYTE_LEVEL, KINDS, METASPACE, build
 
-from headstart.server.detokenizer import MAX_HELD_TOKENS, Detokenizer
-from headstart.server.tokenizer import Tokenizer
+from headstart.openai.text.detokenizer import MAX_HELD_TOKENS, Detokenizer
+from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 TOKENIZERS = {kind: Tokenizer(build(kind), eos_token_ids=(1,)) for kind in KINDS}
 

@@ -13,7 +13,12 @@ import pytest
 from server.fake_engine import Gate
 from server.harness import PATIENCE, Server, fake_server, parse_events, quiet_port, wait_for
 
-PATIENT = {"serve.INTERRUPT_SECONDS": PATIENCE, "serve.CUT_SECONDS": 30.0, "engine_client.STOP_SECONDS": PATIENCE}
+PATIENT = {
+    "http.lifecycle.INTERRUPT_SECONDS": PATIENCE,
+    "http.lifecycle.CUT_SECONDS": 30.0,
+    "server.run_server.CUT_SECONDS": 30.0,
+    "server.engine.engine_client.STOP_SECONDS": PATIENCE,
+}
 """Servers that are not to cut anything off because the machine is busy."""
 
 
@@ -118,7 +123,7 @@ def test_what_waits_for_the_store_is_written_unless_somebody_is_in_a_hurry(
     folder: str, tmp_path: Path, is_in_a_hurry: bool
 ) -> None:
     seconds = 10 * PATIENCE if is_in_a_hurry else 0.2  # that an engine left alone would take to end
-    constants = {**PATIENT, "engine_client.STOP_SECONDS": 20 * PATIENCE}
+    constants = {**PATIENT, "server.engine.engine_client.STOP_SECONDS": 20 * PATIENCE}
     with fake_server(f"{folder}?store=1&close={seconds}", tmp_path / "log", constants=constants) as server:
         wait_for(lambda: server.metric("headstart:kv_store_pending_blocks") == 6)
         server.process.send_signal(signal.SIGTERM)
@@ -168,7 +173,7 @@ def test_a_broken_engine_is_told_to_everyone_and_ends_the_server_with_code_1(
     folder: str, tmp_path: Path, gate: Gate, how: str
 ) -> None:
     # A crashed one's server stays long enough for all questions; a killed one's ends as soon as it does by itself.
-    constants = {"serve.DEAD_SECONDS": 10 * PATIENCE} if how == "crash" else {}
+    constants = {"server.run_server.DEAD_SECONDS": 10 * PATIENCE} if how == "crash" else {}
     with fake_server(gate.holds(folder, 20, "crash=66"), tmp_path / "log", constants=constants) as server:
         (engine,) = engine_pids(server)
         streamed, whole = asyncio.run(broken(server, engine, how))

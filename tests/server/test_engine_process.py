@@ -11,12 +11,21 @@ import pytest
 from server.fake_engine import MAX_MODEL_LEN, Gate, build_fake
 from server.harness import PATIENCE, until, wait_for
 
+from headstart.config.options import EngineOptions
 from headstart.core.engine import EngineStats
 from headstart.core.errors import ConfigError, EngineDeadError, HeadstartError, InvalidRequestError, RequestFailedError
 from headstart.core.request import FinishReason, Request, SamplingParams
-from headstart.options import EngineOptions
-from headstart.server.engine_client import EngineClient
-from headstart.server.wire import FrameSplitter, LongStep, Message, News, Stop, Submit, decode_to_engine, encode_frame
+from headstart.server.engine.engine_client import EngineClient
+from headstart.server.engine.wire import (
+    FrameSplitter,
+    LongStep,
+    Message,
+    News,
+    Stop,
+    Submit,
+    decode_to_engine,
+    encode_frame,
+)
 
 
 def request(name: str, *prompt: int, max_tokens: int = 3) -> Request:
@@ -224,8 +233,8 @@ _PARENT = """
 import asyncio, sys
 from array import array
 from headstart.core.request import Request
-from headstart.options import EngineOptions
-from headstart.server.engine_client import EngineClient
+from headstart.config.options import EngineOptions
+from headstart.server.engine.engine_client import EngineClient
 from server.fake_engine import build_fake
 async def main():
     client = EngineClient()

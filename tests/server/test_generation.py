@@ -11,11 +11,11 @@ from tokenizer_folders import BYTE_LEVEL, METASPACE, build
 
 from headstart.core.batch import Ledger, Output, TokenLogprob
 from headstart.core.request import FinishReason, Request
-from headstart.server.bounds import Bounds
-from headstart.server.fields import Fields
-from headstart.server.generation import Delta, Generation
-from headstart.server.params import Kind, fit, parse_params
-from headstart.server.tokenizer import Tokenizer
+from headstart.openai.bounds import Bounds
+from headstart.openai.fields import Fields
+from headstart.openai.generation_params import Kind, fit, parse_params
+from headstart.openai.text.generation import Delta, Generation
+from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(build(BYTE_LEVEL), eos_token_ids=(1,))
 EOS = 1

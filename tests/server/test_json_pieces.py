@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.server.json_pieces import SLICE_ITEMS, Sliced, Turns, encode, pieces
+from headstart.openai.json_pieces import SLICE_ITEMS, Sliced, Turns, encode, pieces
 
 
 def double(number: int) -> int:

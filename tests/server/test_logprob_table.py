@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.core.batch import TokenLogprob
-from headstart.server.logprob_table import LogprobTable, TokenEntry
+from headstart.openai.text.logprob_table import LogprobTable, TokenEntry
 
 TOP = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-1e4, 0)), max_size=3).map(tuple)
 ENTRY = st.builds(TokenEntry, st.integers(0, 2**31 - 1), st.floats(-1e4, 0), TOP, st.integers(0, 2**31 - 1))

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from headstart.core.batch import Ledger
+from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineStats
-from headstart.core.store import StoreStats
-from headstart.server.logs import Log
-from headstart.server.record import RequestRecord
+from headstart.http.access_record import RequestRecord
+from headstart.http.logs import Log
 from headstart.server.statistics import MAX_COLUMNS, compact, statistics_text
 
 TIME_COLUMNS = len("12:34:56 ")

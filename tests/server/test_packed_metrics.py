@@ -7,12 +7,12 @@ import prometheus_client
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.server.packed_metrics import Counter, Histogram
+from headstart.http.packed_metrics import Counter, Histogram
 
 CHILD = """
 import gc
 from prometheus_client import CollectorRegistry
-from headstart.server.packed_metrics import Histogram
+from headstart.http.packed_metrics import Histogram
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

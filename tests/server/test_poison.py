@@ -7,7 +7,7 @@ import pytest
 from server.fake_engine import Gate
 from server.harness import inside, until
 
-from headstart.server.generation import Generation
+from headstart.openai.text.generation import Generation
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -6,9 +6,9 @@ import pytest
 from tokenizer_folders import BYTE_LEVEL, KINDS, METASPACE, write
 
 from headstart.core.errors import InvalidRequestError
-from headstart.server.bounds import Bounds
-from headstart.server.prefix_tokens import chat_tokens, text_tokens
-from headstart.server.tokenizer import Tokenizer
+from headstart.openai.bounds import Bounds
+from headstart.openai.prefix_tokens import chat_tokens, text_tokens
+from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 BOUNDS = Bounds(vocab_size=600, max_model_len=512, eos_token_ids=())
 TEXT = "the quick brown fox jumps over the lazy dog and "

@@ -13,12 +13,12 @@ from openai import AsyncOpenAI
 from server.harness import Inside, inside, spawn
 
 from headstart.bundled import bundled_model
+from headstart.config.options import ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingDefaults, SamplingParams
-from headstart.model.init_model import init_model
-from headstart.options import ServerOptions
+from headstart.model.weights.init_model import init_model
+from headstart.openai.sampling_defaults import read_sampling_defaults
 from headstart.server.banner import banner
-from headstart.server.sampling_defaults import read_sampling_defaults
 
 PUBLISHED: dict[str, Any] = {
     "do_sample": True,

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer as Backend
 
 from headstart.bundled import bundled_model
 from headstart.core.request import CacheMode
-from headstart.server.segment_memory import Scope, SegmentMemory
-from headstart.server.segmented_tokenizer import SegmentedTokenizer
-from headstart.server.tokenizer import Tokenizer
-from headstart.server.word_borders import BORDER, _ends_words, has_safe_borders
+from headstart.openai.tokenizer.segment_memory import Scope, SegmentMemory
+from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
+from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.openai.tokenizer.word_borders import BORDER, _ends_words, has_safe_borders
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"

@@ -10,8 +10,8 @@ import pytest
 from server.fake_engine import Gate
 from server.harness import Inside, Server, fake_server, inside, parse_events, until
 
-from headstart.server import sse
-from headstart.server.http_errors import HttpError
+from headstart.http import sse
+from headstart.http.http_errors import HttpError
 
 TEXT = "the quick brown fox é 東京 jumps"
 
@@ -105,7 +105,7 @@ def num_told(server: Inside) -> int:
 
 
 def test_a_waiting_stream_is_kept_alive_by_comments(folder: str, tmp_path: Path, gate: Gate) -> None:
-    constants = {"inference.PING_SECONDS": 0.1}
+    constants = {"server.inference.PING_SECONDS": 0.1}
     with fake_server(gate.holds(folder, 0), tmp_path / "log", constants=constants) as server, server.client() as client:
         body = {"prompt": [7, 8], "stream": True, "max_tokens": 2}
         with client.stream("POST", "/v1/completions", json=body) as answer:

@@ -16,7 +16,7 @@ import pytest
 from server import patient
 from server.harness import Server, spawn, wait_for
 
-from headstart.model.init_model import init_model
+from headstart.model.weights.init_model import init_model
 
 BLOCK, MAX_TOKENS = 16, 8
 PUBLIC = "You are the assistant of a small library. Answer in one sentence, name your source, and never guess. " * 4

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from server.harness import Server, spawn
 
-from headstart.model.init_model import init_model
+from headstart.model.weights.init_model import init_model
 
 PUBLIC = "You are the assistant of a small library. Answer in one sentence, name your source, and never guess. " * 4
 PRIVATE = "Beta's own instructions, which are nobody else's business at all: be brief, be polite, be right. " * 4

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 import headstart
 from headstart.core.errors import ConfigError, InvalidRequestError
-from headstart.server.tokenizer import Tokenizer
+from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 TEXTS = st.text(max_size=40) | st.sampled_from(
     ["", " ", "  two  blanks ", "<|im_end|>", "a<|im_start|>b", "東京 👋🏽", "\n"]
@@ -193,8 +193,8 @@ def test_the_front_end_imports_neither_torch_nor_transformers(tmp_path: Path) ->
     folder = write(tmp_path, BYTE_LEVEL)
     code = (
         "import sys\n"
-        "import headstart.server.protocol, headstart.server.requests\n"
-        "from headstart.server.tokenizer import Tokenizer\n"
+        "import headstart.openai.responses, headstart.openai.engine_requests\n"
+        "from headstart.openai.tokenizer.tokenizer import Tokenizer\n"
         f"t = Tokenizer.from_folder({str(folder)!r})\n"
         "assert t.decode(t.encode(t.render_chat([{'role': 'user', 'content': 'hi'}])))\n"
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])\n"

@@ -5,10 +5,10 @@ from array import array
 
 import pytest
 
+from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineStats
 from headstart.core.request import CacheMode, Request, Retention, SamplingParams
-from headstart.core.store import StoreStats
-from headstart.server.wire import (
+from headstart.server.engine.wire import (
     Answer,
     FrameSplitter,
     News,

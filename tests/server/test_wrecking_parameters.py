@@ -10,7 +10,7 @@ import pytest
 from server.checked_engine import build_checked
 from server.harness import Server, inside, spawn
 
-from headstart.model.init_model import init_model
+from headstart.model.weights.init_model import init_model
 
 NUM_REQUESTS = 95  # as many as the audit sent
 SYSTEM = "You are a careful assistant. Answer in one short sentence. " * 8

@@ -14,8 +14,8 @@ from collections import deque
 from pathlib import Path
 from random import Random
 
-from headstart.core.hashing import BlockHash
-from headstart.core.store import BlockKey
+from headstart.core.cache.block_store import BlockKey
+from headstart.core.cache.hashing import BlockHash
 from headstart.store.disk import DiskStore
 from headstart.store.format import Shape
 

@@ -24,9 +24,9 @@ from stored_blocks import (
     segment_files,
 )
 
+from headstart.core.cache.block_store import Data
+from headstart.core.cache.hashing import BlockHash
 from headstart.core.errors import ConfigError
-from headstart.core.hashing import BlockHash
-from headstart.core.store import Data
 from headstart.store.catalog import Catalog
 from headstart.store.files import FileEntry, Files
 from headstart.store.format import Shape

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headstart.core.store import Data
+from headstart.core.cache.block_store import Data
 from headstart.store.direct import GATHER_BYTES, PAGE_BYTES, DirectWrites, aligned
 from headstart.store.files import Files
 

@@ -29,10 +29,11 @@ from stored import (
     written,
 )
 
+from headstart.core.cache.block_store import BlockKey, BlockStore
+from headstart.core.cache.hashing import BlockHash
 from headstart.core.errors import ConfigError
-from headstart.core.hashing import BlockHash
-from headstart.core.store import BlockKey, BlockStore
-from headstart.store import disk, loader
+from headstart.store import block_loader as loader
+from headstart.store import disk
 from headstart.store.disk import DiskStore
 
 Open = Callable[..., DiskStore]

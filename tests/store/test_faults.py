@@ -27,9 +27,10 @@ from stored import (
     until,
 )
 
-from headstart.core.hashing import BlockHash
-from headstart.core.store import Data, Loaded
-from headstart.store import loader, writer
+from headstart.core.cache.block_store import Data, Loaded
+from headstart.core.cache.hashing import BlockHash
+from headstart.store import block_loader as loader
+from headstart.store import writer
 from headstart.store.disk import DiskStore
 
 NUM_CALLS = 60

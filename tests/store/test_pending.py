@@ -1,7 +1,7 @@
 """What waits to be written: in which order it goes, what is dropped when too much waits, and what replaces what."""
 
-from headstart.core.hashing import BlockHash
-from headstart.core.store import BlockKey
+from headstart.core.cache.block_store import BlockKey
+from headstart.core.cache.hashing import BlockHash
 from headstart.store.pending import Offer, Pending
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from stored_blocks import SHAPE, chain, content_of, key_of, name_of, names
 
-from headstart.core.store import BlockKey, Data
+from headstart.core.cache.block_store import BlockKey, Data
 from headstart.store import segment as segments
 from headstart.store.files import Files
 from headstart.store.format import HEADER_BYTES, Header, decode_header

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.workload.record import RequestRecord
+from headstart.workload.request_record import RequestRecord
 from headstart.workload.slo import Slo, TooManyLate
 
 

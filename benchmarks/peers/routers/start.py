@@ -2,7 +2,7 @@
 
 `PYTHON STARTER.py --environment FOLDER --port N --folder DIR [--policy NAME] --replica URL ... [-- FLAG ...]` prints
 one JSON line (name, version, `ready`: the path that tells whether it serves) and is that router from then on.
-Standard library only: any interpreter will do. `headstart.bench.route_process` is the other side.
+Standard library only: any interpreter will do. `headstart.bench.runners.route_process` is the other side.
 """
 
 import argparse

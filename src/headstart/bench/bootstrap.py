@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import NamedTuple
 
-from headstart.workload.record import percentile
+from headstart.workload.request_record import percentile
 
 DRAWS = 1000
 CONFIDENCE = 0.95

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from headstart.bench.progress import QUIET, Bar
-from headstart.bench.runner import Runner, Trial
+from headstart.bench.progress_bar import QUIET, Bar
+from headstart.bench.runners.runner import Runner, Trial
 from headstart.workload.jobs import ideal_tokens
-from headstart.workload.record import RequestRecord
+from headstart.workload.request_record import RequestRecord
 from headstart.workload.scenarios import Phase, Scenario
 
 GiveUp = Callable[[RequestRecord], bool]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from math import ceil
 from random import Random
 
+from headstart.bench.load_search import highest_rate
 from headstart.bench.measure import PhaseResult, measure
-from headstart.bench.progress import QUIET, Bar
-from headstart.bench.runner import Runner
-from headstart.bench.search import highest_rate
+from headstart.bench.progress_bar import QUIET, Bar
+from headstart.bench.runners.runner import Runner
 from headstart.workload import scenarios
 from headstart.workload.scenarios import Scenario
 from headstart.workload.slo import Slo, TooManyLate

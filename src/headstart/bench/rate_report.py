@@ -6,12 +6,12 @@ from typing import Any
 
 from headstart.bench.machine import ContentionLog, uncontended
 from headstart.bench.measure import Measured, measure
-from headstart.bench.progress import QUIET, Bar
+from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.rate import DEFAULTS, Load, Point, RateConfig, RateSearch, search_rate
 from headstart.bench.report import Chart, Report, Sheet
-from headstart.bench.runner import Runner
+from headstart.bench.runners.runner import Runner
 from headstart.bench.suite import by_phase, check_lengths, latencies, redundancy_sheet, redundancy_text
-from headstart.workload.record import median, summarize
+from headstart.workload.request_record import median, summarize
 from headstart.workload.scenarios import Scenario
 from headstart.workload.slo import Slo
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from headstart.bench.machine import ContentionLog, uncontended
 from headstart.bench.measure import Measured, PhaseResult, measure
-from headstart.bench.progress import QUIET, Bar
+from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.report import Chart, Report, Sheet, spread
-from headstart.bench.runner import Runner
+from headstart.bench.runners.runner import Runner
 from headstart.core.errors import ConfigError
-from headstart.workload.record import Percentiles, RequestRecord, Summary, median, percentile, summarize
+from headstart.workload.request_record import Percentiles, RequestRecord, Summary, median, percentile, summarize
 from headstart.workload.scenarios import Scenario
 from headstart.workload.slo import Slo
 

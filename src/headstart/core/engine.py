@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headstart.core.batch import Batch, Output
+from headstart.core.cache.block_store import BlockSource, BlockStore, Data, StoreStats
+from headstart.core.cache.events import EventLog, EventSink
+from headstart.core.cache.pinned_prefix import PrefixInfo, PrefixState
 from headstart.core.errors import InvalidRequestError
-from headstart.core.events import EventLog, EventSink
 from headstart.core.executor import Executor
-from headstart.core.prefix import PrefixInfo, PrefixState
-from headstart.core.recent import RecentRequests
 from headstart.core.request import NO_DEFAULTS, Request, SamplingDefaults
-from headstart.core.scheduler import Scheduler
-from headstart.core.store import BlockSource, BlockStore, Data, StoreStats
+from headstart.core.sched.scheduler import Scheduler
+from headstart.explain.recent_requests import RecentRequests
 
 LONG_STEP_SECONDS = 1.0  # a step that is expected to take longer is announced before it begins
 LOAD_WAIT_SECONDS = 0.002  # for blocks on their way, while there is nothing else to do; then others may be heard

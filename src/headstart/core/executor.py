@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from headstart.core.batch import Batch, StepResult
-from headstart.core.store import Data
+from headstart.core.cache.block_store import Data
 
 
 class Executor(Protocol):

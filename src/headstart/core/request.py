@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from headstart.core.hashing import BlockHash
+from headstart.core.cache.hashing import BlockHash
 
 
 class CacheMode(Enum):
@@ -27,7 +27,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose output tokens; every value is already validated and in range (server/params.py).
+    """How to choose output tokens; every value is already validated and in range (openai/generation_params.py).
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch those filters off. `logprobs` is the number of
     alternatives to report beside the sampled token (0: the sampled token only; None: nothing), `prompt_logprobs` the

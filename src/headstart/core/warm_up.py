@@ -5,7 +5,7 @@ from array import array
 from headstart.core.batch import Batch, Chunk
 from headstart.core.executor import Executor
 from headstart.core.request import SamplingParams
-from headstart.core.step_time import StepTimes
+from headstart.core.sched.step_time import StepTimes
 
 PROMPT_TOKENS = 64
 NUM_DECODES = 3

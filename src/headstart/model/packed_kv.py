@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headstart.core.cache.block_store import Data
 from headstart.core.errors import ConfigError
-from headstart.core.store import Data
 from headstart.model.kernels.attention import MAX_DIMS, NO_PLAN, PAGE, AttentionCall
-from headstart.model.kernels.load import Kernels, threads
+from headstart.model.kernels.library import Kernels, threads
 from headstart.model.kernels.memory import Arena
-from headstart.model.kv import KVShape
-from headstart.model.writes import Writes
+from headstart.model.kv_writes import Writes
+from headstart.model.paged_kv import KVShape
 
 _NO_IDS, _NO_PAGES = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
 DTYPES = (torch.float32, torch.bfloat16)

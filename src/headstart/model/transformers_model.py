@@ -26,13 +26,13 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from headstart.core.errors import ConfigError
-from headstart.model.architectures import SUPPORTED, architecture_of
 from headstart.model.attention.base import Attend
-from headstart.model.json_file import one_line, shorten
-from headstart.model.kv import KVShape
-from headstart.model.step import StepInputs
+from headstart.model.paged_kv import KVShape
+from headstart.model.step_inputs import StepInputs
 from headstart.model.transformers_probe import probe
-from headstart.model.weights import Checkpoint
+from headstart.model.weights.architectures import SUPPORTED, architecture_of
+from headstart.model.weights.checkpoint import Checkpoint
+from headstart.model.weights.json_file import one_line, shorten
 
 ATTENTION_NAME = "headstart"
 LAYER_KINDS = {"full_attention", "sliding_attention"}

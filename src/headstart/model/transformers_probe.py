@@ -17,8 +17,8 @@ from transformers.cache_utils import DynamicLayer
 
 from headstart.core.errors import ConfigError
 from headstart.model.attention.base import Attend
-from headstart.model.json_file import one_line
-from headstart.model.kv import KVShape
+from headstart.model.paged_kv import KVShape
+from headstart.model.weights.json_file import one_line
 
 PROBE_TOKENS = 8
 PROBE_NAME = "headstart_probe"

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headstart.router.contents import Contents
 from headstart.router.health import Health
+from headstart.router.index.prefix_index import Contents
 from headstart.router.load import Load
-from headstart.router.rates import Rates, Work
+from headstart.router.prefill_model import Rates, Work
 
 LATER = 0.5  # of a prefill: so much others will wait because of it; 0.25 to 2 were tried (docs/routing.md)
 EVICTED = 0.75  # of what has to go: so much others will compute again; 0.25 to 1.5 were tried

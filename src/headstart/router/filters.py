@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from headstart.router.ask import Ask
 from headstart.router.endpoint import Endpoint
+from headstart.router.routing_request import Ask
 
 
 def eligible(

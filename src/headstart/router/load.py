@@ -4,7 +4,7 @@ Prefills are thought of as one line, first come, first served: the backlog is th
 less what was done of the one at the head since. A replica that is late is as many times slower as it is late.
 """
 
-from headstart.router.rates import RateLearner, Rates, Work
+from headstart.router.prefill_model import RateLearner, Rates, Work
 
 GRACE_MS = 50.0  # late by less is not late
 LATENESS = 2.0  # nor by less than so many times what was expected

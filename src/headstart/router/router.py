@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from headstart.core.errors import NoReplicaError
-from headstart.router.ask import Ask, Usage
-from headstart.router.contents import Contents
-from headstart.router.cost import CostPolicy, cost_of
-from headstart.router.decision import Decision, joined
+from headstart.router.decision_log import Decision, joined
 from headstart.router.endpoint import Endpoint
 from headstart.router.filters import eligible
+from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.cached_tokens import cached_blocks
+from headstart.router.index.kv_event_index import ToldContents
+from headstart.router.index.prefix_index import Contents
 from headstart.router.load import Flight
-from headstart.router.pick import Comparison, Pick
-from headstart.router.policy import Candidate, Policy, View
-from headstart.router.rates import Work
-from headstart.router.reports import cached_blocks
-from headstart.router.shadow import Shadow
-from headstart.router.told import ToldContents
+from headstart.router.policies.cost import CostPolicy, cost_of
+from headstart.router.policies.policy import Candidate, Policy, View
+from headstart.router.prefill_model import Work
+from headstart.router.routing_decision import Comparison, Pick
+from headstart.router.routing_request import Ask, Usage
 
 
 @dataclass(slots=True)

@@ -14,23 +14,23 @@ from starlette.types import ASGIApp
 
 from headstart import __version__
 from headstart.core.errors import InvalidRequestError
-from headstart.server import protocol
-from headstart.server.bodies import TokenizeBody, parse_detokenize, parse_json, parse_tokenize
-from headstart.server.bounds import Bounds
+from headstart.http.access_record import record_of
+from headstart.http.gate import Gate
+from headstart.http.http_errors import HttpError, error_response, json_response
+from headstart.http.packed_metrics import CONTENT_TYPE
+from headstart.openai import responses as protocol
+from headstart.openai.bounds import Bounds
+from headstart.openai.engine_requests import encode_prompt
+from headstart.openai.fields import shown
+from headstart.openai.json_pieces import SLICE_ITEMS
+from headstart.openai.openapi import BODIES
+from headstart.openai.request_bodies import TokenizeBody, parse_detokenize, parse_json, parse_tokenize
+from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.server.cache_routes import cache_stats, explain
-from headstart.server.fields import shown
-from headstart.server.gate import Gate
-from headstart.server.http_errors import HttpError, error_response, json_response
 from headstart.server.inference import CHAT, COMPLETIONS, check_model, infer
-from headstart.server.json_pieces import SLICE_ITEMS
-from headstart.server.openapi import BODIES
-from headstart.server.packed_metrics import CONTENT_TYPE
-from headstart.server.prefixes import parse_prefix
-from headstart.server.record import record_of
-from headstart.server.requests import encode_prompt
-from headstart.server.state import ServerState
-from headstart.server.store_figures import may_see_store
-from headstart.server.tokenizer import Tokenizer
+from headstart.server.prefix_requests import parse_prefix
+from headstart.server.server_state import ServerState
+from headstart.server.store_metrics import may_see_store
 
 Handler = Callable[[Request], Awaitable[Response]]
 _Result = TypeVar("_Result")

@@ -4,11 +4,11 @@ import ipaddress
 import json
 
 from headstart import __version__
+from headstart.config.options import ServerOptions
+from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineInfo
-from headstart.core.store import StoreStats
-from headstart.options import ServerOptions
-from headstart.server.sampling_defaults import default_texts
-from headstart.server.state import Model
+from headstart.openai.sampling_defaults import default_texts
+from headstart.server.server_state import Model
 
 
 def banner(model: Model, options: ServerOptions, host: str, port: int, *, store: str | None = None) -> str:

@@ -11,18 +11,18 @@ from headstart.core.batch import Ledger
 from headstart.core.engine import EngineStats
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request as EngineRequest
-from headstart.server.auth import Principal
-from headstart.server.bodies import parse_json
-from headstart.server.explanation import explanation_answer
-from headstart.server.http_errors import HttpError
+from headstart.http.access_record import record_of
+from headstart.http.auth import Principal
+from headstart.http.http_errors import HttpError
+from headstart.openai.engine_requests import Origin
+from headstart.openai.request_bodies import parse_json
+from headstart.openai.responses import CACHE_SOURCES, Json
+from headstart.server.engine.wire import stats_of
+from headstart.server.explanation_text import explanation_answer
 from headstart.server.inference import CHAT, COMPLETIONS
-from headstart.server.metrics import blocks_by_state, evictions_by_cause, prefill_redundancy
-from headstart.server.protocol import CACHE_SOURCES, Json
-from headstart.server.record import record_of
-from headstart.server.requests import Origin
-from headstart.server.state import ServerState
-from headstart.server.store_figures import may_see_store, store_answer
-from headstart.server.wire import stats_of
+from headstart.server.server_metrics import blocks_by_state, evictions_by_cause, prefill_redundancy
+from headstart.server.server_state import ServerState
+from headstart.server.store_metrics import may_see_store, store_answer
 
 _MAX_ID_CHARS = 128
 

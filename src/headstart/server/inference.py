@@ -18,19 +18,26 @@ from starlette.types import Receive, Scope, Send
 
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request as EngineRequest
-from headstart.server import protocol
-from headstart.server.admission import check_size
-from headstart.server.bodies import parse_chat, parse_completion, parse_json
-from headstart.server.generation import Delta
-from headstart.server.http_errors import ClientGoneError, Headers, json_response
-from headstart.server.job import Job, News
-from headstart.server.params import GenerationParams
-from headstart.server.protocol import Json
-from headstart.server.record import RequestRecord, record_of
-from headstart.server.requests import Origin, Prepared, build_requests, encode_chat, encode_completion, tokenizer_of
-from headstart.server.shared_prompt import SharedPrompt
-from headstart.server.sse import DONE, HEADERS, PING, WRITE_SECONDS, error_event, event
-from headstart.server.state import Model, ServerState
+from headstart.http.access_record import RequestRecord, record_of
+from headstart.http.http_errors import ClientGoneError, Headers, json_response
+from headstart.http.sse import DONE, HEADERS, PING, WRITE_SECONDS, error_event, event
+from headstart.openai import responses as protocol
+from headstart.openai.engine_requests import (
+    Origin,
+    Prepared,
+    build_requests,
+    encode_chat,
+    encode_completion,
+    tokenizer_of,
+)
+from headstart.openai.generation_params import GenerationParams
+from headstart.openai.request_bodies import parse_chat, parse_completion, parse_json
+from headstart.openai.responses import Json
+from headstart.openai.text.generation import Delta
+from headstart.openai.text.shared_prompt import SharedPrompt
+from headstart.server.generation_job import Job, News
+from headstart.server.request_limits import check_size
+from headstart.server.server_state import Model, ServerState
 
 PING_SECONDS = 15.0
 LONG_PROMPT_TOKENS = 1024  # from here on, reading the text of an echoed prompt leaves the event loop

@@ -7,9 +7,9 @@ import asyncio
 import time
 
 from headstart.core.engine import EngineStats
-from headstart.server.protocol import CACHE_SOURCES
-from headstart.server.state import ServerState
-from headstart.server.store_figures import statistics_fields
+from headstart.openai.responses import CACHE_SOURCES
+from headstart.server.server_state import ServerState
+from headstart.server.store_metrics import statistics_fields
 
 MAX_COLUMNS = 120 - len("[r99] ")  # lines of replicas have their names before them
 _UNITS = ("", "k", "M", "G", "T")

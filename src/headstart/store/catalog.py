@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from headstart.core.cache.block_store import BlockKey, Data
+from headstart.core.cache.hashing import BlockHash
 from headstart.core.errors import ConfigError
-from headstart.core.hashing import BlockHash
-from headstart.core.store import BlockKey, Data
 from headstart.store import segment as segments
-from headstart.store.eviction import Eviction
 from headstart.store.files import Files, prepare_folder
 from headstart.store.folder import CORRUPT, Folder
 from headstart.store.format import MAX_SEGMENT_BYTES, MAX_SLOTS, Header, Shape
 from headstart.store.index import Index
 from headstart.store.segment import ReadResult, Segment, SegmentWriter
+from headstart.store.segment_eviction import Eviction
 
 MIN_SEGMENT_BYTES = 8 << 20
 

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from headstart.core.store import Data
+from headstart.core.cache.block_store import Data
 from headstart.store.files import Files
 
 PAGE_BYTES = 4096

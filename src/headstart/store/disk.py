@@ -1,7 +1,7 @@
-"""DiskStore: blocks in a folder that all processes of a machine share; core/store.py says what each method promises.
+"""DiskStore: blocks in a folder that all processes of a machine share; the contract is core/cache/block_store.py.
 
 The engine's thread appends to queues and looks into dicts here, and does nothing that could wait for a disk. Two
-threads do the rest, one writing (`writer.py`), one reading (`loader.py`); a disk that hangs holds up these alone.
+threads do the rest, one writing (`writer.py`), one reading (`block_loader.py`); a disk that hangs holds up these alone.
 """
 
 import threading
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from headstart.core.hashing import BlockHash
-from headstart.core.store import BlockKey, BlockSource, Data, Loaded, StoreStats
+from headstart.core.cache.block_store import BlockKey, BlockSource, Data, Loaded, StoreStats
+from headstart.core.cache.hashing import BlockHash
+from headstart.store.block_loader import Load, Loader, Piece
 from headstart.store.catalog import Catalog
 from headstart.store.estimate import LoadEstimate
 from headstart.store.files import Files
 from headstart.store.format import Shape
-from headstart.store.loader import Load, Loader, Piece
 from headstart.store.pending import Offer
 from headstart.store.writer import Writer
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from headstart.core.cache.block_store import Data
 from headstart.core.errors import ConfigError
-from headstart.core.store import Data
 
 SECRET_BYTES = 32
 _SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

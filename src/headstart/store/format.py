@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 
 from xxhash import xxh3_128_digest
 
-from headstart.core.hashing import BlockHash
-from headstart.core.store import BlockKey, Data
+from headstart.core.cache.block_store import BlockKey, Data
+from headstart.core.cache.hashing import BlockHash
 
 MAGIC = b"headkv\r\n"
 VERSION = 1

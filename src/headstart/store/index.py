@@ -8,8 +8,8 @@ import threading
 from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
-from headstart.core.hashing import BlockHash
-from headstart.core.store import BlockKey
+from headstart.core.cache.block_store import BlockKey
+from headstart.core.cache.hashing import BlockHash
 from headstart.store.format import MAX_SLOTS
 from headstart.store.segment import Segment
 

@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable
 from typing import NamedTuple
 
-from headstart.core.hashing import BlockHash
-from headstart.core.store import BlockKey
+from headstart.core.cache.block_store import BlockKey
+from headstart.core.cache.hashing import BlockHash
 
 
 class Offer(NamedTuple):

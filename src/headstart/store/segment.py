@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from headstart.core.store import BlockKey, Data
+from headstart.core.cache.block_store import BlockKey, Data
 from headstart.store import format
 from headstart.store.direct import DirectWrites
 from headstart.store.files import Files

@@ -14,12 +14,12 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from headstart.core.hashing import BlockHash
-from headstart.core.store import BlockKey, BlockSource, Data
+from headstart.core.cache.block_store import BlockKey, BlockSource, Data
+from headstart.core.cache.hashing import BlockHash
 from headstart.store.catalog import Catalog
 from headstart.store.direct import aligned
-from headstart.store.health import Health, reason_of, say
 from headstart.store.pending import Offer, Pending
+from headstart.store.store_health import Health, reason_of, say
 
 ROUND_SECONDS = 0.02  # between two looks at the folder and at what was offered
 RUN_BYTES = 4 << 20  # copied out of the pool and written at once

@@ -1,6 +1,6 @@
 """Jobs: requests by their token ids, lengths and due times; what a workload is before anybody serves it.
 
-Not here: who serves them (`bench/runner.py`) and what became of them (`record.py`).
+Not here: who serves them (`bench/runners/runner.py`) and what became of them (`request_record.py`).
 """
 
 from array import array

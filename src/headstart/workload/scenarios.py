@@ -1,8 +1,8 @@
 """Scenarios: every workload of the suite as phases of jobs, the one definition of each for all who serve them.
 
 Pure: chance is the `rng` argument, so one seed is one set of prompts. A scenario is one repetition; the next one draws
-new prompts, so that it is cold even where a cache cannot be reset. Not here: who serves (`bench/runner.py`), how a
-phase is measured (`bench/measure.py`), and traces (`traces.py`).
+new prompts, so that it is cold even where a cache cannot be reset. Not here: who serves (`bench/runners/runner.py`),
+how a phase is measured (`bench/measure.py`), and traces (`traces.py`).
 """
 
 from array import array

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor
 
-from headstart.workload.record import RequestRecord, percentile
+from headstart.workload.request_record import RequestRecord, percentile
 
 SHARE = 90
 """The percentile that must lie within a limit."""

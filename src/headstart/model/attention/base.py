@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headstart.core.cache.block_store import Data
 from headstart.core.errors import ConfigError
-from headstart.core.store import Data
 from headstart.model.kernels.attention import MAX_DIMS
-from headstart.model.kernels.load import find
-from headstart.model.kv import KVShape
-from headstart.model.step import StepInputs
+from headstart.model.kernels.library import find
+from headstart.model.paged_kv import KVShape
+from headstart.model.step_inputs import StepInputs
 
 
 class Attend(Protocol):

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.attention import AttentionCall, Plan, StepTables, make_plan
-from headstart.model.kernels.load import find, threads
-from headstart.model.kv import KVShape
+from headstart.model.kernels.library import find, threads
 from headstart.model.packed_kv import PackedKV, packed
-from headstart.model.step import StepInputs
+from headstart.model.paged_kv import KVShape
+from headstart.model.step_inputs import StepInputs
 
 SPLIT_TOKENS = 256  # fewest tokens of a part of a row that is split between threads
 SHARING = {"never": 0, "where it pays": 1, "always": 2}

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.model.attention.plan import Bucket, Plan, Prefill, make_plan
-from headstart.model.kv import KVShape, PagedKV
-from headstart.model.step import StepInputs
+from headstart.model.attention.attention_plan import Bucket, Plan, Prefill, make_plan
+from headstart.model.paged_kv import KVShape, PagedKV
+from headstart.model.step_inputs import StepInputs
 
 TILE_SCORES = 2 << 20  # scores held at a time in a prefill
 MIN_TILE = 16  # query rows

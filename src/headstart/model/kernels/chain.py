@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.model.kernels.load import Kernels, LinkDescriptor, threads
+from headstart.model.kernels.library import Kernels, LinkDescriptor, threads
 from headstart.model.kernels.packed import HeadTurner, PackedLinear, check
 
 Angles = tuple[Tensor, Tensor]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.model.kernels.load import HeadsDescriptor, Kernels, LinearDescriptor, threads
+from headstart.model.kernels.library import HeadsDescriptor, Kernels, LinearDescriptor, threads
 
 TILE = 32  # outputs side by side in the packed form; see linear.h
 

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.model.kernels.load import Kernels, threads
+from headstart.model.kernels.library import Kernels, threads
 
 
 def finite_chunks(kernels: Kernels | None, rows: Tensor, indptr: NDArray[np.int32]) -> list[bool]:

@@ -1,5 +1,5 @@
 // Sampling: logits in, tokens and log-probabilities out. One thread does all of a row, so a row never depends on those
-// beside it nor on the number of threads. The twin in torch is model/draw.py, with model/logit_edits.py.
+// beside it nor on the number of threads. The twin in torch is model/sampling/draw.py, with model/sampling/logit_edits.py.
 #include "logprobs.h"
 #include "sample.h"
 #include "threshold.h"

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core.batch import TokenLogprob
-from headstart.model.kernels.load import Kernels, threads
-from headstart.model.logit_edits import RowEdits
+from headstart.model.kernels.library import Kernels, threads
+from headstart.model.sampling.logit_edits import RowEdits
 
 # `Edits` and `Row` of sample.h
 _EDITS = np.dtype(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headstart.model.kernels.attention import AttentionCall
 from headstart.model.kernels.chain import Angles, Buffers, Chain
-from headstart.model.kernels.load import Kernels, threads
+from headstart.model.kernels.library import Kernels, threads
 from headstart.model.kernels.packed import check
 
 _pointer, _int, _long = ctypes.c_void_p, ctypes.c_int, ctypes.c_long

@@ -1,0 +1,1 @@
+"""`headstart bench ...`: one verb per benchmark."""

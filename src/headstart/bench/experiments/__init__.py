@@ -1,0 +1,1 @@
+"""Experiments: each measures one figure, and states it as one JSON document."""

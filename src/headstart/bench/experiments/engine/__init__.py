@@ -1,0 +1,1 @@
+"""Experiments on one engine: reuse, scheduling, kernels."""

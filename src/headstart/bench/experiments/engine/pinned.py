@@ -1,0 +1,102 @@
+"""Lab: a pinned prefix of 900 tokens. Already the first request takes it over, and no flood of prompts evicts it.
+
+The same prompt through a bypassed cache must give the same tokens: what was pinned is what would have been computed.
+"""
+
+import time
+from array import array
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from headstart.bench.progress_bar import QUIET, Bar
+from headstart.bench.report import Report, Sheet
+from headstart.bench.runners.engines import Setup, describe
+from headstart.bench.runners.inprocess import Run, drive, make_requests
+from headstart.core.cache.pinned_prefix import PrefixState
+from headstart.core.engine import Engine
+from headstart.core.request import CacheMode, SamplingParams
+from headstart.workload.synthetic import random_tokens
+
+PREFIX = 900
+OWN = 100
+OUTPUT = 8
+NUM_BLOCKS = 256
+POOLS = 3  # of one-off prompts
+AT_LEAST = 896  # whole blocks of 16 in 900 tokens
+
+
+def run_pinned(setup: Setup, bar: Bar = QUIET) -> Report:
+    """Pins the prefix, sends the first prompt that begins with it, floods the pool, and sends another."""
+    bar.stage("loading the model", None)
+    engine, info = setup.build(setup.options(num_blocks=NUM_BLOCKS))
+    rng = Random(setup.seed)
+
+    def tokens(num: int) -> "array[int]":
+        return random_tokens(num, info.vocab_size, rng)
+
+    fixed = tokens(PREFIX)
+    first_prompt, second_prompt = fixed + tokens(OWN), fixed + tokens(OWN)
+    flood = [tokens(PREFIX + OWN) for _ in range(-(-POOLS * NUM_BLOCKS * info.block_size // (PREFIX + OWN)))]
+
+    def send(label: str, *prompts: "array[int]", cache: CacheMode = CacheMode.READ_WRITE) -> Run:
+        bar.stage(label, len(prompts))
+        sampling = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
+        requests = [replace(request, cache=cache) for request in make_requests(prompts, sampling, label)]
+        return drive(engine, requests, bar=bar)
+
+    cold = send("cold", tokens(PREFIX + OWN))
+    bar.stage("warming", None)
+    warm_seconds = _pin(engine, fixed)
+    runs = {
+        "cold": cold,
+        "first": send("first", first_prompt),
+        "flood": send("flood", *flood),
+        "after": send("after", second_prompt),
+        "bypass": send("bypass", first_prompt, cache=CacheMode.BYPASS),
+    }
+    evictions = engine.stats().num_evictions
+    report = _report(setup, runs, {"warm_ms": 1e3 * warm_seconds, "evicted_blocks": evictions})
+    report.threads = info.threads
+    report.setup = {"prefix_tokens": PREFIX, "own_tokens": OWN, "flood_pools": POOLS, **describe(info)}
+    if report.values["differing_tokens"] and info.dtype == "float32":
+        report.problems.append("the first answer differs in float32 from the one without the cache")
+    return report
+
+
+def _pin(engine: Engine, fixed: "array[int]") -> float:
+    """Pins it and returns the seconds until it is warm."""
+    start = time.perf_counter()
+    engine.add_prefix("fixed", fixed)
+    while engine.list_prefixes()[0].state is PrefixState.WARMING:
+        engine.step(time.perf_counter())
+    return time.perf_counter() - start
+
+
+def _report(setup: Setup, runs: dict[str, Run], more: dict[str, Any]) -> Report:
+    first, after = runs["first"], runs["after"]
+    values: dict[str, Any] = {
+        "cached_tokens": first.records[0].cached_tokens,
+        "cached_tokens_after_flood": after.records[0].cached_tokens,
+        "first_ttft_ms": _ttft_ms(first),
+        "cold_ttft_ms": _ttft_ms(runs["cold"]),
+        **more,
+        "differing_tokens": sum(a != b for a, b in zip(first.outputs[0], runs["bypass"].outputs[0], strict=True)),
+    }
+    rows: list[tuple[Any, ...]] = []
+    for label, run in runs.items():
+        cached = sum(record.cached_tokens for record in run.records)
+        rows.append((label, len(run.records), run.computed_tokens, cached, _ttft_ms(run)))
+    columns = ("run", "requests", "tokens computed", "tokens cached", "first TTFT, ms")
+    problems = [problem for label, run in runs.items() for problem in run.problems(label)]
+    for key in ("cached_tokens", "cached_tokens_after_flood"):
+        if values[key] < AT_LEAST:
+            problems.append(f"{key} is {values[key]} instead of at least {AT_LEAST}")
+    sheet = Sheet(f"a pinned prefix of {PREFIX} tokens, prompts of {PREFIX + OWN}", columns, tuple(rows))
+    return Report("lab pinned", values, model=setup.label, seed=setup.seed, runs=1, sheets=[sheet], problems=problems)
+
+
+def _ttft_ms(run: Run) -> float | None:
+    """Of its first request; None if that failed."""
+    ttft = run.records[0].ttft
+    return None if ttft is None else 1e3 * ttft

@@ -1,0 +1,203 @@
+"""Lab: what scheduling costs when computing costs nothing. Pure Python, one thread, no model.
+
+Figures are CPU time of the one thread: on an idle machine that is the time it takes, on a busy one the neighbours'
+time slices are not counted (they are longer than a step). They are medians over many steps, per run; the report gives
+the median run. Sampling in the null executor is left out of every figure. vLLM's own scheduler, run by turns with ours,
+is measured by a script of the same shape in an environment of its own (benchmarks/scheduler/): its packages and ours
+never meet in one process.
+"""
+
+import gc
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from time import thread_time
+from typing import Any
+
+import headstart
+from headstart.bench.machine import ContentionLog, uncontended
+from headstart.bench.progress_bar import QUIET, Bar
+from headstart.bench.report import Report, Sheet, spread
+from headstart.bench.runners.null_executor import NullExecutor
+from headstart.core.batch import Batch, StepResult
+from headstart.core.cache.hashing import BlockHash, extend_hashes, root_hash
+from headstart.core.engine import Engine
+from headstart.core.errors import ConfigError
+from headstart.core.request import Request, SamplingParams
+from headstart.core.sched.limits import Limits
+from headstart.core.sched.scheduler import Scheduler
+from headstart.workload.request_record import median
+from headstart.workload.synthetic import random_tokens
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 32_000
+DECODES = 256
+PROMPT = 4096
+CACHED = PROMPT - BLOCK_SIZE
+FIGURES = ("step_256_decodes", "admit_4096_cached", "finish_4096_cached", "hash_1k_tokens")
+COLUMNS = ("figure", "median", "min", "max", "vLLM", "min", "max", "vLLM / ours")
+PEER_SCRIPT = Path(headstart.__file__).parents[2] / "benchmarks" / "scheduler" / "vllm_scheduler.py"
+PEER_TIMEOUT = 600.0
+
+
+def peer_command(python: Path | None) -> list[str]:
+    """How to measure vLLM's scheduler in its own interpreter; empty for none. Raises ConfigError."""
+    if python is None:
+        return []
+    if not PEER_SCRIPT.is_file():
+        raise ConfigError(f"--peer-python needs {PEER_SCRIPT}: run it from a source checkout")
+    return [str(python), str(PEER_SCRIPT)]
+
+
+def run_scheduler(seed: int, runs: int, bar: Bar = QUIET, *, peer: Sequence[str] = ()) -> Report:
+    """Measures a step of 256 decodes, one request of 4,096 tokens with 4,080 cached, and naming 1,024 tokens.
+
+    `peer` is a command that measures the same of another scheduler, given the seed: it is run by turns with ours.
+    """
+    log = ContentionLog.new()
+    ours, theirs = list[dict[str, Any]](), list[dict[str, Any]]()
+    bar.stage("scheduling", runs)
+    for run in range(runs):
+        ours.append(uncontended(lambda r=run: _costs(Random(f"{seed}/{r}")), log))
+        if peer:
+            theirs.append(uncontended(lambda r=run: _peer_costs([*peer, f"{seed}/{r}"]), log))
+        bar.advance()
+    return _report(ours, theirs, seed, log)
+
+
+def _report(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], seed: int, log: ContentionLog) -> Report:
+    values: dict[str, float | None] = {}
+    ranges: dict[str, list[float]] = {}
+    rows: list[tuple[Any, ...]] = []
+    for figure in FIGURES:
+        key = f"{figure}_us"
+        row: list[Any] = [figure]
+        for name, runs in ((key, ours), (f"vllm_{key}", theirs)):
+            times = [run[key] for run in runs]
+            values[name] = median(times) if times else None
+            if times:
+                ranges[name] = spread(times)
+            row += [values[name], *ranges.get(name, (None, None))]
+        mine, peer = values[key], values[f"vllm_{key}"]
+        values[f"{figure}_ratio"] = peer / mine if mine and peer else None
+        rows.append((*row, values[f"{figure}_ratio"]))
+    return Report(
+        "lab scheduler",
+        values,
+        model=None,
+        seed=seed,
+        runs=len(ours),
+        threads=1,
+        spread=ranges,
+        setup={
+            "block_size": BLOCK_SIZE,
+            "decodes": DECODES,
+            "prompt_tokens": PROMPT,
+            "cached_tokens": CACHED,
+            "peer_versions": theirs[0].get("versions") if theirs else None,
+        },
+        contention=log.as_dict(),
+        sheets=[Sheet("scheduling without a model, microseconds", COLUMNS, tuple(rows))],
+    )
+
+
+def _peer_costs(command: list[str]) -> dict[str, Any]:
+    """The last line that a command prints, in a process of its own. Raises ConfigError if there is none."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PEER_TIMEOUT, check=False)
+        lines = done.stdout.splitlines()
+        if done.returncode == 0 and lines:
+            found = json.loads(lines[-1])
+            missing = [figure for figure in FIGURES if f"{figure}_us" not in found]
+            if not missing:
+                return found
+            raise ConfigError(f"{command[0]} measured no {', '.join(missing)}")
+    except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError) as error:
+        raise ConfigError(f"--peer-python {command[0]}: {error}; see benchmarks/scheduler/README.md") from error
+    why = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+    raise ConfigError(f"--peer-python {command[0]} failed: {why}; see benchmarks/scheduler/README.md")
+
+
+def _costs(rng: Random) -> dict[str, float]:
+    """All figures of one run, microseconds."""
+    gc.collect()
+    gc.freeze()  # as the engine process does once it is built
+    try:
+        admit, finish = _admit_cached(rng)
+        seconds = (_step_of_decodes(rng), admit, finish, _hash_1k(rng))
+    finally:
+        gc.unfreeze()
+    return {f"{figure}_us": 1e6 * value for figure, value in zip(FIGURES, seconds, strict=True)}
+
+
+class _Stopwatch(NullExecutor):
+    """Knows when a step was handed to it and how long it kept it."""
+
+    handed = 0.0
+    kept = 0.0
+
+    def execute(self, batch: Batch) -> StepResult:
+        self.handed = thread_time()
+        result = super().execute(batch)
+        self.kept = thread_time() - self.handed
+        return result
+
+
+def _engine(num_blocks: int) -> tuple[Engine, _Stopwatch]:
+    limits = Limits(max_batched_tokens=8192, max_seqs=DECODES, max_model_len=2 * PROMPT)
+    scheduler = Scheduler(num_blocks, BLOCK_SIZE, limits)
+    watch = _Stopwatch(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
+    return Engine(scheduler, watch), watch
+
+
+def _greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0)
+
+
+def _step_of_decodes(rng: Random, steps: int = 64) -> float:
+    """One step of 256 running decodes, schedule and update; one in sixteen of them fills a block."""
+    engine, watch = _engine(DECODES * 10)
+    for index in range(DECODES):
+        prompt = random_tokens(32 + index % BLOCK_SIZE, VOCAB_SIZE, rng)
+        engine.add_request(Request(f"r{index}", prompt, _greedy(steps + 8)))
+    while engine.stats().num_waiting or engine.stats().last_batch_tokens != DECODES:
+        engine.step()
+    times: list[float] = []
+    for _ in range(steps):
+        start = thread_time()
+        engine.step()
+        times.append(thread_time() - start - watch.kept)
+    return median(times)
+
+
+def _admit_cached(rng: Random, requests: int = 32) -> tuple[float, float]:
+    """One request that is alone, 4,080 of its 4,096 tokens cached: from its creation until (admitted, finished)."""
+    engine, watch = _engine(4 * PROMPT // BLOCK_SIZE)
+    prefix = random_tokens(CACHED, VOCAB_SIZE, rng)
+    admitted, finished = list[float](), list[float]()
+    for index in range(requests + 1):
+        prompt = prefix + random_tokens(PROMPT - CACHED, VOCAB_SIZE, rng)
+        start = thread_time()
+        engine.add_request(Request(f"r{index}", prompt, _greedy(1)))
+        engine.step()
+        finished.append(thread_time() - start - watch.kept)
+        admitted.append(watch.handed - start)
+        assert not engine.has_work, "a request of one output token outlived its step"
+    stats = engine.stats()
+    assert stats.cached_tokens == requests * CACHED, f"{stats.cached_tokens} tokens were cached"
+    return median(admitted[1:]), median(finished[1:])
+
+
+def _hash_1k(rng: Random, rounds: int = 200) -> float:
+    """Naming the 64 blocks of 1,024 tokens."""
+    tokens, root = random_tokens(1024, VOCAB_SIZE, rng), root_hash(b"lab")
+
+    def once() -> float:
+        hashes: list[BlockHash] = []
+        start = thread_time()
+        extend_hashes(hashes, tokens, BLOCK_SIZE, root)
+        return thread_time() - start
+
+    return median(once() for _ in range(rounds))

@@ -1,0 +1,110 @@
+"""The bundled model's answers on held-out sentences, with prefix caching off and on: they must be the same tokens.
+
+float32, so that the order in which numbers are added cannot decide between two tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headstart.bench.progress_bar import QUIET, Bar
+from headstart.llm import LLM, Completion
+from headstart.workload.intent import Example, is_correct, make_examples, make_preamble
+
+MAX_TOKENS = 96  # an answer has about 30
+TOGETHER = 20  # sentences in one batch
+
+
+class Completed(Protocol):
+    """What this bench reads of `llm.Completion`; tests have their own."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
+
+
+Answer = Callable[[list[list[dict[str, str]]], bool], Sequence[Completed]]
+"""(conversations, caching) -> one completion each, greedy, in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyConfig:
+    """How much to ask: `examples` sentences, spread evenly over `preambles` preambles."""
+
+    examples: int = 200
+    preambles: int = 4
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """What came of it."""
+
+    values: dict[str, Any]
+    problems: list[str]
+
+
+def measure_accuracy(answer: Answer, config: AccuracyConfig, bar: Bar = QUIET) -> Accuracy:
+    """Asks everything twice, caching off and on. Exact JSON counts, nothing less."""
+    examples, conversations = questions(config)
+    found: dict[str, Sequence[Completed]] = {}
+    for name in ("off", "on"):
+        bar.stage(f"{len(examples)} sentences, caching {name}", len(examples))
+        found[name] = answer(conversations, name == "on")
+    right = {
+        name: sum(is_correct(one.text, example) for one, example in zip(completions, examples, strict=True))
+        for name, completions in found.items()
+    }
+    differing = sum(list(a.token_ids) != list(b.token_ids) for a, b in zip(found["off"], found["on"], strict=True))
+    prompt_tokens = sum(len(one.prompt_token_ids) for one in found["on"])
+    cached = {name: sum(one.num_cached_tokens for one in completions) for name, completions in found.items()}
+    values = {
+        "accuracy": right["on"] / len(examples),
+        "accuracy_on": right["on"] / len(examples),
+        "accuracy_off": right["off"] / len(examples),
+        "cached_share": cached["on"] / prompt_tokens,
+        "differing_answers": differing,
+        "examples": len(examples),
+        "preambles": config.preambles,
+    }
+    problems: list[str] = []
+    if differing:
+        problems.append(f"{differing} of {len(examples)} answers differ between caching off and on in float32")
+    if cached["off"]:
+        problems.append(f"{cached['off']} tokens were cached with caching off")
+    return Accuracy(values, problems)
+
+
+def bundled_answers(threads: int, bar: Bar = QUIET) -> Answer:
+    """The bundled model, in float32, through the Python API and its chat template."""
+
+    def answer(conversations: list[list[dict[str, str]]], caching: bool) -> list[Completion]:
+        llm = LLM(dtype="float32", threads=threads, enable_prefix_caching=caching)
+        completions: list[Completion] = []
+        for start in range(0, len(conversations), TOGETHER):
+            part = conversations[start : start + TOGETHER]
+            completions += llm.chat(part, {"temperature": 0, "max_tokens": MAX_TOKENS}, progress=False)
+            bar.advance(len(part))
+        return completions
+
+    return answer
+
+
+def questions(config: AccuracyConfig) -> tuple[list[Example], list[list[dict[str, str]]]]:
+    """Held-out examples and the conversation that asks for each."""
+    examples: list[Example] = []
+    conversations: list[list[dict[str, str]]] = []
+    for index in range(config.preambles):
+        preamble = make_preamble(f"bench/{config.seed}/{index}")
+        share = config.examples // config.preambles + (index < config.examples % config.preambles)
+        for example in make_examples("heldout", share, preamble, f"bench/{config.seed}/{index}"):
+            examples.append(example)
+            conversations.append(
+                [{"role": "system", "content": preamble.text}, {"role": "user", "content": example.sentence}]
+            )
+    return examples, conversations

@@ -1,0 +1,1 @@
+"""Experiments on routing: decisions, policies, failover, and fleets real and virtual."""

@@ -1,0 +1,186 @@
+"""Lab: what a routing decision costs. Pure Python, one thread, no sockets; the index is full before anything is timed.
+
+Microseconds of CPU time of the one thread. `pick` decides, given the names of the blocks; `sent` books the request and
+lets the index learn it, evicting what has to go; a whole request also names the blocks and ends.
+"""
+
+import gc
+import sys
+import tracemalloc
+from dataclasses import dataclass
+from random import Random
+from time import thread_time
+from typing import Any
+
+from headstart.bench.progress_bar import QUIET, Bar
+from headstart.bench.report import Report, Sheet
+from headstart.core.cache.hashing import BlockHash
+from headstart.router.endpoint import Endpoint
+from headstart.router.index.approximate_index import Shadow
+from headstart.router.policies.policy_table import POLICIES, make_policy
+from headstart.router.router import Router
+from headstart.router.routing_request import Ask, Prompt, router_root
+from headstart.workload.request_record import percentile
+from headstart.workload.synthetic import random_tokens
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 32_000
+P99_US = 1000.0  # of a pick of the long prompt
+RATE = 2000.0  # requests per second of the short one
+
+
+@dataclass(frozen=True, slots=True)
+class PickConfig:
+    """Sizes: replicas, blocks per replica, tokens of the long and the short prompt, decisions timed."""
+
+    replicas: int = 16
+    blocks: int = 62_500
+    long_prompt: int = 32_768
+    short_prompt: int = 2_048
+    decisions: int = 1000
+    unique: int = 100_000  # prompts that are not repeated, of one block each
+
+
+QUICK = PickConfig(replicas=4, blocks=2048, long_prompt=4096, decisions=50, unique=20_000)
+
+
+def run_pick(seed: int, config: PickConfig | None = None, bar: Bar = QUIET) -> Report:
+    """Measures decisions over full indexes, the rate of whole requests, and an index of unrepeated prompts."""
+    config = config or PickConfig()
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    rows: list[tuple[Any, ...]] = []
+    bar.stage("filling the index", config.replicas)
+    rng = Random(seed)
+    router, long_prompts, index_bytes = _full(config, rng, bar)
+    gc.collect()
+    gc.freeze()  # what is there stays; a collection over a million entries is not the decision's
+    bar.stage("decisions", len(POLICIES))
+    for name in POLICIES:
+        router.policy = make_policy(name)
+        times = _decisions(router, long_prompts, config, rng)
+        key = f"{name.replace('-', '_')}_pick"
+        values[f"{key}_p50_us"], values[f"{key}_p99_us"] = percentile(times, 50), percentile(times, 99)
+        rows.append((f"pick, {name}", values[f"{key}_p50_us"], values[f"{key}_p99_us"]))
+        bar.advance()
+    router.policy = make_policy("cost")
+    cold = _sent(router, config, rng)
+    values["sent_cold_p50_us"], values["sent_cold_p99_us"] = percentile(cold, 50), percentile(cold, 99)
+    rows.append(("sent, all blocks new", values["sent_cold_p50_us"], values["sent_cold_p99_us"]))
+    values["requests_per_second"] = _whole(router, config, rng)
+    bar.stage("unique prompts", config.unique)
+    before = sum(len(_shadow(endpoint)) for endpoint in router.endpoints.values())
+    _unique(router, config, rng, bar)
+    after = sum(len(_shadow(endpoint)) for endpoint in router.endpoints.values())
+    gc.unfreeze()
+    values |= {"blocks_before": before, "blocks_after": after, "bytes_per_block": index_bytes / max(before, 1)}
+    if after > config.replicas * config.blocks:
+        problems.append(f"{after:,} blocks in an index of {config.replicas * config.blocks:,}")
+    if config.replicas == PickConfig().replicas:
+        if values["cost_pick_p99_us"] > P99_US:
+            problems.append(f"a pick takes {values['cost_pick_p99_us']:.0f} us at p99; {P99_US:.0f} is the most")
+        if values["requests_per_second"] < RATE:
+            problems.append(f"{values['requests_per_second']:.0f} requests per second; {RATE:.0f} is the least")
+    title = f"{config.long_prompt:,} tokens, {config.replicas} replicas, {before:,} blocks; microseconds"
+    return Report(
+        "lab pick",
+        values,
+        model=None,
+        seed=seed,
+        runs=config.decisions,
+        threads=1,
+        setup={
+            "replicas": config.replicas,
+            "blocks_per_replica": config.blocks,
+            "block_size": BLOCK_SIZE,
+            "long_prompt_tokens": config.long_prompt,
+            "short_prompt_tokens": config.short_prompt,
+            "unique_prompts": config.unique,
+            "switch_interval": sys.getswitchinterval(),
+        },
+        sheets=[Sheet(title, ("what", "p50", "p99"), tuple(rows))],
+        problems=problems,
+    )
+
+
+def _full(config: PickConfig, rng: Random, bar: Bar) -> tuple[Router, list[list[BlockHash]], int]:
+    """A router whose every shadow is full, the chains that half of the replicas have, and what the index takes."""
+    router, length = Router(), config.long_prompt // BLOCK_SIZE
+    tracemalloc.start()
+    shared = [_chain(length, rng) for _ in range(4)]
+    for index in range(config.replicas):
+        shadow = Shadow(config.blocks)
+        for _ in range(config.blocks // length + 1):
+            _take(shadow, _chain(length, rng))
+        for number, chain in enumerate(shared):
+            if (index + number) % 2:
+                _take(shadow, chain)
+        router.add(Endpoint(f"http://replica-{index}:8000", shadow, block_size=BLOCK_SIZE))
+        bar.advance()
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return router, shared, size
+
+
+def _decisions(router: Router, shared: list[list[BlockHash]], config: PickConfig, rng: Random) -> list[float]:
+    """Microseconds of each: prompts that are new from their middle on, or altogether."""
+    times: list[float] = []
+    for number in range(config.decisions):
+        chain = shared[number % len(shared)]
+        keep = rng.choice((0, len(chain) // 2, len(chain)))
+        names = chain[:keep] + _chain(len(chain) - keep, rng)
+        ask = Ask(Prompt.of_names(names, config.long_prompt, BLOCK_SIZE))
+        start = thread_time()
+        router.pick(ask, float(number))
+        times.append((thread_time() - start) * 1e6)
+    return times
+
+
+def _sent(router: Router, config: PickConfig, rng: Random) -> list[float]:
+    """Microseconds in which the index learns a long prompt that is new."""
+    times: list[float] = []
+    for number in range(max(config.decisions // 10, 10)):
+        names = _chain(config.long_prompt // BLOCK_SIZE, rng)
+        pick = router.pick(Ask(Prompt.of_names(names, config.long_prompt, BLOCK_SIZE)), float(number))
+        start = thread_time()
+        router.sent(pick, float(number))
+        times.append((thread_time() - start) * 1e6)
+        router.first_token(pick, number + 0.5)
+        router.finished(pick, number + 0.5)
+    return times
+
+
+def _whole(router: Router, config: PickConfig, rng: Random) -> float:
+    """Requests per second from token ids to the end of the answer, half of each prompt cached somewhere."""
+    root = router_root("m")
+    prefix = random_tokens(config.short_prompt // 2, VOCAB_SIZE, rng)
+    prompts = [prefix + random_tokens(config.short_prompt // 2, VOCAB_SIZE, rng) for _ in range(config.decisions)]
+    start = thread_time()
+    for number, tokens in enumerate(prompts):
+        pick = router.pick(Ask(Prompt(tokens, root)), 1e6 + number)
+        router.sent(pick, 1e6 + number)
+        router.first_token(pick, 1e6 + number + 0.1)
+        router.finished(pick, 1e6 + number + 0.2)
+    return config.decisions / (thread_time() - start)
+
+
+def _unique(router: Router, config: PickConfig, rng: Random, bar: Bar) -> None:
+    for number in range(config.unique):
+        pick = router.pick(Ask(Prompt.of_names(_chain(1, rng), BLOCK_SIZE, BLOCK_SIZE)), 2e6 + number)
+        router.sent(pick, 2e6 + number)
+        router.finished(pick, 2e6 + number + 0.1)
+        bar.advance()
+
+
+def _take(shadow: Shadow, names: list[BlockHash]) -> None:
+    hold = shadow.sent(names)
+    shadow.finished(hold, names)
+
+
+def _chain(length: int, rng: Random) -> list[BlockHash]:
+    return [BlockHash(rng.randbytes(32)) for _ in range(length)]
+
+
+def _shadow(endpoint: Endpoint) -> Shadow:
+    assert isinstance(endpoint.contents, Shadow)
+    return endpoint.contents

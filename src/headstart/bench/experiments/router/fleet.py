@@ -1,0 +1,289 @@
+"""Real replicas behind a real router: generated-shared-prefix, high hit and low hit, policy by policy, by turns.
+
+`headstart serve` processes of one thread each, whose pools hold a third of the groups' prefixes each, so that placement
+matters. They stay up; before each run their caches are emptied and a fresh router is started in front of them. All
+routers of one run get the same texts at the same moments of a Poisson process; the time to the first token is the
+client's, from the moment a request was due. How the figures become a report: fleet_report.py.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+import aiohttp
+
+from headstart.bench.experiments.router.fleet_workload import Question, Words, shared_prefix
+from headstart.bench.machine import ContentionLog, ContentionMeter
+from headstart.bench.progress_bar import QUIET, Bar
+from headstart.bench.runners.engines import Setup
+from headstart.bench.runners.route_process import Entrant, RouterProcess, running_router
+from headstart.bench.runners.served_replica import Launch, Replica, replica
+from headstart.bench.runners.streamed_request import Call, Reply, RequestFailedError, Target, body_of, send
+from headstart.core.errors import ConfigError
+from headstart.router.policies.policy_table import POLICIES
+from headstart.workload.jobs import Job
+from headstart.workload.request_record import RequestRecord
+from headstart.workload.synthetic import Shape, unit_arrivals
+
+BLOCK_SIZE = 16
+WARM_UPS = 8  # requests of less than a block through every router before its run: connections, first calls of code
+BASELINE = "round-robin"
+LOADED = 2  # requests per replica under way while it is found out what round robin bears
+PATIENCE = 30.0  # seconds
+SYSTEM, QUESTION = 3000, 128  # tokens, as in source 004; the other way round for low hit
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """Sizes. A rate of 0 is found out: `load` of what round robin bears."""
+
+    replicas: int = 4
+    policies: tuple[str, ...] = tuple(POLICIES)
+    peers: tuple[Entrant, ...] = ()
+    groups: int = 12
+    prompts: int = 10
+    output: int = 16  # tokens
+    context: int = 4096  # of the model: prompts are scaled down to it
+    runs: int = 3
+    rates: tuple[float, float] = (0.0, 0.0)  # requests per second, high and low
+    load: float = 0.7
+
+    @property
+    def scale(self) -> float:
+        """What the lengths of source 004 are multiplied by, so that they fit."""
+        return min((self.context - self.output) / (SYSTEM + QUESTION), 1.0)
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Lengths by workload."""
+        long, short = int(SYSTEM * self.scale), int(QUESTION * self.scale)
+        return {"high": Shape(long, short, self.output), "low": Shape(short, long, self.output)}
+
+    @property
+    def pool_blocks(self) -> int:
+        """KV blocks of each replica: a third of the groups' system prompts of high hit."""
+        return self.groups * self.shapes["high"].shared // 3 // BLOCK_SIZE
+
+    def check(self) -> None:
+        """Raises ConfigError if a replica cannot hold a single request."""
+        need = -(-sum(astuple(self.shapes["high"])) // BLOCK_SIZE)
+        if self.pool_blocks < need:
+            raise ConfigError(
+                f"--groups {self.groups}: a third of their system prompts is {self.pool_blocks} blocks, "
+                f"and one request needs {need}; give it more groups"
+            )
+
+    def entrants(self) -> list[Entrant]:
+        """Everybody who routes, in the order of the report. Raises ConfigError."""
+        unknown = [name for name in self.policies if name not in POLICIES]
+        if unknown:
+            raise ConfigError(f"there is no routing policy {unknown[0]!r}; there are {', '.join(POLICIES)}")
+        return [*(Entrant(name, policy=name) for name in self.policies), *self.peers]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One router and one workload, once."""
+
+    records: tuple[RequestRecord, ...]
+    shares: tuple[float, ...]  # of the prompt tokens, that each replica got
+    prediction_errors: tuple[int, ...] = ()  # tokens, by the decision log: of our routers only
+    router_cpu: float = 0.0  # seconds
+    version: str = ""
+
+    @property
+    def ttfts(self) -> list[float]:
+        """Milliseconds."""
+        return [1e3 * record.ttft for record in self.records if record.ok and record.ttft is not None]
+
+    @property
+    def hit_rate(self) -> float:
+        """Cached prompt tokens over prompt tokens, by what the replicas say in their answers."""
+        done = [record for record in self.records if record.ok]
+        return sum(record.cached_tokens for record in done) / max(sum(record.prompt_tokens for record in done), 1)
+
+    @property
+    def errors(self) -> list[str]:
+        return [record.error for record in self.records if record.error is not None]
+
+
+@dataclass(slots=True)
+class Measured:
+    """Everything that was run: by workload, by router."""
+
+    trials: dict[str, dict[str, list[Trial]]]
+    rates: dict[str, float] = field(default_factory=dict[str, float])
+    borne: dict[str, float] = field(default_factory=dict[str, float])  # requests/s by round robin, under full load
+    log: ContentionLog = field(default_factory=ContentionLog.new)
+
+
+def measure_fleet(setup: Setup, config: FleetConfig, bar: Bar = QUIET) -> Measured:
+    """Starts the replicas and runs every router on both workloads `config.runs` times, by turns. Raises ConfigError."""
+    config.check()
+    entrants, words = config.entrants(), Words.of_model(setup.model)
+    measured = Measured({kind: {entrant.name: [] for entrant in entrants} for kind in config.shapes})
+    with TemporaryDirectory(prefix="headstart-fleet-") as scratch, ExitStack() as stack:
+        launch = _launch(setup, config, Path(scratch))
+        replicas: list[Replica] = []
+        bar.stage("starting replicas", config.replicas)
+        for _ in range(config.replicas):
+            replicas.append(stack.enter_context(replica(launch, None)))
+            bar.advance()
+        fleet = _Fleet(setup, config, words, replicas, Path(scratch), measured, bar)
+        fleet.settle_rates()
+        for run in range(config.runs):
+            turn = entrants[run % len(entrants) :] + entrants[: run % len(entrants)]
+            for kind in config.shapes:
+                for entrant in turn:
+                    measured.trials[kind][entrant.name].append(fleet.run(entrant, kind, run))
+    return measured
+
+
+class _Fleet:
+    """Replicas that are up, and what is measured with them."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        config: FleetConfig,
+        words: Words,
+        replicas: Sequence[Replica],
+        scratch: Path,
+        measured: Measured,
+        bar: Bar,
+    ) -> None:
+        self.setup, self.config, self.words = setup, config, words
+        self.replicas, self.scratch, self.measured, self.bar = replicas, scratch, measured, bar
+        self.model = replicas[0].served_model()  # some routers do not know it
+
+    def settle_rates(self) -> None:
+        """The rates asked for, else a share of what round robin bears."""
+        for kind, rate in zip(self.config.shapes, self.config.rates, strict=True):
+            if rate == 0.0:
+                questions = self._questions(kind, "load", 1.0)
+                self.bar.stage(f"{kind} hit: what {BASELINE} bears", len(questions))
+                trial = self._serve(Entrant(BASELINE, policy=BASELINE), questions, LOADED * len(self.replicas))
+                seconds = max((record.finish or 0.0 for record in trial.records), default=0.0)
+                if trial.errors or seconds <= 0.0:
+                    raise ConfigError(f"the fleet does not serve: {trial.errors[:1]}")
+                self.measured.borne[kind] = len(trial.records) / seconds
+                rate = self.config.load * self.measured.borne[kind]
+            self.measured.rates[kind] = rate
+
+    def run(self, entrant: Entrant, kind: str, run: int) -> Trial:
+        """One router, one workload; texts and arrivals depend on the run alone."""
+        questions = self._questions(kind, str(run), self.measured.rates[kind])
+        self.bar.stage(f"{kind} hit, {entrant.name}, run {run + 1} of {self.config.runs}", len(questions))
+        meter, before = ContentionMeter(), self._cpu_seconds()
+        meter.start()
+        try:
+            trial = self._serve(entrant, questions, 0)
+        except ConfigError as error:  # the others are measured all the same, and the report says it
+            trial = Trial((RequestRecord("start", 0.0, None, None, 0, 0, 0, error=str(error)),), ())
+        self.measured.log.kept.append(meter.stop(self._cpu_seconds() - before))  # routers are over: they are in it
+        return trial
+
+    def _questions(self, kind: str, name: str, rate: float) -> list[Question]:
+        config, rng = self.config, Random(f"{self.setup.seed}/{kind}/{name}")
+        due = [at / rate for at in unit_arrivals(config.groups * config.prompts, rng)]
+        return shared_prefix(self.words, config.groups, config.prompts, config.shapes[kind], due, rng)
+
+    def _serve(self, entrant: Entrant, questions: Sequence[Question], concurrency: int) -> Trial:
+        """Empties all caches, starts the router, sends the questions through it, ends it."""
+        decisions = self.scratch / f"decisions-{time.monotonic_ns()}.jsonl"
+        if entrant.environment is None:
+            flags = ("--decision-log", str(decisions), "--tokenizer", self.setup.model)
+            entrant = Entrant(entrant.name, None, entrant.policy, (*entrant.flags, *flags))
+        urls = [one.url for one in self.replicas]
+        self._reset()
+        with running_router(entrant, urls, self.scratch) as router:
+            cpu = router.cpu_seconds()
+            warm = [Question(*self._short(), group=-1) for _ in range(WARM_UPS)]
+            failed = [reply.record.error for reply in self._send(router, warm, 1, QUIET) if reply.record.error]
+            if failed:
+                raise ConfigError(f"{entrant.name} does not serve: {failed[0]}; its log ends {router.log[-300:]}")
+            before = self._prompt_tokens()
+            replies = self._send(router, questions, concurrency, self.bar)
+            counts = [now - then for now, then in zip(self._prompt_tokens(), before, strict=True)]
+            cpu, version = router.cpu_seconds() - cpu, router.version
+        return Trial(
+            tuple(reply.record for reply in replies),
+            tuple(count / max(sum(counts), 1) for count in counts),
+            _prediction_errors(decisions),
+            cpu,
+            version,
+        )
+
+    def _short(self) -> tuple[str, Job]:
+        text = self.words.draw(BLOCK_SIZE // 2, Random(0))
+        return "".join(text), Job(self.words.ids(text), 2)
+
+    def _send(self, router: RouterProcess, questions: Sequence[Question], concurrency: int, bar: Bar) -> list[Reply]:
+        return asyncio.run(send_all(Target(router.url, self.model), questions, concurrency, bar))
+
+    def _reset(self) -> None:
+        """Empties all caches, as soon as nothing is under way any more: a router may end before its requests do."""
+        deadline = time.monotonic() + PATIENCE
+        for one in self.replicas:
+            while True:
+                try:
+                    one.reset_prefix_cache()
+                    break
+                except RequestFailedError as error:
+                    if time.monotonic() > deadline:
+                        raise ConfigError(f"a replica does not empty its cache: {error}") from error
+                    time.sleep(0.05)
+
+    def _prompt_tokens(self) -> list[int]:
+        """Of each replica so far."""
+        return [sum(one.prompt_tokens().values()) for one in self.replicas]
+
+    def _cpu_seconds(self) -> float:
+        return sum(one.cpu_seconds() for one in self.replicas)
+
+
+async def send_all(target: Target, questions: Sequence[Question], concurrency: int, bar: Bar = QUIET) -> list[Reply]:
+    """Sends each question when it is due, or `concurrency` at a time (0: when due); the replies in their order."""
+    timeout = aiohttp.ClientTimeout(total=target.timeout)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # servers close what idles for longer
+    slots = asyncio.Semaphore(concurrency or len(questions) + 1)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        calls = [
+            Call(str(number), question.job, body_of(question.job, target.model, prompt=question.text))
+            for number, question in enumerate(questions)
+        ]
+        start = time.perf_counter()
+
+        async def one(call: Call) -> Reply:
+            if not concurrency:
+                await asyncio.sleep(max(start + call.job.at - time.perf_counter(), 0.0))
+            async with slots:
+                due = time.perf_counter() - start if concurrency else call.job.at
+                reply = await send(session, target, call, due, start)
+            bar.advance()
+            return reply
+
+        return list(await asyncio.gather(*(one(call) for call in calls)))
+
+
+def _launch(setup: Setup, config: FleetConfig, scratch: Path) -> Launch:
+    flags = ("--num-blocks", str(config.pool_blocks), "--block-size", str(BLOCK_SIZE), "--threads", "1")
+    return Launch(setup.model, scratch, (*flags, "--max-model-len", str(config.context), "--dtype", setup.dtype))
+
+
+def _prediction_errors(decisions: Path) -> tuple[int, ...]:
+    """How far off the router's belief was, in tokens, for every request whose replica said what was cached."""
+    if not decisions.is_file():
+        return ()
+    rows = [json.loads(line) for line in decisions.read_text(encoding="utf-8").splitlines()]
+    return tuple(
+        abs(row["predicted_tokens"] - row["cached_tokens"])
+        for row in rows
+        if row["cached_tokens"] is not None and row["prompt_tokens"] >= BLOCK_SIZE
+    )

@@ -1,0 +1,216 @@
+"""A real engine without a model, its KV events over real sockets, a relay that loses some, and a consumer of them.
+
+For the lab and the law of precise mode: after any run the consumer's index is to be compared with the engine's own.
+"""
+
+import asyncio
+import threading
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+import zmq
+
+from headstart.bench.runners.inprocess import drive
+from headstart.bench.runners.null_executor import NullExecutor
+from headstart.core.cache.events import Event
+from headstart.core.cache.hashing import root_hash
+from headstart.core.engine import Engine
+from headstart.core.request import Request, SamplingParams
+from headstart.core.sched.limits import Limits
+from headstart.core.sched.scheduler import Scheduler
+from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
+from headstart.gateway.kv_events.kv_event_decoding import event_domain
+from headstart.gateway.replicas.replica_address import ReplicaAddress
+from headstart.openai.engine_requests import narrow_domain
+from headstart.router.index.kv_event_index import ToldContents
+from headstart.server.kv_events.kv_event_encoding import BatchEncoder
+from headstart.server.kv_events.kv_event_publisher import KVEventPublisher, KVEventsConfig
+
+VOCAB_SIZE = 500
+SALTS = (None, "amber", "birch")
+ADAPTERS = (None, "poet")
+STEP_SECONDS = 0.01  # between two looks at whether the consumer has caught up
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of the engine's pool, its blocks in tokens, and the prompts: shared prefixes and what comes behind."""
+
+    num_blocks: int = 96
+    block_size: int = 4
+    groups: int = 6
+    prefix: int = 40
+    suffix: int = 40
+    requests: int = 8  # at once
+
+
+class Difference(NamedTuple):
+    """Blocks: in the engine's index, in the router's; there and not believed; believed and not there."""
+
+    engine: int
+    router: int
+    missing: int
+    wrong: int
+
+
+class Relay:
+    """Passes batches on from one address to another, and loses a share of them; a thread of its own."""
+
+    def __init__(self, source: str, target: str, rng: Random) -> None:
+        self.loss = 0.0
+        self.num_lost = 0
+        self._rng = rng
+        self._ends = threading.Event()
+        self._context = zmq.Context()
+        self._sub, self._pub = self._context.socket(zmq.SUB), self._context.socket(zmq.PUB)
+        for sock in (self._sub, self._pub):
+            sock.set_hwm(0)
+        self._sub.setsockopt(zmq.SUBSCRIBE, b"")
+        self._sub.connect(source)
+        self._pub.bind(target)
+        self._thread = threading.Thread(target=self._run, name="lossy relay", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ends.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        while not self._ends.is_set():
+            if not self._sub.poll(20):
+                continue
+            frames = self._sub.recv_multipart()
+            if self._rng.random() < self.loss:
+                self.num_lost += 1
+            else:
+                self._pub.send_multipart(frames)
+
+
+class Rig:
+    """Engine, publisher, relay if `relayed`, and consumer, with `replay`, without, or with another address for it.
+
+    `folder`: a short path for the sockets; `buffer_steps`: batches that are kept for replay.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        sizes: Sizes,
+        seed: int,
+        *,
+        replay: bool | str = True,
+        relayed: bool = True,
+        buffer_steps: int = 10_000,
+    ) -> None:
+        self.sizes = sizes
+        self.rng = Random(seed)
+        self.num_published = 0  # batches of the publisher there is now
+        own = f"ipc://{folder}/replay"
+        self._config = KVEventsConfig(endpoint=f"ipc://{folder}/events", replay_endpoint=own, buffer_steps=buffer_steps)
+        self.relay = Relay(self._config.endpoint, f"ipc://{folder}/relay", Random(seed + 1)) if relayed else None
+        heard_at = f"ipc://{folder}/relay" if relayed else self._config.endpoint
+        self.address = ReplicaAddress("http://replica", heard_at, (own if replay is True else replay) or None)
+        self.consumer = self.listener()
+        self._count = 0
+        self._prefixes = [self._tokens(sizes.prefix) for _ in range(sizes.groups)]
+        self._domains = {event_domain(salt): narrow_domain(b"", salt) for salt in SALTS}
+        self._start(sizes.block_size)
+
+    def listener(self) -> KVEventConsumer:
+        """A consumer of these events whose names are the engine's."""
+        return KVEventConsumer(
+            self.address, self._contents(self.sizes.block_size), kind="headstart", reconfigured=self._contents
+        )
+
+    def restart(self, block_size: int | None = None) -> None:
+        """Another engine and another publisher at the same addresses."""
+        self._publisher.close()
+        self._start(block_size or self.engine.scheduler.block_size)
+
+    def close(self) -> None:
+        self._publisher.close()
+        if self.relay is not None:
+            self.relay.close()
+
+    async def serve(self, rounds: int = 1) -> None:
+        """Serves so many times a few requests at once, beside the event loop."""
+        for _ in range(rounds):
+            requests = [self._request() for _ in range(self.sizes.requests)]
+            await asyncio.to_thread(drive, self.engine, requests)
+
+    def payloads(self, rounds: int) -> list[bytes]:
+        """What it would publish while it serves so often, one payload per batch."""
+        encoder, found = BatchEncoder("CPU"), list[bytes]()
+        self._heard = lambda events: found.append(encoder.encode(1.5, events))
+        for _ in range(rounds):
+            drive(self.engine, [self._request() for _ in range(self.sizes.requests)])
+        return found
+
+    async def warm_up(self) -> None:
+        """Serves until the consumer hears live batches: a publisher does not wait for its subscribers."""
+        while not self.consumer.counts["heard"]:
+            await self.serve()
+            await asyncio.sleep(STEP_SECONDS)
+
+    async def caught_up(self, consumer: KVEventConsumer | None = None) -> None:
+        """Waits until the consumer has taken in the last batch there is."""
+        consumer = consumer or self.consumer
+        await self.until(
+            lambda: consumer.position == self.num_published and not (consumer.is_missing or consumer.is_taking)
+        )
+
+    async def until_heard(self) -> None:
+        """Serves until the last batch there is has been heard, with nothing missing before it."""
+        while self.consumer.position != self.num_published or self.consumer.is_missing or self.consumer.is_taking:
+            await self.serve()
+            await asyncio.sleep(5 * STEP_SECONDS)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(STEP_SECONDS)
+
+    def difference(self, consumer: KVEventConsumer | None = None) -> Difference:
+        """The consumer's index against the engine's own, name by name."""
+        pool, told = self.engine.scheduler.pool, (consumer or self.consumer).contents
+        wrong = sum(not pool.contains(name) for name in told)
+        return Difference(pool.num_published, len(told), pool.num_published - (len(told) - wrong), wrong)
+
+    def _start(self, block_size: int) -> None:
+        limits = Limits(max_batched_tokens=2048, max_seqs=4, max_model_len=self.sizes.prefix + self.sizes.suffix + 16)
+        num_blocks = self.sizes.num_blocks * self.sizes.block_size // block_size
+        self.num_published = 0
+        self._publisher = KVEventPublisher(self._config, medium="CPU")
+        self._heard = self._publisher.publish
+        executor = NullExecutor(num_blocks, block_size, VOCAB_SIZE)
+        self.engine = Engine(Scheduler(num_blocks, block_size, limits), executor, event_sink=self._publish)
+
+    def _publish(self, events: list[Event]) -> None:
+        self.num_published += 1
+        self._heard(events)
+
+    def _contents(self, block_size: int) -> ToldContents:
+        """Named as the engine names: what the digest of a domain stands for is known here."""
+
+        def root(adapter: str | None, domain: bytes):
+            return root_hash(b"", adapter=adapter, domain=self._domains[domain])
+
+        return ToldContents(block_size, root)
+
+    def _request(self) -> Request:
+        self._count += 1
+        prefix = self.rng.choice(self._prefixes)[: self.rng.randrange(self.sizes.prefix + 1)]
+        prompt = prefix + self._tokens(self.rng.randrange(1, self.sizes.suffix))
+        return Request(
+            f"r{self._count}",
+            prompt,
+            SamplingParams(max_tokens=self.rng.randrange(1, 12), temperature=0.0),
+            adapter=self.rng.choice(ADAPTERS),
+            domain=narrow_domain(b"", self.rng.choice(SALTS)),
+        )
+
+    def _tokens(self, count: int) -> "array[int]":
+        return array("i", (self.rng.randrange(VOCAB_SIZE) for _ in range(count)))

@@ -1,0 +1,66 @@
+"""A real `headstart serve` around an engine without a model, for labs on what surrounds engines.
+
+The front, the scheduler and the way to end are those of every
+server; a step computes nothing and lasts as long as it is told to.
+"""
+
+import argparse
+import time
+
+from headstart.bench.runners.null_executor import NullExecutor
+from headstart.bundled import bundled_model
+from headstart.config.options import EngineOptions, ServerOptions
+from headstart.core.batch import Batch, StepResult
+from headstart.core.engine import Engine, EngineInfo
+from headstart.core.sched.limits import Limits
+from headstart.core.sched.scheduler import Scheduler
+from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.server.run_server import serve
+
+NAME = "null"
+HEARTBEAT_SECONDS = 60.0  # of patience: on a busy machine an engine may get no processor for longer than the default
+STEP_SECONDS = 0.005
+MAX_MODEL_LEN = 2048
+NUM_BLOCKS = 2048
+
+
+class _PacedExecutor(NullExecutor):
+    """Takes its time for every step."""
+
+    def execute(self, batch: Batch) -> StepResult:
+        time.sleep(STEP_SECONDS)
+        return super().execute(batch)
+
+
+def build_null(options: EngineOptions) -> tuple[Engine, EngineInfo]:
+    """An engine with the bundled model's tokens and without its weights."""
+    folder = bundled_model()
+    vocab_size, blocks = Tokenizer.from_folder(folder).vocab_size, options.num_gpu_blocks_override or NUM_BLOCKS
+    limits = Limits(options.max_num_batched_tokens, options.max_num_seqs, MAX_MODEL_LEN)
+    engine = Engine(
+        Scheduler(blocks, options.block_size, limits), _PacedExecutor(blocks, options.block_size, vocab_size)
+    )
+    info = EngineInfo(
+        model=str(folder),
+        served_name=NAME,
+        vocab_size=vocab_size,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=options.block_size,
+        num_blocks=blocks - 1,
+        kv_bytes=0,
+        dtype="none",
+        device="cpu",
+        threads=1,
+        attention_backend="none",
+        eos_token_ids=(),
+    )
+    return engine, info
+
+
+def main() -> int:
+    """Serves until a signal; the exit codes of server.serve. Not as a script: the engine's process imports this."""
+    parser = argparse.ArgumentParser(prog="null_replica", description="A server without a model.")
+    parser.add_argument("--port", type=int, default=0)
+    given = parser.parse_args()
+    quiet = ServerOptions(port=given.port, access_log="none", stats_interval=0.0, heartbeat_timeout=HEARTBEAT_SECONDS)
+    return serve(build_null, EngineOptions(), quiet)

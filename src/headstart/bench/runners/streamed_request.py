@@ -1,0 +1,178 @@
+"""One request to an OpenAI endpoint, streamed, and what came of it. Many of them: `endpoint_runner.py`.
+
+Prompts are token ids, so that lengths are exact; how many tokens were cached is what the server's own usage says, which
+may be nothing at all: that is not the same as none.
+"""
+
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import aiohttp
+
+from headstart.workload.jobs import Job
+from headstart.workload.request_record import RequestRecord
+
+FAILURES = (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError, AttributeError)
+"""What a server that is down, or that answers in another form, makes the client raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The server to measure."""
+
+    url: str  # with or without /v1
+    model: str = ""  # empty: the first one it lists
+    api_key: str = ""
+    timeout: float = 300.0  # seconds a request may take
+
+    @property
+    def base(self) -> str:
+        return self.url.rstrip("/").removesuffix("/v1") + "/v1"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+class RequestFailedError(Exception):
+    """A request that did not end as it should; the text says how."""
+
+
+class RefusedError(RequestFailedError):
+    """The server answered with a status that is not 200."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"HTTP {status}: {text[:300]}")
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came of one request. `cached_tokens`: None where its usage says nothing of them."""
+
+    record: RequestRecord
+    cached_tokens: int | None
+
+
+def read_event(line: bytes) -> dict[str, Any] | None:
+    """The JSON of one line of a stream: None for `[DONE]`, nothing in it for a line without data.
+
+    Raises RequestFailedError for an error in mid stream and ValueError for what is no JSON.
+    """
+    if not line.startswith(b"data:"):
+        return {}
+    data = line.removeprefix(b"data:").strip()
+    if data == b"[DONE]":
+        return None
+    event: dict[str, Any] = json.loads(data)
+    if "error" in event:
+        raise RequestFailedError(f"error in mid stream: {event['error']}")
+    return event
+
+
+def cached_tokens(usage: dict[str, Any]) -> int | None:
+    """Cached prompt tokens by a usage object, in OpenAI's form or DeepSeek's; None: it does not say."""
+    details = usage.get("prompt_tokens_details") or {}
+    found = details.get("cached_tokens", usage.get("prompt_cache_hit_tokens"))
+    return None if found is None else int(found)
+
+
+def body_of(job: Job, model: str, **changes: object) -> bytes:
+    """The JSON of one streamed completion of exactly `job.output` tokens; `changes`: other fields, None for no such."""
+    body = {
+        "model": model,
+        "prompt": job.prompt.tolist(),
+        "max_tokens": job.output,
+        "temperature": job.sampling.temperature,
+        "top_p": job.sampling.top_p if job.sampling.top_p < 1 else None,
+        "top_k": job.sampling.top_k or None,  # not OpenAI's, but vLLM's and SGLang's
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    changed = {key: value for key, value in (body | changes).items() if value is not None}
+    return json.dumps(changed).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request before it is sent: `body` is made beforehand, so that sending it costs little."""
+
+    request_id: str
+    job: Job
+    body: bytes
+
+
+async def send(session: aiohttp.ClientSession, target: Target, call: Call, arrival: float, start: float) -> Reply:
+    """One request to its end; a failure becomes the record's error.
+
+    `arrival` and the times of the record are seconds after `start`, which is on the clock of `time.perf_counter`.
+    """
+    times: list[float] = []
+    usage: dict[str, Any] = {}
+    cached: int | None = None
+    error: str | None = None
+    try:
+        async for event in _events(session, target, call.body):
+            usage = event.get("usage") or usage
+            if event.get("choices"):  # with or without a text: a token may write none
+                times.append(time.perf_counter() - start)
+        cached = cached_tokens(usage)
+        _check(call.job, usage, cached, times)
+    except (*FAILURES, RequestFailedError) as failure:
+        error = str(failure) or type(failure).__name__
+    record = RequestRecord(
+        call.request_id,
+        arrival,
+        times[0] if times else None,
+        times[-1] if times and error is None else None,
+        len(call.job.prompt),
+        cached or 0,
+        call.job.output if error is None else 0,
+        max((b - a for a, b in pairwise(times)), default=0.0),
+        error,
+    )
+    return Reply(record, cached)
+
+
+async def check_answer(session: aiohttp.ClientSession, target: Target, body: bytes) -> int | None:
+    """Sends one completion and gives what it says of cached tokens. Raises RequestFailedError and FAILURES."""
+    usage: dict[str, Any] = {}
+    async for event in _events(session, target, body):
+        usage = event.get("usage") or usage
+    if "prompt_tokens" not in usage:
+        raise RequestFailedError("the stream has no usage, although stream_options.include_usage asked for it")
+    return cached_tokens(usage)
+
+
+async def _events(session: aiohttp.ClientSession, target: Target, body: bytes) -> AsyncIterator[dict[str, Any]]:
+    """The JSON events of one streamed completion, up to `[DONE]`. Raises RequestFailedError if it is torn."""
+    headers = {"Content-Type": "application/json"}
+    async with session.post(f"{target.base}/completions", data=body, headers=headers) as response:
+        if response.status != 200:
+            raise RefusedError(response.status, await response.text())
+        async for line in response.content:
+            event = read_event(line)
+            if event is None:
+                await response.content.read()  # to the end: a client that hangs up looks like one that gave up
+                return
+            yield event
+    raise RequestFailedError("the stream ended without [DONE]")
+
+
+def _check(job: Job, usage: dict[str, Any], cached: int | None, times: list[float]) -> None:
+    """Raises RequestFailedError if the server's own count of tokens is not what was asked."""
+    asked, counted = (len(job.prompt), job.output), (usage.get("prompt_tokens"), usage.get("completion_tokens"))
+    if not usage:
+        raise RequestFailedError("the stream has no usage, although stream_options.include_usage asked for it")
+    if counted != asked:
+        hint = "; does the server know ignore_eos?" if counted[0] == asked[0] else ""
+        raise RequestFailedError(f"usage says {counted} tokens in and out, sent were {asked}{hint}")
+    if cached is not None and not 0 <= cached <= asked[0]:
+        raise RequestFailedError(f"usage says that {cached} of {asked[0]} prompt tokens were cached")
+    if not times:
+        raise RequestFailedError("the stream had no choices")

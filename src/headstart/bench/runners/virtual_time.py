@@ -1,0 +1,75 @@
+"""Virtual time: an executor that computes nothing and says how long it would have taken, and the clock it moves.
+
+The linear cost of a step is the simplest model in which batching pays (the fixed part is shared) and long prompts hurt
+(the part per token is not). It is deterministic: one seed gives one result, on any machine, in a fraction of the time.
+"""
+
+from dataclasses import dataclass
+from math import inf, nextafter
+
+from headstart.bench.runners.null_executor import NullExecutor
+from headstart.core.batch import Batch, StepResult
+from headstart.core.cache.block_store import Data
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of a step that computes n tokens: `step + token * n`."""
+
+    step: float
+    token: float
+
+    def seconds(self, num_tokens: int) -> float:
+        return self.step + self.token * num_tokens
+
+
+class VirtualClock:
+    """Seconds since 0.0; stands still unless somebody works or waits. The virtual twin of `inprocess.RealClock`."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def wait(self, seconds: float) -> None:
+        """Lets that much time pass, and be it the next float: who waits for a moment must get there."""
+        assert seconds >= 0, f"{seconds} s: time does not go back"
+        if seconds:
+            self._now = max(self._now + seconds, nextafter(self._now, inf))
+
+
+class VirtualExecutor:
+    """Samples like the null executor and moves `clock` by what `cost` says of each step.
+
+    `first_chunks` says when each request was first planned (the start of that step), in the order of admission: a
+    scheduler plans those it admits behind those that run.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, cost: StepCost, clock: VirtualClock) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.block_bytes = 0
+        self.cost = cost
+        self.clock = clock
+        self.first_chunks: dict[str, float] = {}
+        self._null = NullExecutor(num_blocks, block_size, vocab_size)
+
+    def execute(self, batch: Batch) -> StepResult:
+        start = self.clock.now()
+        for chunk in batch.chunks:
+            self.first_chunks.setdefault(chunk.request_id, start)
+        elapsed = self.cost.seconds(sum(len(chunk.token_ids) for chunk in batch.chunks))
+        self.clock.wait(elapsed)
+        return StepResult(self._null.execute(batch).rows, elapsed)
+
+    def read_block(self, block_id: int) -> Data:
+        """Raises ValueError: there is no KV in virtual time."""
+        return self._null.read_block(block_id)
+
+    def write_block(self, block_id: int, data: Data) -> None:
+        """Raises ValueError: there is no KV in virtual time."""
+        self._null.write_block(block_id, data)
+
+    def zero_blocks(self, block_ids: list[int]) -> None:
+        """There is no content to clear."""

@@ -1,0 +1,170 @@
+"""From a verb's sizes to what the suite measures: one plan per verb, for an engine in this process and for a server."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from headstart.bench.experiments.engine.burst_forms import Form
+from headstart.bench.rate import Load
+from headstart.bench.report import Chart, Report
+from headstart.bench.suite import Build
+from headstart.core.errors import ConfigError
+from headstart.workload import scenarios
+from headstart.workload.jobs import GREEDY, Sampling, make_jobs
+from headstart.workload.scenarios import Phase, Scenario
+from headstart.workload.synthetic import Shape, poisson_arrivals
+from headstart.workload.traces import Trace, read_trace
+
+PREFIXES = ("both", "shared", "distinct")
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Sizes of `shared-prefix`, and how its requests come: at a `rate`, so many at a time, or all at once (0)."""
+
+    groups: int = 8
+    prompts: int = 8  # per group
+    shape: Shape = scenarios.GENERATED
+    rate: float = 0.0  # requests per second, Poisson
+    concurrency: int = 0
+
+    def build(self, vocab_size: int, rng: Random) -> Scenario:
+        """One repetition."""
+        due = poisson_arrivals(self.rate, self.groups * self.prompts, rng) if self.rate else None
+        return scenarios.shared_prefix(
+            vocab_size,
+            rng,
+            groups=self.groups,
+            prompts=self.prompts,
+            shape=self.shape,
+            due=due,
+            concurrency=self.concurrency,
+        )
+
+    @property
+    def load(self) -> Load:
+        """The same groups under any number of requests: `prompts` does not count then."""
+
+        def build(vocab_size: int, rng: Random, due: Sequence[float]) -> Scenario:
+            each = -(-len(due) // self.groups)
+            found = scenarios.shared_prefix(vocab_size, rng, groups=self.groups, prompts=each, shape=self.shape)
+            jobs = found.phases[0].jobs[: len(due)]
+            again = make_jobs([job.prompt for job in jobs], self.shape.output, due)
+            return Scenario(found.name, (Phase("load", tuple(again)),))
+
+        return build
+
+    @property
+    def setup(self) -> dict[str, Any]:
+        loop = f"open, {self.rate:g} requests/s" if self.rate else f"closed, {self.concurrency} at a time"
+        return {
+            "loop": loop if self.rate or self.concurrency else "all at once",
+            "groups": self.groups,
+            "prompts_per_group": self.prompts,
+            "shared_tokens": self.shape.shared,
+            "own_tokens": self.shape.own,
+            "output_tokens": self.shape.output,
+        }
+
+
+def parse_rate(text: str) -> float | None:
+    """Requests per second; 0 for an empty text, None for `search`. Raises ConfigError."""
+    if text == "search":
+        return None
+    try:
+        rate = float(text or 0)
+    except ValueError:
+        rate = -1.0
+    if not 0 <= rate < float("inf"):
+        raise ConfigError(f"--rate {text!r} is no rate; write requests per second, such as 2.5, or: search")
+    return rate
+
+
+def decode(prefixes: str, streams: int, shape: Shape, sampling: Sampling = GREEDY) -> Build:
+    """Streams behind one cached prefix, then each behind its own. Raises ConfigError."""
+    if sampling.temperature == 0 and sampling != GREEDY:
+        raise ConfigError("--top-p and --top-k do nothing at temperature 0: add --temperature 1")
+    if not 0 < sampling.top_p <= 1:
+        raise ConfigError(f"--top-p {sampling.top_p} is outside (0, 1]")
+    if prefixes not in PREFIXES:
+        raise ConfigError(f"--prefixes {prefixes!r} is unknown; use {', '.join(PREFIXES)}")
+    kinds = [is_shared for is_shared in (True, False) if prefixes in ("both", "shared" if is_shared else "distinct")]
+
+    def build(vocab_size: int, rng: Random) -> Scenario:
+        parts = [
+            scenarios.decode(vocab_size, rng, is_shared=kind, streams=streams, shape=shape, sampling=sampling)
+            for kind in kinds
+        ]
+        return Scenario("decode", tuple(phase for part in parts for phase in part.phases))
+
+    return build
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """`128,1000` as (128, 1000). Raises ConfigError."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 1 for part in parts):
+        raise ConfigError(f"--lengths {text!r} are no lengths; write tokens, two or more each, such as 128,1000")
+    return tuple(int(part) for part in parts)
+
+
+def prefill(lengths: Sequence[int], cached_share: float, requests: int) -> Build:
+    """Prompts of each length, new and with a cached beginning, one at a time."""
+
+    def build(vocab_size: int, rng: Random) -> Scenario:
+        return scenarios.prefill(vocab_size, rng, lengths=lengths, cached_share=cached_share, requests=requests)
+
+    return build
+
+
+def draw_lengths(report: Report, lengths: Sequence[int]) -> Report:
+    """The report of `prefill` with one chart: time to the first token by length."""
+    phases = report.values["phases"]
+    series: dict[str, tuple[float | None, ...]] = {
+        kind: tuple((phases[f"{kind} {length}"]["ttft_ms"] or {}).get("p50") for length in lengths)
+        for kind in ("cold", "warm")
+    }
+    report.charts = [Chart("time to the first token", "prompt tokens", "ms (median)", tuple(lengths), series)]
+    return report
+
+
+def rotations(count: int, length: int, passes: int) -> Build:
+    def build(vocab_size: int, rng: Random) -> Scenario:
+        return scenarios.rotations(vocab_size, rng, count=count, length=length, passes=passes)
+
+    return build
+
+
+def twins(form: Form) -> Build:
+    """A burst of any form in which nothing is lost."""
+
+    def build(vocab_size: int, rng: Random) -> Scenario:
+        return Scenario("twins", (Phase("cold", tuple(make_jobs(form.prompts(vocab_size, rng), form.output))),))
+
+    return build
+
+
+def open_trace(path: Path, skip_above: int, limit: int) -> Trace:
+    """Of a trace file the first `limit` requests whose prompts have at most `skip_above` tokens (0: no limit).
+
+    Raises ConfigError.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return read_trace(file).up_to(skip_above).first(limit)
+    except OSError as error:
+        raise ConfigError(f"cannot read --trace {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--trace {path} is no UTF-8 text: {error}") from error
+
+
+def replay(trace: Trace, *, speed: float, factor: float, concurrency: int) -> Build:
+    """The requests of a trace when they are due, or so many at a time."""
+
+    def build(vocab_size: int, rng: Random) -> Scenario:
+        jobs = trace.jobs(vocab_size, rng.getrandbits(64), factor=factor, speed=speed)
+        return Scenario("trace", (Phase(trace.kind, tuple(jobs), concurrency),))
+
+    return build

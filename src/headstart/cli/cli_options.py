@@ -1,0 +1,140 @@
+"""Flags made from the fields of options.py, and what flags, environment and file come to together."""
+
+import dataclasses
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headstart.config.config_file import (
+    CONFIG_VARIABLE,
+    FILE_NAME,
+    all_fields,
+    plain_type,
+    read_environment,
+    read_file,
+    takes_several,
+)
+from headstart.config.options import OptionClass, flag_fields, flag_of
+
+Sources = tuple[Mapping[str, Any], ...]
+"""Option values by field name; the first source that has one wins."""
+
+COMPLETION_VARIABLE = "_HEADSTART_COMPLETE"  # set by the scripts that --install-completion installs
+_METAVARS = {str: "TEXT", int: "N", float: "X"}
+_CONFIG = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help=f"Read options from FILE ({CONFIG_VARIABLE}; default: ./{FILE_NAME} if there is one).",
+    ),
+]
+
+
+def takes_options(
+    *classes: OptionClass, skip: tuple[str, ...] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates a verb: gives it a flag for each field of `classes`, and calls it with their values as `sources`."""
+    options = [field for options in classes for field in flag_fields(options) if field.name not in skip]
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(verb)
+        def wrapper(**arguments: Any) -> None:
+            given = {field.name: arguments.pop(field.name) for field in options}
+            flags = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v not in (None, [])}
+            surroundings = _surroundings(arguments.pop("config"))
+            verb(**arguments, sources=(flags, *surroundings))
+
+        own = [p for p in inspect.signature(verb).parameters.values() if p.name != "sources"]
+        config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_CONFIG)
+        parameters = [*(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own), config, *map(_parameter, options)]
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
+        return wrapper
+
+    return decorate
+
+
+def expand_switches(arguments: list[str], flags: Collection[str]) -> list[str]:
+    """Give options of `flags` that are switches too their values: `--access-log`, `--no-access-log`."""
+    switches = {
+        flag_of(f.name): f.metadata for f in all_fields() if "switch" in f.metadata and flag_of(f.name) in flags
+    }
+    off = {f"--no-{flag.removeprefix('--')}": flag for flag in switches}
+    expanded: list[str] = []
+    for position, word in enumerate(arguments):
+        if word == "--":
+            return [*expanded, *arguments[position:]]
+        following = arguments[position + 1 : position + 2]
+        if word in off:
+            word = f"{off[word]}={switches[off[word]]['switch'][1]}"
+        elif word in switches and (not following or following[0].startswith("-")):
+            word = f"{word}={switches[word]['switch'][0]}"
+        expanded.append(word)
+    return expanded
+
+
+def _surroundings(config: Path | None) -> Sources:
+    """Environment and file; a variable that means nothing gets a line on stderr."""
+    environment, warnings = read_environment(os.environ)
+    for warning in warnings:
+        print(f"headstart: warning: {warning}", file=sys.stderr)
+    named = os.environ.get(CONFIG_VARIABLE)
+    return environment, read_file(config or (Path(named) if named else None), Path.cwd())
+
+
+def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
+    """The field as typer wants to see it. The default is None, so that a flag that was not given can be told."""
+    plain, metadata = plain_type(field), field.metadata
+    flags = [flag_of(field.name)]
+    if "alias" in metadata:
+        flags.append("--" + metadata["alias"])
+    if plain is bool:
+        flags = [f"{flags[0]}/{flag_of('no_' + field.name)}"]
+    option = typer.Option(
+        *flags,
+        help=metadata["help"] + _default_text(field.default),
+        rich_help_panel=metadata["group"],
+        metavar=None if plain is bool else "|".join(metadata["choices"]) if "choices" in metadata else _METAVARS[plain],
+        show_default=False,
+        autocompletion=_completion(metadata["choices"]) if "choices" in metadata else None,
+    )
+    annotation: Any = list[str] if takes_several(field) else plain
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation | None, option]
+    )
+
+
+def complete_folder(incomplete: str) -> list[str]:
+    """Completes a folder in zsh and fish; bash completes files by itself where nothing else is offered."""
+    if os.environ.get(COMPLETION_VARIABLE, "").endswith("bash"):
+        return []
+    start = incomplete.rpartition("/")[2]
+    prefix = incomplete[: len(incomplete) - len(start)]
+    try:
+        entries = sorted(path.name for path in Path(prefix or ".").expanduser().iterdir() if path.is_dir())
+    except (OSError, RuntimeError):
+        return []
+    return [f"{prefix}{name}/" for name in entries if name.startswith(start) and (start or name[0] != ".")]
+
+
+def _completion(choices: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """Completes a value in the shell."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return complete
+
+
+def _default_text(default: Any) -> str:
+    if default is None or default in ("", ()):
+        return ""
+    if isinstance(default, bool):
+        return " [on]" if default else " [off]"
+    return f" [{default:g}]" if isinstance(default, float) else f" [{default}]"

@@ -1,0 +1,98 @@
+"""The --help of verbs with many options, and what is said of an option that does not exist.
+
+Help is plain text under headings, with flags written out in full, most of them on one line.
+"""
+
+import inspect
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from typer.core import TyperCommand
+
+from headstart.cli.cli_options import expand_switches
+from headstart.config.option_hints import hint_of
+
+_FLAGS_WIDTH = 34
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose options are listed by their panel, in the order in which they are defined."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses argv; options that are switches too may stand without a value."""
+        return super().parse_args(ctx, expand_switches(args, {flag for p in self.params for flag in p.opts}))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes usage, the docstring, the options and the examples."""
+        width = min(shutil.get_terminal_size().columns, 110)
+        parameters: list[Any] = list(self.get_params(ctx))
+        arguments = [p for p in parameters if p.param_type_name == "argument"]
+        usage = " ".join([ctx.command_path, "[OPTIONS]", *map(_argument, arguments)])
+        formatter.write(f"Usage: {usage}\n\n{inspect.cleandoc(self.help or '')}\n")
+        groups: dict[str, list[Any]] = {"Arguments": arguments} if arguments else {}
+        groups["Options"] = []
+        for parameter in parameters:
+            if parameter.param_type_name == "option":
+                groups.setdefault(parameter.rich_help_panel or "Options", []).append(parameter)
+        for heading, members in groups.items():
+            formatter.write(f"\n{heading}:\n")
+            for member in members:
+                formatter.write("\n".join(_lines(member, width)) + "\n")
+        if self.epilog:
+            formatter.write(f"\n{self.epilog}\n")
+
+
+def _lines(parameter: Any, width: int) -> Iterator[str]:
+    """One parameter: flags on the left, help on the right, and below them what does not fit."""
+    left = "  " + (parameter.metavar if parameter.param_type_name == "argument" else _flags(parameter))
+    text = parameter.help or ""
+    if parameter.show_default and parameter.default is not None and not parameter.is_flag:
+        text += f" [{parameter.default}]"
+    right = textwrap.wrap(text, width - _FLAGS_WIDTH, break_on_hyphens=False)
+    if len(left) >= _FLAGS_WIDTH - 1:
+        yield left
+    else:
+        yield f"{left:<{_FLAGS_WIDTH}}{right[0]}"
+        right = right[1:]
+    yield from (" " * _FLAGS_WIDTH + line for line in right)
+
+
+def _argument(argument: Any) -> str:
+    text = argument.metavar if argument.required else f"[{argument.metavar}]"
+    return text + ("..." if argument.nargs == -1 else "")
+
+
+def _flags(parameter: Any) -> str:
+    if parameter.secondary_opts:
+        return f"--[no-]{parameter.opts[0].removeprefix('--')}"
+    text = ", ".join(sorted(parameter.opts, key=len))
+    return text if parameter.is_flag else f"{text} {parameter.metavar}"
+
+
+def usage_message(error: Any, argv: Sequence[str]) -> str:
+    """The message of a complaint about argv; of an unknown option also which verb has it, or what replaces it here."""
+    option = getattr(error, "option_name", None)
+    if option is None or error.ctx is None or not error.message.startswith("No such option"):
+        return error.format_message()
+    flag = _as_written(option, argv)
+    owners = _owners(error.ctx.find_root().command, flag)
+    hint = hint_of(flag) or (f"it is an option of {' and '.join(owners)}" if owners else None)
+    return f"No such option: {flag}; {hint}" if hint else error.format_message()
+
+
+def _as_written(option: str, argv: Sequence[str]) -> str:
+    """The flag that the parser complains of; of several letters behind one hyphen (-ngl) it names the first alone."""
+    if option.startswith("--"):
+        return option
+    written = (word.partition("=")[0] for word in argv if word.startswith(option) and not word.startswith("--"))
+    return next(written, option)
+
+
+def _owners(command: Any, flag: str, path: str = "headstart") -> list[str]:
+    """The verbs that have this flag, as they are called; of benchmarks none."""
+    if flag in (name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)):
+        return [path]
+    below = getattr(command, "commands", {}).items()
+    return [owner for name, verb in below if name != "bench" for owner in _owners(verb, flag, f"{path} {name}")]

@@ -1,0 +1,119 @@
+"""`headstart serve --replicas N`: replicas and a router in one command, and what of this machine each of them gets."""
+
+import json
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from headstart.cli.replica_process import encode_options
+from headstart.config.options import EngineOptions, RouterOptions, ServerOptions
+from headstart.core.errors import ConfigError
+from headstart.gateway.replicas.subprocesses import Launch, LocalFleet
+from headstart.gateway.run_gateway import route
+from headstart.http.lifecycle import EXIT_INTERRUPTED
+from headstart.http.logs import Log
+from headstart.model.setup.sizes import cpu_memory, format_bytes, parse_bytes
+from headstart.model.setup.threads import prepare_threads
+
+REPLICA_HOST = "127.0.0.1"
+
+
+def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterOptions) -> int:
+    """Serves until SIGTERM or Ctrl-C; the exit codes of server.serve. Raises ConfigError.
+
+    The router ends first, so that nothing it has admitted is lost; then the replicas, and nothing of them is left.
+    """
+    share = divided(engine, router.replicas, cores=prepare_threads(engine.threads, environ={**os.environ}))
+    command, variables = (sys.executable, "-P", "-m", "headstart.cli.replica_process"), environment(share.threads)
+    with tempfile.TemporaryDirectory(prefix="headstart-") as folder:  # nobody else's: events hold tokens of prompts
+
+        def make_launch(name: str) -> Launch:
+            events, replay = (
+                (f"ipc://{folder}/{name}", f"ipc://{folder}/{name}-replay") if tells(server) else (None, None)
+            )
+            options = encode_options(publishing(share, events, replay), behind_router(server), Log().is_terminal)
+            return Launch(command, options, variables, events, replay)
+
+        fleet = LocalFleet(make_launch, router.replicas, about=shown(share), drain_seconds=server.drain_timeout)
+        return _routed(fleet, with_tokenizer(router, engine), server)
+
+
+def _routed(fleet: LocalFleet, router: RouterOptions, server: ServerOptions) -> int:
+    with fleet:
+        code = route(router, server, discovery=fleet)
+        if code == EXIT_INTERRUPTED:  # by a second Ctrl-C: nobody is to be waited for
+            fleet.kill()
+        return code
+
+
+def tells(server: ServerOptions) -> bool:
+    """Whether the router listens to its replicas' KV events. Of tenants' prompts they do not say whose they are."""
+    return not server.api_key and not server.tenants
+
+
+def publishing(engine: EngineOptions, events: str | None, replay: str | None) -> EngineOptions:
+    """The same engine with KV events at these ZMQ endpoints, if there are any."""
+    if events is None:
+        return engine
+    config = {"enable_kv_cache_events": True, "endpoint": events, "replay_endpoint": replay}
+    return replace(engine, kv_events_config=json.dumps(config))
+
+
+def with_tokenizer(router: RouterOptions, engine: EngineOptions) -> RouterOptions:
+    """The same router with the model's own tokenizer, where it lies in a folder; else it is found by its name."""
+    if router.tokenizer != "auto" or not (Path(engine.model).expanduser() / "tokenizer.json").is_file():
+        return router
+    return replace(router, tokenizer=engine.model)
+
+
+def behind_router(server: ServerOptions) -> ServerOptions:
+    """The same server for the router alone, which writes the access lines: two a request would be one too many."""
+    return replace(server, host=REPLICA_HOST, port=0, access_log="none")
+
+
+def divided(engine: EngineOptions, replicas: int, *, cores: int, available: int | None = None) -> EngineOptions:
+    """The options of one replica of several: its part of the cores, and of the memory.
+
+    An explicit size of the KV pool is that of all together; else each counts on its part of `available` bytes (None:
+    what this machine has now), or of --memory-limit. --num-blocks is each one's. Raises ConfigError.
+    """
+    if engine.kv_events_config is not None:
+        raise ConfigError(
+            "kv_events_config names one endpoint, and --replicas starts several; the router hears them anyway"
+        )
+    share = replace(engine, threads=max(cores // replicas, 1))
+    if engine.memory_limit is not None:
+        limit = parse_bytes(engine.memory_limit)
+    elif engine.device.startswith("cuda"):  # the memory of the GPU is not known here
+        return _with_pool(share, replicas)
+    else:
+        limit = cpu_memory().available if available is None else available
+    return _with_pool(replace(share, memory_limit=str(max(limit // replicas, 1))), replicas)
+
+
+def _with_pool(engine: EngineOptions, replicas: int) -> EngineOptions:
+    if engine.kv_cache_memory is None:
+        return engine
+    return replace(engine, kv_cache_memory=str(max(parse_bytes(engine.kv_cache_memory) // replicas, 1)))
+
+
+def shown(share: EngineOptions) -> str:
+    """What each replica got, for the banner."""
+    threads = f"each with {share.threads} thread{'' if share.threads == 1 else 's'}"
+    parts = [threads]
+    if share.memory_limit is not None:
+        parts.append(f"up to {format_bytes(parse_bytes(share.memory_limit))} of memory")
+    if share.num_gpu_blocks_override is not None:
+        parts.append(f"{share.num_gpu_blocks_override} KV blocks")
+    elif share.kv_cache_memory is not None:
+        parts.append(f"{format_bytes(parse_bytes(share.kv_cache_memory))} of KV")
+    return ", ".join(parts)
+
+
+def environment(threads: int) -> dict[str, str]:
+    """That of this process, with the modules it found and so many threads for OpenMP."""
+    path = os.pathsep.join(part for part in sys.path if part)
+    count = str(threads)
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}

@@ -1,0 +1,179 @@
+"""`headstart store stat | verify | clear`: a folder of stored blocks, with or without servers that use it."""
+
+import json
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from headstart.bench.progress_bar import progress_bar
+from headstart.cli.help_text import GroupedCommand
+from headstart.cli.prefix import ago
+from headstart.core.errors import ConfigError
+from headstart.store import inspect
+
+_MIB = 2**20
+_UNHARMED = frozenset({"version"})  # another version of Headstart wrote it, and reads it
+_MEANINGS = {
+    "corrupt": "blocks are not what was written",
+    "mismatch": "blocks are not those that their entries name",
+    "io": "blocks could not be read",
+    "entry": "entries are damaged",
+    "cut": "its end is missing",
+    "short": "it is too short to be a segment",
+    "magic": "it is no segment at all",
+    "checksum": "its header is damaged",
+    "lengths": "its header has lengths that cannot be",
+    "flags": "its header has lengths that cannot be",
+    "swapped": "it has the name of another segment",
+    "version": "it was written by another version, and is left to that",
+    "unsafe": "it is no regular file, or another user's",
+    "unreadable": "it cannot be read",
+}
+_VERIFY_EXAMPLES = """Example:
+  headstart store verify ~/kv && echo sound"""
+
+app = typer.Typer(
+    help="Look into, check and clear a folder of stored blocks (--kv-store). Servers may go on using it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="What --kv-store names.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document.")]
+
+
+@app.command(cls=GroupedCommand)
+def stat(folder: Folder, as_json: AsJson = False) -> None:
+    """Show what is stored, by model.
+
+    One row for all blocks of the same weights, dtype and block size: how many, how large, and when they were used.
+    """
+    with _opened(folder) as folder:
+        found = inspect.stat(folder)
+    if as_json:
+        models = [_model(shape) for shape in found.shapes]
+        whole = {"folder": str(folder), "bytes": found.num_bytes, "files": found.num_files}
+        print(json.dumps({**whole, "models": models, "odd": found.odd}))
+        return
+    table = Table("model", box=None, header_style="bold")
+    for column in ("blocks", "of tokens", "tokens", "size", "files", "last used"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for shape in found.shapes:
+        tokens = shape.shape.block_size
+        counts = (f"{shape.num_blocks:,}", str(tokens), f"{shape.num_blocks * tokens:,}", _size(shape.num_bytes))
+        table.add_row(shape.shape.fingerprint.hex()[:12], *counts, f"{shape.num_segments:,}", ago(shape.newest_use))
+    Console().print(table if found.shapes else "no blocks are stored")
+    print(f"{folder}: {_size(found.num_bytes)}, files: {found.num_files:,}")
+    for reason, count in sorted(found.odd.items()):
+        print(f"left aside: {count:,} x {_MEANINGS.get(reason, reason)}")
+
+
+@app.command(cls=GroupedCommand, epilog=_VERIFY_EXAMPLES)
+def verify(folder: Folder, as_json: AsJson = False) -> None:
+    """Read every block and check it. Exit code 1 if anything is damaged.
+
+    What is damaged is never served, whether or not it was found here.
+    """
+    with _opened(folder) as folder, _bar(f"reading {folder}") as progress:
+        report = inspect.verify(folder, progress)
+    harmed = [name for name, counts in report.bad.items() if counts.keys() - _UNHARMED]
+    if as_json:
+        counts = {"blocks": report.num_good, "bytes": report.num_bytes, "bad": report.bad}
+        print(json.dumps({"folder": str(folder), "sound": not harmed, **counts}))
+    else:
+        for name, counts in sorted(report.bad.items()):
+            for reason, count in sorted(counts.items()):
+                print(f"{folder / name}: {_MEANINGS.get(reason, reason)}" + (f" ({count:,})" if count > 1 else ""))
+        print(f"{report.num_good:,} blocks, {_size(report.num_bytes)}, are sound; damaged files: {len(harmed):,}")
+        if harmed:
+            print("nothing damaged is ever served; it goes when its file does: delete it, or leave that to the store")
+    if harmed:
+        raise typer.Exit(1)
+
+
+@app.command(cls=GroupedCommand)
+def clear(
+    folder: Folder,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove the stored blocks of every model.
+
+    The secret that tenants' names hang on stays. Servers on the folder go on, with what they hold in memory.
+    """
+    with _opened(folder) as folder:
+        if not yes:
+            found = inspect.stat(folder)
+            _ask(f"remove {_size(found.num_bytes)} of blocks (files: {found.num_files:,}) from {folder}? [y/N]")
+        num_files, num_bytes = inspect.clear(folder)
+    if as_json:
+        print(json.dumps({"folder": str(folder), "files": num_files, "bytes": num_bytes}))
+    else:
+        print(f"removed {_size(num_bytes)} of blocks (files: {num_files:,}) from {folder}")
+
+
+@contextmanager
+def _opened(folder: Path) -> Generator[Path]:
+    """The folder, if it is a store. Raises ConfigError for what is none, and for what the system refuses."""
+    folder = folder.expanduser()
+    try:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is no folder; name the one that --kv-store names")
+        if not (folder / "secret").exists() and not inspect.stat(folder).num_files:
+            raise ConfigError(f"{folder} is no store: it holds neither blocks nor the secret of one")
+        yield folder
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _bar(label: str) -> Generator[Callable[[int, int], None]]:
+    """What `inspect.verify` tells its progress to: a bar in MiB on stderr."""
+    with progress_bar() as bar:
+        shown: list[int] = []
+
+        def show(done: int, total: int) -> None:
+            if not shown:
+                bar.stage(f"{label}, MiB", -(-total // _MIB))
+                shown.append(0)
+            bar.advance(-(-done // _MIB) - shown[0])
+            shown[0] = -(-done // _MIB)
+
+        yield show
+
+
+def _ask(question: str) -> None:
+    """Goes on if somebody says yes. Raises ConfigError where nobody can, and typer.Exit if they do not."""
+    if not sys.stdin.isatty():
+        raise ConfigError("clear asks before it removes anything, and here is nobody to ask; say --yes")
+    print(question, end=" ", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        print("nothing was removed", file=sys.stderr)
+        raise typer.Exit
+
+
+def _model(stats: inspect.ShapeStats) -> dict[str, Any]:
+    return {
+        "model": stats.shape.fingerprint.hex(),
+        "block_size": stats.shape.block_size,
+        "block_bytes": stats.shape.block_bytes,
+        "blocks": stats.num_blocks,
+        "bytes": stats.num_bytes,
+        "segments": stats.num_segments,
+        "oldest_use": stats.oldest_use,
+        "newest_use": stats.newest_use,
+    }
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"

@@ -1,0 +1,122 @@
+"""Hints for options of vLLM, SGLang, llama.cpp and others that Headstart lacks: what to use, or why it lacks them.
+
+Names that mean the same in Headstart and in vLLM need no hint: they are options. tests/config/test_option_hints.py
+checks that every flag a hint names exists, and that no hint is for an option that exists.
+"""
+
+_MODEL = "the model is named without a flag: headstart serve MODEL"
+_MEMORY = "use --memory-limit 8GiB for weights and KV together, or --kv-cache-memory 6GiB for the KV cache alone"
+_DEVICES = "a model is not split over devices; --replicas N serves it N times behind one router"
+_COPIES = "use --replicas N: N servers behind one router that knows their prefix caches"
+_LENGTH = "use --max-model-len"
+_RUNNING = "use --max-num-seqs"
+_BUDGET = "use --max-num-batched-tokens, the token budget of a step; prompts are always computed in chunks"
+_CACHING = "prefix caching is on; --no-enable-prefix-caching turns it off"
+_OFFLOAD = "use --kv-store DIR: blocks on disk that outlive the process"
+_KV_DTYPE = "not needed: the KV cache has the dtype of the model, see --dtype"
+_INT8 = "quantised checkpoints are not loaded; --quantization int8 quantises the weights while it loads them"
+_LORA = "LoRA is not supported; merge the adapter into the weights and serve those"
+_SPECULATIVE = "speculative decoding is not supported; leave it out"
+_TOOLS = "tools and reasoning parsers are not supported; leave it out"
+_STRUCTURED = "structured output is not supported; leave it out"
+_MULTIMODAL = "images and audio are not supported; leave it out"
+_EMBEDDING = "only text generation is supported; leave it out"
+_REMOTE_CODE = "code from a checkpoint is never run; decoders that Transformers itself knows are served without it"
+_TEMPLATE = "the chat template is the model's own: edit chat_template.jinja or tokenizer_config.json in its folder"
+_SAFETENSORS = "not needed: weights are read from safetensors files only"
+_GRAPHS = "not needed: nothing is captured or compiled at the start"
+_ACCESS = "use --access-log all, requests, errors or none"
+_STATISTICS = "use --stats-interval SECONDS; 0: no statistics lines"
+_LOGS = "prompts are never logged, and there are no log levels; see --access-log and --stats-interval"
+_TLS = "TLS is not served; put a proxy such as nginx or Caddy in front, and set --api-key"
+_CORS = "CORS headers are not sent; put a proxy such as nginx or Caddy in front"
+_METRICS = "not needed: /metrics is always served"
+_USAGE = "not needed: every answer counts its cached tokens in usage.prompt_tokens_details"
+_ALWAYS = "not needed: it is always on"
+_SAMPLING = "a request chooses it, in its own body; leave it out"
+_REPLICAS = "use --replica URL, once for each server"
+
+_TABLE: dict[tuple[str, ...], str] = {
+    ("--model", "--model-path", "--model-id", "--hf-repo", "--model-url", "-m", "-hfr"): _MODEL,
+    # vLLM, and what SGLang and llama.cpp call the same
+    ("--gpu-memory-utilization", "--mem-fraction-static", "--kv-cache-memory-bytes"): _MEMORY,
+    ("--tensor-parallel-size", "--pipeline-parallel-size", "--decode-context-parallel-size", "-tp", "-pp"): _DEVICES,
+    ("--tp-size", "--tp", "--pp-size", "--pp", "--ep-size", "--enable-expert-parallel", "--split-mode"): _DEVICES,
+    ("-sm", "--tensor-split", "-ts", "--main-gpu", "-mg", "--nnodes", "--node-rank", "--dist-init-addr"): _DEVICES,
+    ("--distributed-executor-backend", "--base-gpu-id", "--enable-dp-attention"): _DEVICES,
+    ("--data-parallel-size", "--dp-size", "--dp", "-dp", "--api-server-count", "--workers"): _COPIES,
+    ("--context-length", "--ctx-size", "--n-ctx", "--max-seq-len", "-c"): _LENGTH,
+    ("--max-running-requests", "--parallel", "-np", "--max-batch-size"): _RUNNING,
+    ("--chunked-prefill-size", "--max-prefill-tokens", "--batch-size", "-b", "--ubatch-size", "-ub"): _BUDGET,
+    ("--enable-chunked-prefill", "--no-enable-chunked-prefill", "--max-num-partial-prefills"): _BUDGET,
+    ("--max-long-partial-prefills",): "use --long-prefill-token-threshold",
+    ("--max-total-tokens",): "use --num-blocks, in blocks of --block-size tokens, or --kv-cache-memory",
+    ("--page-size",): "use --block-size",
+    ("--schedule-policy",): "use --scheduling-policy lpm, fcfs or priority",
+    ("--random-seed",): "use --seed",
+    ("--alias", "-a"): "use --served-model-name",
+    ("--hf-hub-token", "--hf-tok", "-hft"): "use --hf-token, or set HF_TOKEN",
+    ("--n-gpu-layers", "--gpu-layers", "-ngl"): "layers are not split over CPU and GPU; use --device cuda or cpu",
+    ("--cpu-offload-gb", "--offload-backend"): "weights are not offloaded; use --quantization int8, or a smaller model",
+    ("--threads-batch", "-tb", "-t"): "use --threads",
+    ("--prefix-caching", "--enable-radix-cache", "--cache-prompt", "--prefix-caching-hash-algo"): _CACHING,
+    ("--disable-radix-cache", "--no-prefix-caching", "--no-cache-prompt", "--cache-reuse"): _CACHING,
+    ("--radix-eviction-policy",): "use --eviction-policy 2q or lru",
+    ("--kv-transfer-config", "--kv-offloading-size", "--kv-offloading-backend", "--slot-save-path"): _OFFLOAD,
+    ("--enable-hierarchical-cache", "--hicache-ratio", "--hicache-size", "--hicache-storage-backend"): _OFFLOAD,
+    ("--enable-lmcache", "--cache-ram", "-cram", "--swap-space"): _OFFLOAD,
+    ("--kv-cache-dtype", "--calculate-kv-scales", "--cache-type-k", "--cache-type-v", "-ctk", "-ctv"): _KV_DTYPE,
+    ("--load-in-8bit", "--load-in-4bit", "--quantize", "--torchao-config", "--modelopt-quant"): _INT8,
+    ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--lora-paths", "--lora"): _LORA,
+    ("--max-cpu-loras", "--enable-lora-bias", "--max-loras-per-batch", "--lora-scaled"): _LORA,
+    ("--speculative-config", "--speculative-algorithm", "--speculative-draft-model-path", "-md"): _SPECULATIVE,
+    ("--speculative-num-steps", "--speculative-model", "--num-speculative-tokens", "--model-draft"): _SPECULATIVE,
+    ("--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser", "--tool-server"): _TOOLS,
+    ("--tool-parser-plugin", "--enable-reasoning", "--reasoning-format", "--reasoning-budget"): _TOOLS,
+    ("--structured-outputs-config", "--guided-decoding-backend", "--grammar-backend"): _STRUCTURED,
+    ("--grammar", "--json-schema", "-j"): _STRUCTURED,
+    ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--mmproj", "--enable-multimodal"): _MULTIMODAL,
+    ("--allowed-local-media-path", "--media-io-kwargs"): _MULTIMODAL,
+    ("--task", "--runner", "--convert", "--is-embedding", "--embedding", "--embeddings", "--reranking"): _EMBEDDING,
+    ("--pooling", "--pooler-config", "--override-pooler-config"): _EMBEDDING,
+    ("--trust-remote-code",): _REMOTE_CODE,
+    ("--chat-template", "--chat-template-file", "--jinja", "--chat-template-content-format"): _TEMPLATE,
+    ("--load-format", "--config-format", "--use-safetensors", "--safetensors-load-strategy"): _SAFETENSORS,
+    ("--tokenizer-mode", "--tokenizer-path", "--tokenizer-revision"): "the tokenizer is the one in the model's folder",
+    ("--hf-overrides", "--rope-scaling", "--rope-theta", "--json-model-override-args", "--hf-config-path"): (
+        "edit config.json in a copy of the model's folder"
+    ),
+    ("--enforce-eager", "--compilation-config", "--enable-torch-compile", "--disable-cuda-graph"): _GRAPHS,
+    ("--cuda-graph-max-bs", "--cuda-graph-bs", "--max-seq-len-to-capture", "-O", "--optimization-level"): _GRAPHS,
+    ("--disable-uvicorn-access-log", "--disable-access-log-for-endpoints", "--enable-access-log"): _ACCESS,
+    ("--disable-log-stats", "--decode-log-interval", "--log-stats-interval"): _STATISTICS,
+    ("--enable-log-requests", "--disable-log-requests", "--log-requests", "--max-log-len", "--verbose", "-v"): _LOGS,
+    ("--log-level", "--uvicorn-log-level", "--log-level-http", "--log-disable", "--log-requests-level"): _LOGS,
+    ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-key-file", "--ssl-cert-file"): _TLS,
+    ("--allowed-origins", "--allowed-methods", "--allowed-headers", "--allow-credentials"): _CORS,
+    ("--root-path", "--api-prefix", "--fastapi-root-path"): "there is no path prefix; put a proxy in front",
+    ("--enable-metrics", "--metrics", "--slots"): _METRICS,
+    ("--enable-prompt-tokens-details", "--enable-cache-report"): _USAGE,
+    ("--cont-batching", "-cb", "--async-scheduling", "--flash-attn", "-fa", "--enable-mixed-chunk"): _ALWAYS,
+    ("--enable-request-id-headers",): "not needed: every answer has x-request-id",
+    ("--mlock", "--no-mmap", "--numa"): "not needed: weights are copied into memory once, at the start",
+    ("--api-key-file",): "keys stand in headstart.toml, or in HEADSTART_API_KEY, separated by commas",
+    ("--watchdog-timeout", "--timeout", "-to"): "use --heartbeat-timeout for the engine, --drain-timeout for the end",
+    ("--n-predict", "--predict", "-n", "--temp", "--top-k", "--min-p", "--repeat-penalty"): _SAMPLING,
+    ("--override-generation-config", "--default-chat-template-kwargs"): _SAMPLING,
+    ("--sampling-backend", "--prefill-attention-backend", "--decode-attention-backend"): "see --attention-backend",
+    ("--enable-kv-cache-events",): "use --kv-events-config",
+    ("--reload",): "restart the server; with --kv-store DIR its cache is still there",
+    # routers
+    ("--worker-urls", "--static-backends", "--backends", "--worker-url"): _REPLICAS,
+    ("--policy", "--routing-logic"): "use --routing-policy cost, weighted, prefix-threshold, least-load or round-robin",
+    ("--service-discovery", "--selector"): "use --discover file:PATH or dns:NAME:PORT",
+    ("--prefill", "--decode", "--pd-disaggregation", "--disaggregation-mode"): "prefill and decode run in one server",
+}
+HINTS = {flag: hint for flags, hint in _TABLE.items() for flag in flags}
+"""By flag, as it is written in argv."""
+
+
+def hint_of(flag: str) -> str | None:
+    """The hint for a flag that does not exist, None if there is none. Underscores count as hyphens, as in SGLang."""
+    return HINTS.get(flag) or HINTS.get(flag.replace("_", "-"))

@@ -1,0 +1,1 @@
+"""The KV cache: blocks, their hashes, reuse, eviction, pinned prefixes."""

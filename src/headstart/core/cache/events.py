@@ -1,0 +1,118 @@
+"""What happens to the prefix index, as events: replayed in order they reproduce it exactly.
+
+Field names are vLLM's, so that routers and dashboards made for it read ours; the wire format is
+server/kv_events/kv_event_publisher.py's. An event tells of one chain and never crosses the border between a public
+prefix and what is private behind it.
+"""
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headstart.core.cache.hashing import BlockHash
+from headstart.core.request import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Blocks, one chain, that others can find from now on."""
+
+    block_hashes: tuple[BlockHash, ...]
+    parent_block_hash: BlockHash | None  # of the block before the first one, None at position 0
+    token_ids: "array[int]"  # of all of them, packed int32
+    block_size: int
+    adapter: str | None = None
+    domain: bytes = b""  # isolation domain, if the first block here is the first private one of its chain; else empty
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Blocks that nobody can find any more."""
+
+    block_hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """The whole index is empty."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+EventSink = Callable[[list[Event]], None]  # must neither block nor raise: it is called between two steps
+
+
+class _Chain:
+    """A BlockStored that may still grow."""
+
+    __slots__ = ("adapter", "domain", "names", "parent", "tokens")
+
+    def __init__(self, name: BlockHash, parent: BlockHash | None, tokens: bytes) -> None:
+        self.names = [name]
+        self.parent = parent
+        self.tokens = [tokens]
+        self.adapter: str | None = None
+        self.domain = b""
+
+
+class EventLog:
+    """A BlockListener (core/cache/block_pool.py) that collects events until they are drained.
+
+    Blocks published one after the other of one chain become one event, and so do blocks removed one after the other.
+    The order of everything else is kept. Whoever publishes blocks says first, with `publishing`, whose they are.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._pending: list[_Chain | list[BlockHash] | AllBlocksCleared] = []
+        self._seq: Sequence | None = None
+
+    def publishing(self, seq: Sequence) -> None:
+        """The blocks published from now on are this sequence's: it knows what lies before its first ones."""
+        self._seq = seq
+
+    def published(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+        """Notes a block that can be found from now on."""
+        last = self._pending[-1] if self._pending else None
+        if isinstance(last, _Chain) and last.names[-1] == parent:
+            last.names.append(name)
+            last.tokens.append(tokens)
+        else:
+            self._pending.append(self._begin(name, parent, tokens))
+
+    def removed(self, name: BlockHash) -> None:
+        """Notes a block that cannot be found any more."""
+        last = self._pending[-1] if self._pending else None
+        if isinstance(last, list):
+            last.append(name)
+        else:
+            self._pending.append([name])
+
+    def cleared(self) -> None:
+        """Notes that the index is empty."""
+        self._pending.append(AllBlocksCleared())
+
+    def drain(self) -> list[Event]:
+        """What happened since the last call, in order; [] if nothing did."""
+        if not self._pending:
+            return []
+        pending, self._pending, self._seq = self._pending, [], None
+        return [self._event(item) for item in pending]
+
+    def _begin(self, name: BlockHash, parent: BlockHash, tokens: bytes) -> _Chain:
+        """A new event; the hash that stands for a border is replaced by what lies before it."""
+        seq = self._seq
+        assert seq is not None, "a block was published and nobody said whose it is"
+        chain = _Chain(name, parent, tokens)
+        chain.adapter = seq.request.adapter
+        if parent == seq.region:
+            chain.domain = seq.request.domain
+            chain.parent = seq.block_hashes[seq.num_public_blocks - 1] if seq.num_public_blocks else None
+        elif parent == seq.root:
+            chain.parent = None
+        return chain
+
+    def _event(self, item: _Chain | list[BlockHash] | AllBlocksCleared) -> Event:
+        if isinstance(item, _Chain):
+            token_ids = array("i", b"".join(item.tokens))
+            return BlockStored(tuple(item.names), item.parent, token_ids, self._block_size, item.adapter, item.domain)
+        return BlockRemoved(tuple(item)) if isinstance(item, list) else item

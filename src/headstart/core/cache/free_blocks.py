@@ -1,0 +1,274 @@
+"""IdleBlocks: published blocks that nobody uses, and which of them loses its content next.
+
+From the outside in: a tenant whose share is not protected and who has most of them; there the lowest retention
+priority; there the order of the eviction policy. Blocks that queued requests want go after all others that may go at
+all. One tenant, no hints and no wishes, the usual case, is one queue and costs no more than that.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from heapq import heapify, heappop, heapreplace
+
+from headstart.core.cache.eviction import EVICTION_POLICIES, HOT, PROTECTED_SHARE, SEEN, EvictionOrder
+from headstart.core.cache.retention import DEFAULT_PRIORITY, Retentions
+from headstart.core.request import DEFAULT_RETENTION, Retention
+
+Wanted = Callable[[int], bool]
+
+
+class _Shelf:
+    """The idle blocks of one tenant."""
+
+    __slots__ = ("_new_order", "aside", "levels")
+
+    def __init__(self, new_order: Callable[[], EvictionOrder]) -> None:
+        self._new_order = new_order
+        self.levels: dict[int, EvictionOrder] = {DEFAULT_PRIORITY: new_order()}
+        self.aside: OrderedDict[int, None] = OrderedDict()  # it was their turn, but somebody wanted them
+
+    def __len__(self) -> int:
+        return sum(map(len, self.levels.values())) + len(self.aside)
+
+    def __iter__(self) -> Iterator[int]:
+        for level in sorted(self.levels):
+            yield from self.levels[level]
+        yield from self.aside
+
+    def order(self, level: int) -> EvictionOrder:
+        """The blocks of one retention priority."""
+        order = self.levels.get(level)
+        if order is None:
+            order = self.levels[level] = self._new_order()
+        return order
+
+    def take(self, num: int, wanted: Wanted | None) -> list[int]:
+        """Takes out the next `num` blocks that nobody wants, or all there are; sets aside those that were spared."""
+        found: list[int] = []
+        for level in sorted(self.levels):
+            order = self.levels[level]
+            while order:
+                if len(found) == num:
+                    return found
+                block = order.pop()
+                if wanted is None or not wanted(block):
+                    found.append(block)
+                else:
+                    self.aside[block] = None
+            if level != DEFAULT_PRIORITY:
+                del self.levels[level]
+        return found
+
+
+class IdleBlocks:
+    """The idle blocks of a pool. `marks` and `tenants` hold what is known of each block, idle or not.
+
+    Shares are those of a pool of `size` blocks, to which this one may grow.
+    """
+
+    def __init__(self, num_blocks: int, policy: str, tenant_floor: float, size: int) -> None:
+        make, max_protected = EVICTION_POLICIES[policy], int(PROTECTED_SHARE * (size - 1))
+        self.marks = bytearray(num_blocks)  # see eviction.py
+        self.tenants = [""] * num_blocks  # whose share a published block counts against
+        self.retentions = Retentions(self.marks)
+        self._size = 0
+        self.num_aside = 0  # idle blocks that were spared because they are wanted
+        self._protected_share = tenant_floor * (size - 1)
+        self._seen: set[str] = set()  # tenants other than the public one
+        self._new_order: Callable[[], EvictionOrder] = lambda: make(self.marks, max_protected)
+        self._shelves = {"": _Shelf(self._new_order)}
+        self._queue = self._shelves[""].levels[DEFAULT_PRIORITY]  # all there is, in the usual case
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether there may be blocks that not everybody can evict."""
+        return bool(self._seen) and self._protected_share > 0
+
+    @property
+    def tables(self) -> list[OrderedDict[int, None]]:
+        """All that holds idle blocks, for a pool that is dismantled."""
+        levels = (order for shelf in self._shelves.values() for order in shelf.levels.values())
+        return [table for order in levels for table in order.tables] + [s.aside for s in self._shelves.values()]
+
+    def grow(self, num: int) -> None:
+        """Makes room for `num` more blocks, none of them idle."""
+        self.marks += bytes(num)
+        self.tenants += [""] * num
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        for shelf in self._shelves.values():
+            yield from shelf
+
+    def sees(self, tenant: str) -> None:
+        """Notes that there is such a tenant, not the public one: from now on it has a share."""
+        self._seen.add(tenant)
+
+    def add(self, blocks: Sequence[int], retention: Retention, now: float) -> int:
+        """Takes in blocks of one chain, tails first; HOT if the last one turns out to be worth protecting."""
+        self._size += len(blocks)
+        if self._is_plain and retention == DEFAULT_RETENTION:
+            return self._queue.add(blocks)
+        hot = 0
+        for block in blocks:
+            self.retentions.note(block, retention, now)
+            hot = self._order_of(block).add((block,), hot)
+        return hot
+
+    def note_users(self, blocks: Sequence[int], retention: Retention, now: float, hot: int) -> None:
+        """Notes that one user stops using blocks, of one chain, tails first, that others or pins still hold.
+
+        `hot`: HOT if a block behind them is worth protecting; then so are they.
+        """
+        marks = self.marks
+        if retention == DEFAULT_RETENTION and not self.retentions:
+            for block in blocks:
+                hot |= marks[block] & HOT
+                marks[block] |= hot | SEEN
+            return
+        for block in blocks:
+            hot |= marks[block] & HOT
+            marks[block] |= hot
+            self.retentions.note(block, retention, now)
+
+    def put(self, block: int) -> None:
+        """Takes in a block as if it had just been released: one that was pinned, or set aside."""
+        self._size += 1
+        self._order_of(block).add((block,))
+
+    def revive(self, blocks: Sequence[int]) -> None:
+        """Takes out blocks that are used again."""
+        self._size -= len(blocks)
+        if self._is_plain:
+            self._queue.revive(blocks)
+            return
+        for block in blocks:
+            if not self._leave_aside(block):
+                self._order_of(block).revive((block,))
+
+    def remove(self, block: int) -> None:
+        """Takes out a block that is idle and shall not be."""
+        self._size -= 1
+        if not self._leave_aside(block):
+            self._order_of(block).remove(block)
+
+    def num_protected(self, leaving: Sequence[int], tenant: str) -> int:
+        """Blocks of other tenants that `tenant` may not evict, once those `leaving` are idle no more."""
+        gone: dict[str, int] = {}
+        for block in leaving:
+            gone[self.tenants[block]] = gone.get(self.tenants[block], 0) + 1
+        floor = self._floor
+        others = ((name, len(shelf) - gone.get(name, 0)) for name, shelf in self._shelves.items())
+        return sum(min(size, floor) for name, size in others if name and name != tenant)
+
+    def evict(self, num: int, tenant: str, last_resort: bool, now: float, wanted: Wanted | None) -> list[int]:
+        """Takes out `num` blocks for `tenant`; those that others are promised to keep only as a last resort."""
+        self._expire(now)
+        if len(self._shelves) == 1:
+            found = self._evict_from([(-self._size, "", self._shelves[""])], num, wanted)
+        else:
+            found = self._evict_from(self._spare(tenant, self._floor), num, wanted)
+            if last_resort and len(found) < num:
+                found += self._evict_from(self._spare(tenant, 0), num - len(found), wanted)
+            for name in [name for name, shelf in self._shelves.items() if name and not len(shelf)]:
+                del self._shelves[name]
+        self._size -= len(found)
+        assert len(found) == num, f"{num} blocks to evict for tenant {tenant!r}, {len(found)} may be"
+        return found
+
+    def unwanted(self, blocks: Sequence[int], wanted: Wanted) -> None:
+        """Puts blocks that were set aside back in line, if nobody wants them any more; `blocks` of one chain, tails
+        first. All heads of such a block follow it, wanted or not, so that they stay behind it in line."""
+        moved = False
+        for block in blocks:
+            aside = block in self._shelves[self.tenants[block]].aside
+            moved = moved or (aside and not wanted(block))
+            if moved:
+                self.remove(block)
+                self.put(block)
+
+    def check(self) -> None:
+        """Asserts that counts and places agree; for tests."""
+        shelves = self._shelves
+        assert self._size == sum(map(len, shelves.values())), "idle blocks are miscounted"
+        assert self.num_aside == sum(len(shelf.aside) for shelf in shelves.values()), "blocks set aside are miscounted"
+        for name, shelf in shelves.items():
+            assert all(self.tenants[block] == name for block in shelf), "a block is on the shelf of another tenant"
+            for level, order in shelf.levels.items():
+                assert len(list(order)) == len(order)
+                assert all(self.retentions.level(block) == level for block in order), "a block has another priority"
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_plain(self) -> bool:
+        return len(self._shelves) == 1 and not self.num_aside and not self.retentions and not self._seen
+
+    @property
+    def _floor(self) -> int:
+        """Idle blocks that each tenant keeps whatever others do; the public one has no such share."""
+        return int(self._protected_share / len(self._seen)) if self._seen else 0
+
+    def _order_of(self, block: int) -> EvictionOrder:
+        tenant = self.tenants[block]
+        shelf = self._shelves.get(tenant)
+        if shelf is None:
+            shelf = self._shelves[tenant] = _Shelf(self._new_order)
+        return shelf.order(self.retentions.level(block))
+
+    def _leave_aside(self, block: int) -> bool:
+        if not self.num_aside:
+            return False
+        aside = self._shelves[self.tenants[block]].aside
+        if block not in aside:
+            return False
+        del aside[block]
+        self.num_aside -= 1
+        return True
+
+    def _expire(self, now: float) -> None:
+        """Moves blocks whose retention time is over, as if they had just been released."""
+        for block, level in self.retentions.expired(now):
+            shelf = self._shelves.get(self.tenants[block])
+            order = shelf.levels.get(level) if shelf is not None else None
+            if order is not None and block in order:
+                order.remove(block)
+                self._order_of(block).add((block,))
+
+    def _spare(self, tenant: str, floor: int) -> list[tuple[int, str, _Shelf]]:
+        """Heap of the tenants that can spare blocks, who can spare most first: (-spare, tenant, its blocks)."""
+        heap: list[tuple[int, str, _Shelf]] = []
+        for name, shelf in self._shelves.items():
+            size = len(shelf)
+            spare = size - (min(size, floor) if name and name != tenant else 0)
+            if spare:
+                heap.append((-spare, name, shelf))
+        heapify(heap)
+        return heap
+
+    def _evict_from(self, heap: list[tuple[int, str, _Shelf]], num: int, wanted: Wanted | None) -> list[int]:
+        """Up to `num` blocks, each from whoever can spare most then; wanted ones only when there are no others."""
+        found: list[int] = []
+        only_wanted: list[tuple[int, str, _Shelf]] = []
+        while heap and len(found) < num:
+            spare, name, shelf = heap[0]
+            before = len(shelf.aside)
+            blocks = shelf.take(min(num - len(found), -spare if len(heap) == 1 else 1), wanted)
+            self.num_aside += len(shelf.aside) - before
+            found += blocks
+            spare += len(blocks)
+            if not blocks:
+                only_wanted.append(heappop(heap))
+            elif spare:
+                heapreplace(heap, (spare, name, shelf))
+            else:
+                heappop(heap)
+        heapify(only_wanted)
+        while only_wanted and len(found) < num:
+            spare, name, shelf = heappop(only_wanted)
+            while shelf.aside and spare and len(found) < num:
+                found.append(shelf.aside.popitem(last=False)[0])
+                self.num_aside -= 1
+                spare += 1
+        return found

@@ -1,0 +1,220 @@
+"""KVCache: name, match, extend, publish and release the blocks of one sequence.
+
+The only place where tokens become blocks. Reuse is contiguous from position 0 or it is nothing, in whole blocks, and
+leaves at least one token to compute (law 3). Names: leading blocks that lie in a public pinned prefix are named as
+anybody's, all that follow belong to the request's isolation domain.
+"""
+
+from array import array
+from collections.abc import Container
+from typing import NamedTuple
+
+from headstart.core.cache.block_pool import BlockPool
+from headstart.core.cache.block_store import BlockKey
+from headstart.core.cache.events import EventLog
+from headstart.core.cache.hashing import BlockHash, extend_hashes, region_hash, root_hash
+from headstart.core.request import CacheMode, Request, Sequence, empty_table
+
+
+class Hit(NamedTuple):
+    """Published blocks a sequence could take over, in place of its own from block `start_block` on.
+
+    `num_tokens` is how many of its tokens would then be computed.
+    """
+
+    block_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
+    start_block: int = 0
+
+
+NO_HIT = Hit()
+
+
+class KVCache:
+    """The block tables over one pool. `enabled` False: nothing is hashed, found or published."""
+
+    def __init__(self, pool: BlockPool, block_size: int, *, model: bytes = b"", enabled: bool = True) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.enabled = enabled
+        self.public_names: Container[BlockHash] = frozenset()  # of the blocks of public pinned prefixes
+        self.event_log: EventLog | None = None
+        self._model = model
+
+    def new_sequence(self, request: Request, order: int) -> Sequence:
+        """A sequence with its blocks named: on arrival, off the step's path."""
+        root = root_hash(self._model, adapter=request.adapter, domain=request.domain)
+        seq = Sequence(request, request.prompt[:], root, root, order)
+        if self.enabled and request.cache is not CacheMode.BYPASS:
+            if request.domain and self.public_names:
+                self._name_public_blocks(seq)
+            self.name_blocks(seq)
+        return seq
+
+    def name_blocks(self, seq: Sequence, until: int | None = None) -> None:
+        """Names every full block of `token_ids[:until]` that has no name yet."""
+        hashes = seq.block_hashes
+        at_border = len(hashes) == seq.num_public_blocks
+        parent = seq.region if at_border else None
+        extend_hashes(hashes, seq.token_ids, self.block_size, seq.root, until=until, parent=parent)
+
+    def match(self, seq: Sequence) -> Hit:
+        """The longest run of published blocks from the first that the sequence still needs. Changes nothing.
+
+        For a waiting sequence that is a prefix; for one in mid prefill it is what others have published meanwhile, and
+        taking it over drops the last block it has, if that is partly filled. When every token is cached, the last block
+        is in the hit and its last token is not: that one is recomputed without being written, for its logits.
+        """
+        if not self.reads(seq):
+            return NO_HIT
+        index, names = seq.num_computed_tokens // self.block_size, seq.block_hashes
+        if index >= len(names) or not self.pool.contains(names[index]):
+            return NO_HIT
+        blocks = self._lookup(seq, index)
+        num_tokens = min((index + len(blocks)) * self.block_size, len(seq.token_ids) - 1)
+        return Hit(tuple(blocks), num_tokens, index) if num_tokens > seq.num_computed_tokens else NO_HIT
+
+    def num_new_blocks(self, seq: Sequence, hit: Hit, num_tokens: int) -> int:
+        """Blocks to allocate so that the table covers `num_tokens`. Changes nothing."""
+        covered = hit.start_block + len(hit.block_ids) if hit.block_ids else len(seq.block_ids)
+        return max(-(-num_tokens // self.block_size) - covered, 0)
+
+    def num_available(self, seq: Sequence, hit: Hit, *, last_resort: bool = False) -> int:
+        """Free blocks left to the sequence once the hit is taken over: an idle hit is not also free (vLLM #3402)."""
+        return self.pool.num_available(hit.block_ids, seq.request.tenant, last_resort=last_resort)
+
+    def extend(self, seq: Sequence, hit: Hit, num_tokens: int, *, last_resort: bool = False) -> bool:
+        """Takes over `hit` and makes the table cover `num_tokens`; or changes nothing and says False.
+
+        `last_resort` lets it evict what other tenants are promised to keep.
+        """
+        if not hit.block_ids and num_tokens <= len(seq.block_ids) * self.block_size:
+            return True
+        new = self.num_new_blocks(seq, hit, num_tokens)
+        dropped = seq.block_ids[hit.start_block :] if hit.block_ids else empty_table()
+        enough = new <= self.pool.num_scratch  # that is anybody's, whatever is taken over
+        if not enough and new > self.num_available(seq, hit, last_resort=last_resort) + len(dropped):
+            return False
+        if hit.block_ids:
+            self.pool.acquire(hit.block_ids)
+            if dropped:
+                assert len(dropped) == 1 and seq.num_published_blocks <= hit.start_block, "only a partial block may go"
+                self.pool.release(dropped)
+            seq.block_ids[hit.start_block :] = array("i", hit.block_ids)
+            seq.num_computed_tokens = hit.num_tokens
+            seq.num_published_blocks = len(seq.block_ids)
+            seq.taken.append(range(hit.start_block, len(seq.block_ids)))
+        if new:
+            request = seq.request
+            zeroed = seq.recompute is not None  # no NaN of a former owner may reach the second run
+            new_blocks = self.pool.allocate(
+                new, request.tenant, by=request.request_id, last_resort=last_resort, zeroed=zeroed
+            )
+            seq.block_ids.extend(new_blocks)
+        return True
+
+    def publish(self, seq: Sequence) -> None:
+        """Publishes what has become full and computed. Only after the forward pass that wrote it has returned."""
+        full = seq.num_computed_tokens // self.block_size
+        if full <= seq.num_published_blocks or not self.writes(seq):
+            return
+        self.name_blocks(seq, until=full * self.block_size)
+        if self.event_log is not None:
+            self.event_log.publishing(seq)
+        for index in range(seq.num_published_blocks, full):
+            self._publish(seq, index, seq.block_ids[index])
+        seq.num_published_blocks = full
+
+    def share(self, seq: Sequence) -> None:
+        """Use, in place of full blocks of its own, equal ones that others have published meanwhile.
+
+        For one that reads the cache but has computed what it could have taken over: pinned blocks have room once.
+        """
+        if not self.reads(seq):
+            return
+        for index in range(min(seq.num_computed_tokens // self.block_size, len(seq.block_hashes))):
+            key, own = self.key(seq, index), seq.block_ids[index]
+            entry = self.pool.entry(key.name)
+            if entry is None or entry[0] == own or (entry[1], entry[2]) != (key.parent, key.tokens):
+                continue
+            self.pool.acquire([entry[0]])
+            self.pool.release([own])
+            seq.block_ids[index] = entry[0]
+            seq.taken.append(range(index, index + 1))
+
+    def publish_block(self, seq: Sequence, index: int, block: int) -> bool:
+        """Publishes `block`, which is not in its table, as what block `index` of the sequence should hold.
+
+        False if there is one already, and this one stays private.
+        """
+        if self.event_log is not None:
+            self.event_log.publishing(seq)
+        return self._publish(seq, index, block)
+
+    def key(self, seq: Sequence, index: int) -> BlockKey:
+        """All that tells one of its named blocks from every other."""
+        start = index * self.block_size
+        tokens = seq.token_ids[start : start + self.block_size].tobytes()
+        return BlockKey(seq.block_hashes[index], self.parent(seq, index), tokens)
+
+    def release(self, seq: Sequence) -> None:
+        """Gives the whole table back."""
+        self.pool.release(seq.block_ids, seq.request.retention)
+        seq.block_ids = empty_table()
+        seq.taken = []
+        seq.num_computed_tokens = 0
+        seq.num_published_blocks = 0
+
+    def reads(self, seq: Sequence) -> bool:
+        """Whether it takes over what others computed. Log-probabilities of the prompt have to be computed."""
+        request = seq.request
+        if not self.enabled or seq.recompute is not None:
+            return False
+        return request.cache is not CacheMode.BYPASS and request.sampling.prompt_logprobs is None
+
+    def writes(self, seq: Sequence) -> bool:
+        """Whether others may take over what it computes."""
+        return self.enabled and seq.recompute is None and seq.request.cache is CacheMode.READ_WRITE
+
+    def num_pinned_blocks(self, names: list[BlockHash]) -> int:
+        """How many leading `names` are pinned."""
+        return next((index for index, name in enumerate(names) if not self.pool.is_pinned(name)), len(names))
+
+    def parent(self, seq: Sequence, index: int) -> BlockHash:
+        """Parent's name of one of its named blocks."""
+        if index == seq.num_public_blocks:
+            return seq.region
+        return seq.block_hashes[index - 1] if index else seq.root
+
+    def _publish(self, seq: Sequence, index: int, block: int) -> bool:
+        owner = seq.request.tenant if index >= seq.num_public_blocks else ""
+        return self.pool.publish(block, *self.key(seq, index), owner)
+
+    def _name_public_blocks(self, seq: Sequence) -> None:
+        """Names leading blocks as anybody's, as long as these names are those of a public pinned prefix."""
+        size, public = self.block_size, self.public_names
+        root = root_hash(self._model, adapter=seq.request.adapter)
+        hashes = seq.block_hashes
+        for end in range(size, len(seq.token_ids) + 1, size):
+            extend_hashes(hashes, seq.token_ids, size, root, until=end)
+            if hashes[-1] not in public:
+                hashes.pop()
+                break
+        if hashes:
+            seq.root, seq.num_public_blocks = root, len(hashes)
+            seq.region = region_hash(hashes[-1], seq.request.domain)
+
+    def _lookup(self, seq: Sequence, index: int) -> list[int]:
+        """Published blocks from block `index` on, verified; the chain of parents changes at the border."""
+        names, border = seq.block_hashes, seq.num_public_blocks
+        raw, stride = seq.token_ids.tobytes(), self.block_size * seq.token_ids.itemsize
+        if not index and not border:
+            return self.pool.lookup(names, seq.root, raw, stride)
+        found: list[int] = []
+        for start, end in ((index, border), (max(index, border), len(names))):
+            if start < end:
+                tokens = raw[start * stride : end * stride]
+                found += self.pool.lookup(names[start:end], self.parent(seq, start), tokens, stride)
+                if len(found) < end - index:
+                    break
+        return found

@@ -1,0 +1,1 @@
+"""Scheduling: the waiting queue, admission, and the plan of one step."""

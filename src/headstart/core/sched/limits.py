@@ -1,0 +1,78 @@
+"""Every per-sequence constraint of a step, in two pure functions (asked for by the reviewer of vLLM #19878)."""
+
+from dataclasses import dataclass
+
+from headstart.core.errors import ConfigError
+from headstart.core.sched.step_time import StepBound
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step may hold. Raises ConfigError, which names the flags, for combinations that could wait for ever."""
+
+    max_batched_tokens: int = 2048  # token budget of a step, charged by `charge`
+    max_seqs: int = 256  # running sequences
+    max_model_len: int = 4096  # prompt + output tokens of one sequence
+    long_prefill_threshold: int = 0  # cap on a chunk while others want the step too; 0: none
+    align: int = 1  # chunks that are not the last end on a multiple of this; 1: anywhere
+    charge_ceil: bool = False  # charge whole blocks of `align` tokens instead of exact tokens
+    min_followed_tokens: int = 1  # a sequence waits a step for promised blocks that save it at least this; 1: any block
+    step_bound: StepBound | None = None  # how long a step with prompt tokens may last; None: as long as it takes
+
+    def __post_init__(self) -> None:
+        for name in ("max_batched_tokens", "max_seqs", "max_model_len", "align"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.long_prefill_threshold < 0:
+            raise ConfigError(f"long_prefill_threshold is {self.long_prefill_threshold}; use 0 to switch it off")
+        if 0 < self.long_prefill_threshold < self.align:
+            raise ConfigError(
+                f"--long-prefill-token-threshold {self.long_prefill_threshold} is smaller than --block-size "
+                f"{self.align}: with --page-aligned-scheduling no capped chunk could end on a block boundary; "
+                f"raise it to {self.align} or set it to 0"
+            )
+        if self.max_batched_tokens < self.max_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens {self.max_batched_tokens} is smaller than --max-num-seqs {self.max_seqs}: "
+                f"not even one token a step for each running sequence; raise it or lower --max-num-seqs"
+            )
+        if self.align > 1 and self.max_batched_tokens < self.max_seqs + self.align:
+            raise ConfigError(
+                f"--max-num-batched-tokens {self.max_batched_tokens} is smaller than --max-num-seqs {self.max_seqs} + "
+                f"--block-size {self.align}: with --page-aligned-scheduling decodes could starve a prompt for ever; "
+                f"raise it to {self.max_seqs + self.align} or lower --max-num-seqs"
+            )
+
+
+def chunk_len(want: int, start: int, budget: int, limits: Limits, *, alone: bool, cap: int | None = None) -> int:
+    """Tokens of one sequence to compute now, of the `want` it still needs from position `start`; 0: not in this step.
+
+    The only place where request-state limits meet. `alone` lifts the long-prefill cap: nobody else is waiting for room.
+    `cap`: what the step has time for; None: any number. It is raised to one aligned block, unless it is 0.
+    """
+    if want == 1:
+        return 1 if budget > 0 else 0  # a decode, most often: there is nothing to cut
+    n = want
+    if limits.long_prefill_threshold and not alone:
+        n = min(n, limits.long_prefill_threshold)
+    if cap is not None:
+        n = min(n, max(cap, limits.align) if cap > 0 else 0)
+    n = min(n, _affordable(start, budget, limits))
+    if n < want and limits.align > 1:
+        n = (start + n) // limits.align * limits.align - start
+    return max(n, 0)
+
+
+def charge(start: int, n: int, limits: Limits, *, decode: bool) -> int:
+    """What a chunk costs the budget: `n` for a decode or with exact charging, else the whole blocks it touches."""
+    if decode or not limits.charge_ceil:
+        return n
+    align = limits.align
+    return -(-(start + n) // align) * align - start // align * align
+
+
+def _affordable(start: int, budget: int, limits: Limits) -> int:
+    """The longest n with charge(start, n) <= budget."""
+    if not limits.charge_ceil:
+        return budget
+    return max(start // limits.align * limits.align + budget // limits.align * limits.align - start, 0)

@@ -1,0 +1,61 @@
+"""Wants: how many queued requests are about to use a block of each name.
+
+Most requests are admitted at once: what they want is taken back before anybody asks. So wishes are counted name by name
+only when somebody does, which is when blocks have to be evicted.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from headstart.core.cache.hashing import BlockHash
+
+MAX_UNCOUNTED = 256
+
+
+class Wants:
+    """A bag of names; `name in wants` once `count` has been called since the last change."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[BlockHash] = Counter()
+        self._uncounted: dict[BlockHash, list[Sequence[BlockHash]]] = {}  # by last name: of a chain, it tells all
+        self._num_uncounted = 0
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._counts
+
+    def add(self, names: Sequence[BlockHash]) -> None:
+        """Counts every name once more."""
+        if names:
+            self._uncounted.setdefault(names[-1], []).append(names[:])
+            self._num_uncounted += 1
+            if self._num_uncounted > MAX_UNCOUNTED:
+                self.count()
+
+    def discard(self, names: Sequence[BlockHash]) -> None:
+        """Takes one count of every name back, however they were added."""
+        alike = self._uncounted.get(names[-1]) if names else None
+        if alike is not None and names in alike:
+            alike.remove(names)
+            if not alike:
+                del self._uncounted[names[-1]]
+            self._num_uncounted -= 1
+            return
+        self.count()
+        counts = self._counts
+        for name in names:
+            assert name in counts, f"block {name.hex()} is unwanted more often than wanted"
+            if counts[name] == 1:
+                counts.pop(name)  # `del` of a Counter runs in Python
+            else:
+                counts[name] -= 1
+
+    def count(self) -> None:
+        """Counts what has been added since the last time."""
+        for alike in self._uncounted.values():
+            for names in alike:
+                self._counts.update(names)
+        self._uncounted.clear()
+        self._num_uncounted = 0

@@ -1,0 +1,400 @@
+"""The scheduler: add, abort, schedule, update. The one state machine of engine, simulator and benchmarks.
+
+There is no prefill phase and no decode phase: every sequence only has a count to catch up with. Admission and the
+token budget count only what is not cached (vLLM #7883). Sequences are planned from the head of the order and give
+way from its tail, so a victim is never already in the batch (law 7). A sequence whose next block is computed by another
+one in this very step, or on its way from a store, waits and takes it over (promised blocks), so a prefix is computed
+once, however many want it.
+"""
+
+from collections.abc import Iterator
+
+from headstart.core.batch import Batch, Chunk, Ledger, Output, Row, RowErrorKind, StepResult
+from headstart.core.cache.block_pool import BlockPool
+from headstart.core.cache.block_store import BlockStore
+from headstart.core.cache.kv_cache import NO_HIT, Hit, KVCache
+from headstart.core.cache.pinned_prefixes import Demand, PinnedPrefixes
+from headstart.core.cache.transfers import Transfers
+from headstart.core.cache.trust import Trust
+from headstart.core.errors import RequestTooLargeError
+from headstart.core.request import FinishReason, Request, Sequence, Status
+from headstart.core.sched.admission import VICTIMS, Room, stays
+from headstart.core.sched.limits import Limits
+from headstart.core.sched.plan import Plan
+from headstart.core.sched.step_time import StepTimes
+from headstart.core.sched.token_accounting import Accounts
+from headstart.core.sched.waiting_queue import POLICIES, Group, OrderedSequences, WaitingQueue
+
+
+class Scheduler:
+    """Plans steps over one pool of KV blocks.
+
+    `cache_aware_accounting` False is the "before" of vLLM #3402, for the benchmark only: cached tokens and blocks are
+    charged as if they had to be computed.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        limits: Limits,
+        *,
+        model: bytes = b"",
+        enable_prefix_caching: bool = True,
+        policy: str = "fcfs",
+        lpm_k: int = 8,
+        eviction_policy: str = "lru",
+        tenant_floor: float = 0.0,
+        max_pinned_share: float = 0.5,
+        cache_aware_accounting: bool = True,
+        store: BlockStore | None = None,
+    ) -> None:
+        self.limits = limits
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks, eviction_policy=eviction_policy, tenant_floor=tenant_floor)
+        self.cache = KVCache(self.pool, block_size, model=model, enabled=enable_prefix_caching)
+        self.waiting = WaitingQueue(self.pool, policy, lpm_k, self.cache.reads)
+        order = POLICIES[policy]
+        self.running = OrderedSequences(lambda seq: (not stays(seq), *order(seq)))
+        self.room = Room(self.cache, limits.max_model_len)
+        self.prefixes = PinnedPrefixes(self.cache, self._demands, max_share=max_pinned_share)
+        self.transfers = Transfers(self.cache, store)
+        self.trust = Trust(self.cache, self.transfers, self.room)
+        self.step_times = StepTimes(limits.step_bound)
+        self.accounts = Accounts(self.cache, self.transfers, self.prefixes.is_warming)
+        self.counters = self.accounts.counters
+        self._by_priority = policy == "priority"
+        self._cache_aware = cache_aware_accounting
+        self._sequences: dict[str, Sequence] = {}
+        self._num_arrivals = 0
+        self._now = 0.0
+        self._planned: list[tuple[Sequence, Chunk]] = []
+        self._finished: list[str] = []  # ids whose state the executor may drop
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises RequestTooLargeError for what can never run, ValueError for an id in use."""
+        if request.request_id in self._sequences:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        self._check_length(request)
+        seq = self.cache.new_sequence(request, self._num_arrivals)
+        self.room.check(seq)
+        self._num_arrivals += 1
+        self.accounts.arrived(seq)
+        self._sequences[request.request_id] = seq
+        self.waiting.add(seq)
+
+    def abort(self, request_id: str) -> bool:
+        """Forgets a request and frees its blocks at once; False if there is none."""
+        seq = self._sequences.get(request_id)
+        if seq is None:
+            return False
+        if seq.num_output_tokens:  # a stop string ends a sequence like this too
+            self.room.finished(seq.num_output_tokens)
+        self._finish(seq)
+        return True
+
+    def schedule(self, now: float = 0.0) -> Batch:
+        """Plans one step: running sequences first, in order; then newcomers while anything is left.
+
+        Without chunks if all that could be computed is on its way from the store. `now` in seconds, any clock that does
+        not go back: for retention times, statistics, and how long to wait for the store.
+        """
+        assert not self._planned, "the step before this one was not updated"
+        self._now = self.pool.now = now
+        num_decodes = [len(seq.token_ids) - seq.num_computed_tokens for seq in self.running].count(1)
+        most = self.step_times.max_prompt_tokens(num_decodes, len(self._sequences) - num_decodes)
+        plan = Plan(self.limits, self.block_size, num_decodes=num_decodes, max_prompt_tokens=most)
+        preempted = self._plan_running(plan)
+        if self.waiting and not (preempted and plan.entries):
+            self._plan_waiting(plan)
+        if not plan.entries and self.transfers.num_outstanding:
+            return Batch(())
+        assert plan.entries or not self._sequences, (
+            f"nothing planned for {len(self.waiting)} waiting and {len(self.running)} running sequences "
+            f"with {self.pool.num_free} free blocks"
+        )
+        self._planned = [(seq, self._chunk(seq, n)) for seq, n in plan.entries]
+        finished, self._finished = self._finished, []
+        return Batch(tuple(chunk for _, chunk in self._planned), tuple(finished))
+
+    def update(self, result: StepResult) -> list[Output]:
+        """Takes in what a step computed; news of every sequence that has some."""
+        planned, self._planned = self._planned, []
+        assert len(result.rows) == len(planned), f"{len(planned)} chunks but {len(result.rows)} rows"
+        self._learn(planned, result.elapsed)
+        outputs: list[Output] = []
+        for (seq, chunk), row in zip(planned, result.rows, strict=True):
+            if seq.status is Status.RUNNING:  # else it was aborted while the step was in flight
+                output = self._update_row(seq, chunk, row)
+                if output is not None:
+                    outputs.append(output)
+        return outputs
+
+    # ------------------------------------------------------------------------------------------------- planning
+
+    def _plan_running(self, plan: Plan) -> bool:
+        """Plans the running sequences; True if one of them had to give way."""
+        preempted = False
+        alone = len(self._sequences) == 1
+        for seq in list(self.running):
+            if seq.status is not Status.RUNNING:
+                continue  # gave way to a more important one, below
+            start = before = seq.num_computed_tokens
+            hit = NO_HIT
+            if len(seq.token_ids) - start > 1:
+                hit = self.cache.match(seq)  # others may have published what it was about to compute
+                start = max(hit.num_tokens, start)
+                index = hit.start_block + len(hit.block_ids) or start // self.block_size
+                if self._is_promised(plan, seq, index) or self._is_loading(seq, hit, index):
+                    continue
+            n = plan.chunk_len(seq, start, alone=alone)
+            while n and not self.cache.extend(seq, hit, start + n, last_resort=len(self.running) == 1):
+                preempted = True
+                if self._preempt(self.room.victim(seq, hit, start + n, self._behind(seq))) is seq:
+                    n = 0
+            if n:
+                if hit.block_ids:
+                    self.accounts.adopted(seq, hit, before)
+                plan.add(seq, start, n, writes=self.cache.writes(seq))
+        return preempted
+
+    def _plan_waiting(self, plan: Plan) -> None:
+        """Admits newcomers in the queue's order; stops at the first that finds no room."""
+        self.waiting.refresh()
+        owed = sum(map(self.room.blocks_owed, self.running))
+        while plan.budget > 0 and len(self.running) < self.limits.max_seqs:
+            group = self.waiting.next()
+            if group is None:
+                break
+            seq = group.members[0]
+            if seq.recompute is not None and not self._may_recompute(seq, group):
+                continue
+            hit = self.cache.match(seq)
+            depth = len(hit.block_ids)
+            if depth < group.depth:
+                self.waiting.regroup(seq, depth)
+                continue
+            if self._is_promised(plan, seq, depth) or self._is_loading(seq, hit, depth, owed):
+                self.waiting.pass_over(group, hit.num_tokens)
+                continue
+            if not self._admit(plan, seq, hit, owed):
+                break
+            owed += self.room.blocks_owed(seq)
+        self.waiting.end_of_turn()
+
+    def _may_recompute(self, seq: Sequence, group: Group) -> bool:
+        """Whether the second run of a waiting sequence may begin; only one runs at a time.
+
+        If all its suspects are gone by then, there is nothing to find out, and it goes on as others do.
+        """
+        if any(other.recompute is not None for other in self.running):
+            self.waiting.pass_over(group, 0)
+            return False
+        if self.trust.is_open(seq):
+            return True
+        self.waiting.remove(seq)
+        seq.recompute = None
+        self.waiting.add(seq)
+        return False
+
+    def _is_promised(self, plan: Plan, seq: Sequence, index: int) -> bool:
+        """Whether to leave the step to another that computes the next blocks of `seq`, from block `index` on."""
+        if not plan.promises(seq, index) or not self.cache.reads(seq):
+            return False
+        self.counters.num_promise_skips += 1
+        return True
+
+    def _is_loading(self, seq: Sequence, hit: Hit, index: int, owed: int | None = None) -> bool:
+        """Whether its next blocks, from `index` on, are on their way from the store, perhaps from now on.
+
+        Loads begin for what could run now: for a newcomer if all of it fits beside what others are `owed`.
+        """
+        transfers = self.transfers
+        if transfers.awaits(seq, index):
+            return True
+        num = transfers.finds(seq, index)
+        if not num:
+            return False
+        if owed is None:
+            fits = num + transfers.num_outstanding <= self.cache.num_available(seq, hit)
+        else:
+            fits = self._fits(seq, hit, owed)
+        return fits and transfers.begin(seq, index, num, self._now)
+
+    def _admit(self, plan: Plan, seq: Sequence, hit: Hit, owed: int) -> bool:
+        """Lets a waiting sequence run and plans its first chunk, or changes nothing and says False."""
+        n = plan.chunk_len(seq, hit.num_tokens, alone=len(self._sequences) == 1)
+        if not n or not self._fits(seq, hit, owed) or not self._affords(plan, hit, n):
+            return False
+        extended = self.cache.extend(seq, hit, hit.num_tokens + n, last_resort=not self.running)
+        assert extended, f"{seq.request_id} fits but cannot be extended"
+        self.waiting.admitted(seq)
+        is_first = not seq.admitted
+        self.accounts.admitted(seq, hit, self._now)
+        if is_first:
+            self.prefixes.admitted(seq)
+        self.running.add(seq)
+        seq.status = Status.RUNNING
+        extra = 0 if self._cache_aware else hit.num_tokens
+        plan.add(seq, hit.num_tokens, n, writes=self.cache.writes(seq), extra=extra)
+        return True
+
+    def _fits(self, seq: Sequence, hit: Hit, owed: int) -> bool:
+        """Whether there is room for all of it beside what others, and what is on its way from the store, will take."""
+        hit, coming = hit if self._cache_aware else NO_HIT, self.transfers.num_outstanding
+        if coming:  # it will not be long, so even where nothing runs yet
+            new = self.cache.num_new_blocks(seq, hit, len(seq.token_ids))
+            if new + coming > self.cache.num_available(seq, hit):
+                return False
+        return self.room.fits(seq, hit, self.running, owed + coming)
+
+    def _affords(self, plan: Plan, hit: Hit, n: int) -> bool:
+        """Whether the budget pays for it; always, unless cached tokens are charged too (see the class)."""
+        return self._cache_aware or not plan.entries or hit.num_tokens + n <= plan.budget
+
+    def _behind(self, seq: Sequence) -> list[Sequence]:
+        """Running sequences that may give way for `seq`: the last ones behind it, equal in importance."""
+        behind: list[Sequence] = []
+        for index in range(len(self.running) - 1, -1, -1):
+            other = self.running[index]
+            if other is seq or len(behind) == VICTIMS:
+                break
+            if behind and self._by_priority and other.request.priority != behind[0].request.priority:
+                break
+            behind.append(other)
+        return behind
+
+    def _preempt(self, seq: Sequence) -> Sequence:
+        """Takes all blocks from a running sequence; it waits and will recompute (often it hits)."""
+        seq.num_covered_tokens = max(seq.num_covered_tokens, seq.num_computed_tokens)
+        self._requeue(seq)
+        seq.num_preemptions += 1  # not before: it is part of the order of the running ones
+        self.counters.num_preemptions += 1
+        return seq
+
+    def _requeue(self, seq: Sequence) -> None:
+        """Take all blocks from a running sequence and let it wait."""
+        self.running.remove(seq)
+        if self.cache.reads(seq):
+            self.cache.name_blocks(seq, until=seq.num_computed_tokens)
+        self.cache.release(seq)
+        seq.status = Status.WAITING
+        self.waiting.add(seq)
+
+    def _chunk(self, seq: Sequence, n: int) -> Chunk:
+        request, tokens, start = seq.request, seq.token_ids, seq.num_computed_tokens
+        end = start + n
+        seq.num_scheduled_tokens = n
+        write_from = max(start, seq.num_published_blocks * self.block_size)
+        return Chunk(
+            request.request_id,
+            tokens[start:end],
+            start,
+            seq.block_ids,
+            write_from,
+            1 if end == len(tokens) else 0,
+            request.sampling,
+            len(request.prompt),
+            tokens,
+            request.adapter,
+        )
+
+    # ------------------------------------------------------------------------------------------------- taking in
+
+    def _learn(self, planned: list[tuple[Sequence, Chunk]], elapsed: float) -> None:
+        """What computing a prompt costs: the other side of the rule of transfers.py."""
+        num_tokens = sum(seq.num_scheduled_tokens for seq, _ in planned)
+        num_decodes = sum(1 for _, chunk in planned if chunk.start >= chunk.num_prompt_tokens)
+        self.transfers.rate.learn(num_tokens, num_tokens - num_decodes, elapsed)
+        num_single = len(planned)
+        if num_tokens > num_single:
+            num_single = sum(1 for seq, _ in planned if seq.num_scheduled_tokens == 1)
+        self.step_times.learn(num_tokens - num_single, num_single, elapsed)
+
+    def _update_row(self, seq: Sequence, chunk: Chunk, row: Row) -> Output | None:
+        seq.num_scheduled_tokens = 0
+        self.accounts.computed(seq, chunk)
+        if row.error is not None:
+            return self._row_failed(seq, chunk, row, row.error.kind)
+        assert len(row.token_ids) == chunk.num_logits, f"{chunk.num_logits} tokens due, {len(row.token_ids)} came"
+        seq.num_computed_tokens += len(chunk.token_ids)
+        if seq.recompute is None:
+            self.cache.publish(seq)
+        elif self.trust.row_passed(seq):
+            self.cache.publish(seq)
+            self.cache.share(seq)
+        if row.prompt_logprobs:
+            fresh = row.prompt_logprobs[max(seq.num_prompt_logprobs - chunk.start, 0) :]
+            seq.num_prompt_logprobs += len(fresh)
+            row = row._replace(prompt_logprobs=fresh)
+        if not row.token_ids:
+            return self._output(seq, row, None) if row.prompt_logprobs else None
+        ledger = self.accounts.close(seq) if len(seq.token_ids) == chunk.num_prompt_tokens else None
+        seq.token_ids.extend(row.token_ids)
+        self.counters.generation_tokens += len(row.token_ids)
+        reason = self._finish_reason(seq)
+        if reason is not None:
+            self.room.finished(seq.num_output_tokens)
+            self._finish(seq)
+        return self._output(seq, row, reason, ledger)
+
+    def _row_failed(self, seq: Sequence, chunk: Chunk, row: Row, kind: RowErrorKind) -> Output | None:
+        """End a sequence whose row failed, or compute it once more if blocks of others may be at fault."""
+        if kind is RowErrorKind.NON_FINITE and self.trust.row_failed(seq, chunk.start + len(chunk.token_ids)):
+            self.accounts.recomputes(seq)
+            self._requeue(seq)
+            return None
+        self.counters.num_row_errors += 1
+        self._finish(seq)
+        return self._output(seq, row, FinishReason.ERROR)
+
+    def _finish_reason(self, seq: Sequence) -> FinishReason | None:
+        request, tokens = seq.request, seq.token_ids
+        sampling, num_outputs = request.sampling, len(tokens) - len(request.prompt)
+        if num_outputs >= sampling.min_tokens and tokens[-1] in sampling.stop_token_ids:
+            return FinishReason.STOP
+        if num_outputs >= sampling.max_tokens or len(tokens) >= self.limits.max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def _finish(self, seq: Sequence) -> None:
+        (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
+        self.cache.release(seq)
+        self.accounts.finished(seq)
+        seq.status = Status.FINISHED
+        del self._sequences[seq.request_id]
+        self._finished.append(seq.request_id)
+
+    def _output(self, seq: Sequence, row: Row, reason: FinishReason | None, ledger: Ledger | None = None) -> Output:
+        return Output(
+            seq.request.request_id,
+            row.token_ids,
+            row.logprobs,
+            reason,
+            len(seq.request.prompt),
+            seq.num_cached_tokens + seq.num_store_tokens + seq.num_followed_tokens,
+            None if row.error is None else row.error.message,
+            row.prompt_logprobs,
+            ledger,
+            seq.scheduled_at,
+        )
+
+    def _demands(self) -> Iterator[Demand]:
+        """What must still fit beside pinned blocks."""
+        for seq in self._sequences.values():
+            yield Demand(seq, self.room.most_blocks(seq), stays(seq) and seq.status is Status.RUNNING)
+
+    def _check_length(self, request: Request) -> None:
+        """Refuses at once what could never run, so that nothing waits for ever."""
+        length, limit = len(request.prompt), self.limits.max_model_len
+        assert length > 0, "an empty prompt has nothing to compute; the front end refuses it"
+        if length + 1 > limit:
+            raise RequestTooLargeError(
+                f"the prompt has {length} tokens; with at least one output token that exceeds the limit of {limit} "
+                f"(max_model_len); shorten the prompt",
+                param="prompt",
+            )

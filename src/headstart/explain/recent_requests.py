@@ -1,0 +1,138 @@
+"""RecentRequests: what came lately, for the explainer alone. Bounded in requests and in prompt tokens.
+
+Nothing is copied: an entry points at the scheduler's own Sequence, whose tokens and names stay after it has finished.
+What cannot be found out later is noted when it happens: where reuse stopped at first admission and whether the first
+missing block had been evicted by then (once per request), and what its prompt came from (once per request). Requests
+that computed pinned prefixes outlast the others, one for each prefix until that is removed: prompts are meant to begin
+like them.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from headstart.core.batch import Chunk, Ledger, Output
+from headstart.core.cache.block_pool import BlockPool
+from headstart.core.cache.history import Evicted
+from headstart.core.cache.pinned_prefixes import REQUEST_PREFIX
+from headstart.core.request import Sequence
+
+MAX_REQUESTS = 1000
+MAX_TOKENS = 1 << 20  # of prompts
+MAX_PREFIXES = 64
+
+
+@dataclass(slots=True, eq=False)
+class Seen:
+    """One request and what became of it. `admitted` and `answered` are numbers of steps."""
+
+    seq: Sequence
+    order: int
+    start: int  # first token computed at its first admission: reuse stopped there
+    admitted: int
+    evicted: Evicted | None = None  # what had happened by then to the block in which that token lies
+    answered: int | None = None  # its first token came: the whole prompt is computed
+    ledger: Ledger | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.seq.request.request_id
+
+
+class RecentRequests:
+    """The last requests that were admitted, by id and by age."""
+
+    def __init__(self, max_requests: int = MAX_REQUESTS, max_tokens: int = MAX_TOKENS) -> None:
+        self.max_requests = max_requests
+        self.max_tokens = max_tokens
+        self._seen: dict[str, Seen] = {}  # in order of admission
+        self._prefixes: dict[str, Seen] = {}  # the same of requests that compute pinned prefixes; not in _seen
+        self._queued: set[str] = set()  # not admitted yet
+        self._open: dict[str, Seen] = {}  # admitted, no token yet
+        self._num_tokens = 0
+        self._num_admitted = 0
+        self._num_steps = 0
+
+    def __len__(self) -> int:
+        return len(self._seen) + len(self._prefixes)
+
+    def __iter__(self) -> Iterator[Seen]:
+        """Newest first, those of pinned prefixes last."""
+        return chain(reversed(self._seen.values()), reversed(self._prefixes.values()))
+
+    def find(self, request_id: str) -> Seen | None:
+        """The request of that id, or None if it was not admitted or too much came since."""
+        return self._seen.get(request_id) or self._prefixes.get(request_id)
+
+    def queued(self, request_id: str) -> None:
+        """Expects a request that was queued."""
+        self._queued.add(request_id)
+
+    def planned(self, chunks: Iterable[Chunk], running: Iterable[Sequence], pool: BlockPool, block_size: int) -> None:
+        """Takes in the requests that are in a batch for the first time, before it is computed."""
+        self._num_steps += 1
+        if not self._queued:
+            return
+        starts = {chunk.request_id: chunk.start for chunk in chunks if chunk.request_id in self._queued}
+        if not starts:
+            return
+        for seq in running:
+            start = starts.get(seq.request.request_id)
+            if start is not None:
+                names, index = seq.block_hashes, start // block_size
+                self._add(seq, start, pool.eviction_of(names[index]) if index < len(names) else None)
+
+    def answered(self, outputs: Iterable[Output]) -> None:
+        """Notes what the prompts came from whose first token is among the outputs of a step."""
+        if not self._open:
+            return
+        for output in outputs:
+            if output.ledger is None and output.finish_reason is None:
+                continue
+            seen = self._open.pop(output.request_id, None)
+            if seen is not None and output.ledger is not None:
+                seen.ledger, seen.answered = output.ledger, self._num_steps
+
+    def aborted(self, request_id: str) -> None:
+        """Expects nothing more of a request; what is known of it stays."""
+        self._queued.discard(request_id)
+        self._open.pop(request_id, None)
+
+    def forget_prefix(self, name: str) -> None:
+        """Forgets the request that computed a pinned prefix, which is ordinary cache from now on."""
+        for request_id in [other for other in self._prefixes if _prefix_name(other) == name]:
+            del self._prefixes[request_id]
+
+    def _add(self, seq: Sequence, start: int, evicted: Evicted | None) -> None:
+        """Remembers a request, and forgets the oldest ones if it must."""
+        request_id = seq.request.request_id
+        self._forget(request_id)
+        self._queued.discard(request_id)
+        seen = Seen(seq, self._num_admitted, start, self._num_steps, evicted)
+        self._num_admitted += 1
+        self._open[request_id] = seen
+        if request_id.startswith(REQUEST_PREFIX):
+            self._add_prefix(seen)
+            return
+        self._seen[request_id] = seen
+        self._num_tokens += len(seq.request.prompt)
+        while len(self._seen) > self.max_requests or (self._num_tokens > self.max_tokens and len(self._seen) > 1):
+            self._forget(next(iter(self._seen)))
+
+    def _add_prefix(self, seen: Seen) -> None:
+        """Keeps the last request of each prefix."""
+        self.forget_prefix(_prefix_name(seen.request_id))
+        if len(self._prefixes) >= MAX_PREFIXES:
+            del self._prefixes[next(iter(self._prefixes))]
+        self._prefixes[seen.request_id] = seen
+
+    def _forget(self, request_id: str) -> None:
+        seen = self._seen.pop(request_id, None)
+        if seen is not None:
+            self._num_tokens -= len(seen.seq.request.prompt)
+            self._open.pop(request_id, None)
+
+
+def _prefix_name(request_id: str) -> str:
+    """Return the name of the prefix that the request computes; its id ends in a number of its own."""
+    return request_id.removeprefix(REQUEST_PREFIX).rpartition(":")[0]

@@ -1,0 +1,155 @@
+"""Cache statistics of a fleet: /v1/cache/stats of every replica, and the sums of those that tell theirs.
+
+The sums have the fields of one server's answer. Left out of them is `store`: replicas may share one folder, which would
+count several times. Engines without such a route (vLLM, SGLang) are listed as not reporting.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from headstart.gateway.proxy.replies import check_head, read_bounded
+from headstart.gateway.proxy.upstream import GarbledError, headers_on
+from headstart.http.http_errors import HttpError
+from headstart.openai.responses import Json
+
+PATH = "/v1/cache/stats"
+ANSWER_SECONDS = 10.0
+MAX_BYTES = 1 << 20  # of one replica's answer: some thousand tenants
+_REFUSALS = (401, 403, 503)  # passed on where no replica answers otherwise
+_RATIOS = ("hit_rate", "prefill_redundancy")
+_NOT_SUMMED = ("model", "block_size", "store", *_RATIOS)
+
+Counts = dict[str, int]
+
+
+class ReplicaStats(msgspec.Struct):
+    """The answer of one Headstart server; tokens unless its own page (docs/api.md) says otherwise."""
+
+    model: str
+    block_size: int
+    prompt_tokens: Counts
+    prefill_tokens: int
+    ideal_tokens: int
+    blocks: Counts
+    evictions: Counts
+    requests: Counts
+    hit_rate: float | None = None
+    replayed_tokens: int = 0
+    prefill_redundancy: float = 1.0
+    generation_tokens: int = 0
+    computed_tokens: int = 0
+    preemptions: int = 0
+    promise_skips: int = 0
+    adoptions: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    tenants: dict[str, Counts] = {}
+    store: dict[str, Any] | None = None
+
+
+class Told(msgspec.Struct):
+    """The statistics of one replica, or why there are none; `status` 0: no answer came."""
+
+    url: str
+    status: int = 0
+    stats: ReplicaStats | None = None
+
+    @property
+    def error(self) -> str | None:
+        """Why there are no statistics; None if there are."""
+        if self.stats is not None:
+            return None
+        if not self.status:
+            return "no answer"
+        return "not readable" if self.status == 200 else f"answered {self.status}"
+
+
+async def ask_replicas(
+    session: aiohttp.ClientSession, urls: Sequence[str], headers: list[tuple[bytes, bytes]], own: dict[str, str]
+) -> list[Told]:
+    """Ask every replica for its statistics with the caller's headers; `own` replaces those of its names.
+
+    Raises HttpError 503 if there is no replica.
+    """
+    if not urls:
+        raise HttpError(503, "no replica is up", code="no_replicas", headers={"retry-after": "1"})
+    kept = ("authorization", "x-request-id")
+    sent = [(name, value) for name, value in headers_on(headers, own) if name in (*kept, *own)]
+    return list(await asyncio.gather(*(_ask(session, url, sent) for url in urls)))
+
+
+def fleet_answer(found: Sequence[Told], *, is_admin: bool, is_own_key: bool) -> Json:
+    """Return the JSON of a fleet's statistics: sums, and for administrators each replica's own.
+
+    `is_own_key`: replicas saw the caller's key, and left out what it may not see. Else only administrators see rows of
+    tenants. Raises HttpError if no replica tells anything.
+    """
+    told = [one.stats for one in found if one.stats is not None]
+    if not told:
+        raise _nothing_told(found)
+    answer: Json = {"object": "fleet.cache.stats", "num_replicas": len(found), "num_reporting": len(told)}
+    answer |= _summed(told)
+    if not (is_admin or is_own_key):
+        answer["tenants"] = {}
+    if is_admin:
+        answer["replicas"] = [
+            {"url": one.url, "error": one.error, "stats": None if one.stats is None else msgspec.to_builtins(one.stats)}
+            for one in found
+        ]
+    return answer
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, headers: list[tuple[str, str]]) -> Told:
+    timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+    told = Told(url)
+    try:
+        async with session.get(url + PATH, headers=headers, timeout=timeout, allow_redirects=False) as response:
+            check_head(response, PATH)
+            body = await read_bounded(response, MAX_BYTES)
+            told.status = response.status
+    except (aiohttp.ClientError, TimeoutError, ConnectionError, GarbledError):
+        return told
+    if told.status == 200:
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            told.stats = msgspec.json.decode(body, type=ReplicaStats)
+    return told
+
+
+def _nothing_told(found: Sequence[Told]) -> HttpError:
+    refused = next((one.status for one in found if one.status in _REFUSALS), 0)
+    reasons = ", ".join(sorted({one.error or "" for one in found}))
+    message = f"none of {len(found)} replicas told its cache statistics ({reasons})"
+    if refused:
+        return HttpError(refused, message, code="permission_denied" if refused < 500 else "no_replicas")
+    if all(one.status in (404, 405) for one in found):
+        return HttpError(404, f"{message}; Headstart's do, at this path", code="not_reported")
+    return HttpError(502, message, code="replica_unreachable", headers={"retry-after": "1"})
+
+
+def _summed(told: Sequence[ReplicaStats]) -> Json:
+    """Return the sums of all counts, and ratios of the sums. A field on which replicas do not agree is null."""
+    rows: list[Json] = [msgspec.to_builtins(stats) for stats in told]
+    total: Json = {name: _same([row[name] for row in rows]) for name in ("model", "block_size")}
+    total |= _sums([{name: value for name, value in row.items() if name not in _NOT_SUMMED} for row in rows])
+    prompt, ideal = total["prompt_tokens"], total["ideal_tokens"]
+    total["hit_rate"] = prompt.get("cached", 0) / prompt["total"] if prompt.get("total") else None
+    total["prefill_redundancy"] = total["prefill_tokens"] / ideal if ideal else 1.0
+    return total
+
+
+def _sums(rows: Sequence[Json]) -> Json:
+    """Return the sums of numbers by key, of nested objects too."""
+    total: Json = {}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        values = [row[key] for row in rows if key in row]
+        total[key] = _sums(values) if isinstance(values[0], dict) else sum(values)
+    return total
+
+
+def _same(values: Sequence[Any]) -> Any:
+    return values[0] if all(value == values[0] for value in values) else None

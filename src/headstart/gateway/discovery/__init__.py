@@ -1,0 +1,1 @@
+"""Discovery: which replicas there are."""

@@ -1,0 +1,50 @@
+"""Fan-out: what an administrator asks of a fleet is asked of every replica: pinned prefixes, and forgetting caches.
+
+The router has checked the administrator's key; replicas see the caller's own, or `--replica-api-key`.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+import aiohttp
+
+from headstart.gateway.proxy.replies import check_head, read_answer
+from headstart.gateway.proxy.upstream import Answer, headers_on
+from headstart.http.http_errors import HttpError
+
+FANOUT_SECONDS = 300.0  # a prefix is computed before its answer comes
+_FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"origin"))
+
+
+async def ask_all(
+    session: aiohttp.ClientSession,
+    urls: Sequence[str],
+    method: str,
+    target: str,
+    headers: list[tuple[bytes, bytes]],
+    body: bytes,
+    own: dict[str, str],
+) -> Answer:
+    """Asks all replicas at once; `target` is path and query. The first answer that is an error, else the first one.
+
+    Raises HttpError 503 if there is no replica, and 502 if one gave no answer: then the others may have done it.
+    """
+    if not urls:
+        raise HttpError(503, "no replica is up", code="no_replicas", headers={"retry-after": "1"})
+    sent = headers_on([(name, value) for name, value in headers if name not in _FORWARDED], own)
+
+    async def ask(url: str) -> Answer:
+        timeout = aiohttp.ClientTimeout(total=FANOUT_SECONDS)
+        async with session.request(
+            method, url + target, headers=sent, data=body, timeout=timeout, allow_redirects=False
+        ) as response:
+            check_head(response, target.partition("?")[0])
+            return await read_answer(response, target.partition("?")[0])
+
+    answers = await asyncio.gather(*map(ask, urls), return_exceptions=True)
+    silent = [url for url, answer in zip(urls, answers, strict=True) if isinstance(answer, BaseException)]
+    if silent:
+        message = f"{len(silent)} of {len(urls)} replicas gave no answer; ask again when all are up"
+        raise HttpError(502, message, code="replica_unreachable")
+    found = [answer for answer in answers if isinstance(answer, Answer)]
+    return next((answer for answer in found if answer.status >= 400), found[0])

@@ -1,0 +1,216 @@
+"""The front: the ASGI application of a router. What it does not know itself it has a replica answer."""
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headstart import __version__
+from headstart.core.errors import InvalidRequestError
+from headstart.gateway.gateway_routes import PROXIED, ROUTES, is_passed_on
+from headstart.gateway.gateway_state import FleetState
+from headstart.gateway.held_bytes import LARGE_BYTES, Hold, bytes_of
+from headstart.gateway.proxy.proxied_call import Call
+from headstart.gateway.proxy.request_reader import Reading, Sender
+from headstart.gateway.request_history import CHAT
+from headstart.http.access_record import record_of
+from headstart.http.gate import Gate
+from headstart.http.http_errors import ClientGoneError, HttpError, error_response, json_response
+from headstart.http.packed_metrics import CONTENT_TYPE
+from headstart.openai.fields import shown
+from headstart.openai.request_bodies import parse_json
+from headstart.openai.responses import Json, model_list
+
+CHAT_PATH = "/v1/chat/completions"  # rendered by the chat template, which takes as long as it likes
+LONG_BODY_BYTES = 16 * 1024  # from here on, parsing and tokenizing leave the event loop: it has streams to pass on
+MAX_LARGE_READS = 2  # at once: a parsed body takes some 20 times its bytes until its prompt is found
+_PREFIX = re.compile(r"/v1/prefixes/[A-Za-z0-9._-]*[A-Za-z0-9_-]")
+_ADMINISTRATION = {"/v1/prefixes": ("GET", "POST"), "/reset_prefix_cache": ("POST",)}  # asked of every replica
+MAX_ID_CHARS = 256
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def build_front(state: FleetState) -> ASGIApp:
+    """The whole application of one router."""
+    return Gate(_Front(state), state)
+
+
+class _Front:
+    """Finds the handler of a request, and turns its errors into answers."""
+
+    def __init__(self, state: FleetState) -> None:
+        self._state = state
+        self._few = asyncio.Semaphore(MAX_LARGE_READS)
+        self._routes: dict[str, tuple[str, Handler]] = {
+            "/v1/models": ("GET", self._models),
+            "/v1/fleet": ("GET", self._fleet),
+            "/v1/cache/explain": ("GET", self._explain),
+            "/v1/cache/stats": ("GET", self._cache_stats),
+            "/health": ("GET", self._health),
+            "/readyz": ("GET", self._health),
+            "/livez": ("GET", self._livez),
+            "/metrics": ("GET", self._metrics),
+            "/version": ("GET", self._version),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record = record_of(scope)
+        try:
+            await self._dispatch(scope, receive, send)
+        except Exception as error:
+            self._state.note(record, error)
+            if record.status is not None:
+                if isinstance(error, ClientGoneError):
+                    return
+                raise  # half an answer is out: the connection must be cut
+            await error_response(error)(scope, receive, send)
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = scope["path"], scope["method"]
+        known = self._routes.get(path)
+        if method in _ADMINISTRATION.get(path, ()) or (method == "DELETE" and _PREFIX.fullmatch(path)):
+            await (await self._administer(Request(scope, receive, send)))(scope, receive, send)
+            return
+        if path == "/v1/cache/explain" and method == "POST":
+            known = ("POST", self._explain_prompt)
+        if known is not None and method == known[0]:
+            response = await known[1](Request(scope, receive, send))
+            await response(scope, receive, send)
+        elif path.startswith("/v1/models/") and method == "GET":
+            await self._model(path.removeprefix("/v1/models/"))(scope, receive, send)
+        elif known is not None or (path in PROXIED and method != "POST"):
+            allow = known[0] if known else "POST"
+            message = f"this route does not take {method[:16]}; use {allow}"
+            raise HttpError(405, message, code="method_not_allowed", headers={"allow": allow})
+        elif method == "POST" and is_passed_on(path, is_admin=(is_admin := self._is_admin(scope))):
+            with self._state.proxy.held.hold() as hold:
+                await self._proxy(scope, receive, send, hold, is_admin=is_admin)
+        else:
+            others = "other paths under /v1 are passed on for administrators only"
+            message = f"a router has no such route; it has {', '.join(ROUTES)}; {others}"
+            raise HttpError(404, message, code="unknown_route")
+
+    def _is_admin(self, scope: Scope) -> bool:
+        return self._state.auth.is_admin(record_of(scope).principal, scope)
+
+    # ------------------------------------------------------------------------------------------------------- proxied
+
+    async def _proxy(self, scope: Scope, receive: Receive, send: Send, hold: Hold, *, is_admin: bool) -> None:
+        state, record = self._state, record_of(scope)
+        state.check_ready()
+        state.proxy.check_room()
+        path, headers = scope["path"], scope["headers"]
+        body = await state.bodies.read(Request(scope, receive, send))
+        start = time.perf_counter()
+        sender = state.sender(record.principal, headers)
+        if len(body) > LONG_BODY_BYTES:
+            hold.set(len(body))  # others are served while it is read
+        reading = await self._read(path, body, sender)
+        body = b""  # what is sent on may be another one
+        hold.set(bytes_of(reading))
+        self._check_model(reading)
+        explains = is_admin and (b"x-headstart-explain", b"1") in headers
+        call = Call(
+            path, scope["headers"], _sender(scope), reading, record.request_id, explains, shows_replica=is_admin
+        )
+        del reading  # the call frees what it needs no more
+        call.hold = hold
+        state.metrics.decide.observe(time.perf_counter() - start)
+        with state.under_way():
+            try:
+                await state.proxy.serve(call, receive, send)
+            finally:
+                state.ended(record, call)
+
+    async def _read(self, path: str, body: bytes, sender: Sender) -> Reading:
+        read = self._state.reader.read
+        if len(body) >= LARGE_BYTES:
+            async with self._few:
+                return await asyncio.to_thread(read, path, body, sender)
+        return (
+            await asyncio.to_thread(read, path, body, sender)
+            if len(body) > LONG_BODY_BYTES or (path == CHAT_PATH and self._state.reader.tokenizer is not None)
+            else read(path, body, sender)
+        )
+
+    def _check_model(self, reading: Reading) -> None:
+        """A model that nobody serves is told at once; as long as nobody said what it serves, anything may be right."""
+        served, name = self._state.reader.served, reading.ask.model
+        if name and served and name not in served and self._state.members.knows_all_models:
+            known = ", ".join(list(served)[:16])
+            raise InvalidRequestError(
+                f"model {shown(name)} is served by no replica; there are {known}", param="model", code="model_not_found"
+            )
+
+    async def _administer(self, request: Request) -> Response:
+        """Asks every replica. The gate has let administrators through only."""
+        answer = await self._state.administer(
+            request.method, _target(request), request.scope["headers"], await self._state.bodies.read(request)
+        )
+        response = Response(answer.body, answer.status)
+        response.raw_headers.extend(answer.headers)
+        return response
+
+    # ------------------------------------------------------------------------------------------------------ answered
+
+    async def _models(self, request: Request) -> Response:
+        return json_response(model_list([dict(card.fields) for card in self._state.members.cards()]))
+
+    def _model(self, name: str) -> Response:
+        for card in self._state.members.cards():
+            if card.id == name:
+                return json_response(dict(card.fields))
+        return error_response(
+            InvalidRequestError(f"model {shown(name)} is served by no replica", param="model", code="model_not_found")
+        )
+
+    async def _fleet(self, request: Request) -> Response:
+        return json_response(self._state.describe())
+
+    async def _explain(self, request: Request) -> Response:
+        request_id = request.query_params.get("request_id", "")
+        if not 0 < len(request_id) <= MAX_ID_CHARS:
+            message = f"give the id of an answer, at most {MAX_ID_CHARS} characters: ?request_id=chatcmpl-..."
+            raise InvalidRequestError(message, param="request_id")
+        return json_response(self._state.memory.explain(request_id, record_of(request.scope).principal))
+
+    async def _explain_prompt(self, request: Request) -> Response:
+        state, principal = self._state, record_of(request.scope).principal
+        body = await state.bodies.read(request)
+        path = CHAT if "messages" in parse_json(body) else "/v1/completions"
+        reading = await self._read(path, body, state.sender(principal, request.scope["headers"]))
+        return json_response(state.memory.explain_prompt(path, reading, principal))
+
+    async def _cache_stats(self, request: Request) -> Response:
+        principal = record_of(request.scope).principal
+        return json_response(await self._state.cache_stats(principal, request.scope["headers"]))
+
+    async def _health(self, request: Request) -> Response:
+        self._state.check_ready()
+        return json_response({"status": "ok"})
+
+    async def _livez(self, request: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def _metrics(self, request: Request) -> Response:
+        with_replicas = record_of(request.scope).principal.is_admin
+        return Response(self._state.metrics.expose(with_replicas=with_replicas), media_type=CONTENT_TYPE)
+
+    async def _version(self, request: Request) -> Response:
+        version: Json = {"version": __version__}
+        return json_response(version)
+
+
+def _target(request: Request) -> str:
+    query = request.url.query
+    return request.scope["path"] + (f"?{query}" if query else "")
+
+
+def _sender(scope: Scope) -> str:
+    """The address from which a request came: replicas must not take it for one of their own machine."""
+    client = scope.get("client")
+    return client[0] if client else "unknown"

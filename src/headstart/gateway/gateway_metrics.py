@@ -1,0 +1,186 @@
+"""Metrics of a router in Prometheus' text format. Labels come from closed sets: replicas, routes, kinds, policies."""
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from headstart.gateway.proxy.proxied_call import Call
+from headstart.gateway.proxy.retry_budget import RetryBudget
+from headstart.gateway.replicas.replica_monitor import Members
+from headstart.http.packed_metrics import method_label
+from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.kv_event_index import ToldContents
+from headstart.router.router import Router
+
+_TTFT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 300.0)
+_DECIDE = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
+STATES = ("new", "up", "loading", "draining", "absent")
+
+
+class View(Protocol):
+    """What a scrape reads of a running router."""
+
+    router: Router
+    members: Members
+    budget: RetryBudget
+
+    @property
+    def num_pending(self) -> int: ...
+
+    def event_counts(self) -> Mapping[str, Mapping[str, int]]:
+        """What was heard of each replica's KV events, by replica and kind."""
+        ...
+
+
+class FleetMetrics:
+    """The metrics of one router, in a registry of their own."""
+
+    def __init__(self, routes: Iterable[str]) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._routes = frozenset(routes)
+        self._http = self._counter("http_requests", "HTTP requests.", "route", "method", "status")
+        self._requests = self._counter("router_requests", "Requests by who answered them.", "replica", "outcome")
+        self._failures = self._counter("router_failures", "Attempts that brought no answer.", "reason")
+        self._retries = Counter("headstart:router_retries", "Attempts after the first one.", registry=self._registry)
+        self._predicted = self._counter("router_predicted_tokens", "Prompt tokens believed to be cached.", "replica")
+        self._cached = self._counter("router_cached_tokens", "Prompt tokens that were, by the replica.", "replica")
+        self._prompt = self._counter("router_prompt_tokens", "Prompt tokens routed, as counted here.", "replica")
+        self.ttft = self._histogram("router_ttft_seconds", "From arrival to the first token.", _TTFT)
+        self.decide = self._histogram("router_decision_seconds", "To read a prompt and pick a replica.", _DECIDE)
+
+    def watch(self, view: View) -> None:
+        """Adds what the router holds to every scrape."""
+        self._registry.register(_Collector(view))
+
+    def answered(self, path: str, method: str, status: int) -> None:
+        """Counts an HTTP request; unknown paths and methods share one label."""
+        route = path if path in self._routes else "other"
+        self._http.add((route, method_label(method), str(status)))
+
+    def routed(self, call: Call) -> None:
+        """Counts what became of a request."""
+        for failure in call.failures:
+            self._failures.add((failure.value,))
+        if call.num_attempts > 1:
+            self._retries.inc(call.num_attempts - 1)
+        pick = call.pick
+        if pick is None:
+            return
+        name = pick.endpoint.name
+        self._requests.add((name, call.outcome))
+        if pick.cached_tokens is not None:
+            self._predicted.add((name,), pick.candidate.hit_tokens)
+            self._cached.add((name,), pick.cached_tokens)
+            self._prompt.add((name,), pick.view.prompt_tokens)
+
+    def expose(self, *, with_replicas: bool = True) -> bytes:
+        """Everything in Prometheus' text format; what is told by replica is for administrators only."""
+        return generate_latest(self._registry if with_replicas else _WithoutReplicas(self._registry))
+
+    def _counter(self, name: str, text: str, *labels: str) -> "_Counts":
+        counts = _Counts(f"headstart:{name}", text, labels)
+        self._registry.register(counts)
+        return counts
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"headstart:{name}", text, buckets=buckets, registry=self._registry)
+
+
+class _Counts(Collector):
+    """A counter with labels as plain numbers: all counting happens on one event loop, so it needs no lock."""
+
+    def __init__(self, name: str, text: str, labels: tuple[str, ...]) -> None:
+        self._name, self._text, self._labels = name, text, labels
+        self._values: dict[tuple[str, ...], int] = {}
+
+    def add(self, labels: tuple[str, ...], amount: int = 1) -> None:
+        """Count `amount` more under these values of the labels."""
+        self._values[labels] = self._values.get(labels, 0) + amount
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for labels, value in list(self._values.items()):
+            family.add_metric(labels, value)
+        yield family
+
+
+class _WithoutReplicas(Collector):
+    """The metrics that have no label with a replica's address."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._registry.collect():
+            if not any("replica" in sample.labels for sample in family.samples):
+                yield family
+
+
+class _Collector(Collector):
+    def __init__(self, view: View) -> None:
+        self._view = view
+
+    def collect(self) -> Iterable[Metric]:
+        view, router = self._view, self._view.router
+        states: dict[str, int] = dict.fromkeys(STATES, 0)
+        for member in view.members.members.values():
+            states[member.state] = states.get(member.state, 0) + 1
+        yield _gauge("replicas", "Replicas by state.", "state", states)
+        ends = router.endpoints.values()
+        yield _gauge(
+            "pending", "Requests without a first token.", "replica", {e.name: e.load.num_pending for e in ends}
+        )
+        yield _gauge("streams", "Answers under way.", "replica", {e.name: e.load.num_streams for e in ends})
+        yield _gauge(
+            "shadow_blocks", "Blocks believed to be cached.", "replica", {e.name: _size(e.contents) for e in ends}
+        )
+        ejections = {e.name: e.health.num_ejections for e in ends}
+        yield _count("ejections", "Times a replica was left out for failing.", "replica", ejections)
+        yield _single("queued", "Requests of clients without a first token.", view.num_pending)
+        yield _total("blind_replicas", "Replicas whose KV events were given up: none was of use.", router.num_blind)
+        yield _total("retries_refused", "Retries that the budget did not allow.", view.budget.num_refused)
+        yield _total("reports", "Answers that told their cached tokens.", router.num_reported)
+        text = "Tokens believed cached and not, or the reverse."
+        yield _total("prediction_error_tokens", text, router.prediction_error)
+        regrets = {name: regret.total_ms / 1e3 for name, regret in router.regrets.items()}
+        if regrets:
+            text = "What a policy that is not followed would have cost more, by our estimate."
+            yield _gauge("regret_seconds", text, "policy", regrets)
+            agreed = {name: regret.agreed for name, regret in router.regrets.items()}
+            yield _count("agreements", "Decisions that a policy that is not followed shared.", "policy", agreed)
+        events = view.event_counts()
+        if events:
+            family = CounterMetricFamily("headstart:router_kv_events", "KV events heard.", labels=("replica", "kind"))
+            for name, counts in events.items():
+                for kind, value in counts.items():
+                    family.add_metric([name, kind], value)
+            yield family
+
+
+def _size(contents: object) -> int:
+    return len(contents) if isinstance(contents, Shadow | ToldContents) else 0
+
+
+def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(f"headstart:router_{name}", text, labels=(label,))
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _count(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(f"headstart:router_{name}", text, labels=(label,))
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _single(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"headstart:router_{name}", text, value=value)
+
+
+def _total(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"headstart:router_{name}", text, value=value)

@@ -1,0 +1,278 @@
+"""FleetState: what all requests of one router share."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import aiohttp
+
+from headstart.config.options import RouterOptions, ServerOptions
+from headstart.core.errors import DrainingError, HeadstartError
+from headstart.gateway.cache_stats import ask_replicas, fleet_answer
+from headstart.gateway.client_keys import ClientKeys
+from headstart.gateway.decision_log_writer import DecisionLog
+from headstart.gateway.fanout import ask_all
+from headstart.gateway.gateway_metrics import FleetMetrics
+from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES
+from headstart.gateway.held_bytes import MAX_HELD_BYTES
+from headstart.gateway.proxy.proxy import Call, Proxy, ProxySettings
+from headstart.gateway.proxy.request_reader import Reader, Sender
+from headstart.gateway.proxy.retry_budget import RetryBudget
+from headstart.gateway.proxy.upstream import Answer
+from headstart.gateway.replicas.kv_event_subscriptions import Listening
+from headstart.gateway.replicas.replica_monitor import Member, Members
+from headstart.gateway.request_history import Memory
+from headstart.http.access_record import RequestRecord
+from headstart.http.auth import Authenticator, Principal
+from headstart.http.body_reader import BodyReader
+from headstart.http.http_errors import ClientGoneError, HttpError, rendered
+from headstart.http.logs import Log
+from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.kv_event_index import ToldContents
+from headstart.router.policies.policy_table import make_policy
+from headstart.router.router import Router
+
+
+class FleetState:
+    """One router. Raises ConfigError for options that make no sense. Needs a running loop."""
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        server_options: ServerOptions,
+        session: aiohttp.ClientSession,
+        reader: Reader,
+        log: Log,
+        decisions: DecisionLog | None = None,
+    ) -> None:
+        self.options = options
+        self.server_options = server_options
+        self.reader = reader
+        self.log = log
+        self._session = session
+        secret = secrets.token_bytes(32)
+        admin_keys = server_options.admin_api_key
+        self.auth = Authenticator(
+            server_options.api_key, admin_keys, secret, server_options.tenants, access=ROUTER_ACCESS
+        )
+        self.bodies = BodyReader(server_options.max_body_bytes, MAX_HELD_BYTES)
+        self.router = Router(
+            make_policy(options.routing_policy),
+            shadow_policies=[make_policy(name) for name in options.shadow_policy],
+            log=None if decisions is None else decisions.write,
+        )
+        of_tenants = (key for tenant in server_options.tenants for key in tenant.api_keys)
+        known = (options.replica_api_key, *server_options.api_key, *of_tenants)
+        look_key = next((key for key in known if key and key not in admin_keys), None)
+        self.members = Members(
+            self.router,
+            session,
+            log,
+            health_interval=options.health_interval,
+            scrape_interval=options.scrape_interval,
+            headers={"authorization": f"Bearer {look_key}"} if look_key else {},
+            at_pick=options.learn_at == "pick",
+        )
+        self.client_keys = ClientKeys(secrets.token_bytes(32), self.members.members)
+        self.listening = Listening(
+            self.members.guessed, lambda: options.tokenizer == "none" or reader.tokenizer is not None
+        )
+        self.members.contents = self.listening.contents
+        self.members.on_look = self._looked
+        self.members.on_removed = self._removed
+        self.members.on_models = self._models_changed
+        self.budget = RetryBudget(options.retry_budget)
+        settings = ProxySettings(
+            options.max_attempts,
+            server_options.max_num_queued_reqs,
+            options.connect_timeout,
+            options.response_timeout,
+            options.replica_api_key,
+        )
+        self.proxy = Proxy(self.router, session, settings, self.budget)
+        self.memory = Memory(self.router)
+        self.metrics = FleetMetrics(ROUTES)
+        self.metrics.watch(self)
+        self.draining = False
+        self.num_under_way = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def drain(self) -> None:
+        """Take no new requests from now on."""
+        self.draining = True
+
+    @property
+    def num_pending(self) -> int:
+        """Requests without a first token."""
+        return self.proxy.num_pending
+
+    def check_ready(self) -> None:
+        """Raises DrainingError, and HttpError 503 while there is no replica that takes requests."""
+        if self.draining:
+            raise DrainingError("the router is shutting down and takes no new requests; send it to another one")
+        if not any(member.state == "up" for member in self.members.members.values()):
+            raise HttpError(503, "no replica is up", code="no_replicas", headers={"retry-after": "1"})
+
+    def sender(self, principal: Principal, headers: list[tuple[bytes, bytes]]) -> Sender:
+        """Whose request it is. Where replicas see one key only, a salt keeps tenants apart there as well.
+
+        Where the router knows no tenants and passes keys on, the client's key decides (client_keys.py).
+        """
+        session = dict(headers).get(b"x-session-id")
+        is_salted = bool(principal.domain) and self.options.replica_api_key is not None
+        domain = principal.domain or (self.client_keys.domain(headers) if self._passes_keys_on else b"")
+        return Sender(domain, is_salted, session.decode("latin-1")[:256] or None if session else None)
+
+    @property
+    def _passes_keys_on(self) -> bool:
+        """Whether replicas see the keys of clients."""
+        return self.options.replica_api_key is None
+
+    @contextmanager
+    def under_way(self) -> Generator[None]:
+        """Around a request that is admitted: the end of the process waits for it."""
+        self.num_under_way += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.num_under_way -= 1
+            if not self.num_under_way:
+                self.idle.set()
+
+    def ended(self, record: RequestRecord, call: Call) -> None:
+        """Notes what became of a request, for its access line and the metrics."""
+        record.first_token_at, record.num_tokens = call.first_token_at, call.output_tokens
+        if call.outcome == "lost":
+            record.error = "replica_lost"
+        if call.first_token_at is not None:
+            self.metrics.ttft.observe(call.first_token_at - record.arrival)
+        self.metrics.routed(call)
+        if record.status not in (401, 403):  # else anybody could push out what tenants may ask about
+            self.memory.sent(call, record.principal)
+        pick = call.pick
+        if pick is not None:
+            record.num_prompt_tokens = pick.view.prompt_tokens
+            record.route = {
+                "replica": pick.endpoint.name,
+                "reason": pick.choice.reason,
+                "predicted_tokens": pick.candidate.hit_tokens,
+                "cached_tokens": pick.cached_tokens,
+                "attempts": call.num_attempts,
+            }
+            member = self.members.members.get(pick.endpoint.name)
+            if member is not None and self._passes_keys_on:
+                self.client_keys.answered(call.headers, call.path, record.status, member)
+
+    async def administer(self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes) -> Answer:
+        """Asks every replica that is up for what an administrator wants. Raises HttpError if one does not answer."""
+        urls = self._urls_up
+        answer = await ask_all(self._session, urls, method, target, headers, body, self._own_headers)
+        if target.startswith("/reset_prefix_cache") and answer.status == 200:
+            for url in urls:
+                endpoint = self.router.endpoints.get(url)
+                if endpoint is not None and isinstance(endpoint.contents, Shadow):
+                    endpoint.contents.clear()
+        return answer
+
+    async def cache_stats(self, principal: Principal, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+        """Return the cache statistics of all replicas that are up, as far as the caller may see them.
+
+        Raises HttpError if there is no replica, or none tells its statistics.
+        """
+        found = await ask_replicas(self._session, self._urls_up, headers, self._own_headers)
+        return fleet_answer(found, is_admin=principal.is_admin, is_own_key=self._passes_keys_on)
+
+    @property
+    def _urls_up(self) -> list[str]:
+        return [member.address.url for member in self.members.members.values() if member.state == "up"]
+
+    @property
+    def _own_headers(self) -> dict[str, str]:
+        """Headers that replace a client's own on what is asked of every replica."""
+        key = self.options.replica_api_key
+        return {} if key is None else {"authorization": f"Bearer {key}"}
+
+    def answered(self, record: RequestRecord) -> bool:
+        """Counts a request that is over; whether its access line is wanted."""
+        if record.status is not None:
+            self.metrics.answered(record.path, record.method, record.status)
+        access_log = self.server_options.access_log
+        return record.is_logged(access_log, on_terminal=access_log == "auto" and self.log.is_terminal)
+
+    def note(self, record: RequestRecord, error: Exception) -> None:
+        """Puts `error` on the request's record, and on the log with all details if it is ours."""
+        _, body, _ = rendered(error)
+        record.error = body["error"]["code"]
+        if not isinstance(error, HeadstartError | HttpError | ClientGoneError):
+            self.log.failure("internal_error", error, record.request_id)
+
+    def event_counts(self) -> Mapping[str, Mapping[str, int]]:
+        """What was heard of each replica's KV events."""
+        return self.listening.counts()
+
+    async def close(self) -> None:
+        """Stops looking at replicas and listening to them."""
+        await self.members.close()
+        await self.listening.close()
+        await self.proxy.close()
+
+    def describe(self) -> dict[str, Any]:
+        """All replicas: what they are, what they have to do, what is believed of their caches."""
+        now = time.monotonic()
+        router = self.router
+        return {
+            "object": "fleet",
+            "policy": router.policy.name,
+            "queued": self.num_pending,
+            "prediction_error_tokens": router.prediction_error,
+            "reports": router.num_reported,
+            "regrets": {
+                name: {"decisions": r.decisions, "agreed": r.agreed, "ms": round(r.total_ms, 1)}
+                for name, r in router.regrets.items()
+            },
+            "replicas": [self._described(member, now) for member in self.members.members.values()],
+        }
+
+    def _described(self, member: Member, now: float) -> dict[str, Any]:
+        endpoint, found = (
+            member.endpoint,
+            {"url": member.address.url, "state": member.state, "engine": member.metrics.kind},
+        )
+        if endpoint is None:
+            return found
+        contents, rates = endpoint.contents, endpoint.load.rates
+        cache: dict[str, Any] = {"block_size": endpoint.block_size, "mode": "events"}
+        if isinstance(contents, Shadow):
+            cache |= {"mode": "guessed", "capacity": contents.capacity, "flushes": contents.num_flushes}
+            cache |= {"blocks": len(contents), "trims": contents.num_trims}
+        elif isinstance(contents, ToldContents):
+            cache |= {"blocks": len(contents), "counts": dict(contents.counts)}
+        return {
+            **found,
+            "models": [card.id for card in member.models],
+            "ejected": not endpoint.health.is_up(now),
+            "pending": endpoint.load.num_pending,
+            "streams": endpoint.load.num_streams,
+            "backlog_ms": round(endpoint.backlog_ms(now), 1),
+            "slowness": round(endpoint.load.slowness(now), 2),
+            "rates_ms": {name: value for name, value in rates._asdict().items()},
+            "cache": cache,
+        }
+
+    def _looked(self, member: Member) -> None:
+        self.listening.looked_at(member)
+        self.proxy.silence.looked(member)
+
+    def _removed(self, url: str) -> None:
+        self.listening.removed(url)
+        self.proxy.silence.removed(url)
+
+    def _models_changed(self) -> None:
+        self.reader.served = self.members.served()
+        models = {served.model for served in self.reader.served.values()}
+        self.reader.default_model = next(iter(models)) if len(models) == 1 else ""

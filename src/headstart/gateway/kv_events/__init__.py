@@ -1,0 +1,1 @@
+"""KV events of replicas: sockets, decoding, and their bounds."""

@@ -1,0 +1,1 @@
+"""Proxying: one request from the routing decision to its last byte."""

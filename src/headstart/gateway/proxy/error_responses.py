@@ -1,0 +1,74 @@
+"""What a router has to say itself: why a replica was asked, and that none answered."""
+
+import json
+import re
+
+from headstart.core.errors import NoReplicaError
+from headstart.gateway.proxy.upstream import Answer, AttemptError, Failure
+from headstart.http.http_errors import HttpError
+from headstart.router.routing_decision import Pick
+
+ID_BYTES = 512  # in which an answer names itself
+_ID = re.compile(rb'"id"\s*:\s*"([A-Za-z0-9._:-]{1,128})"')
+MAX_EXPLAINED = 16  # replicas in the header that explains: it must fit into a head
+
+
+def id_in(piece: bytes) -> str:
+    """The id of an answer: the first that is named in it."""
+    found = _ID.search(piece, 0, ID_BYTES)
+    return found[1].decode() if found else ""
+
+
+def as_event(answer: Answer) -> bytes:
+    """A replica's refusal, to somebody who reads a stream."""
+    return b"event: error\ndata: " + answer.body.replace(b"\n", b" ") + b"\n\n"
+
+
+def explained(pick: Pick) -> bytes:
+    """Why this replica, as the value of a header."""
+    told = pick.explain()
+    told["candidates"] = told["candidates"][:MAX_EXPLAINED]
+    told["excluded"] = dict(list(told["excluded"].items())[:MAX_EXPLAINED])
+    return json.dumps(told, separators=(",", ":")).encode()
+
+
+def lost() -> HttpError:
+    """What ends a stream whose replica is gone."""
+    return HttpError(
+        502, "the replica was lost in the middle of this answer; send the request again", code="replica_lost"
+    )
+
+
+def spent(request_id: str, num_losses: int) -> HttpError:
+    """Return the error of a request under which too many replicas were lost."""
+    return HttpError(
+        502,
+        f"replicas were lost {num_losses} times while they had request {request_id}; it is not sent to another one",
+        code="replica_lost",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def unanswered(error: AttemptError, num_attempts: int) -> HttpError:
+    """What a client is told whom nobody answered."""
+    if error.failure is Failure.GARBLED:
+        message = "the replica's answer could not be read as one of this API; its operator finds more in the metrics"
+        return HttpError(502, message, code="bad_replica_answer", headers={"retry-after": "1"})
+    unreached = dict.fromkeys((Failure.REFUSED, Failure.UNREACHED), "could not be reached")
+    what = {Failure.SILENT: "did not answer in time", **unreached}
+    text = what.get(error.failure, "gave no answer")
+    return HttpError(
+        502,
+        f"the replica {text}, attempt {num_attempts} being the last; try again",
+        code="replica_unreachable",
+        headers={"retry-after": "1"},
+    )
+
+
+def no_replicas(error: NoReplicaError) -> HttpError:
+    """What a client is told when there was nobody to ask."""
+    reasons = sorted(set(error.reasons.values()))
+    why = f" ({', '.join(reasons)})" if reasons else ""
+    return HttpError(
+        503, f"no replica can take this request now{why}; try again", code="no_replicas", headers={"retry-after": "1"}
+    )

@@ -1,0 +1,416 @@
+"""Proxy: one request from its pick to its end: attempts, streams, and the router's books.
+
+Until the client has a part of an answer, whatever fails is tried at another replica: a stream of nothing but comments
+is no answer yet, and an answer in one piece is kept until it is whole. After that a failure is an error event.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import aiohttp
+from starlette.types import Receive, Send
+
+from headstart.core.errors import NoReplicaError, QueueFullError
+from headstart.gateway.held_bytes import MAX_HELD_BYTES, HeldBytes
+from headstart.gateway.proxy.error_responses import as_event, explained, id_in, lost, no_replicas, spent, unanswered
+from headstart.gateway.proxy.proxied_call import Call
+from headstart.gateway.proxy.replies import EVENTS, check_head, error_in_first, read_answer, session_options
+from headstart.gateway.proxy.retry_budget import RetryBudget
+from headstart.gateway.proxy.silence import Silence, Voice, Wait
+from headstart.gateway.proxy.sse_reader import EventStream, Said, said, said_at_end
+from headstart.gateway.proxy.upstream import (
+    Answer,
+    AttemptError,
+    Failure,
+    GarbledError,
+    failure_of,
+    headers_back,
+    headers_on,
+    refusal,
+    refusal_in_event,
+)
+from headstart.gateway.proxy.write_timeout import PatientSend
+from headstart.http.http_errors import ClientGoneError, HttpError
+from headstart.http.sse import DONE, WRITE_SECONDS, error_event
+from headstart.router.router import Router
+from headstart.router.routing_decision import Pick
+
+TAIL_BYTES = 16 << 10  # of a long answer, whose usage stands at its end
+MAX_LOSSES = 2
+"""Replicas lost under one request until it is sent to no other: it may be what kills them.
+
+Each loss is retried over a new connection, so connections that replicas closed while they were idle make one at most.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ProxySettings:
+    """`max_pending`: requests without a first token, beyond which new ones are refused; times in seconds."""
+
+    max_attempts: int = 3
+    max_pending: int = 1024
+    connect_timeout: float = 2.0
+    response_timeout: float = 600.0
+    replica_api_key: str | None = None
+    max_held_bytes: int = MAX_HELD_BYTES
+
+
+class Proxy:
+    """Sends requests to the replicas of one router. Everything happens on one event loop."""
+
+    def __init__(
+        self, router: Router, session: aiohttp.ClientSession, settings: ProxySettings, budget: RetryBudget
+    ) -> None:
+        self.router = router
+        self.budget = budget
+        self.silence = Silence(router)
+        self.held = HeldBytes(settings.max_held_bytes)
+        self.num_pending = 0  # without a first token
+        self._session = session
+        self._fresh = aiohttp.ClientSession(  # a connection for each request: none of them has been idle
+            connector=aiohttp.TCPConnector(limit=0, force_close=True, ttl_dns_cache=10), **session_options()
+        )
+        self._settings = settings
+        self._timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=settings.connect_timeout, sock_read=settings.response_timeout
+        )
+
+    async def close(self) -> None:
+        """Close the connections that are the proxy's own."""
+        await self._fresh.close()
+
+    def check_room(self) -> None:
+        """Raises QueueFullError while too many requests wait for their first token."""
+        if self.num_pending >= self._settings.max_pending:
+            endpoints = self.router.endpoints.values()
+            wait = min((endpoint.backlog_ms(time.monotonic()) for endpoint in endpoints), default=0.0) / 1e3
+            raise QueueFullError(
+                f"{self.num_pending} requests are waiting: try again later", retry_after=min(wait, 60.0)
+            )
+
+    async def serve(self, call: Call, receive: Receive, send: Send) -> None:
+        """Answers one request. Raises HttpError, NoReplicaError and ClientGoneError if nothing was sent yet."""
+        self.check_room()
+        self.budget.num_active += 1
+        self.num_pending += 1
+        call.is_pending = True
+        me = asyncio.current_task()
+        assert me is not None
+        gone = False
+
+        async def watch() -> None:
+            nonlocal gone
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            gone = True
+            me.cancel()
+
+        watcher = asyncio.create_task(watch())
+        patient = PatientSend(send, me, WRITE_SECONDS)
+        try:
+            await self._serve(call, patient)
+        except asyncio.CancelledError:
+            if not (gone or patient.is_over):
+                raise
+            me.uncancel()
+            call.outcome = call.outcome if call.outcome == "ok" else "gone"
+            raise ClientGoneError from None
+        finally:
+            watcher.cancel()
+            patient.close()
+            self.budget.num_active -= 1
+            self._has_waited(call)
+
+    # ------------------------------------------------------------------------------------------------------ attempts
+
+    async def _serve(self, call: Call, send: Send) -> None:
+        retrying = again = False
+        last: AttemptError | None = None
+        try:
+            while True:
+                try:
+                    await self._attempt(call, send)
+                    return
+                except AttemptError as error:
+                    call.failures.append(error.failure)
+                    call.num_losses += error.is_loss
+                    if call.num_losses >= MAX_LOSSES:
+                        await self._give_up(call, spent(call.request_id, call.num_losses), send)
+                        return
+                    if not self._may_retry(call, error.failure, retrying):
+                        await self._give_up(call, error, send)
+                        return
+                    retrying = retrying or not error.failure.is_free
+                    last = error
+                except NoReplicaError as error:
+                    if not again and any(failure.is_of_connection for failure in call.failures):
+                        again = True
+                        _ask_again(call)
+                        continue
+                    await self._give_up(call, last or error, send)
+                    return
+        finally:
+            if retrying:
+                self.budget.give_back()
+
+    def _may_retry(self, call: Call, failure: Failure, retrying: bool) -> bool:
+        if call.num_attempts >= self._settings.max_attempts:
+            return False
+        return failure.is_free or retrying or self.budget.take()
+
+    async def _attempt(self, call: Call, send: Send) -> None:
+        """Asks the best replica that was not asked yet. Raises AttemptError and NoReplicaError."""
+        router, now = self.router, time.monotonic()
+        pick = router.pick(call.reading.ask, now, tried=frozenset(call.tried), before=call.pick)
+        call.pick = pick
+        if call.explains:
+            call.route = explained(pick)
+        call.trim()
+        router.sent(pick, now)
+        call.tried.append(pick.endpoint.name)
+        call.num_attempts += 1
+        voice, wait = self.silence.begin(call, pick, now)
+        try:
+            await self._ask(call, pick, (voice, wait), send)
+        except AttemptError as error:
+            self._failed(pick, error.failure)
+            raise
+        except asyncio.CancelledError as error:
+            if not wait.take_cancel_back():
+                raise
+            await self._broken(call, pick, Failure.HUNG, error, send)
+        except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
+            await self._broken(call, pick, Failure.HUNG if wait.is_given_up else failure_of(error), error, send)
+        finally:
+            wait.take_cancel_back()
+            self.silence.end(voice, wait)
+            if pick.finish is None:  # the client went away, or we are stopped: no fault of the replica
+                router.failed(pick, time.monotonic(), blame=False)
+
+    async def _broken(self, call: Call, pick: Pick, failure: Failure, error: BaseException, send: Send) -> None:
+        """No answer came, or no end of it. Raises AttemptError if the client has nothing of it."""
+        self._failed(pick, failure)
+        if not call.committed:
+            raise AttemptError(failure, f"{type(error).__name__}") from error
+        call.failures.append(failure)
+        call.outcome = "lost"
+        await _write(send, error_event(lost()) + DONE, more=False)
+
+    def _failed(self, pick: Pick, failure: Failure) -> None:
+        if pick.finish is not None:
+            return  # an error that was the first event of its stream has been counted
+        health = pick.endpoint.health
+        if failure is Failure.DRAINING:
+            health.draining = True
+        elif failure is Failure.LOADING:
+            health.absent = True
+        refused = failure in (Failure.REFUSED, Failure.UNREACHED, Failure.HUNG)
+        self.router.failed(pick, time.monotonic(), refused=refused, blame=failure.is_its_fault)
+
+    async def _ask(self, call: Call, pick: Pick, watched: tuple[Voice, Wait], send: Send) -> None:
+        own = {"x-request-id": call.request_id}
+        if self._settings.replica_api_key is not None:
+            own["authorization"] = f"Bearer {self._settings.replica_api_key}"
+        timer = None
+        if not call.reading.stream and pick.flight is not None:  # even its head comes when all of it is there
+            timer = asyncio.get_running_loop().call_later(pick.flight.expected_ms / 1e3, self._assume, call, pick)
+        try:
+            session = self._fresh if Failure.LOST in call.failures else self._session
+            async with session.post(
+                pick.endpoint.name + call.path,
+                data=call.reading.body,
+                headers=headers_on(call.headers, own, call.sender),
+                timeout=self._timeout,
+                allow_redirects=False,
+            ) as response:
+                if check_head(response, call.path):
+                    await self._stream(call, pick, watched, response, send)
+                else:
+                    await self._whole(call, pick, watched, response, send)
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    # -------------------------------------------------------------------------------------------------------- answers
+
+    async def _whole(
+        self, call: Call, pick: Pick, watched: tuple[Voice, Wait], response: aiohttp.ClientResponse, send: Send
+    ) -> None:
+        """An answer in one piece, or a refusal."""
+        router, answer = self.router, await read_answer(response, call.path, call.hold and call.hold.grow)
+        voice, wait = watched
+        voice.settle(wait, time.monotonic(), is_progress=answer.status < 300)
+        body = answer.body
+        failure = refusal(response.status, body)
+        if failure is not None:
+            raise AttemptError(failure, f"the replica answered {response.status}", answer)
+        if response.status < 300:
+            call.answer_id = id_in(body)
+            if not answer.is_whole:
+                await self._pass_on(call, pick, answer, response, send)
+                return
+            self._answered(call, pick, said(body))
+        else:
+            router.failed(pick, time.monotonic(), blame=response.status >= 500)
+        await self._send_whole(call, answer, send)
+
+    def _answered(self, call: Call, pick: Pick, told: Said) -> None:
+        """Books an answer in one piece, which has come to its end."""
+        now = time.monotonic()
+        call.output_tokens = told.output_tokens
+        if told.output_tokens != 1:  # else its end is its first token
+            self.router.assume_first_token(pick, now)
+        self.router.finished(pick, now, told.usage if call.reading.is_single else None)
+        self._first_token(call, now)
+        call.outcome = "ok"
+
+    async def _pass_on(
+        self, call: Call, pick: Pick, answer: Answer, response: aiohttp.ClientResponse, send: Send
+    ) -> None:
+        """Pass on an answer that is too long to be kept until its end, as it comes.
+
+        Raises HttpError if it is lost on the way; the client's connection must be cut then.
+        """
+        call.committed = True
+        call.drop_body()
+        self._first_token(call, time.monotonic())
+        await self._start(call, answer.status, answer.headers, send)
+        piece, tail = answer.body, b""
+        answer.body = b""
+        try:
+            while piece:
+                await _write(send, piece)
+                tail = (tail + piece)[-TAIL_BYTES:]
+                piece = await response.content.readany()
+        except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
+            self._failed(pick, failure_of(error))
+            call.failures.append(failure_of(error))
+            call.outcome = "lost"
+            raise lost() from error
+        self._answered(call, pick, said_at_end(tail))
+        await _write(send, b"", more=False)
+
+    def _assume(self, call: Call, pick: Pick) -> None:
+        self.router.assume_first_token(pick, time.monotonic())
+        self._has_waited(call)
+
+    async def _stream(
+        self, call: Call, pick: Pick, watched: tuple[Voice, Wait], response: aiohttp.ClientResponse, send: Send
+    ) -> None:
+        """A stream of events, passed on as they come."""
+        voice, wait = watched
+        stream = EventStream(hides_usage=call.reading.hides_usage)
+        content = response.content
+        while True:
+            try:
+                piece = await content.readany()
+            except aiohttp.ClientError:
+                if stream.is_done:  # a failure after the last event does not matter
+                    break
+                raise
+            if not piece:
+                break
+            passed = stream.feed(piece)
+            if stream.num_rest_bytes or call.num_rest_bytes:
+                call.hold_rest(stream.num_rest_bytes)
+            voice.heard_at = now = time.monotonic()
+            if not stream.num_comment_bytes:  # what came last was data
+                voice.progress_at = now
+            if stream.has_data and not call.committed:
+                self._begin(call, pick, stream, passed)
+                voice.settle(wait, now)
+            if stream.is_done:
+                self._finished(call, pick, stream)  # before it is passed on: clients hang up behind it
+            if passed and (call.committed or call.reading.stream):  # who asked for no stream waits for no comments
+                if not call.started:
+                    await self._start(call, 200, headers_back(response, EVENTS), send)
+                await send({"type": "http.response.body", "body": passed, "more_body": True})
+        rest = stream.close()
+        if not call.committed and (stream.is_done or stream.has_data):
+            raise GarbledError("a stream without an event")
+        if not stream.is_done:
+            raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
+        self._finished(call, pick, stream)
+        await _write(send, rest, more=False)
+
+    def _begin(self, call: Call, pick: Pick, stream: EventStream, passed: bytes) -> None:
+        """The first event is there. Raises AttemptError if it is an error that another replica may not have."""
+        now = time.monotonic()
+        if not error_in_first(stream.first):
+            call.committed = True
+            call.drop_body()
+            call.answer_id = id_in(passed)
+            self.router.first_token(pick, now)
+            self._first_token(call, now)
+            return
+        failure, status = refusal_in_event(stream.first)
+        if failure is not None:
+            answer = Answer(status, [(b"content-type", b"application/json")], stream.first)
+            raise AttemptError(failure, f"the replica answered with an error, as {status}", answer)
+        call.committed = True
+        self.router.failed(pick, now, blame=status >= 500)
+
+    def _finished(self, call: Call, pick: Pick, stream: EventStream) -> None:
+        """The whole answer has come; once."""
+        if pick.finish is None:
+            call.output_tokens, call.outcome = stream.said.output_tokens, "ok"
+            self.router.finished(pick, time.monotonic(), stream.said.usage if call.reading.is_single else None)
+
+    def _first_token(self, call: Call, now: float) -> None:
+        if call.first_token_at is None:
+            call.first_token_at = now
+        self._has_waited(call)
+
+    def _has_waited(self, call: Call) -> None:
+        if call.is_pending:
+            call.is_pending = False
+            self.num_pending -= 1
+
+    async def _start(self, call: Call, status: int, headers: "list[tuple[bytes, bytes]]", send: Send) -> None:
+        assert call.pick is not None, "nobody was asked"
+        own = list[tuple[bytes, bytes]]()
+        if call.shows_replica and status not in (401, 403):  # a refused key learns nothing, wherever it came from
+            own.append((b"x-headstart-replica", call.pick.endpoint.name.encode("latin-1")))
+            if call.route:
+                own.append((b"x-headstart-route", call.route))
+        call.started = True
+        await send({"type": "http.response.start", "status": status, "headers": [*headers, *own]})
+
+    async def _send_whole(self, call: Call, answer: Answer, send: Send) -> None:
+        if call.started:  # a stream had begun with comments: the client reads events now
+            await _write(send, as_event(answer) + DONE, more=False)
+            return
+        length = (b"content-length", str(len(answer.body)).encode())
+        await self._start(call, answer.status, [*answer.headers, length], send)
+        await _write(send, answer.body, more=False)
+
+    async def _give_up(self, call: Call, error: AttemptError | NoReplicaError | HttpError, send: Send) -> None:
+        """Tells the client that nobody answered: by the last replica's own words if it had any."""
+        if isinstance(error, AttemptError) and error.answer is not None:
+            await self._send_whole(call, error.answer, send)
+            return
+        if isinstance(error, HttpError):
+            told = error
+        else:
+            told = no_replicas(error) if isinstance(error, NoReplicaError) else unanswered(error, call.num_attempts)
+        if not call.started:
+            raise told
+        await _write(send, error_event(told) + DONE, more=False)
+
+
+def _ask_again(call: Call) -> None:
+    """Let a request without an untried replica be sent once more to those whose connection failed, over new ones.
+
+    A connection may have been idle for too long, or came too late for a router that had no processor. Those that
+    refused one are asked last: no server was listening a moment ago.
+    """
+    failed = list(zip(call.tried, call.failures, strict=True))
+    kept = [name for name, failure in failed if not failure.is_of_connection or failure is Failure.REFUSED]
+    if len(kept) == len(failed):
+        kept = [name for name, failure in failed if not failure.is_of_connection]
+    call.tried[:] = kept
+
+
+async def _write(send: Send, data: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})

@@ -1,0 +1,161 @@
+"""Replies: what a replica sent, read within bounds and checked, before anything of it is passed on or believed.
+
+A replica is trusted to compute, not to speak: a gateway in front of it answers with pages of HTML, a port may belong to
+another program by now. On the routes that generate, a success is status 200 and a JSON object with choices, or a stream
+of events whose first one is a JSON object. An error keeps its status, and its body only if that is an error object.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from headstart.gateway.proxy.upstream import Answer, GarbledError, headers_back
+from headstart.openai.responses import encode, error_object
+
+MAX_ANSWER_BYTES = 64 << 20  # on routes that do not generate
+KEPT_BYTES = 8 << 20  # of a generated answer; a longer one is passed on as it comes, and nobody else is asked then
+MAX_ERROR_BYTES = 1 << 20
+UNCOUNTED_BYTES = 16 << 10  # of an answer that came at once; it is not counted as held
+MAX_INTERIM = 32  # responses of status 1xx before the final one
+GENERATION = frozenset(("/v1/completions", "/v1/chat/completions"))
+_OBJECTS = GENERATION | {"/tokenize", "/detokenize"}  # routes whose answers are JSON objects
+_JSON = b"application/json"
+_BEGINNING = re.compile(rb'\s*\{[^{}]{0,2048}"choices"\s*:\s*\[\s*\{')  # of a generated answer
+EVENTS = b"text/event-stream; charset=utf-8"
+
+
+def session_options() -> dict[str, Any]:
+    """Return the options of a session with replicas: nothing is unpacked, interim responses are bounded, no cookies."""
+    return {"auto_decompress": False, "response_class": Reply, "cookie_jar": aiohttp.DummyCookieJar()}
+
+
+class _Choices(msgspec.Struct):
+    choices: list[msgspec.Raw]
+
+
+class _Object(msgspec.Struct):
+    pass
+
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ANSWER, _ANYTHING = msgspec.json.Decoder(_Choices), msgspec.json.Decoder(_Object)
+
+
+class Reply(aiohttp.ClientResponse):
+    """A response before which no endless row of interim responses is read."""
+
+    async def start(self, connection: Any) -> aiohttp.ClientResponse:
+        """Read the head. Raises GarbledError after MAX_INTERIM heads of status 1xx."""
+        protocol, count = connection.protocol, 0
+        read = protocol.read
+
+        def counted() -> Any:
+            nonlocal count
+            count += 1
+            if count > MAX_INTERIM:
+                raise GarbledError("more than 32 interim responses")
+            return read()
+
+        protocol.read = counted  # aiohttp reads interim responses in a loop of its own that has no bound
+        try:
+            return await super().start(connection)
+        finally:
+            del protocol.read
+
+
+def check_head(response: aiohttp.ClientResponse, path: str) -> bool:
+    """Return whether a stream of events follows. Raises GarbledError for a head that no replica may send."""
+    status = response.status
+    if not (200 <= status < 300 or 400 <= status < 600) or status == 407:
+        raise GarbledError(f"the replica answered with status {status}")
+    if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise GarbledError("the replica answered in an encoding that it was not asked for")
+    if path in GENERATION and status < 300 and status != 200:
+        raise GarbledError(f"the replica answered with status {status}")
+    return status == 200 and response.content_type == "text/event-stream"
+
+
+async def read_bounded(
+    response: aiohttp.ClientResponse, max_bytes: int, grow: Callable[[int], None] | None = None
+) -> bytes:
+    """Return the body. Raises GarbledError if it is longer than `max_bytes`. `grow` is told of each piece's bytes."""
+    body, is_whole = await _read_up_to(response, max_bytes, grow)
+    if not is_whole:
+        raise GarbledError(f"the replica's answer has more than {max_bytes} bytes")
+    return body
+
+
+async def _read_up_to(
+    response: aiohttp.ClientResponse, max_bytes: int, grow: Callable[[int], None] | None
+) -> tuple[bytes, bool]:
+    """Return the body and True, or somewhat more than `max_bytes` of it and False."""
+    pieces, size = list[bytes](), 0
+    while size <= max_bytes and (piece := await response.content.readany()):
+        pieces.append(piece)
+        size += len(piece)
+        if size <= UNCOUNTED_BYTES and response.content.at_eof():
+            break
+        if grow is not None:
+            grow(len(piece))
+    return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), size <= max_bytes
+
+
+async def read_answer(response: aiohttp.ClientResponse, path: str, grow: Callable[[int], None] | None = None) -> Answer:
+    """Return an answer in one piece, the beginning of a long one, or an error.
+
+    Raises GarbledError for what is none of these, and what `grow` raises.
+    """
+    status = response.status
+    if status >= 400:
+        body = await read_bounded(response, MAX_ERROR_BYTES)
+        if not is_error_object(body):
+            body = encode(error_object(f"the replica answered {status}", status=status))
+        return Answer(status, headers_back(response, _JSON), body)
+    if path in GENERATION:
+        body, is_whole = await _read_up_to(response, KEPT_BYTES, grow)
+        if not is_whole:
+            if not _BEGINNING.match(body):
+                raise GarbledError("the replica's answer does not begin like one of this route")
+            return Answer(status, headers_back(response, _JSON), body, is_whole=False)
+    else:
+        body = await read_bounded(response, MAX_ANSWER_BYTES, grow)
+    if path not in _OBJECTS:
+        return Answer(status, headers_back(response), body)
+    _check_object(body, _ANSWER if path in GENERATION else _ANYTHING)
+    return Answer(status, headers_back(response, _JSON), body)
+
+
+def is_error_object(body: bytes) -> bool:
+    """Whether a body is an error as OpenAI, vLLM, SGLang or FastAPI write it."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    if not isinstance(value, Mapping):
+        return False
+    found: Mapping[str, Any] = value
+    error = found.get("error")
+    if isinstance(error, Mapping):
+        return isinstance(error.get("message"), str)
+    return isinstance(error, str) or isinstance(found.get("message"), str) or "detail" in found
+
+
+def error_in_first(data: bytes) -> bool:
+    """Whether the first event of a stream is an error. Raises GarbledError if it is no JSON object."""
+    try:
+        found = _FIELDS.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise GarbledError("the replica's first event is no JSON object") from None
+    return "error" in found and "choices" not in found
+
+
+def _check_object(body: bytes, decoder: "msgspec.json.Decoder[Any]") -> None:
+    try:
+        if not body.isascii():
+            body.decode()  # what is skipped below is not looked at
+        decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise GarbledError("the replica's answer is no JSON object of this route") from None

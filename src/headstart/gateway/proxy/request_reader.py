@@ -1,0 +1,223 @@
+"""From a client's body to what is routed: an Ask with the names of its prompt, and the body that is sent on.
+
+The prompt is what the replica will compute, in its own tokens where its tokenizer is here, else in bytes of the
+rendered or written text. A body that cannot be understood is sent on all the same: what is wrong with it, the replica
+says better. The body changes in two places only: a stream is asked to tell its usage, since that is what the router
+learns from, and the tenant's salt is added where the replicas do not see the tenant's own key.
+"""
+
+import re
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+
+from headstart.core.errors import InvalidRequestError, QueueFullError
+from headstart.gateway.kv_events.kv_event_decoding import event_domain
+from headstart.openai.bounds import Bounds
+from headstart.openai.engine_requests import encode_chat, encode_completion
+from headstart.openai.fields import bad_value, shown
+from headstart.openai.request_bodies import parse_chat, parse_completion, parse_json
+from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.router.routing_request import Ask, Prompt, pack_text, router_root
+
+_ANYTHING = Bounds(
+    vocab_size=2**31 - 1,
+    max_model_len=2**40,
+    max_n=2**20,
+    max_prompts=2**20,
+    max_logprobs=2**20,
+    max_messages=2**20,
+)
+_USAGE_ASKED = b'{"stream_options":{"include_usage":true},'
+_OPENING = re.compile(rb"\s*\{")
+_RUN = re.compile(r"\w+|[^\w\s]+|\s+")
+_WINDOW = 32 * 1024  # characters; a run of twice as many holds a whole window
+_SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is known of a model name: the model whose weights it means, and the adapter on top of it, if it is one."""
+
+    model: str
+    adapter: str | None = None
+    default_max_tokens: int = 0  # of a request that does not say; 0: not known
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Whose request it is, as far as routing is concerned."""
+
+    domain: bytes = b""  # isolation domain: prompts of different domains share no cache
+    is_salted: bool = False  # replicas see one key for all tenants: a salt sent to them keeps the domain apart there
+    session: str | None = None  # by a header
+
+
+@dataclass(slots=True)
+class Reading:
+    """A body that was read. Belongs to one call, which drops what it needs no more."""
+
+    ask: Ask
+    body: bytes  # to be sent on
+    stream: bool = False
+    hides_usage: bool = False  # the client's stream shall not tell the usage that the router asked for
+    text: str | None = None  # the prompt in words, for the explainer; None: it came as token ids
+    domain: bytes = b""  # isolation domain: the tenant's, narrowed by a salt
+    is_single: bool = True  # one prompt: what the engine reports is about the one that was routed by
+
+
+class Reader:
+    """Reads bodies for one fleet. `tokenizer` None: prompts are counted in bytes.
+
+    `served` says what a model name means. Slow for long prompts: call it off the event loop.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.served: Mapping[str, Served] = {}
+        self.default_model = ""
+
+    def read(self, path: str, body: bytes, sender: Sender) -> Reading:
+        """Reads the body of a POST. Raises InvalidRequestError if it is no JSON object."""
+        values = parse_json(body)
+        model = values.get("model")
+        name = model if isinstance(model, str) else ""
+        served = self.served.get(name) or Served(name or self.default_model)
+        usual = self.served.get(name or self.default_model, served).default_max_tokens
+        salt = _salt(sender, values.get("cache_salt"))
+        domain = event_domain(salt) if sender.is_salted else sender.domain + event_domain(salt)
+        root = router_root(served.model, adapter=served.adapter, domain=domain)
+        scoped = None if self.tokenizer is None else self.tokenizer.within(sender.domain.hex(), domain)
+        tokens, text, count = self._prompt(path, values, scoped)
+        prompt = (
+            Prompt(tokens, root) if tokens is not None else Prompt(pack_text((text or "").encode()), root, exact=False)
+        )
+        stream = values.get("stream") is True
+        sent, hides_usage = _asking_for_usage(body, values) if stream else (body, False)
+        if sender.is_salted:
+            sent = _with(sent, "cache_salt", salt)
+        limits = (values.get(limit) for limit in ("max_completion_tokens", "max_tokens"))
+        most = next((limit for limit in limits if limit is not None), usual)
+        ask = Ask(
+            prompt,
+            model=name,
+            adapter=served.adapter,
+            session=_session(sender, values),
+            max_tokens=most if isinstance(most, int) and most > 0 else 0,
+            form="chat" if path == "/v1/chat/completions" else "ids" if text is None else "text",
+        )
+        return Reading(ask, sent, stream, hides_usage, text, domain, count == 1)
+
+    def _prompt(
+        self, path: str, values: dict[str, Any], tokenizer: Tokenizer | None
+    ) -> "tuple[array[int] | None, str | None, int]":
+        """Token ids of the first prompt if they are known, its text if it has one, and how many prompts there are."""
+        if path == "/v1/chat/completions":
+            return self._chat(values, tokenizer)
+        if path == "/v1/completions":
+            return self._completion(values, tokenizer)
+        return None, msgspec.json.encode(values).decode(), 1
+
+    def _chat(self, values: dict[str, Any], tokenizer: Tokenizer | None) -> "tuple[array[int] | None, str | None, int]":
+        text = conversation(values)
+        if tokenizer is not None and not values.get("tools") and not has_endless_word(text):
+            try:
+                return encode_chat(parse_chat(dict(values), _ANYTHING), tokenizer, _ANYTHING), text, 1
+            except (InvalidRequestError, QueueFullError):  # of another engine's API, or wrong: the replica knows
+                pass
+        return None, text, 1
+
+    def _completion(
+        self, values: dict[str, Any], tokenizer: Tokenizer | None
+    ) -> "tuple[array[int] | None, str | None, int]":
+        prompt = values.get("prompt")
+        if isinstance(prompt, list) and prompt:
+            if isinstance(prompt[0], int):
+                return _token_ids(prompt), None, 1
+            first, count = prompt[0], len(prompt)
+            if isinstance(first, list):
+                return _token_ids(first), None, count
+        else:
+            first, count = prompt, 1
+        if not isinstance(first, str):
+            return None, "", count
+        if tokenizer is not None and not has_endless_word(first):
+            try:
+                body = parse_completion({**values, "prompt": first}, _ANYTHING)
+                return encode_completion(body, tokenizer, _ANYTHING)[0], first, count
+            except InvalidRequestError:
+                pass
+        return None, first, count
+
+
+def has_endless_word(text: str) -> bool:
+    """Return whether a text has 64 Ki characters in a row that a tokenizer may take as one word.
+
+    One of 2 million characters takes a tokenizer 500 MB and seconds; such prompts are routed by their bytes.
+    """
+    return any(_RUN.fullmatch(text, at, at + _WINDOW) for at in range(0, len(text) - _WINDOW + 1, _WINDOW))
+
+
+def conversation(values: Mapping[str, Any]) -> str:
+    """Messages and what is rendered before them as one text: equal beginnings stay equal beginnings."""
+    parts = [msgspec.json.encode(values["tools"]).decode()] if values.get("tools") else []
+    messages = values.get("messages")
+    for message in messages if isinstance(messages, list) else []:
+        if not isinstance(message, Mapping):
+            continue
+        content = message.get("content")
+        text = content if isinstance(content, str) else msgspec.json.encode(content).decode() if content else ""
+        calls = message.get("tool_calls")
+        parts.append(f"<{message.get('role')}>\n{text}{msgspec.json.encode(calls).decode() if calls else ''}")
+    return "\n".join(parts)
+
+
+def _salt(sender: Sender, cache_salt: object) -> str:
+    """Return the salt that replicas see; empty: none. Raises InvalidRequestError for one that had to be replaced.
+
+    The tenant's domain and the client's own salt become one digest: 64 hexadecimal digits, legal at every engine, and
+    the same for a domain alone. So no salt of one tenant equals one of another.
+    """
+    own = cache_salt if isinstance(cache_salt, str) else ""
+    if not sender.is_salted:
+        return own
+    if not isinstance(cache_salt, str | None):
+        bad_value("cache_salt", f"is {shown(cache_salt)}", "it must be a string")
+    domain = sender.domain
+    return sha256(b"headstart-router/salt" + len(domain).to_bytes(8, "little") + domain + own.encode()).hexdigest()
+
+
+def _token_ids(values: list[Any]) -> "array[int] | None":
+    try:
+        return array("i", values)
+    except (TypeError, OverflowError):
+        return None
+
+
+def _session(sender: Sender, values: Mapping[str, Any]) -> str | None:
+    """Return the name of the session, the sender's domain in it: equal names of two tenants are two sessions."""
+    fields = (value for name in _SESSION_FIELDS if isinstance(value := values.get(name), str) and value)
+    session = sender.session or next(fields, None)
+    return f"{sender.domain.hex()}/{session}" if session and sender.domain else session
+
+
+def _asking_for_usage(body: bytes, values: dict[str, Any]) -> tuple[bytes, bool]:
+    """The body of a stream with its usage asked for, and whether that was the router's idea."""
+    options = values.get("stream_options")
+    if options is None and "stream_options" not in values:
+        opening = _OPENING.match(body)
+        return (_USAGE_ASKED + body[opening.end() :] if opening else body), True  # it is not empty: it says "stream"
+    if not isinstance(options, dict | None):
+        return body, False  # wrong, and the replica says so
+    if options and options.get("include_usage") is True:
+        return body, False
+    return _with(body, "stream_options", {**(options or {}), "include_usage": True}), True
+
+
+def _with(body: bytes, name: str, value: object) -> bytes:
+    """The body with one field set."""
+    return msgspec.json.encode({**msgspec.json.decode(body), name: value})

@@ -1,0 +1,173 @@
+"""Silence: attempts that wait for a replica which has gone silent as a whole are given up, and sent elsewhere.
+
+A long wait proves nothing: a prefill may take a minute, and others may be before it. So one request's waiting is never
+judged by itself. A replica is silent if
+- its looks are not answered, MAX_SILENCES in a row, and no byte came over any connection since the first of them;
+- or it says that it is not ready, UNREADY_LOOKS in a row, and no event and no answer came since the first of them;
+- or it is late: no event and no answer came for LATE times as long as all that waits there takes if nothing is cached,
+  and for MIN_LATE seconds, while others answered. Since that is a guess, it is made once per request, and never where
+  requests are under way whose end is not to be expected: other routers' ones, and answers in one piece of any length.
+
+Attempts are given up only while nothing of an answer was passed on, and only if another replica may take the request.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from headstart.gateway.proxy.proxied_call import Call
+from headstart.gateway.replicas.replica_monitor import MAX_SILENCES, Member
+from headstart.router.filters import eligible
+from headstart.router.prefill_model import YOUNG, Work
+from headstart.router.router import Router
+from headstart.router.routing_decision import Pick
+
+UNREADY_LOOKS = 2
+LATE = 10.0
+MIN_LATE = 30.0  # seconds; prefills of 30 to 60 s were seen on CPUs, where rates are known after some requests
+MIN_LATE_YOUNG = 120.0  # of a replica of which too little was seen to expect anything
+TOKEN_SECONDS = 1.0  # an answer in one piece may take so long per token
+DEFAULT_TOKENS = {"/v1/completions": 16}  # of an answer whose request does not say
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """One attempt without a part of an answer. It is given up by cancelling `task`, soon but not at once."""
+
+    call: Call
+    pick: Pick
+    sent_at: float
+    num_streams: int  # that were under way there
+    task: "asyncio.Task[Any]"
+    num_cancels: int  # of the task by others, when it began
+    is_given_up: bool = False
+    is_cancelled: bool = False  # the task, by `give_up`
+    _soon: asyncio.Handle | None = None
+
+    def give_up(self) -> None:
+        """Cancel the task soon, unless `keep` is called before."""
+        self.is_given_up = True
+        self._soon = self.task.get_loop().call_soon(self._cancel)
+
+    def keep(self) -> None:
+        """Take `give_up` back, if the task was not cancelled yet."""
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon, self.is_given_up = None, False
+
+    def take_cancel_back(self) -> bool:
+        """Undo the cancellation by `give_up`; return whether there was one, and no other caller cancelled the task.
+
+        To be called once the attempt is over.
+        """
+        self.keep()
+        if not self.is_cancelled:
+            return False
+        self.is_cancelled = False
+        return self.task.uncancel() <= self.num_cancels
+
+    def _cancel(self) -> None:
+        self._soon, self.is_cancelled = None, True
+        self.task.cancel()
+
+    @property
+    def work_seconds(self) -> float:
+        """The time that its prefill is expected to take if nothing is cached."""
+        work = Work.of(self.pick.view.prompt_tokens, 0, self.num_streams)
+        return self.pick.endpoint.load.rates.prefill_ms(work) / 1e3
+
+    @property
+    def answer_seconds(self) -> float:
+        """The longest time that its answer may take to be generated, if it comes in one piece."""
+        if self.call.reading.stream:
+            return 0.0
+        tokens = self.pick.view.ask.max_tokens or DEFAULT_TOKENS.get(self.call.path)
+        return inf if tokens is None else tokens * TOKEN_SECONDS
+
+
+@dataclass(slots=True, eq=False)
+class Voice:
+    """What was heard of one replica, over all its connections. Times on time.monotonic."""
+
+    heard_at: float = 0.0  # any bytes
+    progress_at: float = 0.0  # an event with data, or a whole answer
+    waits: dict[Wait, None] = field(default_factory=dict[Wait, None])  # in the order in which they were sent
+
+    def settle(self, wait: Wait, now: float, *, is_progress: bool = True) -> None:
+        """A part of its answer is there, or all of a refusal, which is no progress: it is given up no more."""
+        self.heard_at = now
+        if is_progress:
+            self.progress_at = now
+        if self.waits.pop(wait, True) is None and wait.is_given_up:
+            wait.keep()
+
+
+class Silence:
+    """The voices of all replicas of one router."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._voices: dict[str, Voice] = {}
+
+    def begin(self, call: Call, pick: Pick, now: float) -> tuple[Voice, Wait]:
+        """Watch an attempt of the running task that was just sent. The caller must call `end`."""
+        task = asyncio.current_task()
+        assert task is not None
+        wait = Wait(call, pick, now, pick.endpoint.load.num_streams, task, task.cancelling())
+        voice = self._voices.get(pick.endpoint.name)
+        if voice is None:
+            voice = self._voices[pick.endpoint.name] = Voice()
+        voice.waits[wait] = None
+        return voice, wait
+
+    def end(self, voice: Voice, wait: Wait) -> None:
+        """The attempt is over, well or not."""
+        voice.waits.pop(wait, None)
+
+    def removed(self, name: str) -> None:
+        """Forget a replica that is no more; its attempts may still end."""
+        self._voices.pop(name, None)
+
+    def looked(self, member: Member) -> None:
+        """Judge a replica after a look at it, and give up what waits there in vain."""
+        name, now = member.address.url, time.monotonic()
+        voice = self._voices.get(name)
+        if voice is None or not voice.waits:
+            return
+        mute = member.num_silences >= MAX_SILENCES and voice.heard_at < member.silent_since
+        unready = member.num_unready >= UNREADY_LOOKS and voice.progress_at < member.unready_since
+        if mute or unready:
+            self._give_up(voice.waits, now)
+        elif self._is_late(name, voice, now):
+            self._give_up([wait for wait in voice.waits if not wait.call.was_late], now, late=True)
+
+    def _give_up(self, waits: Iterable[Wait], now: float, *, late: bool = False) -> None:
+        for wait in list(waits):
+            call = wait.call
+            if wait.is_given_up or call.committed:
+                continue
+            found, _ = eligible(self._router.endpoints.values(), call.reading.ask, now, frozenset(call.tried))
+            if found:
+                call.was_late = call.was_late or late
+                wait.give_up()
+
+    def _is_late(self, name: str, voice: Voice, now: float) -> bool:
+        """Whether something waits far too long there, with all that was sent before it taken into account."""
+        endpoint = self._router.endpoints.get(name)
+        if endpoint is None or endpoint.num_requests(now) > endpoint.load.num_requests:
+            return False
+        least = MIN_LATE if endpoint.load.learner.num_own >= YOUNG else MIN_LATE_YOUNG
+        work = answer = 0.0
+        for wait in voice.waits:
+            work += wait.work_seconds
+            answer = max(answer, wait.answer_seconds)
+            if now - max(wait.sent_at, voice.progress_at) > max(least, LATE * work) + answer:
+                return self._others_answer(name, wait.sent_at)
+        return False
+
+    def _others_answer(self, name: str, since: float) -> bool:
+        others = [voice for other, voice in self._voices.items() if other != name]
+        return any(voice.progress_at > since for voice in others)

@@ -1,0 +1,169 @@
+"""Streams of events on their way through: whole events only, the first token's moment, and what the engine says last.
+
+An event is passed on when its end is there; engines write whole events, so nothing waits. Nothing is decoded but the
+event that carries the usage: in JSON a quotation mark inside a text is escaped, so its name cannot be faked by one.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headstart.gateway.proxy.upstream import GarbledError
+from headstart.router.routing_request import Usage
+
+MAX_EVENT_BYTES = 128 << 20  # a prompt of 128,000 tokens echoed with 20 alternatives each is one event; see HeldBytes
+MAX_COMMENT_BYTES = 1 << 20  # between two events with data; engines send some bytes of comments every few seconds
+MAX_COUNT = 2**31 - 1  # tokens: no engine has told more in good faith
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_DONE = re.compile(rb"^data:\s*\[DONE\]", re.MULTILINE)
+_DATA = re.compile(rb"^data:", re.MULTILINE)
+_END = re.compile(rb"\r?\n\r?\n")
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Tokens(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Told(msgspec.Struct):
+    usage: _Tokens | None = None
+    choices: list[msgspec.Raw] | None = None
+
+
+class Said(NamedTuple):
+    """What an engine said of one request at its end; `usage` only if it tells how much was cached."""
+
+    usage: Usage | None = None
+    output_tokens: int | None = None
+
+
+_DECODER = msgspec.json.Decoder(_Told)
+
+
+def said(document: bytes) -> Said:
+    """What a whole answer, or the data of an event, says; nothing if it is no such thing."""
+    try:
+        return _said(_DECODER.decode(document))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return Said()
+
+
+def said_at_end(tail: bytes) -> Said:
+    """Return what the end of a whole answer says, from the last usage object on; nothing if it is not there."""
+    found = list(_USAGE.finditer(tail))
+    return said(b"{" + tail[found[-1].start() :]) if found else Said()
+
+
+class EventStream:
+    """One stream. `hides_usage`: the client did not ask for the event that tells of usage, only the router did."""
+
+    def __init__(self, *, hides_usage: bool = False) -> None:
+        self.said = Said()
+        self.has_data = False  # an event with data went by: from now on the client has a part of this very answer
+        self.is_done = False
+        self.first = b""  # the data of the first event that has any
+        self.num_comment_bytes = 0  # since the last event with data
+        self.num_rest_bytes = 0  # of an event whose end has not come
+        self._hides_usage = hides_usage
+        self._rest = bytearray()
+
+    def feed(self, piece: bytes) -> bytes:
+        """Takes in what came; returns what may be passed on, perhaps nothing.
+
+        Raises GarbledError for an event, or comments between two of them, that have no end.
+        """
+        if self._rest or not piece.endswith(b"\n\n"):
+            piece = self._cut(piece)
+        if piece:
+            self._look(piece)
+            if self.num_comment_bytes > MAX_COMMENT_BYTES:
+                raise GarbledError(f"{MAX_COMMENT_BYTES} bytes of comments without an event")
+            if b'"usage"' in piece and _USAGE.search(piece):
+                return self._without_usage(piece)
+        return piece
+
+    def close(self) -> bytes:
+        """What was left without an end when the stream ended."""
+        rest, self._rest = bytes(self._rest), bytearray()
+        self.num_rest_bytes = 0
+        if rest:
+            self._look(rest)
+        return rest
+
+    def _cut(self, piece: bytes) -> bytes:
+        """Return the whole events in what was left and `piece`; keep what follows them. Looks at every byte once."""
+        rest = self._rest
+        overlap = min(len(rest), 3)  # of an end that is one byte longer
+        end = _last_end(bytes(rest[len(rest) - overlap :]) + piece) - overlap
+        if end <= 0:
+            rest += piece
+            whole = b""
+        else:
+            whole = bytes(rest) + piece[:end]
+            self._rest = rest = bytearray(piece[end:])
+        self.num_rest_bytes = len(rest)
+        if self.num_rest_bytes > MAX_EVENT_BYTES:
+            raise GarbledError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+        return whole
+
+    def _look(self, piece: bytes) -> None:
+        if not (self.has_data and piece.startswith(b"data:")):
+            data = _DATA.search(piece)
+            if data is None:
+                self.num_comment_bytes += len(piece)
+                return
+            if not self.has_data:
+                self.has_data = True
+                end = _END.search(piece, data.start())
+                self.first = _data_of(piece[data.start() : end.start() if end is not None else len(piece)])
+        self.num_comment_bytes = 0
+        if b"[DONE]" in piece and _DONE.search(piece):
+            self.is_done = True
+
+    def _without_usage(self, piece: bytes) -> bytes:
+        """Reads the usage; takes its event out if the client did not ask for it."""
+        kept, start = list[bytes](), 0
+        for end in [match.end() for match in _END.finditer(piece)]:
+            event, start = piece[start:end], end
+            if not (_USAGE.search(event) and self._read(event) and self._hides_usage):
+                kept.append(event)
+        return b"".join([*kept, piece[start:]])
+
+    def _read(self, event: bytes) -> bool:
+        """Whether the event tells of usage and nothing else."""
+        try:
+            told = _DECODER.decode(_data_of(event))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return False
+        if told.usage is not None:
+            self.said = _said(told)
+        return told.usage is not None and told.choices == []
+
+
+def _data_of(event: bytes) -> bytes:
+    lines = event.replace(b"\r\n", b"\n").split(b"\n")
+    return b"\n".join(line[5:] for line in lines if line.startswith(b"data:"))
+
+
+def _last_end(piece: bytes) -> int:
+    """Where the last whole event in `piece` ends; 0: nowhere."""
+    return max((at + len(end) for end in (b"\n\n", b"\r\n\r\n") if (at := piece.rfind(end)) >= 0), default=0)
+
+
+def _said(told: Any) -> Said:
+    usage = told.usage
+    if usage is None:
+        return Said()
+    cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else None
+    is_true = cached is not None and 0 <= cached <= usage.prompt_tokens <= MAX_COUNT and usage.prompt_tokens > 0
+    output = usage.completion_tokens
+    return Said(
+        Usage(usage.prompt_tokens, cached) if is_true and cached is not None else None,
+        output if output is not None and 0 <= output <= MAX_COUNT else None,
+    )

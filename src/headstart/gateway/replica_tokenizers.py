@@ -1,0 +1,58 @@
+"""Which tokenizer a router uses: the replicas' own, if its files are on this machine. Nothing is ever downloaded."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+from headstart.bundled import BUNDLED_NAME, bundled_model
+from headstart.core.errors import ConfigError
+from headstart.gateway.replicas.probes import ModelCard
+from headstart.openai.tokenizer.tokenizer import Tokenizer
+
+
+def named_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of a folder, of a model that was downloaded before, or of the bundled one. Raises ConfigError."""
+    folder = _folder(name)
+    if folder is None:
+        raise ConfigError(
+            f"tokenizer {name!r} is no folder, and no model that was downloaded here; name a folder with a "
+            f"tokenizer.json, or none to count prompts in bytes"
+        )
+    return Tokenizer.from_folder(folder)
+
+
+def tokenizer_of(cards: Iterable[ModelCard]) -> Tokenizer | None:
+    """The tokenizer of the one model that is served, if it is to be found here; None: prompts are counted in bytes.
+
+    Engines name it as `root` (vLLM: a folder or hub id) or by the model's own id.
+    """
+    bases = [card for card in cards if card.parent is None]
+    roots = {str(card.fields.get("root") or card.id) for card in bases}
+    if len(roots) != 1:
+        return None
+    for name in (*roots, *(card.id for card in bases)):
+        folder = _folder(name)
+        if folder is not None:
+            try:
+                return Tokenizer.from_folder(folder)
+            except ConfigError:
+                continue
+    return None
+
+
+def _folder(name: str) -> Path | None:
+    with suppress(OSError, RuntimeError):  # a name that no file can have, a home that nobody has
+        path = Path(name).expanduser()
+        if name and (path / "tokenizer.json").is_file():
+            return path
+    if name == BUNDLED_NAME:
+        return bundled_model()
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return None
+    try:
+        cached = try_to_load_from_cache(name, "tokenizer.json")
+    except ValueError:  # no hub id
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None

@@ -1,0 +1,1 @@
+"""Replicas: addresses, probes, processes on this machine."""

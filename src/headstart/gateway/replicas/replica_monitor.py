@@ -1,0 +1,282 @@
+"""Members: the replicas of a fleet, looked at again and again, and what the router knows of each.
+
+A replica is asked for /health all the time, and when it is there for what it serves and how large its cache is. One
+that refuses connections and is back later was started again: its cache is empty, perhaps of another size. One that is
+only slow to answer is left to the router's own accounting.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import aiohttp
+
+from headstart.gateway.proxy.request_reader import Served
+from headstart.gateway.replicas.bounded_reads import MAX_HEALTH, MAX_METRICS, MAX_MODELS, read_prefix, whole_lines
+from headstart.gateway.replicas.index_budget import ShadowBudget
+from headstart.gateway.replicas.probes import (
+    Metrics,
+    ModelCard,
+    decode_json,
+    metrics_of,
+    parse_metrics,
+    parse_models,
+    parse_server_info,
+)
+from headstart.gateway.replicas.replica_address import ReplicaAddress
+from headstart.http.logs import Log
+from headstart.router.endpoint import Endpoint
+from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.prefix_index import Contents
+from headstart.router.router import Router
+
+LOOK_SECONDS = 2.0  # for an answer to a look; a busy front may take its time
+MAX_SILENCES = 3  # looks without an answer in a row until nobody is there
+DEFAULT_BLOCK = 16  # tokens, of a replica that does not say
+
+
+class Member:
+    """One replica. `state`: new, up, loading, draining or absent."""
+
+    def __init__(self, address: ReplicaAddress) -> None:
+        self.address = address
+        self.state = "new"
+        self.metrics = Metrics()
+        self.models: tuple[ModelCard, ...] = ()
+        self.endpoint: Endpoint | None = None
+        self.was_gone = False  # since it was looked into last
+        self.num_silences = 0  # looks in a row that were not answered
+        self.silent_since = 0.0  # when the first of them began
+        self.num_unready = 0  # looks in a row that were answered with 503, neither loading nor draining
+        self.unready_since = 0.0
+        self.scraped_at = 0.0
+        self.checks_keys: bool | None = None  # whether it refuses requests without a valid key; None: not known
+
+    @property
+    def base_model(self) -> str:
+        """The model whose weights it serves under all its names; "" where it does not say."""
+        return next((card.id for card in self.models if card.parent is None), "")
+
+
+class Members:
+    """Keeps the router's endpoints as the replicas are. `changed` is a Discovery's; `run` and `close` frame it.
+
+    `contents(member)` says what the router believes of a replica's cache when it is seen first, or was started again;
+    by default an empty Shadow of its size. `on_models` is called when other models are served than before, `on_look`
+    after every look at a replica, `on_removed` with the address of one that is no more.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        session: aiohttp.ClientSession,
+        log: Log,
+        *,
+        health_interval: float,
+        scrape_interval: float,
+        headers: dict[str, str] | None = None,
+        at_pick: bool = True,
+    ) -> None:
+        self.members: dict[str, Member] = {}
+        self.seen = asyncio.Event()  # every replica known at first was looked at once
+        self.on_models: Callable[[], None] = lambda: None
+        self._router = router
+        self._session = session
+        self._log = log
+        self._health_interval = health_interval
+        self._scrape_interval = scrape_interval
+        self._headers = headers or {}
+        self._at_pick = at_pick
+        self.contents: Callable[[Member], Contents] = self.guessed
+        self.on_look: Callable[[Member], None] = lambda member: None
+        self.on_removed: Callable[[str], None] = lambda url: None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._budget = ShadowBudget(log)
+
+    def changed(self, addresses: Sequence[ReplicaAddress]) -> None:
+        """Takes in new replicas, and lets those go that are not among `addresses`; their requests may still end."""
+        wanted = {address.url: address for address in addresses}
+        for url in [url for url, member in self.members.items() if wanted.get(url) != member.address]:
+            self._tasks.pop(url).cancel()
+            del self.members[url]
+            self._router.remove(url)
+            self._budget.release(url)
+            self.on_removed(url)
+            self._log.event("replica", {"replica": url, "state": "removed"}, text=f"replica {url}: removed")
+        for url, address in wanted.items():
+            if url not in self.members:
+                self.members[url] = member = Member(address)
+                self._tasks[url] = asyncio.create_task(self._keep(member))
+        if not addresses:
+            self.seen.set()
+        self.on_models()
+
+    async def close(self) -> None:
+        """Stops looking."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def cards(self) -> list[ModelCard]:
+        """The models served by anybody, each once."""
+        found: dict[str, ModelCard] = {}
+        for member in self.members.values():
+            if member.endpoint is not None:
+                for card in member.models:
+                    found.setdefault(card.id, card)
+        return list(found.values())
+
+    def served(self) -> dict[str, Served]:
+        """What each model name means."""
+        found: dict[str, Served] = {}
+        for member in self.members.values():
+            for card in member.models:
+                found.setdefault(
+                    card.id, Served(member.base_model, card.id if card.parent else None, card.default_max_tokens)
+                )
+        return found
+
+    @property
+    def knows_all_models(self) -> bool:
+        """Whether every replica has said what it serves, so that another name is a mistake."""
+        known = [member.models for member in self.members.values()]
+        return bool(known) and all(known)
+
+    def guessed(self, member: Member) -> Shadow:
+        """An empty shadow of the replica's cache."""
+        metrics = member.metrics
+        policy = "2q" if metrics.kind == "headstart" else "lru"
+        url = member.address.url
+        num_blocks = self._budget.grant(url, metrics.num_blocks)
+        allow = partial(self._budget.grow, url)
+        return Shadow(num_blocks, eviction_policy=policy, at_pick=self._at_pick, allow=allow)
+
+    # ---------------------------------------------------------------------------------------------------- one replica
+
+    async def _keep(self, member: Member) -> None:
+        """Looks at a replica for ever."""
+        while True:
+            try:
+                await self._look(member)
+                self.on_look(member)
+            except Exception as error:  # whatever a replica answers, the others are looked at
+                self._log.failure("replica_look_failed", error, member.address.url)
+            if all(other.state != "new" for other in self.members.values()):
+                self.seen.set()
+            await asyncio.sleep(self._health_interval)
+
+    async def _look(self, member: Member) -> None:
+        state = await self._state(member)
+        if state == "up":
+            if member.state != "up" or member.endpoint is None:
+                await self._look_into(member)
+            elif 0 < self._scrape_interval <= time.monotonic() - member.scraped_at:
+                await self._scrape(member)
+        endpoint = member.endpoint
+        if endpoint is not None and state == "up":
+            endpoint.health.present()
+        elif endpoint is not None:
+            endpoint.health.draining = state == "draining"
+            endpoint.health.absent = state in ("absent", "loading")
+        if state != member.state:
+            url, before = member.address.url, member.state
+            text = f"replica {url}: {state}, {before} before"
+            self._log.event("replica", {"replica": url, "state": state, "before": before}, text=text)
+            member.state = state
+
+    async def _state(self, member: Member) -> str:
+        asked_at = time.monotonic()
+        try:
+            status, body = await self._get(member, "/health", MAX_HEALTH)
+        except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, ConnectionError):
+            member.was_gone = True
+            member.num_silences = member.num_unready = 0  # its connections end by themselves
+            return "absent"
+        except (aiohttp.ClientError, TimeoutError):
+            member.silent_since = member.silent_since if member.num_silences else asked_at
+            member.num_silences += 1
+            silent = member.num_silences >= MAX_SILENCES or member.state == "new"
+            return "absent" if silent else member.state
+        member.num_silences = 0
+        if status == 503:
+            state = next((state for state in ("loading", "draining") if f'"{state}"'.encode() in body), "absent")
+        else:
+            state = ""
+        if state == "absent":
+            member.unready_since = member.unready_since if member.num_unready else asked_at
+            member.num_unready += 1
+        else:
+            member.num_unready = 0
+        if state:
+            return state
+        return "up" if status < 300 or 400 <= status < 500 else "absent"  # a redirect is another program's
+
+    async def _look_into(self, member: Member) -> None:
+        """Asks what it serves, and makes it a candidate."""
+        before, first = member.models, member.endpoint is None
+        with suppress(aiohttp.ClientError, TimeoutError, ValueError):
+            status, body = await self._get(member, "/v1/models", MAX_MODELS)
+            if not self._headers and status < 500:
+                member.checks_keys = status in (401, 403)
+            if status == 200 and (document := decode_json(body)) is not None:
+                member.models = parse_models(document)
+        if not await self._scrape(member):
+            member.metrics = metrics_of(member.models) or member.metrics
+        if first:
+            member.endpoint = endpoint = Endpoint(
+                member.address.url, self.contents(member), block_size=member.metrics.block_size or DEFAULT_BLOCK
+            )
+        else:
+            assert member.endpoint is not None
+            endpoint = member.endpoint
+            if member.was_gone:
+                self._reset(member, endpoint)
+        member.was_gone = False
+        endpoint.models = frozenset(card.id for card in member.models)
+        if first:
+            self._router.add(endpoint)
+        if first or member.models != before:
+            self.on_models()
+
+    async def _scrape(self, member: Member) -> bool:
+        """Reads /metrics, and returns whether it was there; without it the router goes by its own accounting."""
+        member.scraped_at = time.monotonic()
+        try:
+            status, body = await self._get(member, "/metrics", MAX_METRICS)
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+        if status != 200:
+            return False
+        found = await asyncio.to_thread(parse_metrics, whole_lines(body, MAX_METRICS))
+        if found.kind == "sglang" and not found.num_blocks and not member.metrics.num_blocks:
+            found = await self._sglang(member, found)
+        before, endpoint = member.metrics, member.endpoint
+        member.metrics = found
+        if endpoint is None:
+            return True
+        endpoint.reported = found.reported(time.monotonic())
+        if (found.block_size, found.num_blocks) != (before.block_size, before.num_blocks) and found.num_blocks:
+            self._reset(member, endpoint)  # it was started again, sooner than anybody looked
+        return True
+
+    async def _sglang(self, member: Member, found: Metrics) -> Metrics:
+        with suppress(aiohttp.ClientError, TimeoutError, ValueError):
+            status, body = await self._get(member, "/get_server_info", MAX_MODELS)
+            if status == 200:
+                size, pages = parse_server_info(decode_json(body))
+                return Metrics("sglang", size, pages, found.waiting, found.running, found.kv_usage)
+        return found
+
+    def _reset(self, member: Member, endpoint: Endpoint) -> None:
+        endpoint.reconfigured(member.metrics.block_size or endpoint.block_size, self.contents(member))
+        url, state = member.address.url, "started again, its cache is empty"
+        self._log.event("replica", {"replica": url, "state": state}, text=f"replica {url}: {state}")
+
+    async def _get(self, member: Member, path: str, max_bytes: int) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(total=LOOK_SECONDS)
+        url = member.address.url + path
+        async with self._session.get(url, timeout=timeout, headers=self._headers, allow_redirects=False) as response:
+            return response.status, await read_prefix(response, max_bytes)

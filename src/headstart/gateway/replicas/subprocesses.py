@@ -1,0 +1,318 @@
+"""LocalFleet: replicas on this machine, as child processes. Started, watched, started again, and ended with this one.
+
+A replica that ends is started again after a while, on another port. SIGHUP starts all of them again one by one, each
+new one ready before its elder is told to drain. A child's stdin is a pipe on which its options come, and which then
+stays open for as long as this process lives: so children know when it is gone, whatever ended it.
+"""
+
+import asyncio
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+
+from headstart.core.errors import ConfigError
+from headstart.gateway.discovery.discovery import Changed
+from headstart.gateway.replicas.replica_address import ReplicaAddress
+from headstart.gateway.replicas.startup_progress import StartupProgress
+from headstart.http.lifecycle import EXIT_CONFIG
+from headstart.http.logs import Log
+
+FIRST_BACKOFF, MAX_BACKOFF = 1.0, 30.0  # seconds until a replica that ended is started again
+STEADY_SECONDS = 60.0  # whoever lived so long begins with the first backoff
+OVERLAP_SECONDS = 1.0  # in which a new replica and its elder are both listed: the router looks at the new one first
+GRACE_SECONDS = 20.0  # beyond the drain: cut connections, and what waits for the store
+REAP_SECONDS = 5.0  # until a killed process is gone
+_READY = re.compile(r"(Headstart \S+ serves .*) at (http://\S+:(\d+))/v1$")
+_SAID = "headstart: "  # what a server says before it ends, or while it loads
+_FOR_CLIENTS = ("  keys ", "  try ", "            -d ")  # lines of a replica's banner: clients are to ask the router
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One process to start."""
+
+    command: tuple[str, ...]
+    options: bytes  # the first line on its stdin
+    environment: Mapping[str, str]
+    events: str | None = None  # where it will publish KV events, and replay them
+    replay: str | None = None
+
+
+MakeLaunch = Callable[[str], Launch]
+"""How to start a process; the argument names this one among all that the fleet ever starts, as in "r0-3"."""
+
+
+class LocalFleet:
+    """A Discovery whose replicas live as long as `watch` and `close` let them. To be used in a `with` statement.
+
+    `about` is what the banner says of each. Nothing is started before `watch`. Everything but `close` belongs to the
+    event loop of `watch`, which must run in the main thread to hear SIGHUP.
+    """
+
+    def __init__(
+        self,
+        make_launch: MakeLaunch,
+        replicas: int,
+        *,
+        about: str = "",
+        drain_seconds: float,
+        log: Log | None = None,
+        backoff: float = FIRST_BACKOFF,
+    ) -> None:
+        self._make_launch = make_launch
+        self._slots = [_Slot(f"r{number}", backoff) for number in range(replicas)]
+        self._about = about
+        self._end_seconds = drain_seconds + GRACE_SECONDS
+        self._log = log or Log()
+        self._children: list[_Child] = []  # all that may still run
+        self._listed: tuple[ReplicaAddress, ...] | None = None
+        self._num_started = 0
+
+    def __enter__(self) -> "LocalFleet":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def describe(self) -> str:
+        count = len(self._slots)
+        return f"{count} replica{'' if count == 1 else 's'} on this machine" + (self._about and f", {self._about}")
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the replicas that can be asked now, by their URLs."""
+        return {child.address.url: child.pid for child in self._children if child.address and child.is_listed}
+
+    async def watch(self, changed: Changed) -> None:
+        """As Discovery.watch. Raises ConfigError with what a replica says that ends with exit code 2 at first."""
+        loop, hang_up = asyncio.get_running_loop(), asyncio.Event()
+        with suppress(RuntimeError, ValueError):  # not in the main thread: nobody can hang up
+            loop.add_signal_handler(signal.SIGHUP, hang_up.set)
+        try:
+            with StartupProgress([slot.name for slot in self._slots], self._log) as progress:
+                for slots in (self._slots[:1], self._slots[1:]):  # the first alone: what cannot work fails once
+                    await self._start_together(slots, progress)
+            self._tell(changed)
+            await asyncio.gather(self._roll(hang_up, changed), *(self._keep(slot, changed) for slot in self._slots))
+        finally:
+            with suppress(RuntimeError, ValueError):
+                loop.remove_signal_handler(signal.SIGHUP)
+
+    def close(self) -> None:
+        """Ends every replica: gently, unless Ctrl-C is pressed meanwhile. Twice does no harm."""
+        deadline = time.monotonic() + self._end_seconds
+        try:
+            for child in self._children:
+                child.terminate()
+            for child in self._children:
+                child.join(max(deadline - time.monotonic(), 0.0))
+        except KeyboardInterrupt:
+            self._log.line("headstart: stopping at once")
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends every replica at once."""
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            child.join(REAP_SECONDS)
+
+    def _start(self, slot: "_Slot") -> "_Child":
+        self._num_started += 1
+        launch = self._make_launch(f"{slot.name}-{self._num_started}")
+        self._children = [child for child in self._children if not child.over.is_set()]
+        child = _Child(slot.name, launch, asyncio.get_running_loop(), self._log)
+        self._children.append(child)
+        return child
+
+    async def _start_together(self, slots: Sequence["_Slot"], progress: StartupProgress) -> None:
+        """Starts processes and waits until each is ready or over. Raises ConfigError as `watch` does."""
+        for slot in slots:
+            slot.child = self._start(slot)
+            progress.loading(slot.name)
+
+        async def settled(slot: "_Slot") -> None:
+            await slot.child.settled.wait()
+            progress.settled(slot.name, is_ready=slot.child.address is not None)
+
+        await asyncio.gather(*map(settled, slots))
+        for slot in slots:
+            if slot.child.exit_code == EXIT_CONFIG:
+                raise ConfigError(slot.child.last_words)
+
+    def _tell(self, changed: Changed) -> None:
+        """Tells all replicas that can be asked now, if they are others than before."""
+        found = tuple(child.address for child in self._children if child.address and child.is_listed)
+        if found != self._listed:
+            self._listed = found
+            changed(found)
+
+    async def _keep(self, slot: "_Slot", changed: Changed) -> None:
+        """Starts the replica again whenever it has ended."""
+        while True:
+            child = slot.child
+            await child.over.wait()
+            self._tell(changed)
+            async with slot.lock:
+                if slot.child is not child:  # it was replaced
+                    continue
+                delay = slot.next_delay(child)
+                self._log.line(f"headstart: replica {slot.name} {child.ending}; starting it again in {delay:g} s")
+                await asyncio.sleep(delay)
+                slot.child = self._start(slot)
+                await slot.child.settled.wait()
+            self._tell(changed)
+
+    async def _roll(self, hang_up: asyncio.Event, changed: Changed) -> None:
+        """On SIGHUP replaces the replicas one by one, until one cannot be."""
+        while True:
+            await hang_up.wait()
+            hang_up.clear()
+            self._log.line("headstart: SIGHUP: starting all replicas again, one by one")
+            for slot in self._slots:
+                if not slot.lock.locked() and not await self._replace(slot, changed):  # locked: it just starts again
+                    break
+            else:
+                self._log.line("headstart: all replicas were started again")
+
+    async def _replace(self, slot: "_Slot", changed: Changed) -> bool:
+        async with slot.lock:
+            elder, child = slot.child, self._start(slot)
+            await child.settled.wait()
+            if child.address is None:
+                self._log.line(f"headstart: a new {slot.name} {child.ending}; the replicas there are go on")
+                return False
+            slot.child = child
+            self._tell(changed)
+            await asyncio.sleep(OVERLAP_SECONDS)
+            elder.is_leaving = True
+            self._tell(changed)
+            elder.terminate()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(elder.over.wait(), self._end_seconds)
+            elder.kill()
+            return True
+
+
+class _Slot:
+    """One of the replicas, whichever process it is just now. The lock is held by whoever exchanges the process."""
+
+    child: "_Child"
+
+    def __init__(self, name: str, backoff: float) -> None:
+        self.name = name
+        self.lock = asyncio.Lock()
+        self._first_backoff = self._backoff = backoff
+
+    def next_delay(self, ended: "_Child") -> float:
+        """Seconds to wait now; the next time it is twice as many, unless the replica lives long."""
+        if ended.seconds >= STEADY_SECONDS:
+            self._backoff = self._first_backoff
+        delay, self._backoff = self._backoff, min(2 * self._backoff, MAX_BACKOFF)
+        return delay
+
+
+class _Child:
+    """One process, and the thread that passes on what it says."""
+
+    def __init__(self, name: str, launch: Launch, loop: asyncio.AbstractEventLoop, log: Log) -> None:
+        self.address: ReplicaAddress | None = None  # once it is ready
+        self.settled = asyncio.Event()  # ready, or over
+        self.over = asyncio.Event()
+        self.is_leaving = False
+        self.last_words = ""
+        self._name, self._launch, self._loop, self._log = name, launch, loop, log
+        self._started_at = time.monotonic()
+        self._process = subprocess.Popen(
+            launch.command,
+            env=dict(launch.environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=0,  # Ctrl-C is ours to handle
+        )
+        self._thread = threading.Thread(target=self._converse, name=f"replica-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.returncode
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether requests may be sent there."""
+        return self.address is not None and not self.is_leaving and not self.over.is_set()
+
+    @property
+    def ending(self) -> str:
+        """How it ended, as the rest of a sentence."""
+        return f"ended with code {self.exit_code}" + (self.last_words and f" ({self.last_words})")
+
+    @property
+    def seconds(self) -> float:
+        """Since its start."""
+        return time.monotonic() - self._started_at
+
+    def terminate(self) -> None:
+        """Tells it to drain and to end, if it still runs."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """Ends it at once, and with it its engine, if it still runs."""
+        self._process.kill()
+
+    def join(self, timeout: float) -> None:
+        """Waits until it has ended and everything it said is passed on."""
+        self._thread.join(timeout)
+
+    def _converse(self) -> None:
+        """In a thread: hands over the options and passes on what the process says, until it has ended."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        with suppress(BrokenPipeError):  # it has ended already
+            stdin.write(self._launch.options + b"\n")
+            stdin.flush()
+        said = ""
+        for raw in stdout:
+            if said:
+                self._pass_on(said)
+            line, said = raw.decode(errors="replace").rstrip("\n"), ""
+            if line.startswith(_SAID) and self.address is None:
+                said = line  # its last words, perhaps
+            else:
+                self._pass_on(line)
+        code = self._process.wait()
+        if code == EXIT_CONFIG:
+            self.last_words = said.removeprefix(_SAID)
+        elif said:
+            self._pass_on(said)
+        with suppress(BrokenPipeError):
+            stdin.close()
+        self._set(self.over, self.settled)
+
+    def _pass_on(self, line: str) -> None:
+        ready = _READY.match(line)
+        if ready is not None:
+            self.address = ReplicaAddress(ready[2], self._launch.events, self._launch.replay)
+            self._set(self.settled)
+            line = f"{ready[1]}, behind the router at port {ready[3]}"  # no address: the first one is the router's
+        if not line.startswith(_FOR_CLIENTS):
+            self._log.line(f"[{self._name}] {line}")
+
+    def _set(self, *events: asyncio.Event) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(lambda: [event.set() for event in events])

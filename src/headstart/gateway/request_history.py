@@ -1,0 +1,76 @@
+"""Memory: what went through a router lately, under the ids that clients know, for `/v1/cache/explain`."""
+
+import time
+from collections import OrderedDict
+
+from headstart.core.errors import NoReplicaError
+from headstart.gateway.proxy.proxied_call import Call
+from headstart.gateway.proxy.request_reader import Reading
+from headstart.gateway.recent_routings import MAX_REQUESTS, Recent, Seen
+from headstart.gateway.routing_explanation import Json, explain, explain_prompt
+from headstart.http.auth import Principal
+from headstart.router.router import Router
+from headstart.router.routing_decision import Pick
+
+CHAT = "/v1/chat/completions"
+
+
+class Memory:
+    """The last requests of all tenants. Ids are the router's own (x-request-id), and those in answers."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._recent = Recent()
+        self._ids: OrderedDict[str, str] = OrderedDict()  # in an answer -> ours
+
+    def sent(self, call: Call, principal: Principal) -> None:
+        """A request has ended that was sent to a replica at least once."""
+        pick = call.pick
+        if pick is None or call.is_trimmed:
+            return
+        seen = _seen(call.request_id, call.path, call.reading, principal, pick)
+        seen.at = pick.sent_at or 0.0
+        if pick.cached_tokens is not None:
+            seen.cached_tokens, seen.reported_at = pick.cached_tokens, pick.finish
+        self._recent.add(seen)
+        if call.answer_id:
+            self._ids[call.answer_id] = call.request_id
+            while len(self._ids) > MAX_REQUESTS:
+                self._ids.popitem(last=False)
+
+    def explain(self, request_id: str, principal: Principal) -> Json:
+        """Why a request was reused so far only. Raises HttpError 404 for one that is not known, or is not the own."""
+        tenant = None if principal.is_admin else principal.tenant
+        known = self._ids.get(request_id, request_id)
+        answer = explain(self._recent, known, tenant=tenant, now=time.monotonic(), shows_replicas=principal.is_admin)
+        return answer | {"request_id": request_id}
+
+    def explain_prompt(self, path: str, reading: Reading, principal: Principal) -> Json:
+        """The same of a prompt that is not sent."""
+        now = time.monotonic()
+        try:
+            pick = self._router.pick(reading.ask, now)
+        except NoReplicaError:
+            pick = None
+        asked = _seen("", path, reading, principal, pick)
+        return explain_prompt(self._recent, asked, now=now, shows_replicas=principal.is_admin)
+
+
+def _seen(request_id: str, path: str, reading: Reading, principal: Principal, pick: Pick | None) -> Seen:
+    prompt = reading.text if reading.text is not None else reading.ask.prompt.token_ids
+    exact = reading.ask.prompt.exact
+    seen = Seen(
+        request_id,
+        principal.tenant,
+        prompt,
+        is_chat=path == CHAT,
+        domain=reading.domain,
+        model=reading.ask.model,
+        adapter=reading.ask.adapter,
+        prompt_tokens=reading.ask.prompt.num_tokens if exact else 0,
+    )
+    if pick is not None:
+        seen.endpoint, seen.why = pick.endpoint.name, pick.choice.reason
+        seen.block_size = pick.endpoint.block_size
+        seen.predicted_tokens = pick.candidate.hit_tokens
+    return seen

@@ -1,0 +1,267 @@
+"""explain: which characters made two prompts of one tenant part, and why a replica reused no more, at the router.
+
+For any engine behind it: all it needs is what went through the router (recent_routings.py) and the `cached_tokens` that
+engines report. Tokens are approximate where the router has no tokenizer. Changes nothing. Whoever asks sees prompts of
+one tenant only: the own one.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headstart.explain.divergence import KINDS, kind_of, message_at, messages_of
+from headstart.gateway.recent_routings import Nearest, Recent, Seen
+from headstart.http.http_errors import HttpError
+
+SHOWN_CHARS = 40  # on either side of a divergence
+CHARS_PER_TOKEN = 4.0  # where nobody counted
+SLACK_SHARE = 0.05  # of a prefix, as far as its tokens are not counted but estimated
+
+Json = dict[str, Any]
+
+
+def explain(
+    recent: Recent, request_id: str, *, tenant: str | None, now: float = 0.0, shows_replicas: bool = True
+) -> Json:
+    """Why a request of `tenant` was reused so far and no further; `tenant` None: an administrator asks.
+
+    `shows_replicas` False leaves the addresses of replicas out.
+    Raises HttpError 404 for an id that is not known, or another tenant's.
+    """
+    seen = recent.find(request_id, tenant)
+    if seen is None:
+        raise HttpError(
+            404,
+            f"request {request_id!a} is not among the recent ones; ask with the prompt instead, as a POST",
+            code="unknown_request",
+            param="request_id",
+        )
+    return _Case(recent, seen, now, shows_replicas).answer(request_id)
+
+
+def explain_prompt(recent: Recent, asked: Seen, *, now: float = 0.0, shows_replicas: bool = True) -> Json:
+    """The same of a prompt that is not sent; `asked.predicted_tokens` and `.endpoint` say what the router expects."""
+    return _Case(recent, replace(asked, cached_tokens=None), now, shows_replicas).answer(None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One question."""
+
+    recent: Recent
+    seen: Seen
+    now: float
+    shows_replicas: bool
+
+    def answer(self, request_id: str | None) -> Json:
+        seen, near = self.seen, self.recent.nearest(self.seen)
+        reason, other = self._reason(near)
+        answer: Json = {
+            "object": "route.explanation",
+            "request_id": request_id,
+            "endpoint": seen.endpoint or None,
+            "why_there": seen.why or None,
+            "prompt_chars": len(seen.prompt) if isinstance(seen.prompt, str) else None,
+            "prompt_tokens": _total(seen),
+            "prompt_tokens_exact": _is_counted(seen),
+            "predicted_tokens": seen.predicted_tokens,
+            "cached_tokens": seen.cached_tokens,
+            "block_size": seen.block_size,
+            "reason": reason,
+            "near_match": near and _near_match(seen, near),
+            "other": other and _other(other, self.now),
+        }
+        if not self.shows_replicas:
+            for part in (answer, answer["near_match"], answer["other"]):
+                if part is not None:
+                    part["endpoint"] = None
+        return answer | {"message": message(answer)}
+
+    @property
+    def _reused(self) -> int | None:
+        """Tokens that were reused, or should be."""
+        seen = self.seen
+        return seen.predicted_tokens if seen.cached_tokens is None else seen.cached_tokens
+
+    def _reason(self, near: Nearest | None) -> tuple[str, Seen | None]:
+        """Why no more was reused, and the request that shows it, if that is not the nearest one."""
+        seen, reused = self.seen, self._reused
+        if near is None:
+            return ("unseen_but_cached" if reused else "never_seen"), None
+        if reused is None:
+            return "unreported", None
+        if not self._had_more(near):
+            return self._reason_of_nearest(near), None
+        own = self.recent.nearest(seen, scope=seen.scope)
+        if own is None or not self._had_more(own):
+            return "isolated", near.seen
+        here = self.recent.nearest(seen, scope=seen.scope, endpoint=seen.endpoint) if seen.endpoint else own
+        if here is None or not self._had_more(here):
+            return "other_replica", own.seen
+        done = here.seen.reported_at
+        if seen.cached_tokens is not None and (done is None or done > seen.at):
+            return "computing", here.seen
+        return "evicted", here.seen
+
+    def _reason_of_nearest(self, near: Nearest) -> str:
+        """Why no more was reused, where no recent request had more to give than was reused."""
+        if near.common == len(self.seen.prompt):
+            return "complete"
+        if not self._reused and not self._reusable(near.common):
+            return "too_short" if _total(self.seen) < self.seen.block_size else "never_seen"
+        return "extends" if near.common >= len(near.seen.prompt) else "diverged"
+
+    def _reusable(self, common: int) -> int:
+        """Tokens that whole blocks of so many leading characters hold; the last token is always computed."""
+        tokens = _tokens_of(self.seen, common)
+        return max(min(tokens // self.seen.block_size * self.seen.block_size, _total(self.seen) - 1), 0)
+
+    def _had_more(self, near: Nearest) -> bool:
+        """Whether that request had more of the prompt to give than was reused, as far as it can be told."""
+        tokens = self._reusable(near.common)
+        slack = self.seen.block_size + int(SLACK_SHARE * tokens) if isinstance(self.seen.prompt, str) else 0
+        return tokens - slack > (self._reused or 0)
+
+
+def _is_counted(seen: Seen) -> bool:
+    return bool(seen.prompt_tokens) or not isinstance(seen.prompt, str)
+
+
+def _total(seen: Seen) -> int:
+    """Tokens of a prompt, counted or about."""
+    if not isinstance(seen.prompt, str):
+        return len(seen.prompt)
+    return seen.prompt_tokens or -(-len(seen.prompt) // int(CHARS_PER_TOKEN))
+
+
+def _tokens_of(seen: Seen, common: int) -> int:
+    """About how many tokens so many leading characters have; no more than bytes: templates add tokens elsewhere."""
+    prompt = seen.prompt
+    if not isinstance(prompt, str):
+        return common
+    tokens = int(common * _total(seen) / max(len(prompt), 1) + 1e-6)
+    return tokens if tokens <= common else min(tokens, len(prompt[:common].encode("utf-8", "surrogatepass")))
+
+
+def _near_match(seen: Seen, near: Nearest) -> Json:
+    this, that, at = seen.prompt, near.seen.prompt, near.common
+    found: Json = {
+        "request_id": near.seen.request_id,
+        "endpoint": near.seen.endpoint or None,
+        "common_chars": at if isinstance(this, str) else None,
+        "common_tokens": _tokens_of(seen, at),
+        "text_before": _shown(this, max(at - SHOWN_CHARS, 0), at),
+        "text": _shown(this, at, at + SHOWN_CHARS),
+        "other_text": _shown(that, at, at + SHOWN_CHARS),
+        "kind": None,
+        "message": None,
+    }
+    if isinstance(this, str) and isinstance(that, str):
+        is_chat = seen.is_chat and near.seen.is_chat
+        found["kind"] = kind_of(this, that, at, is_chat=is_chat)
+        found["message"] = _message(this, at) if seen.is_chat else None
+    return found
+
+
+def _shown(prompt: Any, start: int, end: int) -> str:
+    """A piece of a prompt for people; of token ids as many, with blanks between them."""
+    piece = prompt[start:end]
+    return piece if isinstance(piece, str) else " ".join(map(str, piece))
+
+
+def _message(text: str, at: int) -> Json | None:
+    messages = messages_of(text)
+    index = message_at(messages, at)
+    if index is None:
+        return None
+    return {"index": index, "role": messages[index].role, "offset": max(at - messages[index].start, 0)}
+
+
+def _other(other: Seen, now: float) -> Json:
+    return {
+        "request_id": other.request_id,
+        "endpoint": other.endpoint or None,
+        "why_there": other.why or None,
+        "seconds_ago": max(now - other.at, 0.0),
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- in words
+
+
+def message(answer: Json) -> str:
+    """What an answer says in plain words: a paragraph, and the two texts below it where prompts part."""
+    near = answer["near_match"]
+    parts = [_account(answer)]
+    if near is not None:
+        parts.append(_shares(answer, near))
+    parts.append(_REASONS[answer["reason"]].format_map(_words(answer)))
+    return " ".join(filter(None, parts)) + _texts(near)
+
+
+def _account(answer: Json) -> str:
+    about = "" if answer["prompt_tokens_exact"] else "about "
+    total = f"{about}{answer['prompt_tokens']:,} prompt tokens"
+    where = f" at {answer['endpoint']}" if answer["endpoint"] else ""
+    if answer["cached_tokens"] is not None:
+        return f"{answer['cached_tokens']:,} of {total} were cached{where}."
+    if answer["predicted_tokens"] is not None:
+        told = "would be" if answer["request_id"] is None else "should have been"
+        return f"{answer['predicted_tokens']:,} of {total} {told} cached{where}, by what the router knows."
+    return f"It has {total}; how many were cached is not known."
+
+
+def _shares(answer: Json, near: Json) -> str:
+    size, unit = near["common_chars"], "characters"
+    if size is None:
+        size, unit = near["common_tokens"], "token ids"
+    about = f" (about {near['common_tokens']:,} tokens)" if unit == "characters" else ""
+    head = f"It shares its first {size:,} {unit}{about} with request {near['request_id']}"
+    if not near["text"]:
+        return f"{head}, and ends there."
+    if not near["other_text"]:
+        return f"{head}, which ends there: what follows is new."
+    where = near["message"]
+    place = f" in message {where['index'] + 1} ({where['role']})" if where else ""
+    kind = f"; what differs{place} is {KINDS[near['kind']]}" if near["kind"] else ", where they differ"
+    return f"{head}{kind}."
+
+
+def _words(answer: Json) -> Json:
+    other = answer["other"] or {}
+    why = f" ({answer['why_there']})" if answer["why_there"] else ""
+    return {
+        "size": answer["block_size"],
+        "here": answer["endpoint"] or "the replica",
+        "there": other.get("endpoint") or "another replica",
+        "who": other.get("request_id"),
+        "why": why,
+        "ago": f"{other.get('seconds_ago', 0.0):,.0f} s ago",
+    }
+
+
+_REASONS = {
+    "complete": "Everything was there; the last token is always computed, because the answer begins from it.",
+    "diverged": "That much was reused, as far as whole blocks go.",
+    "extends": "That much was reused, as far as whole blocks go.",
+    "too_short": "That does not fill a block of {size} tokens, and blocks are shared whole.",
+    "isolated": (
+        "More than was reused is the same as in request {who}, which has another isolation domain, model or adapter: "
+        "equal prompts share nothing across these."
+    ),
+    "other_replica": "But request {who} went to {there}, and this one to {here}{why}, "
+    "which had not seen as much of it.",
+    "computing": "Request {who} had the same beginning there, and had not been answered yet when this one was sent.",
+    "evicted": "Request {who} had the same beginning at the same place {ago}: it is not there any more, evicted since "
+    "or lost in a restart.",
+    "unreported": "What was reused is not known yet, or the engine does not report it.",
+    "unseen_but_cached": "No recent request of yours through this router begins like this one: what was cached came by "
+    "another way.",
+    "never_seen": "No recent request of yours through this router begins with the same block of {size} tokens, and "
+    "blocks are shared whole.",
+}
+
+
+def _texts(near: Json | None) -> str:
+    if near is None or not near["text"] or not near["other_text"]:
+        return ""
+    return f"\n  both:  {near['text_before']!r}\n  that:  {near['other_text']!r}\n  this:  {near['text']!r}"

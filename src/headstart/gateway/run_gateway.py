@@ -1,0 +1,246 @@
+"""route: one router from start to end. Port, replicas, HTTP, signals, drain, exit code."""
+
+import asyncio
+import contextlib
+import gc
+import ipaddress
+import socket
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvloop
+from prometheus_client import disable_created_metrics
+
+from headstart import __version__
+from headstart.config.options import RouterOptions, ServerOptions
+from headstart.core.errors import ConfigError
+from headstart.gateway.decision_log_writer import DecisionLog
+from headstart.gateway.discovery.discovery import Discovery, StaticDiscovery
+from headstart.gateway.discovery.discovery_table import make_discovery
+from headstart.gateway.gateway_app import build_front
+from headstart.gateway.gateway_state import FleetState
+from headstart.gateway.held_log import HeldLog
+from headstart.gateway.proxy.replies import session_options
+from headstart.gateway.proxy.request_reader import Reader
+from headstart.gateway.replica_tokenizers import named_tokenizer, tokenizer_of
+from headstart.gateway.replicas.replica_address import ReplicaAddress, parse_address
+from headstart.http.connections import ConnectionTable, connection_cap
+from headstart.http.lifecycle import (
+    EXIT_BROKEN,
+    EXIT_CONFIG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    HttpServer,
+    Shutdown,
+    first_of,
+    listen,
+    uvicorn_config,
+)
+from headstart.http.logs import Log
+from headstart.openai.allocator import give_memory_back
+from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
+from headstart.openai.tokenizer.tokenizer import Tokenizer
+
+KEEPALIVE_SECONDS = 4.0  # of idle connections to replicas; vLLM closes them after 5
+FIRST_LOOK_SECONDS = 3.0  # what the banner waits for replicas to answer their first look
+
+
+def route(router_options: RouterOptions, server_options: ServerOptions, discovery: Discovery | None = None) -> int:
+    """Routes until SIGTERM or Ctrl-C and returns the exit code; replicas come from `discovery`, else the options.
+
+    0: everything admitted was answered. 1: requests were cut off at the end of the drain. 2: the options cannot work,
+    said in one line. 130: stopped at once by a second Ctrl-C.
+    """
+    log = Log()
+    give_memory_back()
+    try:
+        found = discovery or discovery_of(router_options)
+        reader = Reader(_tokenizer(router_options.tokenizer))
+        decisions = DecisionLog(Path(router_options.decision_log)) if router_options.decision_log else None
+        listener = listen(server_options.host, server_options.port)
+    except ConfigError as error:
+        log.line(f"headstart: {error}")
+        return EXIT_CONFIG
+    disable_created_metrics()
+    try:
+        with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            life = _Life(router_options, server_options, found, reader, decisions, listener, log)
+            return runner.run(life.run())
+    finally:
+        if decisions is not None:
+            decisions.close()
+
+
+def discovery_of(options: RouterOptions) -> Discovery:
+    """Where the replicas of the options come from. Raises ConfigError if there are none."""
+    if options.discover is not None and options.replica:
+        raise ConfigError("give replicas by --replica or by --discover, not both")
+    if options.discover is not None:
+        return make_discovery(options.discover)
+    if not options.replica:
+        raise ConfigError("no replicas: name them, as in headstart route --replica http://127.0.0.1:8001")
+    addresses: Sequence[ReplicaAddress] = [parse_address(text) for text in options.replica]
+    return StaticDiscovery(addresses)
+
+
+def _tokenizer(name: str) -> Tokenizer | None:
+    return None if name in ("auto", "none") else SegmentedTokenizer(named_tokenizer(name))
+
+
+class _Life:
+    """One life of a router."""
+
+    def __init__(
+        self,
+        router_options: RouterOptions,
+        server_options: ServerOptions,
+        discovery: Discovery,
+        reader: Reader,
+        decisions: DecisionLog | None,
+        listener: socket.socket,
+        log: Log,
+    ) -> None:
+        self._router_options = router_options
+        self._options = server_options
+        self._discovery = discovery
+        self._reader = reader
+        self._decisions = decisions
+        self._listener = listener
+        self._log = log
+        self._held_log = HeldLog()  # of what the router says with addresses of replicas in it
+        self._listed = asyncio.Event()  # discovery has said who there is
+
+    async def run(self) -> int:
+        """Starts everything, waits, and ends everything."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ttl_dns_cache=10)
+        async with aiohttp.ClientSession(connector=connector, trust_env=False, **session_options()) as session:
+            try:
+                state = FleetState(
+                    self._router_options, self._options, session, self._reader, self._held_log, self._decisions
+                )
+            except ConfigError as error:
+                self._log.line(f"headstart: {error}")
+                return EXIT_CONFIG
+            self._shutdown = Shutdown(
+                self._options.drain_timeout,
+                self._log,
+                num_requests=lambda: state.num_under_way,
+                on_drain=state.drain,
+            )
+            self._shutdown.install()
+
+            def changed(addresses: Sequence[ReplicaAddress]) -> None:
+                state.members.changed(addresses)
+                self._listed.set()
+
+            watching = asyncio.create_task(self._discovery.watch(changed))
+            try:
+                return await self._live(state, watching)
+            finally:
+                self._held_log.release()
+                await state.close()
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+
+    async def _live(self, state: FleetState, watching: "asyncio.Task[None]") -> int:
+        await self._first_look(state, watching)
+        if watching.done() and isinstance(error := watching.exception(), ConfigError):
+            self._log.line(f"headstart: {error}")
+            return EXIT_CONFIG
+        self._find_tokenizer(state)
+        cap = connection_cap(self._options.max_num_queued_reqs, files_each=2)  # the client's, and one to a replica
+        http = HttpServer(uvicorn_config(build_front(state), ConnectionTable(cap)))
+        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+        try:
+            if not self._listed.is_set():  # replicas that are only being started
+                await _any_of(watching, self._listed.wait(), self._shutdown.begun.wait())
+                await self._first_look(state, watching, timeout=None)
+            if not watching.done() and not self._shutdown.begun.is_set():
+                self._log.line(self._banner(state))
+            self._held_log.release()
+            gc.collect()
+            gc.freeze()  # modules, and shadows of large caches: a full collection of them stops all streams for 60 ms
+            stopped = asyncio.ensure_future(self._shutdown.begun.wait())
+            await asyncio.wait([stopped, watching], return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            if watching.done() and not watching.cancelled():
+                more = "; the router stops" if self._listed.is_set() else ""
+                self._log.line(f"headstart: {watching.exception() or 'discovery has ended'}{more}")
+                state.drain()
+                return EXIT_CONFIG if isinstance(watching.exception(), ConfigError) else EXIT_BROKEN
+            return await self._drain(state)
+        finally:
+            http.should_exit = True
+            http.force_exit = self._shutdown.at_once.is_set()
+            await asyncio.wait([serving])
+
+    async def _first_look(
+        self, state: FleetState, watching: "asyncio.Task[None]", timeout: float | None = FIRST_LOOK_SECONDS
+    ) -> None:
+        """Waits until every replica known was looked at once; `timeout` None: however long that takes."""
+        await _any_of(watching, state.members.seen.wait(), self._shutdown.begun.wait(), timeout=timeout)
+
+    def _find_tokenizer(self, state: FleetState) -> None:
+        """Takes the replicas' tokenizer as soon as they say what they serve, if it is on this machine."""
+        if self._router_options.tokenizer != "auto":
+            return
+        before = state.members.on_models
+
+        def changed() -> None:
+            before()
+            if state.reader.tokenizer is None:
+                found = tokenizer_of(state.members.cards())
+                state.reader.tokenizer = None if found is None else SegmentedTokenizer(found)
+                if state.reader.tokenizer is not None:
+                    self._log.line("headstart: prompts are counted in the replicas' own tokens")
+
+        state.members.on_models = changed
+        changed()
+
+    async def _drain(self, state: FleetState) -> int:
+        deadline = time.monotonic() + self._shutdown.drain_seconds
+        while state.num_under_way and not self._shutdown.at_once.is_set() and time.monotonic() < deadline:
+            await first_of(state.idle.wait(), self._shutdown.at_once.wait(), timeout=0.5)
+        if not state.num_under_way:
+            return EXIT_OK
+        self._log.line(f"headstart: {state.num_under_way} requests were cut off")
+        return EXIT_INTERRUPTED if self._shutdown.at_once.is_set() else EXIT_BROKEN
+
+    def _banner(self, state: FleetState) -> str:
+        host, port = self._listener.getsockname()[:2]
+        where = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        members = state.members.members.values()
+        up = sum(member.state == "up" for member in members)
+        names = sorted({card.id for card in state.members.cards()})
+        counting = "the replicas' own tokens" if state.reader.tokenizer is not None else "bytes (no tokenizer here)"
+        lines = [
+            f"Headstart {__version__} routes to {self._discovery.describe()} at http://{where}:{port}/v1",
+            f"  replicas {up} of {len(members)} up" + (f", serving {', '.join(names[:4])}" if names else ""),
+            f"  policy   {state.router.policy.name}, prompts counted in {counting}",
+            f"  keys     {_keys(self._options, host)}",
+            f"  look     curl http://{where}:{port}/v1/fleet",
+        ]
+        return "\n".join(lines)
+
+
+async def _any_of(
+    watching: "asyncio.Task[None]", *works: Coroutine[Any, Any, Any], timeout: float | None = None
+) -> None:
+    """Waits until one of `works` is done, or `watching`, which goes on if it is not."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    await asyncio.wait([*tasks, watching], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+def _keys(options: ServerOptions, host: str) -> str:
+    count = len(options.api_key) + sum(len(tenant.api_keys) for tenant in options.tenants)
+    if count:
+        return f"{count} configured, of {len(options.api_key) + len(options.tenants)} tenants"
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return "clients' keys are the replicas' business"
+    return "NONE HERE: clients' keys are the replicas' business, and everyone can reach this address"

@@ -1,0 +1,1 @@
+"""HTTP for the server and the gateway: limits, keys, access lines, errors."""

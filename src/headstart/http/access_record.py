@@ -1,0 +1,96 @@
+"""RequestRecord: what is known of one HTTP request, for its access line and its metrics. No prompt, no key."""
+
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from headstart.core.batch import Ledger
+from headstart.http.auth import ANYONE, Principal
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9._:@/+=-]")
+_MAX_LABEL_CHARS = 128
+_SCOPE_KEY = "headstart.record"
+_PROBES = ("/health", "/readyz", "/livez", "/metrics")  # asked all the time by those who look after servers
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Filled in while the request is served. Times are monotonic seconds."""
+
+    request_id: str  # the client's label, cleaned, or ours
+    method: str
+    path: str
+    arrival: float = field(default_factory=time.monotonic)
+    principal: Principal = ANYONE
+    status: int | None = None
+    num_prompt_tokens: int | None = None
+    ledger: Ledger | None = None  # of its prompts
+    num_tokens: int | None = None
+    scheduled_at: float | None = None  # when the engine began the first of its prompts
+    first_token_at: float | None = None
+    finish_reason: str | None = None
+    error: str | None = None  # code
+    route: dict[str, object] | None = None  # what a router has to say of it
+
+    @classmethod
+    def of(cls, scope: Any) -> "RequestRecord":
+        """Returns the record of a request that has just come, and leaves it in the scope for `record_of`."""
+        label = dict(scope["headers"][::-1]).get(b"x-request-id", b"")  # the first of them
+        cleaned = _UNSAFE.sub("", label[: 4 * _MAX_LABEL_CHARS].decode("latin-1"))[:_MAX_LABEL_CHARS] if label else ""
+        record = cls(cleaned or f"req-{os.urandom(16).hex()}", scope["method"], scope["path"])
+        scope[_SCOPE_KEY] = record
+        return record
+
+    def is_logged(self, access_log: str, *, on_terminal: bool) -> bool:
+        """Whether it gets an access line under this value of the option `access_log`."""
+        has_failed, is_probe = self.status is None or self.status >= 400, self.path in _PROBES
+        match ("errors" if on_terminal else "requests") if access_log == "auto" else access_log:
+            case "all":
+                return True
+            case "requests":
+                return has_failed or not is_probe
+            case "errors":
+                return has_failed and not is_probe
+            case _:
+                return False
+
+    def text(self, now: float) -> str:
+        """Return the access line for people."""
+        outcome = f"{self.method[:16]} {self.path[:_MAX_LABEL_CHARS]} {self.status or '-'} {self.error or ''}".rstrip()
+        tokens = ""
+        if self.num_prompt_tokens is not None:
+            cached = self.ledger.cached if self.ledger else 0
+            tokens = f", {self.num_prompt_tokens:,} prompt tokens ({cached:,} cached), {self.num_tokens or 0:,} output"
+        return f"{outcome}{tokens}, {self._since_arrival(now):,} ms, {self.request_id}"
+
+    def fields(self, now: float) -> dict[str, object]:
+        """Returns the fields of the access line."""
+        first, ledger = self.first_token_at, self.ledger
+        named = {f"{name}_tokens": value for name, value in ledger._asdict().items()} if ledger else {}
+        return {
+            "request_id": self.request_id,
+            "tenant": self.principal.label or None,
+            "method": self.method[:16],
+            "path": self.path[:_MAX_LABEL_CHARS],
+            "status": self.status,
+            "error": self.error,
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": ledger and ledger.cached,
+            **named,
+            "completion_tokens": self.num_tokens,
+            "finish_reason": self.finish_reason,
+            **(self.route or {}),
+            "queue_ms": self._since_arrival(self.scheduled_at),
+            "ttft_ms": self._since_arrival(first),
+            "e2e_ms": self._since_arrival(now),
+        }
+
+    def _since_arrival(self, at: float | None) -> float | None:
+        return None if at is None else round((at - self.arrival) * 1000, 1)
+
+
+def record_of(scope: Any) -> RequestRecord:
+    """Returns the record that RequestRecord.of left in the scope."""
+    return scope[_SCOPE_KEY]

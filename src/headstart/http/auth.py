@@ -1,0 +1,231 @@
+"""Who is asking: API keys, administrator keys, and the tenant and isolation domain that a key stands for.
+
+Decides on the raw ASGI path, never on a URL rebuilt from headers, and denies what it does not know: a new route needs a
+key until it is listed here. Keys are compared by digest in constant time. A tenant is a [[tenant]] of headstart.toml
+with all its keys, or one --api-key alone. Tenants never share cache blocks but public ones: each one's domain is an
+HMAC of its name, or key, with a secret, so no client can compute or guess it. The secret lives as long as the process,
+or as the store: whoever is to find a tenant's blocks again must come to the same domain. Logs name a key by an HMAC
+with another secret, which no process leaves behind.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+
+from headstart.config.options import TenantEntry
+from headstart.core.errors import ConfigError, InvalidRequestError
+from headstart.http.http_errors import HttpError
+
+Scope = Any  # starlette's: a mutable mapping
+_TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"origin"))
+
+
+class Access(Enum):
+    """What a route asks for."""
+
+    PUBLIC = "public"
+    TENANT = "tenant"  # any key, if keys are configured
+    OWN = "own"  # any tenant's key, for what is its own; as ADMIN, if no tenant has a key: then nothing is anybody's
+    OPERATOR = "operator"  # an administrator key, if such are configured; else as TENANT
+    MONITOR = "monitor"  # as OPERATOR; without any keys at all as ADMIN
+    ADMIN = "admin"  # an administrator key; without any keys at all, a caller on this machine
+
+
+ACCESS = {
+    "/health": Access.PUBLIC,
+    "/readyz": Access.PUBLIC,
+    "/livez": Access.PUBLIC,
+    "/version": Access.PUBLIC,
+    "/metrics": Access.OPERATOR,  # its global hit counters tell tenants of each other
+    "/reset_prefix_cache": Access.ADMIN,
+    "/v1/prefixes": Access.ADMIN,  # public prefixes are everyone's
+    "/v1/cache/stats": Access.OPERATOR,  # as /metrics
+    "/v1/cache/explain": Access.OWN,  # it shows prompts
+    "/v1/fleet": Access.ADMIN,  # a router's: where replicas are, and what they have to do
+}
+_ADMIN_TREE = "/v1/prefixes/"  # and whatever lies below
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """A caller whose key is known, or anyone where no keys are configured."""
+
+    label: str = ""  # for logs: the tenant's name, or what says nothing about the key
+    domain: bytes = b""  # isolation domain of the cache
+    is_admin: bool = False
+    tenant: str = ""  # whose share of the cache it uses: the label, or "" where no tenant has a key
+
+
+ANYONE = Principal()
+
+
+class Authenticator:
+    """The configured keys. Raises ConfigError for keys that could not protect anything, and for ambiguous ones."""
+
+    def __init__(
+        self,
+        keys: Iterable[str],
+        admin_keys: Iterable[str],
+        secret: bytes,
+        tenants: Iterable[TenantEntry] = (),
+        *,
+        label_secret: bytes | None = None,
+        access: Mapping[str, Access] = ACCESS,
+    ) -> None:
+        """Domains come from `secret`, what logs show of a key from `label_secret` (by default the same).
+
+        `access` says what each path needs; paths that it does not name need a tenant's key.
+        """
+        labels = secret if label_secret is None else label_secret
+        self._access = access
+        singles, admins, named = tuple(keys), tuple(admin_keys), tuple(tenants)
+        _check_keys([("--api-key", singles), *_keys_by_tenant(named), ("--admin-api-key", admins)])
+        self._has_tenants, self._has_admins = bool(singles or named), bool(admins)
+        self._domains = {entry.name: _domain(secret, b"tenant", entry.name.encode()) for entry in named}
+        self._known = [
+            *((_digest(key.encode()), _of_key(key, secret, labels, separate=True)) for key in singles),
+            *((_digest(key.encode()), self._of_tenant(entry.name)) for entry in named for key in entry.api_keys),
+            *((_digest(key.encode()), self._of_admin(key, secret, labels)) for key in admins),
+        ]
+
+    def domain_of(self, tenant: str) -> bytes:
+        """Returns the isolation domain of a [[tenant]]. Raises InvalidRequestError for a name that is none."""
+        if tenant not in self._domains:
+            known = ", ".join(self._domains) or "none"
+            raise InvalidRequestError(
+                f"tenant {tenant[:64]!a} is not one of those in headstart.toml: {known}", param="tenant"
+            )
+        return self._domains[tenant]
+
+    def authorise(self, scope: Scope) -> Principal:
+        """Returns who is asking for `scope["path"]`. Raises HttpError 401 or 403 if they may not."""
+        access = (
+            Access.ADMIN if scope["path"].startswith(_ADMIN_TREE) else self._access.get(scope["path"], Access.TENANT)
+        )
+        if access is Access.PUBLIC:
+            return ANYONE
+        principal = self._identify(scope["headers"])
+        if access is Access.OWN:
+            access = Access.TENANT if self._has_tenants else Access.ADMIN
+        if access is Access.MONITOR:
+            access = Access.OPERATOR if self._known else Access.ADMIN
+        if access is Access.OPERATOR:
+            access = Access.ADMIN if self._has_admins else Access.TENANT
+        if access is Access.TENANT:
+            if principal is None and self._has_tenants:
+                raise _unauthorised()
+            return principal or ANYONE
+        return self._authorise_admin(principal, scope)
+
+    def is_admin(self, principal: Principal, scope: Scope) -> bool:
+        """Return whether a caller that was let in may do what Access.ADMIN asks for. Changes nothing."""
+        return principal.is_admin or (not self._known and _is_local(scope))
+
+    def _of_tenant(self, name: str) -> Principal:
+        return Principal(name, self._domains[name], tenant=name)
+
+    def _of_admin(self, key: str, secret: bytes, labels: bytes) -> Principal:
+        return replace(_of_key(key, secret, labels, separate=self._has_tenants), is_admin=True)
+
+    def _authorise_admin(self, principal: Principal | None, scope: Scope) -> Principal:
+        if not self._known:
+            if _is_local(scope):
+                return Principal(is_admin=True)
+            raise _forbidden("this needs an administrator key; start the server with --admin-api-key to allow it")
+        if principal is None:
+            raise _unauthorised()
+        if not principal.is_admin:
+            raise _forbidden("this key is not an administrator's; use one given by --admin-api-key")
+        return principal
+
+    def _identify(self, headers: list[tuple[bytes, bytes]]) -> Principal | None:
+        """Returns whose key it is; looks at every key whatever matches, so that time tells nothing."""
+        values = [value for name, value in headers if name == b"authorization"]
+        if len(values) != 1:
+            return None
+        scheme, _, key = values[0].partition(b" ")
+        if scheme.lower() != b"bearer":
+            return None
+        digest, found = _digest(key.strip()), None
+        for known, principal in self._known:
+            if hmac.compare_digest(known, digest):
+                found = principal
+        return found
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _keys_by_tenant(tenants: Iterable[TenantEntry]) -> list[tuple[str, tuple[str, ...]]]:
+    """The keys of each tenant behind its name. Raises ConfigError for a name or a tenant that cannot be."""
+    groups: dict[str, tuple[str, ...]] = {}
+    for entry in tenants:
+        if not _TENANT_NAME.fullmatch(entry.name):
+            raise ConfigError(f"a tenant is named {entry.name[:64]!a}; use 1 to 64 of A-Z a-z 0-9 . _ -")
+        if f"tenant {entry.name}" in groups:
+            raise ConfigError(f"tenant {entry.name} is there twice; give all its api_keys in one [[tenant]]")
+        if not entry.api_keys:
+            raise ConfigError(f"tenant {entry.name} has no api_keys, so nobody could be it; give it at least one")
+        groups[f"tenant {entry.name}"] = entry.api_keys
+    return list(groups.items())
+
+
+def _check_keys(groups: Iterable[tuple[str, tuple[str, ...]]]) -> None:
+    """Raises ConfigError for an empty key and for one that stands in two places: whose would it be?"""
+    holders: dict[str, str] = {}
+    for holder, keys in groups:
+        for key in keys:
+            if not key:
+                raise ConfigError(f"{holder} has an empty key; give it at least one character or leave it out")
+            if key in holders:
+                raise ConfigError(f"{holder} has a key that {holders[key]} has already; every key may be given once")
+            holders[key] = holder
+
+
+def _of_key(key: str, secret: bytes, labels: bytes, *, separate: bool) -> Principal:
+    """Sub-keys per purpose: what a log shows cannot be turned into a domain."""
+    name = _digest(key.encode())
+    label = hmac.digest(labels, b"label" + name, "sha256").hex()[:12]
+    domain = _domain(secret, b"key", name) if separate else b""
+    return Principal(label, domain, tenant=label if separate else "")
+
+
+def _domain(secret: bytes, kind: bytes, name: bytes) -> bytes:
+    return hmac.digest(secret, b"domain/" + kind + b"/" + name, "sha256")
+
+
+def _is_local(scope: Scope) -> bool:
+    """Whether the connection comes from this machine and nothing says that it was passed on, or sent by a web page."""
+    client = scope.get("client")
+    if client is None or not _is_loopback(client[0]):
+        return False
+    return _FORWARDED.isdisjoint(dict(scope["headers"]))
+
+
+@lru_cache(maxsize=256)
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _unauthorised() -> HttpError:
+    return HttpError(
+        401,
+        "a valid API key is needed; send it as: Authorization: Bearer KEY",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
+    )
+
+
+def _forbidden(message: str) -> HttpError:
+    return HttpError(403, message, code="permission_denied")

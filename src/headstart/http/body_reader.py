@@ -1,0 +1,133 @@
+"""Reading a request's body: limits on its bytes, on the time between two pieces of it, and on the time of the whole."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+from starlette.requests import Request
+
+from headstart.http.byte_budget import Budget, Lease
+from headstart.http.http_errors import ClientGoneError, HttpError
+
+BODY_SECONDS = 30.0  # between two pieces of a body, and for the whole of it beside its size over MIN_BODY_RATE
+MIN_BODY_RATE = 16 * 1024  # bytes per second
+HELD_BYTES = 24 << 20  # of all bodies that are being read, parsed and tokenized
+ROOM_SECONDS = 5.0  # how long a body waits, half read, while others hold all of that
+ROOM_POLL_SECONDS = 0.02
+MAX_WAITING = 64  # bodies; the others are refused at once
+
+
+class BodyReader:
+    """Reads bodies of at most `max_bytes`, and holds at most `held_bytes` of all of them, or two of the largest.
+
+    One body more goes on beyond that; others wait for room, and are refused after ROOM_SECONDS.
+    """
+
+    def __init__(self, max_bytes: int, held_bytes: int = HELD_BYTES) -> None:
+        """`held_bytes`: of all bodies that are being read or worked on."""
+        self._max_bytes = max_bytes
+        self._budget = Budget(max(held_bytes, 2 * max_bytes), "request bodies")
+        self._beyond: Lease | None = None  # of the one body that may exceed it, lest all wait half read
+        self._num_waiting = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all bodies that are being read or worked on."""
+        return self._budget.held_bytes
+
+    async def read(self, request: Request) -> bytes:
+        """Return the body. Raises HttpError 413, 415, 408, QueueFullError, and ClientGoneError."""
+        lease = self._budget.lease()
+        try:
+            return await self._collect(request, lease)
+        finally:
+            self._release(lease)
+
+    @asynccontextmanager
+    async def held(self, request: Request) -> AsyncGenerator[bytes]:
+        """Give the body, which counts as held until the block ends. Raises as `read`."""
+        lease = self._budget.lease()
+        try:
+            yield await self._collect(request, lease)
+        finally:
+            self._release(lease)
+
+    async def _collect(self, request: Request, lease: Lease) -> bytes:
+        _check_headers(request.scope["headers"], self._max_bytes)
+        body = bytearray()
+        start = time.monotonic()
+        while True:
+            piece, is_last = await _next_piece(request, start + BODY_SECONDS + len(body) / MIN_BODY_RATE)
+            size = len(body) + len(piece)
+            if size > self._max_bytes:
+                raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
+            start += await self._hold(lease, len(piece))
+            if is_last and not body:
+                return piece
+            body += piece
+            if is_last:
+                return bytes(body)
+
+    async def _hold(self, lease: Lease, more: int) -> float:
+        """Hold `more` bytes once there is room; return the seconds that passed. Raises QueueFullError.
+
+        Nothing more is read of its connection meanwhile, so its client waits too.
+        """
+        began = time.monotonic()
+        while not self._budget.has_room(more, lease.num_bytes):
+            if self._beyond in (None, lease):
+                self._beyond = lease
+                lease.resize(lease.num_bytes + more)
+                return time.monotonic() - began
+            if self._num_waiting >= MAX_WAITING or time.monotonic() - began >= ROOM_SECONDS:
+                break
+            self._num_waiting += 1
+            try:
+                await asyncio.sleep(ROOM_POLL_SECONDS)
+            finally:
+                self._num_waiting -= 1
+        lease.grow(more)
+        return time.monotonic() - began
+
+    def _release(self, lease: Lease) -> None:
+        lease.release()
+        if self._beyond is lease:
+            self._beyond = None
+
+
+_CLOSE = {"connection": "close"}
+
+
+async def _next_piece(request: Request, deadline: float) -> tuple[bytes, bool]:
+    """Returns some bytes, and whether they are the last; `deadline` is that of the whole body so far."""
+    seconds = min(BODY_SECONDS, deadline - time.monotonic())
+    try:
+        async with asyncio.timeout(seconds):
+            message = await request.receive()
+    except TimeoutError:
+        text = f"the body did not come within {BODY_SECONDS:.0f} s; send at least {MIN_BODY_RATE} bytes per second"
+        raise HttpError(408, text, code="timeout", headers=_CLOSE) from None
+    if message["type"] == "http.disconnect":
+        raise ClientGoneError
+    return message.get("body", b""), not message.get("more_body")
+
+
+def _check_headers(headers: Sequence[tuple[bytes, bytes]], max_bytes: int) -> None:
+    """Judge the first header of each name; `headers` as in an ASGI scope."""
+    found = dict(headers[::-1])
+    kind = found.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
+    if kind != b"application/json" and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
+        message = "the body must be JSON; send it with the header Content-Type: application/json"
+        raise HttpError(415, message, code="unsupported_media_type", headers=_CLOSE)
+    if found.get(b"content-encoding", b"identity").lower() != b"identity":
+        message = "compressed bodies are not read; send the body without Content-Encoding"
+        raise HttpError(415, message, code="unsupported_media_type", headers=_CLOSE)
+    length = found.get(b"content-length", b"")
+    if length.isdigit() and int(length[:20]) > max_bytes:
+        raise _too_large(length[:20].decode(), max_bytes)
+
+
+def _too_large(size: str, max_bytes: int) -> HttpError:
+    message = f"the body has {size} bytes; at most {max_bytes} are read: send less, or raise --max-body-bytes"
+    return HttpError(413, message, code="body_too_large", headers=_CLOSE)

@@ -1,0 +1,62 @@
+"""HttpError and how any error is told to a client: one renderer, so that no text of ours leaks on the way.
+
+Nothing that a client did not send itself is in the message, except limits: no paths, no addresses, no tracebacks.
+"""
+
+from starlette.responses import Response
+
+from headstart.core.errors import DrainingError, HeadstartError, QueueFullError, RequestFailedError
+from headstart.openai.responses import Json, encode, error_object, error_of
+
+Headers = dict[str, str]
+
+
+class HttpError(Exception):
+    """An answer that is an error, and that only HTTP knows of."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str, param: str | None = None, headers: Headers | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.headers = headers or {}
+
+
+class ClientGoneError(Exception):
+    """Nobody is there any more to be answered."""
+
+
+def rendered(error: Exception) -> tuple[int, Json, Headers]:
+    """Returns HTTP status, error object and headers for any exception."""
+    if isinstance(error, HttpError):
+        body = error_object(str(error), status=error.status, code=error.code, param=error.param)
+        return error.status, body, error.headers
+    if isinstance(error, RequestFailedError):
+        message = "this request failed in the engine, and it alone; the server's log has the reason"
+        return 500, error_object(message, status=500, code="request_failed"), {"x-should-retry": "false"}
+    if isinstance(error, ClientGoneError):
+        return 499, error_object("the client closed the connection", status=499, code="client_closed"), {}
+    if not isinstance(error, HeadstartError):
+        error = HeadstartError("internal error")
+    status, body = error_of(error)
+    headers: Headers = {}
+    if isinstance(error, QueueFullError):
+        headers["retry-after"] = str(max(round(error.retry_after), 1))
+    elif isinstance(error, DrainingError):
+        headers["retry-after"] = "1"
+    elif status == 500:
+        headers["x-should-retry"] = "false"  # the work may have been done: a retry would multiply it
+    return status, body, headers
+
+
+def json_response(value: object, status: int = 200, headers: Headers | None = None) -> Response:
+    """Returns a response of one JSON document."""
+    return Response(encode(value), status, headers, media_type="application/json")
+
+
+def error_response(error: Exception) -> Response:
+    """Returns the response that tells a client of `error`."""
+    status, body, headers = rendered(error)
+    return json_response(body, status, headers)

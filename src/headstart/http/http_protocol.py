@@ -1,0 +1,326 @@
+"""BoundedHttpProtocol: uvicorn's HTTP/1.1 parser with limits on everything that is not the body of a request.
+
+Limited in bytes and in time: the head of a request, trailers and the framing of chunks, requests sent ahead
+(pipelining), what is still read once a request was refused, and answers that a client does not read. The body itself is
+limited by its reader (body_reader.py). Trailers are dropped: a header counts only if it comes before the body.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from headstart.http.connections import ConnectionTable
+from headstart.http.http_refusals import FRAMING, INVALID, MAX_HEAD_BYTES, MAX_HEADERS, TOO_LARGE, TOO_MANY, refusal
+from headstart.http.write_watch import WriteWatch
+
+HEAD_SECONDS = 10.0  # from the first moment of a connection, or of a further request, to the end of its headers
+HEAD_SLICE, CHUNKED_SLICE = 1024, 4096  # bytes parsed at a time: few requests fit into them
+CHUNK_BYTES = 16  # what the framing of a chunk may cost beside twice its data, as in Go's net/http (CVE-2023-39326)
+LINGER_SECONDS = 2.0  # how long a refused request is still read, so that the refusal reaches its sender
+LINGER_BYTES = 8 * 1024 * 1024
+
+
+class _RefusedError(Exception):
+    """Stops the parser."""
+
+
+class _Flow(FlowControl):
+    """Flow control that reads nothing more while bytes are held that were received already."""
+
+    is_holding = False
+
+    def resume_reading(self) -> None:
+        if not self.is_holding:
+            super().resume_reading()
+
+
+class _Line:
+    """The transport that a request's cycle sees: closing it is up to the connection."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One connection. What is no HTTP, or too much of it, gets an OpenAI error object and the connection closed.
+
+    A connection is closed behind an answer that came before the end of the request's body.
+    """
+
+    def __init__(self, *args: Any, table: ConnectionTable, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._table = table
+        self._running: RequestResponseCycle | None = None  # the request that is being answered
+        self._in_body = False  # else in a head, or between two requests
+        self._has_begun = False  # a head
+        self._body_left: int | None = None  # of a body of announced length
+        self._keep_alive = False  # whether the client wants to send more behind the request in self.cycle
+        self._held = b""  # received and not parsed
+        self._is_last = False  # nothing behind the request in self.cycle is read
+        self._is_refused = False  # what came behind the request in self.cycle
+        self._closing = False
+        self._overhead = self._dropped = 0  # bytes
+        self._slice = self._slice_body = self._slice_chunks = 0
+        self._deadline: asyncio.TimerHandle | None = None  # of a head
+        self._lingering: asyncio.TimerHandle | None = None
+        self._refusal = INVALID
+
+    # --------------------------------------------------------------------------------------------- life of a connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._line = _Line(transport, self._close_behind_answer)
+        self.flow = self._flow = _Flow(transport)
+        self._watch = WriteWatch(transport, self.loop)
+        if self._table.admit(self):
+            self._arm()
+            return
+        transport.write(refusal(503, f"{self._table.max_connections} connections are open; try again later"))
+        self._close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closing = True
+        self._table.remove(self)
+        self._disarm()
+        self._stop_lingering()
+        self._watch.stop()
+        self._unset_keepalive_if_required()
+        self._disconnect()
+        self._held = b""
+        super().connection_lost(exc)
+
+    def close_idle(self) -> None:
+        """Close the connection, on which nothing is being answered."""
+        self._close()
+
+    def shutdown(self) -> None:
+        """Close the connection behind the answer that is under way. Called by uvicorn when the server ends."""
+        self._keep_alive = False
+        if self._running is None:
+            self._close()
+        else:
+            self.cycle.keep_alive = False
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Called by uvicorn when no further request came."""
+        self._close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch.start()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self._closing:
+            self._watch.stop()
+
+    # --------------------------------------------------------------------------------------------------- bytes received
+
+    def data_received(self, data: bytes) -> None:
+        if self._closing or self._is_last:
+            self._drop(len(data))
+        elif self._held or self.pipeline:
+            self._hold(data)
+        elif len(data) <= HEAD_SLICE and not self._in_body:
+            self._parse_slice(data)
+        else:
+            self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        at = 0
+        while at < len(data) and not (self._closing or self._is_last):
+            if self.pipeline:
+                self._hold(data[at:])
+                return
+            size = (self._body_left or CHUNKED_SLICE) if self._in_body else HEAD_SLICE
+            piece = data[at : at + size]
+            at += len(piece)
+            self._parse_slice(piece)
+
+    def _parse_slice(self, piece: bytes) -> None:
+        self._slice, self._slice_body, self._slice_chunks = len(piece), 0, 0
+        super().data_received(piece)
+        if self._closing or self._is_last:
+            return
+        more = len(piece) - 3 * self._slice_body - CHUNK_BYTES * self._slice_chunks
+        self._overhead = max(0, self._overhead + more)
+        if self._overhead > MAX_HEAD_BYTES:
+            self._refuse(*(FRAMING if self._in_body else TOO_LARGE))
+        elif self._running is None and not self._in_body:
+            self._arm()  # bytes between two requests, such as empty lines, have the time of a head
+
+    def _hold(self, data: bytes) -> None:
+        """Keep bytes that were sent ahead until it is their turn."""
+        self._held += data
+        self._flow.is_holding = True
+        self._flow.pause_reading()
+
+    def _release(self) -> bytes:
+        held, self._held = self._held, b""
+        self._flow.is_holding = False
+        self._flow.resume_reading()
+        return held
+
+    def _drop(self, size: int) -> None:
+        self._dropped += size
+        if self._dropped > LINGER_BYTES:
+            self._disconnect()
+            self._close()
+
+    # ------------------------------------------------------------------------------------------ callbacks of the parser
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._has_begun = True
+        self._overhead = -self._slice
+        self._arm()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_body:
+            return  # a trailer
+        if len(self.headers) >= MAX_HEADERS:
+            self._refusal = TOO_MANY
+            raise _RefusedError
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self._has_begun = False
+        self._overhead = -self._slice
+        self._disarm()
+        super().on_headers_complete()
+        self._in_body = True
+        self.cycle.transport = self._line  # type: ignore[assignment]  # it calls these three alone
+        self._keep_alive = self.cycle.keep_alive and not self._is_upgrade()
+        self.cycle.keep_alive = False  # as long as there is more of the body: an answer now closes the connection
+        length = dict(self.headers).get(b"content-length")  # the parser refuses a second one
+        self._body_left = None if length is None else int(length)
+
+    def _is_upgrade(self) -> bool:
+        """Whether the parser reads nothing behind this head. It is answered without its body, as HTTP/1.1."""
+        return self.parser is not None and self.parser.should_upgrade()
+
+    def on_chunk_header(self) -> None:
+        self._slice_chunks += 1
+
+    def on_body(self, body: bytes) -> None:
+        self._slice_body += len(body)
+        if self._body_left is not None:
+            self._body_left -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        self._overhead = -self._slice
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self._keep_alive
+        self._is_last = not self._keep_alive
+        super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        self._table.set_busy(self)
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        self._running = None
+        if self._closing:
+            self.server_state.total_requests += 1
+            return
+        super().on_response_complete()
+        if self._running is None:
+            self._table.set_idle(self)
+        if self._held and not self.pipeline:
+            self._parse(self._release())
+
+    # ------------------------------------------------------------------------------------------------ refusing, closing
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn for whatever its parser does not accept."""
+        self._refuse(*self._refusal)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer with an error and close; but whole requests that came earlier are answered first."""
+        running = self._running
+        if running is not None and not self.cycle.more_body:
+            self.cycle.keep_alive, self._is_last, self._is_refused = False, True, True
+            return
+        is_told = running is None or (running is self.cycle and not running.response_started)
+        self._disconnect()
+        if is_told:
+            self.transport.write(refusal(status, message))
+            self._linger()
+        else:
+            self._close()
+
+    def _disconnect(self) -> None:
+        """Tell every request of this connection that its client is gone."""
+        self.pipeline.clear()
+        for cycle in (self._running, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+    def _close_behind_answer(self) -> None:
+        """Called by a cycle whose answer is the last of this connection."""
+        if self._is_refused or (self._running is not None and self._running.more_body):
+            self._linger()
+        else:
+            self._close()
+
+    def _linger(self) -> None:
+        """Close for writing, and read and drop a bounded rest: closed on unread data, a connection is reset.
+
+        A reset may overtake the answer.
+        """
+        if self._closing or self.transport.is_closing():
+            return
+        self._closing = True
+        self._disarm()
+        self.transport.write_eof()
+        self._release()
+        self._watch.stop()
+        self._lingering = self.loop.call_later(LINGER_SECONDS, self._close)
+
+    def _stop_lingering(self) -> None:
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
+
+    def _close(self) -> None:
+        """Close once everything is written, which a client must read in time."""
+        self._closing = True
+        self._disarm()
+        self._stop_lingering()
+        if not self.transport.is_closing():
+            self.transport.close()
+            self._watch.start()
+
+    # ----------------------------------------------------------------------------------------------------------- timers
+
+    def _arm(self) -> None:
+        if self._deadline is None and not self._closing:
+            self._deadline = self.loop.call_later(HEAD_SECONDS, self._expire)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expire(self) -> None:
+        self._deadline = None
+        if self._running is not None:
+            self._arm()  # the rest may be held back here
+        elif self._has_begun:
+            self._refuse(408, f"the headers did not come within {HEAD_SECONDS:.0f} s")
+        else:
+            self._close()

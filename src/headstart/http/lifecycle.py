@@ -1,0 +1,127 @@
+"""The lifecycle of an HTTP process: port, HTTP server, signals, drain, exit code. Shared by server and gateway."""
+
+import asyncio
+import contextlib
+import errno
+import functools
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from headstart.core.errors import ConfigError
+from headstart.http.connections import MIN_CONNECTIONS, ConnectionTable
+from headstart.http.http_protocol import BoundedHttpProtocol
+from headstart.http.logs import Log
+
+EXIT_OK, EXIT_BROKEN, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
+INTERRUPT_SECONDS = 10.0  # what Ctrl-C leaves for the requests under way
+CUT_SECONDS = 3.0  # for connections that are still open when everything was answered
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Takes the port before anything is loaded. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"host {host!r} and port {port} are no address to listen on: {error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            message = f"port {port} on {host} is in use; stop what uses it, or choose another with --port (0: any)"
+            raise ConfigError(message) from error
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return listener
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without signal handlers of its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+class Shutdown:
+    """The signals that end a process: SIGTERM drains, Ctrl-C drains with less patience, Ctrl-C again stops at once."""
+
+    def __init__(
+        self, drain_seconds: float, log: Log, *, num_requests: Callable[[], int], on_drain: Callable[[], None]
+    ) -> None:
+        """`num_requests` returns how many are under way; `on_drain` is called when nothing new is to be admitted."""
+        self.begun = asyncio.Event()
+        self.at_once = asyncio.Event()
+        self.drain_seconds = drain_seconds
+        self._log = log
+        self._num_requests = num_requests
+        self._on_drain = on_drain
+
+    def install(self) -> None:
+        """Handle the signals of this process from now on, in the running event loop."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._terminate)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+
+    def _terminate(self) -> None:
+        """SIGTERM: nothing new is admitted, everything admitted is answered. Again: no change."""
+        if not self.begun.is_set():
+            self._tell("SIGTERM: ", "")
+        self._begin()
+
+    def _interrupt(self) -> None:
+        if self.begun.is_set():
+            self._log.line("headstart: stopping at once")
+            self.at_once.set()
+            return
+        self.drain_seconds = min(self.drain_seconds, INTERRUPT_SECONDS)
+        self._tell("", "; Ctrl-C again stops at once")
+        self._begin()
+
+    def _begin(self) -> None:
+        self._on_drain()
+        self.begun.set()
+
+    def _tell(self, why: str, more: str) -> None:
+        count, seconds = self._num_requests(), f"{self.drain_seconds:.0f} s"
+        self._log.line(f"headstart: {why}{count} requests under way get up to {seconds} to finish{more}")
+
+
+def uvicorn_config(app: ASGIApp, table: ConnectionTable | None = None) -> uvicorn.Config:
+    """How an application of ours is served; `table` holds its connections."""
+    table = ConnectionTable(MIN_CONNECTIONS) if table is None else table
+    return uvicorn.Config(
+        app,
+        http=functools.partial(BoundedHttpProtocol, table=table),  # type: ignore[arg-type]  # it is called, no more
+        ws="none",
+        lifespan="off",
+        loop="none",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(CUT_SECONDS),
+    )
+
+
+async def first_of(*works: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
+    """Returns what the first of `works` returns if it is the first to end, else None; the rest is cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

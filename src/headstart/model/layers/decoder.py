@@ -1,0 +1,186 @@
+"""Decoder: the Llama family's forward pass over packed rows, without padding, masks or caches of its own.
+
+Query, key and value projections are one weight, so are gate and up. Where there are kernels, what lies between two
+attentions is one call (fused.py). Numbers follow the eager code of Transformers.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.model.attention.base import Attend
+from headstart.model.layers.fused import FusedLayers
+from headstart.model.layers.layer_ops import RMSNorm, join
+from headstart.model.layers.linear import PLAIN, Form, Linear
+from headstart.model.layers.rotary import Rotary
+from headstart.model.step_inputs import StepInputs
+from headstart.model.weights.checkpoint import Checkpoint
+from headstart.model.weights.model_config import ModelConfig
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # names in a checkpoint
+
+
+class LanguageModel(Protocol):
+    """What the runner calls; the compact decoder and the Transformers path are two of them."""
+
+    weight_bytes: int
+
+    def forward(self, step: StepInputs, attend: Attend) -> Tensor:
+        """What `logits` takes [T, hidden], of all tokens of a step; KV is written through `attend`.
+
+        Valid until the next step.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, vocab] of some rows [n, hidden] of what `forward` gave."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """The weights of one layer."""
+
+    qkv: Linear
+    query_norm: RMSNorm | None  # Qwen3 normalises each query and key head
+    key_norm: RMSNorm | None
+    out: Linear
+    gate_up: Linear
+    down: Linear
+    window: int | None
+
+
+class Decoder:
+    """A loaded Llama-like model."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: Tensor,
+        layers: list[DecoderLayer],
+        head: Linear,
+        form: Form = PLAIN,
+    ) -> None:
+        self.config, self.layers = config, layers
+        self.head = head  # begins with the final norm
+        self.embedding = embedding  # [vocab, hidden]
+        self.weight_bytes = embedding.nbytes + sum(linear.weight_bytes for linear in self._linears())
+        self.rotary = Rotary(config.rope, embedding.dtype, embedding.device)
+        kernels = None if head.packed is None else form.kernels  # kernels take only some weights: all of them, or none
+        self.fused = None if kernels is None else FusedLayers(kernels, config, embedding, layers, self.rotary)
+
+    def forward(self, step: StepInputs, attend: Attend) -> Tensor:
+        """See LanguageModel."""
+        if self.fused is not None:
+            return self.fused.forward(step, attend)
+        angles = self.rotary.angles(step.positions)
+        residual = F.embedding(step.token_ids, self.embedding)
+        for index, layer in enumerate(self.layers):
+            attended = self._attention(index, layer, residual, angles, attend)
+            residual = layer.out(attended, residual)
+            residual = layer.down(layer.gate_up(residual), residual)
+        return residual
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See LanguageModel."""
+        return self.head(hidden)
+
+    def _linears(self) -> list[Linear]:
+        """Every weight matrix that takes memory of its own."""
+        head = [] if self.head.weight is self.embedding else [self.head]
+        return head + [linear for layer in self.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+
+    def _attention(
+        self, index: int, layer: DecoderLayer, rows: Tensor, angles: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
+        """What attention gives for `rows` [T, hidden], as [T, heads * head_dim]."""
+        config = self.config
+        heads = layer.qkv(rows).view(len(rows), -1, config.head_dim)
+        queries, keys, values = self._turned(layer, heads, angles)
+        attended = attend(index, queries, keys, values, scale=config.head_dim**-0.5, window=layer.window)
+        return attended.reshape(len(rows), -1)
+
+    def _turned(
+        self, layer: DecoderLayer, heads: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [T, its heads, head_dim] of `heads`, the first two normalised and turned."""
+        config = self.config
+        sizes, num_turned = (config.num_heads, config.num_kv_heads), config.num_heads + config.num_kv_heads
+        turning = heads[:, :num_turned]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries, keys = turning.split(sizes, dim=1)
+            turning = torch.cat((layer.query_norm(queries), layer.key_norm(keys)), dim=1)
+        queries, keys = self.rotary.turn(turning, angles).split(sizes, dim=1)
+        return queries, keys, heads[:, num_turned:]
+
+
+def load_decoder(
+    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, form: Form = PLAIN
+) -> Decoder:
+    """Reads all weights. Raises ConfigError for a missing tensor or a wrong shape."""
+    reader = _Reader(config, checkpoint, dtype, device, form)
+    embedding = reader.tensor(EMBEDDING, config.vocab_size, config.hidden_size)
+    layers = [reader.layer(index) for index in range(config.num_layers)]
+    norm = reader.norm("model.norm.weight", config.hidden_size)
+    # As in Transformers: what is called tied, but stored twice with different values, is not tied.
+    tied = config.tie_word_embeddings is not False and (
+        HEAD not in checkpoint or (config.tie_word_embeddings is True and checkpoint.equal(HEAD, EMBEDDING))
+    )
+    head = embedding if tied else reader.tensor(HEAD, config.vocab_size, config.hidden_size)
+    return Decoder(config, embedding, layers, Linear(head, norm=norm, form=form), form)
+
+
+class _Reader:
+    """Turns names of a checkpoint into layers."""
+
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, form: Form
+    ) -> None:
+        self.config, self.checkpoint, self.dtype, self.device, self.form = config, checkpoint, dtype, device, form
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self.checkpoint.take(name, shape, self.dtype).to(self.device)
+
+    def norm(self, name: str, size: int) -> RMSNorm:
+        return RMSNorm(self.tensor(name, size), self.config.rms_norm_eps)
+
+    def linear(
+        self,
+        names: list[tuple[str, int]],
+        in_features: int,
+        *,
+        bias: bool,
+        norm: RMSNorm | None = None,
+        gated: bool = False,
+    ) -> Linear:
+        """One Linear of the named projections, rows below each other; names come with their out_features."""
+        weights = [self.tensor(f"{name}.weight", rows, in_features) for name, rows in names]
+        biases = [self.tensor(f"{name}.bias", rows) for name, rows in names] if bias else []
+        return Linear(join(weights), join(biases) if bias else None, norm=norm, gated=gated, form=self.form)
+
+    def layer(self, index: int) -> DecoderLayer:
+        config, prefix = self.config, f"model.layers.{index}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        qkv = [(f"{attention}.{name}_proj", query_size if name == "q" else key_size) for name in "qkv"]
+        gate_up = [(f"{mlp}.{name}_proj", config.intermediate_size) for name in ("gate", "up")]
+        if config.fused_weights:
+            qkv = [(f"{attention}.qkv_proj", query_size + 2 * key_size)]
+            gate_up = [(f"{mlp}.gate_up_proj", 2 * config.intermediate_size)]
+        out, down = [(f"{attention}.o_proj", config.hidden_size)], [(f"{mlp}.down_proj", config.hidden_size)]
+        input_norm = self.norm(f"{prefix}.input_layernorm.weight", config.hidden_size)
+        mlp_norm = self.norm(f"{prefix}.post_attention_layernorm.weight", config.hidden_size)
+        query_norm = self.norm(f"{attention}.q_norm.weight", config.head_dim) if config.qk_norm else None
+        key_norm = self.norm(f"{attention}.k_norm.weight", config.head_dim) if config.qk_norm else None
+        return DecoderLayer(
+            qkv=self.linear(qkv, config.hidden_size, bias=config.qkv_bias, norm=input_norm),
+            query_norm=query_norm,
+            key_norm=key_norm,
+            out=self.linear(out, query_size, bias=config.o_bias),
+            gate_up=self.linear(gate_up, config.hidden_size, bias=config.mlp_bias, norm=mlp_norm, gated=True),
+            down=self.linear(down, config.intermediate_size, bias=config.mlp_bias),
+            window=config.windows[index],
+        )

@@ -1,0 +1,151 @@
+"""FusedLayers: the layers of a decoder as chains of kernels. All that lies between two attentions is one call.
+
+With the attention of attention/cpu.py, all layers together are one call, on rows that are kept from step to step. The
+slow twin is the Decoder's own loop; all round to bfloat16 at the same places.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.model.attention.base import Attend
+from headstart.model.attention.cpu import CPUStep
+from headstart.model.kernels.chain import Buffers, Chain, Link
+from headstart.model.kernels.library import Kernels, threads
+from headstart.model.kernels.packed import HeadTurner, PackedLinear
+from headstart.model.kernels.stack import Stack
+from headstart.model.layers.layer_ops import RMSNorm
+from headstart.model.layers.linear import Linear
+from headstart.model.layers.rotary import Rotary
+from headstart.model.step_inputs import StepInputs
+from headstart.model.weights.model_config import ModelConfig
+
+# The buffers: what attention gives; the residual stream; silu(gate) * up; queries, keys and values.
+ATTENDED, STREAM, GATED, HEADS = range(4)
+
+
+class Layer(Protocol):
+    """What is read of a DecoderLayer."""
+
+    @property
+    def qkv(self) -> Linear: ...
+    @property
+    def query_norm(self) -> RMSNorm | None: ...
+    @property
+    def key_norm(self) -> RMSNorm | None: ...
+    @property
+    def out(self) -> Linear: ...
+    @property
+    def gate_up(self) -> Linear: ...
+    @property
+    def down(self) -> Linear: ...
+    @property
+    def window(self) -> int | None: ...
+
+
+class FusedLayers:
+    """Layers whose weights are all packed; the norms and gates around them are part of their Linears."""
+
+    def __init__(
+        self, kernels: Kernels, config: ModelConfig, embedding: Tensor, layers: Sequence[Layer], rotary: Rotary
+    ) -> None:
+        self._embedding, self._rotary = embedding, rotary
+        self._sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self._head_dim, self._scale = config.head_dim, config.head_dim**-0.5
+        self._windows = [layer.window for layer in layers]
+        attended = config.num_heads * config.head_dim
+        self._widths = (attended, config.hidden_size, config.intermediate_size, sum(self._sizes) * config.head_dim)
+        before = [self._before(config, layer) for layer in layers]
+        after = [_after(layer) for layer in layers]
+        # chain i runs before attention i, the last one after the last attention
+        parts = [before[0], *(tail + head for tail, head in zip(after, before[1:], strict=False)), after[-1]]
+        self._chains = [Chain(kernels, links, self._widths) for links in parts]
+        self._stack = Stack(kernels, self._chains, embedding, stream=STREAM)
+        self._memory = [torch.empty((0, width), dtype=torch.bfloat16) for width in self._widths]
+        self._resize(1)
+
+    def forward(self, step: StepInputs, attend: Attend) -> Tensor:
+        """The residual stream [T, hidden] behind the last layer; valid until the next step."""
+        if not isinstance(attend, CPUStep):
+            return self._forward_by_layer(step, attend)
+        count = step.num_tokens
+        if self._buffers.count != count or self._threads != threads():
+            self._resize(count)
+        buffers = self._buffers
+        queries, keys, values = self._heads(buffers)
+        out = buffers[ATTENDED].view(queries.shape)
+        calls = {
+            window: attend.call(0, queries, keys, values, out, scale=self._scale, window=window)
+            for window in dict.fromkeys(self._windows)
+        }
+        self._stack(
+            step.token_ids,
+            step.positions,
+            self._rotary.tables(step.positions),
+            buffers,
+            self._kept_scratch,
+            [calls[window] for window in self._windows],
+            attend.layer_bytes,
+        )
+        return buffers[STREAM]
+
+    def _forward_by_layer(self, step: StepInputs, attend: Attend) -> Tensor:
+        """The same for any attention, one call per chain."""
+        count, angles = step.num_tokens, self._rotary.angles(step.positions)
+        buffers = Buffers(count, self._widths)
+        buffers[STREAM] = F.embedding(step.token_ids, self._embedding)
+        buffers.fill(ATTENDED, GATED, HEADS)
+        scratch = self._scratch(count)
+        queries, keys, values = self._heads(buffers)
+        for index, window in enumerate(self._windows):
+            self._chains[index](buffers, scratch, angles)
+            attended = attend(index, queries, keys, values, scale=self._scale, window=window)
+            buffers[ATTENDED] = attended.reshape(count, -1)
+        self._chains[-1](buffers, scratch)
+        return buffers[STREAM]
+
+    def _resize(self, count: int) -> None:
+        """Makes the kept rows `count` many; memory only grows, so that its pages are faulted in once."""
+        if count > len(self._memory[STREAM]):
+            size = 1 << (count - 1).bit_length()
+            self._memory = [torch.empty((size, width), dtype=torch.bfloat16) for width in self._widths]
+        self._buffers = Buffers(count, self._widths)
+        for index, memory in enumerate(self._memory):
+            self._buffers[index] = memory[:count]
+        self._kept_scratch, self._threads = self._scratch(count), threads()
+
+    def _scratch(self, count: int) -> Tensor:
+        return max((chain.scratch(count) for chain in self._chains[:2]), key=len)  # those behind are like the second
+
+    def _heads(self, buffers: Buffers) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [T, its heads, head_dim]."""
+        queries, keys, values = buffers[HEADS].view(buffers.count, -1, self._head_dim).split(self._sizes, dim=1)
+        return queries, keys, values
+
+    def _before(self, config: ModelConfig, layer: Layer) -> list[Link]:
+        norms = (layer.query_norm, layer.key_norm)
+        turner = HeadTurner(
+            num_queries=config.num_heads,
+            num_keys=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rotary_dim=config.rope.rotary_dim,
+            query_norm=None if norms[0] is None else norms[0].packed,
+            key_norm=None if norms[1] is None else norms[1].packed,
+        )
+        return [Link(_packed(layer.qkv), STREAM, HEADS, turner=turner)]
+
+
+def _after(layer: Layer) -> list[Link]:
+    return [
+        Link(_packed(layer.out), ATTENDED, STREAM, residual=STREAM),
+        Link(_packed(layer.gate_up), STREAM, GATED),
+        Link(_packed(layer.down), GATED, STREAM, residual=STREAM),
+    ]
+
+
+def _packed(linear: Linear) -> PackedLinear:
+    assert linear.packed is not None, "fused layers are made of packed weights"
+    return linear.packed

@@ -1,0 +1,220 @@
+"""Rotary position embedding: reading its settings, its frequencies, and turning queries and keys.
+
+Scalings that depend on the length of the whole sequence (dynamic NTK, LongRoPE) would change the keys of a cached
+prefix when it grows, so they are served within the range where they do not: `max_positions` is cut accordingly.
+Formulas: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753), Llama 3.1's model card.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.core.errors import ConfigError
+from headstart.model.weights.config_bounds import MAX_POSITIONS, finite
+from headstart.model.weights.json_file import one_line, shorten
+
+_LEAST_POSITIONS = 1024  # of the tables of angles
+_NEEDED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+_NUMBERS = (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "attention_factor",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+)  # fmt: skip
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary settings: `rotary_dim` leading dimensions of a head turn, `scaling` holds what its kind needs."""
+
+    kind: str
+    theta: float
+    rotary_dim: int
+    max_positions: int  # positions that may be used
+    config_positions: int  # max_position_embeddings as written
+    scaling: tuple[tuple[str, Any], ...] = ()
+
+
+def read_rope(config: dict[str, Any], head_dim: int) -> RopeConfig:
+    """Rotary settings of a `config.json`, in its old or new spelling. Raises ConfigError for an unknown kind."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        shown = shorten(repr(given), 200)
+        raise ConfigError(f"rotary settings {shown} differ per layer or are not an object; that is not supported")
+    parameters = dict(given)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind not in SCALINGS:
+        shown = shorten(repr(kind), 80)
+        raise ConfigError(f"rope type {shown} is not supported; supported are {', '.join(SCALINGS)}")
+    positions = int(config.get("max_position_embeddings") or 2048)
+    original = config.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
+    parameters["original_max_position_embeddings"] = original or positions
+    partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    rotary_dim = int(head_dim * finite(partial, "partial_rotary_factor", above=0.0))
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ConfigError(f"{rotary_dim} of {head_dim} dimensions of a head turn; that must be an even part of it")
+    _require(kind, parameters, rotary_dim)
+    theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
+    rope = RopeConfig(
+        kind=kind,
+        theta=finite(theta, "rope_theta", above=0.0),
+        rotary_dim=rotary_dim,
+        max_positions=_max_positions(kind, parameters, positions),
+        config_positions=positions,
+        scaling=tuple(sorted((key, _frozen(value)) for key, value in parameters.items())),
+    )
+    _refuse_infinite(rope)
+    return rope
+
+
+def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
+    """Frequencies [rotary_dim / 2] in float32, and the factor that multiplies cosine and sine."""
+    scaling = dict(rope.scaling)
+    steps = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
+    plain = 1.0 / rope.theta**steps
+    if rope.kind == "linear":
+        return plain / scaling["factor"], 1.0
+    if rope.kind == "llama3":
+        return _llama3(plain, scaling), 1.0
+    if rope.kind == "yarn":
+        return _yarn(plain, rope, scaling)
+    if rope.kind == "longrope":
+        short = torch.tensor(scaling["short_factor"], dtype=torch.float32)
+        return 1.0 / (short * rope.theta**steps), _longrope_factor(rope, scaling)
+    return plain, 1.0  # dynamic too: within max_positions its base is theta itself
+
+
+class Rotary:
+    """Turns the heads of packed rows. Built once per model, on its device."""
+
+    def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
+        frequencies, self.factor = inverse_frequencies(rope)
+        self.frequencies = frequencies.to(device)
+        self.rotary_dim = rope.rotary_dim
+        self.dtype = dtype
+        self._tables = self.angles(torch.zeros(0, dtype=torch.int64, device=device))
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine for `turn`, [T, 1, 2, rotary_dim / 2] each; the sine's first half is negated."""
+        angle = positions[:, None].float() * self.frequencies
+        cosine = (angle.cos() * self.factor).to(self.dtype)
+        sine = (angle.sin() * self.factor).to(self.dtype)
+        return torch.stack((cosine, cosine), dim=1)[:, None], torch.stack((-sine, sine), dim=1)[:, None]
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The angles of all positions from 0 on, at least to the last of `positions` [T]. Kept, and grown at need."""
+        last = int(positions.max())
+        if last >= len(self._tables[0]):
+            size = max(_LEAST_POSITIONS, 1 << last.bit_length())
+            self._tables = self.angles(torch.arange(size, device=positions.device))
+        return self._tables
+
+    def turn(self, heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """`heads` [T, H, D] with the leading rotary_dim of each head turned; a new tensor."""
+        cosine, sine = angles
+        num_rows, num_heads, head_dim = heads.shape
+        halves = heads[..., : self.rotary_dim].reshape(num_rows, num_heads, 2, self.rotary_dim // 2)
+        turned = torch.addcmul(halves * cosine, halves.flip(2), sine).view(num_rows, num_heads, self.rotary_dim)
+        if self.rotary_dim == head_dim:
+            return turned
+        return torch.cat((turned, heads[..., self.rotary_dim :]), dim=-1)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _require(kind: str, parameters: dict[str, Any], rotary_dim: int) -> None:
+    """Raises ConfigError unless the settings that `kind` needs are there, and all that it reads are numbers."""
+    missing = [key for key in _NEEDED.get(kind, ()) if parameters.get(key) is None]
+    if missing:
+        raise ConfigError(f"rope type {kind!r} needs {', '.join(missing)}, which config.json does not give")
+    for key in _NUMBERS:
+        if parameters.get(key) is not None and kind != "default":
+            finite(parameters[key], key, at_least=0.0)
+    if parameters.get("factor") == 0 and kind != "default":
+        raise ConfigError("config.json: factor of the rotary settings is 0; it must be positive")
+    for key in ("short_factor", "long_factor") if kind == "longrope" else ():
+        factors = parameters[key]
+        if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
+            raise ConfigError(f"config.json: {key} is not a list of {rotary_dim // 2} numbers")
+        for factor in factors:
+            finite(factor, key, above=0.0)
+
+
+def _refuse_infinite(rope: RopeConfig) -> None:
+    """Raises ConfigError if the settings, each possible for itself, together give no frequencies."""
+    try:
+        frequencies, factor = inverse_frequencies(rope)
+    except (ArithmeticError, ValueError, RuntimeError, TypeError) as error:
+        raise ConfigError(f"config.json: the rotary settings give no frequencies ({one_line(error)})") from None
+    if not bool(frequencies.isfinite().all()) or not math.isfinite(factor):
+        raise ConfigError("config.json: the rotary settings give frequencies that are not finite")
+
+
+def _max_positions(kind: str, parameters: dict[str, Any], positions: int) -> int:
+    original, factor = int(parameters["original_max_position_embeddings"]), parameters.get("factor")
+    if kind == "linear" and factor is not None:
+        positions = int(positions * factor)
+    elif kind == "yarn" and factor is not None:
+        positions = max(positions, int(original * factor))
+    elif kind == "longrope":
+        positions = min(positions, original)
+    if not 0 < positions <= MAX_POSITIONS:
+        raise ConfigError(f"config.json: the rotary settings allow {positions} positions; at most {MAX_POSITIONS} are")
+    return positions
+
+
+def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
+    """Long waves are stretched by the factor, short ones stay, those between are blended."""
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    original = scaling["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / plain
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) * plain / factor + smooth * plain
+    scaled = torch.where(wavelength > original / low, plain / factor, plain)
+    between = (wavelength >= original / high) & (wavelength <= original / low)
+    return torch.where(between, blended, scaled)
+
+
+def _yarn(plain: Tensor, rope: RopeConfig, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+    """Interpolates slow dimensions, leaves fast ones, ramps between; attention is scaled by the returned factor."""
+    original = scaling["original_max_position_embeddings"]
+    factor = scaling.get("factor") or rope.config_positions / original
+
+    def dimension(rotations: float) -> float:
+        return rope.rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    high = high + 0.001 if low == high else high
+    ramp = ((torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return plain / factor * ramp + plain * (1 - ramp), _yarn_factor(factor, scaling)
+
+
+def _yarn_factor(factor: float, scaling: dict[str, Any]) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def _longrope_factor(rope: RopeConfig, scaling: dict[str, Any]) -> float:
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    original = scaling["original_max_position_embeddings"]
+    factor = scaling.get("factor") or rope.config_positions / original
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

@@ -1,0 +1,101 @@
+"""ModelRunner: the executor on torch. One batch in, one forward pass, one row per chunk out.
+
+A row that is out of bounds, whose hidden states are not finite, or that cannot be sampled comes back with an error; the
+rows beside it are as if it had not been there: nothing here mixes rows, and attention reads only a row's own blocks.
+"""
+
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.core.batch import Batch, Chunk, Row, RowError, RowErrorKind, StepResult, TokenLogprob
+from headstart.core.cache.block_store import Data
+from headstart.model.attention.base import backend_factory
+from headstart.model.kernels.library import kernels
+from headstart.model.kernels.rows import finite_chunks
+from headstart.model.sampling.sampler import Sampler
+from headstart.model.step_inputs import StepBounds, StepInputs, build_step
+from headstart.model.weights.model_loader import LoadedModel
+
+PROMPT_LOGITS_BYTES = 64 << 20  # logits of prompt positions held at a time
+_NOT_FINITE = RowError(RowErrorKind.NON_FINITE, "the model computed no finite hidden states")
+
+
+class ModelRunner:
+    """Implements core's Executor over `num_blocks` KV blocks, of which block 0 is never used."""
+
+    def __init__(self, loaded: LoadedModel, *, num_blocks: int, block_size: int, seed: int = 0) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.loaded = loaded
+        self.attention = backend_factory(loaded.attention_backend)(
+            loaded.kv_shape, num_blocks=num_blocks, block_size=block_size, dtype=loaded.dtype, device=loaded.device
+        )
+        self.block_bytes = self.attention.kv.block_bytes
+        self._kernels = kernels() if loaded.device.type == "cpu" else None
+        self.sampler = Sampler(loaded.vocab_size, seed=seed, kernels=self._kernels)
+        self._bounds = StepBounds(num_blocks, block_size, loaded.vocab_size, loaded.max_model_len)
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> StepResult:
+        """Computes the batch and forgets the finished; `elapsed` is the wall clock of all of it."""
+        began = time.perf_counter()
+        self.sampler.drop(batch.finished)
+        rows: list[Row | None] = [None] * len(batch.chunks)
+        step, kept, errors = build_step(batch, self._bounds, self.loaded.device)
+        for index, message in errors.items():
+            rows[index] = Row(error=RowError(RowErrorKind.REQUEST, message))
+        if step is not None:
+            computed = self._compute([batch.chunks[index] for index in kept], step)
+            for index, row in zip(kept, computed, strict=True):
+                rows[index] = row
+        complete = tuple(row for row in rows if row is not None)
+        assert len(complete) == len(batch.chunks), (len(complete), len(batch.chunks))
+        return StepResult(complete, time.perf_counter() - began)
+
+    def read_block(self, block_id: int) -> Data:
+        """A copy of one block in canonical form, from any thread, also while `execute` runs; see PagedKV."""
+        return self.attention.kv.read_block(block_id)
+
+    def write_block(self, block_id: int, data: Data) -> None:
+        """Takes a block in canonical form, between two steps. Raises ValueError for a wrong length."""
+        self.attention.kv.write_block(block_id, data)
+
+    def zero_blocks(self, block_ids: list[int]) -> None:
+        """Clears blocks whose content may not be finite."""
+        self.attention.kv.zero_blocks(block_ids)
+
+    def _compute(self, chunks: list[Chunk], step: StepInputs) -> list[Row]:
+        """Rows of chunks that are in bounds."""
+        hidden = self.loaded.model.forward(step, self.attention.begin(step))
+        finite = finite_chunks(self._kernels, hidden, step.qo_indptr)
+        rows = [Row() if ok else Row(error=_NOT_FINITE) for ok in finite]
+        sampling = [index for index, chunk in enumerate(chunks) if chunk.num_logits and finite[index]]
+        if sampling:
+            last = hidden  # if all of them are sampled
+            if len(sampling) < len(hidden):
+                rows_of = torch.from_numpy(step.qo_indptr[1:][sampling].astype(np.int64) - 1)
+                last = hidden.index_select(0, rows_of.to(hidden.device))
+            logits = self.loaded.model.logits(last)
+            sampled = self.sampler.sample(logits, [chunks[index] for index in sampling])
+            for index, row in zip(sampling, sampled, strict=True):
+                rows[index] = row
+        for index, chunk in enumerate(chunks):
+            if chunk.sampling.prompt_logprobs is not None and rows[index].error is None:
+                own = hidden[int(step.qo_indptr[index]) : int(step.qo_indptr[index + 1])]
+                rows[index] = self._with_prompt_logprobs(rows[index], own, chunk)
+        return rows
+
+    def _with_prompt_logprobs(self, row: Row, hidden: Tensor, chunk: Chunk) -> Row:
+        """`row` with the log-probabilities of the prompt tokens that follow each of the chunk's positions."""
+        wanted = min(len(hidden), chunk.num_prompt_tokens - 1 - chunk.start)
+        piece = max(1, PROMPT_LOGITS_BYTES // (4 * self.loaded.vocab_size))
+        entries: list[TokenLogprob] = []
+        try:
+            for begin in range(0, wanted, piece):
+                logits = self.loaded.model.logits(hidden[begin : min(begin + piece, wanted)])
+                entries += self.sampler.prompt_logprobs(logits, chunk, offset=begin)
+        except FloatingPointError as error:
+            return Row(error=RowError(RowErrorKind.NON_FINITE, str(error)))
+        return row._replace(prompt_logprobs=tuple(entries))

@@ -1,0 +1,1 @@
+"""Sampling: logit edits, the draw, log-probabilities."""

@@ -1,0 +1,210 @@
+"""Chooses the next token of every row of a batch: vectorised over rows, and each row as if it were alone.
+
+Order, as vLLM documents it: penalties, logit_bias, min_tokens; greedy rows take the best; the others go on with
+temperature, min_p, top_k, top_p and one draw. Log-probabilities are of the logits as they came from the model.
+
+A row's tokens depend on its logits, its parameters, its history and its key alone, never on its neighbours: the random
+number of output i is a hash of (key, i), filters cut at a *value* (ties of the last token kept are kept too, so the
+order of a sort never matters), and sums run in token order, row by row.
+
+With compiled kernels one call does all of it (kernels/sampling.py); without them, and on a GPU, torch does. Both give
+the same tokens unless a draw or a filter is decided by less than 1e-6.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import inf, isfinite
+
+import torch
+from torch import Tensor
+
+from headstart.core.batch import Chunk, Row, RowError, RowErrorKind, TokenLogprob
+from headstart.core.request import SamplingParams
+from headstart.model.kernels.library import Kernels
+from headstart.model.kernels.rows import greatest
+from headstart.model.kernels.sampling import RowSampler, RowTask
+from headstart.model.sampling.draw import draw, take
+from headstart.model.sampling.logit_edits import LogitEdits, num_outputs
+
+_GREEDY_BELOW = 1e-5  # temperatures that differ from 0 in name only
+_LEAST_LOGPROB = -9999.0  # JSON has no -inf
+_NOT_FINITE = RowError(RowErrorKind.NON_FINITE, "the model computed no finite logits")
+_SLICE_BYTES = 64 * 2**20  # of float32 log-probabilities held at once for a prompt
+
+
+class Sampler:
+    """Turns logits into rows. Keeps nothing about a request but its distinct prompt tokens, if it is penalised."""
+
+    def __init__(self, vocab_size: int, *, seed: int = 0, kernels: Kernels | None = None) -> None:
+        self.vocab_size = vocab_size
+        self._kernels = kernels
+        self._seed = seed
+        self._edits = LogitEdits(vocab_size)
+        self._rows = RowSampler(kernels, vocab_size) if kernels is not None else None
+
+    def sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
+        """One row per chunk, from logits [R, V] of any float type, which are not modified.
+
+        A row with NaN or +inf, or with nothing but -inf, comes back with an error of kind NON_FINITE, and one with a
+        token id that cannot be edited with one of kind REQUEST; the others are as if it had not been there. No legal
+        sampling parameter makes a row fail: edited logits stay finite, and where min_tokens forbids all tokens it is
+        ignored.
+        """
+        if logits.shape != (len(chunks), self.vocab_size):
+            raise ValueError(f"logits are {tuple(logits.shape)} for {len(chunks)} rows x {self.vocab_size} tokens")
+        if self._rows is not None and self._rows.takes(logits) and any(map(self._is_more_than_greedy, chunks)):
+            return self._sample_fused(self._rows, logits, chunks)
+        chosen, best = greatest(self._kernels, logits)  # NaN propagates, so `best` alone tells a poisoned row
+        errors = [None if isfinite(value) else _NOT_FINITE for value in best]
+        edited = [i for i, chunk in enumerate(chunks) if not errors[i] and self._edits.wanted(chunk)]
+        drawn = [i for i, chunk in enumerate(chunks) if not errors[i] and not _is_greedy(chunk.sampling)]
+        if edited or drawn:
+            self._choose(logits, chunks, edited, drawn, chosen, errors)
+        logprobs = _logprobs(logits, chosen, chunks, errors)
+        return [
+            Row(error=error) if error else Row((token,), logprobs.get(i, ()))
+            for i, (token, error) in enumerate(zip(chosen, errors, strict=True))
+        ]
+
+    def prompt_logprobs(self, logits: Tensor, chunk: Chunk, *, offset: int = 0) -> tuple[TokenLogprob, ...]:
+        """Entries for the next prompt token of each of the chunk's positions `[offset, offset + n)`, logits [n, V].
+
+        Positions whose next token is not a prompt token give none; `offset` lets a long chunk come in pieces.
+        Raises FloatingPointError if a logit is not finite: the row must fail, alone.
+        """
+        first = chunk.start + offset + 1
+        after = chunk.history[first : min(first + len(logits), chunk.num_prompt_tokens)].tolist()
+        num_top = chunk.sampling.prompt_logprobs or 0
+        step = max(_SLICE_BYTES // (4 * self.vocab_size), 1)
+        entries: list[TokenLogprob] = []
+        for at in range(0, len(after), step):
+            tokens = after[at : at + step]
+            rows = logits[at : at + len(tokens)]
+            if not rows.amax(dim=-1).isfinite().all():
+                raise FloatingPointError("the model computed no finite logits for a prompt token")
+            entries += self._entries(rows, tokens, num_top)
+        return tuple(entries)
+
+    def _entries(self, logits: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
+        """Log-probability of one token of each row of logits [n, V], with `num_top` alternatives."""
+        if self._rows is None or not self._rows.takes(logits):
+            return _entries(logits, tokens, [num_top] * len(tokens))
+        found = self._rows(logits, [RowTask(token=token, num_top=num_top) for token in tokens]).logprobs
+        return [entry for entry in found if entry is not None]
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forgets finished requests; unknown ids are fine."""
+        self._edits.drop(request_ids)
+
+    def _is_more_than_greedy(self, chunk: Chunk) -> bool:
+        """Whether a row needs more than the greatest of its logits."""
+        s = chunk.sampling
+        return not _is_greedy(s) or s.logprobs is not None or self._edits.wanted(chunk)
+
+    def _sample_fused(self, sampler: RowSampler, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
+        """As `sample`, in one call of a kernel."""
+        errors: dict[int, RowError] = {}
+        tasks: list[RowTask] = []
+        for index, chunk in enumerate(chunks):
+            try:
+                tasks.append(self._task(chunk))
+            except ValueError as error:
+                errors[index] = RowError(RowErrorKind.REQUEST, str(error))
+                tasks.append(RowTask())
+        sampled = sampler(logits, tasks)
+        errors |= {index: _NOT_FINITE for index, best in enumerate(sampled.best) if not isfinite(best)}
+        return [
+            Row(error=errors[index]) if index in errors else Row((token,), () if entry is None else (entry,))
+            for index, (token, entry) in enumerate(zip(sampled.tokens, sampled.logprobs, strict=True))
+        ]
+
+    def _task(self, chunk: Chunk) -> RowTask:
+        """Return the kernel's parameters for one row. Raises ValueError for an id that cannot be edited."""
+        s = chunk.sampling
+        task = RowTask(num_top=s.logprobs, edits=self._edits.row_edits(chunk) if self._edits.wanted(chunk) else None)
+        if not _is_greedy(s):
+            task.temperature, task.top_k, task.top_p, task.min_p = s.temperature, s.top_k, s.top_p, s.min_p
+            task.uniform = _uniform(self._key(chunk), num_outputs(chunk))
+        return task
+
+    def _choose(
+        self,
+        logits: Tensor,
+        chunks: Sequence[Chunk],
+        edited: list[int],
+        drawn: list[int],
+        chosen: list[int],
+        errors: list[RowError | None],
+    ) -> None:
+        """Replaces what is `chosen` (the plain best) in edited and drawn rows. Fills in `errors`."""
+        rows = sorted({*edited, *drawn})
+        work = take(logits, rows).float()
+        if work.data_ptr() == logits.data_ptr():
+            work = work.clone()  # ours to change
+        where = {row: at for at, row in enumerate(rows)}
+        if edited:
+            failed = self._edits.apply(work, {where[i]: chunks[i] for i in edited})
+            for at, message in failed.items():
+                errors[rows[at]] = RowError(RowErrorKind.REQUEST, message)
+            tokens, values = greatest(self._kernels, work)
+            for row, token in zip(rows, tokens, strict=True):
+                chosen[row] = token
+            for row in [row for row, value in zip(rows, values, strict=True) if value == -inf and not errors[row]]:
+                chosen[row] = self._choose_unbanned(logits[row], work[where[row]], chunks[row])
+        drawn = [i for i in drawn if not errors[i]]
+        if drawn:
+            subset = take(work, [where[i] for i in drawn])
+            uniform = [_uniform(self._key(chunks[i]), num_outputs(chunks[i])) for i in drawn]
+            tokens = draw(subset, [chunks[i].sampling for i in drawn], uniform)
+            for i, token in zip(drawn, tokens.tolist(), strict=True):
+                chosen[i] = token
+
+    def _choose_unbanned(self, logits: Tensor, work: Tensor, chunk: Chunk) -> int:
+        """Redo the edits of a row in which min_tokens forbids every token, without min_tokens; return the best token.
+
+        Overwrites `work`.
+        """
+        work.copy_(logits)
+        unbanned = chunk._replace(sampling=replace(chunk.sampling, min_tokens=0))
+        self._edits.apply(work[None], {0: unbanned})
+        return greatest(self._kernels, work[None])[0][0]
+
+    def _key(self, chunk: Chunk) -> str:
+        seed = chunk.sampling.seed
+        return f"seed {seed}" if seed is not None else f"engine {self._seed} request {chunk.request_id}"
+
+
+def _is_greedy(sampling: SamplingParams) -> bool:
+    return sampling.temperature < _GREEDY_BELOW or sampling.top_k == 1
+
+
+def _uniform(key: str, index: int) -> float:
+    """The random number in [0, 1) of output `index`: 53 bits of a hash."""
+    digest = hashlib.blake2b(f"{key} output {index}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _logprobs(
+    logits: Tensor, chosen: list[int], chunks: Sequence[Chunk], errors: list[RowError | None]
+) -> dict[int, tuple[TokenLogprob, ...]]:
+    """Row -> its one entry, for the rows that ask."""
+    asked = {i: n for i, c in enumerate(chunks) if (n := c.sampling.logprobs) is not None and not errors[i]}
+    if not asked:
+        return {}
+    rows = take(logits, list(asked))
+    entries = _entries(rows, [chosen[i] for i in asked], list(asked.values()))
+    return {i: (entry,) for i, entry in zip(asked, entries, strict=True)}
+
+
+def _entries(logits: Tensor, tokens: list[int], num_tops: list[int]) -> list[TokenLogprob]:
+    """Log-probability of one token of each row of logits [n, V], with its row's number of alternatives."""
+    logprobs = logits.float().log_softmax(dim=-1).clamp_(min=_LEAST_LOGPROB)
+    own: list[float] = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    width = min(max(num_tops), logits.shape[-1])
+    values, ids = logprobs.topk(width, dim=-1)
+    tops = [
+        sorted(zip(top_ids, top_values, strict=True), key=lambda top: (-top[1], top[0]))[:num]
+        for top_ids, top_values, num in zip(ids.tolist(), values.tolist(), num_tops, strict=True)
+    ]
+    return [TokenLogprob(token, value, tuple(top)) for token, value, top in zip(tokens, own, tops, strict=True)]

@@ -1,0 +1,67 @@
+"""Bytes as people write them, and the memory that is there. Free of torch: for whoever starts engines, too."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from headstart.core.errors import ConfigError
+from headstart.model.setup.cgroup import SYSTEM, memory_grants
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+class Memory(NamedTuple):
+    """Bytes this process may have in all (`limit`), and the part that is still free (`available`)."""
+
+    limit: int
+    available: int
+    source: str  # what set the limit, for people
+
+
+def cpu_memory(root: Path = SYSTEM) -> Memory:
+    """What the CPU has: the tightest of all cgroup limits and the machine's."""
+    total, available = _machine_memory(root)
+    found = [Memory(total, available, "machine")]
+    found += [Memory(grant.limit, grant.limit - grant.used, "cgroup") for grant in memory_grants(root)]
+    tightest = min(found, key=lambda m: m.available)
+    return Memory(min(m.limit for m in found), max(tightest.available, 0), tightest.source)
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes in "6GiB", "512 MB", "1.5g" or "1073741824". GiB counts in 1024s, GB and G in 1000s."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(text), re.IGNORECASE)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(f"{text!r} is not a size; write a number and a unit, such as 6GiB, 512MiB or 1.5GB")
+    size = int(float(match[1]) * _UNITS[match[2].lower()])
+    if size < 1:
+        raise ConfigError(f"{text!r} is not a size; it must be at least one byte")
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """`size` for people, in 1024s: "6.2 GiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _machine_memory(root: Path) -> tuple[int, int]:
+    """(total, available) bytes of the machine; available counts what the kernel can reclaim."""
+    fields: dict[str, int] = {}
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, rest = line.partition(":")
+        if (words := rest.split()) and words[0].isdigit():
+            fields[name] = int(words[0]) * 1024
+    if "MemTotal" in fields and "MemAvailable" in fields:
+        return fields["MemTotal"], fields["MemAvailable"]
+
+    virtual = psutil.virtual_memory()
+    return virtual.total, virtual.available

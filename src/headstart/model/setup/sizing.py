@@ -1,0 +1,143 @@
+"""How much memory there is, whether the weights fit, and how large the KV pool becomes.
+
+The rule of the pool: at most 40 % of what is left beside the weights, and never more than `max_num_seqs` (at least 16)
+sequences of full length could fill, which is what bounds tiny models. What cannot work is refused before anything is
+allocated, with the numbers and the remedy.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from headstart.core.errors import ConfigError
+from headstart.model.setup.cgroup import SYSTEM
+from headstart.model.setup.sizes import Memory, cpu_memory, format_bytes, parse_bytes
+from headstart.model.weights.checkpoint import read_header, weight_files
+
+KV_SHARE = 0.4  # of the memory left after the weights
+_MIN_FULL_SEQUENCES = 16  # the bound on tiny pools leaves room to cache prefixes even if few sequences run at once
+_ELEMENT_BYTES = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # others: 1
+_DTYPE_BYTES = {"auto": 0, "bfloat16": 2, "float16": 2, "float32": 4}  # 0: as stored
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class KVPlan(NamedTuple):
+    """`num_blocks` includes block 0, which nobody uses; `text` is the line to show at start."""
+
+    num_blocks: int
+    kv_bytes: int
+    text: str
+
+
+def memory(device: str = "cpu", root: Path = SYSTEM) -> Memory:
+    """What `device` has: of a GPU its own memory, of the CPU the tightest of all cgroup limits and the machine's."""
+    if device.startswith("cuda"):
+        free, total = torch.cuda.mem_get_info(torch.device(device))
+        return Memory(total, free, "GPU")
+    return cpu_memory(root)
+
+
+def apply_threads(threads: int) -> None:
+    """Makes torch compute with `threads` threads (`threads.prepare_threads` says how many)."""
+    torch.set_num_threads(threads)
+
+
+def checkpoint_bytes(folder: Path, *, dtype: str = "auto", int8: bool = False) -> int:
+    """Bytes the weights in `folder` take once loaded as `dtype` ("auto": as stored, float16 and bfloat16 as they are).
+
+    With `int8`, every matrix but the embedding takes a byte per weight. Reads the headers of the files only.
+    """
+    element = _DTYPE_BYTES.get(dtype)
+    if element is None:
+        raise ConfigError(f"dtype {dtype!r} is not known; choose one of {', '.join(_DTYPE_BYTES)}")
+    total = 0
+    for path in weight_files(folder):
+        for name, tensor in read_header(path).items():
+            stored = _ELEMENT_BYTES.get(tensor.dtype, 1)
+            convert = element if tensor.dtype in _FLOATS else 0
+            if int8 and len(tensor.shape) == 2 and "embed_tokens" not in name:
+                convert = 1
+            total += (tensor.end - tensor.begin) // stored * (convert or stored)
+    return total
+
+
+def check_weights_fit(weight_bytes: int, available_bytes: int, *, replicas: int = 1) -> None:
+    """Raises ConfigError if the weights of all replicas leave no memory, or exceed it; asked before loading."""
+    need = weight_bytes * replicas
+    if need < available_bytes:
+        return
+    times = f" in each of {replicas} replicas" if replicas > 1 else ""
+    raise ConfigError(
+        f"the weights take {format_bytes(weight_bytes)}{times}, but only {format_bytes(available_bytes)} of memory is "
+        f"available: use a smaller model, dtype bfloat16 instead of float32, or a machine (or memory limit) with more"
+    )
+
+
+def plan_kv_pool(
+    *,
+    kv_bytes_per_token: int,
+    block_size: int,
+    weight_bytes: int,
+    max_model_len: int,
+    available_bytes: int,
+    kv_cache_memory: str | int | None = None,
+    num_blocks_override: int | None = None,
+    max_num_seqs: int = 256,
+) -> KVPlan:
+    """The pool. `available_bytes` is `memory().available` from *before* the weights were loaded.
+
+    `num_blocks_override` counts usable and reserved blocks, and may be smaller than one sequence of `max_model_len`
+    (longer requests are then refused one by one). Raises ConfigError for what cannot fit.
+    """
+    left = available_bytes - weight_bytes
+    block_bytes = kv_bytes_per_token * block_size
+    if num_blocks_override is not None:
+        if num_blocks_override < 2:
+            raise ConfigError(f"num_blocks is {num_blocks_override}; it must be at least 2, since block 0 is reserved")
+        blocks = num_blocks_override
+        _check_left(blocks * block_bytes, left, weight_bytes, f"{blocks} KV blocks", "--num-blocks")
+    elif kv_cache_memory is not None:
+        asked = parse_bytes(kv_cache_memory)
+        _check_left(asked, left, weight_bytes, "a KV pool", "--kv-cache-memory")
+        blocks = asked // block_bytes
+        _check_one_sequence(blocks, max_model_len, block_size, block_bytes, f"of {format_bytes(asked)}")
+    else:
+        share = max(int(left * KV_SHARE), 0)
+        blocks = share // block_bytes
+        pool = f"of {format_bytes(share)} ({KV_SHARE:.0%} of the {format_bytes(max(left, 0))} left after the weights)"
+        _check_one_sequence(blocks, max_model_len, block_size, block_bytes, pool)
+        full_sequences = max(max_num_seqs, _MIN_FULL_SEQUENCES)
+        blocks = min(blocks, full_sequences * _sequence_blocks(max_model_len, block_size) + 1)
+    return KVPlan(blocks, blocks * block_bytes, _line(blocks, block_bytes, block_size, max_model_len))
+
+
+def _check_left(asked: int, left: int, weight_bytes: int, what: str, flag: str) -> None:
+    if asked > left:
+        raise ConfigError(
+            f"{what} of {format_bytes(asked)} does not fit: {format_bytes(max(left, 0))} of memory is left after "
+            f"{format_bytes(weight_bytes)} of weights; lower {flag}"
+        )
+
+
+def _check_one_sequence(blocks: int, max_model_len: int, block_size: int, block_bytes: int, pool: str) -> None:
+    need = _sequence_blocks(max_model_len, block_size) + 1
+    if blocks >= need:
+        return
+    fits = (blocks - 1) * block_size
+    lower = f"set --max-model-len to {fits} or less, or " if fits > 0 else ""
+    raise ConfigError(
+        f"one request of max_model_len {max_model_len} tokens needs {format_bytes(need * block_bytes)} of KV, more "
+        f"than the pool {pool}: {lower}give the pool more with --kv-cache-memory"
+    )
+
+
+def _sequence_blocks(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+def _line(blocks: int, block_bytes: int, block_size: int, max_model_len: int) -> str:
+    tokens = (blocks - 1) * block_size
+    times = tokens / max_model_len
+    rounded = f"{times:.0f}" if times >= 10 else f"{times:.1f}"
+    return f"KV {format_bytes(blocks * block_bytes)} = {tokens:,} tokens = {rounded} x max_model_len"

@@ -1,0 +1,155 @@
+"""StepInputs: a Batch as tensors, one packed row of tokens without padding.
+
+Batch metadata are FlashInfer's arrays (qo_indptr, kv_indptr, kv_indices, last_page_len), so that each attention backend
+is a thin adapter. Built with numpy for all chunks at once; only if one of them is out of bounds, chunk by chunk: it is
+left out and reported, and the others are as if it had not been there.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.core.batch import Batch, Chunk
+from headstart.model.kv_writes import Int32s, Int64s, Ranges, Writes, plan_writes
+
+
+class StepBounds(NamedTuple):
+    """What ids may be: blocks in (0, num_blocks), tokens in [0, vocab_size), positions below max_positions."""
+
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """`num_rows` chunks with `num_tokens` tokens in all. Tensors lie on the device, arrays on the host."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    writes: Writes  # where their KV goes
+    qo_indptr: Int32s  # [R + 1]: chunk r has the tokens qo_indptr[r] : qo_indptr[r + 1]
+    starts: Int32s  # [R]: position of each chunk's first token
+    kv_indptr: Int32s  # [R + 1]: chunk r reads the blocks kv_indices[kv_indptr[r] : kv_indptr[r + 1]]
+    kv_indices: Int32s
+    last_page_len: Int32s  # [R]: tokens of the last of them
+    bounds: StepBounds | None = None  # within which everything above is known to be
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.starts)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.qo_indptr[-1])
+
+
+def build_step(
+    batch: Batch, bounds: StepBounds, device: torch.device
+) -> tuple[StepInputs | None, list[int], dict[int, str]]:
+    """Tensors of the chunks in bounds, the batch indices of those chunks, and an error for each of the others.
+
+    None if no chunk is in bounds.
+    """
+    chunks = batch.chunks
+    if chunks and (step := _pack(chunks, bounds, device)) is not None:
+        return step, list(range(len(chunks))), {}
+    errors = _problems(chunks, bounds)
+    kept = [index for index in range(len(chunks)) if index not in errors]
+    if not kept:
+        return None, kept, errors
+    step = _pack([chunks[index] for index in kept], bounds, device)
+    assert step is not None, "chunks in bounds are out of bounds together"
+    return step, kept, errors
+
+
+def _pack(chunks: Sequence[Chunk], bounds: StepBounds, device: torch.device) -> StepInputs | None:
+    """The step of all `chunks`, or None if anything of any of them is out of bounds."""
+    if any(chunk.num_logits not in (0, 1) or chunk.adapter is not None for chunk in chunks):
+        return None
+    block_size = bounds.block_size
+    sizes = np.array([(c.start, len(c.token_ids), len(c.block_ids), c.write_from) for c in chunks], np.int64)
+    starts, lengths, pages, write_from = sizes.T
+    tokens = _joined([chunk.token_ids for chunk in chunks])
+    ends = starts + lengths
+    used = -(-ends // block_size)
+    if starts.min() < 0 or lengths.min() < 1 or ends.max() > bounds.max_positions or (pages < used).any():
+        return None
+    tables = [chunk.block_ids for chunk in chunks]
+    if (pages > used).any():
+        tables = [table[:count] for table, count in zip(tables, used.tolist(), strict=True)]
+    blocks = _joined(tables)
+    if not _within(tokens, 0, bounds.vocab_size) or not _within(blocks, 1, bounds.num_blocks):
+        return None
+    qo_indptr, kv_indptr, first = _offsets(lengths), _offsets(used), starts.astype(np.int32)
+    positions = starts  # of one token each
+    if len(tokens) > len(chunks):
+        positions = np.arange(len(tokens)) - np.repeat(qo_indptr[:-1] - starts, lengths)
+    ranges = Ranges(qo_indptr, first, write_from, kv_indptr, blocks)
+    return StepInputs(
+        token_ids=torch.from_numpy(tokens.astype(np.int64)).to(device),
+        positions=torch.from_numpy(np.ascontiguousarray(positions)).to(device),
+        writes=plan_writes(ranges, positions, block_size, device),
+        qo_indptr=qo_indptr,
+        starts=first,
+        kv_indptr=kv_indptr,
+        kv_indices=blocks,
+        last_page_len=((ends - 1) % block_size + 1).astype(np.int32),
+        bounds=bounds,
+    )
+
+
+def _within(ids: Int32s, low: int, end: int) -> bool:
+    return bool(ids.min() >= low and ids.max() < end)
+
+
+def _problems(chunks: Sequence[Chunk], bounds: StepBounds) -> dict[int, str]:
+    """Why chunks cannot be computed, by their index; those that can be are not in it."""
+    errors: dict[int, str] = {}
+    for index, chunk in enumerate(chunks):
+        ids, table = _joined([chunk.token_ids]), _joined([chunk.block_ids])
+        used = -(-(chunk.start + len(ids)) // bounds.block_size)
+        problem = _problem(chunk, ids, table[: max(used, 0)], used, bounds)
+        if problem is not None:
+            errors[index] = problem
+    return errors
+
+
+def _problem(chunk: Chunk, ids: Int32s, table: Int32s, used: int, bounds: StepBounds) -> str | None:
+    """Why a chunk cannot be computed, or None."""
+    end = chunk.start + len(ids)
+    if len(ids) == 0 or chunk.start < 0:
+        return f"chunk of {len(ids)} tokens from position {chunk.start}; both must be positive"
+    if ids.min() < 0 or ids.max() >= bounds.vocab_size:
+        outside = ids[(ids < 0) | (ids >= bounds.vocab_size)][0]
+        return f"token id {outside} lies outside the vocabulary of {bounds.vocab_size}"
+    if end > bounds.max_positions:
+        return f"position {end - 1} lies beyond the {bounds.max_positions} the model knows"
+    if len(table) < used:
+        return f"{len(table)} blocks of {bounds.block_size} tokens do not cover {end} positions"
+    if table.min() < 1 or table.max() >= bounds.num_blocks:
+        return f"block id outside [1, {bounds.num_blocks}) in the block table"
+    if chunk.num_logits not in (0, 1):
+        return f"num_logits is {chunk.num_logits}; this executor samples the last position only"
+    if chunk.adapter is not None:
+        return f"adapter {chunk.adapter!r}: this executor has no adapters"
+    return None
+
+
+def _joined(parts: "Sequence[Sequence[int] | array[int]]") -> Int32s:
+    """All ids as one int32 array; a copy, so that packed ones may grow meanwhile."""
+    if all(isinstance(part, array) and part.typecode == "i" for part in parts):
+        return np.frombuffer(b"".join(parts), dtype=np.int32)  # pyright: ignore[reportArgumentType]
+    return np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
+
+
+def _offsets(lengths: Int64s) -> Int32s:
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets

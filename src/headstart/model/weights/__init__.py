@@ -1,0 +1,1 @@
+"""Checkpoints: configuration, weights, and where they come from."""

@@ -1,0 +1,89 @@
+"""The architectures that can be served, by what config.json says: checked before torch is imported.
+
+Not here: whether a supported architecture's numbers make sense (model_config.py), and whether Transformers' code for it
+attends as Headstart does (transformers_probe.py). Both need Transformers, which imports torch.
+"""
+
+import ast
+import functools
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from headstart.core.errors import ConfigError
+from headstart.model.weights.config_bounds import check_sizes
+from headstart.model.weights.json_file import read_json, shorten
+
+NATIVE_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Phi3ForCausalLM": "phi3",
+}
+SUPPORTED = f"{', '.join(NATIVE_ARCHITECTURES)}, and decoders of Transformers with full or sliding attention layers"
+_AUTO_MODELS = "models/auto/modeling_auto.py"
+_CAUSAL_MODELS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise ConfigError if `config.json` in `folder` cannot be read or names what cannot be served."""
+    raw = read_json(folder / "config.json")
+    architecture = architecture_of(raw)
+    refuse_quantised(raw)
+    check_sizes(raw)
+    if architecture in NATIVE_ARCHITECTURES:
+        return
+    known, model_type = causal_model_types(), raw.get("model_type")
+    if known is not None and isinstance(model_type, str) and model_type not in known:
+        raise ConfigError(
+            f"{shorten(architecture, 80)} is not supported: Transformers has no causal language model of model_type "
+            f"{shorten(model_type, 80)!r} (supported: {SUPPORTED})"
+        )
+
+
+def architecture_of(config: dict[str, Any]) -> str:
+    """The model class a `config.json` names. Raises ConfigError if it names none."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ConfigError(
+            f"config.json names no architecture (model_type {config.get('model_type')!r}); expected an entry such as "
+            f'"architectures": ["LlamaForCausalLM"]'
+        )
+    return names[0]
+
+
+def refuse_quantised(config: dict[str, Any]) -> None:
+    """Raises ConfigError for a checkpoint whose weights are quantised: they would be read as plain numbers."""
+    quantisation = config.get("quantization_config") or config.get("compression_config")
+    if quantisation:
+        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
+        raise ConfigError(f"the checkpoint is quantised ({method}); use the bfloat16 or float32 original")
+
+
+@functools.cache
+def causal_model_types() -> frozenset[str] | None:
+    """The model_types of Transformers' causal language models, None if its source does not tell.
+
+    Read from the source as text: importing that module imports torch.
+    """
+    spec = PathFinder.find_spec("transformers")
+    try:
+        folder = Path(((spec and spec.submodule_search_locations) or [])[0])
+        tree = ast.parse((folder / _AUTO_MODELS).read_text(encoding="utf-8"))
+    except (IndexError, OSError, ValueError, SyntaxError):
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(ast.unparse(target) == _CAUSAL_MODELS for target in node.targets):
+            return _first_items(node.value)
+    return None
+
+
+def _first_items(table: ast.expr) -> frozenset[str] | None:
+    """The first strings of the pairs in `OrderedDict([("a", ...), ...])`, None if `table` is of another form."""
+    pairs = table.args[0] if isinstance(table, ast.Call) and table.args else None
+    if not isinstance(pairs, ast.List):
+        return None
+    first = [pair.elts[0] for pair in pairs.elts if isinstance(pair, ast.Tuple) and pair.elts]
+    names = [name.value for name in first if isinstance(name, ast.Constant) and isinstance(name.value, str)]
+    return frozenset(names) if names and len(names) == len(pairs.elts) else None

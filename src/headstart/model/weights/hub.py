@@ -1,0 +1,136 @@
+"""From what the user typed after `serve` to a folder with a model: one that exists, or a download from the hub.
+
+Downloads only data (safetensors, JSON, tokenizer and template text), never pickles or code, and nothing in subfolders,
+where repositories keep the same weights in other formats.
+"""
+
+from pathlib import Path
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from headstart.core.errors import ConfigError
+from headstart.model.weights.json_file import one_line, shorten
+
+MAX_NAME_CHARS = 4096  # the longest path Linux takes; hub ids have at most 96 characters
+SHOWN_CHARS = 80  # of a refused name
+WANTED = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model", "*.tiktoken")
+UNWANTED = ("*/*", "consolidated*.safetensors")  # Mistral's own format: the same weights a second time
+# httpx.HTTPError under hub 1.x, httpx2.HTTPError under 2.x: only the hub's own error says which.
+_NETWORK_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
+
+
+def resolve_model(
+    model: str,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    offline: bool = False,
+    download_dir: str | None = None,
+    endpoint: str | None = None,
+) -> Path:
+    """The folder of `model`, which is a folder itself or a hub id such as "Qwen/Qwen3-0.6B".
+
+    `token` None means HF_TOKEN or the stored login, `download_dir` None the hub's own cache, `endpoint` None
+    HF_ENDPOINT or the public hub. Progress bars go to stderr. Raises ConfigError, in one line, for whatever fails.
+    """
+    folder = local_folder(model)
+    if folder is not None:
+        return folder
+    try:
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            token=token,
+            local_files_only=offline,
+            cache_dir=download_dir,
+            endpoint=endpoint,
+            allow_patterns=list(WANTED),
+            ignore_patterns=list(UNWANTED),
+        )
+    except (HFValidationError, EntryNotFoundError, OSError, _NETWORK_ERROR) as error:
+        offline = offline or constants.is_offline_mode()
+        hub = endpoint or constants.ENDPOINT
+        raise ConfigError(_explain(error, model, revision, offline=offline, hub=hub)) from error
+    return _checked(Path(folder), model)
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder that `model` names, None if it may be a hub id. Raises ConfigError for what is neither."""
+    if len(model) > MAX_NAME_CHARS:
+        raise ConfigError(
+            f"{shorten(model, SHOWN_CHARS)!r} is neither a folder nor a hub id: {len(model)} characters are more than "
+            f"{MAX_NAME_CHARS}"
+        )
+    try:
+        path = Path(model).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # a part that is too long; a zero byte; a home of nobody
+        raise ConfigError(f"{shorten(model, SHOWN_CHARS)!r} cannot be a folder: {one_line(error)}") from None
+    if model and is_folder:
+        return _checked(path, model)
+    if is_file:
+        raise ConfigError(f"{model} is a file; name the folder that holds config.json and the safetensors files")
+    if not model or not model.isprintable() or model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
+        named = shorten(model, SHOWN_CHARS)
+        raise ConfigError(f"there is no folder {named!r}, and it is no hub id either (those look like Qwen/Qwen3-0.6B)")
+    return None
+
+
+def _checked(folder: Path, model: str) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{model} has no config.json: it is not a model in Hugging Face's format")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{model} has no *.safetensors weights, and other formats (.bin, .pt, .gguf) are not loaded")
+    return folder
+
+
+def _explain(error: Exception, model: str, revision: str | None, *, offline: bool, hub: str) -> str:
+    """One line for people: what went wrong with this id, and the remedy. The order matters: subclasses first."""
+    match error:
+        case HFValidationError():
+            return f"{shorten(model, SHOWN_CHARS)!r} is neither a folder nor a hub id (those look like Qwen/Qwen3-0.6B)"
+        case GatedRepoError():
+            return (
+                f"{model} is gated: accept its terms at {hub}/{model}, then set HF_TOKEN (or --hf-token) to your token"
+            )
+        case RepositoryNotFoundError():
+            return (
+                f"there is no folder and no model on the hub called {model!r}: check the spelling; if it is private, "
+                f"set HF_TOKEN (or --hf-token) to a token that may read it"
+            )
+        case RevisionNotFoundError():
+            return f"{model} has no revision {revision!r}: name a branch, tag or commit that its page on the hub lists"
+        case LocalEntryNotFoundError() if offline:
+            return f"{model} is not (completely) downloaded, and offline mode is on: run once without --offline"
+        case HfHubHTTPError() if error.response.status_code in (401, 403):
+            status = error.response.status_code
+            return f"the hub refuses access to {model} (HTTP {status}): set HF_TOKEN (or --hf-token) to a valid token"
+        case _ if isinstance(error, (LocalEntryNotFoundError, _NETWORK_ERROR)):
+            return (
+                f"cannot download {model} from {hub} ({_reason(error)}): are you offline? Check the connection or "
+                f"proxy, or name a folder with the model in it"
+            )
+        case _:
+            return f"cannot store or read {model} in the download folder: {_first_line(error)}"
+
+
+def _reason(error: BaseException) -> str:
+    """The network's own words: what a chain of wrapped errors started with."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, HfHubHTTPError):
+        return f"HTTP {error.response.status_code}"
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return shorten(next(iter(str(error).splitlines()), "") or type(error).__name__)

@@ -1,0 +1,127 @@
+"""Writes a model with random weights in a real architecture's shape, complete with a tokenizer: `headstart init-model`.
+
+Tensors are made and written shard by shard, so a model larger than the memory can be written. Each tensor has its own
+seed: the same (shape, seed, std, dtype) gives the same bytes on the same version of torch.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headstart.core.errors import ConfigError
+from headstart.model.weights.shapes import SHAPES, WEIGHT_DTYPES, Shape, check_weights
+from headstart.model.weights.synthetic_tokenizer import BOS_ID, EOS_ID, PAD_ID, write_tokenizer
+
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in WEIGHT_DTYPES}
+_SHARD_BYTES = 2_000_000_000
+
+Sizes = list[tuple[str, tuple[int, ...]]]
+
+
+def init_model(
+    shape: str,
+    out: Path,
+    *,
+    std: float = 0.02,
+    seed: int = 0,
+    dtype: str = "bfloat16",
+    overwrite: bool = False,
+    progress: bool = True,
+    shard_bytes: int = _SHARD_BYTES,
+) -> Path:
+    """Writes the folder `out` and returns it.
+
+    `std` is the standard deviation of the weights: 0.02 is how real models start, and gives nearly uniform
+    distributions over the next token; at 0.2 outputs depend visibly on every token before them, which is what a test
+    of correctness wants. Raises ConfigError for an unknown shape or dtype, or if `out` holds anything already (unless
+    `overwrite`, and what it holds is a model).
+    """
+    check_weights(shape, std=std, dtype=dtype)
+    _make_room(out, SHAPES[shape], _DTYPES[dtype].itemsize, overwrite=overwrite)
+    table = SHAPES[shape]
+    _write_json(out / "config.json", table.config(dtype=dtype, bos_token_id=BOS_ID, eos_token_id=EOS_ID, std=std))
+    ids = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    _write_json(out / "generation_config.json", {"do_sample": False, **ids})
+    write_tokenizer(out, table.vocab_size, max_length=table.max_position_embeddings)
+    _write_weights(table, out, std=std, seed=seed, dtype=_DTYPES[dtype], progress=progress, shard_bytes=shard_bytes)
+    return out
+
+
+def _make_room(out: Path, table: Shape, element_bytes: int, *, overwrite: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file; name a folder that does not exist yet")
+    if out.is_dir() and any(out.iterdir()):
+        if not overwrite:
+            raise ConfigError(f"{out} exists and is not empty; name another folder, or ask to overwrite it")
+        if not (out / "config.json").is_file():
+            raise ConfigError(f"{out} holds something that is not a model; it is not overwritten")
+        for weights in (*out.glob("model*.safetensors"), *out.glob("model.safetensors.index.json")):
+            weights.unlink()  # another number of shards has other names; every other file is written anew
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {out}: {error.strerror}") from error
+    need, free = table.num_parameters * element_bytes, shutil.disk_usage(out).free
+    if need > free:
+        raise ConfigError(f"{out} needs {need / 1e9:.1f} GB, but its disk has {free / 1e9:.1f} GB free")
+
+
+def _write_weights(
+    table: Shape, out: Path, *, std: float, seed: int, dtype: torch.dtype, progress: bool, shard_bytes: int
+) -> None:
+    shards = list(_shards(table, dtype.itemsize, shard_bytes))
+    where: dict[str, str] = {}
+    number = 0
+    with _progress_bar(visible=progress) as bar:
+        task = bar.add_task("random weights", total=table.num_parameters * dtype.itemsize)
+        for index, shard in enumerate(shards, 1):
+            file = f"model-{index:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+            tensors: dict[str, Tensor] = {}
+            for name, size in shard:
+                tensors[name] = _random(name, size, std=std, seed=seed * 1_000_003 + number, dtype=dtype)
+                where[name] = file
+                number += 1
+                bar.advance(task, tensors[name].nbytes)
+            save_file(tensors, out / file, metadata={"format": "pt"})
+            (out / file).chmod((out / "config.json").stat().st_mode)  # safetensors makes it the owner's alone
+    if len(shards) > 1:
+        total = {"total_size": table.num_parameters * dtype.itemsize}
+        _write_json(out / "model.safetensors.index.json", {"metadata": total, "weight_map": where})
+
+
+def _shards(table: Shape, element_bytes: int, shard_bytes: int) -> Iterator[Sizes]:
+    """The tensors in order, cut into files of at most `shard_bytes` (or of one tensor)."""
+    shard: Sizes = []
+    filled = 0
+    for name, size in table.tensors():
+        nbytes = element_bytes * torch.Size(size).numel()
+        if shard and filled + nbytes > shard_bytes:
+            yield shard
+            shard, filled = [], 0
+        shard.append((name, size))
+        filled += nbytes
+    yield shard
+
+
+def _random(name: str, size: tuple[int, ...], *, std: float, seed: int, dtype: torch.dtype) -> Tensor:
+    """Norms are 1, as in every model that starts; everything else is normal."""
+    if name.endswith("norm.weight"):
+        return torch.ones(size, dtype=dtype)
+    return torch.empty(size, dtype=dtype).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
+
+
+def _progress_bar(*, visible: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(file=sys.stderr), disable=not visible)
+
+
+def _write_json(path: Path, document: dict[str, object]) -> None:
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

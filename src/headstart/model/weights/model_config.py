@@ -1,0 +1,151 @@
+"""ModelConfig: what the compact decoder must know of a checkpoint, read from a Hugging Face `config.json`.
+
+Covers the Llama family only; `eos_token_ids` serves every model. Values are those of Transformers' own config object:
+both spellings of rotary settings are read: `rope_parameters` (Transformers 5) and `rope_theta` + `rope_scaling`
+(before). Nothing is ignored that would change the numbers: see config_keys.py.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headstart.core.errors import ConfigError
+from headstart.model.layers.rotary import RopeConfig, read_rope
+from headstart.model.weights.architectures import NATIVE_ARCHITECTURES, architecture_of
+from headstart.model.weights.config_bounds import check_sizes, finite
+from headstart.model.weights.config_keys import NotNativeError, reference_config
+from headstart.model.weights.json_file import read_json, shorten
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape and settings of a Llama-like decoder. Lengths in tokens."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    windows: tuple[int | None, ...]  # per layer: position i sees (i - w, i]; None: the whole prefix
+    rope: RopeConfig
+    max_model_len: int
+    tie_word_embeddings: bool | None  # None: tied exactly if the checkpoint brings no lm_head
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    fused_weights: bool  # the checkpoint holds qkv_proj and gate_up_proj
+
+
+def eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """End-of-sequence ids of config.json and generation_config.json together, without repeats, in that order."""
+    found: dict[int, None] = {}
+    sources = [config]
+    if (folder / "generation_config.json").exists():
+        sources.append(read_json(folder / "generation_config.json"))
+    for source in sources:
+        value = source.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [value]:
+            if isinstance(token_id, int):
+                found[token_id] = None
+    return tuple(found)
+
+
+def parse_config(raw: dict[str, Any]) -> ModelConfig:
+    """A ModelConfig of a Llama-family `config.json`.
+
+    Raises ConfigError with the offending field and value, NotNativeError for what Transformers' own code may still run.
+    """
+    architecture = architecture_of(raw)
+    family = NATIVE_ARCHITECTURES[architecture]
+    check_sizes(raw)
+    for key in ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"):
+        _count(raw.get(key), key)  # Transformers would take the size of its example model
+    config: Any = reference_config(raw, family)  # untyped in part
+    heads = _count(config.num_attention_heads, "num_attention_heads")
+    kv_heads = _count(config.num_key_value_heads, "num_key_value_heads")
+    given_head_dim = getattr(config, "head_dim", None)
+    head_dim = config.hidden_size // heads if given_head_dim is None else _count(given_head_dim, "head_dim")
+    if heads % kv_heads:
+        raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if config.hidden_act not in ("silu", "swish"):
+        raise NotNativeError(f"hidden_act {config.hidden_act!r} is not supported for {architecture}; only silu is")
+    if not getattr(config, "is_causal", True):
+        raise NotNativeError(f"is_causal is {config.is_causal!r}")
+    rope = _rope(config, family, head_dim)
+    attention_bias = config.attention_bias if family in ("llama", "qwen3") else False
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=finite(config.rms_norm_eps, "rms_norm_eps", at_least=0.0),
+        windows=_windows(config, family, rope.max_positions),
+        rope=rope,
+        max_model_len=rope.max_positions,
+        tie_word_embeddings=raw.get("tie_word_embeddings"),
+        qkv_bias=family == "qwen2" or attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=config.mlp_bias if family == "llama" else False,
+        qk_norm=family == "qwen3",
+        fused_weights=family == "phi3",
+    )
+
+
+def _count(value: object, key: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"config.json: {key} is {value!r}; it must be a positive integer")
+    return value
+
+
+def _rope(config: Any, family: str, head_dim: int) -> RopeConfig:
+    """Rotary settings as the family's Transformers code applies them."""
+    parameters = config.rope_parameters
+    if not isinstance(parameters, dict):
+        raise ConfigError(f"rotary settings {shorten(repr(parameters), 80)} are not an object")
+    if family != "phi3" and parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        if parameters.get("rope_type") != "default":
+            raise NotNativeError("partial_rotary_factor is given beside a scaled rotary embedding")
+        parameters = {**parameters, "partial_rotary_factor": 1.0}  # ignored there: every dimension turns
+    for key in ("rope_theta", "partial_rotary_factor"):
+        finite(parameters.get(key, 1.0), key, above=0.0)
+    if not isinstance(parameters.get("rope_type"), str):
+        raise ConfigError(f"config.json: rope_type is {parameters.get('rope_type')!r}; it must be a name")
+    if parameters.get("original_max_position_embeddings", 1) == 0:
+        raise ConfigError("config.json: original_max_position_embeddings is 0; it must be a positive integer")
+    positions = _count(config.max_position_embeddings, "max_position_embeddings")
+    return read_rope({"rope_parameters": parameters, "max_position_embeddings": positions}, head_dim)
+
+
+def _windows(config: Any, family: str, max_positions: int) -> tuple[int | None, ...]:
+    """Sliding window of each layer, by the rules of the family's Transformers code."""
+    layers: int = config.num_hidden_layers
+    kinds: list[str] = getattr(config, "layer_types", None) or []
+    window: int | None = getattr(config, "sliding_window", None)
+    if window is not None and _count(window, "sliding_window") < 2:  # the cache of Transformers keeps all of one token
+        raise ConfigError("config.json: sliding_window is 1; it must be at least 2, or null")
+    if not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise NotNativeError(
+            f"layer_types {sorted(set(kinds))}: only full_attention and sliding_attention are supported"
+        )
+    if family in ("qwen2", "qwen3"):
+        if window is None and "sliding_attention" in kinds:
+            raise ConfigError(
+                "layer_types names sliding_attention, but there is no sliding_window (use_sliding_window?)"
+            )
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if "sliding_attention" in kinds:
+        raise NotNativeError("layer_types names sliding_attention")
+    if family == "llama":  # its mask ignores the window, but Transformers' cache drops what lies before it
+        if window is not None and window < max_positions:
+            raise NotNativeError(f"sliding_window is {window}")
+        window = None
+    return (window,) * layers

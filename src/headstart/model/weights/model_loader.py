@@ -1,0 +1,163 @@
+"""load_model: a folder in Hugging Face's layout becomes a model in memory, with all a front end must know of it.
+
+The Llama family goes to the compact decoder, other decoders to Transformers; what cannot be served right is refused
+with a ConfigError that names it.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from headstart import __version__
+from headstart.core.errors import ConfigError
+from headstart.model.attention.base import resolve_backend
+from headstart.model.kernels.library import kernels
+from headstart.model.layers.decoder import LanguageModel, load_decoder
+from headstart.model.layers.linear import Form
+from headstart.model.paged_kv import KVShape
+from headstart.model.source_digest import source_digest
+from headstart.model.transformers_model import load_transformers
+from headstart.model.weights.architectures import NATIVE_ARCHITECTURES, architecture_of, refuse_quantised
+from headstart.model.weights.checkpoint import Checkpoint, LoadingBar
+from headstart.model.weights.config_bounds import check_sizes
+from headstart.model.weights.config_keys import NotNativeError
+from headstart.model.weights.json_file import read_json
+from headstart.model.weights.model_config import ModelConfig, eos_token_ids, parse_config
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+QUANTIZATIONS = ("none", "int8")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model ready to run, and what it needs: sizes in bytes, lengths in tokens."""
+
+    folder: Path
+    architecture: str
+    model: LanguageModel
+    dtype: torch.dtype
+    device: torch.device
+    kv_shape: KVShape
+    vocab_size: int  # rows of the logits
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    weight_bytes: int
+    fingerprint: bytes  # of weights and of whatever else decides what KV holds: equal exactly if KV may be shared
+    attention_backend: str
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values one token leaves in the pool."""
+        return self.kv_shape.token_bytes(self.dtype)
+
+
+def load_model(
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    attention_backend: str = "auto",
+    quantization: str = "none",
+) -> LoadedModel:
+    """Loads the model in `folder`, with progress on stderr. Raises ConfigError for what cannot be served.
+
+    `quantization` int8 keeps every matrix but the embedding as int8 with one scale per output.
+    """
+    raw = read_json(folder / "config.json")
+    architecture = architecture_of(raw)
+    refuse_quantised(raw)
+    chosen_dtype, chosen_device = resolve_dtype(dtype, raw), resolve_device(device)
+    resolve_backend(attention_backend, chosen_device)
+    check_sizes(raw)
+    native, why = _native_config(raw, architecture)
+    if quantization not in QUANTIZATIONS:
+        raise ConfigError(f"quantization {quantization!r} is not known; choose {' or '.join(QUANTIZATIONS)}")
+    if quantization != "none" and native is None:
+        raise ConfigError(
+            f"quantization {quantization} is not supported for {architecture}, which Transformers runs{why}; "
+            f"leave it out, or use one of {', '.join(NATIVE_ARCHITECTURES)}"
+        )
+    checkpoint = Checkpoint(folder)
+    if native is None:
+        try:
+            model = breadth = load_transformers(folder, raw, chosen_dtype, chosen_device, checkpoint)
+        except ConfigError as error:
+            raise ConfigError(f"{error}{why}") from error
+        shape, vocab_size, max_model_len = breadth.kv_shape, breadth.vocab_size, breadth.max_model_len
+    else:
+        with LoadingBar(checkpoint.num_bytes, f"Loading {folder.name}") as bar, checkpoint.reading(bar.advance):
+            form = Form(kernels() if chosen_device.type == "cpu" else None, int8=quantization == "int8")
+            model = load_decoder(native, checkpoint, chosen_dtype, chosen_device, form)
+        shape = KVShape(native.num_layers, native.num_kv_heads, native.head_dim)
+        vocab_size, max_model_len = native.vocab_size, native.max_model_len
+    resolved = resolve_backend(attention_backend, chosen_device, shape.head_dim)
+    computed_by = _computed_by(chosen_dtype, chosen_device, resolved, quantization, native is None)
+    return LoadedModel(
+        folder=folder,
+        architecture=architecture,
+        model=model,
+        dtype=chosen_dtype,
+        device=chosen_device,
+        kv_shape=shape,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids(folder, raw),
+        weight_bytes=model.weight_bytes,
+        fingerprint=checkpoint.fingerprint(json.dumps(raw, sort_keys=True).encode(), computed_by),
+        attention_backend=resolved,
+    )
+
+
+def _native_config(raw: dict[str, Any], architecture: str) -> tuple[ModelConfig | None, str]:
+    """The compact decoder's config; None if it does not run this model, and why not, to be appended to a message."""
+    if architecture not in NATIVE_ARCHITECTURES:
+        return None, ""
+    try:
+        return parse_config(raw), ""
+    except NotNativeError as error:
+        return None, f" (Headstart's own decoder does not take it: {error})"
+
+
+def _computed_by(
+    dtype: torch.dtype, device: torch.device, backend: str, quantization: str, by_transformers: bool
+) -> bytes:
+    """What besides weights and config decides the numbers in a block; it is part of the fingerprint.
+
+    Dtype, quantisation, the kind of device, the attention backend, the releases of Headstart, torch and (where it
+    runs the model) Transformers, and the digest of the code of models and kernels, which may change between two
+    releases: KV may outlive the process, and another build must never take over what it would not compute itself.
+    Threads and instruction sets are left out: they reorder sums as the company in a batch does.
+    """
+    releases = {"headstart": __version__, "torch": str(torch.__version__), "code": source_digest().hex()}
+    if by_transformers:
+        releases["transformers"] = transformers.__version__
+    return json.dumps([str(dtype), quantization, device.type, backend, releases], sort_keys=True).encode()
+
+
+def resolve_dtype(dtype: str, config: dict[str, Any]) -> torch.dtype:
+    """The dtype to compute in; "auto" is the checkpoint's, float16 becoming bfloat16 (same size, no overflow)."""
+    if dtype == "auto":
+        stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+        return torch.float32 if stored == "float32" else torch.bfloat16
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not supported; choose auto, {' or '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device to run on; "auto" is cuda where there is one. Raises ConfigError if it is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"device {device!r} is not known; choose auto, cpu or cuda[:N]") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {device!r} is not supported; choose auto, cpu or cuda[:N]")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    return chosen

@@ -1,0 +1,109 @@
+"""The process that renders chat templates: `python -m headstart.openai.chat.chat_process FD`.
+
+A template is a program from the model's folder. Here it can use up neither the memory nor the time of the server: this
+process has a memory limit of its own, its parent kills it when a conversation takes too long, and an alarm ends it
+should the parent be gone by then. It ends with its parent, at the end of the socket FD.
+
+Both directions: one byte for the kind, four for the length, and so many bytes. To this process: marshal of plain data.
+From it: text, which is all that its parent reads of a process that may be in a stranger's hands.
+"""
+
+import marshal
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from headstart.core.errors import ConfigError, InvalidRequestError
+from headstart.openai.allocator import give_memory_back
+from headstart.openai.chat.chat_template import ChatTemplate
+
+HEADER = struct.Struct("!cI")
+READY, DATA, TEXT, ERROR, CONFIG_ERROR = b"R", b"D", b"T", b"E", b"C"
+ALARM_SECONDS = 1.0  # beyond the time of a conversation
+
+
+def main() -> None:
+    """Serve one parent until it closes its end."""
+    give_memory_back()
+    stream = socket.socket(fileno=int(sys.argv[1]))
+    with stream, suppress(ConnectionError, EOFError):
+        send(stream, READY, b"")
+        source, named_tokens, max_seconds, max_bytes = marshal.loads(receive(stream))
+        _limit_memory(max_bytes)
+        with _Alarm(max_seconds):
+            try:
+                template = ChatTemplate(source, named_tokens, max_seconds=max_seconds)
+            except ConfigError as error:
+                send(stream, CONFIG_ERROR, encode(str(error)))
+                return
+        send(stream, READY, b"")
+        while True:
+            request = marshal.loads(receive(stream))
+            with _Alarm(max_seconds):
+                kind, answer = _render(template, *request)
+            send(stream, kind, answer)
+
+
+def send(stream: socket.socket, kind: bytes, data: bytes) -> None:
+    """Send one message."""
+    stream.sendall(HEADER.pack(kind, len(data)) + data)
+
+
+def receive(stream: socket.socket) -> bytes:
+    """Return the data of the next message. Raises EOFError at the end of the stream."""
+    _, size = HEADER.unpack(_exactly(stream, HEADER.size))
+    return _exactly(stream, size)
+
+
+def encode(text: str) -> bytes:
+    """Return a text as bytes, lone surrogates included."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _exactly(stream: socket.socket, size: int) -> bytes:
+    data = stream.recv(size, socket.MSG_WAITALL) if size else b""
+    if len(data) < size:
+        raise EOFError
+    return data
+
+
+def _render(template: ChatTemplate, messages: Any, generate: bool, go_on: bool, options: Any) -> tuple[bytes, bytes]:
+    try:
+        text = template.render(messages, add_generation_prompt=generate, continue_final_message=go_on, options=options)
+        return TEXT, encode(text)
+    except InvalidRequestError as error:
+        return ERROR, encode(f"{error.param or ''}\n{error}")
+    except MemoryError:  # behind the template: the text, encoded
+        return ERROR, b"messages\nthe rendered conversation does not fit into memory; shorten the messages"
+
+
+class _Alarm:
+    """Ends this process, by the kernel, if what is inside takes too long: a parent that would kill it may be gone."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds + ALARM_SECONDS
+
+    def __enter__(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _limit_memory(max_bytes: int) -> None:
+    """Allow this process `max_bytes` beside what it has mapped already, and no core file."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        mapped = int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + max_bytes, mapped + max_bytes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""From a validated body to engine requests: tokens, one request per prompt and choice, tenant and domain, seeds."""
+
+import hashlib
+from array import array
+from dataclasses import dataclass, replace
+
+from headstart.core.errors import InvalidRequestError, RequestTooLargeError
+from headstart.core.request import Request
+from headstart.openai.bounds import INT64_MAX, Bounds
+from headstart.openai.generation_params import GenerationParams, fit
+from headstart.openai.request_bodies import ChatBody, CompletionBody, Prompt
+from headstart.openai.text.shared_prompt import SharedPrompt
+from headstart.openai.tokenizer.tokenizer import Tokenizer
+
+PROBE_CHARS = 16 * 1024
+PROBE_CHARS_PER_TOKEN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a client request comes from: what its engine requests have in common beside the parameters."""
+
+    request_id: str  # ours, unique
+    arrival: float = 0.0  # seconds, the engine's clock
+    domain: bytes = b""  # isolation domain of the tenant
+    tenant: str = ""  # whose share of the cache it uses
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A client request, ready for the engine: the requests of its choices, and what the choices of a prompt share."""
+
+    params: GenerationParams
+    requests: list[Request]
+    prompts: list[SharedPrompt]
+
+
+def tokenizer_of(tokenizer: Tokenizer, origin: Origin, params: GenerationParams) -> Tokenizer:
+    """Returns the tokenizer as one client request may use it: with what its own isolation domain sent before."""
+    return tokenizer.within(origin.tenant, narrow_domain(origin.domain, params.cache_salt), params.cache)
+
+
+def encode_completion(body: CompletionBody, tokenizer: Tokenizer, bounds: Bounds) -> "list[array[int]]":
+    """Returns one list of token ids per prompt. Thread-safe and slow for long texts: call it off the event loop."""
+    special = body.params.add_special_tokens
+    return [encode_prompt(prompt, tokenizer, bounds, special is None or special) for prompt in body.prompts]
+
+
+def encode_chat(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
+    """Returns the token ids of the rendered conversation; the template writes its own special tokens."""
+    text = tokenizer.render_chat(
+        body.messages,
+        add_generation_prompt=body.params.add_generation_prompt,
+        continue_final_message=body.params.continue_final_message,
+        options=dict(body.params.template_options),
+    )
+    try:
+        return encode_prompt(text, tokenizer, bounds, bool(body.params.add_special_tokens))
+    except InvalidRequestError as error:
+        error.param = "messages"
+        raise
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, bounds: Bounds, add_special_tokens: bool) -> "array[int]":
+    """Returns the token ids of one prompt, at least one. Raises InvalidRequestError.
+
+    A text that cannot fit however well it compresses is refused without being tokenized.
+    """
+    if isinstance(prompt, array):
+        return prompt
+    longest = tokenizer.max_token_chars
+    if longest and len(prompt) > bounds.max_model_len * longest:
+        raise RequestTooLargeError(
+            f"the prompt has {len(prompt)} characters; the model's context of {bounds.max_model_len} tokens holds at "
+            f"most {bounds.max_model_len * longest}: shorten the prompt",
+            param="prompt",
+        )
+    _probe_length(prompt, tokenizer, bounds)
+    token_ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    if not token_ids:
+        raise InvalidRequestError("the prompt is empty: it has no tokens; send some text", param="prompt")
+    return token_ids
+
+
+def _probe_length(text: str, tokenizer: Tokenizer, bounds: Bounds) -> None:
+    """Raise RequestTooLargeError if the beginning of a very long text exceeds the context already.
+
+    Tokenizing holds about 200 bytes a character, so it begins with what would fit if tokens were twice as long as
+    usual. An eighth more than the context is certain: where the beginning is cut changes a few tokens at most.
+    """
+    limit = bounds.max_model_len
+    size = max(PROBE_CHARS, PROBE_CHARS_PER_TOKEN * limit)
+    while size < len(text):
+        num_tokens = len(tokenizer.encode(text[:size], add_special_tokens=False))
+        if num_tokens > limit + limit // 8 + 64:
+            raise RequestTooLargeError(
+                f"the first {size} of the prompt's {len(text)} characters have {num_tokens} tokens; prompt and output "
+                f"share the model's context of {limit} tokens: shorten the prompt",
+                param="prompt",
+            )
+        size *= 2
+
+
+def build_requests(
+    prompts: "list[array[int]]", params: GenerationParams, bounds: Bounds, origin: Origin
+) -> list[Request]:
+    """Returns len(prompts) * n engine requests, the n choices of a prompt side by side (choice index = position).
+
+    Raises RequestTooLargeError if a prompt and its output exceed the context. With a seed, choice i is seeded seed + i.
+    Only the first choice of a prompt asks for the prompt's log-probabilities, which are the same for all of them.
+    A cache_salt narrows the domain and not the tenant: it opens no second share of the cache.
+    """
+    requests: list[Request] = []
+    domain = narrow_domain(origin.domain, params.cache_salt)
+    for index, prompt in enumerate(prompts):
+        try:
+            sampling = fit(params, len(prompt), bounds)
+        except RequestTooLargeError as error:
+            if len(prompts) == 1:
+                raise
+            raise RequestTooLargeError(f"prompt {index}: {error}", param=error.param, code=error.code) from None
+        others = replace(sampling, prompt_logprobs=None) if sampling.prompt_logprobs is not None else sampling
+        for choice in range(params.n):
+            seeded = others if choice else sampling
+            if seeded.seed is not None:
+                seeded = replace(seeded, seed=_choice_seed(seeded.seed, choice))
+            single = len(prompts) * params.n == 1
+            requests.append(
+                Request(
+                    request_id=origin.request_id if single else f"{origin.request_id}-{len(requests)}",
+                    prompt=prompt,
+                    sampling=seeded,
+                    arrival=origin.arrival,
+                    domain=domain,
+                    priority=params.priority,
+                    cache=params.cache,
+                    tenant=origin.tenant,
+                    retention=params.retention,
+                )
+            )
+    return requests
+
+
+def narrow_domain(domain: bytes, cache_salt: str | None) -> bytes:
+    """Returns the isolation domain inside the tenant's own that `cache_salt` names; a salt can only narrow sharing."""
+    if cache_salt is None:
+        return domain
+    return hashlib.sha256(b"salt" + len(domain).to_bytes(8, "little") + domain + cache_salt.encode()).digest()
+
+
+def _choice_seed(seed: int, choice: int) -> int:
+    return (seed + choice + INT64_MAX + 1) % (2 * (INT64_MAX + 1)) - INT64_MAX - 1

@@ -1,0 +1,87 @@
+"""Sampling defaults of a model: the values of generation_config.json that a request's own values override."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from headstart.core.errors import ConfigError, InvalidRequestError
+from headstart.core.request import NO_DEFAULTS, SamplingDefaults
+from headstart.openai.bounds import INTEGERS, NUMBERS
+from headstart.openai.fields import bad_value, check_int, check_number, shown
+
+FILE = "generation_config.json"
+AUTO = "auto"  # the model's own file, if it has one
+NONE = ("none", "vllm")  # no defaults but the API's; vLLM's word for it is its own name
+MAX_FILE_BYTES = 1 << 20
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+
+
+def read_sampling_defaults(folder: Path, source: str = AUTO) -> SamplingDefaults:
+    """Return the defaults for a model in `folder`, by `--generation-config SOURCE`.
+
+    `auto` reads the model's own file and finds none if there is no such file; `none` reads nothing; anything else is a
+    folder with the file, or the file. Raises ConfigError, in one line with file and key, for values that no request
+    could have either.
+    """
+    if source in NONE:
+        return NO_DEFAULTS
+    path = folder / FILE if source == AUTO else _named(source)
+    if source == AUTO and not path.is_file():
+        return NO_DEFAULTS
+    try:
+        return _defaults(_read(path))
+    except InvalidRequestError as error:
+        remedy = "name another file, or leave them out" if source != AUTO else "correct it, or ignore it"
+        raise ConfigError(f"{path}: {error}: {remedy} with --generation-config none") from None
+
+
+def default_texts(defaults: SamplingDefaults) -> list[str]:
+    """Return the values that a model sets, for people: "temperature 0.6", ..."""
+    found = ((field.name, getattr(defaults, field.name)) for field in fields(defaults))
+    return [f"{name} {value}" for name, value in found if value is not None]
+
+
+def _named(source: str) -> Path:
+    path = Path(source).expanduser()
+    path = path / FILE if path.is_dir() else path
+    if not source or not path.is_file():
+        raise ConfigError(
+            f"generation_config is {source!r}; it must be auto, none, or a folder with a {FILE} (or such a file)"
+        )
+    return path
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} has {size} bytes; at most {MAX_FILE_BYTES} are read")
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, no JSON
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return values
+
+
+def _defaults(values: Mapping[str, Any]) -> SamplingDefaults:
+    """Return the defaults; null is as good as left out. Raises InvalidRequestError, which names the key."""
+    numbers: dict[str, float | None] = {}
+    for name in _NUMBERS:
+        low, high, _, above_low = NUMBERS[name]
+        value = values.get(name)
+        numbers[name] = None if value is None else check_number(name, value, low, high, above_low=above_low)
+    samples = values.get("do_sample")
+    if samples is not None and not isinstance(samples, bool):
+        bad_value("do_sample", f"is {shown(samples)}", "it must be true or false")
+    if samples is False:  # greedy, whatever stands beside it
+        numbers["temperature"] = 0.0
+    top_k, longest = values.get("top_k"), values.get("max_new_tokens")
+    return SamplingDefaults(
+        **numbers,
+        top_k=None if top_k is None else check_int("top_k", top_k, *INTEGERS["top_k"]),
+        max_tokens=None if longest is None else check_int("max_new_tokens", longest, 1, INTEGERS["max_tokens"].high),
+    )

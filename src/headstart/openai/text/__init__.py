@@ -1,0 +1,1 @@
+"""Output tokens as text: detokenization, stop strings, log-probabilities."""

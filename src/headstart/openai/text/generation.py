@@ -1,0 +1,213 @@
+"""Generation: what the engine says of one request (Output) becomes text, aligned tokens and an OpenAI finish reason.
+
+Text is shown only when nothing can change it: whole characters, and nothing that may yet become a stop string. Tokens
+and their log-probabilities come out together with the end of their text; in all, there is one entry per token, the one
+that ended the text included (as vLLM counts).
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headstart.core.batch import Ledger, Output
+from headstart.core.request import FinishReason, Request
+from headstart.openai.generation_params import GenerationParams
+from headstart.openai.text.detokenizer import Detokenizer
+from headstart.openai.text.logprob_table import LogprobTable, TokenEntry
+from headstart.openai.text.shared_prompt import SharedPrompt
+from headstart.openai.text.stop_strings import StopMatch, StopPatterns, StopStrings
+from headstart.openai.tokenizer.tokenizer import Tokenizer
+
+
+class Delta(NamedTuple):
+    """What is new since the last one."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: Sequence[TokenEntry] = ()  # if asked for: one per token id
+    finish_reason: str | None = None  # "stop", "length"; "abort", "error": never sent as such
+    stop_reason: int | str | None = None  # the stop string, or the stop token if it is not the model's own
+    must_abort: bool = False  # it ended here but not in the engine: abort the engine's request
+    error: str | None = None  # of finish_reason "error"
+    echo: SharedPrompt | None = None  # the prompt's text and, if asked for, its logprobs; they come before the others
+    prompt_logprobs: Sequence[TokenEntry] = ()  # of a whole answer only: of every prompt token but the first
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a client should see it."""
+        return bool(self.text or self.token_ids or self.logprobs or self.finish_reason or self.echo is not None)
+
+
+_NOTHING = Delta()
+
+
+class _Waiting(NamedTuple):
+    """A token whose text is not shown to its end yet."""
+
+    end: int  # characters of the whole text up to its end
+    token_id: int
+    entry: TokenEntry | None
+
+
+class Generation:
+    """One engine request on its way to a client. Accumulates text and logprobs for answers that are not streamed."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: Request,
+        params: GenerationParams,
+        *,
+        prompt: SharedPrompt | None = None,
+        stops: StopPatterns | None = None,
+    ) -> None:
+        """`prompt` and `stops` are what it shares with other choices; alone, it has its own."""
+        self.prompt = SharedPrompt(tokenizer, request.prompt, params) if prompt is None else prompt
+        self._tokenizer = tokenizer
+        self._request = request
+        self._params = params
+        self._detokenizer = Detokenizer(tokenizer, request.prompt, skip_special_tokens=params.skip_special_tokens)
+        self._stops = StopStrings(StopPatterns(params.stop) if stops is None else stops)
+        self._prompt_length = len(self.prompt.text)  # characters of the echoed prompt
+        self._length = self._prompt_length  # characters known, echoed prompt included
+        self._held = ""  # of those, the last ones, not shown yet
+        self._waiting: list[_Waiting] = []  # the few tokens of the text that is held; an empty deque takes 700 bytes
+        self._echoed = not params.echo
+        self._parts: list[str] = []
+        self.request_id = request.request_id
+        self.num_prompt_tokens = len(request.prompt)
+        self._token_ids = array("i")
+        self.logprobs = LogprobTable()
+        self.ledger = Ledger()  # of the prompt, once there is a token
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Everything shown so far, an echoed prompt included."""
+        return self.output_text if self.echo is None else self.echo.text + self.output_text
+
+    @property
+    def output_text(self) -> str:
+        """The output shown so far, without an echoed prompt."""
+        return "".join(self._parts)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were taken over; 0 until the first token."""
+        return self.ledger.cached
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether they were asked for by that name; an echo shows them among the others."""
+        return self._params.sampling.prompt_logprobs is not None and not self._params.echo
+
+    @property
+    def echo(self) -> SharedPrompt | None:
+        """The prompt, if it was shown before the output."""
+        return self.prompt if self._params.echo and self._echoed else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated, the one that ended the text included."""
+        return len(self._token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens generated."""
+        return self._token_ids.tolist()
+
+    def update(self, output: Output) -> Delta:
+        """Takes the engine's news and returns what is new for the client; nothing once it has finished."""
+        if self.finish_reason is not None:
+            return _NOTHING
+        self.ledger = output.ledger or self.ledger
+        self.prompt.learn(output.prompt_logprobs)
+        if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            return self._fail(output)
+        if not output.token_ids and output.finish_reason is None:
+            return _NOTHING
+        if self._request.sampling.prompt_logprobs is not None:
+            self.prompt.is_complete = True
+        running = output.finish_reason is None
+        if self._params.max_tokens == 0:
+            return self._show("length", must_abort=running)
+        match = self._take(output)
+        if match is not None:
+            self._cut(match)
+            return self._show("stop", match.text, must_abort=running)
+        if running:
+            return self._show(None)
+        if output.finish_reason is FinishReason.LENGTH:
+            return self._show("length")
+        last = output.token_ids[-1] if output.token_ids else None
+        return self._show("stop", None if last in self._tokenizer.eos_token_ids else last)
+
+    def _take(self, output: Output) -> StopMatch | None:
+        """Turns the tokens into text, up to the first stop string; what the finished text still owes comes last."""
+        for index, token_id in enumerate(output.token_ids):
+            is_last = index == len(output.token_ids) - 1
+            is_silent = (
+                is_last and output.finish_reason is FinishReason.STOP and not self._params.include_stop_str_in_output
+            )
+            start = self._length
+            self._token_ids.append(token_id)
+            piece = "" if is_silent else self._detokenizer.push(token_id)
+            if is_last and output.finish_reason is not None:
+                piece += self._detokenizer.finish()
+            match = self._grow(piece)
+            entry = None
+            if self._params.wants_logprobs and index < len(output.logprobs):
+                chosen = output.logprobs[index]
+                entry = TokenEntry(chosen.token_id, chosen.logprob, chosen.top, start)
+            self._waiting.append(_Waiting(self._length, token_id, entry))
+            if match is not None:
+                return match
+        return None
+
+    def _grow(self, piece: str) -> StopMatch | None:
+        self._length += len(piece)
+        self._held += piece
+        armed = self.num_tokens > self._request.sampling.min_tokens
+        return self._stops.feed(piece, armed=armed)
+
+    def _cut(self, match: StopMatch) -> None:
+        """Drops the text from the stop string on, or behind it if it is wanted."""
+        keep = self._prompt_length + (match.end if self._params.include_stop_str_in_output else match.start)
+        cut = self._length - keep
+        assert 0 <= cut <= len(self._held), f"{cut} characters to cut and {len(self._held)} held back"
+        self._held = self._held[: len(self._held) - cut]
+        self._length = keep
+
+    def _show(
+        self, finish_reason: str | None, stop_reason: int | str | None = None, *, must_abort: bool = False
+    ) -> Delta:
+        """Moves what is certain from held to shown: all of it at the end."""
+        num_held = 0 if finish_reason else self._stops.num_held
+        text, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
+        shown = self._length - len(self._held)
+        token_ids: list[int] = []
+        entries: list[TokenEntry] = []
+        for token in self._waiting:
+            if not finish_reason and token.end > shown:
+                break
+            token_ids.append(token.token_id)
+            if token.entry is not None:
+                entries.append(token.entry)
+        del self._waiting[: len(token_ids)]
+        if not self._params.stream:
+            self._parts.append(text)
+            if finish_reason:  # it may wait for long until it is sent
+                self._parts = [self.output_text]
+            self.logprobs.extend(entries)
+        self.finish_reason, self.stop_reason = finish_reason, stop_reason
+        echo = None if self._echoed else self.prompt
+        self._echoed = True
+        return Delta(text, tuple(token_ids), tuple(entries), finish_reason, stop_reason, must_abort, echo=echo)
+
+    def _fail(self, output: Output) -> Delta:
+        """It ended for a reason that is no answer; what was held back stays back."""
+        self.error = output.error
+        self.finish_reason = "abort" if output.finish_reason is FinishReason.ABORT else "error"
+        return Delta(finish_reason=self.finish_reason, error=output.error)

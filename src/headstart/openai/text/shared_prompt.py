@@ -1,0 +1,67 @@
+"""SharedPrompt: what the n choices of one prompt have in common, built and held once for all of them.
+
+These are the text of an echoed prompt and the log-probabilities of its tokens. Only the first choice asks the engine
+for those (engine_requests.py); `is_complete` once they are all there, which is when that choice has its first token.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+from headstart.core.batch import TokenLogprob
+from headstart.openai.generation_params import GenerationParams
+from headstart.openai.text.detokenizer import Detokenizer
+from headstart.openai.text.logprob_table import LogprobTable, TokenEntry
+from headstart.openai.tokenizer.tokenizer import Tokenizer
+
+
+class SharedPrompt(Sequence[TokenEntry]):
+    """One prompt of a client request; as a sequence: the entry of each of its tokens, for an echo with logprobs."""
+
+    def __init__(self, tokenizer: Tokenizer, token_ids: "array[int]", params: GenerationParams) -> None:
+        """Slow for a long echoed prompt: call it off the event loop."""
+        self.token_ids = token_ids
+        self.logprobs = LogprobTable()  # of every token but the first, if they were asked for
+        self.is_complete = params.sampling.prompt_logprobs is None
+        self.kept: dict[str, bytes] | None = None  # JSON of the echo, while choices that share it are encoded
+        self._offsets = array("i")  # where each token's text begins, if entries are wanted
+        self.text = self._read(tokenizer, params) if params.echo else ""
+
+    def learn(self, known: tuple[TokenLogprob, ...]) -> None:
+        """Take the next log-probabilities."""
+        for one in known:
+            self.logprobs.append(one)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenEntry: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenEntry]: ...
+    def __getitem__(self, index: int | slice) -> TokenEntry | list[TokenEntry]:
+        if isinstance(index, slice):
+            return [self._entry(at) for at in range(*index.indices(len(self)))]
+        return self._entry(range(len(self))[index])
+
+    def __iter__(self) -> Iterator[TokenEntry]:
+        return map(self._entry, range(len(self)))
+
+    def _entry(self, index: int) -> TokenEntry:
+        token_id, offset = self.token_ids[index], self._offsets[index]
+        if not 0 < index <= len(self.logprobs):
+            return TokenEntry(token_id, None, (), offset)
+        known = self.logprobs.known(index - 1)
+        return TokenEntry(token_id, known.logprob, known.top, offset)
+
+    def _read(self, tokenizer: Tokenizer, params: GenerationParams) -> str:
+        reader = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        texts: list[str] = []
+        length = 0
+        for token_id in self.token_ids:
+            if params.wants_logprobs:
+                self._offsets.append(length)
+            texts.append(reader.push(token_id))
+            length += len(texts[-1])
+        texts.append(reader.finish())
+        return "".join(texts)

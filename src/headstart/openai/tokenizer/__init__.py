@@ -1,0 +1,1 @@
+"""Tokenizers of model folders, and the memory of segments already tokenized."""

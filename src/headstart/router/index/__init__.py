@@ -1,0 +1,1 @@
+"""What the router knows of each prefix cache of a replica."""

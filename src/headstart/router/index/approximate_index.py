@@ -1,0 +1,396 @@
+"""Shadow: a replica's prefix cache as the router imagines it, from what it sent there and what came back.
+
+It is the engine's own pool (core/cache/block_pool.py) without KV, so it evicts what the engine evicts: chains lose
+their tails first, blocks of requests under way are not evicted, and there is no more than the engine has. Invariant: if
+a block is in it, so are all before it in its chain; `match` is a bisection.
+
+What an engine reports of a request corrects it. If less was cached than was believed, the first missing block was
+evicted, and so was what had been used before it: the shadow drops that, and learns how much the cache really holds.
+If a block is missing that had been used only just, the cache was emptied, unless a later report says it was not: then
+it is that small. If more was cached than was believed, the shadow was too small. A report that
+stands alone moves no more than a few times what it is off by, since an engine's order of eviction is never quite ours.
+What requests report that were sent before a loss was noticed only repeats it.
+
+The pool begins small and grows as blocks come, up to the capacity; that may exceed the size a replica tells, if reports
+prove it (a store or another tier holds more) and `allow` grants it. A cache that is emptied is a new pool, and the old
+one is freed in slices, so that neither takes longer the larger the cache is.
+"""
+
+from collections.abc import Callable
+from itertools import accumulate, islice, takewhile
+
+from headstart.core.cache.block_pool import BlockPool
+from headstart.core.cache.hashing import BlockHash
+from headstart.router.index.discards import Discards
+from headstart.router.index.prefix_index import Hold
+from headstart.router.index.reuse_estimate import Reuse
+
+UNKNOWN_BLOCKS = 16_384  # how much a cache is believed to hold whose size nobody told; it learns
+MAX_UNKNOWN_BLOCKS = 65_536
+FLUSHED_SHARE = 0.25  # of what a cache holds: what was used so lately is not evicted; where it is missing, all is
+GROWTH = 0.25  # of the capacity times the step, for a block that was there and should not have been
+REACH = 4  # a report moves so many times the blocks it is off by, twice as many for each that agrees with the last one
+MAX_STEP = 0.5  # towards what a report says of the capacity; halved when the next one says the opposite
+MIN_STEP = 1 / 64
+MIN_BLOCKS = 16
+LOOKED_AT = 64  # of the blocks that would be evicted, to tell what they are worth
+MAX_UNPLACED = 256
+MIN_GROWTH = 1_024  # blocks by which the pool grows at least, and with which it begins
+FREED = 512  # entries of a former pool that are freed with every request, and FREED_PER_BLOCK with each new block
+FREED_PER_BLOCK = 16  # more than a block takes: what is left of former pools never adds up
+
+Allow = Callable[[int, int], int]
+"""How many blocks a shadow may hold that was granted the first number and asks for the second; at least the first."""
+
+_ENDED = -1  # instead of an epoch
+
+
+class Shadow:
+    """The contents of one cache, guessed. `num_blocks` 0: not known how many it has.
+
+    `at_pick`: a request's blocks count from the moment it is sent; else from its first token on. `allow` is asked
+    before the shadow outgrows `num_blocks`; without it it never does.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int = 0,
+        *,
+        eviction_policy: str = "lru",
+        at_pick: bool = True,
+        corrects: bool = True,
+        allow: Allow | None = None,
+    ) -> None:
+        self.at_pick = at_pick
+        self.corrects = corrects
+        self.num_flushes = 0  # emptied caches it noticed
+        self.num_trims = 0
+        self._max_blocks = num_blocks or MAX_UNKNOWN_BLOCKS
+        self._is_sized = num_blocks > 0  # told how large it is, or found too small a size: else any guess is better
+        self._step, self._reach, self._direction = MAX_STEP, REACH, 0
+        self._eviction_policy = eviction_policy
+        self._epoch = 0
+        self._allow = allow
+        self._discards = Discards()
+        self._reuse = Reuse(0, self._max_blocks + 1)
+        self._start(num_blocks or UNKNOWN_BLOCKS)
+
+    @property
+    def capacity(self) -> int:
+        """Blocks the cache is believed to hold."""
+        return self._pool.num_usable - len(self._ballast) + self._num_ungrown
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks that it may hold at most, unless more are granted."""
+        return self._max_blocks
+
+    def free(self, num: int) -> int:
+        """Free up to `num` entries of former pools; return how many: 0, and nothing is left."""
+        return self._discards.free(num)
+
+    def __len__(self) -> int:
+        return self._pool.num_published
+
+    def match(self, names: list[BlockHash], now: float = 0.0) -> int:
+        """How many leading blocks are believed to be there. Changes nothing."""
+        contains, low, high = self._pool.contains, 0, len(names)
+        while low < high:
+            middle = (low + high) // 2
+            if contains(names[middle]):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def sent(self, names: list[BlockHash], now: float = 0.0) -> Hold:
+        """Keeps the blocks of a request from eviction, and takes in those that are new if it learns at the pick."""
+        if self._discards:
+            self._discards.free(FREED)
+        hold = Hold(names, self.match(names))
+        hold.epoch = self._epoch
+        hold.num_losses = self._num_losses
+        if hold.hit < len(names):
+            name = names[hold.hit]
+            evicted = self._pool.eviction_of(name)
+            hold.evicted = name in self._unplaced or (evicted is not None and evicted.cause == "capacity")
+            hold.doubtful = self._flushed is not None and name in self._flushed
+        self._acquire(hold, hold.hit)
+        unsure = bytes(map(self._unsure.__getitem__, hold.blocks)).find(1)
+        hold.sure = hold.hit if unsure < 0 else unsure
+        if self.at_pick:
+            self._extend(hold, unsure=1)
+        return hold
+
+    def computed(self, hold: Hold, now: float = 0.0) -> None:
+        """The prompt is computed: its blocks are there."""
+        if not self._is_open(hold):
+            return
+        for block in hold.blocks[hold.sure :]:
+            self._unsure[block] = 0
+        self._extend(hold, unsure=0)
+        self._see(hold.blocks)
+
+    def finished(self, hold: Hold, names: list[BlockHash], now: float = 0.0) -> None:
+        """Prompt and answer are there, and may be evicted from now on."""
+        if not self._is_open(hold):
+            return
+        self.computed(hold)
+        hold.names = names
+        self._extend(hold, unsure=0)
+        self._release(hold)
+
+    def failed(self, hold: Hold) -> None:
+        """Lets its blocks go; those it was to compute are forgotten."""
+        if not self._is_open(hold):
+            return
+        self._pool.take_blocks_to_zero()  # there is nothing to zero here
+        unsure = [block for block in hold.blocks[hold.sure :] if self._unsure[block] and self._pool.refs(block) == 1]
+        if unsure:
+            self._pool.distrust(unsure)
+        self._release(hold)
+
+    def observed(self, hold: Hold, num_blocks: int, now: float = 0.0) -> None:
+        """Corrects what is believed by what was really cached. Once per request."""
+        if hold.epoch != self._epoch or hold.reported or not self.corrects:
+            return
+        hold.reported = True
+        if num_blocks < min(hold.sure, hold.hit):
+            if hold.num_losses == self._num_losses or hold.serials[num_blocks] > self._lost_until:
+                self._lost(hold, num_blocks)  # else it went with what is known to be lost since this one was sent
+        elif hold.doubtful and self._flushed is not None:
+            self._settle(self._flushed, num_blocks > hold.hit)
+        elif num_blocks > hold.hit and hold.evicted:
+            self._kept(num_blocks - hold.hit, hold.names[hold.hit] in self._unplaced)
+
+    def loss(self, num_blocks: int) -> float:
+        """How many of the blocks that are evicted for so many new ones should be wanted again. Changes nothing."""
+        pool = self._pool
+        num = min(num_blocks - pool.num_scratch - self._num_ungrown, pool.num_free - pool.num_scratch)
+        if num <= 0:
+            return 0.0
+        if self._worth is None:
+            chance, serials, now = self._reuse.chance, self._serials, self._now
+            next_ones = islice(pool.in_eviction_order(), LOOKED_AT)
+            self._worth = list(accumulate(chance(block, serials[block], now) for block in next_ones))
+        looked_at = min(num, LOOKED_AT)
+        return self._worth[looked_at - 1] * num / looked_at
+
+    def clear(self) -> None:
+        """Empties it, as after a restart. What requests under way compute is taken in when they answer."""
+        self._forget_flush()
+        capacity = self.capacity
+        self._discards.add(self._pool, self._names, self._serials, *self._reuse.tables)
+        self._epoch += 1
+        self._reuse = Reuse(0, self._max_blocks + 1)
+        self._start(capacity)
+
+    def check(self) -> None:
+        """Asserts that it keeps its promises; O(blocks), for tests."""
+        self._pool.check()
+        assert len(self) <= self.capacity, f"{len(self)} blocks in a cache of {self.capacity}"
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _start(self, capacity: int) -> None:
+        self._now = 0  # counts uses
+        self._held = capacity  # blocks that seemed to be there when one was missing last: more is not proven
+        self._lost_until = 0  # blocks seen last until then are known to be lost
+        self._flushed: _Flushed | None = None  # the last time it was emptied by a report, if that is still in doubt
+        self._unplaced: dict[BlockHash, None] = {}  # there was no room for these, nor for what hangs on them
+        self._renew(capacity)
+
+    def _renew(self, capacity: int) -> None:
+        """Begins with an empty pool."""
+        usable, size = min(MIN_GROWTH, capacity), self._max_blocks + 1  # block 0 of a pool is never used
+        self._pool = BlockPool(usable + 1, eviction_policy=self._eviction_policy, history_pools=1, max_blocks=size)
+        self._num_ungrown = capacity - usable  # blocks that the pool is to grow by, once they are needed
+        self._ballast: list[int] = []  # blocks that nobody may use: the cache is smaller than the pool
+        self._serials = [0] * (usable + 1)  # when a block was surely there last; all of one request have the same
+        self._reuse = self._reuse.emptied(usable + 1, size)
+        self._names = [BlockHash(b"")] * (usable + 1)  # of what a block holds, or held last
+        self._unsure = bytearray(usable + 1)  # 1: on its way, not computed yet as far as we know
+        self._worth: list[float] | None = None  # of the next blocks to go, added up; None: something has changed
+
+    def _grow(self, num: int) -> None:
+        """Makes room for `num` more blocks, as far as the capacity has it."""
+        num = min(max(num, MIN_GROWTH), self._num_ungrown)
+        self._num_ungrown -= num
+        self._pool.grow(num)
+        self._serials += [0] * num
+        self._names += [BlockHash(b"")] * num
+        self._unsure += bytes(num)
+        self._reuse.grow(num)
+
+    def _is_open(self, hold: Hold) -> bool:
+        """Whether the request is still under way; one from before the cache was emptied holds nothing any more."""
+        if hold.epoch not in (self._epoch, _ENDED):
+            hold.blocks, hold.hit, hold.sure, hold.epoch, hold.reported = [], 0, 0, self._epoch, True
+        return hold.epoch != _ENDED
+
+    def _acquire(self, hold: Hold, end: int) -> None:
+        """Takes over published blocks up to `end` of its names."""
+        pool, start = self._pool, len(hold.blocks)
+        blocks = [entry[0] for name in hold.names[start:end] if (entry := pool.entry(name)) is not None]
+        assert len(blocks) == end - start, "a block is there and one before it is not"
+        hold.serials += map(self._serials.__getitem__, blocks)
+        pool.acquire(blocks)
+        self._worth = None
+        self._reuse.used(blocks)
+        hold.blocks += blocks
+
+    def _extend(self, hold: Hold, unsure: int) -> None:
+        """Takes in those of its names that are missing, head first, as many as there is room for."""
+        pool, names = self._pool, hold.names
+        if len(hold.blocks) == len(names):
+            return
+        self._acquire(hold, self.match(names))
+        start = len(hold.blocks)
+        wanted = len(names) - start
+        if wanted > pool.num_scratch and self._num_ungrown:
+            self._grow(wanted - pool.num_scratch)
+        if self._discards:
+            self._discards.free(FREED_PER_BLOCK * wanted)
+        blocks = pool.allocate(min(wanted, pool.num_available(())))
+        parent = names[start - 1] if start else BlockHash(b"")
+        for block, name in zip(blocks, names[start:], strict=False):
+            pool.publish(block, name, parent, b"")
+            self._unsure[block] = unsure
+            self._names[block] = parent = name
+        self._reuse.added(blocks, self._now)
+        hold.blocks += blocks
+        if len(hold.blocks) < len(names):
+            self._unplaced[names[len(hold.blocks)]] = None
+            if len(self._unplaced) > MAX_UNPLACED:
+                del self._unplaced[next(iter(self._unplaced))]
+
+    def _release(self, hold: Hold) -> None:
+        self._see(hold.blocks)
+        self._pool.release(hold.blocks)
+        self._worth = None
+        hold.blocks = []
+        hold.epoch = _ENDED
+
+    def _see(self, blocks: list[int]) -> None:
+        """Notes that blocks are there now."""
+        self._now += 1
+        self._worth = None
+        for block in blocks:
+            self._serials[block] = self._now
+
+    @property
+    def _num_losses(self) -> int:
+        return self.num_trims + self.num_flushes
+
+    def _lost(self, hold: Hold, index: int) -> None:
+        """Block `index` of a request is missing, which was believed to be there; so is all that was seen last before.
+
+        What was seen since says how much the cache holds; those blocks that the request itself computes do not.
+        """
+        pool, serial = self._pool, hold.serials[index]
+        in_order = map(self._serials.__getitem__, pool.in_eviction_order())
+        gone = len(list(takewhile(serial.__ge__, in_order)))
+        own = sum(1 for block in hold.blocks[index:] if pool.refs(block) == 1)
+        num_kept = len(self) - gone - own
+        num_younger = pool.num_free - pool.num_scratch - gone
+        is_lately = num_kept < FLUSHED_SHARE * min(self.capacity, self._held) or not (num_younger or index)
+        if is_lately and 2 * index <= hold.hit:  # what is off by little was not emptied
+            self._flush(serial, num_younger)
+            hold.blocks, hold.serials, hold.hit, hold.sure, hold.epoch = [], [], 0, 0, self._epoch
+            self._extend(hold, unsure=0)  # it has computed its prompt since
+            return
+        self.num_trims += 1
+        self._lost_until, self._held = serial, num_kept
+        self._forget_flush()
+        self._turn(-1)
+        most = self._reach * (hold.hit - index)
+        self._drop(min(gone, most))
+        less = int(self._step * (self.capacity - num_kept))
+        less = min(less, most) if self._is_sized else less
+        self._resize(min(max(self.capacity - less, MIN_BLOCKS), self._max_blocks))
+
+    def _flush(self, serial: int, num_younger: int) -> None:
+        """Forgets everything: the cache was emptied after `serial`. `num_younger` idle blocks were seen since then.
+
+        What requests under way compute is taken in when they answer.
+        """
+        self._forget_flush()
+        self.num_flushes += 1
+        self._lost_until = self._now
+        self._epoch += 1
+        self._flushed = _Flushed(self._pool, self._serials, serial, num_younger)
+        self._discards.add(self._names, *self._reuse.tables)
+        self._renew(self.capacity)
+
+    def _forget_flush(self) -> None:
+        """The last flush is in doubt no more."""
+        if self._flushed is not None:
+            self._discards.add(*self._flushed.tables)
+            self._flushed = None
+
+    def _settle(self, flushed: "_Flushed", is_there: bool) -> None:
+        """A block that went in the last flush is there: the cache was not emptied, it is small. Else it was."""
+        if is_there:
+            self._resize(max((self.capacity + flushed.num_younger) // 2, min(MIN_BLOCKS, self.capacity)))
+        self._forget_flush()
+
+    def _kept(self, num_blocks: int, is_unplaced: bool) -> None:
+        """So many blocks are there that had to go: the cache is larger; by all, if it never had room for them."""
+        self._turn(1)
+        self._is_sized = True
+        more = min(int(GROWTH * self._step * self.capacity), self._reach * num_blocks)
+        wanted = self.capacity + max(more, num_blocks if is_unplaced else 1)
+        if wanted > self._max_blocks and self._allow is not None:
+            self._max_blocks = self._allow(self._max_blocks, wanted)
+        self._resize(min(wanted, self._max_blocks))
+        self._held = self.capacity
+
+    def _turn(self, direction: int) -> None:
+        """Longer steps as long as reports agree, shorter ones when they contradict each other: it is right then."""
+        if direction == -self._direction:
+            self._step, self._reach = max(self._step / 2, MIN_STEP), REACH
+        elif direction == self._direction:
+            self._step, self._reach = min(self._step * 2, MAX_STEP), min(self._reach * 2, self._max_blocks)
+        self._direction = direction
+
+    def _drop(self, num: int) -> None:
+        """Forgets the next `num` blocks in the order of eviction."""
+        pool = self._pool
+        pool.release(pool.allocate(pool.num_scratch + num))
+        self._worth = None
+
+    def _resize(self, capacity: int) -> None:
+        """Believes in another capacity, as far as blocks under way let it."""
+        pool, change = self._pool, self.capacity - capacity
+        self._worth = None
+        if change > 0:
+            cut = min(change, self._num_ungrown)
+            self._num_ungrown -= cut
+            self._ballast += pool.allocate(min(change - cut, pool.num_available(())))
+        elif change < 0:
+            keep = max(len(self._ballast) + change, 0)
+            self._num_ungrown += -change - (len(self._ballast) - keep)
+            pool.release(self._ballast[keep:])
+            del self._ballast[keep:]
+
+
+class _Flushed:
+    """A pool as it was when a report said that the cache was emptied. A name in it may be there all the same."""
+
+    __slots__ = ("_serial", "_serials", "num_younger", "pool")
+
+    def __init__(self, pool: BlockPool, serials: list[int], serial: int, num_younger: int) -> None:
+        self.pool = pool
+        self.num_younger = num_younger  # idle blocks that were seen after the one that was missing
+        self._serials = serials
+        self._serial = serial
+
+    @property
+    def tables(self) -> tuple[BlockPool, list[int]]:
+        """All that it keeps."""
+        return self.pool, self._serials
+
+    def __contains__(self, name: BlockHash) -> bool:
+        """Whether this block was seen after the one that was missing, and nobody used it."""
+        entry = self.pool.entry(name)
+        return entry is not None and not self.pool.refs(entry[0]) and self._serials[entry[0]] > self._serial

@@ -1,0 +1,49 @@
+"""Discards: tables and pools that are no longer used, freed in slices.
+
+Freeing a table of a million entries takes as long as a hundred requests do. A caller that swaps a full table for an
+empty one puts the full one here, and frees a slice of it with everything that is done afterwards.
+"""
+
+from typing import Any
+
+from headstart.core.cache.block_pool import BlockPool
+
+Discard = dict[Any, Any] | list[Any] | BlockPool
+
+
+class Discards:
+    """Objects to free later. `add` takes the only reference; a caller that keeps another one must not use it."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self) -> None:
+        self._items: list[Discard] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def add(self, *items: Discard) -> None:
+        """Take what is to be freed."""
+        self._items += items
+
+    def free(self, num: int) -> int:
+        """Free up to `num` entries; return how many: 0, and nothing is left."""
+        freed = 0
+        while self._items and freed < num:
+            count = _shrink(self._items[-1], num - freed)
+            freed += count
+            if not count:
+                self._items.pop()
+        return freed
+
+
+def _shrink(item: Discard, num: int) -> int:
+    if isinstance(item, BlockPool):
+        return item.dismantle(num)
+    count = min(num, len(item))
+    if isinstance(item, list):
+        del item[len(item) - count :]
+        return count
+    for _ in range(count):
+        item.popitem()
+    return count

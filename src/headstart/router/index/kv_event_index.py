@@ -1,0 +1,269 @@
+"""Told: a replica's prefix cache as its KV events tell it, and what was sent there since (precise mode).
+
+An engine's block hashes are only handles here: the tokens in an event are hashed again, with the router's own names, so
+any engine's events will do. Invariant: after every event the index is the engine's, unless an event hung on a block
+nobody told us of (`unknown_parents`). What was just sent counts as there until its events come, or for a while
+(`SPECULATION`). Events that never come count as `silence`, since a router that hears nothing routes blindly.
+
+Several handles may stand for one name, and one handle for several copies (a block on two tiers, or computed twice by an
+engine that does not merge equal blocks: vLLM): it is gone when the last of them is. Stored without tokens means another
+copy of a block that is known.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice, takewhile
+
+from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from headstart.core.cache.hashing import BlockHash, extend_hashes, region_hash
+from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.discards import Discards
+from headstart.router.index.prefix_index import Contents, Hold
+
+SPECULATION = 60.0  # seconds after a request was sent in which it must be computed
+SPECULATION_COMPUTED = 5.0  # seconds after its first token in which its events must have come
+MAX_SPECULATIVE = 65_536
+NOT_USED = ("unknown_parents", "unknown_copies", "other_block_size")  # events that were of no use
+MAX_BLOCKS = 2**20  # handles, where nobody says how many blocks the cache has: about 300 MB
+FREED = 4_096  # entries of former tables that are freed with every event: more than an event of 256 blocks takes
+FREED_PER_REQUEST = 512
+SILENCE = 16  # requests that ended since the last event of use: with so many, something is wrong
+
+Root = Callable[[str | None, bytes], BlockHash]
+
+
+class ToldContents:
+    """The contents of one cache, as told. `root(adapter, domain)` names the empty prefix: routing_request.router_root.
+
+    `guess` is kept beside them: events say what went, not what goes next, and it is what is left if they stop.
+    `max_blocks` bounds the handles, and with them every table. A publisher that tells of more is wrong about what was
+    removed: the index starts anew, empty, and `over_capacity` counts it.
+    """
+
+    def __init__(
+        self, block_size: int, root: Root, guess: Contents | None = None, *, max_blocks: int = MAX_BLOCKS
+    ) -> None:
+        self.block_size = block_size
+        self.max_blocks = max_blocks
+        self.guess = guess
+        self.silence = 0  # requests with full blocks that ended since the last event that was of use
+        self.counts = dict.fromkeys(("stored", "removed", "cleared", "over_capacity", *NOT_USED), 0)
+        self._root = root
+        self._discards = Discards()
+        self._empty()
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        return iter(self._uses)
+
+    def __contains__(self, name: BlockHash) -> bool:
+        return name in self._uses
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether requests end and nothing of use is heard of them."""
+        return self.silence >= SILENCE
+
+    def match(self, names: list[BlockHash], now: float) -> int:
+        """How many leading blocks are there, or will be because they were just sent."""
+        known, speculative = self._match_told(names), self._speculative
+        if not speculative or known == len(names):
+            return known
+        uses = self._uses
+        rest = takewhile(lambda name: speculative.get(name, -1.0) > now or name in uses, islice(names, known, None))
+        return known + sum(1 for _ in rest)
+
+    def sent(self, names: list[BlockHash], now: float) -> Hold:
+        """Counts its blocks as there until their events come."""
+        if self._discards:
+            self._discards.free(FREED_PER_REQUEST)
+        hold = Hold(names, self.match(names, now))
+        hold.sure = self._match_told(names)
+        speculative = self._speculative
+        for name in names[hold.hit :]:
+            speculative[name] = now + SPECULATION
+        while len(speculative) > MAX_SPECULATIVE or (speculative and next(iter(speculative.values())) <= now):
+            speculative.popitem(last=False)
+        if self.guess is not None:
+            hold.guess = self.guess.sent(names, now)
+        return hold
+
+    def computed(self, hold: Hold, now: float) -> None:
+        """Expects its events soon."""
+        for name in hold.names[hold.hit :]:
+            if name in self._speculative:
+                self._speculative[name] = now + SPECULATION_COMPUTED
+        if self.guess is not None and hold.guess is not None:
+            self.guess.computed(hold.guess, now)
+
+    def finished(self, hold: Hold, names: list[BlockHash], now: float) -> None:
+        """Expects to have heard something by now."""
+        self.silence += len(names) > hold.hit
+        if self.guess is not None and hold.guess is not None:
+            self.guess.finished(hold.guess, names, now)
+
+    def failed(self, hold: Hold) -> None:
+        """What it was to compute is not expected any more."""
+        for name in hold.names[hold.hit :]:
+            self._speculative.pop(name, None)
+        if self.guess is not None and hold.guess is not None:
+            self.guess.failed(hold.guess)
+
+    def observed(self, hold: Hold, num_blocks: int, now: float) -> None:
+        """Corrects the guess alone: the index says what is so, and a report is older than the last event."""
+        if self.guess is not None and hold.guess is not None:
+            self.guess.observed(hold.guess, num_blocks, now)
+
+    def loss(self, num_blocks: int) -> float:
+        """By the guess; 0 without one."""
+        return 0.0 if self.guess is None else self.guess.loss(num_blocks)
+
+    def clear(self) -> None:
+        """Forgets everything: the engine was restarted, or events are lost for good. Frees nothing yet."""
+        self._discards.add(self._handles, self._copies, self._uses, self._before, self._after, self._speculative)
+        self._empty()
+
+    def free(self, num: int) -> int:
+        """Free up to `num` entries of former tables, also of the guess; return how many: 0, and nothing is left."""
+        freed = self._discards.free(num)
+        return freed + (self.guess.free(num - freed) if isinstance(self.guess, Shadow) and freed < num else 0)
+
+    def _empty(self) -> None:
+        self._handles: dict[bytes, BlockHash] = {}
+        self._copies: dict[bytes, int] = {}  # of handles that stand for more than one
+        self._uses: dict[BlockHash, int] = {}  # handles per name
+        self._before: dict[BlockHash, BlockHash | None] = {}  # the block before; None: it is the first
+        self._after: dict[BlockHash, int] = {}  # how many present blocks a block, present or not, is the one before of
+        self._num_orphans = 0  # present blocks of which the one before is not; while there are none, bisection is exact
+        self._speculative: OrderedDict[BlockHash, float] = OrderedDict()  # name -> until when
+
+    # ------------------------------------------------------------------------------------------------------ events
+
+    def apply(self, events: Iterable[Event]) -> None:
+        """Takes in events in their order."""
+        for event in events:
+            if self._discards:
+                self._discards.free(FREED)
+            match event:
+                case BlockStored():
+                    self._stored(event)
+                case BlockRemoved():
+                    for handle in event.block_hashes:
+                        self._remove(handle)
+                case AllBlocksCleared():
+                    self.clear()
+                    if self.guess is not None:
+                        self.guess.clear()
+                    self.counts["cleared"] += 1
+                    self.silence = 0
+
+    def check(self) -> None:
+        """Asserts that its books agree; for tests."""
+        uses, before = self._uses, self._before
+        assert uses.keys() == before.keys()
+        assert self._num_orphans == sum(1 for name in before.values() if name is not None and name not in uses)
+        assert sum(uses.values()) == len(self._handles)
+        assert all(name in uses for name in self._handles.values())
+        assert all(handle in self._handles and count > 1 for handle, count in self._copies.items())
+        assert sum(self._after.values()) == sum(1 for name in before.values() if name is not None)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _match_told(self, names: list[BlockHash]) -> int:
+        uses, low, high = self._uses, 0, len(names)
+        if self._num_orphans:
+            return sum(1 for _ in takewhile(uses.__contains__, names))
+        while low < high:
+            middle = (low + high) // 2
+            if names[middle] in uses:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _stored(self, event: BlockStored) -> None:
+        """Takes in the blocks of one chain, unless it is not known what they hang on."""
+        if not event.token_ids:
+            self._copied(event)
+            return
+        if event.block_size != self.block_size:
+            self.counts["other_block_size"] += 1
+            return
+        if len(self._handles) + len(event.block_hashes) > self.max_blocks:
+            self.clear()
+            self.counts["over_capacity"] += 1
+            return
+        before: BlockHash | None = None
+        if event.parent_block_hash is not None:
+            before = self._handles.get(event.parent_block_hash)
+            if before is None:
+                self.counts["unknown_parents"] += 1
+                return
+        names: list[BlockHash] = []
+        extend_hashes(names, event.token_ids, self.block_size, self._parent(event, before))
+        for handle, name in zip(event.block_hashes, names, strict=False):
+            self._add(handle, name, before)
+            before = name
+        self.counts["stored"] += len(names)
+        self.silence = 0
+
+    def _parent(self, event: BlockStored, before: BlockHash | None) -> BlockHash:
+        """What the names of an event's blocks hang on."""
+        if before is None:
+            return self._root(event.adapter, event.domain)
+        return region_hash(before, event.domain) if event.domain else before
+
+    def _copied(self, event: BlockStored) -> None:
+        """Takes in further copies of blocks that are known."""
+        for handle in event.block_hashes:
+            if handle in self._handles:
+                self._copies[handle] = self._copies.get(handle, 1) + 1
+                self.counts["stored"] += 1
+                self.silence = 0
+            else:
+                self.counts["unknown_copies"] += 1
+
+    def _add(self, handle: bytes, name: BlockHash, before: BlockHash | None) -> None:
+        known = self._handles.get(handle)
+        if known == name:
+            self._copies[handle] = self._copies.get(handle, 1) + 1
+            return
+        if known is not None:
+            self._copies.pop(handle, None)
+            self._remove(handle)
+        self._handles[handle] = name
+        self._speculative.pop(name, None)
+        count = self._uses[name] = self._uses.get(name, 0) + 1
+        if count > 1:
+            return
+        self._before[name] = before
+        self._num_orphans -= self._after.get(name, 0)
+        if before is not None:
+            self._after[before] = self._after.get(before, 0) + 1
+            self._num_orphans += before not in self._uses
+
+    def _remove(self, handle: bytes) -> None:
+        name = self._handles.get(handle)
+        if name is None:
+            return
+        self.counts["removed"] += 1
+        self.silence = 0
+        if handle in self._copies:
+            self._copies[handle] -= 1
+            if self._copies[handle] == 1:
+                del self._copies[handle]
+            return
+        del self._handles[handle]
+        self._uses[name] -= 1
+        if self._uses[name]:
+            return
+        del self._uses[name]
+        self._num_orphans += self._after.get(name, 0)
+        before = self._before.pop(name)
+        if before is not None:
+            self._num_orphans -= before not in self._uses
+            self._after[before] -= 1
+            if not self._after[before]:
+                del self._after[before]

@@ -1,0 +1,24 @@
+"""The policies by name, as an option or an explanation has them."""
+
+from collections.abc import Callable
+
+from headstart.core.errors import ConfigError
+from headstart.router.policies.cost import CostPolicy
+from headstart.router.policies.policy import Policy
+from headstart.router.policies.simple import LeastLoadPolicy, PrefixThresholdPolicy, RoundRobinPolicy
+from headstart.router.policies.weighted import WeightedPolicy
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "cost": CostPolicy,
+    "weighted": WeightedPolicy,
+    "prefix-threshold": PrefixThresholdPolicy,
+    "least-load": LeastLoadPolicy,
+    "round-robin": RoundRobinPolicy,
+}
+
+
+def make_policy(name: str) -> Policy:
+    """A new policy of that name with its default settings. Raises ConfigError."""
+    if name not in POLICIES:
+        raise ConfigError(f"there is no routing policy {name!r}; there are {', '.join(POLICIES)}")
+    return POLICIES[name]()

@@ -1,0 +1,84 @@
+"""Policies that know nothing of prefixes, or little: `round-robin`, `least-load`, and SGLang's `prefix-threshold`."""
+
+from headstart.router.endpoint import Endpoint
+from headstart.router.policies.policy import Candidate, Choice, View
+
+
+class RoundRobinPolicy:
+    """Whoever was asked longest ago."""
+
+    name = "round-robin"
+    lower_is_better = True
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._asked: dict[str, int] = {}
+
+    def choose(self, view: View) -> Choice:
+        """By when each was asked last."""
+        ranked = sorted(view.candidates, key=lambda candidate: self._asked.get(candidate.name, 0))
+        scores = tuple(float(self._asked.get(candidate.name, 0)) for candidate in ranked)
+        return Choice(tuple(ranked), scores, "next in turn")
+
+    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+        """Puts it at the end of the line."""
+        self._count += 1
+        self._asked.pop(endpoint.name, None)
+        self._asked[endpoint.name] = self._count
+        names = {candidate.name for candidate in choice.ranked}
+        if len(self._asked) > 2 * len(names) + 16:  # replicas that are gone
+            self._asked = {name: count for name, count in self._asked.items() if name in names}
+
+
+class LeastLoadPolicy:
+    """Fewest requests under way; of equal ones whoever was asked longest ago."""
+
+    name = "least-load"
+    lower_is_better = True
+
+    def choose(self, view: View) -> Choice:
+        """By the number of requests."""
+        return _by_load(view, "fewest requests")
+
+    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+        """Nothing to remember."""
+
+
+class PrefixThresholdPolicy:
+    """SGLang's `cache_aware`: the longest match if it is long enough and the load is balanced, else least load.
+
+    Thresholds are those of its command line. Unbalanced: the requests at two replicas differ by more than `balance_abs`
+    and by more than a factor of `balance_rel`.
+    """
+
+    name = "prefix-threshold"
+    lower_is_better = True
+
+    def __init__(self, cache_threshold: float = 0.3, balance_abs: int = 64, balance_rel: float = 1.5) -> None:
+        self.cache_threshold = cache_threshold
+        self.balance_abs = balance_abs
+        self.balance_rel = balance_rel
+
+    def choose(self, view: View) -> Choice:
+        """The longest match, or the least load."""
+        loads = [candidate.endpoint.num_requests(view.now) for candidate in view.candidates]
+        least, most = min(loads), max(loads)
+        if most - least > self.balance_abs and most > self.balance_rel * least:
+            return _by_load(view, "out of balance")
+        longest = max(candidate.hit_tokens for candidate in view.candidates)
+        if longest <= self.cache_threshold * view.prompt_tokens:
+            return _by_load(view, "no match to speak of")
+        by_load = _by_load(view, "longest match")
+        ranked = sorted(by_load.ranked, key=lambda candidate: -candidate.hit_tokens)
+        return Choice(tuple(ranked), tuple(-float(candidate.hit_tokens) for candidate in ranked), "longest match")
+
+    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+        """Nothing to remember."""
+
+
+def _by_load(view: View, reason: str) -> Choice:
+    def load(candidate: Candidate) -> tuple[int, int]:
+        return candidate.endpoint.num_requests(view.now), candidate.endpoint.load.last_sent
+
+    ranked = sorted(view.candidates, key=load)
+    return Choice(tuple(ranked), tuple(float(load(candidate)[0]) for candidate in ranked), reason)

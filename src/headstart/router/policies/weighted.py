@@ -1,0 +1,65 @@
+"""The policy `weighted`: the sum of scores times weights, as the gateway of source 004 decides.
+
+Its default weights are the gateway's own since its chart of 2025: queue 2, kv usage 2, prefix 3. Of equal sums that one
+wins which goes best with the prompt's first new block; the gateway draws lots.
+"""
+
+from collections.abc import Mapping
+from math import log
+from random import Random
+from typing import cast
+
+from headstart.core.errors import ConfigError
+from headstart.router.endpoint import Endpoint
+from headstart.router.policies.policy import Choice, View, by_number
+from headstart.router.policies.scorers import SCORERS, Scorer
+
+GATEWAY_WEIGHTS: dict[str, float] = {"queue": 2.0, "kv-usage": 2.0, "prefix": 3.0}
+Term = tuple[float, Scorer]
+
+
+class WeightedPolicy:
+    """Highest weighted sum of scores; or, with `rng`, at random with chances in proportion to the sums.
+
+    Raises:
+        ConfigError: a weight names no scorer, is negative, or there is none.
+    """
+
+    name = "weighted"
+    lower_is_better = False
+
+    def __init__(self, weights: Mapping[str, float] | None = None, *, rng: Random | None = None) -> None:
+        weights = GATEWAY_WEIGHTS if weights is None else weights
+        unknown = [name for name in weights if name not in SCORERS]
+        if unknown:
+            raise ConfigError(f"there is no scorer {unknown[0]!r}; there are {', '.join(SCORERS)}")
+        if not weights or min(weights.values()) < 0:
+            raise ConfigError(f"weights {dict(weights)}: give at least one, none below 0")
+        self._terms: list[Term] = [(weight, SCORERS[name]()) for name, weight in weights.items()]
+        self._rng = rng
+
+    def choose(self, view: View) -> Choice:
+        """By the sum of scores; the memo is what each scorer wants to be given back."""
+        sums, memos = [0.0] * len(view.candidates), list[object]()
+        for factor, scorer in self._terms:
+            scores, memo = scorer.score(view)
+            assert all(0.0 <= score <= 1.0 for score in scores), f"{scorer} scores {scores}; 0 to 1 was agreed"
+            sums = [total + factor * score for total, score in zip(sums, scores, strict=True)]
+            memos.append(memo)
+        if self._rng is None:
+            choice = by_number(view, [-total for total in sums], "highest score", tuple(memos))
+            return choice._replace(scores=tuple(-score for score in choice.scores))
+        return self._draw(view, sums, tuple(memos), self._rng)
+
+    def picked(self, choice: Choice, endpoint: Endpoint) -> None:
+        """Gives each scorer its memo back."""
+        memos = cast("tuple[object, ...]", choice.memo)  # as `choose` made it
+        for (_, scorer), memo in zip(self._terms, memos, strict=True):
+            scorer.picked(memo, endpoint)
+
+    def _draw(self, view: View, sums: list[float], memo: object, rng: Random) -> Choice:
+        """A random order in proportion to the sums (Efraimidis and Spirakis, 2006)."""
+        draws = [log(1.0 - rng.random()) / total if total > 0 else float("-inf") for total in sums]
+        order = sorted(range(len(sums)), key=draws.__getitem__, reverse=True)
+        ranked = tuple(view.candidates[i] for i in order)
+        return Choice(ranked, tuple(sums[i] for i in order), "drawn by score", memo)

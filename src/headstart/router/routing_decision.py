@@ -1,0 +1,113 @@
+"""Pick: one request's way through the router. Its holder hands it back with everything that becomes of the request.
+
+That is why the router needs no table of requests, no lock and nothing that cleans up behind those that never came back.
+"""
+
+from typing import Any, NamedTuple
+
+from headstart.core.cache.hashing import BlockHash
+from headstart.router.index.prefix_index import Contents, Hold
+from headstart.router.load import Flight
+from headstart.router.policies.cost import cost_of
+from headstart.router.policies.policy import Candidate, Choice, Policy, View
+
+
+class Comparison(NamedTuple):
+    """The decision of a policy that is not followed: `regret` is its estimated cost less ours, in milliseconds."""
+
+    policy: Policy
+    choice: Choice
+    regret: float
+    agrees: bool
+
+
+class Pick:
+    """Who is asked, who else could be, and what was expected; from `Router.sent` on also what is under way."""
+
+    __slots__ = (
+        "cached_tokens",
+        "choice",
+        "comparisons",
+        "contents",
+        "endpoint",
+        "excluded",
+        "finish",
+        "first_token",
+        "flight",
+        "hold",
+        "policy",
+        "regrets",
+        "sent_at",
+        "view",
+    )
+
+    def __init__(self, view: View, choice: Choice, excluded: dict[str, str], policy: str) -> None:
+        self.view = view
+        self.choice = choice
+        self.excluded = excluded
+        self.policy = policy
+        self.endpoint = choice.ranked[0].endpoint
+        self.regrets: dict[str, tuple[str, float]] = {}  # shadow policy -> whom it would have asked, milliseconds
+        self.comparisons: list[Comparison] = []  # of shadow policies, not booked yet
+        self.contents: Contents | None = None
+        self.hold: Hold | None = None
+        self.flight: Flight | None = None
+        self.sent_at: float | None = None
+        self.first_token: float | None = None
+        self.finish: float | None = None
+        self.cached_tokens: int | None = None
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """Names of the others, the next best first."""
+        return tuple(candidate.name for candidate in self.choice.ranked[1:])
+
+    @property
+    def candidate(self) -> Candidate:
+        """What was known of the one that is asked."""
+        first = self.choice.ranked[0]
+        return first if first.endpoint is self.endpoint else self.candidate_of(self.endpoint.name)
+
+    @property
+    def names(self) -> list[BlockHash]:
+        """Of the prompt's blocks, in the size of the one that is asked."""
+        return self.view.ask.prompt.names(self.endpoint.block_size)
+
+    def candidate_of(self, name: str) -> Candidate:
+        """What was known of one candidate. Raises KeyError if it was none."""
+        for candidate in self.choice.ranked:
+            if candidate.name == name:
+                return candidate
+        raise KeyError(name)
+
+    def explain(self) -> dict[str, Any]:
+        """Why this one: everybody's cost and score. To be asked before the request is sent, while it is still so."""
+        scores = {c.name: score for c, score in zip(self.choice.ranked, self.choice.scores, strict=True)}
+        rows: list[dict[str, Any]] = []
+        for candidate in self.choice.ranked:
+            cost = cost_of(self.view, candidate.name)
+            rows.append(
+                {
+                    "endpoint": candidate.name,
+                    "cached_tokens": candidate.hit_tokens,
+                    "backlog_ms": round(cost.backlog, 3),
+                    "prefill_ms": round(cost.prefill, 3),
+                    "eviction_ms": round(cost.eviction, 3),
+                    "slowness": round(cost.slowness, 3),
+                    "cost_ms": round(cost.total, 3),
+                    "score": scores[candidate.name],
+                    "requests": candidate.endpoint.num_requests(self.view.now),
+                }
+            )
+        return {
+            "policy": self.policy,
+            "endpoint": self.endpoint.name,
+            "reason": self.choice.reason,
+            "prompt_tokens": self.view.prompt_tokens,
+            "candidates": rows,
+            "excluded": self.excluded,
+            "shadow_policies": {
+                name: {"endpoint": other, "regret_ms": round(regret, 3)}
+                for name, (other, regret) in self.regrets.items()
+            },
+        }

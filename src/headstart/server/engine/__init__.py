@@ -1,0 +1,1 @@
+"""The engine process, and the channel between it and the HTTP process."""

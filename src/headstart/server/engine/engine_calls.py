@@ -1,0 +1,99 @@
+"""What may be asked of a running engine from outside, by name: a closed table, done between two steps.
+
+Arguments and answers are plain values (None, bool, int, float, str, bytes, list, dict), since they cross the process
+border as msgpack. A call that raises InvalidRequestError refuses; any other exception is our mistake and fails that
+call alone.
+"""
+
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from headstart.core.cache.pinned_prefix import PrefixInfo
+from headstart.core.engine import Engine
+from headstart.core.request import CacheMode, Request, SamplingParams
+from headstart.explain.reuse_explainer import Viewer, explain_prompt, explain_request
+from headstart.server.engine.wire import plain_stats
+
+Plain = dict[str, Any]
+
+
+def reset_prefix_cache(engine: Engine, argument: Plain | None) -> bool:
+    """Forgets everything reusable; False if something is running.
+
+    Pinned prefixes only with {"pinned": true}, and what is in the store, for everybody, only with {"external": true}.
+    """
+    asked = argument or {}
+    return engine.reset_prefix_cache(pinned=asked.get("pinned", False), external=asked.get("external", False))
+
+
+def add_prefix(engine: Engine, argument: Plain) -> Plain:
+    """Pins a prefix, {name, tenant, domain, token_ids: packed int32}, and begins to compute it."""
+    token_ids = array("i", argument["token_ids"])
+    return _plain(engine.add_prefix(argument["name"], token_ids, tenant=argument["tenant"], domain=argument["domain"]))
+
+
+def remove_prefix(engine: Engine, name: str) -> bool:
+    """Unpins a prefix; False if there is none of that name."""
+    return engine.remove_prefix(name)
+
+
+def list_prefixes(engine: Engine, argument: None) -> list[Plain]:
+    """Every prefix as it stands."""
+    return [_plain(info) for info in engine.list_prefixes()]
+
+
+def cache_stats(engine: Engine, argument: None) -> dict[str, Any]:
+    """EngineStats by field."""
+    return plain_stats(engine.stats())
+
+
+def explain(engine: Engine, argument: dict[str, Any]) -> dict[str, Any] | None:
+    """An Explanation by field: of `request_id` (None if that is not known to the asker), or of a `prompt`."""
+    viewer = Viewer(argument["tenant"], argument["is_admin"])
+    if "request_id" in argument:
+        request_id = argument["request_id"]
+        found = explain_request(engine.scheduler, engine.recent, request_id, viewer, argument["now"])
+    else:
+        request = _request(argument["prompt"], viewer.tenant)
+        found = explain_prompt(engine.scheduler, engine.recent, request, viewer, argument["now"])
+    return None if found is None else found.as_dict()
+
+
+def _request(prompt: dict[str, Any], tenant: str) -> Request:
+    return Request(
+        request_id="",
+        prompt=array("i", prompt["tokens"]),
+        sampling=SamplingParams(prompt_logprobs=prompt["prompt_logprobs"]),
+        domain=prompt["domain"],
+        adapter=prompt["adapter"],
+        cache=CacheMode(prompt["cache"]),
+        tenant=tenant,
+    )
+
+
+CALLS: dict[str, Callable[[Engine, Any], Any]] = {
+    "reset_prefix_cache": reset_prefix_cache,
+    "cache_stats": cache_stats,
+    "explain": explain,
+    "add_prefix": add_prefix,
+    "remove_prefix": remove_prefix,
+    "list_prefixes": list_prefixes,
+}
+
+
+def _plain(info: PrefixInfo) -> Plain:
+    """As GET /v1/prefixes shows it; `last_used` in seconds since 1970."""
+    used = info.last_used
+    return {
+        "name": info.name,
+        "tenant": info.tenant,
+        "state": info.state.value,
+        "error": info.error,
+        "tokens": info.num_tokens,
+        "blocks": info.num_blocks,
+        "hits": info.hits,
+        "tokens_saved": info.tokens_saved,
+        "last_used": None if used is None else round(time.time() - (time.monotonic() - used), 3),
+    }

@@ -1,0 +1,296 @@
+"""Messages between the HTTP process and the engine process: msgpack with a schema, in frames, over a Unix socket.
+
+Nothing here executes data: a frame that does not decode to one of these messages is an error, never code.
+"""
+
+import socket
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+from headstart.config.options import EngineOptions
+from headstart.core.batch import Output
+from headstart.core.cache.block_store import StoreStats
+from headstart.core.engine import EngineInfo, EngineStats
+from headstart.core.errors import HeadstartError
+from headstart.core.request import CacheMode, Request, Retention, SamplingParams
+
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+_LENGTH = struct.Struct(">I")
+_RECEIVE_BYTES = 1 << 18
+_NO_TOKENS = array("i")
+
+
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """Any message; the tag is the class name."""
+
+
+class Start(Message):
+    """To the engine, once and first: how to build it."""
+
+    module: str  # of the function that builds it
+    function: str
+    options: EngineOptions
+
+
+class Choice(msgspec.Struct, array_like=True):
+    """The part of one Request in which it differs from the others of a Submit."""
+
+    request_id: str
+    prompt: int  # index
+    max_tokens: int
+    seed: int | None
+    prompt_logprobs: int | None
+
+
+class Submit(Message):
+    """To the engine: Requests that share everything else. Each prompt is there once, as raw int32."""
+
+    choices: list[Choice]
+    prompts: list[bytes]
+    sampling: SamplingParams
+    arrival: float
+    domain: bytes
+    adapter: str | None
+    priority: int
+    cache: CacheMode
+    tenant: str
+    retention: Retention
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> "list[Submit]":
+        """Return the messages that carry `requests`: one for those of one client request."""
+        if len(requests) == 1:
+            return [cls._of(requests)]
+        return [cls._of(list(group)) for _, group in groupby(requests, _common)]
+
+    @classmethod
+    def _of(cls, requests: Sequence[Request]) -> "Submit":
+        first = requests[0]
+        places: dict[int, int] = {}  # of prompts, by identity: the choices of one prompt have the same array
+        prompts: list[bytes] = []
+        choices: list[Choice] = []
+        for request in requests:
+            at = places.setdefault(id(request.prompt), len(prompts))
+            if at == len(prompts):
+                prompts.append(request.prompt.tobytes())
+            own = request.sampling
+            choices.append(Choice(request.request_id, at, own.max_tokens, own.seed, own.prompt_logprobs))
+        return cls(
+            choices,
+            prompts,
+            first.sampling,
+            first.arrival,
+            first.domain,
+            first.adapter,
+            first.priority,
+            first.cache,
+            first.tenant,
+            first.retention,
+        )
+
+    def requests(self) -> list[Request]:
+        """Return the requests it carries; those of one prompt share its array."""
+        prompts = [array("i", prompt) for prompt in self.prompts]
+        return [
+            Request(
+                request_id=choice.request_id,
+                prompt=prompts[choice.prompt],
+                sampling=self._sampling(choice),
+                arrival=self.arrival,
+                domain=self.domain,
+                adapter=self.adapter,
+                priority=self.priority,
+                cache=self.cache,
+                tenant=self.tenant,
+                retention=self.retention,
+            )
+            for choice in self.choices
+        ]
+
+    def _sampling(self, choice: Choice) -> SamplingParams:
+        first = self.sampling
+        if (choice.max_tokens, choice.seed, choice.prompt_logprobs) == (
+            first.max_tokens,
+            first.seed,
+            first.prompt_logprobs,
+        ):
+            return first
+        return replace(first, max_tokens=choice.max_tokens, seed=choice.seed, prompt_logprobs=choice.prompt_logprobs)
+
+
+def _common(request: Request) -> Request:
+    """What requests must share to travel in one message."""
+    sampling = replace(request.sampling, max_tokens=1, seed=None, prompt_logprobs=None)
+    return replace(request, request_id="", prompt=_NO_TOKENS, sampling=sampling)
+
+
+class Abort(Message):
+    """To the engine: forget these requests; unknown ids are fine, and no Output follows."""
+
+    request_ids: tuple[str, ...]
+
+
+class Call(Message):
+    """To the engine: do one of engine_calls.CALLS between two steps; answered by an Answer with the same id."""
+
+    call_id: int
+    name: str
+    argument: Any  # of plain values
+
+
+class Stop(Message):
+    """To the engine: exit now."""
+
+
+class Ready(Message):
+    """From the engine, once: it is built."""
+
+    info: EngineInfo
+
+
+class Failed(Message):
+    """From the engine, last: it cannot start (`is_config`: by the user's mistake), or it broke."""
+
+    message: str
+    is_config: bool
+
+
+class Refused(Message):
+    """From the engine: this one request cannot be taken. `code` is OpenAI's if it is the client's mistake."""
+
+    request_id: str
+    message: str
+    param: str | None
+    code: str | None
+
+
+class News(Message):
+    """From the engine after every step, and at least every second: a heartbeat with all that happened."""
+
+    outputs: list[Output]
+    stats: EngineStats
+
+
+class LongStep(Message):
+    """From the engine: the step that begins now may take so many seconds, in which nothing will be heard of it."""
+
+    seconds: float
+
+
+class Answer(Message):
+    """From the engine: what a Call came to, or why it was refused. `code` is OpenAI's if it is the client's mistake."""
+
+    call_id: int
+    value: Any = None  # of plain values
+    error: str | None = None
+    param: str | None = None
+    code: str | None = None
+
+
+ToEngine = Start | Submit | Abort | Call | Stop
+FromEngine = Ready | Failed | Refused | News | LongStep | Answer
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode_frame(message: Message) -> bytes:
+    """Returns one frame: four bytes of length, then msgpack."""
+    payload = _encoder.encode(message)
+    assert len(payload) <= MAX_FRAME_BYTES, f"frame of {len(payload)} bytes"
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def decode_to_engine(payload: bytes) -> ToEngine:
+    """Returns the message of a frame. Raises msgspec.DecodeError for anything else."""
+    return _to_engine.decode(payload)
+
+
+def decode_from_engine(payload: bytes) -> FromEngine:
+    """Returns the message of a frame. Raises msgspec.DecodeError for anything else."""
+    return _from_engine.decode(payload)
+
+
+class PeerGoneError(HeadstartError):
+    """The process at the other end of the channel is gone."""
+
+
+def plain_stats(stats: EngineStats) -> dict[str, Any]:
+    """Returns every field by name, as plain values: what a Call can be answered with."""
+    return {**stats._asdict(), "store": None if stats.store is None else asdict(stats.store)}
+
+
+def stats_of(values: dict[str, Any]) -> EngineStats:
+    """Returns the EngineStats that `plain_stats` was given."""
+    store = values["store"]
+    return EngineStats(**{**values, "store": None if store is None else StoreStats(**store)})
+
+
+class FrameSplitter:
+    """Cuts a stream of bytes into the payloads of its frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Takes bytes as they came and yields every payload that is whole. Raises ValueError for an absurd length."""
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        try:
+            while len(buffer) - start >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(buffer, start)
+                if length > MAX_FRAME_BYTES:
+                    raise ValueError(f"a frame claims {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
+                end = start + _LENGTH.size + length
+                if len(buffer) < end:
+                    return
+                payload = bytes(memoryview(buffer)[start + _LENGTH.size : end])
+                start = end
+                yield payload
+        finally:
+            del buffer[:start]
+
+
+class Channel:
+    """The engine's end of the socket: blocking sends, receives that wait no longer than asked."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._splitter = FrameSplitter()
+        self.is_closed = False
+
+    def send(self, message: Message) -> None:
+        """Sends one message, waiting while the other side is behind. Raises PeerGoneError if it is gone."""
+        try:
+            self._socket.settimeout(None)
+            self._socket.sendall(encode_frame(message))
+        except OSError as error:
+            raise PeerGoneError(f"the other end of the channel is gone: {error}") from error
+
+    def receive(self, timeout: float) -> list[bytes]:
+        """Returns the payloads that are there, waiting up to `timeout` seconds for the first byte.
+
+        Sets `is_closed` when the other side is gone.
+        """
+        payloads: list[bytes] = []
+        self._socket.settimeout(timeout)
+        while True:
+            try:
+                data = self._socket.recv(_RECEIVE_BYTES)
+            except (BlockingIOError, TimeoutError):
+                return payloads
+            except OSError:
+                data = b""
+            if not data:
+                self.is_closed = True
+                return payloads
+            payloads.extend(self._splitter.feed(data))
+            self._socket.settimeout(0)

@@ -1,0 +1,188 @@
+"""Job: the engine requests of one client request, from the hand-over to the last token."""
+
+import time
+from typing import NamedTuple
+
+from headstart.core.batch import Ledger, Output
+from headstart.core.errors import RequestFailedError
+from headstart.core.request import FinishReason
+from headstart.http.access_record import RequestRecord
+from headstart.http.byte_budget import Lease
+from headstart.openai.engine_requests import Prepared
+from headstart.openai.responses import Json, usage
+from headstart.openai.text.generation import Delta, Generation
+from headstart.openai.text.stop_strings import StopPatterns
+from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.server.engine.engine_client import EngineClient
+from headstart.server.request_limits import RESERVED_TOKENS, output_token_bytes, shown_entries
+from headstart.server.server_metrics import Metrics
+
+
+class News(NamedTuple):
+    """What is new of one choice."""
+
+    choice: int
+    delta: Delta
+
+
+class Job:
+    """Hands requests over on creation; whoever creates it closes it, and then the engine works on none of them."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        prepared: Prepared,
+        record: RequestRecord,
+        metrics: Metrics,
+        lease: Lease,
+    ) -> None:
+        """`lease` is on the bytes the request holds; it is the job's from now on."""
+        params, requests = prepared.params, prepared.requests
+        self.params = params
+        self.record = record
+        self.prompts = prepared.prompts
+        stops = StopPatterns(params.stop)
+        self.generations = [
+            Generation(tokenizer, request, params, prompt=prepared.prompts[index // params.n], stops=stops)
+            for index, request in enumerate(requests)
+        ]
+        self._lease = lease
+        self._initial_bytes = lease.num_bytes
+        self._output_bytes = output_token_bytes(params)
+        self._reserved_tokens = sum(min(request.sampling.max_tokens, RESERVED_TOKENS) for request in requests)
+        self._num_tokens = 0
+        self._ledger = Ledger()
+        self._early: dict[int, list[tuple[float, Output]]] = {}  # of choices whose echo is not all there yet
+        self._max_tokens = requests[0].sampling.max_tokens
+        self._engine = engine
+        self._metrics = metrics
+        self._index = {request.request_id: index for index, request in enumerate(requests)}
+        self._last_token_at = [record.arrival] * len(requests)
+        self._first_token_at: list[float | None] = [None] * len(requests)
+        self._scheduled_at = [record.arrival] * len(requests)
+        self._open = set(self._index)
+        self._stream = engine.submit(requests)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has ended."""
+        return not self._open
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of a whole answer as it stands; see request_limits.py."""
+        return shown_entries(sum(len(prompt.token_ids) for prompt in self.prompts), self._num_tokens, self.params)
+
+    async def news(self, timeout: float) -> list[News]:
+        """Returns what has come since the last call, [] after `timeout` seconds of silence.
+
+        Raises RequestFailedError if one of the choices failed, EngineDeadError, and whatever `cancel` was given.
+        """
+        found: list[News] = []
+        for at, output in await self._stream.batch(timeout):
+            index = self._index[output.request_id]
+            prompt = self.prompts[index // self.params.n]
+            if prompt.is_complete or not self._waits(index, output):
+                self._take(index, output, at, found)
+            else:
+                self._early.setdefault(index, []).append((at, output))
+            if self._early and prompt.is_complete:
+                self._catch_up(index - index % self.params.n, found)
+        unreserved = max(self._num_tokens - self._reserved_tokens, 0)
+        self._lease.resize(self._initial_bytes + unreserved * self._output_bytes)
+        return found
+
+    def cancel(self, error: Exception) -> None:
+        """Makes the next `news` raise `error`."""
+        self._stream.fail(error)
+
+    def usage(self) -> Json:
+        """Returns OpenAI's usage object as of now."""
+        return usage(sum(len(prompt.token_ids) for prompt in self.prompts), self._num_tokens, self._ledger)
+
+    def close(self) -> None:
+        """Aborts what has not finished and settles the record."""
+        for _ in self._open:
+            self._metrics.finished("abort")
+        self._engine.abort(tuple(self._open))
+        self._open.clear()
+        self._lease.release()
+        usage = self.usage()
+        self.record.num_prompt_tokens = usage["prompt_tokens"]
+        self.record.num_tokens = usage["completion_tokens"]
+        self.record.ledger = self._ledger
+        self._metrics.prompts(self.record.principal.tenant, self.record.ledger)
+        self.record.finish_reason = self.generations[0].finish_reason or "abort"
+
+    def _take(self, index: int, output: Output, at: float, found: list[News]) -> None:
+        """Add what is new of one choice to `found`. Raises RequestFailedError."""
+        generation = self.generations[index]
+        before, was = generation.num_tokens, generation.ledger
+        delta = generation.update(output)
+        self._num_tokens += generation.num_tokens - before
+        if generation.ledger is not was and index % self.params.n == 0:  # a prompt counts once, by its first choice
+            parts = zip(self._ledger, generation.ledger, was, strict=True)
+            self._ledger = Ledger(*(total + new - old for total, new, old in parts))
+        if delta.finish_reason in ("error", "abort"):
+            self._open.discard(output.request_id)
+            self._metrics.finished("error")
+            raise RequestFailedError(delta.error or "it was aborted in the engine")
+        self._count(index, output, at)
+        if delta.finish_reason is not None:
+            self._finish(index, output.request_id, delta, at)
+        if delta.has_news:
+            found.append(News(index, delta))
+
+    def _waits(self, index: int, output: Output) -> bool:
+        """Return whether a choice must wait for the prompt's logprobs, which its first choice brings.
+
+        Only a stream shows them with the first token; a whole answer is written at the end.
+        """
+        failed = output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+        return self.params.stream and self.params.echo and index % self.params.n != 0 and not failed
+
+    def _catch_up(self, first: int, found: list[News]) -> None:
+        """Take what came early of the choices of a prompt that is complete now."""
+        for index in range(first, first + self.params.n):
+            for at, output in self._early.pop(index, ()):
+                self._take(index, output, at, found)
+
+    def _count(self, index: int, output: Output, at: float) -> None:
+        if not output.token_ids:
+            return
+        if self._first_token_at[index] is None:
+            self._begin(index, output.scheduled_at, at)
+            self._metrics.time_to_first_token.observe(at - self.record.arrival)
+        else:
+            self._metrics.inter_token_latency.observe(at - self._last_token_at[index])
+        self._last_token_at[index] = at
+
+    def _begin(self, index: int, scheduled_at: float, at: float) -> None:
+        """Notes the first token of a choice; the engine's clock is ours, and it may have been read a little before."""
+        record = self.record
+        scheduled_at = self._scheduled_at[index] = max(scheduled_at, record.arrival)
+        self._first_token_at[index] = at
+        record.first_token_at = record.first_token_at or at
+        record.scheduled_at = min(record.scheduled_at or scheduled_at, scheduled_at)
+
+    def _finish(self, index: int, request_id: str, delta: Delta, at: float) -> None:
+        self._open.discard(request_id)
+        if delta.must_abort:
+            self._engine.abort((request_id,))
+        generation, first = self.generations[index], self._first_token_at[index] or at
+        metrics = self._metrics
+        metrics.finished(delta.finish_reason or "")
+        metrics.e2e_latency.observe(time.monotonic() - self.record.arrival)
+        scheduled = self._scheduled_at[index]
+        metrics.queue_time.observe(scheduled - self.record.arrival)
+        metrics.prefill_time.observe(first - scheduled)
+        metrics.inference_time.observe(at - scheduled)
+        metrics.decode_time.observe(at - first)
+        metrics.prompt_tokens.observe(generation.num_prompt_tokens)
+        metrics.prefill_computed.observe(generation.ledger.computed)
+        metrics.generation_tokens.observe(generation.num_tokens)
+        metrics.params_n.observe(self.params.n)
+        metrics.params_max_tokens.observe(self._max_tokens)
+        if generation.num_tokens > 1:
+            metrics.time_per_output_token.observe((at - first) / (generation.num_tokens - 1))

@@ -1,0 +1,1 @@
+"""KV events for routers, in vLLM's format."""

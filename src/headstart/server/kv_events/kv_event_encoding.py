@@ -1,0 +1,87 @@
+"""KV events as msgpack, in the format of vLLM 0.32: the payload of one batch.
+
+An array [time, events, data parallel rank]; each event a map whose "type" says what it is. Block hashes are our names
+as bytes, or the last 64 bits of them as int, which is what vLLM sends unless told otherwise.
+"""
+
+from hashlib import sha256
+
+import msgspec
+
+from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from headstart.core.cache.hashing import BlockHash
+
+BlockKey = bytes | int
+
+
+class BatchEncoder:
+    """Events to msgpack. One KV cache group of full attention, data parallel rank 0."""
+
+    def __init__(self, medium: str, *, int_block_hashes: bool = False) -> None:
+        self._medium = medium
+        self._as_int = int_block_hashes
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def encode(self, ts: float, events: list[Event]) -> bytes:
+        """The payload of one batch; `ts` in seconds."""
+        return self._encoder.encode([ts, [self._event(event) for event in events], 0])
+
+    def _event(self, event: Event) -> "_Stored | _Removed | _Cleared":
+        match event:
+            case BlockStored():
+                parent = event.parent_block_hash
+                return _Stored(
+                    block_hashes=[self._key(name) for name in event.block_hashes],
+                    parent_block_hash=None if parent is None else self._key(parent),
+                    token_ids=event.token_ids.tolist(),
+                    block_size=event.block_size,
+                    lora_id=None,
+                    medium=self._medium,
+                    lora_name=event.adapter,
+                    extra_keys=_extra_keys(event),
+                    group_idx=0,
+                    kv_cache_spec_kind="full_attention",
+                )
+            case BlockRemoved():
+                return _Removed([self._key(name) for name in event.block_hashes], self._medium, group_idx=0)
+            case AllBlocksCleared():
+                return _Cleared()
+
+    def _key(self, name: BlockHash) -> BlockKey:
+        return int.from_bytes(name[-8:], "big") if self._as_int else name
+
+
+class _Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
+    """Field names, order and defaults are vLLM's (vllm/distributed/kv_events.py, 0.32); so in the classes below."""
+
+    block_hashes: list[BlockKey]
+    parent_block_hash: BlockKey | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None  # per block: adapter, and where it begins the domain
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class _Removed(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
+    block_hashes: list[BlockKey]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
+    pass
+
+
+def _extra_keys(event: BlockStored) -> list[tuple[str, ...] | None]:
+    """What is in the blocks' names beside tokens, where vLLM has it: the adapter in each, the domain in the first.
+
+    Of the domain a digest: equal for equal domains, and no tenant's name.
+    """
+    adapter = () if event.adapter is None else (event.adapter,)
+    domain = (sha256(event.domain).hexdigest(),) if event.domain else ()
+    first = adapter + domain
+    return [first or None, *[adapter or None] * (len(event.block_hashes) - 1)]

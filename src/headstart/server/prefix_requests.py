@@ -1,0 +1,146 @@
+"""Pinned prefixes of a server: what headstart.toml and POST /v1/prefixes ask for, as tokens, in the engine.
+
+The engine owns the registry (core/cache/pinned_prefixes.py) and is asked by name (engine_calls.py). Here are texts,
+tenants, and the entries that never came as far as the engine: they are listed too, with the reason, and stop nobody.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headstart.config.options import PrefixEntry
+from headstart.core.errors import InvalidRequestError, RequestFailedError
+from headstart.http.http_errors import HttpError
+from headstart.openai.bounds import Bounds
+from headstart.openai.fields import Fields, bad_value, check_text, shown
+from headstart.openai.generation_params import check_token_ids
+from headstart.openai.prefix_tokens import chat_tokens, text_tokens
+from headstart.openai.request_bodies import Message, parse_messages
+from headstart.openai.responses import Json
+from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.server.engine.engine_client import EngineClient
+
+POLL_SECONDS = 0.05
+MAX_NAME_CHARS = 64
+WARMING, FAILED, MALFORMED = "warming", "failed", "malformed"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixBody:
+    """A validated POST /v1/prefixes: exactly one of text, messages and token_ids. `wait`: answer when it is warm."""
+
+    name: str
+    tenant: str
+    text: str | None
+    messages: list[Message] | None
+    token_ids: "array[int] | None"
+    wait: bool
+
+
+def parse_prefix(values: Mapping[str, Any], bounds: Bounds) -> PrefixBody:
+    """Returns a validated body. Raises InvalidRequestError, for an unknown field too: a misspelt tenant is public."""
+    fields = Fields(values)
+    name = fields.string("name", MAX_NAME_CHARS)
+    if not name:
+        raise InvalidRequestError("name is missing", param="name", code="missing_required_parameter")
+    text, messages, token_ids = fields.take("text"), fields.take("messages"), fields.take("token_ids")
+    if sum(content is not None for content in (text, messages, token_ids)) != 1:
+        raise InvalidRequestError("send exactly one of text, messages and token_ids", param="text")
+    if text is not None and not isinstance(text, str):
+        bad_value("text", f"is {shown(text)}", "it must be a string")
+    body = PrefixBody(
+        name=name,
+        tenant=fields.string("tenant", MAX_NAME_CHARS) or "",
+        text=None if text is None else check_text("text", text),
+        messages=None if messages is None else parse_messages(messages, bounds),
+        token_ids=None if token_ids is None else _token_ids(token_ids, bounds),
+        wait=fields.boolean("wait", default=True),
+    )
+    if unread := fields.unread():
+        bad_value(unread[0][:64], "is unknown", "a prefix has name, tenant, wait, and text, messages or token_ids")
+    return body
+
+
+def kind_of(prefix: object) -> str:
+    """Returns which field of a body a prefix belongs to, given as one Python value."""
+    if isinstance(prefix, str):
+        return "text"
+    is_chat = isinstance(prefix, list | tuple) and len(prefix) > 0 and isinstance(prefix[0], Mapping)
+    return "messages" if is_chat else "token_ids"
+
+
+def encode_prefix(body: PrefixBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
+    """Returns the tokens that prompts which begin with it share. Thread-safe, and slow. Raises InvalidRequestError."""
+    if body.token_ids is not None:
+        return body.token_ids
+    if body.messages is not None:
+        return chat_tokens(body.messages, tokenizer, bounds)
+    return text_tokens(body.text or "", tokenizer, bounds)
+
+
+class Prefixes:
+    """All prefixes of one server, warm or not. `domain_of` gives a tenant's isolation domain, or refuses it."""
+
+    def __init__(self, engine: EngineClient, domain_of: Callable[[str], bytes]) -> None:
+        self._engine = engine
+        self._domain_of = domain_of
+        self._rejected: list[Json] = []  # never came into the engine
+
+    async def load(self, entries: Iterable[PrefixEntry], tokenizer: Tokenizer, bounds: Bounds) -> None:
+        """Hands the entries of headstart.toml to the engine; one that cannot be is listed with its reason instead."""
+        for entry in entries:
+            try:
+                if entry.error is not None:
+                    raise InvalidRequestError(entry.error)
+                values = {"name": entry.name, "tenant": entry.tenant, "text": entry.text, "messages": entry.messages}
+                body = parse_prefix(values, bounds)
+                await self._submit(body, tokenizer, bounds)
+            except (InvalidRequestError, RequestFailedError) as error:
+                state = FAILED if isinstance(error, RequestFailedError) else MALFORMED
+                rejected = {"name": entry.name, "tenant": entry.tenant, "state": state, "error": str(error)}
+                self._rejected.append({**rejected, **dict.fromkeys(_COUNTS, 0), "last_used": None})
+
+    async def add(self, body: PrefixBody, tokenizer: Tokenizer, bounds: Bounds) -> Json:
+        """Returns the prefix, warm unless `body` does not wait for that.
+
+        Raises InvalidRequestError, EngineDeadError, and HttpError if it cannot be computed; then it is gone again.
+        """
+        found = await self._submit(body, tokenizer, bounds)
+        self._rejected = [entry for entry in self._rejected if entry["name"] != body.name]
+        while body.wait and found["state"] == WARMING:
+            await asyncio.sleep(POLL_SECONDS)
+            listed = {entry["name"]: entry for entry in await self.listed()}
+            if body.name not in listed:
+                raise HttpError(409, f"prefix {body.name!r} was removed while it was computed", code="prefix_removed")
+            found = listed[body.name]
+        if found["state"] == FAILED:
+            await self.remove(body.name)
+            message = f"prefix {body.name!r} could not be computed: {found['error']}"
+            raise HttpError(500, message, code="request_failed", headers={"x-should-retry": "false"})
+        return found
+
+    async def remove(self, name: str) -> bool:
+        """Unpins a prefix; False if there is none of that name. Raises InvalidRequestError, EngineDeadError."""
+        kept = [entry for entry in self._rejected if entry["name"] != name]
+        was_rejected, self._rejected = len(kept) < len(self._rejected), kept
+        return await self._engine.call("remove_prefix", name) or was_rejected
+
+    async def listed(self) -> list[Json]:
+        """Returns every prefix, those that were rejected last. Raises EngineDeadError."""
+        return [*await self._engine.call("list_prefixes"), *self._rejected]
+
+    async def _submit(self, body: PrefixBody, tokenizer: Tokenizer, bounds: Bounds) -> Json:
+        domain = self._domain_of(body.tenant) if body.tenant else b""
+        token_ids = await asyncio.to_thread(encode_prefix, body, tokenizer, bounds)
+        argument = {"name": body.name, "tenant": body.tenant, "domain": domain, "token_ids": token_ids.tobytes()}
+        return await self._engine.call("add_prefix", argument)
+
+
+_COUNTS = ("tokens", "blocks", "hits", "tokens_saved")
+
+
+def _token_ids(values: object, bounds: Bounds) -> "array[int]":
+    values = list(values) if isinstance(values, array) else values
+    return array("i", check_token_ids("token_ids", values, bounds, max_items=bounds.max_model_len))

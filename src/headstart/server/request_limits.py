@@ -1,0 +1,101 @@
+"""Admission: how large one request may become, and how much of all requests the server holds at a time.
+
+Sizes are known once a request is tokenized. An entry is one token of an answer with its log-probability, or one of its
+alternatives; the bytes are estimates of what both processes hold, from measured sizes of what they keep. Output is
+charged up to RESERVED_TOKENS of each choice at admission, and beyond that as it comes: `max_tokens` is only a ceiling,
+and charging all of it would refuse requests that end early.
+"""
+
+from collections.abc import Sequence
+
+from headstart.config.options import ServerOptions
+from headstart.core.engine import EngineInfo
+from headstart.core.errors import InvalidRequestError
+from headstart.core.request import Request
+from headstart.openai.bounds import Bounds
+from headstart.openai.generation_params import GenerationParams
+
+PROMPT_TOKEN_BYTES = 12  # token id here, its copy on the way to the engine and there, once per prompt
+SEQUENCE_TOKEN_BYTES = 10  # the engine's own copy of the tokens and the hashes of their blocks, once per choice
+CHOICE_BYTES = 8 * 1024  # objects of one choice in both processes
+OUTPUT_TOKEN_BYTES = 64
+ENTRY_BYTES = 12  # of an alternative in a LogprobTable
+ENTRY_JSON_BYTES = 26  # of an alternative in the JSON of an echo, which is kept while choices share it
+ENTRY_TOKEN_BYTES = 40  # of a token in it
+BIAS_BYTES = 240  # of one logit_bias entry in both processes, once per request
+RESERVED_TOKENS = 256
+MIN_HELD_BYTES = 96 << 20  # of all requests, beside what the queue and the KV pool can hold
+
+
+def max_held_bytes(info: EngineInfo, options: ServerOptions) -> int:
+    """Return the budget for admitted requests: twice what the KV pool holds, a full queue, and MIN_HELD_BYTES."""
+    num_tokens = 2 * info.num_blocks * info.block_size + options.max_num_queued_tokens
+    return MIN_HELD_BYTES + num_tokens * (PROMPT_TOKEN_BYTES + SEQUENCE_TOKEN_BYTES)
+
+
+def check_size(requests: Sequence[Request], params: GenerationParams, bounds: Bounds) -> None:
+    """Raise InvalidRequestError if the requests of one client request could become larger than any may."""
+    num_tokens = sum(len(request.prompt) for request in requests)
+    if num_tokens > bounds.max_sequence_tokens:
+        raise InvalidRequestError(
+            f"the prompts have {num_tokens} tokens, counted once for each of {params.n} choices; one request may have "
+            f"at most {bounds.max_sequence_tokens}: send fewer prompts at a time, or lower n",
+            param="prompt" if params.n == 1 else "n",
+            code="request_too_large",
+        )
+    num_entries = answer_entries(requests, params)
+    if num_entries > bounds.max_answer_entries:
+        raise InvalidRequestError(
+            f"the answer could have {num_entries} entries, which are (prompt tokens shown + max_tokens) x "
+            f"(1 + logprobs) of every choice; the limit is {bounds.max_answer_entries}: lower max_tokens, n or "
+            "logprobs, or send fewer prompts at a time",
+            param="logprobs" if params.wants_logprobs else "n",
+            code="request_too_large",
+        )
+
+
+def answer_entries(requests: Sequence[Request], params: GenerationParams) -> int:
+    """Return the most entries that the answer can have.
+
+    Output without log-probabilities does not count: it comes no faster than it is computed and is only text.
+    """
+    prompt_width, output_width = _widths(params)
+    return sum(len(request.prompt) * prompt_width + request.sampling.max_tokens * output_width for request in requests)
+
+
+def shown_entries(num_prompt_tokens: int, num_tokens: int, params: GenerationParams) -> int:
+    """Return the entries of a whole answer to prompts of that many tokens; text alone has none."""
+    prompt_width, output_width = _widths(params)
+    shown = num_prompt_tokens * params.n * prompt_width if params.sampling.prompt_logprobs is not None else 0
+    return shown + num_tokens * output_width
+
+
+def initial_bytes(requests: Sequence[Request], params: GenerationParams) -> int:
+    """Return the bytes that are held for one client request from its admission on."""
+    prompt_width, _ = _widths(params)
+    per_entry = ENTRY_BYTES + (ENTRY_JSON_BYTES if params.n > 1 and params.echo and params.wants_logprobs else 0)
+    per_prompt_token = PROMPT_TOKEN_BYTES + (ENTRY_TOKEN_BYTES + per_entry * prompt_width if prompt_width else 0)
+    per_output_token = output_token_bytes(params)
+    prompts = sum(len(request.prompt) for request in requests[:: params.n])
+    choices = sum(
+        CHOICE_BYTES
+        + SEQUENCE_TOKEN_BYTES * len(request.prompt)
+        + per_output_token * min(request.sampling.max_tokens, RESERVED_TOKENS)
+        for request in requests
+    )
+    return prompts * per_prompt_token + choices + BIAS_BYTES * len(params.sampling.logit_bias)
+
+
+def output_token_bytes(params: GenerationParams) -> int:
+    """Return the bytes held for one output token until the answer is sent; a stream keeps no log-probabilities."""
+    _, width = _widths(params)
+    return OUTPUT_TOKEN_BYTES + (ENTRY_TOKEN_BYTES + ENTRY_BYTES * width if width and not params.stream else 0)
+
+
+def _widths(params: GenerationParams) -> tuple[int, int]:
+    """Entries per token of a prompt and of the output."""
+    sampling = params.sampling
+    prompt = 1 if params.echo else 0
+    if sampling.prompt_logprobs is not None:
+        prompt = 1 + sampling.prompt_logprobs
+    return prompt, 0 if sampling.logprobs is None else 1 + sampling.logprobs

@@ -1,0 +1,178 @@
+"""serve: one server from start to end. Port, engine process, HTTP, signals, drain, exit code."""
+
+import asyncio
+import secrets
+import socket
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from prometheus_client import disable_created_metrics
+
+from headstart.config.options import EngineOptions, ServerOptions
+from headstart.core.errors import ConfigError, DrainingError, EngineDeadError
+from headstart.http.connections import ConnectionTable, connection_cap
+from headstart.http.lifecycle import (
+    CUT_SECONDS,
+    EXIT_BROKEN,
+    EXIT_CONFIG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    HttpServer,
+    Shutdown,
+    first_of,
+    listen,
+    uvicorn_config,
+)
+from headstart.http.logs import Log
+from headstart.openai.allocator import give_memory_back, trim_regularly
+from headstart.server.app import build_app
+from headstart.server.banner import banner, store_text
+from headstart.server.engine.engine_client import Build, EngineClient
+from headstart.server.engine.wire import stats_of
+from headstart.server.prefix_warmup import warm_prefixes
+from headstart.server.server_state import ServerState
+from headstart.server.statistics import write_statistics
+from headstart.store.files import read_secret
+
+DEAD_SECONDS = 1.0  # how long a broken server still answers 503, so that everybody hears of it
+
+
+def serve(build: Build, engine_options: EngineOptions, server_options: ServerOptions, log: Log | None = None) -> int:
+    """Serves until SIGTERM or Ctrl-C and returns the exit code.
+
+    0: everything admitted was answered. 1: the engine broke, or requests were cut off at the end of the drain. 2: the
+    options cannot work, said in one line. 130: stopped at once by a second Ctrl-C.
+    """
+    log = log or Log()
+    give_memory_back()
+    try:
+        listener = listen(server_options.host, server_options.port)
+    except ConfigError as error:
+        log.line(f"headstart: {error}")
+        return EXIT_CONFIG
+    disable_created_metrics()  # a second series per counter that nobody reads
+    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Run(build, engine_options, server_options, listener, log).run())
+
+
+class _Run:
+    """One life of a server."""
+
+    def __init__(
+        self,
+        build: Build,
+        engine_options: EngineOptions,
+        server_options: ServerOptions,
+        listener: socket.socket,
+        log: Log,
+    ) -> None:
+        self._build = build
+        self._engine_options = engine_options
+        self._options = server_options
+        self._listener = listener
+        self._log = log
+
+    async def run(self) -> int:
+        """Starts everything, waits, and ends everything."""
+        engine = EngineClient()
+        try:
+            state = ServerState(self._options, engine, self._log, self._domain_secret())
+        except ConfigError as error:
+            self._log.line(f"headstart: {error}")
+            return EXIT_CONFIG
+        shutdown = self._shutdown = Shutdown(
+            self._options.drain_timeout, self._log, num_requests=lambda: state.num_jobs, on_drain=state.drain
+        )
+        shutdown.install()
+        cap = connection_cap(self._options.max_num_queued_reqs, files_each=1)
+        http = HttpServer(uvicorn_config(build_app(state), ConnectionTable(cap)))
+        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+        try:
+            return await self._live(state, engine)
+        finally:
+            http.should_exit = True
+            http.force_exit = shutdown.at_once.is_set()
+            await asyncio.wait([serving])
+            await self._close(engine)
+
+    def _domain_secret(self) -> bytes:
+        """What tenants' domains are derived from: the folder's, if blocks are to be found again by other processes.
+
+        Raises ConfigError for a folder that cannot be used.
+        """
+        if self._engine_options.kv_store is None:
+            return secrets.token_bytes(32)
+        return read_secret(Path(self._engine_options.kv_store).expanduser())
+
+    async def _live(self, state: ServerState, engine: EngineClient) -> int:
+        try:
+            started = await self._until_stopped(engine.start(self._build, self._engine_options))
+            if started is None:
+                self._log.line("headstart: stopped while loading")
+                return EXIT_OK
+            model = state.prepare(started)
+            await asyncio.to_thread(model.tokenizer.start_chat)
+            if await self._until_stopped(warm_prefixes(state, model)) is None:
+                self._log.line("headstart: stopped while loading")
+                return EXIT_OK
+            store = await self._store_text(engine)
+            state.open(model)
+        except (ConfigError, EngineDeadError) as error:
+            self._log.line(f"headstart: {error}")
+            return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_BROKEN
+        host, port = self._listener.getsockname()[:2]
+        self._log.line(banner(model, self._options, host, port, store=store))
+        regular = [asyncio.create_task(work) for work in (write_statistics(state), trim_regularly())]
+        try:
+            await self._until_stopped(engine.died.wait())
+            return await self._drain(state, engine)
+        finally:
+            for task in regular:
+                task.cancel()
+
+    async def _store_text(self, engine: EngineClient) -> str | None:
+        """What the banner says of the store, None without one. Raises EngineDeadError."""
+        stats = stats_of(await engine.call("cache_stats"))
+        folder = self._engine_options.kv_store
+        return None if stats.store is None or folder is None else store_text(folder, stats.store)
+
+    async def _drain(self, state: ServerState, engine: EngineClient) -> int:
+        """Answers what was admitted, for as long as there is time."""
+        if engine.dead is not None:
+            self._log.line(f"headstart: the engine has stopped ({engine.dead}); so does the server")
+            await first_of(self._shutdown.at_once.wait(), timeout=DEAD_SECONDS)
+            return EXIT_BROKEN
+        deadline = time.monotonic() + self._shutdown.drain_seconds
+        while (
+            state.num_jobs
+            and engine.dead is None
+            and not self._shutdown.at_once.is_set()
+            and time.monotonic() < deadline
+        ):
+            await first_of(state.idle.wait(), self._shutdown.at_once.wait(), engine.died.wait(), timeout=0.5)
+        if not state.num_jobs:
+            return EXIT_OK if engine.dead is None else EXIT_BROKEN
+        self._log.line(f"headstart: {state.num_jobs} requests were cut off")
+        state.cancel_all(DrainingError("the server shut down before this request was finished"))
+        await first_of(state.idle.wait(), timeout=CUT_SECONDS)
+        return EXIT_INTERRUPTED if self._shutdown.at_once.is_set() else EXIT_BROKEN
+
+    async def _close(self, engine: EngineClient) -> None:
+        """Ends the engine, which first writes what waits for its store, unless somebody is in a hurry."""
+        store = engine.stats.store
+        if store is not None and store.num_pending and engine.dead is None and not self._shutdown.at_once.is_set():
+            self._log.line(f"headstart: writing {store.num_pending:,} blocks to the store; Ctrl-C stops at once")
+        hurry = asyncio.create_task(self._shutdown.at_once.wait())
+        closing = asyncio.create_task(engine.close())
+        await asyncio.wait([closing, hurry], return_when=asyncio.FIRST_COMPLETED)
+        if not closing.done():
+            engine.kill()
+        hurry.cancel()
+        await closing
+
+    async def _until_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Returns the result of `work`, or None if a signal came first."""
+        return await first_of(work, self._shutdown.begun.wait())

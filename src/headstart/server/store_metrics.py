@@ -1,0 +1,132 @@
+"""What is told of the store: its metrics, and its part of /v1/cache/stats and of the statistics line.
+
+Reasons come from a closed set, so that every series is there from the first scrape. Whom it is told: `may_see_store`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from headstart.core.cache.block_store import StoreStats
+from headstart.core.engine import EngineStats
+from headstart.http.auth import Principal
+from headstart.openai.responses import Json
+from headstart.store.disk import MISSES
+from headstart.store.writer import LOST
+
+
+def may_see_store(principal: Principal) -> bool:
+    """Whether figures of the store may be told: they are about every tenant, and every server on the folder."""
+    return principal.is_admin or not principal.tenant
+
+
+class StoreCollector(Collector):
+    """The store of the last heartbeat; nothing without one."""
+
+    def __init__(self, latest: Callable[[], EngineStats], model_name: str) -> None:
+        self._latest = latest
+        self._families = _Families([model_name])
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._latest()
+        store = stats.store
+        if store is None:
+            return
+        families = self._families
+        yield families.gauge("blocks", "Blocks in the store that this model could load.", store.num_blocks)
+        yield families.gauge("bytes", "Bytes of all files in its folder.", store.num_bytes)
+        yield families.gauge("max_bytes", "What they may grow to now, on a full disk too.", store.max_bytes)
+        yield families.gauge("segments", "Files with blocks in its folder.", store.num_segments)
+        yield families.gauge("pending_blocks", "Blocks that wait to be written.", store.num_pending)
+        yield families.gauge("loading_blocks", "Blocks on their way from the store.", stats.num_loading_blocks)
+        yield families.gauge("degraded", "1 while the store is not used, in full or in part.", bool(store.degraded))
+        yield families.counter("degradations", "Times that this began.", store.num_degraded)
+        yield families.counter("loaded_blocks", "Blocks loaded.", store.loaded_blocks)
+        yield families.counter("loaded_bytes", "Bytes loaded.", store.loaded_bytes)
+        yield families.counter("written_blocks", "Blocks written.", store.written_blocks)
+        yield families.counter("written_bytes", "Bytes written.", store.written_bytes)
+        yield families.counter("evicted_blocks", "Blocks given up for room.", store.evicted_blocks)
+        yield families.by_reason("misses", "Loads that ended early, and damage found.", misses(store))
+        yield families.by_reason("lost_writes", "Blocks that were to be written and were not.", lost_writes(store))
+        yield families.gauge("load_bytes_per_second", "While loading; 0: not measured.", store.load_bytes_per_s)
+        yield families.gauge("write_bytes_per_second", "While writing; 0: not measured.", store.write_bytes_per_s)
+        text = "Computing, which loading competes with; 0: not measured."
+        yield families.gauge("compute_tokens_per_second", text, stats.compute_tokens_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Families:
+    """Makes metrics of one sample, or one per reason."""
+
+    model: list[str]
+
+    def gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"headstart:kv_store_{name}", text, labels=("model_name",))
+        family.add_metric(self.model, value)
+        return family
+
+    def counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"headstart:kv_store_{name}", text, labels=("model_name",))
+        family.add_metric(self.model, value)
+        return family
+
+    def by_reason(self, name: str, text: str, values: Mapping[str, int]) -> Metric:
+        family = CounterMetricFamily(f"headstart:kv_store_{name}", text, labels=("model_name", "reason"))
+        for reason, value in values.items():
+            family.add_metric([*self.model, reason], value)
+        return family
+
+
+def misses(store: StoreStats) -> dict[str, int]:
+    """Returns how often blocks could not be loaded, by every reason there is."""
+    return dict.fromkeys(MISSES, 0) | store.misses
+
+
+def lost_writes(store: StoreStats) -> dict[str, int]:
+    """Returns how many blocks were not written, by every reason there is."""
+    return dict.fromkeys(LOST, 0) | store.lost_writes
+
+
+def store_answer(stats: EngineStats) -> Json | None:
+    """Returns the store's part of /v1/cache/stats, None without a store: blocks and bytes unless it says otherwise."""
+    store = stats.store
+    if store is None:
+        return None
+    return {
+        "blocks": store.num_blocks,
+        "bytes": store.num_bytes,
+        "max_bytes": store.max_bytes,
+        "segments": store.num_segments,
+        "pending_blocks": store.num_pending,
+        "loading_blocks": stats.num_loading_blocks,
+        "loaded_blocks": store.loaded_blocks,
+        "loaded_bytes": store.loaded_bytes,
+        "misses": misses(store),
+        "written_blocks": store.written_blocks,
+        "written_bytes": store.written_bytes,
+        "lost_writes": lost_writes(store),
+        "evicted_blocks": store.evicted_blocks,
+        "degraded": store.degraded or None,
+        "degradations": store.num_degraded,
+        "load_bytes_per_s": store.load_bytes_per_s,
+        "write_bytes_per_s": store.write_bytes_per_s,
+        "compute_tokens_per_s": stats.compute_tokens_per_s,
+    }
+
+
+def statistics_fields(last: EngineStats, stats: EngineStats) -> dict[str, object]:
+    """Returns the store's part of a statistics line: what was done since `last`; {} without a store."""
+    store, before = stats.store, last.store or StoreStats()
+    if store is None:
+        return {}
+    return {
+        "store_loaded": store.loaded_blocks - before.loaded_blocks,
+        "store_missed": sum(store.misses.values()) - sum(before.misses.values()),
+        "store_written": store.written_blocks - before.written_blocks,
+        "store_lost": sum(store.lost_writes.values()) - sum(before.lost_writes.values()),
+        "store_pending": store.num_pending,
+        "store_bytes": store.num_bytes,
+        "store_degraded": store.degraded or None,
+    }

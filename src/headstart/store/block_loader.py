@@ -1,0 +1,165 @@
+"""Loader: one thread that reads blocks into buffers it has lent to nobody else, in pieces, and in the order asked for.
+
+`disk.py` has the engine's side of a load; here are the thread and what crosses between the two. A disk that hangs holds
+up this thread alone, and `is_overdue` says so. When reading is paused, this thread tries the last block that failed
+again by itself, so that no request has to.
+"""
+
+import queue
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Event
+from typing import NamedTuple
+
+from headstart.core.cache.block_store import BlockKey
+from headstart.store.catalog import Catalog
+from headstart.store.segment import ReadResult
+from headstart.store.store_health import Health, reason_of, say
+
+PIECE_BYTES = 2 << 20
+"""Read by one call and handed over at once, give or take a block."""
+LENT_BYTES = 32 << 20
+"""The most that has been read and not given back; at least two pieces."""
+MAX_ERRORS = 3  # loads in a row that end with an error of the disk
+OVERDUE_SECONDS = 1.0  # for one piece
+LOOK_SECONDS = 0.05  # between two looks at whether a pause is over, or a load that waits for a buffer still wanted
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One load. Only the engine's thread changes it."""
+
+    load_id: int
+    keys: Sequence[BlockKey]
+    asked_at: float
+    num_waiting: int  # blocks asked for and not read when this was asked for, its own included
+    num_wanted: int  # blocks from the first on; fewer than asked for if others must not come back
+    num_given: int = 0
+    is_cancelled: bool = False
+
+
+class Piece(NamedTuple):
+    """The next blocks of a load, at the start of `buffer`; `miss`: why they are the last before all have come."""
+
+    load: Load
+    buffer: bytearray | None
+    num_blocks: int
+    is_last: bool
+    miss: str | None
+    seconds: float  # that reading took
+    latency: float  # from when the load was asked for, or the one before it was done, to its first read
+
+
+class Loader:
+    """The thread's body, and the ways between it and the engine's thread: none makes that one wait."""
+
+    def __init__(self, catalog: Catalog, block_bytes: int, clock: Callable[[], float]) -> None:
+        self.health = Health("reading", max_errors=MAX_ERRORS)
+        self.done: deque[Piece] = deque()
+        self.has_done = Event()
+        self.num_read = 0  # blocks of all loads that need not be waited for any more
+        self._catalog, self._block_bytes, self._clock = catalog, block_bytes, clock
+        self._piece_blocks = max(1, PIECE_BYTES // block_bytes)
+        self._num_buffers = max(2, LENT_BYTES // (self._piece_blocks * block_bytes))
+        self._num_made = 0
+        self._asked: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+        self._last_failed: BlockKey | None = None
+        self._reading_since = self._idle_since = float("inf")
+        self._is_ending = False
+
+    def ask(self, load: Load) -> None:
+        """Begins a load; its pieces come in `done`, one of them the last, even of a load that is cancelled."""
+        self._asked.put(load)
+
+    def hand_over(self, piece: Piece) -> None:
+        """Adds to `done`."""
+        self.done.append(piece)
+        self.has_done.set()
+
+    def give_back(self, buffer: bytearray) -> None:
+        """A piece's buffer may be overwritten."""
+        self._free.put(buffer)
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether the disk has not answered for so long that it may never do."""
+        return now - self._reading_since > OVERDUE_SECONDS
+
+    def degraded(self, now: float) -> list[str]:
+        """What does not work right now, in words."""
+        if self.health.text:
+            return [self.health.text]
+        since = now - self._reading_since
+        return [f"{self.health.side}: no answer from the disk for {since:.0f} s"] if self.is_overdue(now) else []
+
+    def stop(self) -> None:
+        """Ends as soon as the disk has answered."""
+        self._is_ending = True
+        self._asked.put(None)
+
+    # The thread. ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Loads until `stop`."""
+        self._idle_since = self._clock()
+        while not self._is_ending:
+            try:
+                load = self._asked.get(timeout=LOOK_SECONDS if self.health.reason else None)
+            except queue.Empty:
+                self._try_again()
+                continue
+            if load is not None:
+                self._serve(load)
+                self._idle_since = self._clock()
+
+    def _serve(self, load: Load) -> None:
+        """Hands over all pieces of a load; whatever happens, one of them is the last."""
+        latency = max(0.0, self._clock() - max(load.asked_at, self._idle_since))
+        num, miss = 0, "io" if self.health.reason else None
+        while num < len(load.keys) and miss is None and (buffer := self._buffer(load)) is not None:
+            found, seconds = self._read(load.keys[num : num + self._piece_blocks], buffer)
+            num, miss = num + found.num_blocks, found.miss
+            self.num_read += found.num_blocks
+            is_last = miss is not None or num == len(load.keys)
+            self.hand_over(Piece(load, buffer, found.num_blocks, is_last, miss, seconds, latency))
+            if is_last:
+                break
+        else:
+            self.hand_over(Piece(load, None, 0, True, miss, 0.0, latency))
+        self.num_read += len(load.keys) - num
+
+    def _read(self, keys: Sequence[BlockKey], buffer: bytearray) -> tuple[ReadResult, float]:
+        """Reads one piece; says how long that took."""
+        began = self._reading_since = self._clock()
+        try:
+            found = self._catalog.read(keys, memoryview(buffer))
+            error = found.error
+        except Exception as mistake:  # of ours: it must not end the thread
+            say(traceback.format_exc())
+            found, error = ReadResult(0, "io"), mistake
+        now = self._clock()
+        self._reading_since = float("inf")
+        if error is None:
+            self.health.worked(now)
+        else:
+            self._last_failed = keys[found.num_blocks]
+            self.health.failed(reason_of(error), now)
+        return found, now - began
+
+    def _try_again(self) -> None:
+        if self._last_failed is not None and self.health.may_try(self._clock()):
+            self._read([self._last_failed], bytearray(self._block_bytes))
+
+    def _buffer(self, load: Load) -> bytearray | None:
+        """A buffer to read into, as soon as there is one; None if nobody waits for that any more."""
+        while not load.is_cancelled and not self._is_ending:
+            is_allowed = self._num_made < self._num_buffers
+            try:
+                return self._free.get(timeout=0.0 if is_allowed else LOOK_SECONDS)
+            except queue.Empty:
+                if is_allowed:
+                    self._num_made += 1
+                    return bytearray(self._piece_blocks * self._block_bytes)
+        return None

@@ -1,0 +1,122 @@
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+import pytest
+
+from headstart.bench.experiments.intent.intent_accuracy import AccuracyConfig
+from headstart.bench.experiments.intent.intent_load import IntentConfig, Side, TooManyLate
+from headstart.bench.experiments.intent.intent_report import run_intent
+from headstart.bench.runners.engines import Setup
+from headstart.bench.runners.null_executor import NullExecutor
+from headstart.core.engine import Engine
+from headstart.core.request import Request
+from headstart.workload.intent import make_examples, make_preamble
+from headstart.workload.request_record import RequestRecord, percentile
+from headstart.workload.synthetic import INTENT
+
+MakeSetup = Callable[..., Setup]
+TINY = IntentConfig(
+    runs=1, requests=2, seconds=0.01, min_requests=3, precision=8.0, limit_factor=1e6, load_rate=1000.0
+)  # a limit that is kept however busy the machine is
+ASKED = AccuracyConfig(examples=6, preambles=2)
+KEYS = {
+    *("ttft_off_ms", "ttft_on_ms", "ttft_ratio", "tpot_p90_off_ms", "tpot_p90_on_ms"),
+    *("qps_off", "qps_on", "qps_ratio", "limit_ms", "unloaded_on_ms", "unloaded_off_ms", "points"),
+}
+
+
+@dataclass(frozen=True)
+class Completed:
+    text: str
+    token_ids: Sequence[int]
+    prompt_token_ids: Sequence[int]
+    num_cached_tokens: int
+
+
+def knowing(conversations: list[list[dict[str, str]]], caching: bool) -> list[Completed]:
+    """Answers every sentence right, from the bench's own examples."""
+    answers = {}
+    for index in range(ASKED.preambles):
+        name = f"bench/{ASKED.seed}/{index}"
+        preamble = make_preamble(name)
+        answers |= {(preamble.text, e.sentence): e.answer for e in make_examples("heldout", 3, preamble, name)}
+    return [
+        Completed(answers[system["content"], user["content"]], [1, 2], list(range(10)), 5 * caching)
+        for system, user in conversations
+    ]
+
+
+def test_load_part_has_every_key_and_serves_all_sides(make_setup: MakeSetup) -> None:
+    report = run_intent(make_setup(), TINY)
+    assert report.values.keys() >= KEYS
+    assert report.problems == []
+    assert report.values["cached_share_load"] == pytest.approx(896 / 1000)
+    assert {point["side"] for point in report.values["points"]} == {"off", "on"}
+    assert report.values["limit_ms"] == pytest.approx(1e6 * report.values["unloaded_on_ms"])
+
+
+def test_a_side_that_misses_the_limit_without_load_has_the_rate_zero_at_once(make_setup: MakeSetup) -> None:
+    report = run_intent(make_setup(), replace(TINY, limit_factor=1e-6))
+    assert report.values["qps_off"] == report.values["qps_on"] == 0.0 and report.values["qps_ratio"] is None
+    assert report.values["points"] == [] and report.problems == [] and report.charts == []
+    rows = next(sheet.rows for sheet in report.sheets if sheet.title == "points of the search")
+    assert [(row[0], row[1], row[-1]) for row in rows] == [("off", "alone", "no"), ("on", "alone", "no")]
+
+
+def test_failed_requests_invalidate_the_load_part(make_setup: MakeSetup, failing: type[NullExecutor]) -> None:
+    report = run_intent(make_setup(failing), TINY)
+    assert any("failed" in problem for problem in report.problems)
+
+
+def test_both_sides_see_the_same_fresh_prompts(make_setup: MakeSetup) -> None:
+    setup = make_setup()
+    seen: dict[str, list[bytes]] = {"off": [], "on": []}
+
+    class NotingEngine(Engine):
+        def add_request(self, request: Request) -> None:
+            seen[request.request_id.rstrip("0123456789-")].append(request.prompt.tobytes())
+            super().add_request(request)
+
+    for name in seen:
+        built, info = setup.build(setup.options(num_blocks=512))
+        engine = NotingEngine(built.scheduler, built.executor)
+        side = Side(name, engine, array("i", range(900)), info.vocab_size, INTENT, Random(1))
+        side.run(2)
+        side.run(1)
+    assert seen["off"] == seen["on"] and len(set(seen["off"])) == 3
+
+
+@pytest.mark.parametrize("count", [1, 9, 10, 11, 40, 41])
+def test_giving_up_is_decided_exactly_when_p90_can_no_longer_hold(count: int) -> None:
+    watch = TooManyLate(count, limit=1.0)
+    late = 0
+    while not watch(RequestRecord("r", 0.0, 0.1, 1.5, 1, 0, 1)):
+        late += 1
+    in_time = [1.0] * (count - late - 1)
+    assert percentile([1.5] * (late + 1) + in_time, 90) > 1.0  # sure to miss when it gives up
+    if late:
+        assert percentile([1.0 + 1e-9] * late + [0.0] * (count - late), 90) < 1.5  # one fewer might not
+
+
+def test_a_knowing_model_scores_one_with_and_without_caching(make_setup: MakeSetup) -> None:
+    report = run_intent(make_setup(), None, ASKED, answer=knowing)
+    figures = {key: report.values[key] for key in ("accuracy", "accuracy_on", "accuracy_off", "cached_share")}
+    assert figures == {"accuracy": 1.0, "accuracy_on": 1.0, "accuracy_off": 1.0, "cached_share": 0.5}
+    assert report.problems == [] and report.values["examples"] == 6
+
+
+def test_one_different_token_between_off_and_on_invalidates_the_run(make_setup: MakeSetup) -> None:
+    def wavering(conversations: list[list[dict[str, str]]], caching: bool) -> list[Completed]:
+        first, *others = knowing(conversations, caching)
+        return [Completed("{}", [1, 3], first.prompt_token_ids, 0) if caching else first, *others]
+
+    report = run_intent(make_setup(), None, ASKED, answer=wavering)
+    assert report.values["accuracy_on"] == pytest.approx(5 / 6) and report.values["accuracy_off"] == 1.0
+    assert "1 of 6 answers differ" in report.problems[0]
+
+
+def test_cached_tokens_with_caching_off_invalidate_the_run(make_setup: MakeSetup) -> None:
+    report = run_intent(make_setup(), None, ASKED, answer=lambda asked, caching: knowing(asked, True))
+    assert "with caching off" in report.problems[0]

@@ -1,0 +1,105 @@
+"""Options of other engines: what is said of them is true of this one."""
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from headstart.cli import main as cli
+from headstart.config.config_file import ConfigError, all_fields, read_environment, read_file
+from headstart.config.option_hints import HINTS, hint_of
+
+
+def flags_of(verb: str) -> set[str]:
+    """Every flag of a verb, both ways of a switch."""
+    parameters = typer.main.get_command(cli.app).commands[verb].params  # type: ignore[attr-defined]
+    return {flag for parameter in parameters for flag in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def test_every_flag_that_a_hint_names_exists() -> None:
+    known = flags_of("serve") | flags_of("route")
+    wrong = {
+        flag: named
+        for flag, hint in HINTS.items()
+        for named in re.findall(r"--[a-z][a-z-]*", hint)
+        if named not in known
+    }
+    assert wrong == {}
+
+
+def test_every_choice_that_a_hint_names_exists() -> None:
+    for flag, name in (
+        ("--schedule-policy", "scheduling_policy"),
+        ("--policy", "routing_policy"),
+        ("--radix-eviction-policy", "eviction_policy"),
+        ("--disable-uvicorn-access-log", "access_log"),
+    ):
+        choices = next(f.metadata["choices"] for f in all_fields() if f.name == name)
+        named = re.split(r", | or ", HINTS[flag].split(" ", 2)[2])
+        assert set(named) <= set(choices), flag
+
+
+def test_no_hint_is_for_an_option_that_exists() -> None:
+    assert [flag for flag in HINTS if flag in flags_of("serve")] == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        ("serve m --gpu-memory-utilization 0.9", "--gpu-memory-utilization; use --memory-limit 8GiB"),
+        ("serve m --gpu-memory-utilization=0.9", "--gpu-memory-utilization; use --memory-limit 8GiB"),
+        ("serve m --tensor-parallel-size 2", "--tensor-parallel-size; a model is not split over devices; --replicas N"),
+        ("serve m -tp 2", "-tp; a model is not split over devices"),
+        ("serve --model m", "--model; the model is named without a flag: headstart serve MODEL"),
+        ("serve --model-path m", "--model-path; the model is named without a flag: headstart serve MODEL"),
+        ("serve m --trust-remote-code", "--trust-remote-code; code from a checkpoint is never run"),
+        ("serve m --enable-chunked-prefill", "prompts are always computed in chunks"),
+        ("serve m --context-length 4096", "--context-length; use --max-model-len"),
+        ("serve m --mem-fraction-static 0.8", "use --memory-limit 8GiB"),
+        ("serve m -c 4096", "-c; use --max-model-len"),
+        ("serve m -ngl 99", "-ngl; layers are not split over CPU and GPU; use --device"),
+        ("serve m -np 4", "-np; use --max-num-seqs"),
+        ("serve m --replica http://a", "--replica; it is an option of headstart route"),
+        ("route --worker-urls http://a", "--worker-urls; use --replica URL"),
+        ("route --max-model-len 9", "--max-model-len; it is an option of headstart serve and headstart generate"),
+        ("serve m --max-model-length 9", "Possible options: --max-model-len"),
+        ("serve m --nonsense", "No such option: --nonsense"),
+    ],
+)
+def test_an_option_of_another_engine_gets_a_hint(argv: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv.split()) == 2
+    shown = capsys.readouterr().err
+    assert complaint in shown and shown.startswith("headstart: No such option") and shown.count("\n") == 1, shown
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--dtype bfloat16",
+        "--max-model-len 8",
+        "--max-num-seqs 4",
+        "--enable-prefix-caching",
+        "--seed 1",
+        "--served-model-name x",
+        "--block-size 32",
+        "--api-key k",
+        "--no-enable-prefix-caching",
+        "--host h",
+    ],
+)
+def test_options_with_the_names_of_vllm_are_taken(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "/no/such/folder", *argv.split()]) == 2
+    assert "there is no folder '/no/such/folder'" in capsys.readouterr().err
+
+
+def test_file_and_environment_give_the_same_hints(tmp_path: Path) -> None:
+    (tmp_path / "headstart.toml").write_text("gpu_memory_utilization = 0.9")
+    with pytest.raises(ConfigError, match="unknown option 'gpu_memory_utilization'; use --memory-limit"):
+        read_file(None, tmp_path)
+    _, warnings = read_environment({"HEADSTART_TENSOR_PARALLEL_SIZE": "2"})
+    assert warnings == [
+        "HEADSTART_TENSOR_PARALLEL_SIZE is not an option and has no effect; a model is not split over devices; "
+        "--replicas N serves it N times behind one router"
+    ]
+    assert hint_of("--gpu_memory_utilization") == HINTS["--gpu-memory-utilization"] and hint_of("--port") is None

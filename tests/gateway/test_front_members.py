@@ -1,0 +1,130 @@
+"""The front while replicas come, go, drain and come back."""
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+from gateway.harness import (
+    Replica,
+    chunk,
+    front,
+    run,
+    streaming,
+    texts,
+    two,
+)
+from server.harness import until
+
+from headstart.gateway.replicas.replica_address import ReplicaAddress
+from headstart.router.index.approximate_index import Shadow
+
+
+def test_a_replica_that_was_started_again_is_found_out_its_cache_too() -> None:
+    async def go() -> None:
+        replica = Replica()
+        async with front(replica) as router:
+            await router.complete([1] * 64)
+            endpoint = router.state.router.endpoints[replica.url]
+            assert isinstance(endpoint.contents, Shadow) and len(endpoint.contents) == 4
+            await replica.stop()
+            await until(lambda: endpoint.health.absent)
+            replica.block_size, replica.num_blocks = 32, 77
+            await replica.start()
+            await router.up(1)
+            await until(lambda: endpoint.block_size == 32)
+            assert len(endpoint.contents) == 0 and endpoint.contents.capacity == 77
+            assert (await router.complete([1] * 64)).status_code == 200 and len(endpoint.contents) == 2
+
+    run(go())
+
+
+def test_a_replica_that_drains_gets_nothing_new_until_it_is_well() -> None:
+    async def go() -> None:
+        replicas = two()
+        async with front(*replicas) as router:
+            await router.up(2)
+            first = await router.complete([1] * 64)
+            at = next(replica for replica in replicas if replica.url == first.headers["x-headstart-replica"])
+            at.health = (503, {"error": {"code": "draining"}})
+            await until(lambda: router.state.router.endpoints[at.url].health.draining)
+            for _ in range(3):
+                assert (await router.complete([1] * 64)).headers["x-headstart-replica"] != at.url
+            told = (await router.client.get("/v1/fleet")).json()
+            assert sorted(replica["state"] for replica in told["replicas"]) == ["draining", "up"]
+            at.health = (200, {})
+            await router.up(2)
+
+    run(go())
+
+
+def test_replicas_come_and_go_while_requests_are_served() -> None:
+    async def go() -> None:
+        one, other = [await replica.start() for replica in two()]
+        async with front(one) as router:
+            router.state.members.changed([ReplicaAddress(one.url), ReplicaAddress(other.url)])
+            await router.up(2)
+            router.state.members.changed([ReplicaAddress(other.url)])
+            assert (await router.complete()).headers["x-headstart-replica"] == other.url
+            assert list(router.state.router.endpoints) == [other.url]
+        await other.stop()
+
+    run(go())
+
+
+def test_without_metrics_and_models_a_replica_is_used_all_the_same() -> None:
+    async def go() -> None:
+        app = web.Application()
+
+        async def answer(request: web.Request) -> web.Response:
+            return web.json_response({"choices": []})
+
+        app.router.add_post("/v1/completions", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        async with front() as router:
+            router.state.members.changed([ReplicaAddress(f"http://127.0.0.1:{runner.addresses[0][1]}")])
+            await router.up(1)
+            assert (await router.complete(model="anything")).status_code == 200
+        await runner.cleanup()
+
+    run(go())
+
+
+def test_what_a_replica_says_of_its_queue_reaches_the_policy() -> None:
+    async def go() -> None:
+        replica = Replica()
+        replica.waiting = 7
+        async with front(replica) as router:
+            endpoint = router.state.router.endpoints[replica.url]
+            await until(lambda: endpoint.reported is not None and endpoint.reported.waiting == 7)
+            assert (await router.client.get("/v1/fleet")).json()["replicas"][0]["cache"][
+                "capacity"
+            ] == replica.num_blocks
+
+    run(go())
+
+
+def test_streams_beside_each_other_do_not_mix() -> None:
+    async def go(count: int) -> None:
+        replicas = two()
+
+        async def echo(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            response = await streaming(request)
+            for number in range(5):
+                await response.write(chunk(f"{body['prompt']}-{number}"))
+                await asyncio.sleep(0)
+            await response.write(b"data: [DONE]\n\n")
+            return response
+
+        for replica in replicas:
+            replica.script = echo
+        async with front(*replicas) as router, asyncio.TaskGroup() as group:
+            await router.up(2)
+            tasks = {i: group.create_task(router.complete(f"p{i}", stream=True)) for i in range(count)}
+            await asyncio.wait(tasks.values())
+            for i, task in tasks.items():
+                assert texts(task.result().text) == [f"p{i}-{number}" for number in range(5)]
+
+    run(go(60))

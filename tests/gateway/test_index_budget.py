@@ -1,0 +1,74 @@
+"""Blocks of all shadows together."""
+
+from io import StringIO
+
+from headstart.gateway.replicas.index_budget import MAX_REPLICA_BLOCKS, MAX_TOTAL_BLOCKS, MIN_BLOCKS, ShadowBudget
+from headstart.http.logs import Log
+from headstart.router.index.approximate_index import MAX_UNKNOWN_BLOCKS
+
+
+def full() -> ShadowBudget:
+    """A budget of which all is granted."""
+    budget = ShadowBudget(Log(StringIO()))
+    for number in range(MAX_TOTAL_BLOCKS // MAX_REPLICA_BLOCKS):
+        assert budget.grant(f"large {number}", MAX_REPLICA_BLOCKS) == MAX_REPLICA_BLOCKS
+    return budget
+
+
+def test_a_replica_is_believed_up_to_a_bound_and_that_is_said_once() -> None:
+    told = StringIO()
+    budget = ShadowBudget(Log(told))
+    assert budget.grant("honest", 400_000) == 400_000 and told.getvalue() == ""
+    for _ in range(3):
+        assert budget.grant("liar", 10**9) == MAX_REPLICA_BLOCKS
+    assert told.getvalue().count("liar says it has 1000000000 blocks") == 1
+
+
+def test_when_all_is_granted_every_replica_still_gets_a_little() -> None:
+    budget = full()
+    assert budget.grant("late", 100_000) == MIN_BLOCKS
+    assert budget.grant("small", 77) == 77
+    assert budget.grant("unknown", 0) == MIN_BLOCKS
+
+
+def test_a_replica_that_starts_again_or_goes_gives_its_blocks_back() -> None:
+    budget = full()
+    for _ in range(3):
+        assert budget.grant("large 0", MAX_REPLICA_BLOCKS) == MAX_REPLICA_BLOCKS
+    budget.release("large 0")
+    assert budget.grant("new", MAX_REPLICA_BLOCKS) == MAX_REPLICA_BLOCKS
+
+
+def test_a_size_that_nobody_knows_counts_as_the_largest_it_may_become() -> None:
+    budget = full()
+    budget.release("large 0")
+    assert budget.grant("unknown", 0) == 0
+    assert budget.grant("new", MAX_REPLICA_BLOCKS) == MAX_REPLICA_BLOCKS - MAX_UNKNOWN_BLOCKS
+
+
+def test_growth_is_granted_up_to_half_of_what_is_left_and_to_the_bound_of_one_replica() -> None:
+    budget = ShadowBudget(Log(StringIO()))
+    held = budget.grant("proven", 1_000)
+    assert budget.grow("proven", held, 1_500) == 1_500
+    assert budget.grow("proven", 1_500, 10**9) == MAX_REPLICA_BLOCKS
+    assert budget.grow("proven", MAX_REPLICA_BLOCKS, 10**9) == MAX_REPLICA_BLOCKS
+    assert budget.grow("unknown", 1, 10) == 1, "nobody granted it anything"
+
+
+def test_however_many_replicas_lie_all_together_stay_within_the_total_and_leave_room() -> None:
+    budget = ShadowBudget(Log(StringIO()))
+    held = {f"liar {number}": budget.grant(f"liar {number}", 1_000) for number in range(50)}
+    for _ in range(20):
+        for name in held:
+            held[name] = budget.grow(name, held[name], 2 * held[name])
+    assert sum(held.values()) <= MAX_TOTAL_BLOCKS
+    assert budget.grant("late", 10_000) == 10_000
+
+
+def test_a_shadow_that_was_replaced_grows_no_more_and_the_grant_of_its_successor_counts() -> None:
+    budget = ShadowBudget(Log(StringIO()))
+    budget.grant("one", 1_000)
+    assert budget.grow("one", 1_000, 4_000) == 4_000
+    budget.grant("one", 2_000)  # it was started again
+    assert budget.grow("one", 4_000, 8_000) == 4_000
+    assert budget.grow("one", 2_000, 3_000) == 3_000

@@ -1,0 +1,101 @@
+"""Looks at replicas that answer with absurd bodies: they are read up to a bound, and the router goes on."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+from gateway.harness import Replica, front, run
+from server.harness import until
+
+from headstart.gateway.replicas.replica_address import ReplicaAddress
+from headstart.router.index.approximate_index import Shadow
+
+ENDLESS = 1_000  # chunks of 64 KiB
+HEAD = b'vllm:cache_config_info{block_size="32",num_gpu_blocks="77"} 1.0\n'
+
+
+class Odd:
+    """A replica whose looks are answered by `paths`: a body, or None for one without an end."""
+
+    def __init__(self, **paths: bytes | None) -> None:
+        self.paths = {f"/{name}": body for name, body in paths.items()}
+        self.num_sent = 0
+        self.looks: dict[str, int] = {}
+
+    async def start(self) -> ReplicaAddress:
+        app = web.Application()
+        app.router.add_get("/{path:.*}", self._answer)
+        app.router.add_post("/v1/completions", self._complete)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return ReplicaAddress(f"http://127.0.0.1:{self._runner.addresses[0][1]}")
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        name = "/" + request.path.rpartition("/")[2]
+        self.looks[name] = self.looks.get(name, 0) + 1
+        body = self.paths.get(name, b"")
+        if body is not None:
+            return web.Response(body=body)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(HEAD)
+        for _ in range(ENDLESS):
+            await response.write(b"x" * 65_535 + b"\n")
+            self.num_sent += 65_536
+        return response
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"choices": []})
+
+
+def looking(odd: Odd, check: Any) -> None:
+    async def go() -> None:
+        good = Replica("m")
+        address = await odd.start()
+        async with front(good) as router:
+            router.state.members.changed([good.address, address])
+            await router.up(2)
+            await check(router.state.router.endpoints[address.url], router)
+            assert (await router.complete()).status_code == 200
+        await odd.stop()
+
+    run(go())
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"data":' * 100_000, b"\xff" * 10, b'{"data": [[]]}'])
+def test_a_list_of_models_that_is_none_does_not_keep_a_replica_out(
+    body: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def check(endpoint: Any, router: Any) -> None:
+        assert endpoint.models == frozenset()
+
+    looking(Odd(models=body), check)
+    assert "replica_look_failed" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["health", "models", "metrics"])
+def test_a_body_without_an_end_is_read_up_to_a_bound(path: str) -> None:
+    odd = Odd(**{path: None})
+
+    async def check(endpoint: Any, router: Any) -> None:
+        await until(lambda: odd.looks[f"/{path}"] >= 1)
+        await asyncio.sleep(0.2)
+        assert odd.num_sent / odd.looks[f"/{path}"] < 32 * 2**20
+        if path == "metrics":
+            await until(lambda: endpoint.contents.capacity == 77)
+
+    looking(odd, check)
+
+
+def test_a_pool_of_absurd_size_costs_no_memory() -> None:
+    page = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="' + b"9" * 30 + b'"} 1.0\n'
+
+    async def check(endpoint: Any, router: Any) -> None:
+        assert isinstance(endpoint.contents, Shadow) and endpoint.contents.capacity <= 2**22
+
+    looking(Odd(metrics=page), check)

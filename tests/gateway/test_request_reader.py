@@ -1,0 +1,245 @@
+"""Bodies on their way in: which prompt they hold, whose it is, and that they are changed no more than they must be."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizer_folders import BYTE_LEVEL, write
+
+from headstart.bundled import bundled_model
+from headstart.core.errors import InvalidRequestError
+from headstart.gateway.proxy.request_reader import Reader, Reading, Sender, Served, has_endless_word
+from headstart.gateway.replicas.probes import ModelCard
+from headstart.openai.chat.chat_renderer import ChatRenderer
+from headstart.openai.tokenizer.tokenizer import Tokenizer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LEGAL_SALT = re.compile(r"[A-Za-z0-9+/=_-]{1,128}")  # of our own servers; vLLM and SGLang take any text
+MESSAGES = [{"role": "system", "content": "You name intents."}, {"role": "user", "content": "turn on the light"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(bundled_model())
+
+
+def read(body: dict[str, Any], path: str = COMPLETIONS, reader: Reader | None = None, **sender: Any) -> Reading:
+    return (reader or Reader()).read(path, json.dumps(body).encode(), Sender(**sender))
+
+
+def shared(one: Reading, other: Reading, size: int = 1) -> int:
+    """How many leading blocks two prompts share."""
+    names = zip(one.ask.prompt.names(size), other.ask.prompt.names(size), strict=False)
+    return next(
+        (i for i, (a, b) in enumerate(names) if a != b), min(one.ask.prompt.num_tokens, other.ask.prompt.num_tokens)
+    )
+
+
+def test_the_prompt_is_counted_in_the_replicas_tokens_where_their_tokenizer_is_here(tokenizer: Tokenizer) -> None:
+    reader = Reader(tokenizer)
+    text = "turn on the light in the kitchen"
+    completion = read({"prompt": text}, reader=reader)
+    assert completion.ask.prompt.exact and completion.ask.prompt.num_tokens == len(tokenizer.encode(text))
+    chat = read({"messages": MESSAGES}, CHAT, reader)
+    rendered = tokenizer.render_chat([dict(message) for message in MESSAGES])
+    assert (
+        chat.ask.prompt.num_tokens == len(tokenizer.encode(rendered, add_special_tokens=False))
+        and chat.ask.prompt.exact
+    )
+
+
+def test_without_a_tokenizer_equal_beginnings_are_equal_bytes() -> None:
+    long = "a preamble that all share, " * 20
+    one, other = read({"prompt": long + "one"}), read({"prompt": long + "other"})
+    assert not one.ask.prompt.exact and shared(one, other) == len(long) // 4
+    first = [{"role": "system", "content": long}, {"role": "user", "content": "x"}]
+    second = [{"role": "system", "content": long}, {"role": "user", "content": "y"}]
+    assert shared(read({"messages": first}, CHAT), read({"messages": second}, CHAT)) >= len(long) // 4
+    tools = read({"messages": first, "tools": [{"type": "function"}]}, CHAT)
+    assert shared(tools, read({"messages": first}, CHAT)) == 0, "tools are rendered before all messages"
+
+
+@given(
+    unit=st.sampled_from(["é", "a", "9", "!", " ", "\n", "語", "。"]),
+    before=st.integers(0, 70_000),
+    length=st.integers(65_536, 140_000),
+    after=st.integers(0, 70_000),
+)
+def test_an_endless_word_is_found_wherever_it_is(unit: str, before: int, length: int, after: int) -> None:
+    words = "some words, 語。 "
+    text = (words * 9000)[:before] + unit * length + (words * 9000)[:after]
+    assert has_endless_word(text)
+    assert not has_endless_word((words * 9000)[:before] + unit * 30_000 + words * after)
+
+
+def test_a_prompt_with_an_endless_word_is_routed_by_its_bytes(tokenizer: Tokenizer) -> None:
+    reader, word = Reader(tokenizer), "é" * 70_000
+    assert not read({"prompt": word}, reader=reader).ask.prompt.exact
+    assert not read({"messages": [{"role": "user", "content": word}]}, CHAT, reader).ask.prompt.exact
+    assert read({"prompt": "é " * 30_000}, reader=reader).ask.prompt.exact
+
+
+def test_token_ids_are_exact_and_need_no_tokenizer() -> None:
+    reading = read({"prompt": [5, 6, 7]})
+    assert reading.ask.prompt.exact and reading.ask.prompt.num_tokens == 3 and reading.text is None
+    several = read({"prompt": [[5, 6, 7], [1]]})
+    assert several.ask.prompt.num_tokens == 3 and not several.is_single
+    assert read({"prompt": ["ab", "c"]}).text == "ab"
+
+
+@pytest.mark.parametrize("prompt", [None, 7, [], [[]], [None], [1, "x"], [2**40], [{}], {"a": 1}, [[1, None]]])
+def test_prompts_that_are_none_are_left_to_the_replica(prompt: Any, tokenizer: Tokenizer) -> None:
+    for reader in (Reader(), Reader(tokenizer)):
+        body = {"prompt": prompt, "temperature": "hot"}
+        assert read(body, reader=reader).body == json.dumps(body).encode()
+        assert read({"messages": prompt}, CHAT, reader).body == json.dumps({"messages": prompt}).encode()
+
+
+def test_fields_another_engine_knows_do_not_keep_a_prompt_from_being_counted(tokenizer: Tokenizer) -> None:
+    body = {"prompt": "turn on the light", "guided_regex": "a*", "temperature": 99}
+    assert read(body, reader=Reader(tokenizer)).body == json.dumps(body).encode()
+
+
+def test_a_stream_is_asked_for_its_usage_without_another_byte_changed() -> None:
+    body = b' {"stream" : true, "prompt": "\\u00e9", "big": 12345678901234567890, "x": 1.10}'
+    reading = Reader().read(COMPLETIONS, body, Sender())
+    assert reading.body == b'{"stream_options":{"include_usage":true},' + body[2:] and reading.hides_usage
+    assert json.loads(reading.body) == {**json.loads(body), "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize(
+    ("options", "hides"),
+    [(None, True), ({}, True), ({"include_usage": False}, True), ({"include_usage": True}, False), (7, False)],
+)
+def test_options_of_a_stream_are_kept_and_completed(options: Any, hides: bool) -> None:
+    body = {"prompt": "x", "stream": True, "stream_options": options}
+    reading = read(body)
+    assert reading.hides_usage == hides and reading.stream
+    told = json.loads(reading.body)["stream_options"]
+    assert told == ({**(options or {}), "include_usage": True} if hides else options)
+
+
+def test_what_is_no_stream_is_sent_on_as_it_is() -> None:
+    for body in ({"prompt": "x", "stream": False}, {"prompt": "x", "stream": None}, {"prompt": "x", "stream": 1}):
+        reading = read(body)
+        assert reading.body == json.dumps(body).encode() and not reading.stream
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 100_000, b"null"])
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequestError):
+        Reader().read(COMPLETIONS, body, Sender())
+
+
+def test_domains_adapters_and_models_share_nothing() -> None:
+    reader = Reader()
+    reader.served = {"m": Served("m"), "tuned": Served("m", "tuned"), "other": Served("other")}
+    prompt = {"prompt": [1] * 8}
+    plain = read({**prompt, "model": "m"}, reader=reader)
+    strangers = [
+        read({**prompt, "model": "tuned"}, reader=reader),
+        read({**prompt, "model": "other"}, reader=reader),
+        read({**prompt, "model": "m", "cache_salt": "s"}, reader=reader),
+        read({**prompt, "model": "m"}, reader=reader, domain=b"t"),
+        read({**prompt, "model": "m", "cache_salt": "s"}, reader=reader, domain=b"t"),
+    ]
+    everybody = [plain, *strangers]
+    assert all(shared(a, b) == 0 for a in everybody for b in everybody if a is not b)
+    assert strangers[0].ask.adapter == "tuned" and plain.ask.adapter is None
+    reader.default_model = "m"
+    assert shared(read(prompt, reader=reader), plain) == 8
+
+
+def test_an_answers_length_is_the_requests_else_the_replicas_default() -> None:
+    reader = Reader()
+    reader.served = {"m": Served("m", default_max_tokens=40)}
+    prompt = {"prompt": [1], "model": "m"}
+    nulls = {"max_tokens": None, "max_completion_tokens": None}
+    found = [read({**prompt, **more}, reader=reader).ask.max_tokens for more in ({}, nulls, {"max_tokens": 3})]
+    assert found == [40, 40, 3]
+    assert read({**prompt, "max_completion_tokens": None, "max_tokens": 3}, reader=reader).ask.max_tokens == 3
+    assert read({"prompt": [1], "model": "other"}, reader=reader).ask.max_tokens == 0
+    reader.default_model = "m"
+    assert read({"prompt": [1]}, reader=reader).ask.max_tokens == 40
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"), [({"max_tokens": 7}, 7), ({}, 0), (None, 0), ([], 0), ({"max_tokens": -1}, 0)]
+)
+def test_a_replicas_default_length_is_read_from_its_card(told: object, expected: int) -> None:
+    assert ModelCard("m", fields={"default_sampling_params": told}).default_max_tokens == expected
+    assert ModelCard("m", fields={"default_sampling_params": {"max_tokens": 10**30}}).default_max_tokens < 2**31
+
+
+@given(st.text(max_size=3), st.text(max_size=3), st.booleans(), st.booleans())
+def test_two_domains_are_one_only_if_tenant_and_salt_are_the_same(one: str, other: str, a: bool, b: bool) -> None:
+    first = read({"prompt": [1, 2], "cache_salt": one}, domain=b"t" if a else b"")
+    second = read({"prompt": [1, 2], "cache_salt": other}, domain=b"t" if b else b"")
+    assert (shared(first, second) == 2) == (a == b and one == other)
+
+
+def test_a_tenants_salt_is_sent_and_cannot_be_left() -> None:
+    """Whatever the client's own salt is, what a replica sees is one that every engine accepts, and the tenant's own."""
+
+    def sent(domain: bytes, **fields: Any) -> str:
+        return json.loads(read({"prompt": "x", **fields}, domain=domain, is_salted=True).body)["cache_salt"]
+
+    own, other = b"\x01" * 32, b"\x02" * 32
+    salts = [
+        *(
+            sent(domain, cache_salt=salt)
+            for domain in (own, other)
+            for salt in ("mine", "s" * 128, "s" * 129, "é, a b")
+        ),
+        *(sent(domain) for domain in (own, other)),
+        *(sent(own, cache_salt=sent(own)), sent(other, cache_salt=sent(own)), sent(own, cache_salt=own.hex())),
+    ]
+    assert len(set(salts)) == len(salts) and all(LEGAL_SALT.fullmatch(salt) for salt in salts)
+    assert sent(own, cache_salt="mine") == sent(own, cache_salt="mine", stream=True)
+    assert sent(own) == sent(own, stream=True) == sent(own, cache_salt=None) == sent(own, cache_salt="")
+
+
+def test_a_salt_sent_to_replicas_is_the_one_that_prompts_are_named_by() -> None:
+    """KV events name blocks by the salt their engine saw; so must the router."""
+    salted = read({"prompt": [1] * 8, "cache_salt": "mine"}, domain=b"\x01" * 32, is_salted=True)
+    as_sent = read(json.loads(salted.body))
+    assert shared(salted, as_sent) == 8 and salted.domain == as_sent.domain
+
+
+@pytest.mark.parametrize("salt", [5, ["mine"], {"a": 1}, True])
+def test_a_salt_that_is_no_text_is_refused_where_it_would_be_replaced(salt: Any) -> None:
+    """A replica that ignores such a value would share what the client wants kept apart."""
+    assert read({"prompt": "x", "cache_salt": salt}).body == json.dumps({"prompt": "x", "cache_salt": salt}).encode()
+    with pytest.raises(InvalidRequestError, match="cache_salt"):
+        read({"prompt": "x", "cache_salt": salt}, domain=b"t", is_salted=True)
+
+
+def test_a_session_is_of_its_tenant_alone() -> None:
+    sessions = [read({"prompt": "x", "user": "u"}, domain=domain).ask.session for domain in (b"", b"a", b"b")]
+    assert len(set(sessions)) == 3 and sessions[0] == "u"
+
+
+def test_sessions_and_limits_are_read() -> None:
+    assert read({"prompt": "x", "user": "u", "max_tokens": 7}).ask.session == "u"
+    assert read({"prompt": "x", "user": "u"}, session="header").ask.session == "header"
+    assert read({"prompt": "x", "max_tokens": 7}).ask.max_tokens == 7
+    assert read({"prompt": "x", "max_completion_tokens": 5, "max_tokens": 7}).ask.max_tokens == 5
+    assert read({"prompt": "x", "max_tokens": "many"}).ask.max_tokens == 0
+
+
+def test_any_other_route_is_routed_by_its_body() -> None:
+    one, other = read({"input": "a" * 400}, "/v1/embeddings"), read({"input": "a" * 400 + "b"}, "/v1/embeddings")
+    assert shared(one, other) > 90
+
+
+def test_a_template_that_never_ends_leaves_the_prompt_to_its_text(tmp_path: Path) -> None:
+    source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = Tokenizer.from_folder(write(tmp_path, BYTE_LEVEL, chat_template=source))
+    tokenizer._template = ChatRenderer(source, {}, max_seconds=0.1)
+    for _ in range(5):  # the last ones meet the pause behind several kills
+        reading = read({"messages": MESSAGES}, CHAT, Reader(tokenizer))
+        assert not reading.ask.prompt.exact and "turn on the light" in (reading.text or "")

@@ -1,0 +1,106 @@
+"""Streams on their way through: nothing is lost or added however they are cut, and only usage is taken out."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headstart.gateway.proxy import sse_reader as sse
+from headstart.gateway.proxy.sse_reader import EventStream, Said, said
+from headstart.gateway.proxy.upstream import GarbledError
+from headstart.router.routing_request import Usage
+
+USAGE = {"prompt_tokens": 10, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 7}}
+
+
+def event(value: object, end: str = "\n\n") -> bytes:
+    return f"data: {value if isinstance(value, str) else json.dumps(value)}{end}".encode()
+
+
+TOKEN = event({"choices": [{"text": 'say "usage":{ and [DONE]'}], "usage": None})
+LAST = event({"choices": [], "usage": USAGE})
+DONE = event("[DONE]")
+
+
+def through(stream: EventStream, pieces: list[bytes]) -> bytes:
+    return b"".join([*(stream.feed(piece) for piece in pieces), stream.close()])
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> list[bytes]:
+    whole = b": ping\n\n" + TOKEN * draw(st.integers(0, 3)) + LAST + DONE
+    at = sorted(draw(st.lists(st.integers(0, len(whole)), max_size=12)))
+    return [whole[start:end] for start, end in zip([0, *at], [*at, len(whole)], strict=True)]
+
+
+@given(cuts(), st.booleans())
+def test_however_a_stream_is_cut_it_comes_through_whole_but_for_hidden_usage(pieces: list[bytes], hides: bool) -> None:
+    stream, whole = EventStream(hides_usage=hides), b"".join(pieces)
+    assert through(stream, pieces) == (whole.replace(LAST, b"") if hides else whole)
+    assert stream.said == Said(Usage(10, 7), 4) and stream.is_done and stream.has_data
+
+
+@given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=6))
+def test_bytes_that_are_no_events_come_through_as_they_are(junk: bytes, at: list[int]) -> None:
+    ends = sorted(min(index, len(junk)) for index in at)
+    pieces = [junk[start:end] for start, end in zip([0, *ends], [*ends, len(junk)], strict=True)]
+    stream = EventStream(hides_usage=True)
+    if stream.said == Said():
+        assert through(stream, pieces) == junk
+
+
+def test_only_whole_events_are_passed_on() -> None:
+    stream = EventStream()
+    assert stream.feed(TOKEN[:10]) == b"" and not stream.has_data
+    assert stream.feed(TOKEN[10:] + DONE[:3]) == TOKEN and stream.has_data and not stream.is_done
+    assert stream.feed(DONE[3:]) == DONE and stream.is_done
+
+
+def test_comments_are_no_data_and_texts_cannot_pose_as_an_end() -> None:
+    stream = EventStream(hides_usage=True)
+    assert stream.feed(b": ping\n\n") == b": ping\n\n" and not stream.has_data
+    assert stream.feed(TOKEN) == TOKEN and not stream.is_done and stream.said == Said()
+
+
+def test_usage_beside_a_choice_is_read_and_stays() -> None:
+    both = event({"choices": [{"text": "a"}], "usage": USAGE})
+    stream = EventStream(hides_usage=True)
+    assert stream.feed(both) == both and stream.said.usage == Usage(10, 7)
+
+
+def test_lines_may_end_in_carriage_returns() -> None:
+    last, done = event({"choices": [], "usage": USAGE}, "\r\n\r\n"), event("[DONE]", "\r\n\r\n")
+    stream = EventStream(hides_usage=True)
+    assert stream.feed(last[:20]) == b""
+    assert through(stream, [last[20:], done]) == done and stream.said.output_tokens == 4 and stream.is_done
+
+
+def test_events_and_comments_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 1000)
+    monkeypatch.setattr(sse, "MAX_COMMENT_BYTES", 1000)
+    stream = EventStream()
+    assert stream.feed(b"data: " + b"x" * 900) == b""
+    with pytest.raises(GarbledError, match="event"):
+        stream.feed(b"x" * 100)
+    stream = EventStream()
+    for _ in range(3):
+        assert stream.feed(b": ping\n\n" * 100 + TOKEN)
+    with pytest.raises(GarbledError, match="comments"):
+        stream.feed(b": ping\n\n" * 200)
+
+
+@given(cuts())
+def test_an_event_in_many_pieces_is_looked_at_once(pieces: list[bytes]) -> None:
+    """Byte by byte the same events come out as in one piece."""
+    whole = b"".join(pieces)
+    stream = EventStream()
+    assert b"".join(stream.feed(whole[i : i + 1]) for i in range(len(whole))) == whole and stream.is_done
+    assert json.loads(stream.first)["choices"] is not None
+
+
+def test_engines_that_do_not_tell_cached_tokens_tell_nothing_to_learn_from() -> None:
+    assert said(json.dumps({"usage": USAGE}).encode()) == Said(Usage(10, 7), 4)
+    assert said(b'{"usage": {"prompt_tokens": 3, "completion_tokens": 2}}') == Said(None, 2)
+    assert said(b'{"usage": {"prompt_tokens": 3, "prompt_tokens_details": null}}') == Said(None, None)
+    assert said(b'{"usage": {"prompt_tokens": "many"}}') == said(b"not json") == said(b"[1]") == said(b"\xff") == Said()

@@ -1,0 +1,385 @@
+"""params: every limit, at its border and beyond; what is not built is refused; what is unknown is told."""
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headstart.core.errors import InvalidRequestError, RequestTooLargeError
+from headstart.openai.bounds import FLOAT32_MAX, Bounds
+from headstart.openai.fields import Fields
+from headstart.openai.generation_params import GenerationParams, Kind, fit, parse_params
+from headstart.openai.request_bodies import parse_chat, parse_completion, parse_detokenize, parse_json, parse_tokenize
+
+BOUNDS = Bounds(vocab_size=100, max_model_len=64, eos_token_ids=(2,), scheduling_policy="priority")
+NAN, INF = float("nan"), float("inf")
+
+
+def completion(**values: Any) -> GenerationParams:
+    return parse_params(Fields(values), BOUNDS, Kind.COMPLETION)
+
+
+def chat(**values: Any) -> GenerationParams:
+    return parse_params(Fields(values), BOUNDS, Kind.CHAT)
+
+
+ACCEPTED = [
+    ("n", 1),
+    ("n", 128),
+    ("best_of", 1),
+    ("temperature", 0),
+    ("temperature", 2),
+    ("top_p", 1),
+    ("top_p", 0.001),
+    ("top_k", -1),
+    ("top_k", 0),
+    ("top_k", 1),
+    ("min_p", 0),
+    ("min_p", 1),
+    ("presence_penalty", -2),
+    ("frequency_penalty", 2.0),
+    ("repetition_penalty", 100),
+    ("repetition_penalty", FLOAT32_MAX),
+    ("repetition_penalty", 1e-38),
+    ("repetition_penalty", 5e-324),
+    ("seed", 2**63 - 1),
+    ("seed", -(2**63)),
+    ("max_tokens", 1),
+    ("max_tokens", 64),
+    ("max_completion_tokens", 3),
+    ("min_tokens", 16),
+    ("logprobs", 0),
+    ("logprobs", 20),
+    ("prompt_logprobs", 3),
+    ("stop", "x"),
+    ("stop", []),
+    ("stop", ["x" * 256] * 16),
+    ("stop_token_ids", [0, 99]),
+    ("logit_bias", {"0": -100, "99": 100}),
+    ("logit_bias", {}),
+    ("user", "x" * 256),
+    ("cache_salt", "aA0+/=_-"),
+    ("cache_salt", "tenant one.two|user:42 é\n"),
+    ("priority", -5),
+    *(("cache", mode) for mode in ("read-write", "read-only", "bypass")),
+    ("cache_priority", 0),
+    ("cache_priority", 100),
+    ("cache_ttl", 0),
+    ("cache_ttl", 86400.0),
+    ("prompt_cache_key", "x" * 256),
+    ("prompt_cache_options", {}),
+    ("prompt_cache_options", {"mode": "implicit", "ttl": None, "newer": [1]}),
+    *(("prompt_cache_options", {"ttl": ttl}) for ttl in ("30m", "1h", "90s", "1800", 1800, 0.5, "24h")),
+    *(("prompt_cache_retention", policy) for policy in ("in_memory", "in-memory", "24h")),
+    ("response_format", {"type": "text"}),
+    ("tools", []),
+    ("tool_choice", "none"),
+    ("tool_choice", "auto"),
+    ("modalities", ["text"]),
+    ("suffix", ""),
+    ("chat_template_kwargs", {"enable_thinking": False, "level": 3, "mode": "x"}),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), ACCEPTED)
+def test_a_value_within_its_limits_is_accepted(name: str, value: Any) -> None:
+    assert completion(**{name: value}).ignored == ()
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in ACCEPTED} | {"stream_options", "echo", "stream", "audio"}))
+def test_null_means_the_default(name: str) -> None:
+    assert completion(**{name: None}) == completion()
+
+
+REFUSED = [
+    ("n", [0, 129, 1.0, True, "1", [], 10**400]),
+    ("best_of", [0, 17, "x"]),
+    ("temperature", [-0.1, 2.01, NAN, INF, -INF, True, "1", 10**400, []]),
+    ("top_p", [0, -1, 1.01, NAN, False]),
+    ("top_k", [-2, 1.5, 2**31, True]),
+    ("min_p", [-0.1, 1.1, NAN]),
+    ("presence_penalty", [-2.1, 2.1, NAN, "0"]),
+    ("frequency_penalty", [-2.1, 2.1, INF]),
+    ("repetition_penalty", [0, -1, 3.5e38, NAN]),
+    ("seed", [2**63, -(2**63) - 1, 1.0, True, "1"]),
+    ("max_tokens", [0, -1, 65, 1.0, True, "5"]),
+    ("max_completion_tokens", [0, -1, 65, 2**40]),
+    ("min_tokens", [-1, 17, 65, True]),
+    ("logprobs", [-1, 21, True, 1.0]),
+    ("prompt_logprobs", [-1, 21, False]),
+    ("stop", ["", [""], ["x" * 257], ["x"] * 17, 5, [5], {"a": 1}, ["\ud800"], True]),
+    ("stop_token_ids", [[-1], [100], [1.0], [True], 5, "x", False, 0, {"a": 1}, list(range(99)) * 2]),
+    (
+        "logit_bias",
+        [
+            {"-1": 0},
+            {"100": 0},
+            {"x": 0},
+            {"1.0": 0},
+            {" 1": 0},
+            {"²": 0},
+            {"9" * 5000: 0},
+            {"1": 101},
+            {"1": NAN},
+            {"1": True},
+            {"1": None},
+            {"1": 10**400},
+            [],
+            False,
+            {str(i): 0 for i in range(1025)},
+        ],
+    ),
+    ("user", ["x" * 257, 5, "\udc00"]),
+    ("safety_identifier", ["x" * 257]),
+    ("prompt_cache_key", ["x" * 257, 5, "\udc00"]),
+    ("cache", ["", "READ-WRITE", "none", True, 0, [], ["bypass"], {"a": 1}]),
+    ("cache_priority", [-1, 101, 50.0, True, "50", 10**400]),
+    ("cache_ttl", [-1, 86401, NAN, INF, True, "30m", []]),
+    ("prompt_cache_options", ["30m", [], 5, True, {str(i): 0 for i in range(17)}]),
+    ("prompt_cache_retention", ["48h", "", 24, True, ["24h"], {}]),
+    ("cache_salt", ["", "x" * 129, "\ud800", 5]),
+    ("priority", [2**31, 1.0, True]),
+    ("echo", ["true", 1, 0]),
+    ("stream", ["true", 1]),
+    ("ignore_eos", [1]),
+    ("skip_special_tokens", ["no"]),
+    ("stream_options", [{}, {"include_usage": True}]),  # without stream
+    ("continue_final_message", [1]),
+    ("chat_template_kwargs", [{"messages": 1}, {"a b": 1}, {"_x": 1}, {"x": []}, {"x": 1.5}, {"x": None}, 5]),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in REFUSED for value in values])
+def test_a_value_beyond_its_limits_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(**{name: value})
+    message = str(caught.value)
+    assert caught.value.param == name
+    assert name in message and len(message) < 400 and "0x" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("tools", [{"type": "function"}]),
+        ("functions", [{"name": "f"}]),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function"}),
+        ("modalities", ["text", "audio"]),
+        ("suffix", "x"),
+        ("audio", {"voice": "x"}),
+        ("prediction", {"type": "content"}),
+        ("web_search_options", {"a": 1}),
+        ("guided_json", "{}"),
+        ("chat_template", "{{ 1 }}"),
+        ("best_of", 3),
+        ("prompt_embeds", "x"),
+        ("bad_words", ["x"]),
+    ],
+)
+def test_what_is_not_built_is_refused_and_never_ignored(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(**{name: value})
+    assert caught.value.code == "unsupported_parameter"
+    assert caught.value.param == name
+
+
+def test_a_response_format_that_is_nothing_is_wrong_rather_than_unbuilt() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(response_format="json")
+    assert caught.value.code == "invalid_value"
+
+
+def test_the_message_names_value_limit_and_remedy() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^min_p is 2\.5; it must be between 0 and 1$"):
+        completion(min_p=2.5)
+    with pytest.raises(InvalidRequestError, match=r"^temperature is 2\.5; it must be between 0 and 2$"):
+        completion(temperature=2.5)
+    with pytest.raises(InvalidRequestError, match=r"^n is 129; it must be between 1 and 128$"):
+        completion(n=129)
+    with pytest.raises(InvalidRequestError, match=r"^top_p is 0; it must be above 0 and at most 1$"):
+        completion(top_p=0)
+
+
+@pytest.mark.parametrize("policy", ["lpm", "fcfs"])
+def test_a_priority_is_refused_where_it_would_have_no_effect(policy: str) -> None:
+    bounds = replace(BOUNDS, scheduling_policy=policy)
+    assert parse_params(Fields({"priority": 0}), bounds, Kind.CHAT).priority == 0
+    with pytest.raises(InvalidRequestError, match=f"Priority scheduling is not enabled.* is {policy};") as caught:
+        parse_params(Fields({"priority": 1}), bounds, Kind.CHAT)
+    assert (caught.value.param, caught.value.code) == ("priority", "unsupported_parameter")
+    assert completion(priority=7).priority == 7
+
+
+def test_unknown_names_are_ignored_and_told() -> None:
+    assert completion(zebra=1, store=True, temperature=0).ignored == ("store", "zebra")
+
+
+def test_defaults_are_those_of_openai() -> None:
+    params = completion()
+    assert (params.max_tokens, params.n, params.stream, params.stop) == (16, 1, False, ())
+    assert (params.sampling.temperature, params.sampling.top_p, params.sampling.logprobs) == (1.0, 1.0, None)
+    assert chat().max_tokens is None
+
+
+def test_end_of_sequence_stops_unless_it_is_ignored() -> None:
+    assert completion(stop_token_ids=[7]).sampling.stop_token_ids == (7, 2)
+    assert completion(stop_token_ids=[7], ignore_eos=True).sampling.stop_token_ids == (7,)
+    assert completion(ignore_eos=True).ignore_eos
+
+
+def test_switched_off_filters_have_one_value() -> None:
+    assert [completion(top_k=k).sampling.top_k for k in (-1, 0, 5, 100, 1000)] == [0, 0, 5, 0, 0]
+    assert completion(temperature=1e-9).sampling.temperature == 0.0
+
+
+def test_logit_bias_is_sorted_by_token() -> None:
+    assert completion(logit_bias={"9": 1, "3": -1.5}).sampling.logit_bias == ((3, -1.5), (9, 1.0))
+
+
+def test_chat_asks_for_logprobs_in_two_fields() -> None:
+    assert chat(logprobs=True).sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=5).sampling.logprobs == 5
+    assert chat(logprobs=False).sampling.logprobs is None
+    assert chat(top_logprobs=0).sampling.logprobs is None
+    for wrong in ({"top_logprobs": 5}, {"logprobs": True, "top_logprobs": 21}, {"logprobs": 1}):
+        with pytest.raises(InvalidRequestError):
+            chat(**wrong)
+
+
+def test_nothing_is_generated_only_for_an_echo() -> None:
+    params = completion(max_tokens=0, echo=True, logprobs=2)
+    assert params.max_tokens == 0
+    assert params.sampling.prompt_logprobs == 2
+    assert fit(params, 10, BOUNDS).max_tokens == 1  # the engine samples one, nobody sees it
+    with pytest.raises(InvalidRequestError, match="echo is not supported"):
+        chat(echo=True)
+
+
+def test_logprobs_of_the_prompt_are_not_streamed() -> None:
+    assert chat(prompt_logprobs=2).sampling.prompt_logprobs == 2
+    with pytest.raises(InvalidRequestError, match="send stream: false"):
+        completion(prompt_logprobs=2, stream=True)
+
+
+def test_both_names_of_max_tokens_must_agree() -> None:
+    assert completion(max_tokens=3, max_completion_tokens=3).max_tokens == 3
+    with pytest.raises(InvalidRequestError, match="only one of them"):
+        completion(max_tokens=3, max_completion_tokens=4)
+
+
+def test_stream_options_need_a_stream() -> None:
+    params = completion(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True, "new": 1})
+    assert params.include_usage and params.continuous_usage_stats
+    with pytest.raises(InvalidRequestError, match="include_usage"):
+        completion(stream=True, stream_options={"include_usage": 1})
+
+
+def test_a_message_is_continued_or_a_new_one_begun() -> None:
+    assert chat().add_generation_prompt
+    assert not chat(continue_final_message=True).add_generation_prompt
+    with pytest.raises(InvalidRequestError, match="only one of them"):
+        chat(continue_final_message=True, add_generation_prompt=True)
+
+
+def test_prompt_and_output_share_the_context() -> None:
+    params = completion(max_tokens=10)
+    assert fit(params, 54, BOUNDS).max_tokens == 10
+    with pytest.raises(RequestTooLargeError, match=r"65; the model's context is 64 tokens: lower max_tokens to 9") as e:
+        fit(params, 55, BOUNDS)
+    assert e.value.code == "context_length_exceeded"
+    with pytest.raises(RequestTooLargeError, match="shorten the prompt by 1 tokens"):
+        fit(chat(), 64, BOUNDS)
+
+
+def test_a_chat_without_max_tokens_may_use_what_is_left() -> None:
+    assert fit(chat(), 60, BOUNDS).max_tokens == 4
+    with pytest.raises(InvalidRequestError, match="only 4 output tokens fit"):
+        fit(chat(min_tokens=5), 60, BOUNDS)
+
+
+# ------------------------------------------------------------------------------------------------------- 10,000 bodies
+
+_NAMES = sorted(
+    {name for name, _ in ACCEPTED + REFUSED}
+    | {"prompt", "messages", "model", "tokens", "stream_options", "top_logprobs", "return_token_ids", "tools", "audio"}
+)
+_ATOMS = [
+    *(None, True, False, 0, 1, -1, 2, 16, 17, 99, 100, 2**31, 2**63, 10**30, 0.0, -0.0, 0.5, 1e308, 1e-320, NAN, INF),
+    *("", "x", "0", "text", "user", "auto", "json_object", "\ud800", "\x00", "é" * 300, "<|im_end|>", "9" * 30),
+]
+_KEYS = [
+    "type",
+    "text",
+    "role",
+    "content",
+    "name",
+    "include_usage",
+    "0",
+    "5",
+    "x",
+    "tool_calls",
+    "function",
+    "arguments",
+]
+
+
+def _value(rng: random.Random, depth: int) -> Any:
+    kind = rng.random()
+    if depth == 0 or kind < 0.55:
+        return rng.choice(_ATOMS)
+    if kind < 0.75:
+        return [_value(rng, depth - 1) for _ in range(rng.choice((0, 1, 2, 3, 70)))]
+    if kind < 0.85:
+        return [{"role": rng.choice(["user", "system", "tool", 5]), "content": _value(rng, depth - 1)}]
+    return {rng.choice(_KEYS): _value(rng, depth - 1) for _ in range(rng.randrange(4))}
+
+
+def _body(rng: random.Random) -> dict[str, Any]:
+    body = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}]} if rng.random() < 0.7 else {}
+    for _ in range(rng.choice((0, 1, 1, 2, 3, 8))):
+        good = rng.random() < 0.5
+        name, value = rng.choice(ACCEPTED) if good else (rng.choice(_NAMES), _value(rng, 3))
+        body[name] = value
+    return body
+
+
+def test_ten_thousand_random_bodies_raise_nothing_but_invalid_requests() -> None:
+    rng = random.Random(0)
+    parsers = (parse_completion, parse_chat, parse_tokenize, parse_detokenize)
+    outcomes: dict[bool, int] = {True: 0, False: 0}
+    for number in range(10_000):
+        body = _body(rng)
+        try:
+            parsed = parsers[number % 4](body, BOUNDS)
+        except InvalidRequestError as error:
+            outcomes[False] += 1
+            assert 0 < len(str(error)) < 500 and "0x" not in str(error), str(error)
+            continue
+        outcomes[True] += 1
+        if number % 4 < 2:
+            sampling = fit(parsed.params, 1, BOUNDS) if (parsed.params.max_tokens or 1) < 64 else parsed.params.sampling
+            assert sampling.max_tokens >= 1 and 0 <= sampling.temperature <= 2
+            assert all(0 <= token < 100 for token in (*sampling.stop_token_ids, *dict(sampling.logit_bias)))
+    assert min(outcomes.values()) > 1000  # both ends are really met
+
+
+def test_ten_thousand_damaged_texts_raise_nothing_but_invalid_requests() -> None:
+    rng = random.Random(1)
+    good = json.dumps({"prompt": ["é", [1, 2]], "logit_bias": {"5": 1.5}, "stream_options": None}).encode()
+    parsed = 0
+    for _ in range(10_000):
+        damaged = bytearray(good)
+        for _ in range(rng.choice((0, 1, 2, 5))):
+            at = rng.randrange(len(damaged))
+            damaged[at : at + rng.choice((0, 1, 3))] = rng.randbytes(rng.choice((0, 1, 2)))
+        try:
+            parse_completion(parse_json(bytes(damaged)), BOUNDS)
+            parsed += 1
+        except InvalidRequestError as error:
+            assert "0x" not in str(error)
+    assert 1000 < parsed < 9000

@@ -1,0 +1,67 @@
+"""A side that fails is paused, tried again after ever longer pauses, and told about once when that changes."""
+
+import errno
+
+from headstart.store.store_health import Health, reason_of
+
+
+class Told(list[str]):
+    """The lines a health wrote."""
+
+    def health(self, max_errors: int = 1) -> Health:
+        return Health("writing", max_errors=max_errors, say=self.append)
+
+
+def pauses(health: Health, now: float, num: int) -> list[float]:
+    """Fails as soon as it may be tried, `num` times; returns how long each pause was."""
+    found: list[float] = []
+    for _ in range(num):
+        health.failed("no", now)
+        wait = health.seconds_to_retry(now)
+        assert wait is not None and not health.may_try(now + wait * 0.99) and health.may_try(now + wait)
+        found.append(wait)
+        now += wait
+    return found
+
+
+def test_pauses_double_up_to_half_a_minute() -> None:
+    assert pauses(Told().health(), 100.0, 7) == [1, 2, 4, 8, 16, 30, 30]
+
+
+def test_it_is_told_once_when_it_stops_and_once_when_it_works_again() -> None:
+    told = Told()
+    health = told.health()
+    for now in (1.0, 2.0, 4.0):
+        health.failed("No space left on device (ENOSPC)", now)
+    assert health.text == "writing: No space left on device (ENOSPC)"
+    for now in (8.0, 9.0):
+        health.worked(now)
+    assert (health.text, health.num_degraded, health.seconds_to_retry(9.0)) == ("", 1, None)
+    assert len(told) == 2 and "ENOSPC" in told[0] and told[1] == "writing works again"
+
+
+def test_single_errors_between_successes_do_not_pause_it() -> None:
+    told = Told()
+    health = told.health(max_errors=3)
+    for _ in range(5):
+        health.failed("no", 1.0)
+        health.failed("no", 1.0)
+        health.worked(1.0)
+    assert health.may_try(1.0) and not told
+    for _ in range(3):
+        health.failed("no", 1.0)
+    assert not health.may_try(1.0) and health.num_degraded == 1
+
+
+def test_one_that_flutters_is_paused_ever_longer_and_one_that_held_is_not() -> None:
+    health = Told().health()
+    assert pauses(health, 0.0, 3) == [1, 2, 4]
+    health.worked(7.0)
+    assert pauses(health, 8.0, 1) == [8]
+    health.worked(16.0)
+    assert pauses(health, 100.0, 1) == [1]
+
+
+def test_reasons_name_the_symbol() -> None:
+    assert reason_of(OSError(errno.EROFS, "Read-only file system")) == "Read-only file system (EROFS)"
+    assert reason_of(ValueError("odd")) == "ValueError: odd" and reason_of(KeyError()) == "KeyError"
