@@ -17,19 +17,19 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from headstart.config.options import EngineOptions, RouterOptions, ServerOptions, flag_fields, flag_of
-from headstart.core.batch import Ledger
+from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineInfo, EngineStats
-from headstart.gateway.gateway_state import FleetState
-from headstart.gateway.proxy.proxy import Call
-from headstart.gateway.proxy.request_reader import Reader, Reading
+from headstart.gateway.gateway_state import GatewayState
+from headstart.gateway.proxy.proxy import ProxiedCall
+from headstart.gateway.proxy.request_reader import ReadRequest, RequestReader
 from headstart.gateway.proxy.upstream import Failure
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.gateway.replicas.replica_monitor import Member
+from headstart.gateway.replicas.replica_monitor import MonitoredReplica
 from headstart.http.logs import Log
 from headstart.router.endpoint import Endpoint
-from headstart.router.index.approximate_index import Shadow
-from headstart.router.routing_request import Ask, Prompt, router_root
+from headstart.router.index.approximate_index import ApproximateIndex
+from headstart.router.routing_request import Prompt, RoutingRequest, router_root
 from headstart.server.server_metrics import Metrics
 
 DOCS = Path(__file__).parent
@@ -71,7 +71,7 @@ def metrics() -> str:
     source = Metrics("m", ("/health",))
     source.watch(_Engine())
     source.answered("/health", "GET", 200)
-    source.prompts("t", Ledger())
+    source.prompts("t", PromptTokenBreakdown())
     return _metric_table(source.expose().decode())
 
 
@@ -84,17 +84,23 @@ async def _router_page() -> str:
     """A scrape of a router with one replica that nobody is at, listened to and asked in vain."""
     options = RouterOptions(shadow_policy=("round-robin",))
     async with aiohttp.ClientSession() as session:
-        state = FleetState(options, ServerOptions(), session, Reader(), Log(io.StringIO()))
-        endpoint = Endpoint("r", Shadow(8))
+        state = GatewayState(options, ServerOptions(), session, RequestReader(), Log(io.StringIO()))
+        endpoint = Endpoint("r", ApproximateIndex(8))
         state.router.add(endpoint)
-        pick = state.router.pick(Ask(Prompt([1], router_root("m"))), 0.0)
+        pick = state.router.pick(RoutingRequest(Prompt([1], router_root("m"))), 0.0)
         pick.cached_tokens = 0
-        call = Call(
-            "/v1/completions", [], "127.0.0.1", Reading(pick.view.ask, b""), "id", pick=pick, failures=[Failure.LOST]
+        call = ProxiedCall(
+            "/v1/completions",
+            [],
+            "127.0.0.1",
+            ReadRequest(pick.view.ask, b""),
+            "id",
+            pick=pick,
+            failures=[Failure.LOST],
         )
         state.metrics.routed(call)
         state.metrics.answered("/health", "GET", 200)
-        state.listening.contents(Member(ReplicaAddress("http://r", "ipc:///nobody")))
+        state.listening.contents(MonitoredReplica(ReplicaAddress("http://r", "ipc:///nobody")))
         page = state.metrics.expose().decode()
         await state.close()
         return page

@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,3 +114,16 @@ def test_a_planted_violation_is_caught(path: str, source: str, complaint: str) -
 )
 def test_what_the_floors_allow_is_not_complained_of(path: str, source: str) -> None:
     assert violations(path, source) == []
+
+
+MAX_MODULES = 15  # of a folder; a subject with more has subfolders
+
+
+def test_no_folder_holds_too_many_modules() -> None:
+    counts = Counter(path.parent for path in SRC.rglob("*.py") if path.name != "__init__.py")
+    assert counts and [f"{folder}: {count}" for folder, count in counts.items() if count > MAX_MODULES] == []
+
+
+def test_no_two_modules_have_one_name() -> None:
+    counts = Counter(path.name for path in SRC.rglob("*.py") if path.name != "__init__.py")
+    assert counts and [name for name, count in counts.items() if count > 1] == []

@@ -32,7 +32,7 @@ from headstart.bench.machine import describe_machine, describe_versions
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 from headstart.gateway.kv_events.kv_event_decoding import event_domain
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.router.index.kv_event_index import ToldContents
+from headstart.router.index.kv_event_index import KVEventIndex
 from headstart.router.routing_request import Prompt, router_root
 
 MODEL = "intent"
@@ -87,7 +87,7 @@ class Trial:
         def root(adapter: str | None, domain: bytes) -> Any:
             return router_root(MODEL, adapter=adapter, domain=domain)
 
-        return KVEventConsumer(self.address, ToldContents(BLOCK, root), kind="vllm")
+        return KVEventConsumer(self.address, KVEventIndex(BLOCK, root), kind="vllm")
 
     def tokens(self, count: int) -> list[int]:
         return [self.rng.choice(VOCABULARY) for _ in range(count)]

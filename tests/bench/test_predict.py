@@ -21,9 +21,9 @@ from headstart.core.errors import ConfigError
 from headstart.core.request import Request
 from headstart.core.sched.limits import Limits
 from headstart.router.endpoint import Endpoint
-from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.router import Router
-from headstart.router.routing_request import Ask, Prompt, Usage, router_root
+from headstart.router.routing_request import Prompt, RoutingRequest, Usage, router_root
 from headstart.workload.synthetic import random_tokens
 
 RECORDED = Path(__file__).parents[3] / "shared" / "traces" / "agent_taubench.jsonl"
@@ -99,7 +99,7 @@ def made_up_calls(count: int, output: int) -> list[Call]:
         for number in range(3):
             prompt = prompt + random_tokens(40, 500, rng)
             request = Request(f"{session}-{number}", prompt, sampling(output))
-            found.append(Call(0.01 * session, str(session), request, Ask(Prompt(prompt, root))))
+            found.append(Call(0.01 * session, str(session), request, RoutingRequest(Prompt(prompt, root))))
     return found
 
 
@@ -107,7 +107,7 @@ def fleet(policy: str, num_blocks: int) -> EngineFleet:
     router = Router()
     replicas = [EngineReplica(f"r{i}", make_engine(num_blocks, 16, 500, policy, Limits()), COST) for i in range(2)]
     for replica in replicas:
-        router.add(Endpoint(replica.name, Shadow(num_blocks, eviction_policy=policy)))
+        router.add(Endpoint(replica.name, ApproximateIndex(num_blocks, eviction_policy=policy)))
     return EngineFleet(replicas, router)
 
 

@@ -7,16 +7,16 @@ import pytest
 from headstart.bench.experiments.router.virtual_fleet import Arrival, VirtualFleet, VirtualReplica
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.endpoint import Endpoint
-from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.policies.policy import Candidate, Choice, View
 from headstart.router.policies.policy_table import POLICIES, make_policy
-from headstart.router.prefill_model import Rates
+from headstart.router.prefill_model import PrefillModel
 from headstart.router.router import Router
-from headstart.router.routing_request import Ask, Prompt
+from headstart.router.routing_request import Prompt, RoutingRequest
 from headstart.workload.request_record import RequestRecord, summarize
 
 BLOCK = 16
-RATES = Rates(2.0, 0.1, 0.0, 0.0)
+RATES = PrefillModel(2.0, 0.1, 0.0, 0.0)
 
 
 def names(*path: int) -> list[BlockHash]:
@@ -27,7 +27,7 @@ def names(*path: int) -> list[BlockHash]:
 def arrival(at: float, *path: int, output: int = 4) -> Arrival:
     """A prompt of whole blocks and one token more."""
     prompt = Prompt.of_names(names(*path), len(path) * BLOCK + 1, BLOCK)
-    return Arrival(at, Ask(prompt, session=str(path[:1]), max_tokens=output), output)
+    return Arrival(at, RoutingRequest(prompt, session=str(path[:1]), max_tokens=output), output)
 
 
 def replicas(count: int, num_blocks: int) -> list[VirtualReplica]:
@@ -37,7 +37,7 @@ def replicas(count: int, num_blocks: int) -> list[VirtualReplica]:
 def router(count: int, num_blocks: int, policy: str = "cost", *, corrects: bool = True) -> Router:
     found = Router(make_policy(policy))
     for index in range(count):
-        found.add(Endpoint(f"r{index}", Shadow(num_blocks, corrects=corrects), block_size=BLOCK))
+        found.add(Endpoint(f"r{index}", ApproximateIndex(num_blocks, corrects=corrects), block_size=BLOCK))
     return found
 
 
@@ -126,7 +126,7 @@ def test_a_replica_that_is_flushed_is_learned_anew_within_one_request_per_prefix
     assert wrong and wrong[0] >= 51
     assert len(wrong) == len({index % 6 for index in wrong})  # each prefix is wrong once at most
     shadow = one.endpoints["r0"].contents
-    assert isinstance(shadow, Shadow) and shadow.num_flushes == 1
+    assert isinstance(shadow, ApproximateIndex) and shadow.num_flushes == 1
     assert len(wrong) == 1  # and here the first one said it all
 
 
@@ -154,7 +154,7 @@ def test_an_index_larger_than_the_cache_shrinks_and_predicts_better_than_one_tha
         fleet.run(arrivals, [one])
         error.append(one.prediction_error / one.num_reported)
         shadow = one.endpoints["r0"].contents
-        assert isinstance(shadow, Shadow)
+        assert isinstance(shadow, ApproximateIndex)
         assert (shadow.capacity < 192) == corrects
     assert error[0] < 0.5 * error[1]
 
@@ -166,13 +166,13 @@ def test_a_replica_that_comes_back_with_other_blocks_is_told_or_found_out() -> N
         def restart(now: float, fleet: VirtualFleet = fleet, one: Router = one, told: bool = told) -> None:
             fleet.replicas["r0"].restart(64, 2 * BLOCK)
             if told:
-                one.endpoints["r0"].reconfigured(2 * BLOCK, Shadow(64))
+                one.endpoints["r0"].reconfigured(2 * BLOCK, ApproximateIndex(64))
 
         fleet.at(5.05, restart)
         tokens = [[group * 1000 + index for index in range(8 * BLOCK)] for group in range(5)]
         root = BlockHash(b"root")
         arrivals = [
-            Arrival(0.1 * index, Ask(Prompt([*tokens[index % 5], index, index, index], root)), 1)
+            Arrival(0.1 * index, RoutingRequest(Prompt([*tokens[index % 5], index, index, index], root)), 1)
             for index in range(100)
         ]
         fleet.run(arrivals, [one])
@@ -199,7 +199,7 @@ def test_learning_at_the_response_scatters_a_burst_and_learning_at_the_pick_does
     for at_pick in (True, False):
         one = Router()
         for index in range(4):
-            one.add(Endpoint(f"r{index}", Shadow(512, at_pick=at_pick), block_size=BLOCK))
+            one.add(Endpoint(f"r{index}", ApproximateIndex(512, at_pick=at_pick), block_size=BLOCK))
         fleet = VirtualFleet(replicas(4, 512))
         fleet.run([arrival(burst * 2.0, burst, *range(63)) for burst in range(20) for _ in range(8)], [one])
         computed.append(sum(record.prompt_tokens - record.cached_tokens for record in fleet.records))
@@ -209,7 +209,7 @@ def test_learning_at_the_response_scatters_a_burst_and_learning_at_the_pick_does
 def test_a_prompt_of_whole_blocks_that_is_all_cached_computes_one_token() -> None:
     prompt = Prompt.of_names(names(1, 2), 2 * BLOCK, BLOCK)
     fleet = VirtualFleet(replicas(1, 8))
-    fleet.run([Arrival(float(at), Ask(prompt), 1) for at in range(3)], [router(1, 8)])
+    fleet.run([Arrival(float(at), RoutingRequest(prompt), 1) for at in range(3)], [router(1, 8)])
     assert cached(fleet.records) == [0, 2 * BLOCK - 1, 2 * BLOCK - 1]
     assert errors(fleet) == [0, 0, 0]
 
@@ -221,7 +221,7 @@ def test_every_request_is_served_and_the_books_are_even_at_the_end() -> None:
     for endpoint in one.endpoints.values():
         assert endpoint.load.num_requests == endpoint.load.inflight_tokens == 0
         shadow = endpoint.contents
-        assert isinstance(shadow, Shadow)
+        assert isinstance(shadow, ApproximateIndex)
         shadow.check()
 
 

@@ -4,7 +4,7 @@ from checking import make_engine, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.core.batch import Ledger
+from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import Engine
 from headstart.core.request import CacheMode
 from headstart.explain.reuse_explainer import Reason, Viewer, explain_prompt, explain_request
@@ -22,7 +22,7 @@ ADMIN = Viewer(is_admin=True)
 
 def serve(engine: Engine, jobs: list[Job]) -> None:
     """Adds a job per step; those with a 0 are aborted two jobs later. Checks the books after every step."""
-    ledgers: dict[str, Ledger] = {}
+    ledgers: dict[str, PromptTokenBreakdown] = {}
     for index in range(400):
         if index < len(jobs):
             prompt, mode, max_tokens, _ = jobs[index]
@@ -38,10 +38,10 @@ def serve(engine: Engine, jobs: list[Job]) -> None:
     raise AssertionError("still busy")
 
 
-def check(engine: Engine, ledgers: dict[str, Ledger]) -> None:
+def check(engine: Engine, ledgers: dict[str, PromptTokenBreakdown]) -> None:
     stats = engine.stats()
     sources = (stats.pinned_tokens, stats.shared_tokens, stats.store_tokens, stats.followed_tokens)
-    totals = [sum(column) for column in zip(Ledger(), *ledgers.values(), strict=True)]
+    totals = [sum(column) for column in zip(PromptTokenBreakdown(), *ledgers.values(), strict=True)]
     assert [*sources, stats.prompt_computed_tokens] == totals
     assert (stats.cached_tokens, stats.prompt_tokens) == (sum(sources), sum(totals))
     assert stats.replayed_tokens <= stats.prefill_tokens <= stats.computed_tokens

@@ -3,13 +3,13 @@
 import pytest
 
 from headstart.core.cache.hashing import BlockHash
-from headstart.core.sched.queued_block_refs import MAX_UNCOUNTED, Wants
+from headstart.core.sched.queued_block_refs import MAX_UNCOUNTED, QueuedBlockRefs
 
 A, B, C = (BlockHash(letter) for letter in (b"a", b"b", b"c"))
 
 
 def test_a_name_is_wanted_until_everybody_who_added_it_took_it_back() -> None:
-    wants = Wants()
+    wants = QueuedBlockRefs()
     wants.add([A, B])
     wants.add([A])
     wants.count()
@@ -21,7 +21,7 @@ def test_a_name_is_wanted_until_everybody_who_added_it_took_it_back() -> None:
 
 
 def test_what_was_added_in_parts_may_be_taken_back_at_once() -> None:
-    wants = Wants()
+    wants = QueuedBlockRefs()
     wants.add([A])
     wants.add([B, C])
     wants.discard([A, B, C])
@@ -30,7 +30,7 @@ def test_what_was_added_in_parts_may_be_taken_back_at_once() -> None:
 
 
 def test_what_was_added_is_a_copy() -> None:
-    wants, names = Wants(), [A]
+    wants, names = QueuedBlockRefs(), [A]
     wants.add(names)
     names.append(B)
     wants.count()
@@ -38,14 +38,14 @@ def test_what_was_added_is_a_copy() -> None:
 
 
 def test_taking_back_too_much_is_noticed() -> None:
-    wants = Wants()
+    wants = QueuedBlockRefs()
     wants.add([A])
     with pytest.raises(AssertionError, match="unwanted more often than wanted"):
         wants.discard([A, A])
 
 
 def test_uncounted_wishes_do_not_pile_up() -> None:
-    wants = Wants()
+    wants = QueuedBlockRefs()
     for _ in range(MAX_UNCOUNTED + 1):
         wants.add([A])
     assert A in wants and not wants._uncounted

@@ -14,9 +14,9 @@ from server.harness import PATIENCE, parse_events, until
 
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.gateway.gateway_app import build_front
-from headstart.gateway.gateway_state import FleetState
+from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.proxy.replies import session_options
-from headstart.gateway.proxy.request_reader import Reader
+from headstart.gateway.proxy.request_reader import RequestReader
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.lifecycle import HttpServer, listen, uvicorn_config
 from headstart.http.logs import Log
@@ -166,7 +166,7 @@ def cut(request: web.Request) -> None:
 class Front:
     """A running router: its state, its address and a client."""
 
-    def __init__(self, state: FleetState, client: httpx.AsyncClient) -> None:
+    def __init__(self, state: GatewayState, client: httpx.AsyncClient) -> None:
         self.state = state
         self.client = client
 
@@ -182,7 +182,7 @@ class Front:
 
 @asynccontextmanager
 async def front(
-    *replicas: Replica, server: dict[str, Any] | None = None, reader: Reader | None = None, **options: Any
+    *replicas: Replica, server: dict[str, Any] | None = None, reader: RequestReader | None = None, **options: Any
 ) -> AsyncIterator[Front]:
     """A router in front of replicas, which are started and stopped with it."""
     for replica in replicas:
@@ -191,7 +191,7 @@ async def front(
     router_options = RouterOptions(**{"health_interval": 0.05, "scrape_interval": 0.05, "tokenizer": "none", **options})
     server_options = ServerOptions(**{"access_log": "none", **(server or {})})
     async with aiohttp.ClientSession(**session_options()) as session:
-        state = FleetState(router_options, server_options, session, reader or Reader(), Log())
+        state = GatewayState(router_options, server_options, session, reader or RequestReader(), Log())
         listener = listen("127.0.0.1", 0)
         http = HttpServer(uvicorn_config(build_front(state)))
         serving = asyncio.create_task(http.serve(sockets=[listener]))

@@ -10,7 +10,7 @@ from aiohttp import web
 from gateway.harness import Replica, chunk, cut, front, streaming, usage
 from server.harness import parse_events, until
 
-from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.approximate_index import ApproximateIndex
 
 ENDS = {200, 429, 500, 502, 503}
 
@@ -105,7 +105,7 @@ def test_every_request_ends_and_nothing_is_left_of_it(seed: int, policy: str) ->
             for endpoint in state.router.endpoints.values():
                 load, contents = endpoint.load, endpoint.contents
                 assert (load.num_requests, load.num_pending, load.inflight_tokens) == (0, 0, 0)
-                assert isinstance(contents, Shadow)
+                assert isinstance(contents, ApproximateIndex)
                 contents.check()
             assert state.router.regrets["round-robin"].decisions >= 250 - ends.count("hung up")
 

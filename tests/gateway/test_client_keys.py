@@ -9,8 +9,8 @@ from gateway.harness import Front, Replica, front, run
 from gateway.test_kv_event_subscriptions import publishing, stored
 from server.harness import until
 
-from headstart.router.index.approximate_index import Shadow
-from headstart.router.index.kv_event_index import ToldContents
+from headstart.router.index.approximate_index import ApproximateIndex
+from headstart.router.index.kv_event_index import KVEventIndex
 
 PROMPT = [1] * 64  # four blocks
 
@@ -66,7 +66,7 @@ async def predicted(router: Front, key: str | None, **fields: Any) -> int | None
 def blocks(router: Front, *replicas: Replica) -> int:
     """Blocks that the router believes to be cached anywhere."""
     found = [router.state.router.endpoints[replica.url].contents for replica in replicas]
-    return sum(len(contents) for contents in found if isinstance(contents, Shadow))
+    return sum(len(contents) for contents in found if isinstance(contents, ApproximateIndex))
 
 
 def test_keys_that_replicas_keep_apart_share_no_prediction() -> None:
@@ -143,7 +143,7 @@ def test_a_valid_key_finds_what_such_an_engine_publishes_and_a_wrong_one_does_no
                 assert await predicted(router, "a") == 0
                 contents = router.state.router.endpoints[replica.url].contents
                 publisher.publish([stored(4)])
-                await until(lambda: isinstance(contents, ToldContents) and len(contents) == 4)
+                await until(lambda: isinstance(contents, KVEventIndex) and len(contents) == 4)
                 assert await predicted(router, "a") == 63 and await predicted(router, "wrong") is None
 
     run(go())

@@ -8,7 +8,7 @@ from router.fleets import ask, endpoint, serve
 
 from headstart.core.errors import ConfigError
 from headstart.gateway.decision_log_writer import DecisionLog
-from headstart.router.decision_log import Decision
+from headstart.router.decision_log import DecisionRecord
 from headstart.router.router import Router
 
 
@@ -22,7 +22,7 @@ def test_decisions_are_lines_that_can_be_read_and_routed_again(tmp_path: Path) -
         log.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 2, "an existing log is added to"
-    again = Decision.from_dict(lines[0])
+    again = DecisionRecord.from_dict(lines[0])
     assert again.endpoint == "r0" and again.ask().prompt.num_tokens == ask(1, 2, 3).prompt.num_tokens
 
 

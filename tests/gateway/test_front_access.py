@@ -11,7 +11,7 @@ from gateway.harness import Front, RealReplica, Replica, front, run
 from server.harness import fake_server, until
 
 from headstart.gateway.gateway_routes import PROXIED
-from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.approximate_index import ApproximateIndex
 
 REMOTE = {"x-forwarded-for": "10.0.0.1"}  # of a caller that is not on this machine
 ADMINISTRATION = (
@@ -244,7 +244,7 @@ def test_the_cache_of_a_replica_whose_metrics_are_refused_is_known_by_its_model(
         async with front(RealReplica(url), server=keys) as router:
             await router.up(1)
             endpoint = router.state.router.endpoints[url]
-            assert isinstance(endpoint.contents, Shadow)
+            assert isinstance(endpoint.contents, ApproximateIndex)
             assert (endpoint.block_size, endpoint.contents.capacity) == (known["block_size"], known["num_gpu_blocks"])
             assert router.state.members.members[url].metrics.kind == "headstart"
 

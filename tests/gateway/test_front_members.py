@@ -16,7 +16,7 @@ from gateway.harness import (
 from server.harness import until
 
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.approximate_index import ApproximateIndex
 
 
 def test_a_replica_that_was_started_again_is_found_out_its_cache_too() -> None:
@@ -25,7 +25,7 @@ def test_a_replica_that_was_started_again_is_found_out_its_cache_too() -> None:
         async with front(replica) as router:
             await router.complete([1] * 64)
             endpoint = router.state.router.endpoints[replica.url]
-            assert isinstance(endpoint.contents, Shadow) and len(endpoint.contents) == 4
+            assert isinstance(endpoint.contents, ApproximateIndex) and len(endpoint.contents) == 4
             await replica.stop()
             await until(lambda: endpoint.health.absent)
             replica.block_size, replica.num_blocks = 32, 77

@@ -19,7 +19,7 @@ from gateway.harness import (
 )
 from server.harness import parse_events, until
 
-from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.approximate_index import ApproximateIndex
 
 
 def test_a_whole_answer_comes_as_the_replica_gave_it() -> None:
@@ -191,12 +191,12 @@ def test_what_an_administrator_asks_is_asked_of_every_replica() -> None:
                 assert (await router.client.post(path, json={"name": "p"}, headers=user)).status_code == 403
             await router.complete([1] * 64, headers=user)
             shadows = [router.state.router.endpoints[replica.url].contents for replica in replicas]
-            assert sum(len(shadow) for shadow in shadows if isinstance(shadow, Shadow)) == 4
+            assert sum(len(shadow) for shadow in shadows if isinstance(shadow, ApproximateIndex)) == 4
             for path in ("/v1/prefixes", "/reset_prefix_cache?pinned=true"):
                 assert (await router.client.post(path, json={"name": "p"}, headers=root)).status_code == 200
                 assert all(replica.bodies[-1] == {"name": "p"} for replica in replicas)
                 assert all("x-forwarded-for" not in replica.heads[-1] for replica in replicas)
-            assert sum(len(shadow) for shadow in shadows if isinstance(shadow, Shadow)) == 0
+            assert sum(len(shadow) for shadow in shadows if isinstance(shadow, ApproximateIndex)) == 0
             replicas[0].script = refusing(409, "exists")
             answer = await router.client.post("/v1/prefixes", json={"name": "p"}, headers=root)
             assert answer.status_code == 409 and answer.json()["error"]["code"] == "exists"
@@ -257,7 +257,7 @@ def test_adapters_have_prefixes_of_their_own() -> None:
             for model in ("m", "tuned", "m", "tuned"):
                 await router.complete([1] * 64, model=model)
             shadow = router.state.router.endpoints[replica.url].contents
-            assert isinstance(shadow, Shadow) and len(shadow) == 2 * 4
+            assert isinstance(shadow, ApproximateIndex) and len(shadow) == 2 * 4
 
     run(go())
 
@@ -275,7 +275,7 @@ def test_tenants_of_the_router_share_no_prefix_and_a_salt_says_so_to_replicas_th
             assert salts[0] == salts[2] != salts[1] and all(len(salt) == 64 and salt.isalnum() for salt in salts)
             assert all(head["authorization"] == "Bearer inner" for head in replica.heads)
             shadow = router.state.router.endpoints[replica.url].contents
-            assert isinstance(shadow, Shadow) and len(shadow) == 2 * 4
+            assert isinstance(shadow, ApproximateIndex) and len(shadow) == 2 * 4
             assert (await router.client.get("/v1/fleet")).status_code == 401
 
     run(go())

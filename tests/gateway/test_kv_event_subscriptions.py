@@ -18,16 +18,16 @@ from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockSto
 from headstart.core.cache.hashing import BlockHash
 from headstart.gateway.kv_events import kv_event_trust
 from headstart.gateway.kv_events.kv_event_decoding import EventDecoder
-from headstart.gateway.proxy.request_reader import Reader, Sender
+from headstart.gateway.proxy.request_reader import RequestReader, Sender
 from headstart.gateway.replicas.kv_event_subscriptions import MAX_TOLD_BLOCKS, SLACK_BLOCKS, TIERS, told_capacity
 from headstart.gateway.replicas.probes import Metrics
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.gateway.replicas.replica_monitor import Member
+from headstart.gateway.replicas.replica_monitor import MonitoredReplica
 from headstart.openai.engine_requests import narrow_domain
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.router.index import kv_event_index as told
-from headstart.router.index.approximate_index import Shadow
-from headstart.router.index.kv_event_index import MAX_BLOCKS, SILENCE, ToldContents
+from headstart.router.index.approximate_index import ApproximateIndex
+from headstart.router.index.kv_event_index import MAX_BLOCKS, SILENCE, KVEventIndex
 from headstart.server.kv_events.kv_event_publisher import KVEventPublisher, KVEventsConfig
 
 BLOCK = 16
@@ -59,7 +59,7 @@ def test_what_replicas_publish_is_where_prompts_go() -> None:
             async with front(one, other) as router:
                 await router.up(2)
                 heard = [router.state.router.endpoints[replica.url].contents for replica in (one, other)]
-                assert all(isinstance(contents, ToldContents) for contents in heard)
+                assert all(isinstance(contents, KVEventIndex) for contents in heard)
                 prompt = [1] * (4 * BLOCK) + [2]
                 for publisher, contents, replica in ((first, heard[0], one), (second, heard[1], other)):
                     publisher.publish([stored(4)])
@@ -85,7 +85,7 @@ def test_salted_blocks_are_found_by_salted_prompts_alone() -> None:
             async with front(replica) as router:
                 await router.up(1)
                 contents = router.state.router.endpoints[replica.url].contents
-                assert isinstance(contents, ToldContents)
+                assert isinstance(contents, KVEventIndex)
                 publisher.publish([stored(4, domain=narrow_domain(b"", "s"))])
                 await until(lambda: len(contents) == 4)
                 read = router.state.reader.read
@@ -112,11 +112,11 @@ def test_a_chat_with_tools_is_found_again_where_events_are_heard(monkeypatch: py
 
     async def go() -> None:
         with publishing(replica) as publisher:
-            reader = Reader(Tokenizer.from_folder(bundled_model()))
+            reader = RequestReader(Tokenizer.from_folder(bundled_model()))
             async with front(replica, reader=reader) as router:
                 await router.up(1)
                 contents = router.state.router.endpoints[replica.url].contents
-                assert isinstance(contents, ToldContents)
+                assert isinstance(contents, KVEventIndex)
                 system = {"role": "system", "content": "You name intents. " * 120}
                 body = {"messages": [system, {"role": "user", "content": "light"}], "tools": TOOLS}
                 for turn in range(2):
@@ -143,9 +143,9 @@ def test_a_replica_that_publishes_nothing_is_guessed_at_until_it_is_heard() -> N
                 endpoint = router.state.router.endpoints[replica.url]
                 for number in range(SILENCE):
                     await router.complete([number + 5] * (2 * BLOCK))
-                assert isinstance(endpoint.contents, Shadow) and router.state.router.num_blind == 1
+                assert isinstance(endpoint.contents, ApproximateIndex) and router.state.router.num_blind == 1
                 publisher.publish([stored(4)])
-                await until(lambda: isinstance(endpoint.contents, ToldContents))
+                await until(lambda: isinstance(endpoint.contents, KVEventIndex))
                 assert len(endpoint.contents) == 4  # type: ignore[arg-type]  # one that was waited for
 
     asyncio.run(go())
@@ -161,16 +161,16 @@ def test_while_a_publisher_is_suspended_its_replica_is_guessed_at(monkeypatch: p
                 await router.up(1)
                 endpoint = router.state.router.endpoints[replica.url]
                 publisher.publish([stored(4)])
-                await until(lambda: isinstance(endpoint.contents, ToldContents) and len(endpoint.contents) == 4)
+                await until(lambda: isinstance(endpoint.contents, KVEventIndex) and len(endpoint.contents) == 4)
                 monkeypatch.setattr(EventDecoder, "split", failing)
                 publisher.publish([stored(1)])
-                await until(lambda: isinstance(endpoint.contents, Shadow))
+                await until(lambda: isinstance(endpoint.contents, ApproximateIndex))
                 replica.block_size = 32  # what is believed begins anew meanwhile
                 await until(lambda: endpoint.block_size == 32)
-                assert isinstance(endpoint.contents, Shadow)
+                assert isinstance(endpoint.contents, ApproximateIndex)
                 replica.block_size = BLOCK
                 monkeypatch.undo()
-                await until(lambda: isinstance(endpoint.contents, ToldContents) and len(endpoint.contents) == 4)
+                await until(lambda: isinstance(endpoint.contents, KVEventIndex) and len(endpoint.contents) == 4)
                 counts = (await router.client.get("/metrics")).text
                 assert f'headstart:router_kv_events_total{{kind="failures",replica="{replica.url}"}} 1.0' in counts
 
@@ -187,7 +187,7 @@ def test_the_index_of_a_replica_is_bounded_by_the_pool_it_reports() -> None:
             async with front(replica) as router:
                 await router.up(1)
                 contents = router.state.router.endpoints[replica.url].contents
-                assert isinstance(contents, ToldContents)
+                assert isinstance(contents, KVEventIndex)
                 assert contents.max_blocks == TIERS * 100 + SLACK_BLOCKS
 
     asyncio.run(go())
@@ -205,7 +205,7 @@ def test_the_index_of_a_replica_is_bounded_by_the_pool_it_reports() -> None:
 def test_capacity_counts_the_tokens_of_the_pool(
     num_blocks: int, reported_size: int, block_size: int, expected: int
 ) -> None:
-    member = Member(ReplicaAddress("http://replica"))
+    member = MonitoredReplica(ReplicaAddress("http://replica"))
     member.metrics = Metrics(num_blocks=num_blocks, block_size=reported_size)
     assert told_capacity(member, block_size) == expected
 
@@ -217,9 +217,9 @@ def test_while_prompts_are_counted_in_bytes_events_are_not_listened_to() -> None
             async with front(replica, tokenizer="auto") as router:
                 await router.up(1)
                 endpoint = router.state.router.endpoints[replica.url]
-                assert isinstance(endpoint.contents, Shadow) and not router.state.listening.counts()
+                assert isinstance(endpoint.contents, ApproximateIndex) and not router.state.listening.counts()
                 router.state.reader.tokenizer = Tokenizer.from_folder(bundled_model())
-                await until(lambda: isinstance(endpoint.contents, ToldContents))
+                await until(lambda: isinstance(endpoint.contents, KVEventIndex))
 
     asyncio.run(go())
 

@@ -23,7 +23,7 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.gateway.kv_events import kv_event_intake, kv_event_sockets, kv_event_trust
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.router.index.kv_event_index import ToldContents
+from headstart.router.index.kv_event_index import KVEventIndex
 from headstart.router.routing_request import Prompt, router_root
 from headstart.server.kv_events.kv_event_encoding import BatchEncoder
 
@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def consumer_at(events: str, *, max_blocks: int = 2**20) -> KVEventConsumer:
-    contents = ToldContents(
+    contents = KVEventIndex(
         4, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), max_blocks=max_blocks
     )
     return KVEventConsumer(ReplicaAddress("http://replica", events), contents, kind="headstart")
@@ -177,9 +177,9 @@ def test_a_listener_that_fails_is_logged_and_started_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failures = iter([ZeroDivisionError("a fault of ours")])
-    apply = ToldContents.apply
+    apply = KVEventIndex.apply
 
-    def failing(self: ToldContents, events: Any) -> None:
+    def failing(self: KVEventIndex, events: Any) -> None:
         for error in failures:
             raise error
         apply(self, events)
@@ -189,7 +189,7 @@ def test_a_listener_that_fails_is_logged_and_started_again(
             await until(lambda: consumer.counts["failures"] == 1)
             await taken_in(consumer, send, 1000)
 
-    monkeypatch.setattr(ToldContents, "apply", failing)
+    monkeypatch.setattr(KVEventIndex, "apply", failing)
     run(test())
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "kv_event_listener_failed" in line]
     assert "ZeroDivisionError: a fault of ours" in line and "Traceback" in line and "http://replica" in line

@@ -21,7 +21,7 @@ from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 from headstart.gateway.kv_events.kv_event_sockets import END_OF_REPLAY
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.router.index.event_sequencer import Due
-from headstart.router.index.kv_event_index import SILENCE, ToldContents
+from headstart.router.index.kv_event_index import SILENCE, KVEventIndex
 from headstart.router.routing_request import Prompt, router_root
 from headstart.server.kv_events.kv_event_encoding import BatchEncoder
 
@@ -32,7 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def consumer_at(events: str, *, block_size: int = 4, replay: str | None = None) -> KVEventConsumer:
-    contents = ToldContents(block_size, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
+    contents = KVEventIndex(block_size, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
     return KVEventConsumer(ReplicaAddress("http://replica", events, replay), contents, kind="headstart")
 
 

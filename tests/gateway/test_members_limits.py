@@ -9,7 +9,7 @@ from gateway.harness import Replica, front, run
 from server.harness import until
 
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.approximate_index import ApproximateIndex
 
 ENDLESS = 1_000  # chunks of 64 KiB
 HEAD = b'vllm:cache_config_info{block_size="32",num_gpu_blocks="77"} 1.0\n'
@@ -96,6 +96,6 @@ def test_a_pool_of_absurd_size_costs_no_memory() -> None:
     page = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="' + b"9" * 30 + b'"} 1.0\n'
 
     async def check(endpoint: Any, router: Any) -> None:
-        assert isinstance(endpoint.contents, Shadow) and endpoint.contents.capacity <= 2**22
+        assert isinstance(endpoint.contents, ApproximateIndex) and endpoint.contents.capacity <= 2**22
 
     looking(Odd(metrics=page), check)

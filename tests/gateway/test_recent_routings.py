@@ -5,7 +5,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.gateway.recent_routings import CHUNK, Recent, Seen
+from headstart.gateway.recent_routings import CHUNK, RecentRoutings, Seen
 
 
 def seen(request_id: str, prompt: "str | array[int]", tenant: str = "a", adapter: str | None = None) -> Seen:
@@ -13,7 +13,7 @@ def seen(request_id: str, prompt: "str | array[int]", tenant: str = "a", adapter
 
 
 def test_the_nearest_is_the_one_with_the_longest_common_prefix() -> None:
-    recent = Recent()
+    recent = RecentRoutings()
     base = "x" * (2 * CHUNK + 100)
     for request_id, tail in (("short", "no"), ("long", "yes and"), ("other", "yes or")):
         recent.add(seen(request_id, base + tail))
@@ -27,7 +27,7 @@ def test_the_nearest_is_the_one_with_the_longest_common_prefix() -> None:
 
 
 def test_only_requests_that_came_before_are_compared() -> None:
-    recent = Recent()
+    recent = RecentRoutings()
     first = seen("first", "abc")
     recent.add(first)
     recent.add(seen("second", "abcd"))
@@ -35,7 +35,7 @@ def test_only_requests_that_came_before_are_compared() -> None:
 
 
 def test_of_equals_the_newest_of_its_own_scope_is_the_nearest() -> None:
-    recent = Recent()
+    recent = RecentRoutings()
     for request_id, adapter in (("old", None), ("new", None), ("other", "lora")):
         recent.add(seen(request_id, "abc", adapter=adapter))
     found = recent.nearest(seen("asked", "abd"))
@@ -45,7 +45,7 @@ def test_of_equals_the_newest_of_its_own_scope_is_the_nearest() -> None:
 
 
 def test_text_and_token_ids_have_nothing_in_common() -> None:
-    recent = Recent()
+    recent = RecentRoutings()
     recent.add(seen("ids", array("i", [1, 2, 3])))
     assert recent.nearest(seen("text", "abc")) is None
     found = recent.nearest(seen("more", array("i", [1, 2, 4])))
@@ -53,7 +53,7 @@ def test_text_and_token_ids_have_nothing_in_common() -> None:
 
 
 def test_a_report_finds_its_request_and_a_late_one_nobody() -> None:
-    recent = Recent(max_requests=1)
+    recent = RecentRoutings(max_requests=1)
     recent.add(seen("one", "abc"))
     recent.reported("one", 2, 3, at=5.0)
     known = recent.find("one", "a")
@@ -64,7 +64,7 @@ def test_a_report_finds_its_request_and_a_late_one_nobody() -> None:
 
 
 def test_the_oldest_are_forgotten_when_there_are_too_many_bytes() -> None:
-    recent = Recent(max_bytes=10_000)
+    recent = RecentRoutings(max_bytes=10_000)
     for number in range(20):
         recent.add(seen(str(number), f"{number % 10}" * 1000))
         recent.check()
@@ -74,7 +74,7 @@ def test_the_oldest_are_forgotten_when_there_are_too_many_bytes() -> None:
 
 
 def test_a_request_of_another_tenant_is_not_found() -> None:
-    recent = Recent()
+    recent = RecentRoutings()
     recent.add(seen("one", "abc", tenant="a"))
     assert recent.find("one", "b") is None and recent.find("one", None) is recent.find("one", "a") is not None
 
@@ -87,7 +87,7 @@ entries = st.lists(st.tuples(st.sampled_from("xy"), st.integers(0, 9), texts), m
 def test_the_prefix_found_is_the_longest_of_all_prompts_of_the_tenant(
     added: list[tuple[str, int, str]], tenant: str, prompt: str, chunk: int, most: int
 ) -> None:
-    recent = Recent(max_requests=most, chunk=chunk)
+    recent = RecentRoutings(max_requests=most, chunk=chunk)
     for who, number, text in added:
         recent.add(seen(f"{who}{number}", text, tenant=who))
         recent.check()

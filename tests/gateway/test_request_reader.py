@@ -12,7 +12,7 @@ from tokenizer_folders import BYTE_LEVEL, write
 
 from headstart.bundled import bundled_model
 from headstart.core.errors import InvalidRequestError
-from headstart.gateway.proxy.request_reader import Reader, Reading, Sender, Served, has_endless_word
+from headstart.gateway.proxy.request_reader import ReadRequest, RequestReader, Sender, Served, has_endless_word
 from headstart.gateway.replicas.probes import ModelCard
 from headstart.openai.chat.chat_renderer import ChatRenderer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
@@ -27,11 +27,13 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_folder(bundled_model())
 
 
-def read(body: dict[str, Any], path: str = COMPLETIONS, reader: Reader | None = None, **sender: Any) -> Reading:
-    return (reader or Reader()).read(path, json.dumps(body).encode(), Sender(**sender))
+def read(
+    body: dict[str, Any], path: str = COMPLETIONS, reader: RequestReader | None = None, **sender: Any
+) -> ReadRequest:
+    return (reader or RequestReader()).read(path, json.dumps(body).encode(), Sender(**sender))
 
 
-def shared(one: Reading, other: Reading, size: int = 1) -> int:
+def shared(one: ReadRequest, other: ReadRequest, size: int = 1) -> int:
     """How many leading blocks two prompts share."""
     names = zip(one.ask.prompt.names(size), other.ask.prompt.names(size), strict=False)
     return next(
@@ -40,7 +42,7 @@ def shared(one: Reading, other: Reading, size: int = 1) -> int:
 
 
 def test_the_prompt_is_counted_in_the_replicas_tokens_where_their_tokenizer_is_here(tokenizer: Tokenizer) -> None:
-    reader = Reader(tokenizer)
+    reader = RequestReader(tokenizer)
     text = "turn on the light in the kitchen"
     completion = read({"prompt": text}, reader=reader)
     assert completion.ask.prompt.exact and completion.ask.prompt.num_tokens == len(tokenizer.encode(text))
@@ -77,7 +79,7 @@ def test_an_endless_word_is_found_wherever_it_is(unit: str, before: int, length:
 
 
 def test_a_prompt_with_an_endless_word_is_routed_by_its_bytes(tokenizer: Tokenizer) -> None:
-    reader, word = Reader(tokenizer), "é" * 70_000
+    reader, word = RequestReader(tokenizer), "é" * 70_000
     assert not read({"prompt": word}, reader=reader).ask.prompt.exact
     assert not read({"messages": [{"role": "user", "content": word}]}, CHAT, reader).ask.prompt.exact
     assert read({"prompt": "é " * 30_000}, reader=reader).ask.prompt.exact
@@ -93,7 +95,7 @@ def test_token_ids_are_exact_and_need_no_tokenizer() -> None:
 
 @pytest.mark.parametrize("prompt", [None, 7, [], [[]], [None], [1, "x"], [2**40], [{}], {"a": 1}, [[1, None]]])
 def test_prompts_that_are_none_are_left_to_the_replica(prompt: Any, tokenizer: Tokenizer) -> None:
-    for reader in (Reader(), Reader(tokenizer)):
+    for reader in (RequestReader(), RequestReader(tokenizer)):
         body = {"prompt": prompt, "temperature": "hot"}
         assert read(body, reader=reader).body == json.dumps(body).encode()
         assert read({"messages": prompt}, CHAT, reader).body == json.dumps({"messages": prompt}).encode()
@@ -101,12 +103,12 @@ def test_prompts_that_are_none_are_left_to_the_replica(prompt: Any, tokenizer: T
 
 def test_fields_another_engine_knows_do_not_keep_a_prompt_from_being_counted(tokenizer: Tokenizer) -> None:
     body = {"prompt": "turn on the light", "guided_regex": "a*", "temperature": 99}
-    assert read(body, reader=Reader(tokenizer)).body == json.dumps(body).encode()
+    assert read(body, reader=RequestReader(tokenizer)).body == json.dumps(body).encode()
 
 
 def test_a_stream_is_asked_for_its_usage_without_another_byte_changed() -> None:
     body = b' {"stream" : true, "prompt": "\\u00e9", "big": 12345678901234567890, "x": 1.10}'
-    reading = Reader().read(COMPLETIONS, body, Sender())
+    reading = RequestReader().read(COMPLETIONS, body, Sender())
     assert reading.body == b'{"stream_options":{"include_usage":true},' + body[2:] and reading.hides_usage
     assert json.loads(reading.body) == {**json.loads(body), "stream_options": {"include_usage": True}}
 
@@ -132,11 +134,11 @@ def test_what_is_no_stream_is_sent_on_as_it_is() -> None:
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 100_000, b"null"])
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequestError):
-        Reader().read(COMPLETIONS, body, Sender())
+        RequestReader().read(COMPLETIONS, body, Sender())
 
 
 def test_domains_adapters_and_models_share_nothing() -> None:
-    reader = Reader()
+    reader = RequestReader()
     reader.served = {"m": Served("m"), "tuned": Served("m", "tuned"), "other": Served("other")}
     prompt = {"prompt": [1] * 8}
     plain = read({**prompt, "model": "m"}, reader=reader)
@@ -155,7 +157,7 @@ def test_domains_adapters_and_models_share_nothing() -> None:
 
 
 def test_an_answers_length_is_the_requests_else_the_replicas_default() -> None:
-    reader = Reader()
+    reader = RequestReader()
     reader.served = {"m": Served("m", default_max_tokens=40)}
     prompt = {"prompt": [1], "model": "m"}
     nulls = {"max_tokens": None, "max_completion_tokens": None}
@@ -241,5 +243,5 @@ def test_a_template_that_never_ends_leaves_the_prompt_to_its_text(tmp_path: Path
     tokenizer = Tokenizer.from_folder(write(tmp_path, BYTE_LEVEL, chat_template=source))
     tokenizer._template = ChatRenderer(source, {}, max_seconds=0.1)
     for _ in range(5):  # the last ones meet the pause behind several kills
-        reading = read({"messages": MESSAGES}, CHAT, Reader(tokenizer))
+        reading = read({"messages": MESSAGES}, CHAT, RequestReader(tokenizer))
         assert not reading.ask.prompt.exact and "turn on the light" in (reading.text or "")

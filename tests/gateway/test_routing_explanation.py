@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headstart.explain.divergence import KINDS, kind_of, message_at, messages_of
 from headstart.gateway.proxy.request_reader import conversation
-from headstart.gateway.recent_routings import Recent, Seen
+from headstart.gateway.recent_routings import RecentRoutings, Seen
 from headstart.gateway.routing_explanation import Json, explain, explain_prompt
 from headstart.http.http_errors import HttpError
 
@@ -29,7 +29,7 @@ def seen(request_id: str, prompt: "str | array[int]", at: float = 0.0, **fields:
 
 def explained(first: Seen, second: Seen, cached: int | None, *others: Seen) -> Json:
     """The second, after the first and the others were answered."""
-    recent = Recent()
+    recent = RecentRoutings()
     for one in (first, *others):
         recent.add(one)
         recent.reported(one.request_id, 0, at=one.at)
@@ -171,7 +171,7 @@ def test_what_is_gone_at_the_same_replica_was_evicted() -> None:
 
 
 def test_what_was_not_answered_yet_was_still_being_computed() -> None:
-    recent = Recent()
+    recent = RecentRoutings()
     recent.add(seen("one", PROMPT))
     recent.add(seen("two", PROMPT, 1.0))
     recent.reported("one", 0, at=2.0)
@@ -230,7 +230,7 @@ def test_token_ids_are_counted_exactly() -> None:
 
 
 def test_a_prompt_that_is_not_sent_is_explained_by_what_the_router_believes() -> None:
-    recent = Recent()
+    recent = RecentRoutings()
     recent.add(seen("one", PROMPT))
     recent.reported("one", 0, at=1.0)
     asked = seen("asked", PROMPT, 2.0, predicted_tokens=112)
@@ -240,7 +240,7 @@ def test_a_prompt_that_is_not_sent_is_explained_by_what_the_router_believes() ->
 
 
 def test_what_is_another_tenants_is_not_known() -> None:
-    recent = Recent()
+    recent = RecentRoutings()
     recent.add(seen("one", PROMPT))
     for request_id, tenant in (("one", "b"), ("two", "a")):
         with pytest.raises(HttpError) as error:
@@ -257,7 +257,7 @@ requests = st.lists(
 
 @given(requests)
 def test_nobody_ever_reads_another_tenants_text(sent: list[tuple[bool, str, str, int | None]]) -> None:
-    recent = Recent(chunk=8)
+    recent = RecentRoutings(chunk=8)
     letters = {"µ": "µπ", "ж": "жд"}  # each tenant's own, in all that is its own
     for number, (is_first, text, endpoint, cached) in enumerate(sent):
         tenant = "µ" if is_first else "ж"

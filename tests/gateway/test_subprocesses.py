@@ -24,7 +24,7 @@ from headstart.cli.replica_process import encode_options
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.gateway.replicas.subprocesses import MAX_BACKOFF, STEADY_SECONDS, Launch, LocalFleet, _Slot
+from headstart.gateway.replicas.subprocesses import MAX_BACKOFF, STEADY_SECONDS, Launch, LocalReplicas, _Slot
 from headstart.http.logs import Log
 
 _FAKE = (
@@ -35,21 +35,21 @@ _FAKE = (
 
 
 def launch(model: str, **options: Any) -> Launch:
-    """A server around a fake engine, as LocalFleet starts it."""
+    """A server around a fake engine, as LocalReplicas starts it."""
     server = ServerOptions(**{"port": 0, "access_log": "none", "stats_interval": 0.0, **options})
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
     return Launch((sys.executable, "-c", _FAKE), encode_options(EngineOptions(model=model), server), environment)
 
 
-def fleet_of(model: str, replicas: int, told: StringIO, **options: Any) -> LocalFleet:
+def fleet_of(model: str, replicas: int, told: StringIO, **options: Any) -> LocalReplicas:
     one = launch(model, **options)
-    return LocalFleet(lambda _: one, replicas, drain_seconds=PATIENCE, log=Log(told), backoff=0.01)
+    return LocalReplicas(lambda _: one, replicas, drain_seconds=PATIENCE, log=Log(told), backoff=0.01)
 
 
 class Watched:
     """A fleet that is watched: the lists it has told."""
 
-    def __init__(self, fleet: LocalFleet) -> None:
+    def __init__(self, fleet: LocalReplicas) -> None:
         self.fleet = fleet
         self.lists: list[list[str]] = []
 
@@ -58,7 +58,7 @@ class Watched:
 
 
 @asynccontextmanager
-async def watching(fleet: LocalFleet) -> AsyncIterator[Watched]:
+async def watching(fleet: LocalReplicas) -> AsyncIterator[Watched]:
     watched = Watched(fleet)
     task = asyncio.create_task(fleet.watch(watched.changed))
     try:
@@ -201,7 +201,7 @@ def test_a_replacement_that_fails_leaves_the_replicas_there_are(folder: str, tol
             for url in watched.lists[0]:
                 assert (await asyncio.to_thread(complete, url)).status_code == 200
 
-    fleet = LocalFleet(lambda name: launches[int(name[-1]) - 1], 2, drain_seconds=PATIENCE, log=Log(told))
+    fleet = LocalReplicas(lambda name: launches[int(name[-1]) - 1], 2, drain_seconds=PATIENCE, log=Log(told))
     with fleet:
         asyncio.run(run())
     assert "a new r0 ended with code 2 (there is no such model; name another)" in told.getvalue()
@@ -218,7 +218,7 @@ def test_the_address_says_where_events_come_from(folder: str, told: StringIO) ->
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    with LocalFleet(lambda _: with_events, 1, drain_seconds=PATIENCE, log=Log(told)) as fleet:
+    with LocalReplicas(lambda _: with_events, 1, drain_seconds=PATIENCE, log=Log(told)) as fleet:
         asyncio.run(run())
     assert (found[0].events, found[0].replay) == ("ipc:///tmp/e", "ipc:///tmp/r")
 

@@ -8,9 +8,9 @@ import pytest
 from gateway.harness import Replica, front
 
 from headstart.gateway.proxy import proxy
-from headstart.gateway.proxy.proxy import Call
+from headstart.gateway.proxy.proxy import ProxiedCall
 from headstart.gateway.proxy.request_reader import Sender
-from headstart.gateway.proxy.write_timeout import PatientSend
+from headstart.gateway.proxy.write_timeout import WriteTimeout
 from headstart.http.http_errors import ClientGoneError
 
 SECONDS = 0.05
@@ -40,7 +40,7 @@ def here() -> "asyncio.Task[Any]":
 
 def test_who_takes_nothing_is_given_up() -> None:
     async def go() -> None:
-        patient = PatientSend(Client().send, here(), SECONDS)
+        patient = WriteTimeout(Client().send, here(), SECONDS)
         with pytest.raises(asyncio.CancelledError):
             await patient({"type": "http.response.body"})
         here().uncancel()
@@ -53,7 +53,7 @@ def test_time_counts_only_while_something_is_being_sent() -> None:
     async def go() -> None:
         client = Client()
         client.gate.set()
-        patient = PatientSend(client.send, here(), SECONDS)
+        patient = WriteTimeout(client.send, here(), SECONDS)
         for number in range(3):
             await patient({"number": number})
             await asyncio.sleep(SECONDS)  # nobody waits for the client
@@ -66,7 +66,7 @@ def test_time_counts_only_while_something_is_being_sent() -> None:
 def test_nothing_happens_after_it_was_closed() -> None:
     async def go() -> None:
         client = Client()
-        patient = PatientSend(client.send, here(), SECONDS)
+        patient = WriteTimeout(client.send, here(), SECONDS)
         sending = asyncio.ensure_future(patient({"number": 1}))
         await asyncio.sleep(0)
         patient.close()
@@ -90,7 +90,9 @@ def test_a_stream_whose_client_takes_nothing_ends_and_is_no_fault_of_the_replica
         async with front(replica) as router:
             body = b'{"prompt": [1, 2, 3], "max_tokens": 3, "stream": true}'
             reading = router.state.reader.read("/v1/completions", body, Sender())
-            call = Call("/v1/completions", [(b"content-type", b"application/json")], "127.0.0.1", reading, "req-1")
+            call = ProxiedCall(
+                "/v1/completions", [(b"content-type", b"application/json")], "127.0.0.1", reading, "req-1"
+            )
             monkeypatch.setattr(proxy, "WRITE_SECONDS", SECONDS)
             with pytest.raises(ClientGoneError):
                 await router.state.proxy.serve(call, receive, Client().send)

@@ -21,10 +21,10 @@ from headstart.core.cache.trust import Trust
 from headstart.core.request import CacheMode
 from headstart.core.sched import admission as room
 from headstart.core.sched import plan, scheduler
-from headstart.core.sched.admission import Room
+from headstart.core.sched.admission import Admission
 from headstart.core.sched.plan import Plan
 from headstart.core.sched.scheduler import Scheduler
-from headstart.core.sched.token_accounting import Accounts
+from headstart.core.sched.token_accounting import TokenAccounting
 from headstart.core.sched.waiting_queue import WaitingQueue
 
 
@@ -186,7 +186,7 @@ def domains_do_not_count_behind_a_public_prefix() -> None:
 
 
 def no_room_to_grow() -> None:
-    Room.blocks_owed = lambda self, seq: 0  # type: ignore[method-assign]
+    Admission.blocks_owed = lambda self, seq: 0  # type: ignore[method-assign]
 
 
 def preemptions_without_a_bound() -> None:
@@ -202,12 +202,12 @@ def floors_are_not_kept() -> None:
 
 
 def followed_tokens_are_counted_twice() -> None:
-    adopted = Accounts.adopted
+    adopted = TokenAccounting.adopted
 
-    def planted(self: Accounts, seq: Any, hit: Hit, computed: int) -> None:
+    def planted(self: TokenAccounting, seq: Any, hit: Hit, computed: int) -> None:
         adopted(self, seq, hit, 0)
 
-    Accounts.adopted = planted  # type: ignore[method-assign]
+    TokenAccounting.adopted = planted  # type: ignore[method-assign]
 
 
 def the_store_writes_what_is_there_now() -> None:

@@ -21,7 +21,7 @@ from headstart.core.request import CacheMode, Request, Retention, Status
 from headstart.core.sched.admission import MAX_PREEMPTIONS
 from headstart.core.sched.limits import charge
 from headstart.core.sched.step_time import StepBound
-from headstart.core.sched.token_accounting import Accounts
+from headstart.core.sched.token_accounting import TokenAccounting
 
 BLOCK = 4
 
@@ -311,7 +311,7 @@ def test_a_chunk_begins_ahead_only_where_blocks_were_taken_over() -> None:
 
 
 def test_a_chunk_that_begins_ahead_without_an_adoption_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Accounts, "adopted", lambda self, seq, hit, computed: None)
+    monkeypatch.setattr(TokenAccounting, "adopted", lambda self, seq, hit, computed: None)
     with pytest.raises(AssertionError, match="law 7: a chunk begins"):
         finish_overtaken()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from headstart.core.errors import ConfigError
 from headstart.model.kernels.chain import Buffers, Chain, Link
 from headstart.model.kernels.library import NEEDED, Kernels, cpu_flags, load
-from headstart.model.kernels.packed import HeadTurner, Norm, PackedLinear
+from headstart.model.kernels.packed import Norm, PackedLinear, RotaryHeads
 from headstart.model.layers.layer_ops import RMSNorm
 from headstart.model.layers.linear import Form, Linear, can_pack
 from headstart.model.layers.rotary import RopeConfig, Rotary
@@ -215,7 +215,7 @@ def test_kernels_neither_read_nor_write_beside_their_buffers(
 def test_heads_are_normalised_and_turned_as_by_torch(kernels: Kernels, rotary_dim: int, with_norms: bool) -> None:
     weight, norms = random(140, 30), (RMSNorm(random(20), 1e-5), RMSNorm(random(20, seed=1), 1e-3))
     packed = [norm.packed if with_norms else None for norm in norms]
-    turner = HeadTurner(
+    turner = RotaryHeads(
         num_queries=3, num_keys=2, head_dim=20, rotary_dim=rotary_dim, query_norm=packed[0], key_norm=packed[1]
     )
     linear = PackedLinear(kernels, weight)
@@ -241,7 +241,7 @@ def test_heads_are_normalised_and_turned_as_by_torch(kernels: Kernels, rotary_di
 def test_heads_beside_their_angles_and_norms_stay_untouched(kernels: Kernels) -> None:
     guards, count = Guards(), 5
     norm = Norm(guards.put(random(20)), 1e-5)
-    turner = HeadTurner(num_queries=3, num_keys=2, head_dim=20, rotary_dim=12, query_norm=norm, key_norm=norm)
+    turner = RotaryHeads(num_queries=3, num_keys=2, head_dim=20, rotary_dim=12, query_norm=norm, key_norm=norm)
     linear = PackedLinear(kernels, random(140, 30))
     chain = Chain(kernels, [Link(linear, 0, 1, turner=turner)], (30, 140))
     buffers = Buffers(count, (30, 140))
@@ -271,7 +271,7 @@ def test_what_does_not_fit_a_kernel_is_refused(kernels: Kernels) -> None:
         (Link(linear, 0, 2), "not 8 wide"),
         (Link(linear, 1, 1), "not 6 wide"),
         (Link(linear, 0, 1, residual=0), "not 8 wide"),
-        (Link(linear, 0, 1, turner=HeadTurner(num_queries=1, num_keys=1, head_dim=4, rotary_dim=4)), "heads fill 12"),
+        (Link(linear, 0, 1, turner=RotaryHeads(num_queries=1, num_keys=1, head_dim=4, rotary_dim=4)), "heads fill 12"),
     ]
     for link, message in links:
         with pytest.raises(ValueError, match=message):
@@ -281,7 +281,7 @@ def test_what_does_not_fit_a_kernel_is_refused(kernels: Kernels) -> None:
     with pytest.raises(ValueError, match="cannot write"):
         Chain(kernels, [Link(PackedLinear(kernels, random(6, 6)), 0, 0)], (6,))
     with pytest.raises(ValueError, match="must be even"):
-        HeadTurner(num_queries=1, num_keys=1, head_dim=4, rotary_dim=3)
+        RotaryHeads(num_queries=1, num_keys=1, head_dim=4, rotary_dim=3)
     chain, buffers = Chain(kernels, [Link(linear, 0, 1)], (6, 8)), Buffers(3, (6, 8))
     buffers[0] = random(3, 6)
     with pytest.raises(ValueError, match="all to be filled"):

@@ -2,14 +2,14 @@
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.endpoint import Endpoint
-from headstart.router.index.approximate_index import Shadow
-from headstart.router.prefill_model import Rates
+from headstart.router.index.approximate_index import ApproximateIndex
+from headstart.router.prefill_model import PrefillModel
 from headstart.router.router import Router
-from headstart.router.routing_decision import Pick
-from headstart.router.routing_request import Ask, Prompt, Usage, router_root
+from headstart.router.routing_decision import RoutingDecision
+from headstart.router.routing_request import Prompt, RoutingRequest, Usage, router_root
 
 BLOCK = 4
-RATES = Rates(1.0, 1.0, 0.0, 0.0)  # a millisecond per prefill and one per token
+RATES = PrefillModel(1.0, 1.0, 0.0, 0.0)  # a millisecond per prefill and one per token
 ROOT = router_root("m")
 
 
@@ -18,9 +18,9 @@ def prompt(*blocks: int, tail: int = 1) -> Prompt:
     return Prompt([10 * block + i for block in blocks for i in range(BLOCK)] + [9] * tail, ROOT)
 
 
-def ask(*blocks: int, tail: int = 1, session: str | None = None) -> Ask:
+def ask(*blocks: int, tail: int = 1, session: str | None = None) -> RoutingRequest:
     """A request for such a prompt."""
-    return Ask(prompt(*blocks, tail=tail), session=session)
+    return RoutingRequest(prompt(*blocks, tail=tail), session=session)
 
 
 def names(*blocks: int) -> list[BlockHash]:
@@ -28,12 +28,12 @@ def names(*blocks: int) -> list[BlockHash]:
     return prompt(*blocks).names(BLOCK)
 
 
-def endpoint(name: str, num_blocks: int = 16, rates: Rates = RATES) -> Endpoint:
+def endpoint(name: str, num_blocks: int = 16, rates: PrefillModel = RATES) -> Endpoint:
     """A replica with a shadow of the right size and rates that are known."""
-    return Endpoint(name, Shadow(num_blocks), block_size=BLOCK, prior=rates)
+    return Endpoint(name, ApproximateIndex(num_blocks), block_size=BLOCK, prior=rates)
 
 
-def serve(router: Router, request: Ask, now: float = 0.0, cached: int | None = None) -> Pick:
+def serve(router: Router, request: RoutingRequest, now: float = 0.0, cached: int | None = None) -> RoutingDecision:
     """Routes one request and lets it end at once; `cached` is what the replica says, by default what was believed."""
     pick = router.pick(request, now)
     router.sent(pick, now)

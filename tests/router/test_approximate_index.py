@@ -10,8 +10,8 @@ from router.fleets import names
 
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash
-from headstart.router.index.approximate_index import UNKNOWN_BLOCKS, Shadow
-from headstart.router.index.prefix_index import Hold
+from headstart.router.index.approximate_index import UNKNOWN_BLOCKS, ApproximateIndex
+from headstart.router.index.prefix_index import Reservation
 
 
 class RealCache:
@@ -35,7 +35,7 @@ class RealCache:
         self.pool.clear()
 
 
-def serve(shadow: Shadow, chain: list[BlockHash], real: RealCache | None = None) -> tuple[int, int]:
+def serve(shadow: ApproximateIndex, chain: list[BlockHash], real: RealCache | None = None) -> tuple[int, int]:
     """Serves a chain and reports what was cached; (believed, real)."""
     hold = shadow.sent(chain)
     cached = hold.hit if real is None else real.serve(chain)
@@ -46,13 +46,13 @@ def serve(shadow: Shadow, chain: list[BlockHash], real: RealCache | None = None)
     return hold.hit, cached
 
 
-def serve_all(shadow: Shadow, chains: Iterable[list[BlockHash]]) -> None:
+def serve_all(shadow: ApproximateIndex, chains: Iterable[list[BlockHash]]) -> None:
     for chain in chains:
         serve(shadow, chain)
 
 
 def test_what_was_sent_is_believed_to_be_there() -> None:
-    shadow = Shadow(8)
+    shadow = ApproximateIndex(8)
     serve(shadow, names(1, 2))
     assert shadow.match(names(1, 2, 3)) == 2
     assert shadow.match(names(1, 4)) == 1
@@ -60,13 +60,13 @@ def test_what_was_sent_is_believed_to_be_there() -> None:
 
 
 def test_a_chain_loses_its_tail_before_its_head() -> None:
-    shadow = Shadow(4)
+    shadow = ApproximateIndex(4)
     serve_all(shadow, (names(1, 2, 3), names(5, 6)))
     assert shadow.match(names(1, 2, 3)) == 2
 
 
 def test_blocks_of_requests_under_way_are_not_evicted() -> None:
-    shadow = Shadow(4)
+    shadow = ApproximateIndex(4)
     hold = shadow.sent(names(1, 2, 3))
     serve(shadow, names(5, 6))
     assert shadow.match(names(1, 2, 3)) == 3
@@ -77,7 +77,7 @@ def test_blocks_of_requests_under_way_are_not_evicted() -> None:
 
 
 def test_learning_at_the_response_believes_nothing_before() -> None:
-    shadow = Shadow(8, at_pick=False)
+    shadow = ApproximateIndex(8, at_pick=False)
     hold = shadow.sent(names(1, 2))
     assert shadow.match(names(1, 2)) == 0
     twin = shadow.sent(names(1, 2))
@@ -91,7 +91,7 @@ def test_learning_at_the_response_believes_nothing_before() -> None:
 
 
 def test_what_was_generated_is_there_too() -> None:
-    shadow = Shadow(8)
+    shadow = ApproximateIndex(8)
     hold = shadow.sent(names(1))
     shadow.computed(hold)
     shadow.finished(hold, names(1, 2))
@@ -99,7 +99,7 @@ def test_what_was_generated_is_there_too() -> None:
 
 
 def test_a_request_that_failed_leaves_nothing_that_it_was_to_compute() -> None:
-    shadow = Shadow(8)
+    shadow = ApproximateIndex(8)
     serve(shadow, names(1))
     hold = shadow.sent(names(1, 2, 3))
     twin = shadow.sent(names(1, 2))
@@ -112,7 +112,7 @@ def test_a_request_that_failed_leaves_nothing_that_it_was_to_compute() -> None:
 
 
 def test_a_twin_that_came_too_early_does_not_make_it_believe_in_evictions() -> None:
-    shadow = Shadow(8)
+    shadow = ApproximateIndex(8)
     serve_all(shadow, (names(7), names(8)))
     leader, twin = shadow.sent(names(1, 2)), shadow.sent(names(1, 2))
     assert twin.hit == 2 and twin.sure == 0
@@ -123,7 +123,7 @@ def test_a_twin_that_came_too_early_does_not_make_it_believe_in_evictions() -> N
 
 
 def test_what_is_older_than_a_missing_block_is_gone_too() -> None:
-    shadow = Shadow(8)
+    shadow = ApproximateIndex(8)
     serve_all(shadow, (names(number) for number in range(1, 9)))
     hold = shadow.sent(names(4))
     shadow.computed(hold)
@@ -133,7 +133,7 @@ def test_what_is_older_than_a_missing_block_is_gone_too() -> None:
 
 
 def test_what_hangs_on_a_missing_block_is_gone_with_it() -> None:
-    shadow = Shadow(16)
+    shadow = ApproximateIndex(16)
     serve_all(shadow, (names(9), names(1, 2, 3, 4), *(names(number) for number in range(20, 28))))
     hold = shadow.sent(names(1, 2))
     shadow.computed(hold)
@@ -144,7 +144,7 @@ def test_what_hangs_on_a_missing_block_is_gone_with_it() -> None:
 
 
 def test_a_missing_block_says_how_much_the_cache_really_holds() -> None:
-    shadow = Shadow(256)
+    shadow = ApproximateIndex(256)
     real = RealCache(64)
     for turn in range(12):
         for number in range(96):
@@ -154,7 +154,7 @@ def test_a_missing_block_says_how_much_the_cache_really_holds() -> None:
 
 
 def test_a_block_that_was_there_against_belief_makes_a_shadow_grow() -> None:
-    shadow = Shadow()
+    shadow = ApproximateIndex()
     assert shadow.capacity == UNKNOWN_BLOCKS
     shadow._resize(16)
     serve_all(shadow, (names(number) for number in range(20)))
@@ -165,14 +165,14 @@ def test_a_block_that_was_there_against_belief_makes_a_shadow_grow() -> None:
 
 
 def test_a_prefix_it_never_heard_of_says_nothing_about_its_size() -> None:
-    shadow = Shadow()
+    shadow = ApproximateIndex()
     hold = shadow.sent(names(1))
     shadow.observed(hold, 1)
     assert shadow.capacity == UNKNOWN_BLOCKS
 
 
 def test_an_emptied_cache_is_noticed_by_one_request() -> None:
-    shadow = Shadow(64)
+    shadow = ApproximateIndex(64)
     serve_all(shadow, (names(number, number + 100) for number in range(10)))
     hold = shadow.sent(names(9, 109))
     shadow.computed(hold)
@@ -185,7 +185,7 @@ def test_an_emptied_cache_is_noticed_by_one_request() -> None:
 
 
 def test_requests_sent_before_a_flush_was_noticed_say_nothing_new() -> None:
-    shadow = Shadow(64)
+    shadow = ApproximateIndex(64)
     serve_all(shadow, (names(number) for number in range(10)))
     first, second = shadow.sent(names(8, 80)), shadow.sent(names(9, 90))
     shadow.computed(first)
@@ -198,7 +198,7 @@ def test_requests_sent_before_a_flush_was_noticed_say_nothing_new() -> None:
 
 
 def test_blocks_that_the_request_computes_itself_do_not_speak_against_a_flush() -> None:
-    shadow = Shadow(16)
+    shadow = ApproximateIndex(16)
     chain = names(*range(12))
     serve_all(shadow, (names(90), chain, names(91)))
     hold = shadow.sent(chain)
@@ -208,7 +208,7 @@ def test_blocks_that_the_request_computes_itself_do_not_speak_against_a_flush() 
 
 
 def test_a_chain_of_which_most_is_there_was_not_emptied() -> None:
-    shadow = Shadow(256)
+    shadow = ApproximateIndex(256)
     chain = names(*range(10))
     serve_all(shadow, (*(names(number) for number in range(100, 140)), chain))
     hold = shadow.sent(chain)
@@ -220,7 +220,7 @@ def test_a_chain_of_which_most_is_there_was_not_emptied() -> None:
 
 def test_what_was_missing_before_says_what_is_lately() -> None:
     """A size far too large makes any use look recent; what a cache seemed to hold when it lost something does not."""
-    shadow = Shadow(4096)
+    shadow = ApproximateIndex(4096)
     serve_all(shadow, (names(number, 0, 0) for number in range(700)))
     for number, num_trims in ((100, 1), (300, 2), (450, 3)):  # the last: 750 used since, less than a quarter of 4,096
         hold = shadow.sent(names(number, 0, 0))
@@ -232,7 +232,7 @@ def test_what_was_missing_before_says_what_is_lately() -> None:
 
 def test_a_size_that_is_a_guess_gives_way_at_once_and_one_that_was_told_slowly() -> None:
     for told in (0, UNKNOWN_BLOCKS):
-        shadow = Shadow(told)
+        shadow = ApproximateIndex(told)
         serve_all(shadow, (names(number) for number in range(5000)))
         hold = shadow.sent(names(400))
         shadow.computed(hold)
@@ -242,7 +242,7 @@ def test_a_size_that_is_a_guess_gives_way_at_once_and_one_that_was_told_slowly()
 
 
 def test_a_chain_for_which_there_never_was_room_makes_it_grow_by_all_of_it() -> None:
-    shadow = Shadow(64)
+    shadow = ApproximateIndex(64)
     shadow._resize(16)
     chain = names(*range(40))
     assert serve(shadow, chain, RealCache(64)) == (0, 0)
@@ -258,7 +258,7 @@ def test_a_chain_for_which_there_never_was_room_makes_it_grow_by_all_of_it() -> 
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_block_that_went_in_a_flush_and_is_there_says_that_the_cache_is_small(is_there: bool) -> None:
-    shadow = Shadow(256)
+    shadow = ApproximateIndex(256)
     serve_all(shadow, (names(number) for number in range(40)))
     for number, cached in ((10, 0), (30, is_there)):  # 11 to 39 were used after 10
         hold = shadow.sent(names(number))
@@ -273,7 +273,7 @@ def test_a_block_that_went_in_a_flush_and_is_there_says_that_the_cache_is_small(
 
 
 def test_a_report_that_is_off_by_little_moves_little() -> None:
-    shadow = Shadow(64)
+    shadow = ApproximateIndex(64)
     chain = names(*range(20))
     serve_all(shadow, (*(names(number) for number in range(100, 120)), chain, *(names(n) for n in range(200, 220))))
     hold = shadow.sent(chain)
@@ -285,7 +285,7 @@ def test_a_report_that_is_off_by_little_moves_little() -> None:
 
 
 def test_contradicting_reports_shorten_the_steps_and_agreeing_ones_lengthen_them() -> None:
-    shadow, steps = Shadow(64), list[float]()
+    shadow, steps = ApproximateIndex(64), list[float]()
     for direction in (1, -1, 1, 1, 1, 1):
         shadow._turn(direction)
         steps.append(shadow._step)
@@ -293,7 +293,7 @@ def test_contradicting_reports_shorten_the_steps_and_agreeing_ones_lengthen_them
 
 
 def test_without_correction_it_believes_what_it_believed() -> None:
-    shadow = Shadow(8, corrects=False)
+    shadow = ApproximateIndex(8, corrects=False)
     serve_all(shadow, (names(1), names(2)))
     hold = shadow.sent(names(2))
     shadow.observed(hold, 0)
@@ -301,7 +301,7 @@ def test_without_correction_it_believes_what_it_believed() -> None:
 
 
 def test_clearing_forgets_all_and_requests_under_way_are_taken_in_when_they_answer() -> None:
-    shadow = Shadow(8)
+    shadow = ApproximateIndex(8)
     serve(shadow, names(7))
     hold, lost = shadow.sent(names(1, 2)), shadow.sent(names(3))
     shadow.clear()
@@ -322,7 +322,7 @@ chains = st.lists(st.lists(number, min_size=1, max_size=5), min_size=1, max_size
 @given(st.integers(6, 14), chains)
 def test_a_shadow_of_the_right_size_predicts_exactly(policy: str, num_blocks: int, served: list[list[int]]) -> None:
     real = RealCache(num_blocks, policy)
-    shadow = Shadow(num_blocks, eviction_policy=policy)
+    shadow = ApproximateIndex(num_blocks, eviction_policy=policy)
     if policy == "2q":  # its ghost list is shorter than an engine's, and that is all that differs
         real.pool = BlockPool(num_blocks + 1, eviction_policy=policy, history_pools=1)
     for chain in served:
@@ -336,7 +336,7 @@ def test_after_any_report_no_request_is_believed_to_hit_more_than_it_does_twice_
     num_real: int, num_believed: int, served: list[list[int]], flush_at: int
 ) -> None:
     """Self-correction: the same prompt again, at once, is always predicted exactly, whatever was wrong before."""
-    real, shadow = RealCache(num_real), Shadow(num_believed)
+    real, shadow = RealCache(num_real), ApproximateIndex(num_believed)
     for index, chain in enumerate(served):
         if index == flush_at:
             real.flush()
@@ -354,8 +354,8 @@ Act = tuple[int, list[int], int]
 def test_whatever_happens_a_block_is_there_only_with_all_before_it(
     num_blocks: int, at_pick: bool, acts: list[Act]
 ) -> None:
-    shadow = Shadow(num_blocks, at_pick=at_pick)
-    under_way: list[Hold] = []
+    shadow = ApproximateIndex(num_blocks, at_pick=at_pick)
+    under_way: list[Reservation] = []
     for kind, chain, which in acts:
         if kind == 0 or not under_way:
             under_way.append(shadow.sent(names(*chain)))
@@ -378,14 +378,14 @@ def test_whatever_happens_a_block_is_there_only_with_all_before_it(
 
 
 def test_new_blocks_cost_nothing_while_there_is_room() -> None:
-    shadow = Shadow(8)
+    shadow = ApproximateIndex(8)
     serve_all(shadow, [names(1, 2), names(1, 2, 3), names(1, 2, 4)])
     assert shadow.loss(4) == 0.0
     assert shadow.loss(5) > 0.0
 
 
 def test_what_is_used_again_and_again_is_a_loss_and_what_was_used_once_hardly() -> None:
-    hot, cold = Shadow(6), Shadow(6)
+    hot, cold = ApproximateIndex(6), ApproximateIndex(6)
     serve_all(hot, [names(1, 2), names(3, 4), names(1, 2), names(3, 4), names(1, 2), names(5, 6), names(3, 4)])
     serve_all(cold, [names(2 * i, 2 * i + 1) for i in range(8)])
     assert cold.loss(4) == 0.0  # nothing came back so far
@@ -394,7 +394,7 @@ def test_what_is_used_again_and_again_is_a_loss_and_what_was_used_once_hardly() 
 
 
 def test_a_burst_that_is_over_is_a_smaller_loss_than_a_prefix_that_came_as_often_at_its_pace() -> None:
-    paced, burst = Shadow(32), Shadow(32)
+    paced, burst = ApproximateIndex(32), ApproximateIndex(32)
     for i in range(20):
         serve(paced, names(1, 2) if i % 5 == 0 else names(10 + i))
         serve(burst, names(1, 2) if i < 4 else names(10 + i))
@@ -404,7 +404,7 @@ def test_a_burst_that_is_over_is_a_smaller_loss_than_a_prefix_that_came_as_often
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), max_size=40), st.integers(0, 20))
 def test_a_loss_is_never_more_than_what_goes(chains: list[list[int]], num: int) -> None:
-    shadow = Shadow(8)
+    shadow = ApproximateIndex(8)
     serve_all(shadow, [names(*chain) for chain in chains])
     assert 0.0 <= shadow.loss(num) <= max(num - (8 - len(shadow)), 0) + 1e-9
     assert shadow.loss(num) <= 8
@@ -424,7 +424,7 @@ def test_a_loss_is_never_more_than_what_goes(chains: list[list[int]], num: int) 
 def test_a_loss_that_was_worked_out_before_is_no_other_than_a_new_one(
     steps: list[tuple[str, list[int], int]], at_pick: bool
 ) -> None:
-    shadow, holds = Shadow(8, at_pick=at_pick), list[Hold]()
+    shadow, holds = ApproximateIndex(8, at_pick=at_pick), list[Reservation]()
     for what, chain, number in steps:
         if what == "sent":
             holds.append(shadow.sent(names(*chain)))

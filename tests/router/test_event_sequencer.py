@@ -1,7 +1,7 @@
 import pytest
 
 from headstart.router.index import event_sequencer as feed_module
-from headstart.router.index.event_sequencer import MAX_WAITING, Due, Feed
+from headstart.router.index.event_sequencer import MAX_WAITING, Due, EventSequencer
 
 
 def batch(number: int, publisher: str = "first") -> bytes:
@@ -13,8 +13,8 @@ def batches(*numbers: int, publisher: str = "first") -> list[bytes]:
     return [batch(number, publisher) for number in numbers]
 
 
-def started(*, replays: bool = False) -> Feed:
-    feed = Feed(replays=replays)
+def started(*, replays: bool = False) -> EventSequencer:
+    feed = EventSequencer(replays=replays)
     assert feed.offer(0, batch(0)) == Due(False, batches(0))
     return feed
 
@@ -109,7 +109,7 @@ def test_a_new_start_whose_first_batches_are_lost_is_noticed_too() -> None:
 
 
 def test_a_new_start_behind_a_replay_is_noticed_before_anything_was_live() -> None:
-    feed = Feed(replays=True)
+    feed = EventSequencer(replays=True)
     for number in range(5):
         feed.offer(number, batch(number), replayed=True)
     assert feed.offer(2, batch(2)) == Due(False, [])  # live, and slower
@@ -134,13 +134,13 @@ def test_a_replay_shows_that_the_publisher_is_another_one() -> None:
 
 
 def test_who_comes_late_starts_with_an_empty_index_and_no_gap() -> None:
-    feed = Feed()
+    feed = EventSequencer()
     assert feed.offer(17, batch(17)) == Due(True, batches(17))
     assert feed.replay_from is None
 
 
 def test_who_comes_late_waits_for_what_can_be_replayed() -> None:
-    feed = Feed(replays=True)
+    feed = EventSequencer(replays=True)
     assert feed.offer(2, batch(2)) == Due(False, [])
     assert feed.replay_from == 0
     assert feed.offer(0, batch(0), replayed=True) == Due(False, batches(0))
@@ -149,7 +149,7 @@ def test_who_comes_late_waits_for_what_can_be_replayed() -> None:
 
 
 def test_what_was_before_our_time_and_is_not_kept_is_not_called_lost() -> None:
-    feed = Feed(replays=True)
+    feed = EventSequencer(replays=True)
     assert feed.offer(8, batch(8), replayed=True) == Due(False, [])
     assert feed.offer(9, batch(9)) == Due(False, [])
     assert feed.give_up() == Due(True, batches(8, 9))

@@ -16,14 +16,14 @@ from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
-from headstart.router.index.approximate_index import Shadow
-from headstart.router.index.event_sequencer import Due, Feed
-from headstart.router.index.kv_event_index import SILENCE, SPECULATION, SPECULATION_COMPUTED, ToldContents
+from headstart.router.index.approximate_index import ApproximateIndex
+from headstart.router.index.event_sequencer import Due, EventSequencer
+from headstart.router.index.kv_event_index import SILENCE, SPECULATION, SPECULATION_COMPUTED, KVEventIndex
 from headstart.router.routing_request import Prompt, router_root
 
 
-def new() -> ToldContents:
-    return ToldContents(BLOCK, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
+def new() -> KVEventIndex:
+    return KVEventIndex(BLOCK, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
 
 
 def stored(
@@ -147,7 +147,7 @@ def test_expectations_are_bounded() -> None:
 
 
 def test_an_index_that_outgrows_its_bound_starts_anew() -> None:
-    told = ToldContents(BLOCK, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), max_blocks=3)
+    told = KVEventIndex(BLOCK, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), max_blocks=3)
     told.apply([stored("abc", 1, 2, 3)])
     assert told.counts["over_capacity"] == 0
     told.apply([stored("d", 4, parent="c")])
@@ -190,7 +190,7 @@ def run_engine(seed: int, sink: Callable[[list[Event]], None]) -> Engine:
     return engine
 
 
-def take(told: ToldContents, batches: list[list[Event]], due: Due) -> None:
+def take(told: KVEventIndex, batches: list[list[Event]], due: Due) -> None:
     """Applies what is due: a payload is the number of its batch."""
     if due.void:
         told.clear()
@@ -202,9 +202,9 @@ def engine_names(engine: Engine) -> set[BlockHash]:
     return set(engine.scheduler.pool._entries)
 
 
-def as_the_engine_names() -> ToldContents:
+def as_the_engine_names() -> KVEventIndex:
     """With the root of an engine, to be compared with it name by name."""
-    return ToldContents(BLOCK, lambda adapter, domain: root_hash(b"", adapter=adapter, domain=domain))
+    return KVEventIndex(BLOCK, lambda adapter, domain: root_hash(b"", adapter=adapter, domain=domain))
 
 
 @given(st.integers(0, 1000))
@@ -224,7 +224,7 @@ def test_lost_events_that_are_replayed_leave_no_trace(seed: int, loss: float, pa
     """Batches are lost and come later, in any order, among live ones; the publisher keeps all for replay."""
     batches: list[list[Event]] = []
     engine = run_engine(seed, batches.append)
-    told, feed, rng = as_the_engine_names(), Feed(), Random(seed)
+    told, feed, rng = as_the_engine_names(), EventSequencer(), Random(seed)
     for number in range(len(batches)):
         if rng.random() < loss and number:
             continue
@@ -246,7 +246,7 @@ def test_events_lost_for_good_never_make_it_believe_what_is_not_so(seed: int, lo
     """Without replay the index starts anew behind every gap; it may know less than the engine has, never more."""
     batches: list[list[Event]] = []
     engine = run_engine(seed, batches.append)
-    told, feed, rng = as_the_engine_names(), Feed(), Random(seed)
+    told, feed, rng = as_the_engine_names(), EventSequencer(), Random(seed)
     for number in range(len(batches)):
         if rng.random() >= loss or number == len(batches) - 1:
             take(told, batches, feed.offer(number, b"%d" % number))
@@ -256,8 +256,8 @@ def test_events_lost_for_good_never_make_it_believe_what_is_not_so(seed: int, lo
 
 
 def test_a_guess_is_kept_beside_what_is_told_and_says_what_goes_next() -> None:
-    guess = Shadow(4)
-    told = ToldContents(BLOCK, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), guess)
+    guess = ApproximateIndex(4)
+    told = KVEventIndex(BLOCK, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), guess)
     assert new().loss(4) == 0.0
     for _ in range(2):
         hold = told.sent(names(1, 2, 3, 4), 0.0)

@@ -1,7 +1,7 @@
 import pytest
 
 from headstart.router.load import Flight, Load
-from headstart.router.prefill_model import Rates, Work
+from headstart.router.prefill_model import PrefillModel, Work
 
 
 def flight(tokens: int, load: Load, output: int = 0) -> Flight:
@@ -10,7 +10,7 @@ def flight(tokens: int, load: Load, output: int = 0) -> Flight:
 
 
 def new() -> Load:
-    return Load(Rates(0.0, 1.0, 0.0, 0.0))  # a millisecond per token
+    return Load(PrefillModel(0.0, 1.0, 0.0, 0.0))  # a millisecond per token
 
 
 def test_the_backlog_is_the_work_of_those_without_a_first_token() -> None:

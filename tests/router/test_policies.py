@@ -16,10 +16,10 @@ from headstart.router.policies.rendezvous import ranked
 from headstart.router.policies.scorers import SessionScorer
 from headstart.router.policies.simple import PrefixThresholdPolicy
 from headstart.router.policies.weighted import WeightedPolicy
-from headstart.router.prefill_model import Rates, Work
+from headstart.router.prefill_model import PrefillModel, Work
 from headstart.router.router import Router
-from headstart.router.routing_decision import Pick
-from headstart.router.routing_request import Ask
+from headstart.router.routing_decision import RoutingDecision
+from headstart.router.routing_request import RoutingRequest
 
 
 def fleet(policy: Policy | None = None, count: int = 3) -> Router:
@@ -29,7 +29,7 @@ def fleet(policy: Policy | None = None, count: int = 3) -> Router:
     return router
 
 
-def warm(router: Router, name: str, request: Ask, noise: float = 1.0) -> None:
+def warm(router: Router, name: str, request: RoutingRequest, noise: float = 1.0) -> None:
     """Lets one replica serve a request at time 0, whatever the policy says, in the time that takes."""
     pick = router.pick(request, 0.0)
     router.sent(pick, 0.0, name)
@@ -38,7 +38,7 @@ def warm(router: Router, name: str, request: Ask, noise: float = 1.0) -> None:
     router.finished(pick, noise * took)
 
 
-def send(router: Router, request: Ask, now: float = 0.0, to: str | None = None) -> Pick:
+def send(router: Router, request: RoutingRequest, now: float = 0.0, to: str | None = None) -> RoutingDecision:
     """A request that stays under way."""
     pick = router.pick(request, now)
     router.sent(pick, now, to)
@@ -124,7 +124,7 @@ def test_replicas_that_were_hardly_asked_are_taken_to_be_like_the_others() -> No
     """Found on agent traces: one replica turned out faster than its prior, and the others were never asked."""
     router = Router()
     for index in range(3):
-        router.add(endpoint(f"r{index}", 64, rates=Rates(50.0, 5.0, 0.0, 0.0)))
+        router.add(endpoint(f"r{index}", 64, rates=PrefillModel(50.0, 5.0, 0.0, 0.0)))
     for number in range(30):
         pick = send(router, ask(number, 7), 10.0 * number)
         router.finished(pick, 10.0 * number + 0.01)
@@ -192,7 +192,7 @@ def test_kv_usage_and_adapters_are_what_replicas_say_of_themselves() -> None:
         ("r0", "r1", "r2", "r3"), (*states, waiting, Reported(0.0, adapters=frozenset("a"))), strict=True
     ):
         router.endpoints[name].reported = state
-    pick = router.pick(Ask(ask(1).prompt, adapter="a"), 0.0)
+    pick = router.pick(RoutingRequest(ask(1).prompt, adapter="a"), 0.0)
     assert [(c.name, score) for c, score in zip(pick.choice.ranked, pick.choice.scores, strict=True)] == [
         ("r3", 1.0),
         ("r1", 0.8),
@@ -203,7 +203,7 @@ def test_kv_usage_and_adapters_are_what_replicas_say_of_themselves() -> None:
 
 def test_inflight_tokens_count_what_is_to_be_generated_too() -> None:
     router = fleet(WeightedPolicy({"inflight-tokens": 1.0}), count=2)
-    send(router, Ask(ask(1).prompt, max_tokens=1000), to="r0")
+    send(router, RoutingRequest(ask(1).prompt, max_tokens=1000), to="r0")
     send(router, ask(*range(100)), to="r1")
     assert router.pick(ask(5), 0.0).endpoint.name == "r1"
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.router.prefill_model import RateLearner, Rates, Work
+from headstart.router.prefill_model import PrefillModel, RateLearner, Work
 
 
 def test_the_last_token_is_computed_even_of_a_cached_prompt() -> None:
@@ -19,13 +19,13 @@ def test_every_new_token_meets_those_before_it() -> None:
 @pytest.mark.parametrize(
     "truth",
     [
-        Rates(10.0, 0.05, 5e-7, 0.1),
-        Rates(0.0, 2.0, 1e-4, 0.0),
-        Rates(30.0, 0.006, 1e-8, 1.0),
-        Rates(1.0, 0.1, 0.0, 0.0),
+        PrefillModel(10.0, 0.05, 5e-7, 0.1),
+        PrefillModel(0.0, 2.0, 1e-4, 0.0),
+        PrefillModel(30.0, 0.006, 1e-8, 1.0),
+        PrefillModel(1.0, 0.1, 0.0, 0.0),
     ],
 )
-def test_rates_are_found_from_noisy_samples_of_any_machine(truth: Rates) -> None:
+def test_rates_are_found_from_noisy_samples_of_any_machine(truth: PrefillModel) -> None:
     rng, learner = Random(0), RateLearner()
     for _ in range(200):
         total = int(10 ** rng.uniform(1, 4.5))
@@ -37,7 +37,7 @@ def test_rates_are_found_from_noisy_samples_of_any_machine(truth: Rates) -> None
 
 
 def test_a_replica_that_becomes_slower_is_noticed() -> None:
-    learner = RateLearner(Rates(1.0, 0.1, 0.0, 0.0))
+    learner = RateLearner(PrefillModel(1.0, 0.1, 0.0, 0.0))
     work = Work.of(1000, 0)
     for ms in [100.0] * 50 + [400.0] * 50:
         learner.learn(work, ms)

@@ -9,16 +9,16 @@ from router.fleets import BLOCK, RATES, ROOT, ask, endpoint, names, prompt, serv
 from router.test_kv_event_index import new, stored
 
 from headstart.core.errors import NoReplicaError
-from headstart.router.decision_log import Decision
+from headstart.router.decision_log import DecisionRecord
 from headstart.router.endpoint import Endpoint
-from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.cached_tokens import cached_blocks
-from headstart.router.index.kv_event_index import SILENCE, ToldContents
+from headstart.router.index.kv_event_index import SILENCE, KVEventIndex
 from headstart.router.policies.policy_table import make_policy
 from headstart.router.policies.rendezvous import ranked
 from headstart.router.router import Router
-from headstart.router.routing_decision import Pick
-from headstart.router.routing_request import Ask, Prompt, Usage
+from headstart.router.routing_decision import RoutingDecision
+from headstart.router.routing_request import Prompt, RoutingRequest, Usage
 
 
 def fleet(count: int = 2) -> Router:
@@ -28,9 +28,9 @@ def fleet(count: int = 2) -> Router:
     return router
 
 
-def shadow_of(router: Router, name: str = "r0") -> Shadow:
+def shadow_of(router: Router, name: str = "r0") -> ApproximateIndex:
     contents = router.endpoints[name].contents
-    assert isinstance(contents, Shadow)
+    assert isinstance(contents, ApproximateIndex)
     return contents
 
 
@@ -42,7 +42,7 @@ def test_nobody_to_ask_is_said_with_everybodys_reason() -> None:
     router.endpoints["r0"].health.draining = True
     router.endpoints["r1"].models = frozenset({"other"})
     with pytest.raises(NoReplicaError) as caught:
-        router.pick(Ask(ask(1).prompt, model="m", subset=frozenset({"r0", "r1"})), 0.0)
+        router.pick(RoutingRequest(ask(1).prompt, model="m", subset=frozenset({"r0", "r1"})), 0.0)
     assert caught.value.reasons == {"r0": "draining", "r1": "other models", "r2": "not in the subset"}
     with pytest.raises(NoReplicaError):
         Router().pick(ask(1), 0.0)
@@ -156,7 +156,7 @@ def test_rates_are_learned_from_what_was_really_to_do() -> None:
 def test_tokens_of_the_answer_are_known_where_a_body_tells_them() -> None:
     router = fleet(1)
     one = Prompt(range(6), ask(1).prompt._root)
-    pick = router.pick(Ask(one), 0.0)
+    pick = router.pick(RoutingRequest(one), 0.0)
     router.sent(pick, 0.0)
     router.finished(pick, 1.0, output=[6, 7, 8])
     assert shadow_of(router).match(one.names_with([6, 7, 8], BLOCK)) == 2
@@ -164,13 +164,13 @@ def test_tokens_of_the_answer_are_known_where_a_body_tells_them() -> None:
 
 def test_a_replica_that_was_removed_or_reconfigured_does_not_trouble_requests_under_way() -> None:
     router = fleet(2)
-    picks: list[Pick] = []
+    picks: list[RoutingDecision] = []
     for name in ("r0", "r1"):
         pick = router.pick(ask(1, 2), 0.0)
         router.sent(pick, 0.0, name)
         picks.append(pick)
     router.remove("r0")
-    router.endpoints["r1"].reconfigured(8, Shadow(4))
+    router.endpoints["r1"].reconfigured(8, ApproximateIndex(4))
     for pick in picks:
         router.first_token(pick, 0.1, Usage(9, 0))
         router.finished(pick, 0.2, Usage(9, 0))
@@ -182,7 +182,7 @@ def test_events_of_no_use_are_given_up_for_guesses() -> None:
     router = Router()
     router.add(Endpoint("r0", new(), block_size=BLOCK))
     for number in range(SILENCE):
-        assert isinstance(router.endpoints["r0"].contents, ToldContents)
+        assert isinstance(router.endpoints["r0"].contents, KVEventIndex)
         serve(router, ask(number))
     assert router.num_blind == 1
     serve(router, ask(7, 8))
@@ -190,8 +190,8 @@ def test_events_of_no_use_are_given_up_for_guesses() -> None:
 
 
 def test_what_was_guessed_meanwhile_is_what_is_left() -> None:
-    guess = Shadow(64)
-    told = ToldContents(BLOCK, new()._root, guess)
+    guess = ApproximateIndex(64)
+    told = KVEventIndex(BLOCK, new()._root, guess)
     router = Router()
     router.add(Endpoint("r0", told, block_size=BLOCK))
     for number in range(SILENCE):
@@ -209,16 +209,16 @@ def test_precise_mode_believes_events_and_what_was_just_sent() -> None:
     assert router.pick(ask(1, 2, 3), 0.1).candidate.hit_tokens == 12
 
 
-def text_ask(*blocks: int) -> Ask:
+def text_ask(*blocks: int) -> RoutingRequest:
     """As `ask`, but counted in text: no event ever names its blocks."""
     tokens = [1000 + 10 * block + i for block in blocks for i in range(BLOCK)]
-    return Ask(Prompt([*tokens, 9], ROOT, exact=False), form="chat")
+    return RoutingRequest(Prompt([*tokens, 9], ROOT, exact=False), form="chat")
 
 
 def precise_fleet(count: int = 1) -> Router:
     router = Router()
     for index in range(count):
-        told = ToldContents(BLOCK, new()._root, Shadow(64))
+        told = KVEventIndex(BLOCK, new()._root, ApproximateIndex(64))
         router.add(Endpoint(f"r{index}", told, block_size=BLOCK, prior=RATES))
     return router
 
@@ -229,7 +229,7 @@ def test_a_prompt_that_is_not_exact_is_matched_by_what_was_sent_where_events_are
     again = router.pick(text_ask(*range(8)), 100.0)
     assert again.endpoint is first.endpoint and again.candidate.hit_tokens == 8 * BLOCK
     told = first.endpoint.contents
-    assert isinstance(told, ToldContents) and len(told) == 0
+    assert isinstance(told, KVEventIndex) and len(told) == 0
     told.apply([stored("ab", 1, 2)])
     assert router.pick(ask(1, 2, 3), 100.0).candidate.hit_tokens == 2 * BLOCK, "exact prompts go by events all the same"
 
@@ -238,7 +238,7 @@ def test_prompts_that_are_not_exact_are_no_sign_of_silent_events() -> None:
     router = precise_fleet()
     for number in range(2 * SILENCE):
         serve(router, text_ask(number), cached=0)
-    assert router.num_blind == 0 and isinstance(router.endpoints["r0"].contents, ToldContents)
+    assert router.num_blind == 0 and isinstance(router.endpoints["r0"].contents, KVEventIndex)
 
 
 def test_what_is_reported_of_a_prompt_that_is_not_exact_corrects_the_guess() -> None:
@@ -246,23 +246,23 @@ def test_what_is_reported_of_a_prompt_that_is_not_exact_corrects_the_guess() -> 
     for _ in range(2):  # believed to be there the second time, and it was not
         serve(router, text_ask(*range(8)), cached=0)
     told = router.endpoints["r0"].contents
-    assert isinstance(told, ToldContents) and isinstance(told.guess, Shadow)
+    assert isinstance(told, KVEventIndex) and isinstance(told.guess, ApproximateIndex)
     assert told.guess.num_flushes + told.guess.num_trims == 1
 
 
 def test_a_replica_that_counts_another_number_of_tokens_is_guessed_at_for_prompts_of_that_form() -> None:
     """Its chat template is another one: however the router names its prompts, no event will have these names."""
     router = precise_fleet()
-    chat = Ask(prompt(*range(8)), form="chat")
+    chat = RoutingRequest(prompt(*range(8)), form="chat")
     pick = router.pick(chat, 0.0)
     router.sent(pick, 0.0)
     router.finished(pick, 1.0, Usage(40, 0))  # 33 as the router counts
     told = router.endpoints["r0"].contents
-    assert isinstance(told, ToldContents)
+    assert isinstance(told, KVEventIndex)
     told.apply([stored("ab", 21, 22)])  # what the replica computed in fact
     late = 100.0  # speculation is over
     assert router.pick(chat, late).candidate.hit_tokens == 8 * BLOCK
-    assert router.pick(Ask(prompt(*range(8))), late).candidate.hit_tokens == 0, "other forms go by events"
+    assert router.pick(RoutingRequest(prompt(*range(8))), late).candidate.hit_tokens == 0, "other forms go by events"
     serve(router, chat, late)  # it counts alike now
     assert router.pick(chat, 2 * late).candidate.hit_tokens == 0
 
@@ -323,11 +323,11 @@ def test_the_explanation_is_json_and_says_who_was_chosen_and_what_all_cost() -> 
 
 
 def test_a_decision_can_be_read_back_and_made_again() -> None:
-    log: list[Decision] = []
+    log: list[DecisionRecord] = []
     router = Router(log=log.append)
     router.add(endpoint("r0"))
     serve(router, ask(1, 2, session="s"), 5.0)
-    decision = Decision.from_dict(json.loads(json.dumps(log[0].as_dict())))
+    decision = DecisionRecord.from_dict(json.loads(json.dumps(log[0].as_dict())))
     assert decision == log[0]
     assert (decision.at, decision.endpoint, decision.cached_tokens, decision.ok) == (5.0, "r0", 0, True)
     again = Router()
@@ -341,7 +341,7 @@ def test_a_decision_can_be_read_back_and_made_again() -> None:
 
 
 def test_the_log_holds_no_tokens() -> None:
-    log: list[Decision] = []
+    log: list[DecisionRecord] = []
     router = Router(log=log.append)
     router.add(endpoint("r0"))
     serve(router, ask(1, 2))
@@ -403,10 +403,10 @@ def test_when_all_is_over_no_replica_has_anything_to_do(
 ) -> None:
     """Law: whatever order things happen in, and however often, the books come out even."""
     router = Router(make_policy(name))
-    shadows = [Shadow(8, at_pick=at_pick) for _ in range(3)]
+    shadows = [ApproximateIndex(8, at_pick=at_pick) for _ in range(3)]
     for index, shadow in enumerate(shadows):
         router.add(Endpoint(f"r{index}", shadow, block_size=BLOCK))
-    under_way: list[Pick] = []
+    under_way: list[RoutingDecision] = []
     for now, (kind, chain, which) in enumerate(acts):
         if kind < 2 or not under_way:
             pick = router.pick(ask(*chain), float(now))

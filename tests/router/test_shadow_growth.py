@@ -12,14 +12,14 @@ from router.test_kv_event_index import new, stored
 
 from headstart.core.cache.events import AllBlocksCleared
 from headstart.router.index import approximate_index as module
-from headstart.router.index.approximate_index import FREED, FREED_PER_BLOCK, Shadow
+from headstart.router.index.approximate_index import FREED, FREED_PER_BLOCK, ApproximateIndex
 from headstart.router.index.kv_event_index import FREED as FREED_PER_EVENT
-from headstart.router.index.prefix_index import Hold
+from headstart.router.index.prefix_index import Reservation
 
 ALL = 10**9  # entries
 
 
-def report(shadow: Shadow, chain: list[bytes], cached: int) -> None:
+def report(shadow: ApproximateIndex, chain: list[bytes], cached: int) -> None:
     """A request of which so many blocks were cached."""
     hold = shadow.sent(chain)  # type: ignore[arg-type]
     shadow.observed(hold, cached)
@@ -27,7 +27,7 @@ def report(shadow: Shadow, chain: list[bytes], cached: int) -> None:
     shadow.check()
 
 
-def reuse(shadow: Shadow, count: int, num_requests: int) -> None:
+def reuse(shadow: ApproximateIndex, count: int, num_requests: int) -> None:
     """Requests for one of so many chains of two blocks, all of which stay cached once they were computed."""
     rng, seen = Random(0), set[int]()
     for _ in range(num_requests):
@@ -41,7 +41,7 @@ def reuse(shadow: Shadow, count: int, num_requests: int) -> None:
 
 def test_a_cache_that_proves_to_be_larger_than_it_said_is_believed_to_be() -> None:
     """Behind the 16 blocks that it tells of lies a store with room for all there is: 20 chains of two."""
-    shadow = Shadow(16, allow=lambda held, asked: asked)
+    shadow = ApproximateIndex(16, allow=lambda held, asked: asked)
     reuse(shadow, 20, 600)
     assert shadow.capacity >= 40 and shadow.max_blocks >= 40
     assert all(shadow.match(names(number, 1000 + number)) == 2 for number in range(20))
@@ -49,7 +49,7 @@ def test_a_cache_that_proves_to_be_larger_than_it_said_is_believed_to_be() -> No
 
 def test_without_leave_it_never_outgrows_its_size() -> None:
     for allow in (None, lambda held, asked: held):
-        shadow = Shadow(16, allow=allow)
+        shadow = ApproximateIndex(16, allow=allow)
         reuse(shadow, 20, 600)
         assert shadow.capacity == shadow.max_blocks == 16
 
@@ -61,7 +61,7 @@ def test_a_replica_that_lies_gets_no_more_than_is_granted() -> None:
         asked_for.append(asked)
         return min(asked, 24)
 
-    shadow, rng = Shadow(16, allow=allow), Random(0)
+    shadow, rng = ApproximateIndex(16, allow=allow), Random(0)
     for _ in range(2_000):
         number = rng.randrange(500)
         report(shadow, names(number, 1000 + number, 2000 + number), 3)  # everything is always cached
@@ -82,11 +82,11 @@ def test_a_pool_that_grows_believes_what_one_of_full_size_does(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MIN_GROWTH", 2)
-        small = Shadow(size, eviction_policy=policy)
-        small_holds: list[Hold] = []
+        small = ApproximateIndex(size, eviction_policy=policy)
+        small_holds: list[Reservation] = []
         patch.setattr(module, "MIN_GROWTH", 10**6)
-        whole = Shadow(size, eviction_policy=policy)
-        whole_holds: list[Hold] = []
+        whole = ApproximateIndex(size, eviction_policy=policy)
+        whole_holds: list[Reservation] = []
         for kind, chain, which in acts:
             for growth, shadow, holds in ((2, small, small_holds), (10**6, whole, whole_holds)):
                 patch.setattr(module, "MIN_GROWTH", growth)
@@ -111,21 +111,21 @@ def test_a_pool_that_grows_believes_what_one_of_full_size_does(
 NUM_BLOCKS = 4_000
 
 
-def full() -> Shadow:
-    shadow = Shadow(NUM_BLOCKS)
+def full() -> ApproximateIndex:
+    shadow = ApproximateIndex(NUM_BLOCKS)
     for number in range(NUM_BLOCKS // 4):
         serve(shadow, names(*range(4 * number, 4 * number + 4)))
     assert len(shadow) == NUM_BLOCKS
     return shadow
 
 
-def flush_by_report(shadow: Shadow) -> None:
+def flush_by_report(shadow: ApproximateIndex) -> None:
     report(shadow, names(*range(NUM_BLOCKS - 4, NUM_BLOCKS)), 0)  # what was used last is missing
     assert shadow.num_flushes == 1
 
 
-@pytest.mark.parametrize("empty", [Shadow.clear, flush_by_report])
-def test_a_cache_that_is_emptied_frees_its_pool_a_slice_at_a_time(empty: Callable[[Shadow], None]) -> None:
+@pytest.mark.parametrize("empty", [ApproximateIndex.clear, flush_by_report])
+def test_a_cache_that_is_emptied_frees_its_pool_a_slice_at_a_time(empty: Callable[[ApproximateIndex], None]) -> None:
     """None of the steps takes longer the larger the cache was."""
     first, second = full(), full()
     for shadow in (first, second):

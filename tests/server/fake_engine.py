@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, quote
 
 from headstart.config.options import EngineOptions
-from headstart.core.batch import Ledger, Output, TokenLogprob
+from headstart.core.batch import Output, PromptTokenBreakdown, TokenLogprob
 from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.core.errors import ConfigError, RequestTooLargeError
@@ -120,7 +120,7 @@ class FakeEngine:
         if request.sampling.prompt_logprobs is not None and count == 1:
             top = tuple((other, -1.0 - other / 8) for other in range(request.sampling.prompt_logprobs))
             known = tuple(TokenLogprob(token_id, -0.25, top) for token_id in request.prompt[1:])
-        ledger = Ledger(shared=cached, computed=len(request.prompt) - cached) if count == 1 else None
+        ledger = PromptTokenBreakdown(shared=cached, computed=len(request.prompt) - cached) if count == 1 else None
         return Output(
             request_id, (token,), logprobs, finish, len(request.prompt), cached, prompt_logprobs=known, ledger=ledger
         )

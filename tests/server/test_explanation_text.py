@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tokenizer_folders import BYTE_LEVEL, build
 
-from headstart.core.batch import Ledger
+from headstart.core.batch import PromptTokenBreakdown
 from headstart.explain.reuse_explainer import Eviction, Explanation, NearMatch, Reason
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.server.explanation_text import explanation_answer
@@ -14,7 +14,7 @@ TOKENIZER = Tokenizer(build(BYTE_LEVEL))
 MONDAY, TUESDAY = (tuple(TOKENIZER.encode(text)) for text in ("Monday at noon", "Tuesday at noon"))
 BEFORE = tuple(TOKENIZER.encode("the quick brown fox jumps over the lazy dog and comes on "))
 NEAR = NearMatch("cmpl-1", 35, BEFORE, TUESDAY, MONDAY)
-HIT, COLD = Ledger(16, 16, 0, 0, 68), Ledger(computed=100)
+HIT, COLD = PromptTokenBreakdown(16, 16, 0, 0, 68), PromptTokenBreakdown(computed=100)
 
 
 def told(reason: Reason, **fields: Any) -> str:

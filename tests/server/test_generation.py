@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_folders import BYTE_LEVEL, METASPACE, build
 
-from headstart.core.batch import Ledger, Output, TokenLogprob
+from headstart.core.batch import Output, PromptTokenBreakdown, TokenLogprob
 from headstart.core.request import FinishReason, Request
 from headstart.openai.bounds import Bounds
 from headstart.openai.fields import Fields
@@ -44,7 +44,7 @@ def run(
     for start in range(0, len(token_ids), step):
         some = tuple(token_ids[start : start + step])
         is_last = start + step >= len(token_ids)
-        ledger = None if start else Ledger(shared=3, computed=len(PROMPT) - 3)
+        ledger = None if start else PromptTokenBreakdown(shared=3, computed=len(PROMPT) - 3)
         output = Output("r", some, tuple(map(logprob, some)), end if is_last else None, len(PROMPT), 3, ledger=ledger)
         deltas.append(generation.update(output))
     return deltas

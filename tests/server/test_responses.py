@@ -7,7 +7,7 @@ from openai.types import Completion, CompletionUsage, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizer_folders import BYTE_LEVEL, METASPACE, build
 
-from headstart.core.batch import Ledger
+from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.errors import (
     ConfigError,
     DrainingError,
@@ -25,7 +25,7 @@ from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(build(BYTE_LEVEL))
 HEAD = protocol.head_of("cmpl-1", 1_700_000_000, "tiny")
-USAGE = protocol.usage(10, 3, Ledger(shared=8, computed=2))
+USAGE = protocol.usage(10, 3, PromptTokenBreakdown(shared=8, computed=2))
 THE, FOX = TOKENIZER.encode("the fox")
 ENTRIES = (TokenEntry(THE, -0.1, ((THE, -0.1), (FOX, -2.0)), 0), TokenEntry(FOX, -3.0, ((THE, -0.2),), 3))
 DELTA = Delta("the fox", (THE, FOX), ENTRIES, "stop")
@@ -74,13 +74,13 @@ def test_events_are_one_line() -> None:
 
 
 def test_usage_always_tells_the_cached_tokens() -> None:
-    read = CompletionUsage.model_validate(protocol.usage(10, 3, Ledger(computed=10)))
+    read = CompletionUsage.model_validate(protocol.usage(10, 3, PromptTokenBreakdown(computed=10)))
     assert read.total_tokens == 13
     assert read.prompt_tokens_details is not None and read.prompt_tokens_details.cached_tokens == 0
 
 
 def test_usage_tells_where_cached_tokens_came_from() -> None:
-    read = CompletionUsage.model_validate(protocol.usage(10, 3, Ledger(4, 2, 0, 1, 3)))
+    read = CompletionUsage.model_validate(protocol.usage(10, 3, PromptTokenBreakdown(4, 2, 0, 1, 3)))
     assert read.prompt_tokens_details is not None and read.prompt_tokens_details.cached_tokens == 7
     sources = {"pinned_tokens": 4, "shared_tokens": 2, "store_tokens": 0, "followed_tokens": 1}
     assert read.prompt_tokens_details.model_extra == sources

@@ -29,7 +29,7 @@ FLAGS = (
 )
 
 
-class Job(NamedTuple):
+class GenerationJob(NamedTuple):
     prompt: list[int]
     max_tokens: int
     key: str
@@ -37,17 +37,17 @@ class Job(NamedTuple):
     hangs_up: bool
 
 
-def make_jobs(rng: Random) -> tuple[list[list[int]], list[Job]]:
+def make_jobs(rng: Random) -> tuple[list[list[int]], list[GenerationJob]]:
     """Long stems, and prompts cut from them with tails of their own."""
     stems = [[rng.randrange(5, VOCAB) for _ in range(rng.randint(150, 600))] for _ in range(5)]
-    jobs: list[Job] = []
+    jobs: list[GenerationJob] = []
     for _ in range(REQUESTS):
         stem = rng.choice(stems)
         cut = rng.choice([100, 160, len(stem), len(stem), len(stem) - 7])
         tail = [rng.randrange(5, VOCAB) for _ in range(rng.choice([0, 1, 15, 16, 17, 40]))]
         mode = rng.choice(["read-write"] * 6 + ["read-only", "bypass"])
         key = rng.choice(["a1", "a2", "b1"])
-        jobs.append(Job(stem[:cut] + tail, rng.choice([1, 8, 24]), key, mode, rng.random() < 0.15))
+        jobs.append(GenerationJob(stem[:cut] + tail, rng.choice([1, 8, 24]), key, mode, rng.random() < 0.15))
     return stems, jobs
 
 
@@ -56,12 +56,12 @@ def make_pins(stems: list[list[int]]) -> list[dict[str, Any]]:
     return [{"name": "public", "token_ids": stems[0][:128]}, own]
 
 
-async def ask(server: Server, stems: list[list[int]], jobs: list[Job], rng: Random) -> tuple[list[Any], Any]:
+async def ask(server: Server, stems: list[list[int]], jobs: list[GenerationJob], rng: Random) -> tuple[list[Any], Any]:
     """The answers, None for those who hung up, and the statistics when all is quiet."""
     seats = asyncio.Semaphore(48)
     pauses = [rng.random() / 5 for _ in jobs]
 
-    async def one(job: Job, pause: float) -> Any:
+    async def one(job: GenerationJob, pause: float) -> Any:
         async with seats:
             await asyncio.sleep(pause)
             body = {"prompt": job.prompt, "max_tokens": job.max_tokens, "cache": job.cache}
@@ -105,7 +105,7 @@ def test_hundreds_of_requests_with_everything_on_get_the_tokens_of_an_engine_wit
     assert count_equal(jobs, answers) > REQUESTS * 0.7
 
 
-def count_equal(jobs: list[Job], answers: list[Any]) -> int:
+def count_equal(jobs: list[GenerationJob], answers: list[Any]) -> int:
     """Compares every answer with an engine without a cache; how many there were."""
     llm = LLM("", dtype="float32", enable_prefix_caching=False)
     compared = 0
@@ -151,10 +151,10 @@ class Replicas:
         return answer["prompt_tokens"]["store"]
 
 
-async def ask_replicas(replicas: Replicas, jobs: list[Job], rng: Random) -> list[Any]:
+async def ask_replicas(replicas: Replicas, jobs: list[GenerationJob], rng: Random) -> list[Any]:
     """The answers. The jobs come in waves, and in each of them one replica dies, now this one, now that."""
 
-    async def one(job: Job, index: int) -> Any:
+    async def one(job: GenerationJob, index: int) -> Any:
         body = {"prompt": job.prompt, "max_tokens": job.max_tokens, "cache": job.cache}
         body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
         headers = {"authorization": f"Bearer {job.key}"}

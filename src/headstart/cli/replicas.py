@@ -10,7 +10,7 @@ from pathlib import Path
 from headstart.cli.replica_process import encode_options
 from headstart.config.options import EngineOptions, RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
-from headstart.gateway.replicas.subprocesses import Launch, LocalFleet
+from headstart.gateway.replicas.subprocesses import Launch, LocalReplicas
 from headstart.gateway.run_gateway import route
 from headstart.http.lifecycle import EXIT_INTERRUPTED
 from headstart.http.logs import Log
@@ -36,11 +36,11 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
             options = encode_options(publishing(share, events, replay), behind_router(server), Log().is_terminal)
             return Launch(command, options, variables, events, replay)
 
-        fleet = LocalFleet(make_launch, router.replicas, about=shown(share), drain_seconds=server.drain_timeout)
+        fleet = LocalReplicas(make_launch, router.replicas, about=shown(share), drain_seconds=server.drain_timeout)
         return _routed(fleet, with_tokenizer(router, engine), server)
 
 
-def _routed(fleet: LocalFleet, router: RouterOptions, server: ServerOptions) -> int:
+def _routed(fleet: LocalReplicas, router: RouterOptions, server: ServerOptions) -> int:
     with fleet:
         code = route(router, server, discovery=fleet)
         if code == EXIT_INTERRUPTED:  # by a second Ctrl-C: nobody is to be waited for

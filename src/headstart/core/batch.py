@@ -75,7 +75,7 @@ class StepResult(NamedTuple):
     elapsed: float
 
 
-class Ledger(NamedTuple):
+class PromptTokenBreakdown(NamedTuple):
     """Where a prompt's KV came from, in tokens; always pinned + shared + store + followed + computed = prompt.
 
     `pinned`, `shared` and `store` are what was there when its turn came; `followed` is what others computed while it
@@ -105,5 +105,5 @@ class Output(NamedTuple):
     num_cached_tokens: int = 0
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    ledger: Ledger | None = None  # with the first output token
+    ledger: PromptTokenBreakdown | None = None  # with the first output token
     scheduled_at: float = 0.0  # when it was admitted first, on the clock given to the scheduler

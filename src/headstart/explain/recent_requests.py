@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from headstart.core.batch import Chunk, Ledger, Output
+from headstart.core.batch import Chunk, Output, PromptTokenBreakdown
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.history import Evicted
 from headstart.core.cache.pinned_prefixes import REQUEST_PREFIX
@@ -32,7 +32,7 @@ class Seen:
     admitted: int
     evicted: Evicted | None = None  # what had happened by then to the block in which that token lies
     answered: int | None = None  # its first token came: the whole prompt is computed
-    ledger: Ledger | None = None
+    ledger: PromptTokenBreakdown | None = None
 
     @property
     def request_id(self) -> str:

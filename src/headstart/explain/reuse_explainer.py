@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from headstart.core.batch import Ledger
+from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.cache.history import Evicted
 from headstart.core.cache.pinned_prefixes import REQUEST_PREFIX
 from headstart.core.request import CacheMode, Request, Sequence
@@ -82,8 +82,8 @@ class Explanation:
     block_size: int
     position: int  # tokens taken over before the first that had to be computed
     reason: Reason
-    now: Ledger  # what a prompt like that would find now
-    then: Ledger | None = None  # what it came from; None: not computed yet, or never asked for
+    now: PromptTokenBreakdown  # what a prompt like that would find now
+    then: PromptTokenBreakdown | None = None  # what it came from; None: not computed yet, or never asked for
     near: NearMatch | None = None
     eviction: Eviction | None = None
 
@@ -132,7 +132,7 @@ class _Case:
     viewer: Viewer
     now: float
 
-    def explanation(self, found: Ledger, asked: Sequence | None = None) -> Explanation:
+    def explanation(self, found: PromptTokenBreakdown, asked: Sequence | None = None) -> Explanation:
         reason, near, eviction = self._find_reason()
         return Explanation(
             request_id=None if asked is None else asked.request_id,
@@ -268,13 +268,13 @@ class _Case:
         return NearMatch(seq.request_id, common, before, tuple(prompt[common:end]), tuple(tokens[common:end]))
 
 
-def _found_now(scheduler: Scheduler, seq: Sequence) -> Ledger:
+def _found_now(scheduler: Scheduler, seq: Sequence) -> PromptTokenBreakdown:
     """What a new sequence would take over now."""
     hit = scheduler.cache.match(seq)
     names = seq.block_hashes[: len(hit.block_ids)]
     pinned = sum(map(scheduler.pool.is_pinned, names)) * scheduler.block_size
     pinned = min(pinned, hit.num_tokens)
-    return Ledger(pinned, hit.num_tokens - pinned, computed=len(seq.token_ids) - hit.num_tokens)
+    return PromptTokenBreakdown(pinned, hit.num_tokens - pinned, computed=len(seq.token_ids) - hit.num_tokens)
 
 
 def _common(prompt: bytes, tokens: bytes) -> int:

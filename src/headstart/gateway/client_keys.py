@@ -15,7 +15,7 @@ import hmac
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
-from headstart.gateway.replicas.replica_monitor import Member
+from headstart.gateway.replicas.replica_monitor import MonitoredReplica
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -28,7 +28,7 @@ GUARDED = "/v1/"  # vLLM checks keys under this path; an answer elsewhere says n
 class ClientKeys:
     """Changes nothing but what it remembers of keys, and `checks_keys` of `members`, which are the router's own."""
 
-    def __init__(self, secret: bytes, members: Mapping[str, Member]) -> None:
+    def __init__(self, secret: bytes, members: Mapping[str, MonitoredReplica]) -> None:
         self._secret = secret
         self._members = members
         self._answered: OrderedDict[bytes, None] = OrderedDict()  # digests of keys, the last used last
@@ -42,7 +42,7 @@ class ClientKeys:
         is_shared = digest in self._answered and all(member.metrics.kind in ONE_CACHE for member in checking)
         return b"" if is_shared else digest
 
-    def answered(self, headers: Headers, path: str, status: int | None, member: Member) -> None:
+    def answered(self, headers: Headers, path: str, status: int | None, member: MonitoredReplica) -> None:
         """Learn from the status with which a replica answered a request with these headers."""
         if not path.startswith(GUARDED):
             return
@@ -65,6 +65,6 @@ class ClientKeys:
         return hmac.digest(self._secret, b"client key/" + told, "sha256")
 
 
-def _may_check_keys(member: Member) -> bool:
+def _may_check_keys(member: MonitoredReplica) -> bool:
     """Return whether a replica that can be asked checks keys, or has not shown that it does not."""
     return member.endpoint is not None and member.checks_keys is not False

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from headstart.core.errors import ConfigError
-from headstart.router.decision_log import Decision
+from headstart.router.decision_log import DecisionRecord
 
 MAX_WAITING = 10_000  # decisions
 CLOSE_SECONDS = 5.0
@@ -26,11 +26,11 @@ class DecisionLog:
             self._file = path.expanduser().open("ab")
         except OSError as error:
             raise ConfigError(f"cannot write the decision log {str(path)!r}: {error.strerror}") from error
-        self._waiting: queue.Queue[Decision | None] = queue.Queue(MAX_WAITING)
+        self._waiting: queue.Queue[DecisionRecord | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="decision-log", daemon=True)
         self._thread.start()
 
-    def write(self, decision: Decision) -> None:
+    def write(self, decision: DecisionRecord) -> None:
         """Takes in a decision. Never waits and never raises."""
         try:
             self._waiting.put_nowait(decision)

@@ -12,10 +12,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headstart import __version__
 from headstart.core.errors import InvalidRequestError
 from headstart.gateway.gateway_routes import PROXIED, ROUTES, is_passed_on
-from headstart.gateway.gateway_state import FleetState
-from headstart.gateway.held_bytes import LARGE_BYTES, Hold, bytes_of
-from headstart.gateway.proxy.proxied_call import Call
-from headstart.gateway.proxy.request_reader import Reading, Sender
+from headstart.gateway.gateway_state import GatewayState
+from headstart.gateway.held_bytes import LARGE_BYTES, ByteReservation, bytes_of
+from headstart.gateway.proxy.proxied_call import ProxiedCall
+from headstart.gateway.proxy.request_reader import ReadRequest, Sender
 from headstart.gateway.request_history import CHAT
 from headstart.http.access_record import record_of
 from headstart.http.gate import Gate
@@ -34,7 +34,7 @@ MAX_ID_CHARS = 256
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def build_front(state: FleetState) -> ASGIApp:
+def build_front(state: GatewayState) -> ASGIApp:
     """The whole application of one router."""
     return Gate(_Front(state), state)
 
@@ -42,7 +42,7 @@ def build_front(state: FleetState) -> ASGIApp:
 class _Front:
     """Finds the handler of a request, and turns its errors into answers."""
 
-    def __init__(self, state: FleetState) -> None:
+    def __init__(self, state: GatewayState) -> None:
         self._state = state
         self._few = asyncio.Semaphore(MAX_LARGE_READS)
         self._routes: dict[str, tuple[str, Handler]] = {
@@ -99,7 +99,9 @@ class _Front:
 
     # ------------------------------------------------------------------------------------------------------- proxied
 
-    async def _proxy(self, scope: Scope, receive: Receive, send: Send, hold: Hold, *, is_admin: bool) -> None:
+    async def _proxy(
+        self, scope: Scope, receive: Receive, send: Send, hold: ByteReservation, *, is_admin: bool
+    ) -> None:
         state, record = self._state, record_of(scope)
         state.check_ready()
         state.proxy.check_room()
@@ -114,7 +116,7 @@ class _Front:
         hold.set(bytes_of(reading))
         self._check_model(reading)
         explains = is_admin and (b"x-headstart-explain", b"1") in headers
-        call = Call(
+        call = ProxiedCall(
             path, scope["headers"], _sender(scope), reading, record.request_id, explains, shows_replica=is_admin
         )
         del reading  # the call frees what it needs no more
@@ -126,7 +128,7 @@ class _Front:
             finally:
                 state.ended(record, call)
 
-    async def _read(self, path: str, body: bytes, sender: Sender) -> Reading:
+    async def _read(self, path: str, body: bytes, sender: Sender) -> ReadRequest:
         read = self._state.reader.read
         if len(body) >= LARGE_BYTES:
             async with self._few:
@@ -137,7 +139,7 @@ class _Front:
             else read(path, body, sender)
         )
 
-    def _check_model(self, reading: Reading) -> None:
+    def _check_model(self, reading: ReadRequest) -> None:
         """A model that nobody serves is told at once; as long as nobody said what it serves, anything may be right."""
         served, name = self._state.reader.served, reading.ask.model
         if name and served and name not in served and self._state.members.knows_all_models:

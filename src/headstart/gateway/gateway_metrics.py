@@ -7,12 +7,12 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headstart.gateway.proxy.proxied_call import Call
+from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.retry_budget import RetryBudget
-from headstart.gateway.replicas.replica_monitor import Members
+from headstart.gateway.replicas.replica_monitor import ReplicaMonitor
 from headstart.http.packed_metrics import method_label
-from headstart.router.index.approximate_index import Shadow
-from headstart.router.index.kv_event_index import ToldContents
+from headstart.router.index.approximate_index import ApproximateIndex
+from headstart.router.index.kv_event_index import KVEventIndex
 from headstart.router.router import Router
 
 _TTFT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 300.0)
@@ -24,7 +24,7 @@ class View(Protocol):
     """What a scrape reads of a running router."""
 
     router: Router
-    members: Members
+    members: ReplicaMonitor
     budget: RetryBudget
 
     @property
@@ -35,7 +35,7 @@ class View(Protocol):
         ...
 
 
-class FleetMetrics:
+class GatewayMetrics:
     """The metrics of one router, in a registry of their own."""
 
     def __init__(self, routes: Iterable[str]) -> None:
@@ -60,7 +60,7 @@ class FleetMetrics:
         route = path if path in self._routes else "other"
         self._http.add((route, method_label(method), str(status)))
 
-    def routed(self, call: Call) -> None:
+    def routed(self, call: ProxiedCall) -> None:
         """Counts what became of a request."""
         for failure in call.failures:
             self._failures.add((failure.value,))
@@ -161,7 +161,7 @@ class _Collector(Collector):
 
 
 def _size(contents: object) -> int:
-    return len(contents) if isinstance(contents, Shadow | ToldContents) else 0
+    return len(contents) if isinstance(contents, ApproximateIndex | KVEventIndex) else 0
 
 
 def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -1,4 +1,4 @@
-"""FleetState: what all requests of one router share."""
+"""GatewayState: what all requests of one router share."""
 
 import asyncio
 import secrets
@@ -15,28 +15,28 @@ from headstart.gateway.cache_stats import ask_replicas, fleet_answer
 from headstart.gateway.client_keys import ClientKeys
 from headstart.gateway.decision_log_writer import DecisionLog
 from headstart.gateway.fanout import ask_all
-from headstart.gateway.gateway_metrics import FleetMetrics
+from headstart.gateway.gateway_metrics import GatewayMetrics
 from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES
 from headstart.gateway.held_bytes import MAX_HELD_BYTES
-from headstart.gateway.proxy.proxy import Call, Proxy, ProxySettings
-from headstart.gateway.proxy.request_reader import Reader, Sender
+from headstart.gateway.proxy.proxy import ProxiedCall, Proxy, ProxySettings
+from headstart.gateway.proxy.request_reader import RequestReader, Sender
 from headstart.gateway.proxy.retry_budget import RetryBudget
 from headstart.gateway.proxy.upstream import Answer
-from headstart.gateway.replicas.kv_event_subscriptions import Listening
-from headstart.gateway.replicas.replica_monitor import Member, Members
-from headstart.gateway.request_history import Memory
+from headstart.gateway.replicas.kv_event_subscriptions import KVEventSubscriptions
+from headstart.gateway.replicas.replica_monitor import MonitoredReplica, ReplicaMonitor
+from headstart.gateway.request_history import RequestHistory
 from headstart.http.access_record import RequestRecord
 from headstart.http.auth import Authenticator, Principal
 from headstart.http.body_reader import BodyReader
 from headstart.http.http_errors import ClientGoneError, HttpError, rendered
 from headstart.http.logs import Log
-from headstart.router.index.approximate_index import Shadow
-from headstart.router.index.kv_event_index import ToldContents
+from headstart.router.index.approximate_index import ApproximateIndex
+from headstart.router.index.kv_event_index import KVEventIndex
 from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
 
 
-class FleetState:
+class GatewayState:
     """One router. Raises ConfigError for options that make no sense. Needs a running loop."""
 
     def __init__(
@@ -44,7 +44,7 @@ class FleetState:
         options: RouterOptions,
         server_options: ServerOptions,
         session: aiohttp.ClientSession,
-        reader: Reader,
+        reader: RequestReader,
         log: Log,
         decisions: DecisionLog | None = None,
     ) -> None:
@@ -67,7 +67,7 @@ class FleetState:
         of_tenants = (key for tenant in server_options.tenants for key in tenant.api_keys)
         known = (options.replica_api_key, *server_options.api_key, *of_tenants)
         look_key = next((key for key in known if key and key not in admin_keys), None)
-        self.members = Members(
+        self.members = ReplicaMonitor(
             self.router,
             session,
             log,
@@ -77,7 +77,7 @@ class FleetState:
             at_pick=options.learn_at == "pick",
         )
         self.client_keys = ClientKeys(secrets.token_bytes(32), self.members.members)
-        self.listening = Listening(
+        self.listening = KVEventSubscriptions(
             self.members.guessed, lambda: options.tokenizer == "none" or reader.tokenizer is not None
         )
         self.members.contents = self.listening.contents
@@ -93,8 +93,8 @@ class FleetState:
             options.replica_api_key,
         )
         self.proxy = Proxy(self.router, session, settings, self.budget)
-        self.memory = Memory(self.router)
-        self.metrics = FleetMetrics(ROUTES)
+        self.memory = RequestHistory(self.router)
+        self.metrics = GatewayMetrics(ROUTES)
         self.metrics.watch(self)
         self.draining = False
         self.num_under_way = 0
@@ -144,7 +144,7 @@ class FleetState:
             if not self.num_under_way:
                 self.idle.set()
 
-    def ended(self, record: RequestRecord, call: Call) -> None:
+    def ended(self, record: RequestRecord, call: ProxiedCall) -> None:
         """Notes what became of a request, for its access line and the metrics."""
         record.first_token_at, record.num_tokens = call.first_token_at, call.output_tokens
         if call.outcome == "lost":
@@ -175,7 +175,7 @@ class FleetState:
         if target.startswith("/reset_prefix_cache") and answer.status == 200:
             for url in urls:
                 endpoint = self.router.endpoints.get(url)
-                if endpoint is not None and isinstance(endpoint.contents, Shadow):
+                if endpoint is not None and isinstance(endpoint.contents, ApproximateIndex):
                     endpoint.contents.clear()
         return answer
 
@@ -238,7 +238,7 @@ class FleetState:
             "replicas": [self._described(member, now) for member in self.members.members.values()],
         }
 
-    def _described(self, member: Member, now: float) -> dict[str, Any]:
+    def _described(self, member: MonitoredReplica, now: float) -> dict[str, Any]:
         endpoint, found = (
             member.endpoint,
             {"url": member.address.url, "state": member.state, "engine": member.metrics.kind},
@@ -247,10 +247,10 @@ class FleetState:
             return found
         contents, rates = endpoint.contents, endpoint.load.rates
         cache: dict[str, Any] = {"block_size": endpoint.block_size, "mode": "events"}
-        if isinstance(contents, Shadow):
+        if isinstance(contents, ApproximateIndex):
             cache |= {"mode": "guessed", "capacity": contents.capacity, "flushes": contents.num_flushes}
             cache |= {"blocks": len(contents), "trims": contents.num_trims}
-        elif isinstance(contents, ToldContents):
+        elif isinstance(contents, KVEventIndex):
             cache |= {"blocks": len(contents), "counts": dict(contents.counts)}
         return {
             **found,
@@ -264,7 +264,7 @@ class FleetState:
             "cache": cache,
         }
 
-    def _looked(self, member: Member) -> None:
+    def _looked(self, member: MonitoredReplica) -> None:
         self.listening.looked_at(member)
         self.proxy.silence.looked(member)
 

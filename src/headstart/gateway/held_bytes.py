@@ -9,7 +9,7 @@ import sys
 from types import TracebackType
 
 from headstart.core.errors import QueueFullError
-from headstart.gateway.proxy.request_reader import Reading
+from headstart.gateway.proxy.request_reader import ReadRequest
 
 MAX_HELD_BYTES = 256 << 20  # some 500 waiting prompts of 128,000 tokens as text
 LARGE_BYTES = 1 << 20  # of a body, from which on only what a retry needs is kept
@@ -25,12 +25,12 @@ class HeldBytes:
         self.num_bytes = 0
         self.num_refused = 0
 
-    def hold(self) -> "Hold":
+    def hold(self) -> "ByteReservation":
         """Return the share of one request, nothing yet. To be used in a `with` statement."""
-        return Hold(self)
+        return ByteReservation(self)
 
 
-class Hold:
+class ByteReservation:
     """What one request holds."""
 
     __slots__ = ("_total", "num_bytes")
@@ -39,7 +39,7 @@ class Hold:
         self._total = total
         self.num_bytes = 0
 
-    def __enter__(self) -> "Hold":
+    def __enter__(self) -> "ByteReservation":
         return self
 
     def __exit__(
@@ -64,7 +64,7 @@ class Hold:
         self.num_bytes = num_bytes
 
 
-def bytes_of(reading: Reading) -> int:
+def bytes_of(reading: ReadRequest) -> int:
     """Return about how many bytes a request that was read keeps in memory."""
     prompt = reading.ask.prompt
     text = sys.getsizeof(reading.text) if reading.text is not None else 0

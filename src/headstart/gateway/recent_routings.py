@@ -53,7 +53,7 @@ class Nearest(NamedTuple):
     common: int
 
 
-class Recent:
+class RecentRoutings:
     """The last requests, by id, by age and by how their prompts begin."""
 
     def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES, *, chunk: int = CHUNK) -> None:

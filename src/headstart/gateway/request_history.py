@@ -4,26 +4,26 @@ import time
 from collections import OrderedDict
 
 from headstart.core.errors import NoReplicaError
-from headstart.gateway.proxy.proxied_call import Call
-from headstart.gateway.proxy.request_reader import Reading
-from headstart.gateway.recent_routings import MAX_REQUESTS, Recent, Seen
+from headstart.gateway.proxy.proxied_call import ProxiedCall
+from headstart.gateway.proxy.request_reader import ReadRequest
+from headstart.gateway.recent_routings import MAX_REQUESTS, RecentRoutings, Seen
 from headstart.gateway.routing_explanation import Json, explain, explain_prompt
 from headstart.http.auth import Principal
 from headstart.router.router import Router
-from headstart.router.routing_decision import Pick
+from headstart.router.routing_decision import RoutingDecision
 
 CHAT = "/v1/chat/completions"
 
 
-class Memory:
+class RequestHistory:
     """The last requests of all tenants. Ids are the router's own (x-request-id), and those in answers."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._recent = Recent()
+        self._recent = RecentRoutings()
         self._ids: OrderedDict[str, str] = OrderedDict()  # in an answer -> ours
 
-    def sent(self, call: Call, principal: Principal) -> None:
+    def sent(self, call: ProxiedCall, principal: Principal) -> None:
         """A request has ended that was sent to a replica at least once."""
         pick = call.pick
         if pick is None or call.is_trimmed:
@@ -45,7 +45,7 @@ class Memory:
         answer = explain(self._recent, known, tenant=tenant, now=time.monotonic(), shows_replicas=principal.is_admin)
         return answer | {"request_id": request_id}
 
-    def explain_prompt(self, path: str, reading: Reading, principal: Principal) -> Json:
+    def explain_prompt(self, path: str, reading: ReadRequest, principal: Principal) -> Json:
         """The same of a prompt that is not sent."""
         now = time.monotonic()
         try:
@@ -56,7 +56,7 @@ class Memory:
         return explain_prompt(self._recent, asked, now=now, shows_replicas=principal.is_admin)
 
 
-def _seen(request_id: str, path: str, reading: Reading, principal: Principal, pick: Pick | None) -> Seen:
+def _seen(request_id: str, path: str, reading: ReadRequest, principal: Principal, pick: RoutingDecision | None) -> Seen:
     prompt = reading.text if reading.text is not None else reading.ask.prompt.token_ids
     exact = reading.ask.prompt.exact
     seen = Seen(

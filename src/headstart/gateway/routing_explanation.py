@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headstart.explain.divergence import KINDS, kind_of, message_at, messages_of
-from headstart.gateway.recent_routings import Nearest, Recent, Seen
+from headstart.gateway.recent_routings import Nearest, RecentRoutings, Seen
 from headstart.http.http_errors import HttpError
 
 SHOWN_CHARS = 40  # on either side of a divergence
@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 
 def explain(
-    recent: Recent, request_id: str, *, tenant: str | None, now: float = 0.0, shows_replicas: bool = True
+    recent: RecentRoutings, request_id: str, *, tenant: str | None, now: float = 0.0, shows_replicas: bool = True
 ) -> Json:
     """Why a request of `tenant` was reused so far and no further; `tenant` None: an administrator asks.
 
@@ -38,7 +38,7 @@ def explain(
     return _Case(recent, seen, now, shows_replicas).answer(request_id)
 
 
-def explain_prompt(recent: Recent, asked: Seen, *, now: float = 0.0, shows_replicas: bool = True) -> Json:
+def explain_prompt(recent: RecentRoutings, asked: Seen, *, now: float = 0.0, shows_replicas: bool = True) -> Json:
     """The same of a prompt that is not sent; `asked.predicted_tokens` and `.endpoint` say what the router expects."""
     return _Case(recent, replace(asked, cached_tokens=None), now, shows_replicas).answer(None)
 
@@ -47,7 +47,7 @@ def explain_prompt(recent: Recent, asked: Seen, *, now: float = 0.0, shows_repli
 class _Case:
     """One question."""
 
-    recent: Recent
+    recent: RecentRoutings
     seen: Seen
     now: float
     shows_replicas: bool

@@ -21,10 +21,10 @@ from headstart.gateway.decision_log_writer import DecisionLog
 from headstart.gateway.discovery.discovery import Discovery, StaticDiscovery
 from headstart.gateway.discovery.discovery_table import make_discovery
 from headstart.gateway.gateway_app import build_front
-from headstart.gateway.gateway_state import FleetState
+from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.held_log import HeldLog
 from headstart.gateway.proxy.replies import session_options
-from headstart.gateway.proxy.request_reader import Reader
+from headstart.gateway.proxy.request_reader import RequestReader
 from headstart.gateway.replica_tokenizers import named_tokenizer, tokenizer_of
 from headstart.gateway.replicas.replica_address import ReplicaAddress, parse_address
 from headstart.http.connections import ConnectionTable, connection_cap
@@ -58,7 +58,7 @@ def route(router_options: RouterOptions, server_options: ServerOptions, discover
     give_memory_back()
     try:
         found = discovery or discovery_of(router_options)
-        reader = Reader(_tokenizer(router_options.tokenizer))
+        reader = RequestReader(_tokenizer(router_options.tokenizer))
         decisions = DecisionLog(Path(router_options.decision_log)) if router_options.decision_log else None
         listener = listen(server_options.host, server_options.port)
     except ConfigError as error:
@@ -98,7 +98,7 @@ class _Life:
         router_options: RouterOptions,
         server_options: ServerOptions,
         discovery: Discovery,
-        reader: Reader,
+        reader: RequestReader,
         decisions: DecisionLog | None,
         listener: socket.socket,
         log: Log,
@@ -118,7 +118,7 @@ class _Life:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ttl_dns_cache=10)
         async with aiohttp.ClientSession(connector=connector, trust_env=False, **session_options()) as session:
             try:
-                state = FleetState(
+                state = GatewayState(
                     self._router_options, self._options, session, self._reader, self._held_log, self._decisions
                 )
             except ConfigError as error:
@@ -145,7 +145,7 @@ class _Life:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
 
-    async def _live(self, state: FleetState, watching: "asyncio.Task[None]") -> int:
+    async def _live(self, state: GatewayState, watching: "asyncio.Task[None]") -> int:
         await self._first_look(state, watching)
         if watching.done() and isinstance(error := watching.exception(), ConfigError):
             self._log.line(f"headstart: {error}")
@@ -178,12 +178,12 @@ class _Life:
             await asyncio.wait([serving])
 
     async def _first_look(
-        self, state: FleetState, watching: "asyncio.Task[None]", timeout: float | None = FIRST_LOOK_SECONDS
+        self, state: GatewayState, watching: "asyncio.Task[None]", timeout: float | None = FIRST_LOOK_SECONDS
     ) -> None:
         """Waits until every replica known was looked at once; `timeout` None: however long that takes."""
         await _any_of(watching, state.members.seen.wait(), self._shutdown.begun.wait(), timeout=timeout)
 
-    def _find_tokenizer(self, state: FleetState) -> None:
+    def _find_tokenizer(self, state: GatewayState) -> None:
         """Takes the replicas' tokenizer as soon as they say what they serve, if it is on this machine."""
         if self._router_options.tokenizer != "auto":
             return
@@ -200,7 +200,7 @@ class _Life:
         state.members.on_models = changed
         changed()
 
-    async def _drain(self, state: FleetState) -> int:
+    async def _drain(self, state: GatewayState) -> int:
         deadline = time.monotonic() + self._shutdown.drain_seconds
         while state.num_under_way and not self._shutdown.at_once.is_set() and time.monotonic() < deadline:
             await first_of(state.idle.wait(), self._shutdown.at_once.wait(), timeout=0.5)
@@ -209,7 +209,7 @@ class _Life:
         self._log.line(f"headstart: {state.num_under_way} requests were cut off")
         return EXIT_INTERRUPTED if self._shutdown.at_once.is_set() else EXIT_BROKEN
 
-    def _banner(self, state: FleetState) -> str:
+    def _banner(self, state: GatewayState) -> str:
         host, port = self._listener.getsockname()[:2]
         where = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         members = state.members.members.values()

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.core.batch import Ledger
+from headstart.core.batch import PromptTokenBreakdown
 from headstart.http.auth import ANYONE, Principal
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:@/+=-]")
@@ -26,7 +26,7 @@ class RequestRecord:
     principal: Principal = ANYONE
     status: int | None = None
     num_prompt_tokens: int | None = None
-    ledger: Ledger | None = None  # of its prompts
+    ledger: PromptTokenBreakdown | None = None  # of its prompts
     num_tokens: int | None = None
     scheduled_at: float | None = None  # when the engine began the first of its prompts
     first_token_at: float | None = None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from headstart.core.batch import Ledger
+from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.errors import (
     DrainingError,
     EngineDeadError,
@@ -56,7 +56,7 @@ def error_of(error: HeadstartError) -> tuple[int, Json]:
 # --------------------------------------------------------------------------------------------------------------- usage
 
 
-def usage(num_prompt_tokens: int, num_tokens: int, ledger: Ledger) -> Json:
+def usage(num_prompt_tokens: int, num_tokens: int, ledger: PromptTokenBreakdown) -> Json:
     """Returns the usage object; cached tokens are always told, and beyond OpenAI's API where they came from."""
     return {
         "prompt_tokens": num_prompt_tokens,
@@ -66,7 +66,7 @@ def usage(num_prompt_tokens: int, num_tokens: int, ledger: Ledger) -> Json:
     }
 
 
-def sources(ledger: Ledger) -> dict[str, int]:
+def sources(ledger: PromptTokenBreakdown) -> dict[str, int]:
     """Returns what was taken over, by source; they add up to cached_tokens."""
     return {f"{source}_tokens": getattr(ledger, source) for source in CACHE_SOURCES}
 

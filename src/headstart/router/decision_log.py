@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headstart.core.cache.hashing import BlockHash
-from headstart.router.routing_request import Ask, Prompt
+from headstart.router.routing_request import Prompt, RoutingRequest
 
 NAME_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class DecisionRecord:
     """What was decided about one request, and what came of it. Times in seconds on the body's clock."""
 
     at: float
@@ -39,16 +39,16 @@ class Decision:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> "Decision":
+    def from_dict(cls, fields: dict[str, Any]) -> "DecisionRecord":
         """The decision a line of JSON stands for. Raises TypeError for fields it does not know."""
         return cls(**fields)
 
-    def ask(self) -> Ask:
+    def ask(self) -> RoutingRequest:
         """The request as it was, to be routed again."""
         raw = bytes.fromhex(self.names)
         names = [BlockHash(raw[start : start + NAME_BYTES]) for start in range(0, len(raw), NAME_BYTES)]
         prompt = Prompt.of_names(names, self.prompt_tokens, self.block_size)
-        return Ask(prompt, adapter=self.adapter, session=self.session, max_tokens=self.output_tokens)
+        return RoutingRequest(prompt, adapter=self.adapter, session=self.session, max_tokens=self.output_tokens)
 
 
 def joined(names: list[BlockHash]) -> str:

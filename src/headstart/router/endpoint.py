@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headstart.router.health import Health
-from headstart.router.index.prefix_index import Contents
+from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import Load
-from headstart.router.prefill_model import Rates, Work
+from headstart.router.prefill_model import PrefillModel, Work
 
 LATER = 0.5  # of a prefill: so much others will wait because of it; 0.25 to 2 were tried (docs/routing.md)
 EVICTED = 0.75  # of what has to go: so much others will compute again; 0.25 to 1.5 were tried
@@ -52,11 +52,11 @@ class Endpoint:
     def __init__(
         self,
         name: str,
-        contents: Contents,
+        contents: PrefixIndex,
         *,
         block_size: int = 16,
         models: frozenset[str] = frozenset(),
-        prior: Rates | None = None,
+        prior: PrefillModel | None = None,
     ) -> None:
         self.name = name
         self.contents = contents
@@ -68,7 +68,7 @@ class Endpoint:
         self.granule = 0  # greatest common divisor of the cached tokens it reported: its real block size, soon
         self.miscounted: set[str] = set()  # forms of prompts whose last report had another number of tokens than ours
 
-    def reconfigured(self, block_size: int, contents: Contents) -> None:
+    def reconfigured(self, block_size: int, contents: PrefixIndex) -> None:
         """It was started again with other blocks: nothing that was believed of its cache is so any more."""
         self.block_size, self.contents, self.granule = block_size, contents, 0
         self.miscounted.clear()

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 
 from headstart.router.endpoint import Endpoint
-from headstart.router.routing_request import Ask
+from headstart.router.routing_request import RoutingRequest
 
 
 def eligible(
-    endpoints: Iterable[Endpoint], ask: Ask, now: float, tried: frozenset[str] = frozenset()
+    endpoints: Iterable[Endpoint], ask: RoutingRequest, now: float, tried: frozenset[str] = frozenset()
 ) -> tuple[list[Endpoint], dict[str, str]]:
     """Those that may serve `ask`, and the reasons of all others by name.
 
@@ -32,7 +32,7 @@ def eligible(
     return found, reasons
 
 
-def _reason(endpoint: Endpoint, ask: Ask, now: float, tried: frozenset[str]) -> str | None:
+def _reason(endpoint: Endpoint, ask: RoutingRequest, now: float, tried: frozenset[str]) -> str | None:
     if ask.subset is not None and endpoint.name not in ask.subset:
         return "not in the subset"
     if ask.model and endpoint.models and ask.model not in endpoint.models:

@@ -4,7 +4,7 @@ Prefills are thought of as one line, first come, first served: the backlog is th
 less what was done of the one at the head since. A replica that is late is as many times slower as it is late.
 """
 
-from headstart.router.prefill_model import RateLearner, Rates, Work
+from headstart.router.prefill_model import PrefillModel, RateLearner, Work
 
 GRACE_MS = 50.0  # late by less is not late
 LATENESS = 2.0  # nor by less than so many times what was expected
@@ -33,7 +33,7 @@ class Flight:
 class Load:
     """The requests under way at one replica."""
 
-    def __init__(self, prior: Rates | None = None) -> None:
+    def __init__(self, prior: PrefillModel | None = None) -> None:
         self.learner = RateLearner(prior)
         self.last_sent = -1  # in the order of all requests; -1: none was
         self.mean_prefill_ms = 0.0
@@ -44,7 +44,7 @@ class Load:
         self._since = 0.0  # the head of the line has been worked on since
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> PrefillModel:
         return self.learner.rates
 
     @property

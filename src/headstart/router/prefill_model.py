@@ -20,7 +20,7 @@ YOUNG = 4  # samples of its own until which a replica is also judged by those of
 MIN_MS = 0.05
 
 
-class Rates(NamedTuple):
+class PrefillModel(NamedTuple):
     """Milliseconds: for a prefill at all, per token computed, per pair of tokens that meet, per answer under way."""
 
     base: float = 5.0
@@ -52,8 +52,8 @@ class RateLearner:
 
     __slots__ = ("_gram", "_prior", "_target", "num_own", "num_samples", "rates")
 
-    def __init__(self, prior: Rates | None = None) -> None:
-        self._prior = self.rates = prior or Rates()
+    def __init__(self, prior: PrefillModel | None = None) -> None:
+        self._prior = self.rates = prior or PrefillModel()
         self._gram = [[0.0] * 4 for _ in range(4)]
         self._target = [0.0] * 4
         self.num_samples = 0
@@ -88,7 +88,7 @@ class RateLearner:
         self._gram = [[level * value for value in row] for row in self._gram]
         self._target = [level * value for value in self._target]
 
-    def _fit(self) -> Rates:
+    def _fit(self) -> PrefillModel:
         """Non-negative least squares by coordinate descent, each number drawn to its prior."""
         weight = PRIOR_WEIGHT * PRIOR_FADES ** min(self.num_samples, 200)
         ridges = [weight / max(prior, scale) ** 2 for prior, scale in zip(self._prior, SCALES, strict=True)]
@@ -103,4 +103,4 @@ class RateLearner:
                 base, token, pair, stream = values
                 value = (pull - (a * base + b * token + c * pair + d * stream - own * values[i])) * inverse
                 values[i] = value if value > 0.0 else 0.0
-        return Rates(*values)
+        return PrefillModel(*values)

@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from headstart.core.errors import NoReplicaError
-from headstart.router.decision_log import Decision, joined
+from headstart.router.decision_log import DecisionRecord, joined
 from headstart.router.endpoint import Endpoint
 from headstart.router.filters import eligible
-from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.cached_tokens import cached_blocks
-from headstart.router.index.kv_event_index import ToldContents
-from headstart.router.index.prefix_index import Contents
+from headstart.router.index.kv_event_index import KVEventIndex
+from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import Flight
 from headstart.router.policies.cost import CostPolicy, cost_of
 from headstart.router.policies.policy import Candidate, Policy, View
 from headstart.router.prefill_model import Work
-from headstart.router.routing_decision import Comparison, Pick
-from headstart.router.routing_request import Ask, Usage
+from headstart.router.routing_decision import Comparison, RoutingDecision
+from headstart.router.routing_request import RoutingRequest, Usage
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Router:
         policy: Policy | None = None,
         *,
         shadow_policies: Iterable[Policy] = (),
-        log: Callable[[Decision], None] | None = None,
+        log: Callable[[DecisionRecord], None] | None = None,
     ) -> None:
         self.policy: Policy = policy or CostPolicy()
         self.endpoints: dict[str, Endpoint] = {}
@@ -66,7 +66,14 @@ class Router:
 
     # ------------------------------------------------------------------------------------------------------ deciding
 
-    def pick(self, ask: Ask, now: float, *, tried: frozenset[str] = frozenset(), before: Pick | None = None) -> Pick:
+    def pick(
+        self,
+        ask: RoutingRequest,
+        now: float,
+        *,
+        tried: frozenset[str] = frozenset(),
+        before: RoutingDecision | None = None,
+    ) -> RoutingDecision:
         """Choose the endpoint that serves the request. Changes nothing.
 
         `before` is the pick of an earlier attempt of the same request: shadow policies decide once per request.
@@ -78,14 +85,14 @@ class Router:
         if not endpoints:
             raise NoReplicaError(f"none of {len(self.endpoints)} replicas may serve this request", reasons=excluded)
         view = _view(endpoints, ask, now)
-        pick = Pick(view, self.policy.choose(view), excluded, self.policy.name)
+        pick = RoutingDecision(view, self.policy.choose(view), excluded, self.policy.name)
         if before is not None:
             pick.regrets = before.regrets
         else:
             pick.comparisons = [self._compare(shadow, pick) for shadow in self.shadow_policies]
         return pick
 
-    def sent(self, pick: Pick, now: float, endpoint: str | None = None) -> None:
+    def sent(self, pick: RoutingDecision, now: float, endpoint: str | None = None) -> None:
         """The request leaves, to whom `pick` said or to one of the others it named."""
         if endpoint is not None:
             pick.endpoint = pick.candidate_of(endpoint).endpoint
@@ -104,7 +111,7 @@ class Router:
 
     # --------------------------------------------------------------------------------------------------- what follows
 
-    def first_token(self, pick: Pick, now: float, usage: Usage | None = None) -> None:
+    def first_token(self, pick: RoutingDecision, now: float, usage: Usage | None = None) -> None:
         """The first token is there; some replicas say by then how much was cached."""
         assert pick.hold is not None and pick.flight is not None and pick.contents is not None, "it was never sent"
         pick.first_token = now
@@ -114,14 +121,16 @@ class Router:
             self._reported(pick, usage, now)
         pick.contents.computed(pick.hold, now)
 
-    def assume_first_token(self, pick: Pick, now: float) -> None:
+    def assume_first_token(self, pick: RoutingDecision, now: float) -> None:
         """Its first token should be there, and will not be seen: the answer comes as one piece. Nothing is learned."""
         assert pick.flight is not None, "it was never sent"
         if pick.first_token is None and pick.finish is None:
             pick.endpoint.load.answered(pick.flight, now)
             pick.flight.took_ms = None
 
-    def finished(self, pick: Pick, now: float, usage: Usage | None = None, output: Sequence[int] = ()) -> None:
+    def finished(
+        self, pick: RoutingDecision, now: float, usage: Usage | None = None, output: Sequence[int] = ()
+    ) -> None:
         """The whole answer is there. `output` are its token ids, where a body knows them."""
         assert pick.hold is not None and pick.flight is not None and pick.contents is not None, "it was never sent"
         if pick.first_token is None:
@@ -135,7 +144,7 @@ class Router:
         self._look_for_events(pick.endpoint)
         self._end(pick, now, ok=True)
 
-    def failed(self, pick: Pick, now: float, *, refused: bool = False, blame: bool = True) -> bool:
+    def failed(self, pick: RoutingDecision, now: float, *, refused: bool = False, blame: bool = True) -> bool:
         """The request ended without an answer, or in the middle of one; whether that ejects the replica.
 
         `blame` False: the client went away, which says nothing about the replica.
@@ -151,7 +160,7 @@ class Router:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _reported(self, pick: Pick, usage: Usage, now: float) -> None:
+    def _reported(self, pick: RoutingDecision, usage: Usage, now: float) -> None:
         """Corrects contents and rates by what the replica says was cached. Once per request."""
         if pick.cached_tokens is not None:
             return
@@ -179,11 +188,11 @@ class Router:
     def _look_for_events(self, endpoint: Endpoint) -> None:
         """Guesses instead of listening where nothing of use is heard."""
         contents = endpoint.contents
-        if isinstance(contents, ToldContents) and contents.is_blind:
-            endpoint.contents = contents.guess or Shadow()
+        if isinstance(contents, KVEventIndex) and contents.is_blind:
+            endpoint.contents = contents.guess or ApproximateIndex()
             self.num_blind += 1
 
-    def _compare(self, shadow: Policy, pick: Pick) -> Comparison:
+    def _compare(self, shadow: Policy, pick: RoutingDecision) -> Comparison:
         """Return the decision of a shadow policy. Changes nothing but the pick's own regrets."""
         choice = shadow.choose(pick.view)
         first = choice.ranked[0]
@@ -191,7 +200,7 @@ class Router:
         pick.regrets[shadow.name] = (first.name, regret)
         return Comparison(shadow, choice, regret, first.name == pick.endpoint.name)
 
-    def _book(self, pick: Pick) -> None:
+    def _book(self, pick: RoutingDecision) -> None:
         """Counts the decisions of shadow policies about a request that leaves. Once per request."""
         for shadow, choice, regret, agrees in pick.comparisons:
             shadow.picked(choice, choice.ranked[0].endpoint)
@@ -201,12 +210,12 @@ class Router:
             known.total_ms += regret
         pick.comparisons = []
 
-    def _end(self, pick: Pick, now: float, *, ok: bool) -> None:
+    def _end(self, pick: RoutingDecision, now: float, *, ok: bool) -> None:
         pick.finish = now
         if self._log is None or pick.flight is None or pick.sent_at is None:
             return
         choice, ask = pick.choice, pick.view.ask
-        decision = Decision(
+        decision = DecisionRecord(
             at=pick.sent_at,
             endpoint=pick.endpoint.name,
             reason=choice.reason,
@@ -228,19 +237,19 @@ class Router:
         self._log(decision)
 
 
-def _contents_for(endpoint: Endpoint, ask: Ask) -> Contents:
+def _contents_for(endpoint: Endpoint, ask: RoutingRequest) -> PrefixIndex:
     """Return the contents of a replica in which the blocks of this request can be found.
 
     Events name blocks by the engine's own tokens. A prompt counted in text, or in tokens that the replica counts
     otherwise, has other names: of such prompts the router knows what it sent and nothing else.
     """
     contents = endpoint.contents
-    if isinstance(contents, ToldContents) and (not ask.prompt.exact or ask.form in endpoint.miscounted):
+    if isinstance(contents, KVEventIndex) and (not ask.prompt.exact or ask.form in endpoint.miscounted):
         return contents.guess or contents
     return contents
 
 
-def _compare_counts(endpoint: Endpoint, ask: Ask, usage: Usage) -> None:
+def _compare_counts(endpoint: Endpoint, ask: RoutingRequest, usage: Usage) -> None:
     """Note whether a replica counts the tokens of an exact prompt as the router does."""
     if usage.prompt_tokens == ask.prompt.num_tokens:
         endpoint.miscounted.discard(ask.form)
@@ -248,7 +257,7 @@ def _compare_counts(endpoint: Endpoint, ask: Ask, usage: Usage) -> None:
         endpoint.miscounted.add(ask.form)
 
 
-def _view(endpoints: list[Endpoint], ask: Ask, now: float) -> View:
+def _view(endpoints: list[Endpoint], ask: RoutingRequest, now: float) -> View:
     """What each replica has of the prompt, and the name of the first block that none of them has."""
     prompt, candidates = ask.prompt, list[Candidate]()
     exact, limit = prompt.exact, max(prompt.num_tokens - 1, 0)

@@ -6,7 +6,7 @@ That is why the router needs no table of requests, no lock and nothing that clea
 from typing import Any, NamedTuple
 
 from headstart.core.cache.hashing import BlockHash
-from headstart.router.index.prefix_index import Contents, Hold
+from headstart.router.index.prefix_index import PrefixIndex, Reservation
 from headstart.router.load import Flight
 from headstart.router.policies.cost import cost_of
 from headstart.router.policies.policy import Candidate, Choice, Policy, View
@@ -21,7 +21,7 @@ class Comparison(NamedTuple):
     agrees: bool
 
 
-class Pick:
+class RoutingDecision:
     """Who is asked, who else could be, and what was expected; from `Router.sent` on also what is under way."""
 
     __slots__ = (
@@ -49,8 +49,8 @@ class Pick:
         self.endpoint = choice.ranked[0].endpoint
         self.regrets: dict[str, tuple[str, float]] = {}  # shadow policy -> whom it would have asked, milliseconds
         self.comparisons: list[Comparison] = []  # of shadow policies, not booked yet
-        self.contents: Contents | None = None
-        self.hold: Hold | None = None
+        self.contents: PrefixIndex | None = None
+        self.hold: Reservation | None = None
         self.flight: Flight | None = None
         self.sent_at: float | None = None
         self.first_token: float | None = None

@@ -83,7 +83,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RoutingRequest:
     """One request to be routed. `subset`: names of the replicas that may serve it; None: all.
 
     `form`: the way in which the prompt became tokens ("chat": by a chat template). Where a replica counts the tokens of

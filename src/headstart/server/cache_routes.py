@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from headstart.core.batch import Ledger
+from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineStats
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request as EngineRequest
@@ -41,7 +41,9 @@ async def cache_stats(state: ServerState, principal: Principal) -> Json:
     return answer | {"store": store_answer(stats)} if may_see_store(principal) else answer
 
 
-def stats_answer(stats: EngineStats, model_name: str, block_size: int, tenants: Mapping[str, Ledger]) -> Json:
+def stats_answer(
+    stats: EngineStats, model_name: str, block_size: int, tenants: Mapping[str, PromptTokenBreakdown]
+) -> Json:
     """Returns the JSON of /v1/cache/stats; tokens unless it says otherwise."""
     sources = {source: getattr(stats, f"{source}_tokens") for source in CACHE_SOURCES}
     return {

@@ -3,7 +3,7 @@
 import time
 from typing import NamedTuple
 
-from headstart.core.batch import Ledger, Output
+from headstart.core.batch import Output, PromptTokenBreakdown
 from headstart.core.errors import RequestFailedError
 from headstart.core.request import FinishReason
 from headstart.http.access_record import RequestRecord
@@ -25,7 +25,7 @@ class News(NamedTuple):
     delta: Delta
 
 
-class Job:
+class GenerationJob:
     """Hands requests over on creation; whoever creates it closes it, and then the engine works on none of them."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Job:
         self._output_bytes = output_token_bytes(params)
         self._reserved_tokens = sum(min(request.sampling.max_tokens, RESERVED_TOKENS) for request in requests)
         self._num_tokens = 0
-        self._ledger = Ledger()
+        self._ledger = PromptTokenBreakdown()
         self._early: dict[int, list[tuple[float, Output]]] = {}  # of choices whose echo is not all there yet
         self._max_tokens = requests[0].sampling.max_tokens
         self._engine = engine
@@ -123,7 +123,7 @@ class Job:
         self._num_tokens += generation.num_tokens - before
         if generation.ledger is not was and index % self.params.n == 0:  # a prompt counts once, by its first choice
             parts = zip(self._ledger, generation.ledger, was, strict=True)
-            self._ledger = Ledger(*(total + new - old for total, new, old in parts))
+            self._ledger = PromptTokenBreakdown(*(total + new - old for total, new, old in parts))
         if delta.finish_reason in ("error", "abort"):
             self._open.discard(output.request_id)
             self._metrics.finished("error")

@@ -35,7 +35,7 @@ from headstart.openai.request_bodies import parse_chat, parse_completion, parse_
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
 from headstart.openai.text.shared_prompt import SharedPrompt
-from headstart.server.generation_job import Job, News
+from headstart.server.generation_job import GenerationJob, News
 from headstart.server.request_limits import check_size
 from headstart.server.server_state import Model, ServerState
 
@@ -154,7 +154,7 @@ async def _prepared(state: ServerState, api: Api, model: Model, origin: Origin, 
     return Prepared(params, requests, await asyncio.to_thread(share) if is_long else share())
 
 
-async def _watch(receive: Receive, job: Job) -> None:
+async def _watch(receive: Receive, job: GenerationJob) -> None:
     """Cancels the job when the client hangs up."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -164,7 +164,7 @@ async def _watch(receive: Receive, job: Job) -> None:
 class _Answer:
     """Shapes what a job brings."""
 
-    def __init__(self, state: ServerState, model: Model, api: Api, job: Job, head: Json) -> None:
+    def __init__(self, state: ServerState, model: Model, api: Api, job: GenerationJob, head: Json) -> None:
         self.state = state
         self.job = job
         self._tokenizer = model.tokenizer
@@ -266,7 +266,7 @@ class _Answer:
         return shape(index, delta, self._tokenizer, logprobs=params.wants_logprobs, token_ids=params.return_token_ids)
 
 
-def _keeps_echo(job: Job, prompts: Sequence[SharedPrompt]) -> bool:
+def _keeps_echo(job: GenerationJob, prompts: Sequence[SharedPrompt]) -> bool:
     """Return whether the JSON of the echo of these prompts is kept, to be made once for all choices."""
     width = 1 + (job.params.sampling.prompt_logprobs or 0)
     return job.params.n > 1 and sum(map(len, prompts)) * width <= KEPT_ECHO_ENTRIES

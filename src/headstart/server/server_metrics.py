@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headstart.core.batch import Ledger
+from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.http.packed_metrics import Counter, Histogram, method_label
 from headstart.openai.responses import CACHE_SOURCES
@@ -102,7 +102,7 @@ class Metrics:
         for reason in FINISH_REASONS:
             self._finished.add((model_name, reason), 0)
         self._rejected.add((model_name,), 0)
-        self.tenants: dict[str, Ledger] = {}  # tokens of their prompts, by tenant
+        self.tenants: dict[str, PromptTokenBreakdown] = {}  # tokens of their prompts, by tenant
 
     def watch(self, engine: EngineView) -> None:
         """Adds the engine's own counters and gauges to every scrape."""
@@ -110,11 +110,11 @@ class Metrics:
         self._by_tenant.register(_TenantCollector(self._model_name, self.tenants))
         self._of_store.register(StoreCollector(lambda: engine.stats, self._model_name))
 
-    def prompts(self, tenant: str, ledger: Ledger) -> None:
+    def prompts(self, tenant: str, ledger: PromptTokenBreakdown) -> None:
         """Counts what the prompts of one client request came from; `tenant` is of a configured key, or empty."""
         if tenant:
-            before = self.tenants.get(tenant, Ledger())
-            self.tenants[tenant] = Ledger(*map(sum, zip(before, ledger, strict=True)))
+            before = self.tenants.get(tenant, PromptTokenBreakdown())
+            self.tenants[tenant] = PromptTokenBreakdown(*map(sum, zip(before, ledger, strict=True)))
 
     def finished(self, reason: str) -> None:
         """Counts an engine request that ended."""
@@ -272,7 +272,7 @@ def _cache_config(info: EngineInfo, model_name: str) -> Metric:
 class _TenantCollector(Collector):
     """Where the prompts of each tenant came from."""
 
-    def __init__(self, model_name: str, tenants: Mapping[str, Ledger]) -> None:
+    def __init__(self, model_name: str, tenants: Mapping[str, PromptTokenBreakdown]) -> None:
         self._tenants = tenants
         self._model = [model_name]
 

@@ -25,7 +25,7 @@ from headstart.openai.json_pieces import Turns
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.server.engine.engine_client import EngineClient
-from headstart.server.generation_job import Job
+from headstart.server.generation_job import GenerationJob
 from headstart.server.prefix_requests import Prefixes
 from headstart.server.request_limits import MIN_HELD_BYTES, initial_bytes, max_held_bytes
 from headstart.server.server_metrics import Metrics
@@ -79,7 +79,7 @@ class ServerState:
         self.idle.set()
         self._model: Model | None = None
         self._held = Budget(MIN_HELD_BYTES, "prompts and answers")
-        self._jobs: set[Job] = set()
+        self._jobs: set[GenerationJob] = set()
 
     def prepare(self, info: EngineInfo) -> Model:
         """Returns the model that the engine has loaded, as requests need it. Raises ConfigError without a tokenizer."""
@@ -146,7 +146,7 @@ class ServerState:
             return False
         return self._model is None or self.engine.silent_seconds(now) <= self.options.heartbeat_timeout
 
-    def admit(self, prepared: Prepared, record: RequestRecord) -> Job:
+    def admit(self, prepared: Prepared, record: RequestRecord) -> GenerationJob:
         """Hands the requests of one client request to the engine, all or none.
 
         Raises QueueFullError while too much waits or is held. When nothing waits anything is taken, so that whatever is
@@ -159,12 +159,12 @@ class ServerState:
         except QueueFullError:
             model.metrics.rejected()
             raise
-        job = Job(self.engine, model.tokenizer, prepared, record, model.metrics, lease)
+        job = GenerationJob(self.engine, model.tokenizer, prepared, record, model.metrics, lease)
         self._jobs.add(job)
         self.idle.clear()
         return job
 
-    def release(self, job: Job) -> None:
+    def release(self, job: GenerationJob) -> None:
         """Closes a job that was admitted."""
         job.close()
         self._jobs.discard(job)

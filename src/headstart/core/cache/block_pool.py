@@ -15,11 +15,11 @@ from itertools import takewhile
 from typing import Protocol
 
 from headstart.core.cache.eviction import HOT, SEEN
-from headstart.core.cache.free_blocks import IdleBlocks
+from headstart.core.cache.free_blocks import FreeBlocks
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.cache.history import Evicted, EvictionHistory
 from headstart.core.request import DEFAULT_RETENTION, Retention
-from headstart.core.sched.queued_block_refs import Wants
+from headstart.core.sched.queued_block_refs import QueuedBlockRefs
 
 HISTORY_POOLS = 8  # evicted names remembered at most, in pools; at least half as many
 
@@ -65,11 +65,11 @@ class BlockPool:
         self._entries: dict[BlockHash, tuple[int, BlockHash, bytes]] = {}  # name -> (block, parent's name, tokens)
         self._scratch = list(range(num_blocks - 1, 0, -1))
         size = max(num_blocks, max_blocks)
-        self._idle = IdleBlocks(num_blocks, eviction_policy, tenant_floor, size)
+        self._idle = FreeBlocks(num_blocks, eviction_policy, tenant_floor, size)
         self._marks, self._tenants = self._idle.marks, self._idle.tenants
         self._pins: dict[BlockHash, int] = {}
         self._idle_pinned: set[int] = set()
-        self._wants = Wants()
+        self._wants = QueuedBlockRefs()
         self._history_pools = history_pools
         self._max_history = history_pools * size
         self._history = EvictionHistory(self._max_history)

@@ -1,4 +1,4 @@
-"""IdleBlocks: published blocks that nobody uses, and which of them loses its content next.
+"""FreeBlocks: published blocks that nobody uses, and which of them loses its content next.
 
 From the outside in: a tenant whose share is not protected and who has most of them; there the lowest retention
 priority; there the order of the eviction policy. Blocks that queued requests want go after all others that may go at
@@ -59,7 +59,7 @@ class _Shelf:
         return found
 
 
-class IdleBlocks:
+class FreeBlocks:
     """The idle blocks of a pool. `marks` and `tenants` hold what is known of each block, idle or not.
 
     Shares are those of a pool of `size` blocks, to which this one may grow.

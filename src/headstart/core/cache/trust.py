@@ -15,13 +15,13 @@ first request that fails because of it. A request is computed again at most once
 from headstart.core.cache.kv_cache import KVCache
 from headstart.core.cache.transfers import Transfers
 from headstart.core.request import Recompute, Sequence, Suspect
-from headstart.core.sched.admission import Room
+from headstart.core.sched.admission import Admission
 
 
 class Trust:
     """The verdicts over the blocks of one cache and its store."""
 
-    def __init__(self, cache: KVCache, transfers: Transfers, room: Room) -> None:
+    def __init__(self, cache: KVCache, transfers: Transfers, room: Admission) -> None:
         self._cache = cache
         self._pool = cache.pool
         self._transfers = transfers

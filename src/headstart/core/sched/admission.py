@@ -16,7 +16,7 @@ MEMORY = 64  # finished sequences over which the mean fades
 VICTIMS = 8  # so many of the last in order are compared when one has to give way
 
 
-class Room:
+class Admission:
     """What fits into one pool. Changes nothing but its own mean."""
 
     def __init__(self, cache: KVCache, max_model_len: int) -> None:

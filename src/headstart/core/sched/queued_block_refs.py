@@ -12,7 +12,7 @@ from headstart.core.cache.hashing import BlockHash
 MAX_UNCOUNTED = 256
 
 
-class Wants:
+class QueuedBlockRefs:
     """A bag of names; `name in wants` once `count` has been called since the last change."""
 
     def __init__(self) -> None:

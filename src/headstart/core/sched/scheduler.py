@@ -9,7 +9,7 @@ once, however many want it.
 
 from collections.abc import Iterator
 
-from headstart.core.batch import Batch, Chunk, Ledger, Output, Row, RowErrorKind, StepResult
+from headstart.core.batch import Batch, Chunk, Output, PromptTokenBreakdown, Row, RowErrorKind, StepResult
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.block_store import BlockStore
 from headstart.core.cache.kv_cache import NO_HIT, Hit, KVCache
@@ -18,11 +18,11 @@ from headstart.core.cache.transfers import Transfers
 from headstart.core.cache.trust import Trust
 from headstart.core.errors import RequestTooLargeError
 from headstart.core.request import FinishReason, Request, Sequence, Status
-from headstart.core.sched.admission import VICTIMS, Room, stays
+from headstart.core.sched.admission import VICTIMS, Admission, stays
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.plan import Plan
 from headstart.core.sched.step_time import StepTimes
-from headstart.core.sched.token_accounting import Accounts
+from headstart.core.sched.token_accounting import TokenAccounting
 from headstart.core.sched.waiting_queue import POLICIES, Group, OrderedSequences, WaitingQueue
 
 
@@ -56,12 +56,12 @@ class Scheduler:
         self.waiting = WaitingQueue(self.pool, policy, lpm_k, self.cache.reads)
         order = POLICIES[policy]
         self.running = OrderedSequences(lambda seq: (not stays(seq), *order(seq)))
-        self.room = Room(self.cache, limits.max_model_len)
+        self.room = Admission(self.cache, limits.max_model_len)
         self.prefixes = PinnedPrefixes(self.cache, self._demands, max_share=max_pinned_share)
         self.transfers = Transfers(self.cache, store)
         self.trust = Trust(self.cache, self.transfers, self.room)
         self.step_times = StepTimes(limits.step_bound)
-        self.accounts = Accounts(self.cache, self.transfers, self.prefixes.is_warming)
+        self.accounts = TokenAccounting(self.cache, self.transfers, self.prefixes.is_warming)
         self.counters = self.accounts.counters
         self._by_priority = policy == "priority"
         self._cache_aware = cache_aware_accounting
@@ -369,7 +369,9 @@ class Scheduler:
         del self._sequences[seq.request_id]
         self._finished.append(seq.request_id)
 
-    def _output(self, seq: Sequence, row: Row, reason: FinishReason | None, ledger: Ledger | None = None) -> Output:
+    def _output(
+        self, seq: Sequence, row: Row, reason: FinishReason | None, ledger: PromptTokenBreakdown | None = None
+    ) -> Output:
         return Output(
             seq.request.request_id,
             row.token_ids,

@@ -1,15 +1,15 @@
 """Accounts: where every token of every prompt came from, and what a perfect cache would have computed.
 
-Per request `prompt = pinned + shared + store + followed + computed`, always (core/batch.py, Ledger). What a prompt
-takes over when it is first admitted counts as cached if it was there when its turn came first; else as store or as
-followed, by where it came from; so does what it takes over later. Replays after a preemption are kept apart. Nothing
-here decides anything.
+Per request `prompt = pinned + shared + store + followed + computed`, always (core/batch.py, PromptTokenBreakdown). What
+a prompt takes over when it is first admitted counts as cached if it was there when its turn came first; else as store
+or as followed, by where it came from; so does what it takes over later. Replays after a preemption are kept apart.
+Nothing here decides anything.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headstart.core.batch import Chunk, Ledger
+from headstart.core.batch import Chunk, PromptTokenBreakdown
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.cache.kv_cache import Hit, KVCache
 from headstart.core.cache.transfers import Transfers
@@ -42,7 +42,7 @@ class Counters:
     num_recomputes: int = 0  # second runs of requests of which a row was not finite
 
 
-class Accounts:
+class TokenAccounting:
     """The books of one scheduler. `is_internal` tells ids of requests that nobody sent: no prompts, but computed."""
 
     def __init__(
@@ -108,12 +108,12 @@ class Accounts:
         seq.num_pinned_tokens = seq.num_cached_tokens = seq.num_store_tokens = seq.num_followed_tokens = 0
         seq.num_covered_tokens = 0
 
-    def close(self, seq: Sequence) -> Ledger:
+    def close(self, seq: Sequence) -> PromptTokenBreakdown:
         """The account of a prompt whose last token has just been computed."""
         length = len(seq.request.prompt)
         pinned, cached, store = seq.num_pinned_tokens, seq.num_cached_tokens, seq.num_store_tokens
         followed = seq.num_followed_tokens
-        ledger = Ledger(pinned, cached - pinned, store, followed, length - cached - store - followed)
+        ledger = PromptTokenBreakdown(pinned, cached - pinned, store, followed, length - cached - store - followed)
         assert min(ledger) >= 0, f"{seq.request_id}: {ledger} of {length} prompt tokens"
         counters = self.counters
         if self._is_internal(seq.request_id):

@@ -24,8 +24,8 @@ from headstart.gateway.kv_events.kv_event_sockets import END_OF_REPLAY, MAX_FRAM
 from headstart.gateway.kv_events.kv_event_trust import PublisherTrust, UntrustedPublisherError
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.logs import Log
-from headstart.router.index.event_sequencer import Due, Feed
-from headstart.router.index.kv_event_index import ToldContents
+from headstart.router.index.event_sequencer import Due, EventSequencer
+from headstart.router.index.kv_event_index import KVEventIndex
 
 POLL_SECONDS = 0.5  # the longest time in which nothing is looked after
 QUIET_SECONDS = 1.0  # after the last live batch, before the replay is asked whether it was the last
@@ -44,7 +44,7 @@ class KVEventConsumer:
     """
 
     def __init__(
-        self, address: ReplicaAddress, contents: ToldContents, *, kind: str, reconfigured: Reconfigured | None = None
+        self, address: ReplicaAddress, contents: KVEventIndex, *, kind: str, reconfigured: Reconfigured | None = None
     ) -> None:
         assert address.events is not None, f"{address.url} publishes no events"
         self.address = address
@@ -53,19 +53,19 @@ class KVEventConsumer:
         self.last_heard: float | None = None  # of a batch, live or replayed; seconds, time.monotonic()
         self._trust = PublisherTrust()
         self._intake = EventIntake(contents, kind, self._trust, self._say, reconfigured)
-        self._feed = Feed(replays=address.replay is not None)
+        self._feed = EventSequencer(replays=address.replay is not None)
         self._replay: Replay | None = None
         self._own = dict.fromkeys(("heard", "connections", "replays", "suspensions", "failures"), 0)
         self._stirred_at: float | None = None  # the last live batch or connection, if the replay was not asked since
         self._was_blind = False
 
     @property
-    def contents(self) -> ToldContents:
+    def contents(self) -> KVEventIndex:
         """What is kept true. Others may be put in their place: they are filled anew if there is a replay socket."""
         return self._intake.contents
 
     @contents.setter
-    def contents(self, contents: ToldContents) -> None:
+    def contents(self, contents: KVEventIndex) -> None:
         self._intake.swap(contents)
         self._feed.reset()
         self._stirred_at = time.monotonic()

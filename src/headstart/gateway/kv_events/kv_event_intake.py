@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from headstart.core.cache.events import AllBlocksCleared, BlockStored, Event
 from headstart.gateway.kv_events.kv_event_decoding import EventDecoder
 from headstart.gateway.kv_events.kv_event_trust import PublisherTrust
-from headstart.router.index.kv_event_index import FREED, ToldContents
+from headstart.router.index.kv_event_index import FREED, KVEventIndex
 
 SLICE_SECONDS = 0.002  # of taking in events, then others have their turn
 
-Reconfigured = Callable[[int], ToldContents]
+Reconfigured = Callable[[int], KVEventIndex]
 
 
 class EventIntake:
@@ -29,7 +29,7 @@ class EventIntake:
 
     def __init__(
         self,
-        contents: ToldContents,
+        contents: KVEventIndex,
         kind: str,
         trust: PublisherTrust,
         say: Callable[[str], None],
@@ -55,7 +55,7 @@ class EventIntake:
         told = {key: value + self._past[key] for key, value in self.contents.counts.items()}
         return {"batches": self._num_batches, "voids": self._num_voids, **self._decoder.counts, **told}
 
-    def swap(self, contents: ToldContents) -> None:
+    def swap(self, contents: KVEventIndex) -> None:
         """Go on with other contents; a batch under way is left, since it belongs to those before."""
         self._replace(contents)
         self._num_swaps += 1
@@ -130,7 +130,7 @@ class EventIntake:
         self._say(f"its blocks have {size} tokens, not {self.contents.block_size}")
         self._replace(self._reconfigured(size))
 
-    def _replace(self, contents: ToldContents) -> None:
+    def _replace(self, contents: KVEventIndex) -> None:
         for key, value in self.contents.counts.items():
             self._past[key] += value
         self.contents, self._num_overflows = contents, contents.counts["over_capacity"]

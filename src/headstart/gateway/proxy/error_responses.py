@@ -6,7 +6,7 @@ import re
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.proxy.upstream import Answer, AttemptError, Failure
 from headstart.http.http_errors import HttpError
-from headstart.router.routing_decision import Pick
+from headstart.router.routing_decision import RoutingDecision
 
 ID_BYTES = 512  # in which an answer names itself
 _ID = re.compile(rb'"id"\s*:\s*"([A-Za-z0-9._:-]{1,128})"')
@@ -24,7 +24,7 @@ def as_event(answer: Answer) -> bytes:
     return b"event: error\ndata: " + answer.body.replace(b"\n", b" ") + b"\n\n"
 
 
-def explained(pick: Pick) -> bytes:
+def explained(pick: RoutingDecision) -> bytes:
     """Why this replica, as the value of a header."""
     told = pick.explain()
     told["candidates"] = told["candidates"][:MAX_EXPLAINED]

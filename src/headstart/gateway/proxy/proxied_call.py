@@ -2,31 +2,31 @@
 
 from dataclasses import dataclass, field
 
-from headstart.gateway.held_bytes import LARGE_BYTES, Hold, bytes_of
-from headstart.gateway.proxy.request_reader import Reading
+from headstart.gateway.held_bytes import LARGE_BYTES, ByteReservation, bytes_of
+from headstart.gateway.proxy.request_reader import ReadRequest
 from headstart.gateway.proxy.upstream import Failure
-from headstart.router.routing_decision import Pick
+from headstart.router.routing_decision import RoutingDecision
 
 
 @dataclass(slots=True)
-class Call:
+class ProxiedCall:
     """One request of a client and what became of it."""
 
     path: str
     headers: list[tuple[bytes, bytes]]
     sender: str  # address
-    reading: Reading
+    reading: ReadRequest
     request_id: str
     explains: bool = False
     shows_replica: bool = False  # the client is an administrator
-    hold: Hold | None = None  # of memory; None: it is not counted
+    hold: ByteReservation | None = None  # of memory; None: it is not counted
     num_rest_bytes: int = 0  # of an event whose end has not come
     is_trimmed: bool = False  # its prompt is too long to be kept for the explainer
     tried: list[str] = field(default_factory=list[str])  # who is not to be asked again
     num_attempts: int = 0
     num_losses: int = 0  # attempts under which a replica was lost, perhaps because of this request
     was_late: bool = False  # it was taken from a replica that seemed silent by its lateness alone
-    pick: Pick | None = None  # the last one
+    pick: RoutingDecision | None = None  # the last one
     route: bytes = b""  # why that one was picked
     is_pending: bool = False  # without a first token, as far as we know
     started: bool = False  # the client has a status line

@@ -14,7 +14,7 @@ from starlette.types import Receive, Send
 from headstart.core.errors import NoReplicaError, QueueFullError
 from headstart.gateway.held_bytes import MAX_HELD_BYTES, HeldBytes
 from headstart.gateway.proxy.error_responses import as_event, explained, id_in, lost, no_replicas, spent, unanswered
-from headstart.gateway.proxy.proxied_call import Call
+from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.replies import EVENTS, check_head, error_in_first, read_answer, session_options
 from headstart.gateway.proxy.retry_budget import RetryBudget
 from headstart.gateway.proxy.silence import Silence, Voice, Wait
@@ -30,11 +30,11 @@ from headstart.gateway.proxy.upstream import (
     refusal,
     refusal_in_event,
 )
-from headstart.gateway.proxy.write_timeout import PatientSend
+from headstart.gateway.proxy.write_timeout import WriteTimeout
 from headstart.http.http_errors import ClientGoneError, HttpError
 from headstart.http.sse import DONE, WRITE_SECONDS, error_event
 from headstart.router.router import Router
-from headstart.router.routing_decision import Pick
+from headstart.router.routing_decision import RoutingDecision
 
 TAIL_BYTES = 16 << 10  # of a long answer, whose usage stands at its end
 MAX_LOSSES = 2
@@ -89,7 +89,7 @@ class Proxy:
                 f"{self.num_pending} requests are waiting: try again later", retry_after=min(wait, 60.0)
             )
 
-    async def serve(self, call: Call, receive: Receive, send: Send) -> None:
+    async def serve(self, call: ProxiedCall, receive: Receive, send: Send) -> None:
         """Answers one request. Raises HttpError, NoReplicaError and ClientGoneError if nothing was sent yet."""
         self.check_room()
         self.budget.num_active += 1
@@ -107,7 +107,7 @@ class Proxy:
             me.cancel()
 
         watcher = asyncio.create_task(watch())
-        patient = PatientSend(send, me, WRITE_SECONDS)
+        patient = WriteTimeout(send, me, WRITE_SECONDS)
         try:
             await self._serve(call, patient)
         except asyncio.CancelledError:
@@ -124,7 +124,7 @@ class Proxy:
 
     # ------------------------------------------------------------------------------------------------------ attempts
 
-    async def _serve(self, call: Call, send: Send) -> None:
+    async def _serve(self, call: ProxiedCall, send: Send) -> None:
         retrying = again = False
         last: AttemptError | None = None
         try:
@@ -154,12 +154,12 @@ class Proxy:
             if retrying:
                 self.budget.give_back()
 
-    def _may_retry(self, call: Call, failure: Failure, retrying: bool) -> bool:
+    def _may_retry(self, call: ProxiedCall, failure: Failure, retrying: bool) -> bool:
         if call.num_attempts >= self._settings.max_attempts:
             return False
         return failure.is_free or retrying or self.budget.take()
 
-    async def _attempt(self, call: Call, send: Send) -> None:
+    async def _attempt(self, call: ProxiedCall, send: Send) -> None:
         """Asks the best replica that was not asked yet. Raises AttemptError and NoReplicaError."""
         router, now = self.router, time.monotonic()
         pick = router.pick(call.reading.ask, now, tried=frozenset(call.tried), before=call.pick)
@@ -188,7 +188,9 @@ class Proxy:
             if pick.finish is None:  # the client went away, or we are stopped: no fault of the replica
                 router.failed(pick, time.monotonic(), blame=False)
 
-    async def _broken(self, call: Call, pick: Pick, failure: Failure, error: BaseException, send: Send) -> None:
+    async def _broken(
+        self, call: ProxiedCall, pick: RoutingDecision, failure: Failure, error: BaseException, send: Send
+    ) -> None:
         """No answer came, or no end of it. Raises AttemptError if the client has nothing of it."""
         self._failed(pick, failure)
         if not call.committed:
@@ -197,7 +199,7 @@ class Proxy:
         call.outcome = "lost"
         await _write(send, error_event(lost()) + DONE, more=False)
 
-    def _failed(self, pick: Pick, failure: Failure) -> None:
+    def _failed(self, pick: RoutingDecision, failure: Failure) -> None:
         if pick.finish is not None:
             return  # an error that was the first event of its stream has been counted
         health = pick.endpoint.health
@@ -208,7 +210,7 @@ class Proxy:
         refused = failure in (Failure.REFUSED, Failure.UNREACHED, Failure.HUNG)
         self.router.failed(pick, time.monotonic(), refused=refused, blame=failure.is_its_fault)
 
-    async def _ask(self, call: Call, pick: Pick, watched: tuple[Voice, Wait], send: Send) -> None:
+    async def _ask(self, call: ProxiedCall, pick: RoutingDecision, watched: tuple[Voice, Wait], send: Send) -> None:
         own = {"x-request-id": call.request_id}
         if self._settings.replica_api_key is not None:
             own["authorization"] = f"Bearer {self._settings.replica_api_key}"
@@ -235,7 +237,12 @@ class Proxy:
     # -------------------------------------------------------------------------------------------------------- answers
 
     async def _whole(
-        self, call: Call, pick: Pick, watched: tuple[Voice, Wait], response: aiohttp.ClientResponse, send: Send
+        self,
+        call: ProxiedCall,
+        pick: RoutingDecision,
+        watched: tuple[Voice, Wait],
+        response: aiohttp.ClientResponse,
+        send: Send,
     ) -> None:
         """An answer in one piece, or a refusal."""
         router, answer = self.router, await read_answer(response, call.path, call.hold and call.hold.grow)
@@ -255,7 +262,7 @@ class Proxy:
             router.failed(pick, time.monotonic(), blame=response.status >= 500)
         await self._send_whole(call, answer, send)
 
-    def _answered(self, call: Call, pick: Pick, told: Said) -> None:
+    def _answered(self, call: ProxiedCall, pick: RoutingDecision, told: Said) -> None:
         """Books an answer in one piece, which has come to its end."""
         now = time.monotonic()
         call.output_tokens = told.output_tokens
@@ -266,7 +273,7 @@ class Proxy:
         call.outcome = "ok"
 
     async def _pass_on(
-        self, call: Call, pick: Pick, answer: Answer, response: aiohttp.ClientResponse, send: Send
+        self, call: ProxiedCall, pick: RoutingDecision, answer: Answer, response: aiohttp.ClientResponse, send: Send
     ) -> None:
         """Pass on an answer that is too long to be kept until its end, as it comes.
 
@@ -291,12 +298,17 @@ class Proxy:
         self._answered(call, pick, said_at_end(tail))
         await _write(send, b"", more=False)
 
-    def _assume(self, call: Call, pick: Pick) -> None:
+    def _assume(self, call: ProxiedCall, pick: RoutingDecision) -> None:
         self.router.assume_first_token(pick, time.monotonic())
         self._has_waited(call)
 
     async def _stream(
-        self, call: Call, pick: Pick, watched: tuple[Voice, Wait], response: aiohttp.ClientResponse, send: Send
+        self,
+        call: ProxiedCall,
+        pick: RoutingDecision,
+        watched: tuple[Voice, Wait],
+        response: aiohttp.ClientResponse,
+        send: Send,
     ) -> None:
         """A stream of events, passed on as they come."""
         voice, wait = watched
@@ -334,7 +346,7 @@ class Proxy:
         self._finished(call, pick, stream)
         await _write(send, rest, more=False)
 
-    def _begin(self, call: Call, pick: Pick, stream: EventStream, passed: bytes) -> None:
+    def _begin(self, call: ProxiedCall, pick: RoutingDecision, stream: EventStream, passed: bytes) -> None:
         """The first event is there. Raises AttemptError if it is an error that another replica may not have."""
         now = time.monotonic()
         if not error_in_first(stream.first):
@@ -351,23 +363,23 @@ class Proxy:
         call.committed = True
         self.router.failed(pick, now, blame=status >= 500)
 
-    def _finished(self, call: Call, pick: Pick, stream: EventStream) -> None:
+    def _finished(self, call: ProxiedCall, pick: RoutingDecision, stream: EventStream) -> None:
         """The whole answer has come; once."""
         if pick.finish is None:
             call.output_tokens, call.outcome = stream.said.output_tokens, "ok"
             self.router.finished(pick, time.monotonic(), stream.said.usage if call.reading.is_single else None)
 
-    def _first_token(self, call: Call, now: float) -> None:
+    def _first_token(self, call: ProxiedCall, now: float) -> None:
         if call.first_token_at is None:
             call.first_token_at = now
         self._has_waited(call)
 
-    def _has_waited(self, call: Call) -> None:
+    def _has_waited(self, call: ProxiedCall) -> None:
         if call.is_pending:
             call.is_pending = False
             self.num_pending -= 1
 
-    async def _start(self, call: Call, status: int, headers: "list[tuple[bytes, bytes]]", send: Send) -> None:
+    async def _start(self, call: ProxiedCall, status: int, headers: "list[tuple[bytes, bytes]]", send: Send) -> None:
         assert call.pick is not None, "nobody was asked"
         own = list[tuple[bytes, bytes]]()
         if call.shows_replica and status not in (401, 403):  # a refused key learns nothing, wherever it came from
@@ -377,7 +389,7 @@ class Proxy:
         call.started = True
         await send({"type": "http.response.start", "status": status, "headers": [*headers, *own]})
 
-    async def _send_whole(self, call: Call, answer: Answer, send: Send) -> None:
+    async def _send_whole(self, call: ProxiedCall, answer: Answer, send: Send) -> None:
         if call.started:  # a stream had begun with comments: the client reads events now
             await _write(send, as_event(answer) + DONE, more=False)
             return
@@ -385,7 +397,7 @@ class Proxy:
         await self._start(call, answer.status, [*answer.headers, length], send)
         await _write(send, answer.body, more=False)
 
-    async def _give_up(self, call: Call, error: AttemptError | NoReplicaError | HttpError, send: Send) -> None:
+    async def _give_up(self, call: ProxiedCall, error: AttemptError | NoReplicaError | HttpError, send: Send) -> None:
         """Tells the client that nobody answered: by the last replica's own words if it had any."""
         if isinstance(error, AttemptError) and error.answer is not None:
             await self._send_whole(call, error.answer, send)
@@ -399,7 +411,7 @@ class Proxy:
         await _write(send, error_event(told) + DONE, more=False)
 
 
-def _ask_again(call: Call) -> None:
+def _ask_again(call: ProxiedCall) -> None:
     """Let a request without an untried replica be sent once more to those whose connection failed, over new ones.
 
     A connection may have been idle for too long, or came too late for a router that had no processor. Those that

@@ -22,7 +22,7 @@ from headstart.openai.engine_requests import encode_chat, encode_completion
 from headstart.openai.fields import bad_value, shown
 from headstart.openai.request_bodies import parse_chat, parse_completion, parse_json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.router.routing_request import Ask, Prompt, pack_text, router_root
+from headstart.router.routing_request import Prompt, RoutingRequest, pack_text, router_root
 
 _ANYTHING = Bounds(
     vocab_size=2**31 - 1,
@@ -58,10 +58,10 @@ class Sender:
 
 
 @dataclass(slots=True)
-class Reading:
+class ReadRequest:
     """A body that was read. Belongs to one call, which drops what it needs no more."""
 
-    ask: Ask
+    ask: RoutingRequest
     body: bytes  # to be sent on
     stream: bool = False
     hides_usage: bool = False  # the client's stream shall not tell the usage that the router asked for
@@ -70,7 +70,7 @@ class Reading:
     is_single: bool = True  # one prompt: what the engine reports is about the one that was routed by
 
 
-class Reader:
+class RequestReader:
     """Reads bodies for one fleet. `tokenizer` None: prompts are counted in bytes.
 
     `served` says what a model name means. Slow for long prompts: call it off the event loop.
@@ -81,7 +81,7 @@ class Reader:
         self.served: Mapping[str, Served] = {}
         self.default_model = ""
 
-    def read(self, path: str, body: bytes, sender: Sender) -> Reading:
+    def read(self, path: str, body: bytes, sender: Sender) -> ReadRequest:
         """Reads the body of a POST. Raises InvalidRequestError if it is no JSON object."""
         values = parse_json(body)
         model = values.get("model")
@@ -102,7 +102,7 @@ class Reader:
             sent = _with(sent, "cache_salt", salt)
         limits = (values.get(limit) for limit in ("max_completion_tokens", "max_tokens"))
         most = next((limit for limit in limits if limit is not None), usual)
-        ask = Ask(
+        ask = RoutingRequest(
             prompt,
             model=name,
             adapter=served.adapter,
@@ -110,7 +110,7 @@ class Reader:
             max_tokens=most if isinstance(most, int) and most > 0 else 0,
             form="chat" if path == "/v1/chat/completions" else "ids" if text is None else "text",
         )
-        return Reading(ask, sent, stream, hides_usage, text, domain, count == 1)
+        return ReadRequest(ask, sent, stream, hides_usage, text, domain, count == 1)
 
     def _prompt(
         self, path: str, values: dict[str, Any], tokenizer: Tokenizer | None

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from headstart.gateway.proxy.proxied_call import Call
-from headstart.gateway.replicas.replica_monitor import MAX_SILENCES, Member
+from headstart.gateway.proxy.proxied_call import ProxiedCall
+from headstart.gateway.replicas.replica_monitor import MAX_SILENCES, MonitoredReplica
 from headstart.router.filters import eligible
 from headstart.router.prefill_model import YOUNG, Work
 from headstart.router.router import Router
-from headstart.router.routing_decision import Pick
+from headstart.router.routing_decision import RoutingDecision
 
 UNREADY_LOOKS = 2
 LATE = 10.0
@@ -37,8 +37,8 @@ DEFAULT_TOKENS = {"/v1/completions": 16}  # of an answer whose request does not 
 class Wait:
     """One attempt without a part of an answer. It is given up by cancelling `task`, soon but not at once."""
 
-    call: Call
-    pick: Pick
+    call: ProxiedCall
+    pick: RoutingDecision
     sent_at: float
     num_streams: int  # that were under way there
     task: "asyncio.Task[Any]"
@@ -112,7 +112,7 @@ class Silence:
         self._router = router
         self._voices: dict[str, Voice] = {}
 
-    def begin(self, call: Call, pick: Pick, now: float) -> tuple[Voice, Wait]:
+    def begin(self, call: ProxiedCall, pick: RoutingDecision, now: float) -> tuple[Voice, Wait]:
         """Watch an attempt of the running task that was just sent. The caller must call `end`."""
         task = asyncio.current_task()
         assert task is not None
@@ -131,7 +131,7 @@ class Silence:
         """Forget a replica that is no more; its attempts may still end."""
         self._voices.pop(name, None)
 
-    def looked(self, member: Member) -> None:
+    def looked(self, member: MonitoredReplica) -> None:
         """Judge a replica after a look at it, and give up what waits there in vain."""
         name, now = member.address.url, time.monotonic()
         voice = self._voices.get(name)

@@ -1,4 +1,4 @@
-"""PatientSend: what goes to a client that may take its time, but not for ever.
+"""WriteTimeout: what goes to a client that may take its time, but not for ever.
 
 A timer a message would cost as much as passing a token on; one a request, which looks now and then, costs nothing.
 """
@@ -9,7 +9,7 @@ from typing import Any
 from starlette.types import Message, Send
 
 
-class PatientSend:
+class WriteTimeout:
     """Sends as `send` does. Cancels `task`, and `is_over`, once the client took nothing for so many seconds.
 
     It may take a quarter more until that is noticed. Whoever made it closes it.

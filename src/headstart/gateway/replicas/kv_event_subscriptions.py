@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
-from headstart.gateway.replicas.replica_monitor import DEFAULT_BLOCK, Member
-from headstart.router.index.kv_event_index import MAX_BLOCKS, ToldContents
-from headstart.router.index.prefix_index import Contents
+from headstart.gateway.replicas.replica_monitor import DEFAULT_BLOCK, MonitoredReplica
+from headstart.router.index.kv_event_index import MAX_BLOCKS, KVEventIndex
+from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.routing_request import router_root
 
 TIERS = 4  # pools that engines tell of beside the accelerator's: host memory holds one to three times as much
@@ -15,20 +15,22 @@ SLACK_BLOCKS = 65_536  # a small pool may have a large tier beside it
 MAX_TOLD_BLOCKS = 2**21  # 600 MB of handles and names
 
 
-class Listening:
+class KVEventSubscriptions:
     """Consumers of KV events, one for each replica whose address names where they are published.
 
     `guess` gives the contents of replicas that are not listened to. Events hold token ids: as long as `names_tokens`
     says that prompts are not counted in tokens, nothing in them could be found, and it is guessed.
     """
 
-    def __init__(self, guess: Callable[[Member], Contents], names_tokens: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, guess: Callable[[MonitoredReplica], PrefixIndex], names_tokens: Callable[[], bool] = lambda: True
+    ) -> None:
         self._guess = guess
         self._names_tokens = names_tokens
         self._consumers: dict[str, KVEventConsumer] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def contents(self, member: Member) -> Contents:
+    def contents(self, member: MonitoredReplica) -> PrefixIndex:
         """What is believed of a replica's cache; begins to listen to it if it is the first time."""
         address = member.address
         if address.events is None or not self._names_tokens():
@@ -38,7 +40,7 @@ class Listening:
         if consumer is None:
             kind = member.metrics.kind or "vllm"
 
-            def reconfigured(block_size: int) -> ToldContents:
+            def reconfigured(block_size: int) -> KVEventIndex:
                 told = self._told(member, block_size)
                 if member.endpoint is not None:
                     member.endpoint.reconfigured(block_size, told)
@@ -51,7 +53,7 @@ class Listening:
             consumer.contents = self._told(member, size)
         return self._guess(member) if consumer.is_suspended else consumer.contents
 
-    def looked_at(self, member: Member) -> None:
+    def looked_at(self, member: MonitoredReplica) -> None:
         """Listens again where that was given up, once something of use is heard; and where it can begin only now.
 
         While a publisher is suspended the cache of its replica is guessed.
@@ -87,14 +89,14 @@ class Listening:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _told(self, member: Member, block_size: int) -> ToldContents:
+    def _told(self, member: MonitoredReplica, block_size: int) -> KVEventIndex:
         def root(adapter: str | None, domain: bytes) -> BlockHash:
             return router_root(member.base_model, adapter=adapter, domain=domain)
 
-        return ToldContents(block_size, root, self._guess(member), max_blocks=told_capacity(member, block_size))
+        return KVEventIndex(block_size, root, self._guess(member), max_blocks=told_capacity(member, block_size))
 
 
-def told_capacity(member: Member, block_size: int) -> int:
+def told_capacity(member: MonitoredReplica, block_size: int) -> int:
     """The blocks that events may tell of: those of the reported pool, and as many again on each tier beside it."""
     metrics = member.metrics
     if not metrics.num_blocks:

@@ -28,8 +28,8 @@ from headstart.gateway.replicas.probes import (
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.logs import Log
 from headstart.router.endpoint import Endpoint
-from headstart.router.index.approximate_index import Shadow
-from headstart.router.index.prefix_index import Contents
+from headstart.router.index.approximate_index import ApproximateIndex
+from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.router import Router
 
 LOOK_SECONDS = 2.0  # for an answer to a look; a busy front may take its time
@@ -37,7 +37,7 @@ MAX_SILENCES = 3  # looks without an answer in a row until nobody is there
 DEFAULT_BLOCK = 16  # tokens, of a replica that does not say
 
 
-class Member:
+class MonitoredReplica:
     """One replica. `state`: new, up, loading, draining or absent."""
 
     def __init__(self, address: ReplicaAddress) -> None:
@@ -60,7 +60,7 @@ class Member:
         return next((card.id for card in self.models if card.parent is None), "")
 
 
-class Members:
+class ReplicaMonitor:
     """Keeps the router's endpoints as the replicas are. `changed` is a Discovery's; `run` and `close` frame it.
 
     `contents(member)` says what the router believes of a replica's cache when it is seen first, or was started again;
@@ -79,7 +79,7 @@ class Members:
         headers: dict[str, str] | None = None,
         at_pick: bool = True,
     ) -> None:
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, MonitoredReplica] = {}
         self.seen = asyncio.Event()  # every replica known at first was looked at once
         self.on_models: Callable[[], None] = lambda: None
         self._router = router
@@ -89,8 +89,8 @@ class Members:
         self._scrape_interval = scrape_interval
         self._headers = headers or {}
         self._at_pick = at_pick
-        self.contents: Callable[[Member], Contents] = self.guessed
-        self.on_look: Callable[[Member], None] = lambda member: None
+        self.contents: Callable[[MonitoredReplica], PrefixIndex] = self.guessed
+        self.on_look: Callable[[MonitoredReplica], None] = lambda member: None
         self.on_removed: Callable[[str], None] = lambda url: None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._budget = ShadowBudget(log)
@@ -107,7 +107,7 @@ class Members:
             self._log.event("replica", {"replica": url, "state": "removed"}, text=f"replica {url}: removed")
         for url, address in wanted.items():
             if url not in self.members:
-                self.members[url] = member = Member(address)
+                self.members[url] = member = MonitoredReplica(address)
                 self._tasks[url] = asyncio.create_task(self._keep(member))
         if not addresses:
             self.seen.set()
@@ -145,18 +145,18 @@ class Members:
         known = [member.models for member in self.members.values()]
         return bool(known) and all(known)
 
-    def guessed(self, member: Member) -> Shadow:
+    def guessed(self, member: MonitoredReplica) -> ApproximateIndex:
         """An empty shadow of the replica's cache."""
         metrics = member.metrics
         policy = "2q" if metrics.kind == "headstart" else "lru"
         url = member.address.url
         num_blocks = self._budget.grant(url, metrics.num_blocks)
         allow = partial(self._budget.grow, url)
-        return Shadow(num_blocks, eviction_policy=policy, at_pick=self._at_pick, allow=allow)
+        return ApproximateIndex(num_blocks, eviction_policy=policy, at_pick=self._at_pick, allow=allow)
 
     # ---------------------------------------------------------------------------------------------------- one replica
 
-    async def _keep(self, member: Member) -> None:
+    async def _keep(self, member: MonitoredReplica) -> None:
         """Looks at a replica for ever."""
         while True:
             try:
@@ -168,7 +168,7 @@ class Members:
                 self.seen.set()
             await asyncio.sleep(self._health_interval)
 
-    async def _look(self, member: Member) -> None:
+    async def _look(self, member: MonitoredReplica) -> None:
         state = await self._state(member)
         if state == "up":
             if member.state != "up" or member.endpoint is None:
@@ -187,7 +187,7 @@ class Members:
             self._log.event("replica", {"replica": url, "state": state, "before": before}, text=text)
             member.state = state
 
-    async def _state(self, member: Member) -> str:
+    async def _state(self, member: MonitoredReplica) -> str:
         asked_at = time.monotonic()
         try:
             status, body = await self._get(member, "/health", MAX_HEALTH)
@@ -214,7 +214,7 @@ class Members:
             return state
         return "up" if status < 300 or 400 <= status < 500 else "absent"  # a redirect is another program's
 
-    async def _look_into(self, member: Member) -> None:
+    async def _look_into(self, member: MonitoredReplica) -> None:
         """Asks what it serves, and makes it a candidate."""
         before, first = member.models, member.endpoint is None
         with suppress(aiohttp.ClientError, TimeoutError, ValueError):
@@ -241,7 +241,7 @@ class Members:
         if first or member.models != before:
             self.on_models()
 
-    async def _scrape(self, member: Member) -> bool:
+    async def _scrape(self, member: MonitoredReplica) -> bool:
         """Reads /metrics, and returns whether it was there; without it the router goes by its own accounting."""
         member.scraped_at = time.monotonic()
         try:
@@ -262,7 +262,7 @@ class Members:
             self._reset(member, endpoint)  # it was started again, sooner than anybody looked
         return True
 
-    async def _sglang(self, member: Member, found: Metrics) -> Metrics:
+    async def _sglang(self, member: MonitoredReplica, found: Metrics) -> Metrics:
         with suppress(aiohttp.ClientError, TimeoutError, ValueError):
             status, body = await self._get(member, "/get_server_info", MAX_MODELS)
             if status == 200:
@@ -270,12 +270,12 @@ class Members:
                 return Metrics("sglang", size, pages, found.waiting, found.running, found.kv_usage)
         return found
 
-    def _reset(self, member: Member, endpoint: Endpoint) -> None:
+    def _reset(self, member: MonitoredReplica, endpoint: Endpoint) -> None:
         endpoint.reconfigured(member.metrics.block_size or endpoint.block_size, self.contents(member))
         url, state = member.address.url, "started again, its cache is empty"
         self._log.event("replica", {"replica": url, "state": state}, text=f"replica {url}: {state}")
 
-    async def _get(self, member: Member, path: str, max_bytes: int) -> tuple[int, bytes]:
+    async def _get(self, member: MonitoredReplica, path: str, max_bytes: int) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=LOOK_SECONDS)
         url = member.address.url + path
         async with self._session.get(url, timeout=timeout, headers=self._headers, allow_redirects=False) as response:

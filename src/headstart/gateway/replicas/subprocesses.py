@@ -1,4 +1,4 @@
-"""LocalFleet: replicas on this machine, as child processes. Started, watched, started again, and ended with this one.
+"""LocalReplicas: replicas on this machine as child processes: started, watched, started again, and ended.
 
 A replica that ends is started again after a while, on another port. SIGHUP starts all of them again one by one, each
 new one ready before its elder is told to drain. A child's stdin is a pipe on which its options come, and which then
@@ -48,7 +48,7 @@ MakeLaunch = Callable[[str], Launch]
 """How to start a process; the argument names this one among all that the fleet ever starts, as in "r0-3"."""
 
 
-class LocalFleet:
+class LocalReplicas:
     """A Discovery whose replicas live as long as `watch` and `close` let them. To be used in a `with` statement.
 
     `about` is what the banner says of each. Nothing is started before `watch`. Everything but `close` belongs to the
@@ -74,7 +74,7 @@ class LocalFleet:
         self._listed: tuple[ReplicaAddress, ...] | None = None
         self._num_started = 0
 
-    def __enter__(self) -> "LocalFleet":
+    def __enter__(self) -> "LocalReplicas":
         return self
 
     def __exit__(

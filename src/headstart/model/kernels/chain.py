@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headstart.model.kernels.library import Kernels, LinkDescriptor, threads
-from headstart.model.kernels.packed import HeadTurner, PackedLinear, check
+from headstart.model.kernels.packed import PackedLinear, RotaryHeads, check
 
 Angles = tuple[Tensor, Tensor]
 MAX_LINKS = 8  # see linear.cpp
@@ -26,7 +26,7 @@ class Link(NamedTuple):
     source: int
     target: int
     residual: int | None = None
-    turner: HeadTurner | None = None
+    turner: RotaryHeads | None = None
 
 
 class Buffers:

@@ -69,7 +69,7 @@ class PackedLinear:
         self.nbytes = packed.nbytes + sum(tensor.nbytes for tensor in (scales, biases) if tensor is not None)
 
 
-class HeadTurner:
+class RotaryHeads:
     """Rows that are heads [heads, head_dim], queries then keys then values: the first two are turned to their position.
 
     Before that they are normalised head by head, if there are norms [head_dim] for it (Qwen3).

@@ -99,11 +99,11 @@ class Decoder:
         """What attention gives for `rows` [T, hidden], as [T, heads * head_dim]."""
         config = self.config
         heads = layer.qkv(rows).view(len(rows), -1, config.head_dim)
-        queries, keys, values = self._turned(layer, heads, angles)
+        queries, keys, values = self._apply_rotary(layer, heads, angles)
         attended = attend(index, queries, keys, values, scale=config.head_dim**-0.5, window=layer.window)
         return attended.reshape(len(rows), -1)
 
-    def _turned(
+    def _apply_rotary(
         self, layer: DecoderLayer, heads: Tensor, angles: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, its heads, head_dim] of `heads`, the first two normalised and turned."""

@@ -15,7 +15,7 @@ from headstart.model.attention.base import Attend
 from headstart.model.attention.cpu import CPUStep
 from headstart.model.kernels.chain import Buffers, Chain, Link
 from headstart.model.kernels.library import Kernels, threads
-from headstart.model.kernels.packed import HeadTurner, PackedLinear
+from headstart.model.kernels.packed import PackedLinear, RotaryHeads
 from headstart.model.kernels.stack import Stack
 from headstart.model.layers.layer_ops import RMSNorm
 from headstart.model.layers.linear import Linear
@@ -127,7 +127,7 @@ class FusedLayers:
 
     def _before(self, config: ModelConfig, layer: Layer) -> list[Link]:
         norms = (layer.query_norm, layer.key_norm)
-        turner = HeadTurner(
+        turner = RotaryHeads(
             num_queries=config.num_heads,
             num_keys=config.num_kv_heads,
             head_dim=config.head_dim,

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headstart.core.batch import Ledger, Output
+from headstart.core.batch import Output, PromptTokenBreakdown
 from headstart.core.request import FinishReason, Request
 from headstart.openai.generation_params import GenerationParams
 from headstart.openai.text.detokenizer import Detokenizer
@@ -78,7 +78,7 @@ class Generation:
         self.num_prompt_tokens = len(request.prompt)
         self._token_ids = array("i")
         self.logprobs = LogprobTable()
-        self.ledger = Ledger()  # of the prompt, once there is a token
+        self.ledger = PromptTokenBreakdown()  # of the prompt, once there is a token
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None

@@ -22,8 +22,8 @@ from itertools import accumulate, islice, takewhile
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.index.discards import Discards
-from headstart.router.index.prefix_index import Hold
-from headstart.router.index.reuse_estimate import Reuse
+from headstart.router.index.prefix_index import Reservation
+from headstart.router.index.reuse_estimate import ReuseEstimate
 
 UNKNOWN_BLOCKS = 16_384  # how much a cache is believed to hold whose size nobody told; it learns
 MAX_UNKNOWN_BLOCKS = 65_536
@@ -45,7 +45,7 @@ Allow = Callable[[int, int], int]
 _ENDED = -1  # instead of an epoch
 
 
-class Shadow:
+class ApproximateIndex:
     """The contents of one cache, guessed. `num_blocks` 0: not known how many it has.
 
     `at_pick`: a request's blocks count from the moment it is sent; else from its first token on. `allow` is asked
@@ -72,7 +72,7 @@ class Shadow:
         self._epoch = 0
         self._allow = allow
         self._discards = Discards()
-        self._reuse = Reuse(0, self._max_blocks + 1)
+        self._reuse = ReuseEstimate(0, self._max_blocks + 1)
         self._start(num_blocks or UNKNOWN_BLOCKS)
 
     @property
@@ -103,11 +103,11 @@ class Shadow:
                 high = middle
         return low
 
-    def sent(self, names: list[BlockHash], now: float = 0.0) -> Hold:
+    def sent(self, names: list[BlockHash], now: float = 0.0) -> Reservation:
         """Keeps the blocks of a request from eviction, and takes in those that are new if it learns at the pick."""
         if self._discards:
             self._discards.free(FREED)
-        hold = Hold(names, self.match(names))
+        hold = Reservation(names, self.match(names))
         hold.epoch = self._epoch
         hold.num_losses = self._num_losses
         if hold.hit < len(names):
@@ -122,7 +122,7 @@ class Shadow:
             self._extend(hold, unsure=1)
         return hold
 
-    def computed(self, hold: Hold, now: float = 0.0) -> None:
+    def computed(self, hold: Reservation, now: float = 0.0) -> None:
         """The prompt is computed: its blocks are there."""
         if not self._is_open(hold):
             return
@@ -131,7 +131,7 @@ class Shadow:
         self._extend(hold, unsure=0)
         self._see(hold.blocks)
 
-    def finished(self, hold: Hold, names: list[BlockHash], now: float = 0.0) -> None:
+    def finished(self, hold: Reservation, names: list[BlockHash], now: float = 0.0) -> None:
         """Prompt and answer are there, and may be evicted from now on."""
         if not self._is_open(hold):
             return
@@ -140,7 +140,7 @@ class Shadow:
         self._extend(hold, unsure=0)
         self._release(hold)
 
-    def failed(self, hold: Hold) -> None:
+    def failed(self, hold: Reservation) -> None:
         """Lets its blocks go; those it was to compute are forgotten."""
         if not self._is_open(hold):
             return
@@ -150,7 +150,7 @@ class Shadow:
             self._pool.distrust(unsure)
         self._release(hold)
 
-    def observed(self, hold: Hold, num_blocks: int, now: float = 0.0) -> None:
+    def observed(self, hold: Reservation, num_blocks: int, now: float = 0.0) -> None:
         """Corrects what is believed by what was really cached. Once per request."""
         if hold.epoch != self._epoch or hold.reported or not self.corrects:
             return
@@ -182,7 +182,7 @@ class Shadow:
         capacity = self.capacity
         self._discards.add(self._pool, self._names, self._serials, *self._reuse.tables)
         self._epoch += 1
-        self._reuse = Reuse(0, self._max_blocks + 1)
+        self._reuse = ReuseEstimate(0, self._max_blocks + 1)
         self._start(capacity)
 
     def check(self) -> None:
@@ -222,13 +222,13 @@ class Shadow:
         self._unsure += bytes(num)
         self._reuse.grow(num)
 
-    def _is_open(self, hold: Hold) -> bool:
+    def _is_open(self, hold: Reservation) -> bool:
         """Whether the request is still under way; one from before the cache was emptied holds nothing any more."""
         if hold.epoch not in (self._epoch, _ENDED):
             hold.blocks, hold.hit, hold.sure, hold.epoch, hold.reported = [], 0, 0, self._epoch, True
         return hold.epoch != _ENDED
 
-    def _acquire(self, hold: Hold, end: int) -> None:
+    def _acquire(self, hold: Reservation, end: int) -> None:
         """Takes over published blocks up to `end` of its names."""
         pool, start = self._pool, len(hold.blocks)
         blocks = [entry[0] for name in hold.names[start:end] if (entry := pool.entry(name)) is not None]
@@ -239,7 +239,7 @@ class Shadow:
         self._reuse.used(blocks)
         hold.blocks += blocks
 
-    def _extend(self, hold: Hold, unsure: int) -> None:
+    def _extend(self, hold: Reservation, unsure: int) -> None:
         """Takes in those of its names that are missing, head first, as many as there is room for."""
         pool, names = self._pool, hold.names
         if len(hold.blocks) == len(names):
@@ -264,7 +264,7 @@ class Shadow:
             if len(self._unplaced) > MAX_UNPLACED:
                 del self._unplaced[next(iter(self._unplaced))]
 
-    def _release(self, hold: Hold) -> None:
+    def _release(self, hold: Reservation) -> None:
         self._see(hold.blocks)
         self._pool.release(hold.blocks)
         self._worth = None
@@ -282,7 +282,7 @@ class Shadow:
     def _num_losses(self) -> int:
         return self.num_trims + self.num_flushes
 
-    def _lost(self, hold: Hold, index: int) -> None:
+    def _lost(self, hold: Reservation, index: int) -> None:
         """Block `index` of a request is missing, which was believed to be there; so is all that was seen last before.
 
         What was seen since says how much the cache holds; those blocks that the request itself computes do not.

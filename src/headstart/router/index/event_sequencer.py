@@ -20,7 +20,7 @@ class Due(NamedTuple):
     batches: list[bytes]
 
 
-class Feed:
+class EventSequencer:
     """Batches in, batches out. `replays`: what was published before we came can be had, so it is waited for."""
 
     def __init__(self, *, replays: bool = False) -> None:

@@ -16,9 +16,9 @@ from itertools import islice, takewhile
 
 from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from headstart.core.cache.hashing import BlockHash, extend_hashes, region_hash
-from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.discards import Discards
-from headstart.router.index.prefix_index import Contents, Hold
+from headstart.router.index.prefix_index import PrefixIndex, Reservation
 
 SPECULATION = 60.0  # seconds after a request was sent in which it must be computed
 SPECULATION_COMPUTED = 5.0  # seconds after its first token in which its events must have come
@@ -32,7 +32,7 @@ SILENCE = 16  # requests that ended since the last event of use: with so many, s
 Root = Callable[[str | None, bytes], BlockHash]
 
 
-class ToldContents:
+class KVEventIndex:
     """The contents of one cache, as told. `root(adapter, domain)` names the empty prefix: routing_request.router_root.
 
     `guess` is kept beside them: events say what went, not what goes next, and it is what is left if they stop.
@@ -41,7 +41,7 @@ class ToldContents:
     """
 
     def __init__(
-        self, block_size: int, root: Root, guess: Contents | None = None, *, max_blocks: int = MAX_BLOCKS
+        self, block_size: int, root: Root, guess: PrefixIndex | None = None, *, max_blocks: int = MAX_BLOCKS
     ) -> None:
         self.block_size = block_size
         self.max_blocks = max_blocks
@@ -75,11 +75,11 @@ class ToldContents:
         rest = takewhile(lambda name: speculative.get(name, -1.0) > now or name in uses, islice(names, known, None))
         return known + sum(1 for _ in rest)
 
-    def sent(self, names: list[BlockHash], now: float) -> Hold:
+    def sent(self, names: list[BlockHash], now: float) -> Reservation:
         """Counts its blocks as there until their events come."""
         if self._discards:
             self._discards.free(FREED_PER_REQUEST)
-        hold = Hold(names, self.match(names, now))
+        hold = Reservation(names, self.match(names, now))
         hold.sure = self._match_told(names)
         speculative = self._speculative
         for name in names[hold.hit :]:
@@ -90,7 +90,7 @@ class ToldContents:
             hold.guess = self.guess.sent(names, now)
         return hold
 
-    def computed(self, hold: Hold, now: float) -> None:
+    def computed(self, hold: Reservation, now: float) -> None:
         """Expects its events soon."""
         for name in hold.names[hold.hit :]:
             if name in self._speculative:
@@ -98,20 +98,20 @@ class ToldContents:
         if self.guess is not None and hold.guess is not None:
             self.guess.computed(hold.guess, now)
 
-    def finished(self, hold: Hold, names: list[BlockHash], now: float) -> None:
+    def finished(self, hold: Reservation, names: list[BlockHash], now: float) -> None:
         """Expects to have heard something by now."""
         self.silence += len(names) > hold.hit
         if self.guess is not None and hold.guess is not None:
             self.guess.finished(hold.guess, names, now)
 
-    def failed(self, hold: Hold) -> None:
+    def failed(self, hold: Reservation) -> None:
         """What it was to compute is not expected any more."""
         for name in hold.names[hold.hit :]:
             self._speculative.pop(name, None)
         if self.guess is not None and hold.guess is not None:
             self.guess.failed(hold.guess)
 
-    def observed(self, hold: Hold, num_blocks: int, now: float) -> None:
+    def observed(self, hold: Reservation, num_blocks: int, now: float) -> None:
         """Corrects the guess alone: the index says what is so, and a report is older than the last event."""
         if self.guess is not None and hold.guess is not None:
             self.guess.observed(hold.guess, num_blocks, now)
@@ -128,7 +128,7 @@ class ToldContents:
     def free(self, num: int) -> int:
         """Free up to `num` entries of former tables, also of the guess; return how many: 0, and nothing is left."""
         freed = self._discards.free(num)
-        return freed + (self.guess.free(num - freed) if isinstance(self.guess, Shadow) and freed < num else 0)
+        return freed + (self.guess.free(num - freed) if isinstance(self.guess, ApproximateIndex) and freed < num else 0)
 
     def _empty(self) -> None:
         self._handles: dict[bytes, BlockHash] = {}

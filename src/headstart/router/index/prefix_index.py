@@ -5,7 +5,7 @@ from typing import Protocol
 from headstart.core.cache.hashing import BlockHash
 
 
-class Hold:
+class Reservation:
     """What one request under way means to the contents of its replica; handed back with all that becomes of it."""
 
     __slots__ = (
@@ -31,35 +31,35 @@ class Hold:
         self.evicted = False  # the first block behind the hit was there once, and had to go
         self.doubtful = False  # it was forgotten when the cache was thought to be emptied, and may be there
         self.num_losses = 0  # noticed before it was sent
-        self.guess: Hold | None = None  # of contents that are guessed beside those that are told
+        self.guess: Reservation | None = None  # of contents that are guessed beside those that are told
         self.reported = False
         self.epoch = 0
 
 
-class Contents(Protocol):
+class PrefixIndex(Protocol):
     """The cache of one replica. Names are those of a prompt's full blocks, from the first on."""
 
     def match(self, names: list[BlockHash], now: float) -> int:
         """How many leading blocks are believed to be there. Changes nothing that a caller could see."""
         ...
 
-    def sent(self, names: list[BlockHash], now: float) -> Hold:
+    def sent(self, names: list[BlockHash], now: float) -> Reservation:
         """A request is on its way to the replica."""
         ...
 
-    def computed(self, hold: Hold, now: float) -> None:
+    def computed(self, hold: Reservation, now: float) -> None:
         """Its first token is there: its prompt is computed."""
         ...
 
-    def finished(self, hold: Hold, names: list[BlockHash], now: float) -> None:
+    def finished(self, hold: Reservation, names: list[BlockHash], now: float) -> None:
         """It has ended well; `names` go on with what it generated, where that is known."""
         ...
 
-    def failed(self, hold: Hold) -> None:
+    def failed(self, hold: Reservation) -> None:
         """It has ended, and nobody knows what was computed of it."""
         ...
 
-    def observed(self, hold: Hold, num_blocks: int, now: float) -> None:
+    def observed(self, hold: Reservation, num_blocks: int, now: float) -> None:
         """The replica says how many of its leading blocks were really cached."""
         ...
 

@@ -6,7 +6,7 @@ to be used a second time. Time is a count of uses, as in approximate_index.py.
 """
 
 
-class Reuse:
+class ReuseEstimate:
     """Uses of each block of a pool of `num_blocks`, which may grow to `size`."""
 
     __slots__ = ("_first", "_num_new", "_num_reused", "_remembered", "_uses")
@@ -23,9 +23,9 @@ class Reuse:
         """Of the blocks that were taken in, those that were used a second time; older ones count less."""
         return self._num_reused / max(self._num_new, 1)
 
-    def emptied(self, num_blocks: int, size: int) -> "Reuse":
+    def emptied(self, num_blocks: int, size: int) -> "ReuseEstimate":
         """The same experience with blocks, and none of them there."""
-        fresh = Reuse(num_blocks, size)
+        fresh = ReuseEstimate(num_blocks, size)
         fresh._num_new, fresh._num_reused = self._num_new, self._num_reused
         return fresh
 

@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol
 
 from headstart.router.endpoint import Endpoint
 from headstart.router.policies.rendezvous import weight
-from headstart.router.routing_request import Ask
+from headstart.router.routing_request import RoutingRequest
 
 
 class Candidate(NamedTuple):
@@ -22,7 +22,7 @@ class Candidate(NamedTuple):
 class View(NamedTuple):
     """All a policy decides by. `key` is the name of the prompt's first block that no replica has."""
 
-    ask: Ask
+    ask: RoutingRequest
     candidates: tuple[Candidate, ...]
     key: bytes
     now: float

@@ -16,10 +16,10 @@ from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.report import Report, Sheet
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.endpoint import Endpoint
-from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.policies.policy_table import POLICIES, make_policy
 from headstart.router.router import Router
-from headstart.router.routing_request import Ask, Prompt, router_root
+from headstart.router.routing_request import Prompt, RoutingRequest, router_root
 from headstart.workload.request_record import percentile
 from headstart.workload.synthetic import random_tokens
 
@@ -109,7 +109,7 @@ def _full(config: PickConfig, rng: Random, bar: Bar) -> tuple[Router, list[list[
     tracemalloc.start()
     shared = [_chain(length, rng) for _ in range(4)]
     for index in range(config.replicas):
-        shadow = Shadow(config.blocks)
+        shadow = ApproximateIndex(config.blocks)
         for _ in range(config.blocks // length + 1):
             _take(shadow, _chain(length, rng))
         for number, chain in enumerate(shared):
@@ -129,7 +129,7 @@ def _decisions(router: Router, shared: list[list[BlockHash]], config: PickConfig
         chain = shared[number % len(shared)]
         keep = rng.choice((0, len(chain) // 2, len(chain)))
         names = chain[:keep] + _chain(len(chain) - keep, rng)
-        ask = Ask(Prompt.of_names(names, config.long_prompt, BLOCK_SIZE))
+        ask = RoutingRequest(Prompt.of_names(names, config.long_prompt, BLOCK_SIZE))
         start = thread_time()
         router.pick(ask, float(number))
         times.append((thread_time() - start) * 1e6)
@@ -141,7 +141,7 @@ def _sent(router: Router, config: PickConfig, rng: Random) -> list[float]:
     times: list[float] = []
     for number in range(max(config.decisions // 10, 10)):
         names = _chain(config.long_prompt // BLOCK_SIZE, rng)
-        pick = router.pick(Ask(Prompt.of_names(names, config.long_prompt, BLOCK_SIZE)), float(number))
+        pick = router.pick(RoutingRequest(Prompt.of_names(names, config.long_prompt, BLOCK_SIZE)), float(number))
         start = thread_time()
         router.sent(pick, float(number))
         times.append((thread_time() - start) * 1e6)
@@ -157,7 +157,7 @@ def _whole(router: Router, config: PickConfig, rng: Random) -> float:
     prompts = [prefix + random_tokens(config.short_prompt // 2, VOCAB_SIZE, rng) for _ in range(config.decisions)]
     start = thread_time()
     for number, tokens in enumerate(prompts):
-        pick = router.pick(Ask(Prompt(tokens, root)), 1e6 + number)
+        pick = router.pick(RoutingRequest(Prompt(tokens, root)), 1e6 + number)
         router.sent(pick, 1e6 + number)
         router.first_token(pick, 1e6 + number + 0.1)
         router.finished(pick, 1e6 + number + 0.2)
@@ -166,13 +166,13 @@ def _whole(router: Router, config: PickConfig, rng: Random) -> float:
 
 def _unique(router: Router, config: PickConfig, rng: Random, bar: Bar) -> None:
     for number in range(config.unique):
-        pick = router.pick(Ask(Prompt.of_names(_chain(1, rng), BLOCK_SIZE, BLOCK_SIZE)), 2e6 + number)
+        pick = router.pick(RoutingRequest(Prompt.of_names(_chain(1, rng), BLOCK_SIZE, BLOCK_SIZE)), 2e6 + number)
         router.sent(pick, 2e6 + number)
         router.finished(pick, 2e6 + number + 0.1)
         bar.advance()
 
 
-def _take(shadow: Shadow, names: list[BlockHash]) -> None:
+def _take(shadow: ApproximateIndex, names: list[BlockHash]) -> None:
     hold = shadow.sent(names)
     shadow.finished(hold, names)
 
@@ -181,6 +181,6 @@ def _chain(length: int, rng: Random) -> list[BlockHash]:
     return [BlockHash(rng.randbytes(32)) for _ in range(length)]
 
 
-def _shadow(endpoint: Endpoint) -> Shadow:
-    assert isinstance(endpoint.contents, Shadow)
+def _shadow(endpoint: Endpoint) -> ApproximateIndex:
+    assert isinstance(endpoint.contents, ApproximateIndex)
     return endpoint.contents

@@ -19,8 +19,8 @@ from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.router.router import Router
-from headstart.router.routing_decision import Pick
-from headstart.router.routing_request import Ask, Usage
+from headstart.router.routing_decision import RoutingDecision
+from headstart.router.routing_request import RoutingRequest, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Call:
     at: float
     session: str
     request: Request
-    ask: Ask
+    ask: RoutingRequest
 
 
 class Served(NamedTuple):
     """What was predicted of a call, and what the engine reported."""
 
-    pick: Pick
+    pick: RoutingDecision
     usage: Usage
 
 
@@ -45,7 +45,7 @@ class _Flight:
     """A call under way."""
 
     call: Call
-    pick: Pick
+    pick: RoutingDecision
     output: list[int]
 
 

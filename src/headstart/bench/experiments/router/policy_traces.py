@@ -16,16 +16,16 @@ from headstart.bench.report import Report, Sheet
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.errors import ConfigError
 from headstart.router.endpoint import Endpoint
-from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.policies.policy import Policy
 from headstart.router.policies.policy_table import POLICIES, make_policy
-from headstart.router.prefill_model import Rates
+from headstart.router.prefill_model import PrefillModel
 from headstart.router.router import Router
-from headstart.router.routing_request import Ask, Prompt, pack_text, router_root
+from headstart.router.routing_request import Prompt, RoutingRequest, pack_text, router_root
 from headstart.workload.request_record import summarize
 from headstart.workload.traces import CHAIN_BLOCK, read_trace
 
-PREFILL = Rates(0.0, 1e3 / 15_928, 0.0, 0.0)  # tokens per second that the gateway's guide measured on two H100
+PREFILL = PrefillModel(0.0, 1e3 / 15_928, 0.0, 0.0)  # tokens per second that the gateway's guide measured on two H100
 TEXT_BLOCK = 16
 
 
@@ -103,7 +103,7 @@ def _run(case: _Case, arrivals: Sequence[Arrival], block_size: int, config: Rout
         router = Router(case.make())
         for name in names:
             believed = int(case.size * (config.believed or config.cache))
-            shadow = Shadow(believed, at_pick=case.at_pick, corrects=case.corrects)
+            shadow = ApproximateIndex(believed, at_pick=case.at_pick, corrects=case.corrects)
             router.add(Endpoint(name, shadow, block_size=block_size))
         routers.append(router)
     fleet = VirtualFleet([VirtualReplica(name, config.cache, block_size, PREFILL, 0.0) for name in names])
@@ -136,12 +136,12 @@ def _arrivals(trace: Path, config: RouteConfig) -> tuple[list[Arrival], int]:
     if found.kind != "agent":
         raise ConfigError(f"{trace}: a trace of kind {found.kind} says nothing of shared prefixes")
     root = router_root("")
-    asks = [Ask(Prompt(pack_text(row.text.encode()), root), session=row.session) for row in found.requests]
+    asks = [RoutingRequest(Prompt(pack_text(row.text.encode()), root), session=row.session) for row in found.requests]
     # Agents' clocks differ by days between files: one call after the other, so many per second.
     return [Arrival(index / config.speed, ask, 1) for index, ask in enumerate(asks)], TEXT_BLOCK
 
 
-def _ask(block_ids: tuple[int, ...], prompt_tokens: int, output_tokens: int) -> Ask:
+def _ask(block_ids: tuple[int, ...], prompt_tokens: int, output_tokens: int) -> RoutingRequest:
     full = block_ids[: prompt_tokens // CHAIN_BLOCK]
     names = [BlockHash(number.to_bytes(32, "big")) for number in full]
-    return Ask(Prompt.of_names(names, prompt_tokens, CHAIN_BLOCK), max_tokens=output_tokens)
+    return RoutingRequest(Prompt.of_names(names, prompt_tokens, CHAIN_BLOCK), max_tokens=output_tokens)

@@ -17,7 +17,7 @@ from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.report import Report, Sheet
 from headstart.core.cache.events import BlockRemoved, BlockStored
 from headstart.gateway.kv_events.kv_event_decoding import EventDecoder
-from headstart.router.index.event_sequencer import Feed
+from headstart.router.index.event_sequencer import EventSequencer
 from headstart.workload.request_record import percentile
 
 END_SECONDS = 600.0  # of one case; it takes seconds
@@ -152,7 +152,7 @@ def _cost(config: PreciseConfig, seed: int, bar: Bar) -> tuple[list[float], int,
         rig.close()
         seconds: list[float] = []
         for _ in range(config.passes):
-            feed, decoder, contents = Feed(), EventDecoder("headstart"), rig.listener().contents
+            feed, decoder, contents = EventSequencer(), EventDecoder("headstart"), rig.listener().contents
             gc.collect()
             start = thread_time()
             for number, payload in enumerate(payloads):

@@ -25,7 +25,7 @@ from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 from headstart.gateway.kv_events.kv_event_decoding import event_domain
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.openai.engine_requests import narrow_domain
-from headstart.router.index.kv_event_index import ToldContents
+from headstart.router.index.kv_event_index import KVEventIndex
 from headstart.server.kv_events.kv_event_encoding import BatchEncoder
 from headstart.server.kv_events.kv_event_publisher import KVEventPublisher, KVEventsConfig
 
@@ -192,13 +192,13 @@ class Rig:
         self.num_published += 1
         self._heard(events)
 
-    def _contents(self, block_size: int) -> ToldContents:
+    def _contents(self, block_size: int) -> KVEventIndex:
         """Named as the engine names: what the digest of a domain stands for is known here."""
 
         def root(adapter: str | None, domain: bytes):
             return root_hash(b"", adapter=adapter, domain=self._domains[domain])
 
-        return ToldContents(block_size, root)
+        return KVEventIndex(block_size, root)
 
     def _request(self) -> Request:
         self._count += 1

@@ -28,10 +28,10 @@ from headstart.core.request import Request
 from headstart.core.sched.limits import Limits
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.router.endpoint import Endpoint
-from headstart.router.index.approximate_index import Shadow
+from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
-from headstart.router.routing_request import Ask, Prompt, pack_text, router_root
+from headstart.router.routing_request import Prompt, RoutingRequest, pack_text, router_root
 from headstart.workload.traces import TracedRequest, read_trace
 
 BLOCK_SIZE = 16
@@ -163,7 +163,9 @@ def _run(form: Form, calls: Sequence[Call], config: PredictConfig, vocab_size: i
         name = f"r{index}"
         engine = make_engine(config.cache, BLOCK_SIZE, vocab_size, form.policy, limits)
         replicas.append(EngineReplica(name, engine, COST))
-        shadow = Shadow(int(form.size * config.cache), eviction_policy=form.believed_policy, corrects=corrects)
+        shadow = ApproximateIndex(
+            int(form.size * config.cache), eviction_policy=form.believed_policy, corrects=corrects
+        )
         router.add(Endpoint(name, shadow, block_size=BLOCK_SIZE))
     fleet = EngineFleet(replicas, router, tells_output=form.told)
     if form.flush:
@@ -230,6 +232,6 @@ def _calls(texts: Sequence[_Text], config: PredictConfig, exact: bool) -> list[C
             prompt = Prompt(text.request.prompt, root)
         else:
             prompt = Prompt(pack_text(text.row.text.encode()), root, exact=False)
-        ask = Ask(prompt, session=text.session, max_tokens=text.request.sampling.max_tokens)
+        ask = RoutingRequest(prompt, session=text.session, max_tokens=text.request.sampling.max_tokens)
         calls.append(Call(begin / config.speed + text.row.at - begin, text.session, text.request, ask))
     return calls

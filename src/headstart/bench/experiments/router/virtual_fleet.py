@@ -13,10 +13,10 @@ from itertools import count, takewhile
 
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash
-from headstart.router.prefill_model import Rates, Work
+from headstart.router.prefill_model import PrefillModel, Work
 from headstart.router.router import Router
-from headstart.router.routing_decision import Pick
-from headstart.router.routing_request import Ask, Usage
+from headstart.router.routing_decision import RoutingDecision
+from headstart.router.routing_request import RoutingRequest, Usage
 from headstart.workload.request_record import RequestRecord
 
 
@@ -25,7 +25,7 @@ class Arrival:
     """One request of a virtual workload; `output` in tokens."""
 
     at: float
-    ask: Ask
+    ask: RoutingRequest
     output: int
 
 
@@ -33,7 +33,7 @@ class Arrival:
 class _Job:
     """One request inside a replica."""
 
-    pick: Pick
+    pick: RoutingDecision
     arrival: Arrival
     names: list[BlockHash]
     number: int
@@ -47,7 +47,7 @@ class VirtualReplica:
     """One engine. `rates` say how long a prefill takes, `token_ms` how long a token of an answer."""
 
     def __init__(
-        self, name: str, num_blocks: int, block_size: int, rates: Rates, token_ms: float, policy: str = "lru"
+        self, name: str, num_blocks: int, block_size: int, rates: PrefillModel, token_ms: float, policy: str = "lru"
     ) -> None:
         self.name = name
         self.block_size = block_size
@@ -120,7 +120,7 @@ class VirtualFleet:
         self.replicas = {replica.name: replica for replica in replicas}
         self.reports_usage = reports_usage
         self.records: list[RequestRecord] = []
-        self.picks: list[Pick] = []
+        self.picks: list[RoutingDecision] = []
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = count()
         self.now = 0.0
