@@ -121,7 +121,7 @@ def _metric_table(page: str) -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": options,
-    "api.md": metrics,
+    "metrics.md": metrics,
     "architecture.md": folders,
     "routing.md": router_metrics,
 }
