@@ -250,7 +250,7 @@ def test_nobody_at_the_address_is_reported_too(capsys: pytest.CaptureFixture[str
             for number in range(SILENCE):
                 names = Prompt([number] * 8, router_root("m")).names(4)
                 consumer.contents.finished(consumer.contents.sent(names, 0.0), names, 0.0)
-            await until(lambda: "nobody is at ipc:///tmp/nobody-is-here" in capsys.readouterr().err)
+            await until(lambda: "nothing listens at ipc:///tmp/nobody-is-here" in capsys.readouterr().err)
 
     run(test())
 

@@ -196,7 +196,7 @@ def test_a_replacement_that_fails_leaves_the_replicas_there_are(folder: str, tol
     async def run() -> None:
         async with watching(fleet) as watched:
             os.kill(os.getpid(), signal.SIGHUP)
-            await until(lambda: "the replicas there are go on" in told.getvalue())
+            await until(lambda: "the running replicas continue" in told.getvalue())
             assert len(watched.lists) == 1
             for url in watched.lists[0]:
                 assert (await asyncio.to_thread(complete, url)).status_code == 200

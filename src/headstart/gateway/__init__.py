@@ -1,1 +1,1 @@
-"""Bodies around the routing core: sockets, clocks and processes between clients and replicas."""
+"""I/O around the routing core: sockets, clocks and processes between clients and replicas."""

@@ -1,7 +1,7 @@
-"""Cache statistics of a fleet: /v1/cache/stats of every replica, and the sums of those that tell theirs.
+"""Cache statistics of a fleet: /v1/cache/stats of every replica, and the sums over the replicas that report.
 
-The sums have the fields of one server's answer. Left out of them is `store`: replicas may share one folder, which would
-count several times. Engines without such a route (vLLM, SGLang) are listed as not reporting.
+The sums have the fields of one server's answer. `store` is not summed: replicas may share one folder, which would be
+counted several times. Engines without this route (vLLM, SGLang) are listed as not reporting.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from headstart.openai.responses import Json
 
 PATH = "/v1/cache/stats"
 ANSWER_SECONDS = 10.0
-MAX_BYTES = 1 << 20  # of one replica's answer: some thousand tenants
-_REFUSALS = (401, 403, 503)  # passed on where no replica answers otherwise
+MAX_BYTES = 1 << 20  # of one replica's answer: about a thousand tenants
+_REFUSALS = (401, 403, 503)  # returned if no replica reports
 _RATIOS = ("hit_rate", "prefill_redundancy")
 _NOT_SUMMED = ("model", "block_size", "store", *_RATIOS)
 
@@ -28,7 +28,7 @@ Counts = dict[str, int]
 
 
 class ReplicaStats(msgspec.Struct):
-    """The answer of one Headstart server; tokens unless its own page (docs/api.md) says otherwise."""
+    """The answer of one Headstart server; in tokens unless docs/api.md says otherwise."""
 
     model: str
     block_size: int
@@ -53,7 +53,7 @@ class ReplicaStats(msgspec.Struct):
 
 
 class Told(msgspec.Struct):
-    """The statistics of one replica, or why there are none; `status` 0: no answer came."""
+    """The statistics of one replica, or the reason why there are none; `status` 0: no answer was received."""
 
     url: str
     status: int = 0
@@ -61,7 +61,7 @@ class Told(msgspec.Struct):
 
     @property
     def error(self) -> str | None:
-        """Why there are no statistics; None if there are."""
+        """The reason why there are no statistics; None if there are."""
         if self.stats is not None:
             return None
         if not self.status:
@@ -72,7 +72,7 @@ class Told(msgspec.Struct):
 async def ask_replicas(
     session: aiohttp.ClientSession, urls: Sequence[str], headers: list[tuple[bytes, bytes]], own: dict[str, str]
 ) -> list[Told]:
-    """Ask every replica for its statistics with the caller's headers; `own` replaces those of its names.
+    """Request the statistics of every replica with the caller's headers; `own` replaces headers of the same name.
 
     Raises HttpError 503 if there is no replica.
     """
@@ -84,14 +84,14 @@ async def ask_replicas(
 
 
 def fleet_answer(found: Sequence[Told], *, is_admin: bool, is_own_key: bool) -> Json:
-    """Return the JSON of a fleet's statistics: sums, and for administrators each replica's own.
+    """Return the JSON of a fleet's statistics: the sums and, for administrators, the statistics of each replica.
 
-    `is_own_key`: replicas saw the caller's key, and left out what it may not see. Else only administrators see rows of
-    tenants. Raises HttpError if no replica tells anything.
+    `is_own_key`: replicas saw the caller's key and omitted what it may not see. Otherwise only administrators see the
+    rows of tenants. Raises HttpError if no replica reports statistics.
     """
     told = [one.stats for one in found if one.stats is not None]
     if not told:
-        raise _nothing_told(found)
+        raise _none_reported(found)
     answer: Json = {"object": "fleet.cache.stats", "num_replicas": len(found), "num_reporting": len(told)}
     answer |= _summed(told)
     if not (is_admin or is_own_key):
@@ -120,10 +120,10 @@ async def _ask(session: aiohttp.ClientSession, url: str, headers: list[tuple[str
     return told
 
 
-def _nothing_told(found: Sequence[Told]) -> HttpError:
+def _none_reported(found: Sequence[Told]) -> HttpError:
     refused = next((one.status for one in found if one.status in _REFUSALS), 0)
     reasons = ", ".join(sorted({one.error or "" for one in found}))
-    message = f"none of {len(found)} replicas told its cache statistics ({reasons})"
+    message = f"none of {len(found)} replicas reported its cache statistics ({reasons})"
     if refused:
         return HttpError(refused, message, code="permission_denied" if refused < 500 else "no_replicas")
     if all(one.status in (404, 405) for one in found):
@@ -132,7 +132,7 @@ def _nothing_told(found: Sequence[Told]) -> HttpError:
 
 
 def _summed(told: Sequence[ReplicaStats]) -> Json:
-    """Return the sums of all counts, and ratios of the sums. A field on which replicas do not agree is null."""
+    """Return the sums of all counts, and ratios of the sums. A field in which replicas differ is null."""
     rows: list[Json] = [msgspec.to_builtins(stats) for stats in told]
     total: Json = {name: _same([row[name] for row in rows]) for name in ("model", "block_size")}
     total |= _sums([{name: value for name, value in row.items() if name not in _NOT_SUMMED} for row in rows])
@@ -143,7 +143,7 @@ def _summed(told: Sequence[ReplicaStats]) -> Json:
 
 
 def _sums(rows: Sequence[Json]) -> Json:
-    """Return the sums of numbers by key, of nested objects too."""
+    """Return the sums of numbers by key, including those in nested objects."""
     total: Json = {}
     for key in dict.fromkeys(key for row in rows for key in row):
         values = [row[key] for row in rows if key in row]

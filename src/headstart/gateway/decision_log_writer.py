@@ -1,6 +1,6 @@
-"""DecisionLog: every decision of a router as a line of JSON in a file, written by a thread of its own.
+"""DecisionLog: writes every routing decision as a line of JSON to a file, on its own thread.
 
-What the disk does not take in time is counted and left out: no request waits for its own record.
+Decisions that the disk does not accept in time are dropped and counted: no request waits for its record.
 """
 
 import queue
@@ -18,7 +18,7 @@ CLOSE_SECONDS = 5.0
 
 
 class DecisionLog:
-    """Adds to the file at `path`. Raises ConfigError if it cannot be opened."""
+    """Appends to the file at `path`. Raises ConfigError if it cannot be opened."""
 
     def __init__(self, path: Path) -> None:
         self.num_dropped = 0
@@ -31,14 +31,14 @@ class DecisionLog:
         self._thread.start()
 
     def write(self, decision: DecisionRecord) -> None:
-        """Takes in a decision. Never waits and never raises."""
+        """Queue a decision. Never waits and never raises."""
         try:
             self._waiting.put_nowait(decision)
         except queue.Full:
             self.num_dropped += 1
 
     def close(self) -> None:
-        """Writes what waits and closes the file."""
+        """Write the queued decisions and close the file."""
         try:
             self._waiting.put(None, timeout=CLOSE_SECONDS)
         except queue.Full:

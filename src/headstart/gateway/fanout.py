@@ -1,6 +1,6 @@
-"""Fan-out: what an administrator asks of a fleet is asked of every replica: pinned prefixes, and forgetting caches.
+"""Fan-out: administrative requests sent to every replica: pinned prefixes and cache resets.
 
-The router has checked the administrator's key; replicas see the caller's own, or `--replica-api-key`.
+The router has checked the administrator's key; replicas see the caller's own key, or `--replica-api-key`.
 """
 
 import asyncio
@@ -25,9 +25,10 @@ async def ask_all(
     body: bytes,
     own: dict[str, str],
 ) -> Answer:
-    """Asks all replicas at once; `target` is path and query. The first answer that is an error, else the first one.
+    """Send a request to all replicas at once and return the first answer that is an error, else the first answer.
 
-    Raises HttpError 503 if there is no replica, and 502 if one gave no answer: then the others may have done it.
+    `target`: path and query. Raises HttpError 503 if there is no replica, and 502 if a replica gave no answer: then the
+    other replicas may have done it.
     """
     if not urls:
         raise HttpError(503, "no replica is up", code="no_replicas", headers={"retry-after": "1"})

@@ -1,4 +1,4 @@
-"""The front: the ASGI application of a router. What it does not know itself it has a replica answer."""
+"""The ASGI application of a router. It answers some routes itself and forwards the others to replicas."""
 
 import asyncio
 import re
@@ -25,22 +25,22 @@ from headstart.openai.fields import shown
 from headstart.openai.request_bodies import parse_json
 from headstart.openai.responses import Json, model_list
 
-CHAT_PATH = "/v1/chat/completions"  # rendered by the chat template, which takes as long as it likes
-LONG_BODY_BYTES = 16 * 1024  # from here on, parsing and tokenizing leave the event loop: it has streams to pass on
-MAX_LARGE_READS = 2  # at once: a parsed body takes some 20 times its bytes until its prompt is found
+CHAT_PATH = "/v1/chat/completions"  # rendered by the chat template, whose run time has no bound
+LONG_BODY_BYTES = 16 * 1024  # longer bodies are parsed and tokenized off the event loop, which relays streams
+MAX_LARGE_READS = 2  # at once: a parsed body takes about 20 times its bytes until its prompt is extracted
 _PREFIX = re.compile(r"/v1/prefixes/[A-Za-z0-9._-]*[A-Za-z0-9_-]")
-_ADMINISTRATION = {"/v1/prefixes": ("GET", "POST"), "/reset_prefix_cache": ("POST",)}  # asked of every replica
+_ADMINISTRATION = {"/v1/prefixes": ("GET", "POST"), "/reset_prefix_cache": ("POST",)}  # sent to every replica
 MAX_ID_CHARS = 256
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def build_front(state: GatewayState) -> ASGIApp:
-    """The whole application of one router."""
+    """Return the complete application of one router."""
     return Gate(_Front(state), state)
 
 
 class _Front:
-    """Finds the handler of a request, and turns its errors into answers."""
+    """Dispatches requests to their handlers and turns errors into responses."""
 
     def __init__(self, state: GatewayState) -> None:
         self._state = state
@@ -66,7 +66,7 @@ class _Front:
             if record.status is not None:
                 if isinstance(error, ClientGoneError):
                     return
-                raise  # half an answer is out: the connection must be cut
+                raise  # part of the answer has been sent: the connection must be cut
             await error_response(error)(scope, receive, send)
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,16 +110,16 @@ class _Front:
         start = time.perf_counter()
         sender = state.sender(record.principal, headers)
         if len(body) > LONG_BODY_BYTES:
-            hold.set(len(body))  # others are served while it is read
+            hold.set(len(body))  # other requests are served while it is read
         reading = await self._read(path, body, sender)
-        body = b""  # what is sent on may be another one
+        body = b""  # the body that is forwarded may differ
         hold.set(bytes_of(reading))
         self._check_model(reading)
         explains = is_admin and (b"x-headstart-explain", b"1") in headers
         call = ProxiedCall(
             path, scope["headers"], _sender(scope), reading, record.request_id, explains, shows_replica=is_admin
         )
-        del reading  # the call frees what it needs no more
+        del reading  # the call frees what it no longer needs
         call.hold = hold
         state.metrics.decide.observe(time.perf_counter() - start)
         with state.under_way():
@@ -140,7 +140,7 @@ class _Front:
         )
 
     def _check_model(self, reading: ReadRequest) -> None:
-        """A model that nobody serves is told at once; as long as nobody said what it serves, anything may be right."""
+        """Reject a model that no replica serves. Any model is accepted until all replicas have listed their models."""
         served, name = self._state.reader.served, reading.ask.model
         if name and served and name not in served and self._state.members.knows_all_models:
             known = ", ".join(list(served)[:16])
@@ -149,7 +149,7 @@ class _Front:
             )
 
     async def _administer(self, request: Request) -> Response:
-        """Asks every replica. The gate has let administrators through only."""
+        """Send the request to every replica. The gate has already rejected everyone but administrators."""
         answer = await self._state.administer(
             request.method, _target(request), request.scope["headers"], await self._state.bodies.read(request)
         )
@@ -213,6 +213,6 @@ def _target(request: Request) -> str:
 
 
 def _sender(scope: Scope) -> str:
-    """The address from which a request came: replicas must not take it for one of their own machine."""
+    """Return the client's address: replicas must not take the request for one from their own machine."""
     client = scope.get("client")
     return client[0] if client else "unknown"

@@ -1,4 +1,4 @@
-"""Metrics of a router in Prometheus' text format. Labels come from closed sets: replicas, routes, kinds, policies."""
+"""Metrics of a router in Prometheus' text format. Labels have closed value sets: replicas, routes, kinds, policies."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -21,7 +21,7 @@ STATES = ("new", "up", "loading", "draining", "absent")
 
 
 class View(Protocol):
-    """What a scrape reads of a running router."""
+    """The state of a running router that a scrape reads."""
 
     router: Router
     members: ReplicaMonitor
@@ -31,37 +31,37 @@ class View(Protocol):
     def num_pending(self) -> int: ...
 
     def event_counts(self) -> Mapping[str, Mapping[str, int]]:
-        """What was heard of each replica's KV events, by replica and kind."""
+        """Return the counters of each replica's KV events, by replica and kind."""
         ...
 
 
 class GatewayMetrics:
-    """The metrics of one router, in a registry of their own."""
+    """The metrics of one router, in their own registry."""
 
     def __init__(self, routes: Iterable[str]) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._routes = frozenset(routes)
         self._http = self._counter("http_requests", "HTTP requests.", "route", "method", "status")
-        self._requests = self._counter("router_requests", "Requests by who answered them.", "replica", "outcome")
-        self._failures = self._counter("router_failures", "Attempts that brought no answer.", "reason")
+        self._requests = self._counter("router_requests", "Requests by replica and outcome.", "replica", "outcome")
+        self._failures = self._counter("router_failures", "Attempts without an answer.", "reason")
         self._retries = Counter("headstart:router_retries", "Attempts after the first one.", registry=self._registry)
         self._predicted = self._counter("router_predicted_tokens", "Prompt tokens believed to be cached.", "replica")
-        self._cached = self._counter("router_cached_tokens", "Prompt tokens that were, by the replica.", "replica")
-        self._prompt = self._counter("router_prompt_tokens", "Prompt tokens routed, as counted here.", "replica")
+        self._cached = self._counter("router_cached_tokens", "Prompt tokens cached, as reported.", "replica")
+        self._prompt = self._counter("router_prompt_tokens", "Prompt tokens routed, by the router's count.", "replica")
         self.ttft = self._histogram("router_ttft_seconds", "From arrival to the first token.", _TTFT)
-        self.decide = self._histogram("router_decision_seconds", "To read a prompt and pick a replica.", _DECIDE)
+        self.decide = self._histogram("router_decision_seconds", "Time to read a prompt and select a replica.", _DECIDE)
 
     def watch(self, view: View) -> None:
-        """Adds what the router holds to every scrape."""
+        """Add the router's state to every scrape."""
         self._registry.register(_Collector(view))
 
     def answered(self, path: str, method: str, status: int) -> None:
-        """Counts an HTTP request; unknown paths and methods share one label."""
+        """Count an HTTP request; unknown paths and methods share one label."""
         route = path if path in self._routes else "other"
         self._http.add((route, method_label(method), str(status)))
 
     def routed(self, call: ProxiedCall) -> None:
-        """Counts what became of a request."""
+        """Count the attempts, failures and outcome of a request."""
         for failure in call.failures:
             self._failures.add((failure.value,))
         if call.num_attempts > 1:
@@ -77,7 +77,7 @@ class GatewayMetrics:
             self._prompt.add((name,), pick.view.prompt_tokens)
 
     def expose(self, *, with_replicas: bool = True) -> bytes:
-        """Everything in Prometheus' text format; what is told by replica is for administrators only."""
+        """Return all metrics in Prometheus' text format; those labelled by replica are for administrators only."""
         return generate_latest(self._registry if with_replicas else _WithoutReplicas(self._registry))
 
     def _counter(self, name: str, text: str, *labels: str) -> "_Counts":
@@ -108,7 +108,7 @@ class _Counts(Collector):
 
 
 class _WithoutReplicas(Collector):
-    """The metrics that have no label with a replica's address."""
+    """The metrics without a replica's address in a label."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -133,27 +133,27 @@ class _Collector(Collector):
         yield _gauge(
             "pending", "Requests without a first token.", "replica", {e.name: e.load.num_pending for e in ends}
         )
-        yield _gauge("streams", "Answers under way.", "replica", {e.name: e.load.num_streams for e in ends})
+        yield _gauge("streams", "Answers in flight.", "replica", {e.name: e.load.num_streams for e in ends})
         yield _gauge(
             "shadow_blocks", "Blocks believed to be cached.", "replica", {e.name: _size(e.contents) for e in ends}
         )
         ejections = {e.name: e.health.num_ejections for e in ends}
-        yield _count("ejections", "Times a replica was left out for failing.", "replica", ejections)
-        yield _single("queued", "Requests of clients without a first token.", view.num_pending)
-        yield _total("blind_replicas", "Replicas whose KV events were given up: none was of use.", router.num_blind)
+        yield _count("ejections", "Times a replica was ejected after failures.", "replica", ejections)
+        yield _single("queued", "Client requests without a first token.", view.num_pending)
+        yield _total("blind_replicas", "Replicas whose KV events are ignored: none was usable.", router.num_blind)
         yield _total("retries_refused", "Retries that the budget did not allow.", view.budget.num_refused)
-        yield _total("reports", "Answers that told their cached tokens.", router.num_reported)
-        text = "Tokens believed cached and not, or the reverse."
+        yield _total("reports", "Answers that reported their cached tokens.", router.num_reported)
+        text = "Tokens predicted as cached that were not, or the reverse."
         yield _total("prediction_error_tokens", text, router.prediction_error)
         regrets = {name: regret.total_ms / 1e3 for name, regret in router.regrets.items()}
         if regrets:
-            text = "What a policy that is not followed would have cost more, by our estimate."
+            text = "Estimated extra cost of a shadow policy's decisions."
             yield _gauge("regret_seconds", text, "policy", regrets)
             agreed = {name: regret.agreed for name, regret in router.regrets.items()}
-            yield _count("agreements", "Decisions that a policy that is not followed shared.", "policy", agreed)
+            yield _count("agreements", "Decisions in which a shadow policy agreed.", "policy", agreed)
         events = view.event_counts()
         if events:
-            family = CounterMetricFamily("headstart:router_kv_events", "KV events heard.", labels=("replica", "kind"))
+            family = CounterMetricFamily("headstart:router_kv_events", "KV events.", labels=("replica", "kind"))
             for name, counts in events.items():
                 for kind, value in counts.items():
                     family.add_metric([name, kind], value)

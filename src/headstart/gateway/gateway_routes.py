@@ -1,8 +1,8 @@
-"""Paths of a router: those it answers itself, those it passes on, and the access each of them needs.
+"""Paths of a router: those it answers itself, those it forwards, and the access that each of them needs.
 
-The list of paths that are passed on for everybody is closed: engines have administration under /v1 too (adapters are
-loaded, engines put to sleep), and with a replica key every client would have that key's rights. All other paths under
-/v1 are passed on for administrators.
+The list of paths forwarded for all clients is closed: engines have administration under /v1 too (load adapters, put
+engines to sleep), and with a replica key every client would have that key's rights. All other paths under /v1 are
+forwarded for administrators.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from headstart.http.auth import ACCESS, Access
 
-PROXIED = frozenset(  # what answers a prompt, of Headstart, vLLM and SGLang; each takes a JSON object
+PROXIED = frozenset(  # generation routes of Headstart, vLLM and SGLang; each takes a JSON object
     (
         *("/v1/completions", "/v1/completions/render", "/v1/chat/completions", "/v1/chat/completions/batch"),
         *("/v1/chat/completions/render", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
@@ -29,12 +29,12 @@ ROUTER_ACCESS: Mapping[str, Access] = {
     "/metrics": Access.MONITOR,
     "/v1/cache/stats": Access.MONITOR,  # as /metrics
 }
-_PLAIN = re.compile(r"/v1(/[A-Za-z0-9_-]+)+")  # no dots, nothing encoded: what is judged here is what is asked there
-_REPLICAS_OWN = ("/v1/prefixes", "/v1/cache")  # a replica's administration, which the router has routes for
+_PLAIN = re.compile(r"/v1(/[A-Za-z0-9_-]+)+")  # no dots, nothing encoded: the replica sees exactly this path
+_REPLICAS_OWN = ("/v1/prefixes", "/v1/cache")  # a replica's administration, for which the router has its own routes
 
 
 def is_passed_on(path: str, *, is_admin: bool) -> bool:
-    """Return whether a POST to `path` goes to a replica as it is. Changes nothing."""
+    """Return whether a POST to `path` is forwarded to a replica unchanged. Changes nothing."""
     if path in PROXIED:
         return True
     return is_admin and _PLAIN.fullmatch(path) is not None and not path.startswith(_REPLICAS_OWN)

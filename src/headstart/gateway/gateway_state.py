@@ -1,4 +1,4 @@
-"""GatewayState: what all requests of one router share."""
+"""GatewayState: the state that all requests of one router share."""
 
 import asyncio
 import secrets
@@ -37,7 +37,7 @@ from headstart.router.router import Router
 
 
 class GatewayState:
-    """One router. Raises ConfigError for options that make no sense. Needs a running loop."""
+    """The state of one router. Raises ConfigError for invalid combinations of options. Needs a running loop."""
 
     def __init__(
         self,
@@ -102,25 +102,25 @@ class GatewayState:
         self.idle.set()
 
     def drain(self) -> None:
-        """Take no new requests from now on."""
+        """Refuse new requests from now on."""
         self.draining = True
 
     @property
     def num_pending(self) -> int:
-        """Requests without a first token."""
+        """The number of requests without a first token."""
         return self.proxy.num_pending
 
     def check_ready(self) -> None:
-        """Raises DrainingError, and HttpError 503 while there is no replica that takes requests."""
+        """Raise DrainingError while draining, and HttpError 503 while no replica accepts requests."""
         if self.draining:
             raise DrainingError("the router is shutting down and takes no new requests; send it to another one")
         if not any(member.state == "up" for member in self.members.members.values()):
             raise HttpError(503, "no replica is up", code="no_replicas", headers={"retry-after": "1"})
 
     def sender(self, principal: Principal, headers: list[tuple[bytes, bytes]]) -> Sender:
-        """Whose request it is. Where replicas see one key only, a salt keeps tenants apart there as well.
+        """Return the sender of a request. If replicas see one key only, a salt separates the tenants there too.
 
-        Where the router knows no tenants and passes keys on, the client's key decides (client_keys.py).
+        If the router has no tenants and forwards keys, the client's key decides (client_keys.py).
         """
         session = dict(headers).get(b"x-session-id")
         is_salted = bool(principal.domain) and self.options.replica_api_key is not None
@@ -129,12 +129,12 @@ class GatewayState:
 
     @property
     def _passes_keys_on(self) -> bool:
-        """Whether replicas see the keys of clients."""
+        """Whether replicas see the clients' keys."""
         return self.options.replica_api_key is None
 
     @contextmanager
     def under_way(self) -> Generator[None]:
-        """Around a request that is admitted: the end of the process waits for it."""
+        """Count an admitted request as in flight: shutdown waits until all have ended."""
         self.num_under_way += 1
         self.idle.clear()
         try:
@@ -145,14 +145,14 @@ class GatewayState:
                 self.idle.set()
 
     def ended(self, record: RequestRecord, call: ProxiedCall) -> None:
-        """Notes what became of a request, for its access line and the metrics."""
+        """Record the outcome of a request for its access line, the metrics and the explainer."""
         record.first_token_at, record.num_tokens = call.first_token_at, call.output_tokens
         if call.outcome == "lost":
             record.error = "replica_lost"
         if call.first_token_at is not None:
             self.metrics.ttft.observe(call.first_token_at - record.arrival)
         self.metrics.routed(call)
-        if record.status not in (401, 403):  # else anybody could push out what tenants may ask about
+        if record.status not in (401, 403):  # otherwise any client could evict requests that tenants may explain
             self.memory.sent(call, record.principal)
         pick = call.pick
         if pick is not None:
@@ -169,7 +169,7 @@ class GatewayState:
                 self.client_keys.answered(call.headers, call.path, record.status, member)
 
     async def administer(self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes) -> Answer:
-        """Asks every replica that is up for what an administrator wants. Raises HttpError if one does not answer."""
+        """Send an administrator's request to every replica that is up. Raises HttpError if one does not answer."""
         urls = self._urls_up
         answer = await ask_all(self._session, urls, method, target, headers, body, self._own_headers)
         if target.startswith("/reset_prefix_cache") and answer.status == 200:
@@ -182,7 +182,7 @@ class GatewayState:
     async def cache_stats(self, principal: Principal, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
         """Return the cache statistics of all replicas that are up, as far as the caller may see them.
 
-        Raises HttpError if there is no replica, or none tells its statistics.
+        Raises HttpError if there is no replica, or none reports statistics.
         """
         found = await ask_replicas(self._session, self._urls_up, headers, self._own_headers)
         return fleet_answer(found, is_admin=principal.is_admin, is_own_key=self._passes_keys_on)
@@ -193,36 +193,36 @@ class GatewayState:
 
     @property
     def _own_headers(self) -> dict[str, str]:
-        """Headers that replace a client's own on what is asked of every replica."""
+        """Headers that replace a client's own in requests to every replica."""
         key = self.options.replica_api_key
         return {} if key is None else {"authorization": f"Bearer {key}"}
 
     def answered(self, record: RequestRecord) -> bool:
-        """Counts a request that is over; whether its access line is wanted."""
+        """Count a request that has ended; return whether its access line is written."""
         if record.status is not None:
             self.metrics.answered(record.path, record.method, record.status)
         access_log = self.server_options.access_log
         return record.is_logged(access_log, on_terminal=access_log == "auto" and self.log.is_terminal)
 
     def note(self, record: RequestRecord, error: Exception) -> None:
-        """Puts `error` on the request's record, and on the log with all details if it is ours."""
+        """Set `error` on the request's record, and log it with its traceback if it is an internal error."""
         _, body, _ = rendered(error)
         record.error = body["error"]["code"]
         if not isinstance(error, HeadstartError | HttpError | ClientGoneError):
             self.log.failure("internal_error", error, record.request_id)
 
     def event_counts(self) -> Mapping[str, Mapping[str, int]]:
-        """What was heard of each replica's KV events."""
+        """Return the counters of each replica's KV events."""
         return self.listening.counts()
 
     async def close(self) -> None:
-        """Stops looking at replicas and listening to them."""
+        """Stop probing replicas and listening to their events."""
         await self.members.close()
         await self.listening.close()
         await self.proxy.close()
 
     def describe(self) -> dict[str, Any]:
-        """All replicas: what they are, what they have to do, what is believed of their caches."""
+        """Return the description of all replicas: state, load and predicted cache content."""
         now = time.monotonic()
         router = self.router
         return {

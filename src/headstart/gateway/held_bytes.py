@@ -1,8 +1,8 @@
-"""HeldBytes: what the requests of one router hold in memory, counted in bytes and bounded for all of them together.
+"""HeldBytes: the memory that the requests of one router hold, in bytes, with one bound for all of them together.
 
-Counted are bodies to be sent on, texts and tokens of prompts, the hashes of their blocks, and what was read of answers
-that are passed on in one piece. Requests are bounded in number as well (`max_num_queued_reqs`); since a body may have
-4 MiB, that alone bounds nothing.
+Counted are bodies to be forwarded, texts and tokens of prompts, their block hashes, and what has been read of answers
+that are forwarded in one piece. The number of requests is bounded as well (`max_num_queued_reqs`); since a body may
+have 4 MiB, that bound alone is not enough.
 """
 
 import sys
@@ -11,14 +11,14 @@ from types import TracebackType
 from headstart.core.errors import QueueFullError
 from headstart.gateway.proxy.request_reader import ReadRequest
 
-MAX_HELD_BYTES = 256 << 20  # some 500 waiting prompts of 128,000 tokens as text
-LARGE_BYTES = 1 << 20  # of a body, from which on only what a retry needs is kept
-_NAME_BYTES = 88  # of the hash of a block, as an object in a list
+MAX_HELD_BYTES = 256 << 20  # about 500 waiting prompts of 128,000 tokens as text
+LARGE_BYTES = 1 << 20  # of a body; of larger ones only what a retry needs is kept
+_NAME_BYTES = 88  # of a block hash, as an object in a list
 _BLOCK = 16  # tokens
 
 
 class HeldBytes:
-    """The sum over all requests under way."""
+    """The sum over all requests in flight."""
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -26,12 +26,12 @@ class HeldBytes:
         self.num_refused = 0
 
     def hold(self) -> "ByteReservation":
-        """Return the share of one request, nothing yet. To be used in a `with` statement."""
+        """Return the reservation of one request, initially of 0 bytes. For use in a `with` statement."""
         return ByteReservation(self)
 
 
 class ByteReservation:
-    """What one request holds."""
+    """The bytes that one request holds."""
 
     __slots__ = ("_total", "num_bytes")
 
@@ -48,16 +48,16 @@ class ByteReservation:
         self.set(0)
 
     def grow(self, num_bytes: int) -> None:
-        """Hold more. Raises QueueFullError if all requests together then hold too much."""
+        """Add `num_bytes`. Raises QueueFullError if the sum over all requests exceeds the bound."""
         self.set(self.num_bytes + num_bytes)
 
     def set(self, num_bytes: int) -> None:
-        """Hold so much. Raises QueueFullError if it is more than before, and too much with all others."""
+        """Set the reservation to `num_bytes`. Raises QueueFullError if it grows and the sum exceeds the bound."""
         total, change = self._total, num_bytes - self.num_bytes
         if change > 0 and total.num_bytes + change > total.max_bytes:
             total.num_refused += 1
             raise QueueFullError(
-                f"requests under way hold {total.num_bytes} bytes, this one {num_bytes} more, and at most "
+                f"requests in flight hold {total.num_bytes} bytes, this one {num_bytes} more, and at most "
                 f"{total.max_bytes} are held: try again later"
             )
         total.num_bytes += change
@@ -65,7 +65,7 @@ class ByteReservation:
 
 
 def bytes_of(reading: ReadRequest) -> int:
-    """Return about how many bytes a request that was read keeps in memory."""
+    """Return the approximate number of bytes that a parsed request keeps in memory."""
     prompt = reading.ask.prompt
     text = sys.getsizeof(reading.text) if reading.text is not None else 0
     tokens = len(prompt.token_ids) * prompt.token_ids.itemsize

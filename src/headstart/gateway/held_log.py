@@ -1,13 +1,13 @@
-"""HeldLog: a log whose lines are written after the router's banner, so that the first address on stderr is its own.
+"""HeldLog: a log that buffers its lines until the router's banner, so that the first address on stderr is the router's.
 
-States of replicas are known before the banner, and their lines hold the replicas' addresses.
+The states of replicas are known before the banner, and their lines contain the replicas' addresses.
 """
 
 from typing import TextIO
 
 from headstart.http.logs import Log
 
-MAX_LINES = 1_000  # then they are written, banner or not
+MAX_LINES = 1_000  # at this number they are written, with or without the banner
 
 
 class HeldLog(Log):
@@ -18,7 +18,7 @@ class HeldLog(Log):
         self._lines: list[str] | None = []  # None: released
 
     def line(self, text: str) -> None:
-        """Write a line for people, or keep it until `release`."""
+        """Write a line, or buffer it until `release`."""
         if self._lines is None:
             super().line(text)
             return
@@ -27,7 +27,7 @@ class HeldLog(Log):
             self.release()
 
     def release(self) -> None:
-        """Write what was held, in order, and everything from now on at once. Twice does no harm."""
+        """Write the buffered lines in order, and all later ones at once. Calling it twice is harmless."""
         lines, self._lines = self._lines, None
         for text in lines or ():
             super().line(text)

@@ -1,4 +1,4 @@
-"""Which tokenizer a router uses: the replicas' own, if its files are on this machine. Nothing is ever downloaded."""
+"""The router's tokenizer: that of the replicas, if its files are on this machine. Nothing is ever downloaded."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,7 +13,7 @@ from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 
 def named_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a folder, of a model that was downloaded before, or of the bundled one. Raises ConfigError."""
+    """Return the tokenizer of a folder, of a downloaded model, or of the bundled one. Raises ConfigError."""
     folder = _folder(name)
     if folder is None:
         raise ConfigError(
@@ -24,7 +24,7 @@ def named_tokenizer(name: str) -> Tokenizer:
 
 
 def tokenizer_of(cards: Iterable[ModelCard]) -> Tokenizer | None:
-    """The tokenizer of the one model that is served, if it is to be found here; None: prompts are counted in bytes.
+    """Return the tokenizer of the one served model, if it is on this machine; None: prompts are counted in bytes.
 
     Engines name it as `root` (vLLM: a folder or hub id) or by the model's own id.
     """
@@ -43,7 +43,7 @@ def tokenizer_of(cards: Iterable[ModelCard]) -> Tokenizer | None:
 
 
 def _folder(name: str) -> Path | None:
-    with suppress(OSError, RuntimeError):  # a name that no file can have, a home that nobody has
+    with suppress(OSError, RuntimeError):  # a name that no file can have, a home directory that does not exist
         path = Path(name).expanduser()
         if name and (path / "tokenizer.json").is_file():
             return path

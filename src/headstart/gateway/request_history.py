@@ -1,4 +1,4 @@
-"""Memory: what went through a router lately, under the ids that clients know, for `/v1/cache/explain`."""
+"""RequestHistory: the latest requests of a router, under the ids that clients know, for `/v1/cache/explain`."""
 
 import time
 from collections import OrderedDict
@@ -16,15 +16,15 @@ CHAT = "/v1/chat/completions"
 
 
 class RequestHistory:
-    """The last requests of all tenants. Ids are the router's own (x-request-id), and those in answers."""
+    """The latest requests of all tenants, by the router's ids (x-request-id) and by those in answers."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
         self._recent = RecentRoutings()
-        self._ids: OrderedDict[str, str] = OrderedDict()  # in an answer -> ours
+        self._ids: OrderedDict[str, str] = OrderedDict()  # id in an answer -> the router's id
 
     def sent(self, call: ProxiedCall, principal: Principal) -> None:
-        """A request has ended that was sent to a replica at least once."""
+        """Add a request that has ended and was sent to a replica at least once."""
         pick = call.pick
         if pick is None or call.is_trimmed:
             return
@@ -39,14 +39,17 @@ class RequestHistory:
                 self._ids.popitem(last=False)
 
     def explain(self, request_id: str, principal: Principal) -> Json:
-        """Why a request was reused so far only. Raises HttpError 404 for one that is not known, or is not the own."""
+        """Return why no more of a request was reused.
+
+        Raises HttpError 404 for an unknown request, or one of another tenant.
+        """
         tenant = None if principal.is_admin else principal.tenant
         known = self._ids.get(request_id, request_id)
         answer = explain(self._recent, known, tenant=tenant, now=time.monotonic(), shows_replicas=principal.is_admin)
         return answer | {"request_id": request_id}
 
     def explain_prompt(self, path: str, reading: ReadRequest, principal: Principal) -> Json:
-        """The same of a prompt that is not sent."""
+        """Return the same explanation for a prompt that is not sent."""
         now = time.monotonic()
         try:
             pick = self._router.pick(reading.ask, now)

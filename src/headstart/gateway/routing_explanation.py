@@ -1,8 +1,8 @@
-"""explain: which characters made two prompts of one tenant part, and why a replica reused no more, at the router.
+"""explain: at which character two prompts of one tenant diverge, and why a replica reused no more, at the router.
 
-For any engine behind it: all it needs is what went through the router (recent_routings.py) and the `cached_tokens` that
-engines report. Tokens are approximate where the router has no tokenizer. Changes nothing. Whoever asks sees prompts of
-one tenant only: the own one.
+Works with any engine: it needs only the router's recent requests (recent_routings.py) and the `cached_tokens` that
+engines report. Tokens are approximate if the router has no tokenizer. Changes nothing. A caller sees prompts of one
+tenant only: its own.
 """
 
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ from headstart.gateway.recent_routings import Nearest, RecentRoutings, Seen
 from headstart.http.http_errors import HttpError
 
 SHOWN_CHARS = 40  # on either side of a divergence
-CHARS_PER_TOKEN = 4.0  # where nobody counted
-SLACK_SHARE = 0.05  # of a prefix, as far as its tokens are not counted but estimated
+CHARS_PER_TOKEN = 4.0  # if tokens were not counted
+SLACK_SHARE = 0.05  # of a prefix whose tokens are estimated, not counted
 
 Json = dict[str, Any]
 
@@ -22,10 +22,10 @@ Json = dict[str, Any]
 def explain(
     recent: RecentRoutings, request_id: str, *, tenant: str | None, now: float = 0.0, shows_replicas: bool = True
 ) -> Json:
-    """Why a request of `tenant` was reused so far and no further; `tenant` None: an administrator asks.
+    """Return why no more of a request of `tenant` was reused; `tenant` None: for an administrator.
 
-    `shows_replicas` False leaves the addresses of replicas out.
-    Raises HttpError 404 for an id that is not known, or another tenant's.
+    `shows_replicas` False omits the addresses of replicas.
+    Raises HttpError 404 for an unknown id, or one of another tenant.
     """
     seen = recent.find(request_id, tenant)
     if seen is None:
@@ -39,13 +39,13 @@ def explain(
 
 
 def explain_prompt(recent: RecentRoutings, asked: Seen, *, now: float = 0.0, shows_replicas: bool = True) -> Json:
-    """The same of a prompt that is not sent; `asked.predicted_tokens` and `.endpoint` say what the router expects."""
+    """Return the same for a prompt that is not sent; `asked` holds the router's prediction and its replica."""
     return _Case(recent, replace(asked, cached_tokens=None), now, shows_replicas).answer(None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One question."""
+    """One request to explain."""
 
     recent: RecentRoutings
     seen: Seen
@@ -78,12 +78,12 @@ class _Case:
 
     @property
     def _reused(self) -> int | None:
-        """Tokens that were reused, or should be."""
+        """Tokens that were reused, or are predicted to be."""
         seen = self.seen
         return seen.predicted_tokens if seen.cached_tokens is None else seen.cached_tokens
 
     def _reason(self, near: Nearest | None) -> tuple[str, Seen | None]:
-        """Why no more was reused, and the request that shows it, if that is not the nearest one."""
+        """Return why no more was reused, and the request that shows it, if that is not the nearest one."""
         seen, reused = self.seen, self._reused
         if near is None:
             return ("unseen_but_cached" if reused else "never_seen"), None
@@ -103,7 +103,7 @@ class _Case:
         return "evicted", here.seen
 
     def _reason_of_nearest(self, near: Nearest) -> str:
-        """Why no more was reused, where no recent request had more to give than was reused."""
+        """Return why no more was reused if no recent request had a longer reusable prefix."""
         if near.common == len(self.seen.prompt):
             return "complete"
         if not self._reused and not self._reusable(near.common):
@@ -111,12 +111,12 @@ class _Case:
         return "extends" if near.common >= len(near.seen.prompt) else "diverged"
 
     def _reusable(self, common: int) -> int:
-        """Tokens that whole blocks of so many leading characters hold; the last token is always computed."""
+        """Return the tokens in whole blocks of so many leading characters; the last token is always computed."""
         tokens = _tokens_of(self.seen, common)
         return max(min(tokens // self.seen.block_size * self.seen.block_size, _total(self.seen) - 1), 0)
 
     def _had_more(self, near: Nearest) -> bool:
-        """Whether that request had more of the prompt to give than was reused, as far as it can be told."""
+        """Return whether that request had more reusable tokens than were reused, as far as can be determined."""
         tokens = self._reusable(near.common)
         slack = self.seen.block_size + int(SLACK_SHARE * tokens) if isinstance(self.seen.prompt, str) else 0
         return tokens - slack > (self._reused or 0)
@@ -127,14 +127,14 @@ def _is_counted(seen: Seen) -> bool:
 
 
 def _total(seen: Seen) -> int:
-    """Tokens of a prompt, counted or about."""
+    """Return the tokens of a prompt, counted or estimated."""
     if not isinstance(seen.prompt, str):
         return len(seen.prompt)
     return seen.prompt_tokens or -(-len(seen.prompt) // int(CHARS_PER_TOKEN))
 
 
 def _tokens_of(seen: Seen, common: int) -> int:
-    """About how many tokens so many leading characters have; no more than bytes: templates add tokens elsewhere."""
+    """Return the estimated tokens of the leading characters; no more than bytes: templates add tokens elsewhere."""
     prompt = seen.prompt
     if not isinstance(prompt, str):
         return common
@@ -163,7 +163,7 @@ def _near_match(seen: Seen, near: Nearest) -> Json:
 
 
 def _shown(prompt: Any, start: int, end: int) -> str:
-    """A piece of a prompt for people; of token ids as many, with blanks between them."""
+    """Return a readable piece of a prompt; of token ids as many, separated by spaces."""
     piece = prompt[start:end]
     return piece if isinstance(piece, str) else " ".join(map(str, piece))
 
@@ -189,7 +189,7 @@ def _other(other: Seen, now: float) -> Json:
 
 
 def message(answer: Json) -> str:
-    """What an answer says in plain words: a paragraph, and the two texts below it where prompts part."""
+    """Return an answer as text: a paragraph, and the two texts below it where prompts diverge."""
     near = answer["near_match"]
     parts = [_account(answer)]
     if near is not None:

@@ -1,4 +1,4 @@
-"""route: one router from start to end. Port, replicas, HTTP, signals, drain, exit code."""
+"""route: runs one router from start to end: port, replicas, HTTP, signals, drain, exit code."""
 
 import asyncio
 import contextlib
@@ -45,14 +45,14 @@ from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 KEEPALIVE_SECONDS = 4.0  # of idle connections to replicas; vLLM closes them after 5
-FIRST_LOOK_SECONDS = 3.0  # what the banner waits for replicas to answer their first look
+FIRST_LOOK_SECONDS = 3.0  # the banner waits this long for the first probe of the replicas
 
 
 def route(router_options: RouterOptions, server_options: ServerOptions, discovery: Discovery | None = None) -> int:
-    """Routes until SIGTERM or Ctrl-C and returns the exit code; replicas come from `discovery`, else the options.
+    """Run a router until SIGTERM or Ctrl-C; return the exit code. Replicas come from `discovery`, else the options.
 
-    0: everything admitted was answered. 1: requests were cut off at the end of the drain. 2: the options cannot work,
-    said in one line. 130: stopped at once by a second Ctrl-C.
+    0: all admitted requests were answered. 1: requests were cut off at the end of the drain. 2: invalid options, with a
+    message of one line. 130: stopped at once by a second Ctrl-C.
     """
     log = Log()
     give_memory_back()
@@ -75,7 +75,7 @@ def route(router_options: RouterOptions, server_options: ServerOptions, discover
 
 
 def discovery_of(options: RouterOptions) -> Discovery:
-    """Where the replicas of the options come from. Raises ConfigError if there are none."""
+    """Return the discovery of the options. Raises ConfigError if they list no replicas."""
     if options.discover is not None and options.replica:
         raise ConfigError("give replicas by --replica or by --discover, not both")
     if options.discover is not None:
@@ -91,7 +91,7 @@ def _tokenizer(name: str) -> Tokenizer | None:
 
 
 class _Life:
-    """One life of a router."""
+    """One run of a router."""
 
     def __init__(
         self,
@@ -110,11 +110,11 @@ class _Life:
         self._decisions = decisions
         self._listener = listener
         self._log = log
-        self._held_log = HeldLog()  # of what the router says with addresses of replicas in it
-        self._listed = asyncio.Event()  # discovery has said who there is
+        self._held_log = HeldLog()  # for lines that contain addresses of replicas
+        self._listed = asyncio.Event()  # discovery has listed the replicas
 
     async def run(self) -> int:
-        """Starts everything, waits, and ends everything."""
+        """Start everything, wait, and shut everything down; return the exit code."""
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ttl_dns_cache=10)
         async with aiohttp.ClientSession(connector=connector, trust_env=False, **session_options()) as session:
             try:
@@ -151,18 +151,18 @@ class _Life:
             self._log.line(f"headstart: {error}")
             return EXIT_CONFIG
         self._find_tokenizer(state)
-        cap = connection_cap(self._options.max_num_queued_reqs, files_each=2)  # the client's, and one to a replica
+        cap = connection_cap(self._options.max_num_queued_reqs, files_each=2)  # one to the client, and one to a replica
         http = HttpServer(uvicorn_config(build_front(state), ConnectionTable(cap)))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         try:
-            if not self._listed.is_set():  # replicas that are only being started
+            if not self._listed.is_set():  # replicas that are still starting
                 await _any_of(watching, self._listed.wait(), self._shutdown.begun.wait())
                 await self._first_look(state, watching, timeout=None)
             if not watching.done() and not self._shutdown.begun.is_set():
                 self._log.line(self._banner(state))
             self._held_log.release()
             gc.collect()
-            gc.freeze()  # modules, and shadows of large caches: a full collection of them stops all streams for 60 ms
+            gc.freeze()  # modules and large indexes: a full collection of them would stop all streams for 60 ms
             stopped = asyncio.ensure_future(self._shutdown.begun.wait())
             await asyncio.wait([stopped, watching], return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
@@ -180,11 +180,11 @@ class _Life:
     async def _first_look(
         self, state: GatewayState, watching: "asyncio.Task[None]", timeout: float | None = FIRST_LOOK_SECONDS
     ) -> None:
-        """Waits until every replica known was looked at once; `timeout` None: however long that takes."""
+        """Wait until every known replica was probed once; `timeout` None: without a limit."""
         await _any_of(watching, state.members.seen.wait(), self._shutdown.begun.wait(), timeout=timeout)
 
     def _find_tokenizer(self, state: GatewayState) -> None:
-        """Takes the replicas' tokenizer as soon as they say what they serve, if it is on this machine."""
+        """Load the replicas' tokenizer as soon as they report their models, if it is on this machine."""
         if self._router_options.tokenizer != "auto":
             return
         before = state.members.on_models
@@ -229,7 +229,7 @@ class _Life:
 async def _any_of(
     watching: "asyncio.Task[None]", *works: Coroutine[Any, Any, Any], timeout: float | None = None
 ) -> None:
-    """Waits until one of `works` is done, or `watching`, which goes on if it is not."""
+    """Wait until one of `works` is done, or `watching`, which continues if it is not."""
     tasks = [asyncio.ensure_future(work) for work in works]
     await asyncio.wait([*tasks, watching], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:

@@ -1,1 +1,1 @@
-"""Blocks on disk: one folder of append-only segment files for all processes of a machine. Knows nothing of torch."""
+"""Blocks on disk: one folder of append-only segment files for all processes of a machine. Independent of torch."""

@@ -1,8 +1,8 @@
-"""Loader: one thread that reads blocks into buffers it has lent to nobody else, in pieces, and in the order asked for.
+"""Loader: one thread that reads blocks into buffers of its own, in pieces and in the requested order.
 
-`disk.py` has the engine's side of a load; here are the thread and what crosses between the two. A disk that hangs holds
-up this thread alone, and `is_overdue` says so. When reading is paused, this thread tries the last block that failed
-again by itself, so that no request has to.
+`disk.py` has the engine's side of a load; this module has the thread and the queues between the two. A disk that hangs
+blocks only this thread, and `is_overdue` reports it. While reading is paused, this thread retries the last failed block
+by itself, so that no request has to.
 """
 
 import queue
@@ -19,12 +19,12 @@ from headstart.store.segment import ReadResult
 from headstart.store.store_health import Health, reason_of, say
 
 PIECE_BYTES = 2 << 20
-"""Read by one call and handed over at once, give or take a block."""
+"""Bytes read by one call and handed over at once, to within one block."""
 LENT_BYTES = 32 << 20
-"""The most that has been read and not given back; at least two pieces."""
-MAX_ERRORS = 3  # loads in a row that end with an error of the disk
+"""The maximum bytes read and not yet given back; at least two pieces."""
+MAX_ERRORS = 3  # consecutive loads that end with a disk error
 OVERDUE_SECONDS = 1.0  # for one piece
-LOOK_SECONDS = 0.05  # between two looks at whether a pause is over, or a load that waits for a buffer still wanted
+LOOK_SECONDS = 0.05  # between two checks of whether a pause is over, or a load that waits for a buffer was cancelled
 
 
 @dataclass(slots=True, eq=False)
@@ -34,32 +34,32 @@ class Load:
     load_id: int
     keys: Sequence[BlockKey]
     asked_at: float
-    num_waiting: int  # blocks asked for and not read when this was asked for, its own included
-    num_wanted: int  # blocks from the first on; fewer than asked for if others must not come back
+    num_waiting: int  # blocks requested and not yet read at the time of this request, its own included
+    num_wanted: int  # leading blocks; fewer than requested if others must not be loaded
     num_given: int = 0
     is_cancelled: bool = False
 
 
 class Piece(NamedTuple):
-    """The next blocks of a load, at the start of `buffer`; `miss`: why they are the last before all have come."""
+    """The next blocks of a load, at the start of `buffer`; `miss`: the reason if the load ends early."""
 
     load: Load
     buffer: bytearray | None
     num_blocks: int
     is_last: bool
     miss: str | None
-    seconds: float  # that reading took
-    latency: float  # from when the load was asked for, or the one before it was done, to its first read
+    seconds: float  # spent reading
+    latency: float  # from the request of the load, or the end of the previous one, to its first read
 
 
 class Loader:
-    """The thread's body, and the ways between it and the engine's thread: none makes that one wait."""
+    """The thread's body, and its queues to the engine's thread, none of which blocks that thread."""
 
     def __init__(self, catalog: Catalog, block_bytes: int, clock: Callable[[], float]) -> None:
         self.health = Health("reading", max_errors=MAX_ERRORS)
         self.done: deque[Piece] = deque()
         self.has_done = Event()
-        self.num_read = 0  # blocks of all loads that need not be waited for any more
+        self.num_read = 0  # blocks of all loads that are read or given up
         self._catalog, self._block_bytes, self._clock = catalog, block_bytes, clock
         self._piece_blocks = max(1, PIECE_BYTES // block_bytes)
         self._num_buffers = max(2, LENT_BYTES // (self._piece_blocks * block_bytes))
@@ -71,38 +71,38 @@ class Loader:
         self._is_ending = False
 
     def ask(self, load: Load) -> None:
-        """Begins a load; its pieces come in `done`, one of them the last, even of a load that is cancelled."""
+        """Start a load; its pieces arrive in `done`, one of them the last, even if the load is cancelled."""
         self._asked.put(load)
 
     def hand_over(self, piece: Piece) -> None:
-        """Adds to `done`."""
+        """Append a piece to `done`."""
         self.done.append(piece)
         self.has_done.set()
 
     def give_back(self, buffer: bytearray) -> None:
-        """A piece's buffer may be overwritten."""
+        """Release a piece's buffer for reuse."""
         self._free.put(buffer)
 
     def is_overdue(self, now: float) -> bool:
-        """Whether the disk has not answered for so long that it may never do."""
+        """Return whether the current read has taken so long that it may never end."""
         return now - self._reading_since > OVERDUE_SECONDS
 
     def degraded(self, now: float) -> list[str]:
-        """What does not work right now, in words."""
+        """Return descriptions of the current faults."""
         if self.health.text:
             return [self.health.text]
         since = now - self._reading_since
         return [f"{self.health.side}: no answer from the disk for {since:.0f} s"] if self.is_overdue(now) else []
 
     def stop(self) -> None:
-        """Ends as soon as the disk has answered."""
+        """Stop as soon as the current read has ended."""
         self._is_ending = True
         self._asked.put(None)
 
     # The thread. ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Loads until `stop`."""
+        """Serve loads until `stop`."""
         self._idle_since = self._clock()
         while not self._is_ending:
             try:
@@ -115,7 +115,7 @@ class Loader:
                 self._idle_since = self._clock()
 
     def _serve(self, load: Load) -> None:
-        """Hands over all pieces of a load; whatever happens, one of them is the last."""
+        """Hand over all pieces of a load; in every case one of them is the last."""
         latency = max(0.0, self._clock() - max(load.asked_at, self._idle_since))
         num, miss = 0, "io" if self.health.reason else None
         while num < len(load.keys) and miss is None and (buffer := self._buffer(load)) is not None:
@@ -131,12 +131,12 @@ class Loader:
         self.num_read += len(load.keys) - num
 
     def _read(self, keys: Sequence[BlockKey], buffer: bytearray) -> tuple[ReadResult, float]:
-        """Reads one piece; says how long that took."""
+        """Read one piece; return the result and the seconds it took."""
         began = self._reading_since = self._clock()
         try:
             found = self._catalog.read(keys, memoryview(buffer))
             error = found.error
-        except Exception as mistake:  # of ours: it must not end the thread
+        except Exception as mistake:  # an internal error: it must not end the thread
             say(traceback.format_exc())
             found, error = ReadResult(0, "io"), mistake
         now = self._clock()
@@ -153,7 +153,7 @@ class Loader:
             self._read([self._last_failed], bytearray(self._block_bytes))
 
     def _buffer(self, load: Load) -> bytearray | None:
-        """A buffer to read into, as soon as there is one; None if nobody waits for that any more."""
+        """Return a free buffer as soon as there is one; None if the load was cancelled meanwhile."""
         while not load.is_cancelled and not self._is_ending:
             is_allowed = self._num_made < self._num_buffers
             try:

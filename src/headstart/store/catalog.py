@@ -1,10 +1,11 @@
 """Catalog: one folder of segments as one index of blocks, shared with other processes through the file system alone.
 
-Every process writes segments of its own and reads everybody's. What is odd about a file or an entry is counted by
-reason and skipped; the rest of its file is served. Only the threads named at each method may call it.
+Every process writes its own segments and reads those of all. A fault in a file or an entry is counted by reason and
+skipped; the rest of its file is served. Only the threads named at each method may call it.
 
-Who gives way is decided by files: the least recently used segment, by its mtime, which every process that uses one of
-its blocks renews. What this process holds dear in a victim is written again to its own segment first.
+The victim of an eviction is chosen from file times: the least recently used segment by its mtime, which every process
+that uses one of its blocks renews. Blocks of a victim that are valuable to this process are first written again to its
+own segment.
 """
 
 import contextlib
@@ -28,10 +29,10 @@ MIN_SEGMENT_BYTES = 8 << 20
 
 
 class Catalog:
-    """The blocks of one shape in a folder, and the room for more.
+    """The blocks of one shape in a folder, and the space for more.
 
     `contains`, `read` and `used` may be called from any thread; all else from one thread at a time. `num_blocks`,
-    `num_bytes`, `num_segments`, `max_bytes` and `skipped` may be looked at from anywhere.
+    `num_bytes`, `num_segments`, `max_bytes` and `skipped` may be read from any thread.
     """
 
     def __init__(
@@ -42,9 +43,9 @@ class Catalog:
         files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Creates the folder where needed, but reads nothing: see `refresh`.
+        """Create the folder if needed, but read nothing: see `refresh`.
 
-        Raises ConfigError for a folder that cannot be used, and for a size that does not hold a single block.
+        Raises ConfigError for an unusable folder, and for a size below a single block.
         """
         smallest = Header(shape, 1, bytes(8)).file_bytes
         if smallest > max_bytes:
@@ -55,7 +56,7 @@ class Catalog:
         self._folder = Folder(folder.resolve(), shape, self._files, self._index, clock)
         self._eviction = Eviction(self._folder, self._index, self._files, max_bytes, self._write)
         self._writer: SegmentWriter | None = None
-        self._unmarked: list[tuple[Segment, int]] = []  # discarded, and other processes cannot tell yet
+        self._unmarked: list[tuple[Segment, int]] = []  # discarded here, but not yet marked for other processes
 
     @property
     def num_blocks(self) -> int:
@@ -63,17 +64,17 @@ class Catalog:
 
     @property
     def num_bytes(self) -> int:
-        """Of all segments in the folder, of whatever shape."""
+        """The bytes of all segments in the folder, of any shape."""
         return self._folder.num_bytes
 
     @property
     def num_segments(self) -> int:
-        """Files, of whatever shape."""
+        """The number of segment files, of any shape."""
         return len(self._folder.known) + len(self._folder.others)
 
     @property
     def max_bytes(self) -> int:
-        """What they may grow to: the size asked for, or what the disk allowed when room was last asked for."""
+        """The bound of `num_bytes`: the configured size, or what the disk allowed at the last call of `make_room`."""
         return self._eviction.max_bytes
 
     @property
@@ -83,24 +84,24 @@ class Catalog:
 
     @property
     def num_corrupt(self) -> int:
-        """Those of them that were damaged."""
+        """The number of damaged ones among them."""
         return sum(self.skipped.get(reason, 0) for reason in CORRUPT)
 
     def contains(self, name: BlockHash) -> bool:
         return self._index.contains(name)
 
     def refresh(self) -> None:
-        """Takes in what other processes wrote, and forgets what they evicted. Creates the folder if it vanished.
+        """Index what other processes wrote, and drop what they evicted. Creates the folder if it vanished.
 
-        Raises OSError if that fails as a whole; a single odd file is counted in `skipped`.
+        Raises OSError if that fails as a whole; a single faulty file is counted in `skipped`.
         """
         self._folder.refresh()
 
     def read(self, keys: Sequence[BlockKey], buffer: memoryview) -> ReadResult:
-        """Reads blocks from the first on, each verified to be what its key says, until one cannot be had.
+        """Read blocks from the first on, each verified against its key, until one is unavailable.
 
-        `buffer` has room for all; behind the blocks that count it may hold anything. A block that is not what it should
-        be is forgotten. Raises nothing.
+        `buffer` has space for all; after the blocks that count its content is undefined. A block that does not match
+        its key is dropped. Raises nothing.
         """
         block_bytes = self._shape.block_bytes
         assert len(buffer) >= len(keys) * block_bytes, (len(buffer), len(keys), block_bytes)
@@ -118,45 +119,45 @@ class Catalog:
             done += found.num_blocks
             if found.error is not None:
                 return ReadResult(done, found.miss, found.error)
-            if found.miss is not None:  # perhaps it is stored once more
+            if found.miss is not None:  # another copy may exist
                 self._index.forget(keys[done].name, segment, slot + found.num_blocks)
             miss = found.miss or "gone"
         return ReadResult(done)
 
     def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> int:
-        """Writes those that are not stored yet; returns how many that were. Does not look at `max_bytes`.
+        """Write those that are not stored yet; return their number. Does not check `max_bytes`.
 
-        Raises OSError; then some of them may have been written, and `contains` knows which.
+        Raises OSError; then some of them may have been written, and `contains` reports which.
         """
         new = {key.name: (key, data) for key, data in blocks if not self._index.contains(key.name)}
         self._write(list(new.values()))
         return len(new)
 
     def make_room(self, num_bytes: int, *, kept: Container[BlockHash]) -> int:
-        """Evicts until so many bytes of blocks can be appended; returns how many blocks were given up for that.
+        """Evict until so many bytes of blocks can be appended; return the number of blocks dropped.
 
-        What is in `kept` is not given up, unless another process evicts it. Raises OSError: ENOSPC if there is no room
-        even so, EAGAIN if another process has been at it for long.
+        Blocks in `kept` are not dropped, unless another process evicts them. Raises OSError: ENOSPC if there is still
+        no space, EAGAIN if another process has been evicting for too long.
         """
         self._let_go()
-        room = self._eviction.room()  # first, since segments are the smaller the less room there is
+        room = self._eviction.room()  # first, since the size of new segments depends on it
         needed = num_bytes + self._overhead(num_bytes)
         if room >= needed + 2 * self._header(bytes(8)).file_bytes:
-            return 0  # else it depends on what others wrote meanwhile
+            return 0  # otherwise it depends on what others wrote meanwhile
         own = self._writer.path.name if self._writer is not None else ""
         return self._eviction.make_room(needed, own, kept)
 
     def used(self, names: Iterable[BlockHash]) -> None:
-        """A request takes these over: they, and their files, are recent now."""
+        """Mark blocks, and their files, as used now: a request uses them."""
         for name in names:
             for segment, slot in self._index.places(name):
                 self._index.mark_used(segment, slot, 1)
                 self._folder.touch(segment)
 
     def discard(self, names: Iterable[BlockHash]) -> None:
-        """Forgets these and marks them in their files, so that no other process loads them either.
+        """Drop these and mark them in their files, so that other processes do not load them either.
 
-        Raises OSError; then what could not be marked is forgotten here all the same, and marked by the next call.
+        Raises OSError; then unmarked ones are dropped here all the same, and marked by the next call.
         """
         for name in names:
             for segment, slot in self._index.places(name):
@@ -168,13 +169,13 @@ class Catalog:
             del self._unmarked[0]
 
     def clear(self) -> None:
-        """Deletes all segments, of every model and process. Raises OSError."""
+        """Delete all segments, of every model and process. Raises OSError."""
         self._close_writer()
         for name in self._folder.list():
             self._folder.unlink(name)
 
     def close(self) -> None:
-        """Ends writing; what was written stays. Twice does no harm."""
+        """End writing; what was written stays. Calling it twice is harmless."""
         self._close_writer()
 
     def _write(self, blocks: Sequence[tuple[BlockKey, Data]]) -> None:
@@ -200,7 +201,7 @@ class Catalog:
         return self._writer
 
     def _let_go(self) -> None:
-        """Closes our segment if another process evicted it; only then is its room free."""
+        """Close this process's segment if another process evicted it; only then is its space free."""
         if self._writer is not None:
             name = self._writer.path.name
             if name not in self._folder.known or not self._writer.is_linked():
@@ -213,13 +214,13 @@ class Catalog:
             writer.close()
 
     def _overhead(self, num_bytes: int) -> int:
-        """Bytes for the tables of the segments that have to be begun for so many bytes of blocks."""
+        """Return the bytes of the tables of the new segments that so many bytes of blocks need."""
         left = num_bytes // self._shape.block_bytes - (self._writer.room if self._writer is not None else 0)
         header = self._header(bytes(8))
         return max(0, -(-left // header.num_slots)) * header.payload_start
 
     def _header(self, own_id: bytes) -> Header:
-        """Of a new segment: small enough that evicting one loses little, large enough that there are not many."""
+        """Return the header of a new segment: small enough that evictions lose little, large enough to keep files few."""
         max_bytes, smallest = self.max_bytes, Header(self._shape, 1, own_id).file_bytes
         wanted = min(max(max_bytes // 256, MIN_SEGMENT_BYTES), MAX_SEGMENT_BYTES, max_bytes // 4)
         num_slots = (wanted - smallest) // (self._shape.entry_bytes + self._shape.block_bytes)

@@ -1,9 +1,8 @@
-"""Direct: payloads on their way to the disk past the page cache, where the disk and the sizes allow it.
+"""DirectWrites: writes payloads past the page cache (O_DIRECT), if the disk and the sizes allow it.
 
-Filling the page cache costs the processor thirty times what the transfer itself does (docs/experiments.md), and that is
-taken from whoever computes. What is read later comes through the page cache all the same: the kernel keeps both views
-of a file the same. The disk wants offsets, lengths and perhaps addresses in whole pages: what does not lie so is
-gathered in a buffer that begins on one.
+Filling the page cache costs thirty times the CPU time of the transfer itself (docs/experiments.md), which the compute
+threads lose. Later reads go through the page cache all the same: the kernel keeps both views of a file coherent. The
+disk requires offsets, lengths and perhaps addresses in whole pages: unaligned data is gathered in an aligned buffer.
 """
 
 import errno
@@ -16,14 +15,14 @@ from headstart.store.files import Files
 
 PAGE_BYTES = 4096
 GATHER_BYTES = 4 << 20
-REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)  # a file system that knows no direct writes
+REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)  # a file system without direct writes
 
 
 class DirectWrites:
-    """Direct writes to one file of our own; it may turn out that there are none, and then `write` says so."""
+    """Direct writes to one file of this process; `write` returns False if they are not possible."""
 
     def __init__(self, files: Files, path: Path, block_bytes: int) -> None:
-        """Raises OSError, but not for a file system that refuses."""
+        """Raises OSError, but not for a file system without direct writes."""
         self._files, self._block_bytes = files, block_bytes
         self._fd: int | None = None
         self._gathered = memoryview(b"")
@@ -35,7 +34,7 @@ class DirectWrites:
                     raise
 
     def write(self, payloads: Sequence[Data], offset: int) -> bool:
-        """Writes them one behind the other; False, and perhaps a part of them, if that has to go another way.
+        """Write the payloads one after the other; return False, perhaps after a part, if buffered writes are needed.
 
         Raises OSError.
         """
@@ -49,12 +48,12 @@ class DirectWrites:
                 written = self._write(self._fd, [self._gather(part)], offset + first * size)
             if written is None:
                 self.close()
-            if written != len(part) * size:  # or the rest would not begin on a page
+            if written != len(part) * size:  # otherwise the rest would not begin on a page
                 return False
         return True
 
     def _write(self, fd: int, buffers: Sequence[Data], offset: int) -> int | None:
-        """Bytes written; None if the file system does not take them so."""
+        """Return the bytes written; None if the file system refuses direct writes."""
         try:
             return self._files.pwritev(fd, buffers, offset)
         except OSError as error:
@@ -71,7 +70,7 @@ class DirectWrites:
         return self._gathered[: len(payloads) * size]
 
     def close(self) -> None:
-        """Twice does no harm."""
+        """Close the file. Calling it twice is harmless."""
         fd, self._fd = self._fd, None
         self._gathered = memoryview(b"")
         if fd is not None:
@@ -79,7 +78,7 @@ class DirectWrites:
 
 
 def aligned(num_bytes: int) -> memoryview:
-    """Writable memory that begins on a page."""
+    """Return writable memory that begins on a page."""
     memory = array("B", bytes(num_bytes + PAGE_BYTES))
     skip = -memory.buffer_info()[0] % PAGE_BYTES
     return memoryview(memory)[skip : skip + num_bytes]

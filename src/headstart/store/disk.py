@@ -1,7 +1,7 @@
 """DiskStore: blocks in a folder that all processes of a machine share; the contract is core/cache/block_store.py.
 
-The engine's thread appends to queues and looks into dicts here, and does nothing that could wait for a disk. Two
-threads do the rest, one writing (`writer.py`), one reading (`block_loader.py`); a disk that hangs holds up these alone.
+The engine's thread only appends to queues and reads dicts here, and never waits for a disk. Two threads do the rest:
+one writes (`writer.py`), one reads (`block_loader.py`); a disk that hangs blocks only these.
 """
 
 import threading
@@ -21,13 +21,13 @@ from headstart.store.format import Shape
 from headstart.store.pending import Offer
 from headstart.store.writer import Writer
 
-CLOSE_SECONDS = 5.0  # at the most, to write what is pending
-MAX_LOADS = 1024  # under way at once
+CLOSE_SECONDS = 5.0  # maximum, to write pending blocks
+MAX_LOADS = 1024  # in flight at once
 MISSES = ("gone", "corrupt", "mismatch", "io", "slow")
 
 
 class DiskStore:
-    """A folder of blocks of one shape; ends with close(), with the interpreter, or when dropped."""
+    """A folder of blocks of one shape. It ends with close(), with the interpreter, or when it is garbage-collected."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class DiskStore:
         files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Opens the folder, made where needed, and reads what is in it.
+        """Open the folder, created if needed, and read its content.
 
-        Raises ConfigError for a folder that cannot be used at all, and for a size that does not hold one block.
+        Raises ConfigError for an unusable folder, and for a size below one block.
         """
         self._block_bytes, self._clock = shape.block_bytes, clock
         self._catalog = catalog = Catalog(folder, shape, max_bytes, files or Files(), clock)
@@ -48,10 +48,10 @@ class DiskStore:
         self._loader = loader = Loader(catalog, shape.block_bytes, clock)
         writer.look()
         self._estimate = LoadEstimate()
-        self._loads: dict[int, Load] = {}  # those that somebody waits for
-        self._num_loads, self._num_asked = 0, 0  # loads and blocks, ever
-        self._lent: dict[int, bytearray] = {}  # by id: buffers that the engine has
-        self._barred: set[BlockHash] | None = set()  # distrusted until the writer has forgotten them; None: all are
+        self._loads: dict[int, Load] = {}  # loads that are awaited
+        self._num_loads, self._num_asked = 0, 0  # loads and blocks, in total
+        self._lent: dict[int, bytearray] = {}  # by id: buffers in use by the engine
+        self._barred: set[BlockHash] | None = set()  # distrusted until the writer has dropped them; None: all are
         self._barred_until = 0
         self._misses: dict[str, int] = dict.fromkeys(MISSES, 0)
         self._loaded_blocks = 0
@@ -65,7 +65,7 @@ class DiskStore:
         self._finalizer = weakref.finalize(self, _end, writer, loader, catalog, threads)
 
     def start(self, source: BlockSource) -> None:
-        """Begins to write. `source` must not refer to this store, or dropping the store would not end it."""
+        """Start writing. `source` must not refer to this store, or dropping the store would not end it."""
         self._writer.source = source
 
     def contains(self, name: BlockHash) -> bool:
@@ -182,7 +182,7 @@ class DiskStore:
     # ------------------------------------------------------------------------------------------------------------
 
     def _take(self, piece: Piece) -> Loaded | None:
-        """What of a piece the engine gets; None if nobody waits for it."""
+        """Return the engine's part of a piece; None if its load is no longer awaited."""
         load, buffer = piece.load, piece.buffer
         if piece.num_blocks:
             self._estimate.measured(piece.num_blocks, piece.seconds, piece.latency, self._clock())
@@ -203,12 +203,12 @@ class DiskStore:
             self._misses[piece.miss] += 1
         is_last = piece.is_last or load.num_given >= load.num_wanted
         if is_last:
-            load.is_cancelled = True  # where there is more of it, nobody wants that
+            load.is_cancelled = True  # the rest of it is not needed
             del self._loads[load.load_id]
         return Loaded(load.load_id, data, is_last)
 
     def _end_load(self, load: Load) -> None:
-        """Gives up a load of a closed store: what was not handed out does not come."""
+        """End a load of a closed store: blocks not yet handed out are not delivered."""
         load.is_cancelled, load.num_wanted = True, load.num_given
         self._loader.hand_over(Piece(load, None, 0, True, None, 0.0, 0.0))
 
@@ -218,7 +218,7 @@ class DiskStore:
             self._cut(load)
 
     def _cut(self, load: Load) -> None:
-        """Ends a load before the first block that must not come back."""
+        """Cut a load before its first block that must not be loaded."""
         keys = load.keys[load.num_given : load.num_wanted]
         for place, key in enumerate(keys if self._barred_until > self._writer.num_settled else ()):
             if self._is_barred(key.name):
@@ -233,7 +233,7 @@ class DiskStore:
 
 
 def _end(writer: Writer, loader: Loader, catalog: Catalog, threads: Sequence[threading.Thread]) -> None:
-    """Ends both threads, or leaves behind the one whose disk does not answer: they are daemons."""
+    """End both threads, or abandon one whose disk does not answer: they are daemons."""
     loader.stop()
     writer.stop(CLOSE_SECONDS)
     until = time.monotonic() + CLOSE_SECONDS

@@ -1,26 +1,26 @@
-"""LoadEstimate: how long loads take, as measured lately. Pure: no clock, one thread's.
+"""LoadEstimate: the expected duration of loads, from recent measurements. Pure: no clock, one thread.
 
-    seconds = latency + blocks waiting or asked for x seconds per block
+    seconds = latency + blocks waiting or requested x seconds per block
 
-Blocks count by number, so that the fixed costs of small loads hardly show in the time per block. An estimate that
-nothing has confirmed for some seconds fades, so that sooner or later a load is tried again; while that one is under
-way, the old estimate holds for all others.
+The average is per block, so that the fixed costs of small loads have little weight in it. An estimate without new
+measurements decays after some seconds, so that eventually a load is tried again; while that one is in flight, the old
+estimate applies to all others.
 """
 
-KEEP = 0.7  # of what was known, with every piece measured
-FADE_SECONDS = 5.0  # without a load until the estimate begins to fade, and then to half of it
+KEEP = 0.7  # weight of the past at every measurement
+FADE_SECONDS = 5.0  # without a load, after which the estimate begins to decay; also its half-life
 
 
 class LoadEstimate:
-    """An average that forgets."""
+    """An exponentially weighted average."""
 
     def __init__(self) -> None:
         self._seconds, self._blocks, self._latency = 0.0, 0.0, 0.0
-        self._last_at = float("-inf")  # when a load was asked for or measured
+        self._last_at = float("-inf")  # when a load was requested or measured
         self._was_raised = False  # since the last measurement
 
     def expected(self, num_blocks: int, now: float) -> float:
-        """Seconds until so many blocks are there; 0.0 as long as nothing has been measured."""
+        """Return the expected seconds to load so many blocks; 0.0 as long as nothing has been measured."""
         if not self._blocks:
             return 0.0
         idle = now - self._last_at - FADE_SECONDS
@@ -28,15 +28,15 @@ class LoadEstimate:
         return (self._latency + num_blocks * self._seconds / self._blocks) * fade
 
     def blocks_per_s(self) -> float:
-        """While loading; 0.0: not measured."""
+        """Return the blocks per second while loading; 0.0: not measured."""
         return self._blocks / self._seconds if self._seconds else 0.0
 
     def asked(self, now: float) -> None:
-        """A load begins."""
+        """Record the start of a load."""
         self._last_at = now
 
     def measured(self, num_blocks: int, seconds: float, latency: float, now: float) -> None:
-        """So many blocks were read in so many seconds, of a load that had waited for `latency` before that."""
+        """Record that `num_blocks` were read in `seconds`, by a load that had waited for `latency` before."""
         is_first = not self._blocks
         self._latency = latency if is_first else KEEP * self._latency + (1 - KEEP) * latency
         self._seconds = KEEP * self._seconds + seconds
@@ -45,7 +45,7 @@ class LoadEstimate:
         self._was_raised = False
 
     def too_slow(self, num_blocks: int, seconds: float, now: float) -> None:
-        """A load was given up after `seconds`, before which so many blocks should have come."""
+        """Record that a load was given up after `seconds`, within which `num_blocks` should have been read."""
         if not self._blocks:
             self._blocks = float(num_blocks)
         per_block = self._seconds / self._blocks * (1 if self._was_raised else 2)

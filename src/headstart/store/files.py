@@ -1,8 +1,8 @@
-"""Every system call of the store, in one place; and the folder itself: who may use it, and its secret.
+"""Every system call of the store, in one place; and the folder itself: its permissions and its secret.
 
-Files in the folder are opened without following links, without waiting (a pipe would block for ever) and only if they
-are regular files of our own user. Segment files are never mapped: a mapping of a file that somebody cuts kills the
-process with SIGBUS (benchmarks/store-forms).
+Files in the folder are opened without following links, without blocking (a pipe would block for ever) and only if they
+are regular files of this user. Segment files are never mapped: truncating a mapped file kills the process with SIGBUS
+(benchmarks/store-forms).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class UnsafeFileError(OSError):
-    """What was to be opened is no regular file, or not ours."""
+    """The file to open is no regular file, or belongs to another user."""
 
 
 class FileEntry(NamedTuple):
@@ -34,38 +34,38 @@ class FileEntry(NamedTuple):
     size: int  # bytes, holes included
     num_bytes: int  # on disk
     mtime: float  # seconds since the epoch
-    is_safe: bool  # a regular file of ours
+    is_safe: bool  # a regular file of this user
 
 
 class Space(NamedTuple):
-    """Bytes of the disk: what is free for us, and all."""
+    """Bytes of the disk: free for this user, and in total."""
 
     free: int
     total: int
 
 
 class Files:
-    """The system calls; any may raise OSError. Tests override single ones to have them fail."""
+    """The system calls; any may raise OSError. Tests override single ones to simulate failures."""
 
     def open(self, path: Path, *, to_write: bool = False) -> int:
-        """Opens what exists, for reading or for both. Raises UnsafeFileError for what is no regular file of ours."""
+        """Open an existing file, for reading or both. Raises UnsafeFileError if it is no regular file of this user."""
         fd = os.open(path, (os.O_RDWR if to_write else os.O_RDONLY) | _SAFELY)
         try:
             if not _is_safe(os.fstat(fd)):
-                raise UnsafeFileError(errno.EPERM, "no regular file of ours", str(path))
+                raise UnsafeFileError(errno.EPERM, "no regular file of this user", str(path))
         except BaseException:
             os.close(fd)
             raise
         return fd
 
     def open_direct(self, path: Path) -> int:
-        """Opens what exists for writing past the page cache. Raises OSError (EINVAL) where there is no such thing."""
+        """Open an existing file for direct writes. Raises OSError (EINVAL) if they are not supported."""
         if not hasattr(os, "O_DIRECT"):
-            raise OSError(errno.EINVAL, "this system knows no direct writes", str(path))
+            raise OSError(errno.EINVAL, "this system has no direct writes", str(path))
         return os.open(path, os.O_WRONLY | os.O_DIRECT | _SAFELY)
 
     def create(self, path: Path) -> int:
-        """A new file, for reading and writing by us alone. Raises FileExistsError."""
+        """Create a new file, readable and writable by this user only. Raises FileExistsError."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY, 0o600)
 
     def pread(self, fd: int, num_bytes: int, offset: int) -> bytes:
@@ -87,7 +87,7 @@ class Files:
         os.unlink(path)
 
     def touch(self, path: Path) -> None:
-        """Sets its mtime to now."""
+        """Set its mtime to now."""
         os.utime(path, follow_symlinks=False)
 
     def make_folder(self, folder: Path) -> None:
@@ -97,7 +97,7 @@ class Files:
         return _entry(path.name, os.lstat(path))
 
     def list(self, folder: Path) -> list[FileEntry]:
-        """All there is in it; what vanishes meanwhile is left out."""
+        """Return all entries of a folder; those that vanish meanwhile are left out."""
         found: list[FileEntry] = []
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -106,7 +106,7 @@ class Files:
         return found
 
     def is_linked(self, fd: int) -> bool:
-        """Whether an open file still has a name."""
+        """Return whether an open file still has a name."""
         return os.fstat(fd).st_nlink > 0
 
     def space(self, folder: Path) -> Space:
@@ -114,7 +114,7 @@ class Files:
         return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
     def lock(self, path: Path) -> int | None:
-        """Locks a file among all processes until it is closed; None if another has it. Creates it where needed."""
+        """Lock a file among all processes until it is closed; None if another has it. Creates it if needed."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,14 +127,14 @@ class Files:
         return fd
 
     def now(self) -> float:
-        """The clock of mtimes, seconds since the epoch. Compared with mtimes and with nothing else."""
+        """Return the clock of mtimes, seconds since the epoch. Compare it with mtimes only."""
         return time.time()
 
 
 def prepare_folder(folder: Path) -> None:
-    """Creates the folder, for us alone, unless it is there.
+    """Create the folder, for this user only, unless it exists.
 
-    Raises ConfigError for what is no folder, belongs to somebody else, or may be entered by others.
+    Raises ConfigError if the path is no folder, belongs to another user, or is accessible to others.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -154,9 +154,9 @@ def prepare_folder(folder: Path) -> None:
 
 
 def read_secret(folder: Path) -> bytes:
-    """The folder's secret, 32 random bytes, the same for all its processes; made when first asked for.
+    """Return the folder's secret, 32 random bytes, the same for all its processes; created at the first call.
 
-    Raises ConfigError for a folder that cannot be used and for a secret that is damaged or open to others.
+    Raises ConfigError for an unusable folder and for a secret that is damaged or accessible to others.
     """
     prepare_folder(folder)
     path = folder / "secret"
@@ -169,7 +169,7 @@ def read_secret(folder: Path) -> bytes:
 
 
 def _make_secret(path: Path) -> None:
-    """Whole or not at all, and the first to come wins: a link to a finished file never replaces another."""
+    """Create the secret atomically; the first process wins: a link to a complete file never replaces another one."""
     draft = path.with_name(f".{secrets.token_hex(8)}.tmp")
     fd = Files().create(draft)
     try:

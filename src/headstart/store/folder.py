@@ -1,7 +1,7 @@
-"""Folder: the segment files that are there, what each of our shape holds, and how many bytes all of them take.
+"""Folder: the segment files that exist, the content of those of one shape, and the bytes of all of them.
 
-What is odd about a file or an entry is counted by reason and skipped; the rest of its file counts. Files that are not
-called like segments are left alone.
+A fault in a file or an entry is counted by reason and skipped; the rest of its file counts. Files that are not named
+like segments are left alone.
 """
 
 import contextlib
@@ -17,33 +17,33 @@ from headstart.store.index import Index
 from headstart.store.segment import Segment, segment_id
 
 TOUCH_SECONDS = 1.0
-"""A segment's mtime is renewed at most this often."""
+"""Minimum interval between two renewals of a segment's mtime."""
 LIST_SECONDS = 2.0
-"""So long after the folder changed it is listed every time: its own mtime may be too coarse to show a second change."""
+"""After a change the folder is listed every time for this long: its mtime may be too coarse to show a second change."""
 CORRUPT = ("short", "magic", "checksum", "lengths", "swapped", "cut", "entry")
-"""Of the reasons in `Folder.skipped`; the others are version, other shape, unsafe (no file of ours) and unreadable."""
+"""Among the reasons in `Folder.skipped`; others: version, other shape, unsafe (no file of this user) and unreadable."""
 STALE_SECONDS = 60.0
-"""An unfinished file this old has no writer any more."""
-STARVED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # says nothing about a file
+"""An unfinished file this old no longer has a writer."""
+STARVED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # unrelated to the file
 
 
 class Folder:
-    """All methods but `touch` are for one thread at a time."""
+    """The segment files of a folder. All methods except `touch` are for one thread at a time."""
 
     def __init__(self, path: Path, shape: Shape, files: Files, index: Index, clock: Callable[[], float]) -> None:
         self.path, self._shape, self._files, self._index, self._clock = path, shape, files, index, clock
         self.known: dict[str, Segment] = {}  # segments of our shape, by file name
-        self.others: dict[str, FileEntry] = {}  # all other segment files: not to be read, but they take room
+        self.others: dict[str, FileEntry] = {}  # all other segment files: not readable, but they take space
         self.skipped: Counter[str] = Counter()
         self.num_bytes = 0
-        self._unsafe: set[str] = set()  # called like segments, but no files of ours
+        self._unsafe: set[str] = set()  # named like segments, but not files of this user
         self._next_number = 0
         self._mtime, self._changed_at = -1.0, float("-inf")
 
     def refresh(self) -> None:
-        """Takes in what other processes wrote, and forgets what they evicted. Creates the folder if it vanished.
+        """Index what other processes wrote, and drop what they evicted. Creates the folder if it vanished.
 
-        Raises OSError if that fails as a whole; a single odd file is counted in `skipped`.
+        Raises OSError if that fails as a whole; a single faulty file is counted in `skipped`.
         """
         try:
             mtime = self._files.stat(self.path).mtime
@@ -63,7 +63,7 @@ class Folder:
         self.measure()
 
     def list(self) -> dict[str, FileEntry]:
-        """Looks for files that came and went. Returns all that count as segments, of whatever shape. Raises OSError."""
+        """Find new and vanished files. Return all that count as segments, of any shape. Raises OSError."""
         found = {entry.name: entry for entry in self._files.list(self.path) if segment_id(entry.name) is not None}
         entries = {name: entry for name, entry in found.items() if entry.is_safe}
         unsafe = found.keys() - entries.keys()
@@ -82,14 +82,14 @@ class Folder:
         return entries
 
     def begin(self, path: Path, header: Header) -> Segment:
-        """A segment that this process has begun to write. What is in it is known from writing it."""
+        """Add a segment that this process has begun to write. Its content is known from writing it."""
         segment = self._new_segment(path, header, header.payload_start)
         segment.is_sealed = True
         self.known[path.name] = segment
         return segment
 
     def unlink(self, name: str) -> int:
-        """Deletes a file. Returns how many blocks are not stored anywhere any more. Raises OSError."""
+        """Delete a file. Return the number of blocks that are no longer stored anywhere. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             self._files.unlink(self.path / name)
         lost = self.forget(name)
@@ -97,21 +97,21 @@ class Folder:
         return lost
 
     def forget(self, name: str) -> int:
-        """A file is gone. Returns how many blocks are not stored anywhere any more."""
+        """Drop a file that is gone. Return the number of blocks that are no longer stored anywhere."""
         self.others.pop(name, None)
         segment = self.known.pop(name, None)
         return 0 if segment is None else self._index.drop(segment)
 
     def touch(self, segment: Segment) -> None:
-        """Renews its mtime, by which all processes know that it is in use. From any thread."""
+        """Renew its mtime, by which all processes see that it is in use. From any thread."""
         now = self._clock()
         if now - segment.touched_at >= TOUCH_SECONDS:
             segment.touched_at = now
-            with contextlib.suppress(OSError):  # it is about recency only; what ails the disk shows elsewhere
+            with contextlib.suppress(OSError):  # it only affects recency; disk errors show elsewhere
                 self._files.touch(segment.path)
 
     def sweep(self) -> None:
-        """Deletes files whose writers were killed before they had a name. Raises OSError."""
+        """Delete files whose writers were killed before naming them. Raises OSError."""
         now = self._files.now()
         for entry in self._files.list(self.path):
             if segments.is_draft(entry.name) and entry.is_safe and now - entry.mtime > STALE_SECONDS:
@@ -119,7 +119,7 @@ class Folder:
                     self._files.unlink(self.path / entry.name)
 
     def measure(self) -> None:
-        """Works out `num_bytes` again."""
+        """Recompute `num_bytes`."""
         of_ours = sum(segment.num_bytes for segment in self.known.values())
         self.num_bytes = of_ours + sum(entry.num_bytes for entry in self.others.values())
 

@@ -3,10 +3,10 @@
     0          256                     payload_start (a multiple of 4096)
     | header   | entry 0 | entry 1 | ..| payload 0 | payload 1 | ...
 
-Every position follows from the header, which says nothing that its own shape does not demand: lengths are computed and
-compared, never believed, so nothing is allocated on a file's word. Header and entries carry their own checksum, and an
-entry's is bound to its file and slot: one that was moved does not count. Checksums are XXH3-128: they find accidents,
-while the folder's mode keeps people out. Numbers are little-endian.
+Every position follows from the header, and every length in the header is computed and compared, never trusted: nothing
+is allocated by a file's claim. Header and entries carry their own checksum, and an entry's checksum is bound to its
+file and slot: an entry that was moved is invalid. Checksums are XXH3-128: they detect accidents, while the folder's
+mode protects against other users. Numbers are little-endian.
 """
 
 import struct
@@ -23,7 +23,7 @@ HEADER_BYTES = 256
 MAX_BLOCK_SIZE = 1 << 16
 MAX_BLOCK_BYTES = 1 << 30
 MAX_SEGMENT_BYTES = 256 << 20
-"""No segment is longer than this, unless it holds a single block that is."""
+"""No segment is longer than this, unless it holds a single longer block."""
 MAX_SLOTS = 1 << 20
 _HEADER = struct.Struct("<8sIIIIQQQ32s8s")
 _ENTRY_MAGIC = b"blok"
@@ -37,7 +37,7 @@ Reason = Literal["short", "magic", "version", "checksum", "lengths", "swapped", 
 
 
 class FormatError(Exception):
-    """Bytes that are no header or entry; `reason` is one word, to be counted by."""
+    """Bytes that are no header or entry; `reason` is one word, by which it is counted."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
@@ -45,7 +45,7 @@ class FormatError(Exception):
 
 
 class Shape(NamedTuple):
-    """What all blocks of one segment have in common: the model, tokens per block, and bytes per block."""
+    """The common properties of all blocks in one segment: the model, tokens per block, and bytes per block."""
 
     fingerprint: bytes  # 32 bytes
     block_size: int
@@ -57,7 +57,7 @@ class Shape(NamedTuple):
 
 
 class Header(NamedTuple):
-    """One segment: what its blocks are like, how many it can hold, and its name, 8 random bytes."""
+    """One segment: the shape of its blocks, how many it can hold, and its id, 8 random bytes."""
 
     shape: Shape
     num_slots: int
@@ -70,7 +70,7 @@ class Header(NamedTuple):
 
     @property
     def file_bytes(self) -> int:
-        """Of the file when it is full."""
+        """The bytes of the full file."""
         return self.payload_offset(self.num_slots)
 
     def entry_offset(self, slot: int) -> int:
@@ -80,11 +80,11 @@ class Header(NamedTuple):
         return self.payload_start + slot * self.shape.block_bytes
 
     def slots_within(self, file_bytes: int) -> int:
-        """How many slots have their whole payload in a file of this length."""
+        """Return the number of slots whose whole payload lies in a file of this length."""
         return min(max(0, file_bytes - self.payload_start) // self.shape.block_bytes, self.num_slots)
 
     def is_sound(self) -> bool:
-        """Whether the sizes are such as we would write."""
+        """Return whether the sizes are ones that a writer would choose."""
         fingerprint, block_size, block_bytes = self.shape
         return (
             len(fingerprint) == 32
@@ -97,17 +97,17 @@ class Header(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One stored block: all that tells it from others, and the checksum of its content."""
+    """One stored block: its identity, and the checksum of its content."""
 
     key: BlockKey
     payload_checksum: bytes
 
 
 class Names(NamedTuple):
-    """What part of a table says. Entries that are torn or damaged have no name, nor have discarded and empty ones."""
+    """The block hashes in part of a table. Torn, damaged, discarded and empty entries have none."""
 
-    by_slot: list[bytes]  # up to the last slot that is not empty; b"": nothing that could be loaded
-    bad: list[int]  # places in `by_slot` of entries that fail their check, or are empty though a later one is not
+    by_slot: list[bytes]  # up to the last non-empty slot; b"": nothing to load
+    bad: list[int]  # indexes in `by_slot` of entries that fail their check, or are empty before a later entry
 
 
 def encode_header(header: Header) -> bytes:
@@ -120,7 +120,7 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(raw: bytes, segment_id: bytes) -> Header:
-    """Reads the header of the file that is called `segment_id`.
+    """Decode the header of the file named `segment_id`.
 
     Raises FormatError: short, magic, version, checksum, lengths, or swapped (another file's).
     """
@@ -150,7 +150,7 @@ def checksum(payload: Data) -> bytes:
 
 
 def encode_entry(header: Header, slot: int, entry: Entry, *, discarded: bool = False) -> bytes:
-    """The entry of one slot; a discarded one says of its block that it is not to be used any more."""
+    """Return the entry of one slot; a discarded one marks its block as not to be used any more."""
     name, parent, tokens = entry.key
     sizes = (len(name), len(parent), len(tokens), len(entry.payload_checksum))
     assert sizes == (32, 32, 4 * header.shape.block_size, _CHECKSUM_BYTES), sizes
@@ -160,7 +160,7 @@ def encode_entry(header: Header, slot: int, entry: Entry, *, discarded: bool = F
 
 
 def decode_entry(header: Header, slot: int, raw: bytes) -> Entry:
-    """Raises FormatError: short, empty, checksum, magic, flags, or discarded."""
+    """Decode an entry. Raises FormatError: short, empty, checksum, magic, flags, or discarded."""
     if len(raw) != header.shape.entry_bytes:
         raise FormatError("short")
     if not any(raw):
@@ -180,7 +180,7 @@ def decode_entry(header: Header, slot: int, raw: bytes) -> Entry:
 
 
 def decode_names(header: Header, first: int, table: bytes) -> Names:
-    """The names in a piece of the table that begins with slot `first`. An incomplete entry at its end is left out."""
+    """Return the block hashes in a piece of the table that begins at slot `first`. A partial last entry is skipped."""
     size, empty = header.shape.entry_bytes, bytes(header.shape.entry_bytes)
     usable = _ENTRY_MAGIC + bytes([_STORED, 0, 0, 0])
     names: list[bytes] = []
@@ -205,5 +205,5 @@ def decode_names(header: Header, first: int, table: bytes) -> Names:
 
 
 def _seed(header: Header, slot: int) -> int:
-    """Of an entry's checksum: valid in this slot of this file only."""
+    """Return the seed of an entry's checksum: valid in this slot of this file only."""
     return (int.from_bytes(header.segment_id, "little") + slot) % (1 << 64)

@@ -1,7 +1,7 @@
-"""Where each stored block is: name -> segment and slot, in memory. No disk.
+"""Index: the location of each stored block, block hash -> segment and slot, in memory. No disk.
 
-A location is one int, so a block costs a dict entry, its name, and that int. `contains` reads one dict and needs no
-lock; everything else holds one lock, for as long as it takes to look something up.
+A location is one int, so a block costs a dict entry, its hash, and that int. `contains` reads one dict and needs no
+lock; everything else holds one lock for the duration of a lookup.
 """
 
 import threading
@@ -15,7 +15,7 @@ from headstart.store.segment import Segment
 
 
 class Run(NamedTuple):
-    """Blocks asked for that lie in adjacent slots of one segment."""
+    """Requested blocks in adjacent slots of one segment."""
 
     segment: Segment
     slot: int
@@ -23,11 +23,11 @@ class Run(NamedTuple):
 
 
 class Index:
-    """The names of all segments of one shape that this process knows."""
+    """The block hashes of all known segments of one shape."""
 
     def __init__(self) -> None:
         self._where: dict[bytes, int] = {}
-        self._copies: dict[bytes, list[int]] = {}  # further places of the names that are stored more than once
+        self._copies: dict[bytes, list[int]] = {}  # further locations of blocks that are stored more than once
         self._segments: dict[int, Segment] = {}
         self._lock = threading.Lock()
 
@@ -38,7 +38,7 @@ class Index:
         return name in self._where
 
     def add(self, segment: Segment, names: list[bytes]) -> None:
-        """The next slots of the segment hold these. b"" stands for a slot without a name."""
+        """Add block hashes in the next slots of a segment. b"" is a slot without a block."""
         with self._lock:
             self._segments[segment.number] = segment
             location = segment.number * MAX_SLOTS + len(segment.names)
@@ -49,7 +49,7 @@ class Index:
                 location += 1
 
     def run(self, keys: Sequence[BlockKey], first: int) -> Run | None:
-        """Where `keys[first]` is, and how many of those behind it lie behind it; None if it is nowhere."""
+        """Return the location of `keys[first]` and the number of consecutive blocks there; None if it is not stored."""
         with self._lock:
             location = self._where.get(keys[first].name)
             if location is None:
@@ -66,23 +66,23 @@ class Index:
             return Run(segment, slot, length)
 
     def mark_used(self, segment: Segment, slot: int, length: int) -> None:
-        """Loaded or taken over by a request since they were written there."""
+        """Mark slots as used by a request since they were written."""
         with self._lock:
             segment.used[slot : slot + length] = b"\1" * len(segment.used[slot : slot + length])
 
     def places(self, name: bytes) -> list[tuple[Segment, int]]:
-        """Everywhere this name is stored."""
+        """Return all locations of a block."""
         with self._lock:
             locations = [self._where[name], *self._copies.get(name, ())] if name in self._where else []
             return [(self._segments[number], slot) for number, slot in (divmod(at, MAX_SLOTS) for at in locations)]
 
     def forget(self, name: bytes, segment: Segment, slot: int) -> None:
-        """The block is not, or no longer, there. Elsewhere it may still be."""
+        """Remove one location of a block. Others may remain."""
         with self._lock:
             self._forget(name, segment, slot)
 
     def drop(self, segment: Segment) -> int:
-        """The segment is gone. Returns how many blocks are not stored anywhere any more."""
+        """Remove a segment. Return the number of blocks that are no longer stored anywhere."""
         with self._lock:
             before = len(self._where)
             for slot, name in enumerate(segment.names):
@@ -92,7 +92,7 @@ class Index:
             return before - len(self._where)
 
     def worth_moving(self, segment: Segment, kept: Container[BlockHash]) -> tuple[list[int], list[int]]:
-        """Slots whose block is stored nowhere else: those kept, and those used since they were written there."""
+        """Return the slots whose block has no other copy: those in `kept`, and those used since they were written."""
         pinned: list[int] = []
         used: list[int] = []
         with self._lock:

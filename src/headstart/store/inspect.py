@@ -1,6 +1,6 @@
-"""What a folder holds, for people: of every model, without a server, while servers use it. Never changes a block.
+"""Inspection of a folder: blocks of every model, without a server, while servers use it. Never changes a block.
 
-Errors of single files are counted by reason; OSError is raised where the folder itself cannot be read.
+Errors of single files are counted by reason; OSError is raised if the folder itself cannot be read.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from headstart.store.segment import Segment
 
 READ_BYTES = 8 << 20
 Progress = Callable[[int, int], None]
-"""(bytes done, bytes in all)"""
+"""Called with (bytes done, total bytes)."""
 
 
 @dataclass(slots=True)
@@ -33,21 +33,21 @@ class ShapeStats:
 
 @dataclass(slots=True)
 class FolderStats:
-    """What is in a folder. `odd` counts files and entries that are not served, by reason."""
+    """The content of a folder. `odd` counts files and entries that are not served, by reason."""
 
     shapes: list[ShapeStats] = field(default_factory=list[ShapeStats])  # the largest first
-    num_bytes: int = 0  # of all segment files, odd ones too
+    num_bytes: int = 0  # of all segment files, faulty ones included
     num_files: int = 0
     odd: Counter[str] = field(default_factory=Counter[str])
 
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What reading every block of a folder found. Good blocks are those that would be loaded if asked for."""
+    """The result of reading every block of a folder. Good blocks are those that a load would accept."""
 
     num_good: int = 0
     num_bytes: int = 0  # of their contents
-    bad: dict[str, Counter[str]] = field(default_factory=dict[str, Counter[str]])  # file name -> reason -> how often
+    bad: dict[str, Counter[str]] = field(default_factory=dict[str, Counter[str]])  # file name -> reason -> count
 
     @property
     def num_bad(self) -> int:
@@ -55,7 +55,7 @@ class VerifyReport:
 
 
 def stat(folder: Path, files: Files | None = None) -> FolderStats:
-    """Counts what is in a folder, from headers and tables alone. Raises OSError for a folder that cannot be read."""
+    """Count the content of a folder, from headers and tables alone. Raises OSError for an unreadable folder."""
     files = files or Files()
     found, by_shape = FolderStats(), dict[Shape, ShapeStats]()
     for entry in _segment_files(files, folder):
@@ -76,7 +76,7 @@ def stat(folder: Path, files: Files | None = None) -> FolderStats:
 
 
 def verify(folder: Path, progress: Progress | None = None, files: Files | None = None) -> VerifyReport:
-    """Reads every block and checks it as a load would. Raises OSError for a folder that cannot be read."""
+    """Read every block and check it as a load would. Raises OSError for an unreadable folder."""
     files = files or Files()
     report = VerifyReport()
     entries = _segment_files(files, folder)
@@ -100,7 +100,7 @@ def verify(folder: Path, progress: Progress | None = None, files: Files | None =
 
 
 def clear(folder: Path, files: Files | None = None) -> tuple[int, int]:
-    """Deletes all segments, of every model; servers that use the folder go on. Returns how many files and bytes.
+    """Delete all segments, of every model; servers that use the folder continue. Return the numbers of files and bytes.
 
     Raises OSError for a folder that cannot be read or changed.
     """
@@ -121,7 +121,7 @@ def _segment_files(files: Files, folder: Path) -> list[FileEntry]:
 
 
 def _open(files: Files, folder: Path, entry: FileEntry) -> tuple[Segment | None, Counter[str]]:
-    """A segment with all its names, or None; and what is odd about it."""
+    """Return a segment with all its block hashes, or None; and its faults."""
     path, own_id = folder / entry.name, segments.segment_id(entry.name)
     assert own_id is not None, entry.name
     if not entry.is_safe:
@@ -140,7 +140,7 @@ def _open(files: Files, folder: Path, entry: FileEntry) -> tuple[Segment | None,
 
 
 def _check(files: Files, segment: Segment) -> Iterator[tuple[int, str]]:
-    """Reads all blocks, in runs. Yields how many were good, and what was wrong with the one behind them, if it was."""
+    """Read all blocks, in runs. Yield the number of good ones, and the fault of the next one, if any."""
     block_bytes = segment.header.shape.block_bytes
     at_once = max(1, READ_BYTES // block_bytes)
     buffer = memoryview(bytearray(min(at_once, len(segment.names)) * block_bytes))

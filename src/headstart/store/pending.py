@@ -1,7 +1,7 @@
-"""Pending: the blocks that wait to be written, in the order in which they are worth it. One thread's, no I/O.
+"""Pending: the blocks that wait to be written, in order of priority. For one thread, no I/O.
 
-Pinned ones first, then those that somebody has used since they were offered, then the rest; among equals the one
-offered first, so that the head of a chain comes before its tail. What is offered again replaces what waited.
+Pinned ones first, then those used since they were offered, then the rest; among equals the first offered, so that the
+head of a chain precedes its tail. A block that is offered again replaces its earlier offer.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from headstart.core.cache.hashing import BlockHash
 
 
 class Offer(NamedTuple):
-    """One block of the pool, to be read as long as it has this version."""
+    """One block of the pool, valid as long as the block has this version."""
 
     block: int
     version: int
@@ -35,20 +35,20 @@ class Pending:
         return sum(map(len, self._places))
 
     def add(self, offer: Offer) -> int:
-        """Takes one in; returns how many had to go for it (0 or 1): the oldest of those worth least."""
+        """Add an offer; return the number dropped for it (0 or 1): the oldest of the lowest priority."""
         name = offer.key.name
         place = self._pinned if name in self._kept else self._used if name in self._used else self._rest
         place[name] = offer
         return self._drop(len(self) - self._max_blocks, self._places)
 
     def touch(self, names: Iterable[BlockHash]) -> None:
-        """Somebody uses these."""
+        """Mark blocks as used."""
         for name in names:
             if (offer := self._rest.pop(name, None)) is not None:
                 self._used[name] = offer
 
     def keep(self, names: Container[BlockHash]) -> None:
-        """From now on these, and only these, are pinned."""
+        """Set the pinned blocks: these, and only these."""
         self._kept = names
         for place in (self._used, self._rest):
             for name in [name for name in place if name in names]:
@@ -57,17 +57,17 @@ class Pending:
             self._used[name] = self._pinned.pop(name)
 
     def remove(self, names: Iterable[BlockHash]) -> None:
-        """Forgets these."""
+        """Remove these."""
         for name in names:
             for place in self._places:
                 place.pop(name, None)
 
     def clear(self) -> int:
-        """Forgets all; returns how many there were."""
+        """Remove all; return their number."""
         return self._drop(len(self), self._places)
 
     def take(self, num: int) -> list[Offer]:
-        """Takes out the next `num`, or all there are."""
+        """Remove and return the next `num`, or all there are."""
         taken: list[Offer] = []
         for place in self._places:
             while place and len(taken) < num:
@@ -75,7 +75,7 @@ class Pending:
         return taken
 
     def put_back(self, taken: Iterable[Offer]) -> None:
-        """Takes back what `take` gave, as the next of their kind, unless they have been offered again since."""
+        """Return offers from `take` to the front of their kind, unless they have been offered again since."""
         for offer in reversed(list(taken)):
             name = offer.key.name
             if not any(name in place for place in self._places):
@@ -84,12 +84,12 @@ class Pending:
                 place.move_to_end(name, last=False)
 
     def shed(self, num_left: int) -> int:
-        """Drops the oldest that are not pinned until `num_left` of those are left; returns how many went."""
+        """Drop the oldest unpinned offers until `num_left` of them remain; return the number dropped."""
         places = (self._used, self._rest)
         return self._drop(sum(map(len, places)) - num_left, places)
 
     def _drop(self, num: int, places: tuple[_Offers, ...]) -> int:
-        """Drops up to `num`, those worth least first."""
+        """Drop up to `num`, the lowest priority first."""
         left = num
         for place in reversed(places):
             while place and left > 0:

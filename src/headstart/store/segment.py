@@ -1,7 +1,7 @@
-"""One segment file: what is known of it, how its table and its blocks are read, and how one of our own is written.
+"""One segment file: its state in memory, the reading of its table and blocks, and the writer of a new one.
 
-A file has one writer, which writes a block's payload before its entry. Readers open the file for each run of blocks
-they read: nothing is held open, so nothing can be closed under a reader, and a file that was evicted is gone at once.
+A file has one writer, which writes a block's payload before its entry. Readers open the file for each run of blocks:
+nothing is held open, so nothing can be closed under a reader, and an evicted file is gone at once.
 """
 
 import contextlib
@@ -28,30 +28,30 @@ _MISSES: dict[str, Miss] = {"discarded": "gone", "short": "io"}
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """What this process knows of one segment file of its own shape."""
+    """The state of one segment file of this process's shape."""
 
-    number: int  # for locations; never used again
+    number: int  # for locations; never reused
     path: Path
     header: Header
     num_bytes: int
-    names: list[bytes] = field(default_factory=list[bytes])  # by slot, as far as it was read; b"": nothing to load
+    names: list[bytes] = field(default_factory=list[bytes])  # hashes by slot, as far as read; b"": nothing to load
     used: bytearray = field(default_factory=bytearray)  # by slot: 1 = used since it was written here
-    suspect_until: int = 0  # entries before this slot have been looked at twice
+    suspect_until: int = 0  # entries before this slot have been checked twice
     touched_at: float = float("-inf")
-    is_sealed: bool = False  # nobody writes to it any more
+    is_sealed: bool = False  # it has no writer any more
 
     def is_full(self) -> bool:
         return len(self.names) == self.header.num_slots
 
     def note(self, names: list[bytes]) -> None:
-        """The next slots hold these."""
+        """Add the block hashes of the next slots."""
         self.names += names
         self.used.extend(bytes(len(names)))
         self.is_sealed |= self.is_full()
 
 
 class ReadResult(NamedTuple):
-    """So many blocks from the first on have been read and verified, and why the next has not. `error` is for "io"."""
+    """The number of leading blocks read and verified, and why the next one was not. `error` is for "io"."""
 
     num_blocks: int
     miss: Miss | None = None
@@ -59,7 +59,7 @@ class ReadResult(NamedTuple):
 
 
 def segment_id(name: str) -> bytes | None:
-    """The id of the segment that has this file name; None for a file that is none of ours."""
+    """Return the id of the segment with this file name; None for any other file."""
     stem = name.removesuffix(SUFFIX)
     if stem == name or len(stem) != 16 or set(stem) - set("0123456789abcdef"):
         return None
@@ -67,7 +67,7 @@ def segment_id(name: str) -> bytes | None:
 
 
 def is_draft(name: str) -> bool:
-    """Whether this is a segment that has not got its header yet."""
+    """Return whether a file is a segment that has no header yet."""
     return (
         name.startswith(".")
         and name.endswith(DRAFT_SUFFIX)
@@ -76,7 +76,7 @@ def is_draft(name: str) -> bool:
 
 
 def read_header(files: Files, path: Path, own_id: bytes) -> Header:
-    """Raises OSError and FormatError."""
+    """Read the header of a file. Raises OSError and FormatError."""
     fd = files.open(path)
     try:
         return format.decode_header(files.pread(fd, HEADER_BYTES, 0), own_id)
@@ -85,9 +85,9 @@ def read_header(files: Files, path: Path, own_id: bytes) -> Header:
 
 
 def read_names(files: Files, segment: Segment) -> tuple[list[bytes], int]:
-    """Names that were written to it since the last call, and how many entries are damaged.
+    """Return the block hashes written since the last call, and the number of damaged entries.
 
-    Stops before the first that is damaged unless it was so at an earlier call: its writer may be in the middle of it.
+    Stops before the first damaged entry unless it was damaged at an earlier call: its writer may be writing it.
     Changes only `suspect_until` and `num_bytes`. Raises OSError.
     """
     found = files.stat(segment.path)
@@ -117,7 +117,7 @@ def read_names(files: Files, segment: Segment) -> tuple[list[bytes], int]:
 
 
 def read_all_names(files: Files, segment: Segment) -> int:
-    """Notes all names that are there now, and returns how many entries are damaged. Raises OSError."""
+    """Add all block hashes in the file now; return the number of damaged entries. Raises OSError."""
     num_bad = num_idle = 0
     while num_idle < 2:
         names, more_bad = read_names(files, segment)
@@ -128,7 +128,7 @@ def read_all_names(files: Files, segment: Segment) -> int:
 
 
 def is_cut(files: Files, segment: Segment) -> bool:
-    """Whether its end is missing: the header's own place, or the payload of an entry that is there. Raises OSError."""
+    """Return whether the file is truncated: in header or table, or before an entry's payload. Raises OSError."""
     header = segment.header
     first = header.slots_within(files.stat(segment.path).size)
     fd = files.open(segment.path)
@@ -136,14 +136,14 @@ def is_cut(files: Files, segment: Segment) -> bool:
         entry = files.pread(fd, header.shape.entry_bytes if first < header.num_slots else 0, header.entry_offset(first))
     finally:
         files.close(fd)
-    size = files.stat(segment.path).size  # looked at last: a payload is written before its entry
+    size = files.stat(segment.path).size  # read last: a payload is written before its entry
     return size < header.payload_start or (any(entry) and header.slots_within(size) <= first)
 
 
 def read_blocks(files: Files, segment: Segment, slot: int, keys: Sequence[BlockKey], buffer: memoryview) -> ReadResult:
-    """Reads and verifies blocks in adjacent slots into `buffer`, and stops at the first that is not as asked for.
+    """Read and verify blocks in adjacent slots into `buffer`, and stop at the first that is not as requested.
 
-    What `buffer` holds behind the blocks that count may have been overwritten. Raises nothing.
+    The content of `buffer` after the blocks that count is undefined. Raises nothing.
     """
     try:
         fd = files.open(segment.path)
@@ -158,7 +158,7 @@ def read_blocks(files: Files, segment: Segment, slot: int, keys: Sequence[BlockK
 
 
 def first_run(slots: Sequence[int], at_most: int) -> range:
-    """As many of the first of these ascending slots as lie side by side."""
+    """Return the leading slots that are adjacent, at most `at_most`. `slots` are ascending."""
     length = 1
     while length < min(len(slots), at_most) and slots[length] == slots[0] + length:
         length += 1
@@ -166,7 +166,7 @@ def first_run(slots: Sequence[int], at_most: int) -> range:
 
 
 def read_stored(files: Files, segment: Segment, slots: range, buffer: memoryview) -> tuple[list[BlockKey], ReadResult]:
-    """Reads adjacent blocks, whatever they are, as `read_blocks` does, and says what they are. Raises nothing."""
+    """Read adjacent blocks, whatever they are, as `read_blocks` does; return their keys as well. Raises nothing."""
     header, keys = segment.header, list[BlockKey]()
     size = header.shape.entry_bytes
     try:
@@ -190,7 +190,7 @@ def read_stored(files: Files, segment: Segment, slots: range, buffer: memoryview
 
 
 def discard_entry(files: Files, segment: Segment, slot: int) -> None:
-    """Marks a stored block as not to be used by anybody, whoever wrote it. Raises OSError."""
+    """Mark a stored block as unusable for all processes, even if another one wrote it. Raises OSError."""
     header = segment.header
     fd = files.open(segment.path, to_write=True)
     try:
@@ -198,7 +198,7 @@ def discard_entry(files: Files, segment: Segment, slot: int) -> None:
         try:
             entry = format.decode_entry(header, slot, raw)
         except FormatError:
-            return  # nobody can use it anyway
+            return  # no reader accepts it anyway
         raw = format.encode_entry(header, slot, entry, discarded=True)
         write_fully(files, fd, [raw], header.entry_offset(slot))
     finally:
@@ -206,7 +206,7 @@ def discard_entry(files: Files, segment: Segment, slot: int) -> None:
 
 
 class SegmentWriter:
-    """A new segment file and its writer. The file appears in the folder under its name with a header in it."""
+    """A new segment file and its writer. The file appears in the folder under its final name with a complete header."""
 
     def __init__(self, files: Files, folder: Path, header: Header) -> None:
         self._files, self.header = files, header
@@ -216,7 +216,7 @@ class SegmentWriter:
         self._fd = files.create(draft)
         try:
             write_fully(files, self._fd, [format.encode_header(header)], 0)
-            write_fully(files, self._fd, [b"\0"], header.payload_start - 1)  # its length, so that a cut can be told
+            write_fully(files, self._fd, [b"\0"], header.payload_start - 1)  # its length, to detect truncation
             files.rename(draft, self.path)
             self._direct = DirectWrites(files, self.path, header.shape.block_bytes)
         except BaseException:
@@ -229,14 +229,13 @@ class SegmentWriter:
         return self.header.num_slots - self.num_blocks
 
     def is_linked(self) -> bool:
-        """Whether the file is still in the folder. Raises OSError."""
+        """Return whether the file is still in the folder. Raises OSError."""
         return self._files.is_linked(self._fd)
 
     def append(self, blocks: Sequence[tuple[BlockKey, Data]]) -> None:
-        """Writes the payloads, then their entries. Raises OSError: then none of them counts.
+        """Write the payloads, then their entries. Raises OSError: then none of them counts.
 
-        If it was an entry that could not be written, nothing more fits: no slot that a reader may have seen is
-        written twice.
+        If an entry could not be written, nothing more fits: no slot that a reader may have seen is written twice.
         """
         assert len(blocks) <= self.room, (len(blocks), self.room)
         header, slot = self.header, self.num_blocks
@@ -256,7 +255,7 @@ class SegmentWriter:
         self._files.close(self._fd)
 
     def _abandon(self, draft: Path) -> None:
-        with contextlib.suppress(OSError):  # the first error is the one to tell
+        with contextlib.suppress(OSError):  # the first error is the one to report
             self._files.close(self._fd)
         for path in (draft, self.path):
             with contextlib.suppress(OSError):
@@ -264,7 +263,7 @@ class SegmentWriter:
 
 
 def write_fully(files: Files, fd: int, buffers: Sequence[Data], offset: int) -> None:
-    """Raises OSError, also for a disk that takes a part and no more."""
+    """Write all buffers. Raises OSError, also for a disk that accepts only a part."""
     left = [memoryview(buffer) for buffer in buffers]
     while left:
         written = files.pwritev(fd, left[:_MAX_BUFFERS], offset)
@@ -302,7 +301,7 @@ def _read_blocks(
 
 
 def _read_fully(files: Files, fd: int, buffer: memoryview, offset: int) -> int:
-    """Bytes read: fewer than asked for only where the file ends. Raises OSError."""
+    """Return the bytes read: fewer than requested only at the end of the file. Raises OSError."""
     done = 0
     while done < len(buffer):
         got = files.preadv(fd, [buffer[done:]], offset + done)

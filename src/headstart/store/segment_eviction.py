@@ -1,8 +1,8 @@
-"""Eviction: makes room in the folder by deleting the segments that no process has used for longest.
+"""Eviction: makes space in the folder by deleting the segments that no process has used for longest.
 
-One process at a time, under a lock on a file. What this process holds dear in a victim is first written again to a
-segment of its own: the pinned blocks, always, and the blocks used since they were written, as far as they fit into half
-a segment. So at least half of every victim is gained, or, where nearly all of it is pinned, it is left alone.
+One process at a time, under a file lock. Blocks of a victim that are valuable to this process are first written again
+to its own segment: the pinned blocks, always, and the blocks used since they were written, as far as they fit into half
+a segment. So at least half of every victim is gained; a segment of mostly pinned blocks is left alone.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from headstart.store.index import Index
 from headstart.store.segment import Segment
 
 RESERVE_BYTES = 1 << 30
-"""A disk is left this much, or a twentieth of it if that is less."""
+"""Bytes left free on a disk, or a twentieth of it if that is less."""
 MOVE_BYTES = 8 << 20
 LOCK_TRIES, LOCK_SECONDS = 50, 0.01
 MAX_PINNED_SHARE = 7 / 8
-"""A segment with more pinned blocks than this is not worth emptying."""
+"""A segment with a larger share of pinned blocks is not worth evicting."""
 
 
 class Eviction:
@@ -37,21 +37,21 @@ class Eviction:
         size: int,
         write: Callable[[Sequence[tuple[BlockKey, Data]]], None],
     ) -> None:
-        """`write` appends blocks to this process's own segment, whether they are stored already or not."""
+        """`write` appends blocks to this process's own segment, even if they are stored already."""
         self._folder, self._index, self._files, self._size, self._write = folder, index, files, size, write
         self.max_bytes = size
 
     def room(self) -> int:
-        """Bytes that may still be written, by the size asked for and by what the disk has left. Raises OSError."""
+        """Return the bytes that may still be written, by the configured size and the disk's space. Raises OSError."""
         space = self._files.space(self._folder.path)
         reserve, num_bytes = min(RESERVE_BYTES, space.total // 20), self._folder.num_bytes
         self.max_bytes = max(0, min(self._size, num_bytes + space.free - reserve))
         return self.max_bytes - num_bytes
 
     def make_room(self, needed: int, own: str, kept: Container[BlockHash]) -> int:
-        """Deletes until there are `needed` bytes, but not `own`, the file being written. Returns blocks given up.
+        """Delete until `needed` bytes are free, but not `own`, the file being written. Return how many blocks were dropped.
 
-        Raises OSError: ENOSPC if what is left is dear or our own, EAGAIN if another process has been at it for long.
+        Raises OSError: ENOSPC if the rest is pinned or being written, EAGAIN if another process evicts for too long.
         """
         self._folder.list()
         for attempt in range(LOCK_TRIES):
@@ -65,7 +65,7 @@ class Eviction:
                     self._files.close(lock)
             time.sleep(LOCK_SECONDS if attempt else 0)
             self._folder.list()
-        raise OSError(errno.EAGAIN, "another process has been making room for long")
+        raise OSError(errno.EAGAIN, "another process has been evicting for too long")
 
     def _evict(self, needed: int, own: str, kept: Container[BlockHash]) -> int:
         given_up = 0
@@ -80,21 +80,21 @@ class Eviction:
         if self.room() < needed and own and self._may_go(own, kept, is_last_resort=True):
             given_up += self._folder.unlink(own)
         if self.room() < needed:
-            raise OSError(errno.ENOSPC, f"the store has no room for {needed} bytes beside what is pinned")
+            raise OSError(errno.ENOSPC, f"the store has no space for {needed} bytes beside the pinned blocks")
         return given_up
 
     def _oldest_first(self, entries: dict[str, FileEntry], own: str) -> list[str]:
         now = self._files.now()
         mtimes = {name: entry.mtime for name, entry in entries.items() if name != own}
         for name, mtime in mtimes.items():
-            if mtime > now + STALE_SECONDS:  # set by another clock: it would stay the youngest for as long
+            if mtime > now + STALE_SECONDS:  # set by another clock: it would stay the most recent for that long
                 mtimes[name] = now
                 with contextlib.suppress(FileNotFoundError):
                     self._files.touch(self._folder.path / name)
         return sorted(mtimes, key=lambda name: (mtimes[name], name))
 
     def _may_go(self, name: str, kept: Container[BlockHash], is_last_resort: bool) -> bool:
-        """Whether nothing pinned would be lost with it; moves what is dear, in the last resort nothing."""
+        """Return whether its deletion loses no pinned block; move valuable blocks first, except as a last resort."""
         segment = self._folder.known.get(name)
         if segment is None:
             return name in self._folder.others
@@ -104,12 +104,12 @@ class Eviction:
         num_slots = segment.header.num_slots
         if len(pinned) > MAX_PINNED_SHARE * num_slots:
             return False
-        with contextlib.suppress(OSError):  # full or broken: what is not pinned may be lost for room
+        with contextlib.suppress(OSError):  # full or broken: unpinned blocks may be lost to make space
             self._move(segment, sorted(pinned + used[: max(0, num_slots // 2 - len(pinned))]))
         return not self._index.worth_moving(segment, kept)[0]
 
     def _move(self, segment: Segment, slots: list[int]) -> None:
-        """Writes these blocks again; those that cannot be read are left. Raises OSError."""
+        """Write these blocks again; unreadable ones are left. Raises OSError."""
         block_bytes = segment.header.shape.block_bytes
         at_once = max(1, MOVE_BYTES // block_bytes)
         buffer = memoryview(bytearray(min(at_once, len(slots)) * block_bytes))

@@ -1,12 +1,12 @@
-"""Health: whether one side of the store works, and when to try again what failed. No clock and no thread of its own.
+"""Health: whether one side of the store works, and when to retry after a failure. No clock and no thread of its own.
 
 ```
  works ── failed (max_errors in a row) ──> paused for 1 s ── failed ──> paused for 2, 4 ... 30 s
    ^                                          │
    └──────────────── worked ──────────────────┘
 ```
-Each health belongs to one thread; others may read `reason`. A side that fails again soon after it worked goes on where
-its pauses were, so that a disk that flutters is neither tried nor told about all the time.
+Each Health belongs to one thread; others may read `reason`. A side that fails again soon after it recovered resumes
+with its last pause, so that an unstable disk is neither retried nor reported all the time.
 """
 
 import errno
@@ -18,20 +18,20 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds
 
 
 def say(text: str) -> None:
-    """Writes one line to stderr, if there still is one."""
+    """Write one line to stderr, if it is still open."""
     with suppress(OSError, ValueError):
         print(f"headstart: KV store: {text}", file=sys.stderr, flush=True)
 
 
 def reason_of(error: BaseException) -> str:
-    """An error in words, with its symbol: "No space left on device (ENOSPC)"."""
+    """Return an error as text, with its symbol: "No space left on device (ENOSPC)"."""
     if isinstance(error, OSError) and error.errno is not None:
         return f"{error.strerror} ({errno.errorcode.get(error.errno, error.errno)})"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 class Health:
-    """The state of one side, named as in "writing"; `max_errors` in a row pause it."""
+    """The state of one side, e.g. "writing"; `max_errors` in a row pause it."""
 
     def __init__(self, side: str, *, max_errors: int = 1, say: Callable[[str], None] = say) -> None:
         self.side = side
@@ -46,20 +46,20 @@ class Health:
 
     @property
     def text(self) -> str:
-        """Side and reason, empty if it works."""
+        """The side and the reason; empty if it works."""
         reason = self.reason
         return f"{self.side}: {reason}" if reason else ""
 
     def may_try(self, now: float) -> bool:
-        """Whether it works, or its pause is over."""
+        """Return whether it works, or its pause is over."""
         return not self.reason or now >= self._retry_at
 
     def seconds_to_retry(self, now: float) -> float | None:
-        """How long the pause lasts; None if it works."""
+        """Return the seconds until the pause ends; None if it works."""
         return max(0.0, self._retry_at - now) if self.reason else None
 
     def failed(self, reason: str, now: float) -> None:
-        """Takes in that a try failed."""
+        """Record a failed attempt."""
         self._errors += 1
         if not self.reason and self._errors < self._max_errors:
             return
@@ -73,7 +73,7 @@ class Health:
             self._say(f"{self.side} is paused: {reason}; serving goes on, and it is tried again until it works")
 
     def worked(self, now: float) -> None:
-        """Takes in that a try succeeded."""
+        """Record a successful attempt."""
         self._errors = 0
         if self.reason:
             self.reason = ""

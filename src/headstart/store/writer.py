@@ -1,8 +1,8 @@
-"""Writer: one thread that writes behind, sees what other processes wrote, and forgets what must not come back.
+"""Writer: one thread that writes blocks in the background, indexes other processes' blocks, and drops distrusted ones.
 
-The engine hands over what it has to say through a bounded queue, which costs it an append; everything else happens
-here, in rounds, so that a disk that hangs holds up nobody else. What was distrusted is forgotten before anything
-offered later is written. The same thread looks at the folder, between two runs of a few megabytes.
+The engine passes messages through a bounded queue, which costs it an append; everything else happens here, in rounds,
+so that a disk that hangs blocks only this thread. Distrusted blocks are dropped before any later offer is written. The
+same thread refreshes the folder, between two runs of a few megabytes.
 """
 
 import os
@@ -21,12 +21,12 @@ from headstart.store.direct import aligned
 from headstart.store.pending import Offer, Pending
 from headstart.store.store_health import Health, reason_of, say
 
-ROUND_SECONDS = 0.02  # between two looks at the folder and at what was offered
+ROUND_SECONDS = 0.02  # between two checks of the folder and of the offers
 RUN_BYTES = 4 << 20  # copied out of the pool and written at once
 MAX_RUN_BLOCKS = 256
-MAX_PENDING = 16_384  # blocks; also the most messages that wait
-RENEW_SECONDS = 5.0  # so often the files of what is pinned are made recent
-NICE = 10  # below the threads that compute
+MAX_PENDING = 16_384  # blocks; also the maximum of queued messages
+RENEW_SECONDS = 5.0  # interval in which the files of pinned blocks are marked as recent
+NICE = 10  # below the compute threads
 KEEP_RATE = 0.8  # the weight of the past in the measured rate
 OVERDUE_SECONDS = 5.0  # for one round
 LOST = ("overwritten", "overload", "degraded", "closing")
@@ -42,25 +42,25 @@ class _Keep(NamedTuple):
 
 class _Forget(NamedTuple):
     order: int
-    names: Sequence[BlockHash] | None  # None: all there is
+    names: Sequence[BlockHash] | None  # None: all blocks
 
 
 class Writer:
-    """The thread's body and its counters, which others may read."""
+    """The thread's body and its counters, which other threads may read."""
 
     def __init__(self, catalog: Catalog, block_bytes: int, clock: Callable[[], float]) -> None:
-        self.source: BlockSource | None = None  # before it is set nothing is written
+        self.source: BlockSource | None = None  # nothing is written before it is set
         self.health = Health("writing")
         self.folder_health = Health("looking for other processes' blocks", max_errors=3)
         self.written_blocks = 0
         self.evicted_blocks = 0
         self.bytes_per_s = 0.0
-        self.num_settled = 0  # the last order to forget that has been carried out
+        self.num_settled = 0  # the last order to forget that was executed
         self._lost: dict[str, int] = dict.fromkeys(LOST, 0)
         self._num_offered = 0  # put into the queue, by the engine's thread
         self._num_read = 0  # of these, taken out of it
         self._num_writing = 0
-        self._num_refused = 0  # offers that found the queue full; the engine's thread counts them
+        self._num_refused = 0  # offers while the queue was full; the engine's thread counts them
         self._catalog, self._block_bytes, self._clock = catalog, block_bytes, clock
         self._run_blocks = max(1, min(MAX_RUN_BLOCKS, RUN_BYTES // block_bytes))
         self._run = aligned(self._run_blocks * block_bytes)
@@ -75,10 +75,10 @@ class Writer:
         self._wake = threading.Event()
         self._end_at: float | None = None
 
-    # What the engine's thread calls: none of it waits for anything. ------------------------------------------------
+    # Called by the engine's thread; never blocks. ----------------------------------------------------------------
 
     def offer(self, offer: Offer) -> None:
-        """A block to write."""
+        """Queue a block to write."""
         if len(self._inbox) < MAX_PENDING:
             self._num_offered += 1
             self._inbox.append(offer)
@@ -86,16 +86,16 @@ class Writer:
             self._num_refused += 1
 
     def touch(self, names: Sequence[BlockHash]) -> None:
-        """Somebody uses these. Any thread."""
+        """Mark blocks as used. From any thread."""
         if len(self._inbox) < MAX_PENDING:
             self._inbox.append(_Touch(names))
 
     def keep(self, names: frozenset[BlockHash]) -> None:
-        """From now on these, and only these, are pinned."""
+        """Set the pinned blocks: these, and only these."""
         self._inbox.append(_Keep(names))
 
     def forget(self, names: Sequence[BlockHash] | None) -> int:
-        """Orders to forget these, or all; done as soon as `num_settled` has reached the number that this returns."""
+        """Order to drop these, or all; executed once `num_settled` has reached the returned number."""
         self._num_orders += 1
         self._inbox.append(_Forget(self._num_orders, names))
         return self._num_orders
@@ -106,30 +106,30 @@ class Writer:
         return self._num_offered - self._num_read + len(self._pending) + self._num_writing
 
     def lost(self) -> dict[str, int]:
-        """Blocks that were to be written and were not, by reason."""
+        """Return the blocks that were offered and not written, by reason."""
         return {**self._lost, "overload": self._lost["overload"] + self._num_refused}
 
     @property
     def num_degraded(self) -> int:
-        """Times that either side began not to work."""
+        """The number of times that either side stopped working."""
         return self.health.num_degraded + self.folder_health.num_degraded
 
     def degraded(self, now: float) -> list[str]:
-        """What does not work right now, in words."""
+        """Return descriptions of the current faults."""
         found = [health.text for health in (self.health, self.folder_health) if health.text]
         if now - self._busy_since > OVERDUE_SECONDS:
             found.append(f"{self.health.side}: no answer from the disk for {now - self._busy_since:.0f} s")
         return found
 
     def stop(self, seconds: float) -> None:
-        """Ends after what is pending has been written, or after `seconds`."""
+        """Stop after pending blocks have been written, or after `seconds`."""
         self._end_at = self._clock() + seconds
         self._wake.set()
 
     # The thread. ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Rounds until `stop`."""
+        """Run rounds until `stop`."""
         _lower_priority()
         while self._end_at is None:
             if not self.round():
@@ -139,7 +139,7 @@ class Writer:
         self._lost["closing"] += self._pending.clear()
 
     def round(self) -> bool:
-        """Reads what was said, looks at the folder when it is time, forgets, and writes one run.
+        """Process the queue, refresh the folder if due, drop distrusted blocks, and write one run.
 
         Returns whether there is more to write at once.
         """
@@ -152,14 +152,14 @@ class Writer:
                 with self._guard(self.health):
                     self._forget()
                     return self._write()
-            self._lost["degraded"] += self._pending.shed(self._run_blocks)  # some stay, for the next try
+            self._lost["degraded"] += self._pending.shed(self._run_blocks)  # some stay, for the next attempt
             return False
         finally:
             self._num_writing = 0
             self._busy_since = float("inf")
 
     def look(self) -> None:
-        """Takes in what other processes wrote, when it is time for that. Called once before the thread begins."""
+        """Index what other processes wrote, if due. Called once before the thread starts."""
         now = self._clock()
         if now >= self._look_at and self.folder_health.may_try(now):
             with self._guard(self.folder_health):
@@ -168,7 +168,7 @@ class Writer:
             self._look_at = self._clock() + ROUND_SECONDS
 
     def _renew(self) -> None:
-        """Makes what is pinned recent, so that other processes, which do not know of our pins, evict it last."""
+        """Mark pinned blocks as recent, so that other processes, which do not see the pins, evict them last."""
         now = self._clock()
         if self._kept and now >= self._renew_at:
             self._renew_at = now + RENEW_SECONDS
@@ -192,11 +192,11 @@ class Writer:
                     self._pending.clear() if names is None else self._pending.remove(names)
                     self._forgets.append(forget)
         if used:
-            with suppress(OSError):  # others think them a little older than they are
+            with suppress(OSError):  # to other processes they look slightly older
                 self._catalog.used(used)
 
     def _forget(self) -> None:
-        """Carries out the orders to forget. Raises OSError; then the rest waits, and so do all writes."""
+        """Execute the orders to forget. Raises OSError; then the rest waits, and so do all writes."""
         while self._forgets:
             order, names = self._forgets[0]
             self._catalog.clear() if names is None else self._catalog.discard(names)
@@ -204,10 +204,10 @@ class Writer:
             self.num_settled = order
 
     def _write(self) -> bool:
-        """Writes one run; returns whether there is more. Raises OSError, and then keeps what was not written."""
+        """Write one run; return whether there is more. Raises OSError, and then keeps the unwritten blocks."""
         source = self.source
         if source is None or not self._pending:
-            if self.health.reason:  # nothing to try it with: see whether there would be room
+            if self.health.reason:  # no block to try: check whether there would be space
                 self._catalog.make_room(self._block_bytes, kept=self._kept)
                 self.health.worked(self._clock())
             return False
@@ -218,7 +218,7 @@ class Writer:
             data = source(offer.block, offer.version)
             if data is None:
                 self._lost["overwritten"] += 1
-            else:  # copied at once: memory for a whole run, given back each time, costs more in page faults
+            else:  # copied at once: allocating and freeing memory for each run costs more in page faults
                 place = self._run[len(blocks) * self._block_bytes :][: self._block_bytes]
                 place[:] = data
                 blocks.append((offer.key, place))
@@ -242,7 +242,7 @@ class Writer:
 
     @contextmanager
     def _guard(self, health: Health) -> Generator[None]:
-        """Takes any error as one of this side: not even a mistake of ours may end the thread."""
+        """Treat any error as one of this side: even an internal error must not end the thread."""
         try:
             yield
         except Exception as error:
@@ -252,7 +252,7 @@ class Writer:
 
 
 def _lower_priority() -> None:
-    """Has this thread give way to those that compute, where the system knows of threads' priorities."""
+    """Lower the priority of this thread below the compute threads, where the system supports it."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICE)

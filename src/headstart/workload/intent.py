@@ -93,9 +93,9 @@ class Example:
 
 
 def make_preamble(seed: int | str, num_intents: int = NUM_LISTED, *, short: bool = False) -> Preamble:
-    """A preamble with `num_intents` random intents in random order, each with a random code.
+    """Return a preamble with `num_intents` random intents in random order, each with a random code.
 
-    `short` leaves out instructions, meanings and examples: about 15 tokens an intent in place of 50.
+    `short` omits instructions, meanings and examples: about 15 tokens per intent instead of 50.
     """
     rng = Random(f"preamble/{seed}")
     names = rng.sample(sorted(INTENTS), num_intents)
@@ -105,7 +105,7 @@ def make_preamble(seed: int | str, num_intents: int = NUM_LISTED, *, short: bool
 
 
 def swap_codes(preamble: Preamble, seed: int | str) -> Preamble:
-    """The same preamble with its codes dealt anew, so that no intent keeps its code."""
+    """Return the same preamble with its codes permuted, so that no intent keeps its code."""
     rng = Random(f"swap/{seed}")
     old = list(preamble.codes.values())
     new = old.copy()
@@ -119,7 +119,7 @@ def swap_codes(preamble: Preamble, seed: int | str) -> Preamble:
 
 
 def make_examples(split: Split, num: int, preamble: Preamble, seed: int | str) -> list[Example]:
-    """`num` sentences of the split, each about a random intent of the preamble.
+    """Return `num` sentences of the split, each about a random intent of the preamble.
 
     The sentences depend on the names in the preamble and the seed, not on the codes: a swapped preamble gives the
     same sentences with other answers.
@@ -133,17 +133,17 @@ def make_examples(split: Split, num: int, preamble: Preamble, seed: int | str) -
 
 
 def is_correct(text: str, example: Example) -> bool:
-    """Whether a model's answer is the expected JSON, character for character (white space around it aside)."""
+    """Return whether a model's answer is exactly the expected JSON, apart from surrounding white space."""
     return text.strip() == example.answer
 
 
 def make_answer(name: str, code: str, slots: Mapping[str, str]) -> str:
-    """The answer text: compact JSON with the keys name, code, slots in this order."""
+    """Return the answer text: compact JSON with the keys name, code, slots in this order."""
     return json.dumps({"name": name, "code": code, "slots": dict(slots)}, ensure_ascii=False, separators=(",", ":"))
 
 
 def all_patterns(split: Split) -> Iterator[tuple[str, str]]:
-    """Every (intent name, pattern) of the split with its alternatives written out, politeness aside."""
+    """Yield every (intent name, pattern) of the split with its alternatives expanded, without polite frames."""
     for intent in INTENTS.values():
         for grammar in _grammars(intent, split):
             parts = _ALTERNATIVES.split(grammar)
@@ -164,7 +164,7 @@ def _label(name: str, code: str) -> str:
 
 
 def _entry(intent: Intent, code: str, short: bool, rng: Random) -> str:
-    """The lines of one intent in a preamble."""
+    """Return the lines of one intent in a preamble."""
     if short:
         return f"{_label(intent.name, code)} {intent.description}. Slots: {', '.join(s.name for s in intent.slots)}."
     slots = ", ".join(f"{slot.name} ({slot.meaning})" for slot in intent.slots)
@@ -184,9 +184,9 @@ def _example(intent: Intent, code: str, split: Split, rng: Random, *, is_scrambl
 
 
 def _scramble(core: str, rng: Random) -> str:
-    """A training pattern in another word order, at times without one of its slots; never a held-out pattern.
+    """Return a training pattern in another word order, sometimes without one slot; never a held-out pattern.
 
-    What stands right before a slot stays with it, so that the sentence still says which value is which.
+    The words right before a slot stay with it, so that the sentence still shows which value is which.
     """
     units = [unit.strip(" ,?=") for unit in _UNIT.split(core)]
     units = [unit for unit in units if unit]
@@ -199,7 +199,7 @@ def _scramble(core: str, rng: Random) -> str:
 
 
 def _wrap(core: str, split: Split, rng: Random) -> str:
-    """Put a polite frame round a core; nothing may follow free text, for it would belong to the text."""
+    """Wrap a core in a polite frame; nothing may follow free text, since it would become part of the text."""
     frames = (_STATEMENTS if core.startswith("=") else _COMMANDS)[split]
     if core.endswith("{text}"):
         frames = tuple(frame for frame in frames if frame.endswith("{}"))
@@ -209,7 +209,7 @@ def _wrap(core: str, split: Split, rng: Random) -> str:
 
 
 def _fill(pattern: str, slots: Mapping[str, str], rng: Random) -> str:
-    """Put the values in; drop "on" before an adverb; vary the full stop and the first capital."""
+    """Insert the values; drop "on" before an adverb; vary the full stop and the first capital."""
     for name, value in slots.items():
         if is_adverb(value):
             preposition = "on|for" if value.startswith("in ") else "on"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One slot: its key in the answer, the kind of its values (see `intent_values`), and what it means."""
+    """One slot: its key in the answer, the kind of its values (see `intent_values`), and its meaning."""
 
     name: str
     kind: str
@@ -30,7 +30,7 @@ class Intent:
 
 
 def intent(name: str, description: str, slots: str, train: str, heldout: str) -> Intent:
-    """Build an intent from text: slots as `name:kind:meaning; ...`, patterns one a line."""
+    """Build an intent from text: slots as `name:kind:meaning; ...`, one pattern per line."""
     fields = [part.strip().split(":") for part in slots.split(";") if part.strip()]
     return Intent(
         name,

@@ -1,8 +1,8 @@
-"""Slot values of the synthetic intent workload, in two disjoint worlds: `train` and `heldout`.
+"""Slot values of the synthetic intent workload, in two disjoint sets: `train` and `heldout`.
 
-Open kinds (names, places, things) come from word lists; training also invents words, so that copying is learnt and
-not a list. Counted kinds (dates, times, amounts, numbers) are built from parts and dealt to a split by a hash of the
-text. No value is in both splits, and no word of the lists below.
+Open kinds (names, places, things) come from word lists; training also invents words, so that the model learns to copy
+and not a list. Counted kinds (dates, times, amounts, numbers) are built from parts and assigned to a split by a hash of
+the text. No value is in both splits, and no word of the lists below.
 """
 
 import zlib
@@ -121,7 +121,7 @@ _INVENTED_SHARE = 0.65
 
 
 def draw_value(kind: str, split: str, rng: Random) -> str:
-    """A value of `kind` in `split` ("train" or "heldout"), written as in a sentence."""
+    """Return a value of `kind` in `split` ("train" or "heldout"), written as in a sentence."""
     if kind in _COUNTED:
         while True:
             value = _COUNTED[kind](rng)
@@ -131,12 +131,12 @@ def draw_value(kind: str, split: str, rng: Random) -> str:
 
 
 def split_of(value: str) -> str:
-    """The split a counted value (a date, a time, a sum, a number) belongs to: one in five is held out."""
+    """Return the split of a counted value (a date, a time, a sum, a number): one in five is held out."""
     return "heldout" if zlib.crc32(value.encode()) % 5 == 0 else "train"
 
 
 def is_adverb(value: str) -> bool:
-    """Whether a date or time takes no preposition, as "tomorrow" and "in 3 days" do."""
+    """Return whether a date or time takes no preposition, as "tomorrow" and "in 3 days" do."""
     return value.split()[0] in ("tomorrow", "next", "this", "in")
 
 
@@ -151,7 +151,7 @@ def _word(kind: str, split: str, rng: Random) -> str:
 
 
 def _invent(rng: Random) -> str:
-    """A word in no held-out list: random syllables or letters, or parts of two known words."""
+    """Return a word in no held-out list: random syllables or letters, or parts of two known words."""
     while True:
         form = rng.random()
         head, tail = rng.choice(_TRAIN_WORDS), rng.choice(_TRAIN_WORDS)

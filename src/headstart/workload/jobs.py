@@ -1,6 +1,6 @@
-"""Jobs: requests by their token ids, lengths and due times; what a workload is before anybody serves it.
+"""Jobs: requests by their token ids, lengths and due times; a workload before it is served.
 
-Not here: who serves them (`bench/runners/runner.py`) and what became of them (`request_record.py`).
+Not here: the runners that serve them (`bench/runners/runner.py`) and the records of the results (`request_record.py`).
 """
 
 from array import array
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the tokens of a job are chosen. `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 are no limits."""
+    """The sampling of a job's tokens. `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 are no limits."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -22,7 +22,7 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request to send: exactly `output` tokens are to be generated, whatever they are."""
+    """One request to send: exactly `output` tokens are generated, whatever they are."""
 
     prompt: "array[int]"  # token ids
     output: int  # tokens
@@ -33,7 +33,7 @@ class Job:
 def make_jobs(
     prompts: "Iterable[array[int]]", output: int, due: Sequence[float] | None = None, sampling: Sampling = GREEDY
 ) -> list[Job]:
-    """One job per prompt; `due`: when each arrives, in seconds (None: all at once).
+    """Return one job per prompt; `due`: when each arrives, in seconds (None: all at once).
 
     Raises:
         ValueError: `due` has another length than `prompts`.
@@ -44,11 +44,11 @@ def make_jobs(
 
 
 def ideal_tokens(prompts: "Sequence[array[int]]") -> int:
-    """Prefill tokens that a perfect, infinite cache computes for these prompts in their order, starting empty.
+    """Return the prefill tokens that a perfect, infinite cache computes for these prompts in order, starting empty.
 
-    Every distinct prefix once, token by token; of a prompt that an earlier one contains, its last token, since somebody
-    has to yield the logits. This is the lower part of prefill redundancy. It knows of no blocks: engines share whole
-    blocks only, so what they can reach lies a little above 1.
+    Every distinct prefix once, token by token; of a prompt that an earlier one contains, its last token, which yields
+    the logits. This is the denominator of prefill redundancy. It ignores blocks: engines share whole blocks only, so
+    the redundancy they can reach is slightly above 1.
     """
     ordered = sorted((prompt.tobytes(), index, prompt.itemsize) for index, prompt in enumerate(prompts))
     total, before = 0, b""
@@ -60,7 +60,7 @@ def ideal_tokens(prompts: "Sequence[array[int]]") -> int:
 
 
 def _is_contained(ordered: list[tuple[bytes, int, int]], position: int, tokens: bytes, index: int) -> bool:
-    """Whether a prompt that came before begins with all of these tokens; equal ones stand together in `ordered`."""
+    """Return whether an earlier prompt begins with all of these tokens; equal prompts are adjacent in `ordered`."""
     if position and ordered[position - 1][0] == tokens:
         return True
     for longer, at, _ in ordered[position + 1 :]:
@@ -72,7 +72,7 @@ def _is_contained(ordered: list[tuple[bytes, int, int]], position: int, tokens: 
 
 
 def _common_bytes(a: bytes, b: bytes) -> int:
-    """Length of the common prefix, by bisection."""
+    """Return the length of the common prefix, by bisection."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,7 +1,7 @@
-"""What became of one request, and of many: the one definition of TTFT, TPOT and percentile for benches and simulator.
+"""Per-request records and their summary: the one definition of TTFT, TPOT and percentiles for benches and simulator.
 
 Times are seconds on the caller's clock. Latencies count from `arrival`, the moment the request was *due*: a client that
-falls behind its own schedule must not make the server look faster.
+is behind its own schedule must not make the server look faster.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,12 +16,12 @@ class RequestRecord:
 
     request_id: str
     arrival: float
-    first_token: float | None  # None: it failed before
-    finish: float | None  # time of the last token; None: it failed before
+    first_token: float | None  # None: it failed before that
+    finish: float | None  # time of the last token; None: it failed before that
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    longest_gap: float = 0.0  # seconds between two successive outputs, the worst of them
+    longest_gap: float = 0.0  # seconds between two successive outputs, the maximum
     error: str | None = None
 
     @property
@@ -47,7 +47,7 @@ class RequestRecord:
 
 
 class Percentiles(NamedTuple):
-    """A distribution in a few numbers, in seconds."""
+    """A distribution summarized, in seconds."""
 
     mean: float
     p50: float
@@ -57,7 +57,7 @@ class Percentiles(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Many records in a few numbers. Failed requests count in `errors` and nowhere else."""
+    """The summary of many records. Failed requests count in `errors` only."""
 
     requests: int
     errors: int
@@ -82,7 +82,7 @@ class Summary(NamedTuple):
 
 
 def percentile(values: Iterable[float], q: float) -> float:
-    """The q-th percentile, q in 0..100, linear between neighbours (numpy's default). ValueError if there are none."""
+    """Return the q-th percentile, q in 0..100, linearly interpolated (numpy's default). ValueError for no values."""
     ordered = sorted(values)
     if not ordered:
         raise ValueError("percentile of no values")
@@ -96,12 +96,12 @@ def percentile(values: Iterable[float], q: float) -> float:
 
 
 def median(values: Iterable[float]) -> float:
-    """The 50th percentile."""
+    """Return the 50th percentile."""
     return percentile(values, 50)
 
 
 def percentiles(values: Iterable[float]) -> Percentiles | None:
-    """A distribution in a few numbers; None if there are no values."""
+    """Return the summary of a distribution; None if there are no values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -110,7 +110,7 @@ def percentiles(values: Iterable[float]) -> Percentiles | None:
 
 
 def summarize(records: Sequence[RequestRecord]) -> Summary:
-    """All records of one run in a few numbers."""
+    """Return the summary of all records of one run."""
     done = [record for record in records if record.ok]
     ends = [record.finish for record in done if record.finish is not None]
     return Summary(

@@ -1,8 +1,8 @@
-"""Scenarios: every workload of the suite as phases of jobs, the one definition of each for all who serve them.
+"""Scenarios: every workload of the suite as phases of jobs, defined once for all runners.
 
 Pure: chance is the `rng` argument, so one seed is one set of prompts. A scenario is one repetition; the next one draws
-new prompts, so that it is cold even where a cache cannot be reset. Not here: who serves (`bench/runners/runner.py`),
-how a phase is measured (`bench/measure.py`), and traces (`traces.py`).
+new prompts, so that it is cold even if a cache cannot be reset. Not here: the runners (`bench/runners/runner.py`), the
+measurement of a phase (`bench/measure.py`), and traces (`traces.py`).
 """
 
 from array import array
@@ -18,56 +18,56 @@ from headstart.workload.synthetic import shared_prefix as shared_prompts
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Jobs that are served together: the next phase starts when all of them are over."""
+    """Jobs that are served together: the next phase starts when all of them have ended."""
 
     name: str
     jobs: tuple[Job, ...]
-    concurrency: int = 0  # 0: each job when it is due; else so many at a time, in their order
-    is_measured: bool = True  # False: it only prepares the cache
+    concurrency: int = 0  # 0: each job when it is due; else so many at a time, in order
+    is_measured: bool = True  # False: it only fills the cache
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One repetition of a workload, to be served on a cache that knows none of its prompts."""
+    """One repetition of a workload, to be served with a cache that contains none of its prompts."""
 
     name: str
     phases: tuple[Phase, ...]
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, output included."""
+        """The tokens of the longest request, output included."""
         return max(len(job.prompt) + job.output for phase in self.phases for job in phase.jobs)
 
     def num_blocks(self, block_size: int = 16) -> int:
-        """Blocks of KV in which all of it fits at once without any sharing."""
+        """Return the number of KV blocks that hold all of it at once without any sharing."""
         jobs = [job for phase in self.phases for job in phase.jobs]
         return sum((len(job.prompt) + job.output) // block_size + 1 for job in jobs)
 
 
-BURST = Shape(shared=2048, own=32, output=16)  # twins: many at once behind one new prefix
-GENERATED = Shape(shared=1024, own=64, output=32)  # SGLang's generated-shared-prefix, in small
+BURST = Shape(shared=2048, own=32, output=16)  # twins: many at once with one new prefix
+GENERATED = Shape(shared=1024, own=64, output=32)  # a small version of SGLang's generated-shared-prefix
 FIRST_TOKEN = Shape(INTENT.shared, INTENT.own, output=1)
 STREAMS = Shape(shared=1024, own=16, output=128)  # decode
 
 
 def rotations(vocab_size: int, rng: Random, *, count: int = 48, length: int = 1025, passes: int = 1) -> Scenario:
-    """Source 001: rotations of one list of tokens, all at once, one token out: `cold`, then the same ones `warm`."""
+    """Rotations of one list of tokens (vLLM #3402), all at once, one output token: `cold`, then the same `warm`."""
     jobs = tuple(make_jobs(rotated(random_tokens(length, vocab_size, rng), count), 1))
     return Scenario("rotations", (Phase("cold", jobs), *(Phase("warm", jobs) for _ in range(passes))))
 
 
 def single_stream(vocab_size: int, rng: Random, *, prompt: int = 128, output: int = 128, requests: int = 3) -> Scenario:
-    """New prompts one at a time: time per output token with nobody else there."""
+    """New prompts one at a time: time per output token without other requests."""
     return Scenario("single-stream", (_one_at_a_time("alone", _new(requests, prompt, vocab_size, rng), output),))
 
 
 def cold_ttft(vocab_size: int, rng: Random, *, length: int = 1000, requests: int = 3) -> Scenario:
-    """New prompts one at a time: time to the first token when everything is to be computed."""
+    """New prompts one at a time: time to the first token without cache hits."""
     return Scenario("cold-ttft", (_one_at_a_time("cold", _new(requests, length, vocab_size, rng), 1),))
 
 
 def warm_ttft(vocab_size: int, rng: Random, *, shape: Shape = FIRST_TOKEN, requests: int = 8) -> Scenario:
-    """Prompts one at a time whose first `shape.shared` tokens others have brought before: time to the first token."""
+    """Prompts one at a time whose first `shape.shared` tokens are cached from others: time to the first token."""
     prompts = with_prefix(random_tokens(shape.shared, vocab_size, rng), requests + 2, shape.own, vocab_size, rng)
     before, asked = _warm_up(prompts[:2]), _one_at_a_time("warm", prompts[2:], shape.output)
     return Scenario("warm-ttft", (before, asked))
@@ -76,7 +76,7 @@ def warm_ttft(vocab_size: int, rng: Random, *, shape: Shape = FIRST_TOKEN, reque
 def prefill(
     vocab_size: int, rng: Random, *, lengths: Sequence[int], cached_share: float = 0.9, requests: int = 3
 ) -> Scenario:
-    """For each length: `cold LENGTH`, new prompts one at a time; `warm LENGTH`, of which `cached_share` came before."""
+    """For each length: `cold LENGTH`, new prompts one at a time; `warm LENGTH`, of which `cached_share` is cached."""
     phases: list[Phase] = []
     for length in lengths:
         phases.append(_one_at_a_time(f"cold {length}", _new(requests, length, vocab_size, rng), 1))
@@ -96,7 +96,7 @@ def decode(
     shape: Shape = STREAMS,
     sampling: Sampling = GREEDY,
 ) -> Scenario:
-    """Streams that decode at once behind cached prefixes: all behind one, or each behind its own."""
+    """Streams that decode at once with cached prefixes: one for all, or one for each."""
     count = 1 if is_shared else streams
     prefixes = [random_tokens(shape.shared, vocab_size, rng) for _ in range(count)]
     before = [prefix + random_tokens(shape.own, vocab_size, rng) for prefix in prefixes]
@@ -116,9 +116,9 @@ def shared_prefix(
     due: Sequence[float] | None = None,
     concurrency: int = 0,
 ) -> Scenario:
-    """SGLang's generated-shared-prefix: groups of questions behind a system prompt each, in random order, cold.
+    """SGLang's generated-shared-prefix: groups of questions, one system prompt per group, in random order, cold.
 
-    All at once, or when `due` says (seconds, rising), or `concurrency` at a time.
+    All at once, or at the times `due` (seconds, rising), or `concurrency` at a time.
     """
     found = shared_prompts(groups, prompts, shape, vocab_size, rng)
     rng.shuffle(found)
@@ -126,13 +126,13 @@ def shared_prefix(
 
 
 def twins(vocab_size: int, rng: Random, *, requests: int = 32, shape: Shape = BURST) -> Scenario:
-    """A burst behind one new prefix."""
+    """A burst of requests with one new prefix."""
     found = with_prefix(random_tokens(shape.shared, vocab_size, rng), requests, shape.own, vocab_size, rng)
     return Scenario("twins", (Phase("cold", tuple(make_jobs(found, shape.output))),))
 
 
 def intent(vocab_size: int, rng: Random, *, shape: Shape = INTENT, requests: int = 8) -> Scenario:
-    """Source 002 without load: requests behind one cached prefix, one at a time."""
+    """Intent recognition (PrefixCacheManager, blog) without load: requests with one cached prefix, one at a time."""
     prompts = with_prefix(random_tokens(shape.shared, vocab_size, rng), requests + 2, shape.own, vocab_size, rng)
     return Scenario("intent", (_warm_up(prompts[:2]), _one_at_a_time("alone", prompts[2:], shape.output)))
 
@@ -140,7 +140,7 @@ def intent(vocab_size: int, rng: Random, *, shape: Shape = INTENT, requests: int
 def poisson(
     vocab_size: int, rng: Random, *, due: Sequence[float], prefix: "array[int]", shape: Shape = INTENT
 ) -> Scenario:
-    """Source 002 under load: one request at each of the `due` seconds, behind `prefix`, which is cached by then.
+    """Intent recognition (PrefixCacheManager, blog) under load: one request at each `due` second, `prefix` cached.
 
     `synthetic.unit_arrivals`, divided by the rate, are the times of a Poisson process.
     """
@@ -158,8 +158,8 @@ def _one_at_a_time(name: str, prompts: "Sequence[array[int]]", output: int) -> P
 
 
 def _warm_up(prompts: "Sequence[array[int]]") -> Phase:
-    """Brings prompts into the cache, one at a time.
+    """Return a phase that brings prompts into the cache, one at a time.
 
-    Two tokens out: there are engines that publish nothing of a request that ends with its first.
+    Two output tokens: some engines publish no blocks of a request that ends with its first token.
     """
     return Phase("warm-up", tuple(make_jobs(prompts, 2)), concurrency=1, is_measured=False)

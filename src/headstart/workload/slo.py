@@ -1,4 +1,4 @@
-"""Slo: what latencies a service promises, and what of its work kept the promise (goodput).
+"""Slo: latency limits of a service, and the share of its work within them (goodput).
 
 Goodput is the rate of requests that met every limit (DistServe, arXiv 2401.09670); a rate *holds* when the 90th
 percentile of each limited latency lies within its limit.
@@ -23,32 +23,32 @@ class Slo:
     e2e: float | None = None
 
     def __bool__(self) -> bool:
-        """Whether anything is limited."""
+        """Return whether any latency is limited."""
         return any(limit is not None for limit in (self.ttft, self.tpot, self.e2e))
 
     @property
     def limits(self) -> list[tuple[str, float]]:
-        """(name of the latency, limit in seconds) of what is limited."""
+        """(name, limit in seconds) of each limited latency."""
         named = (("ttft", self.ttft), ("tpot", self.tpot), ("e2e", self.e2e))
         return [(name, limit) for name, limit in named if limit is not None]
 
     def is_met(self, record: RequestRecord) -> bool:
-        """Whether one request ended well and within every limit. One token out has no time per output token."""
+        """Return whether a request succeeded within every limit. One output token has no time per output token."""
         return record.ok and not any(value > limit for value, limit in self._pairs(record))
 
     def goodput(self, records: Sequence[RequestRecord]) -> float:
-        """Requests per second that met it, from the first arrival to the last token; 0 if none did."""
+        """Return the requests per second that met it, from the first arrival to the last token; 0 if none did."""
         met = [record for record in records if self.is_met(record)]
         ends = [record.finish for record in records if record.finish is not None]
         seconds = max(ends) - min(record.arrival for record in records) if ends else 0.0
         return len(met) / seconds if seconds > 0 else 0.0
 
     def attained(self, records: Sequence[RequestRecord]) -> float:
-        """Share of the requests that met it, 0..1; failed ones did not. 1 if there are none."""
+        """Return the share of requests that met it, 0..1; failed ones did not. 1 if there are none."""
         return sum(self.is_met(record) for record in records) / len(records) if records else 1.0
 
     def holds(self, records: Sequence[RequestRecord], share: float = SHARE) -> bool:
-        """Whether all ended well and that percentile (the 90th) of every limited latency is within its limit."""
+        """Return whether all succeeded and that percentile (the 90th) of every limited latency is within its limit."""
         if not all(record.ok for record in records):
             return False
         return all(
@@ -58,15 +58,15 @@ class Slo:
         )
 
     def _pairs(self, record: RequestRecord) -> list[tuple[float, float]]:
-        """(latency, limit) of what is limited and known."""
+        """Return (latency, limit) of each limited, known latency."""
         found = [(_latency(record, name), limit) for name, limit in self.limits]
         return [(value, limit) for value, limit in found if value is not None]
 
 
 class TooManyLate:
-    """Says of each finished record whether so many were late by now that the limit is sure to be missed.
+    """Returns for each finished record whether so many were late that the limit is certain to be missed.
 
-    What is given to a runner as `give_up`, so that a rate far above what holds costs little time.
+    Passed to a runner as `give_up`, so that rates far above the sustainable one cost little time.
     """
 
     def __init__(self, count: int, slo: Slo) -> None:

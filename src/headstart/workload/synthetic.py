@@ -1,6 +1,6 @@
-"""Prompts and arrival times made from nothing but numbers: pure functions, chance is the `rng` argument.
+"""Random prompts and arrival times: pure functions, chance is the `rng` argument.
 
-Not here: traces of real traffic, and sentences a model can understand (`intent.py`).
+Not here: traces of real traffic, and sentences that a model can understand (`intent.py`).
 """
 
 from array import array
@@ -12,23 +12,23 @@ from random import Random
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How long requests are, in tokens: a prefix all of a group share, a part of their own, and what is generated."""
+    """The lengths of requests, in tokens: a prefix that a group shares, a part of their own, and the output."""
 
     shared: int
     own: int
     output: int
 
 
-INTENT = Shape(shared=900, own=100, output=30)  # source 002: intent recognition
+INTENT = Shape(shared=900, own=100, output=30)  # intent recognition: PrefixCacheManager (blog)
 
 
 def random_tokens(length: int, vocab_size: int, rng: Random) -> "array[int]":
-    """Packed token ids drawn evenly from [0, vocab_size)."""
+    """Return packed token ids, uniformly drawn from [0, vocab_size)."""
     return array("i", rng.choices(range(vocab_size), k=length))
 
 
 def rotations(token_ids: Sequence[int], count: int) -> "list[array[int]]":
-    """`count` prompts of the same tokens, the i-th rotated left by i: same content, no common prefix (source 001)."""
+    """Return `count` prompts of the same tokens, the i-th rotated left by i: no common prefix (vLLM #3402)."""
     if not 1 <= count <= len(token_ids):
         raise ValueError(f"{count} rotations of {len(token_ids)} tokens: count must lie in 1..{len(token_ids)}")
     tokens = array("i", token_ids)
@@ -36,7 +36,7 @@ def rotations(token_ids: Sequence[int], count: int) -> "list[array[int]]":
 
 
 def shared_prefix(groups: int, prompts: int, shape: Shape, vocab_size: int, rng: Random) -> "list[array[int]]":
-    """`groups` x `prompts` prompts, group by group; those of a group start with the same `shape.shared` tokens."""
+    """Return `groups` x `prompts` prompts, group by group; each group starts with the same `shape.shared` tokens."""
     result: list[array[int]] = []
     for _ in range(groups):
         prefix = random_tokens(shape.shared, vocab_size, rng)
@@ -45,12 +45,12 @@ def shared_prefix(groups: int, prompts: int, shape: Shape, vocab_size: int, rng:
 
 
 def with_prefix(prefix: "array[int]", prompts: int, own: int, vocab_size: int, rng: Random) -> "list[array[int]]":
-    """`prompts` prompts: the given prefix, then `own` random tokens each."""
+    """Return `prompts` prompts: the given prefix, then `own` random tokens each."""
     return [prefix + random_tokens(own, vocab_size, rng) for _ in range(prompts)]
 
 
 def unit_arrivals(count: int, rng: Random) -> list[float]:
-    """Arrival times of a Poisson process of one request per second, the first after one gap.
+    """Return arrival times of a Poisson process of one request per second, the first after one gap.
 
     Divide by a rate to get that rate: the same draw then serves every rate of a search, and every engine in it.
     """
@@ -58,7 +58,7 @@ def unit_arrivals(count: int, rng: Random) -> list[float]:
 
 
 def poisson_arrivals(rate: float, count: int, rng: Random) -> list[float]:
-    """`count` arrival times in seconds of a Poisson process of `rate` requests per second."""
+    """Return `count` arrival times in seconds of a Poisson process of `rate` requests per second."""
     if rate <= 0:
         raise ValueError(f"rate is {rate}; it must be above 0 requests per second")
     return [time / rate for time in unit_arrivals(count, rng)]

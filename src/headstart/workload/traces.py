@@ -1,7 +1,7 @@
-"""Traces of real traffic as jobs: Mooncake's block ids, Azure's lengths, agents' texts; told apart by their content.
+"""Traces of real traffic as jobs: Mooncake's block ids, Azure's lengths, agents' texts; the format is detected.
 
-What a trace knows of sharing is kept: an id of 512 tokens becomes the same 512 tokens wherever it occurs, and equal
-beginnings of texts become equal tokens (four characters each; no tokenizer is in need, and lengths are about right).
+The sharing in a trace is preserved: an id of 512 tokens becomes the same 512 tokens wherever it occurs, and texts with
+a common beginning become tokens with one (four characters each; no tokenizer is needed, and lengths are approximate).
 Pure: lines in, jobs out.
 """
 
@@ -28,43 +28,43 @@ KNOWN = "known are Mooncake's (hash_ids), agents' (input, output, session_id) an
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One request of a trace, in the trace's own terms. Without `hash_ids` and `text` it shares nothing."""
+    """One request of a trace, in the trace's own units. Without `hash_ids` and `text` it shares nothing."""
 
-    at: float  # seconds after the first
+    at: float  # seconds after the first one
     length: int  # tokens of the prompt
     output: int  # tokens
-    hash_ids: tuple[int, ...] = ()  # one per 512 tokens; equal id, equal prefix up to there
+    hash_ids: tuple[int, ...] = ()  # one per 512 tokens; equal ids, equal prefix up to there
     text: str = ""
-    session: str = ""  # whose turn it is, where the trace says so
+    session: str = ""  # session id, if the trace has one
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their arrival."""
+    """Requests in order of arrival."""
 
     kind: str  # "mooncake" | "agent" | "azure"
     requests: tuple[TracedRequest, ...]
 
     def first(self, count: int) -> "Trace":
-        """The first `count` requests; 0: all."""
+        """Return the first `count` requests; 0: all."""
         return replace(self, requests=self.requests[: count or None])
 
     def up_to(self, longest: int) -> "Trace":
-        """The requests whose prompts have at most `longest` tokens; 0: all. Raises ConfigError if there are none."""
+        """Return the requests with prompts of at most `longest` tokens; 0: all. Raises ConfigError if none is left."""
         kept = tuple(request for request in self.requests if not longest or request.length <= longest)
         if not kept:
             raise ConfigError(f"no prompt of the trace has {longest} tokens or less")
         return replace(self, requests=kept)
 
     def factor(self, max_prompt_tokens: int) -> float:
-        """By what all lengths must be multiplied for the longest prompt to have at most so many tokens; 0: no limit."""
+        """Return the factor that scales the longest prompt to at most so many tokens; 0: no limit."""
         longest = max(request.length for request in self.requests)
         return min(max_prompt_tokens / longest, 1.0) if max_prompt_tokens else 1.0
 
     def jobs(self, vocab_size: int, seed: int | str, *, factor: float = 1.0, speed: float = 1.0) -> list[Job]:
-        """Jobs with all lengths, outputs too, multiplied by `factor`, that come `speed` times as fast.
+        """Return jobs with all lengths, outputs too, multiplied by `factor`, arriving `speed` times as fast.
 
-        A seed is a set of prompts: other seeds share the same way among themselves, and nothing with these.
+        A seed is a set of prompts: other seeds have the same sharing among themselves, and share nothing with these.
         """
         blocks: dict[int, array[int]] = {}
         size = max(round(CHAIN_BLOCK * factor), 1)
@@ -88,7 +88,7 @@ class Trace:
 
 
 def read_trace(lines: Iterable[str]) -> Trace:
-    """A trace from the lines of its file. Raises ConfigError, which names the line that cannot be read."""
+    """Return a trace from the lines of its file. Raises ConfigError with the number of an unreadable line."""
     numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise ConfigError("the trace is empty")
@@ -112,7 +112,7 @@ Row = dict[str, Any]
 
 
 def _format(numbered: Sequence[tuple[int, str]]) -> tuple[str, Callable[[Row], TracedRequest], list[tuple[int, Row]]]:
-    """(name, how one row is read, rows with the numbers of their lines)"""
+    """Return (name, parser of a row, rows with their line numbers)."""
     first = numbered[0][1]
     if not first.startswith("{"):
         head = first.lstrip("\ufeff").split(",")
@@ -166,7 +166,7 @@ def _tokens_of(text: str) -> int:
 
 
 def _text_tokens(text: str, chars: float, vocab_size: int, seed: str) -> "array[int]":
-    """A token for every `chars` characters, by what they are; so equal beginnings give equal tokens."""
+    """Return a token for every `chars` characters, from their content: a common beginning gives equal tokens."""
     salt = crc32(seed.encode())
     cuts = [round(i * chars) for i in range(int(len(text) / chars) + 2)]
     pieces = (text[start:end] for start, end in pairwise(cuts))

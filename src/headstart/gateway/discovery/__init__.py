@@ -1,1 +1,1 @@
-"""Discovery: which replicas there are."""
+"""Discovery: the list of replicas."""

@@ -1,4 +1,4 @@
-"""Discovery: which replicas there are. The seam, and the list that never changes."""
+"""Discovery: the interface that lists the replicas, and the static list."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -6,29 +6,29 @@ from typing import Protocol
 
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 
-MAX_REPLICAS = 4_096  # that a file or a name may list: each is asked for its health all the time
+MAX_REPLICAS = 4_096  # that a file or a name may list: the health of each is polled continuously
 
 Changed = Callable[[Sequence[ReplicaAddress]], None]
 
 
 class Discovery(Protocol):
-    """Where a fleet learns of its replicas."""
+    """The source of a fleet's list of replicas."""
 
     def describe(self) -> str:
-        """In a few words for the banner: "2 replicas", "file:replicas.txt"."""
+        """Return a short description for the banner: "2 replicas", "file:replicas.txt"."""
         ...
 
     async def watch(self, changed: Changed) -> None:
-        """Calls `changed` with all replicas, at once and whenever they are others; until it is cancelled.
+        """Call `changed` with all replicas, at once and after every change, until cancelled.
 
-        What goes wrong on the way (a file that cannot be read, a name that does not resolve) is told on stderr and
-        changes nothing: those known last stay. Raises ConfigError for what could never work, before the first call.
+        Errors on the way (an unreadable file, a name that does not resolve) are logged on stderr, and the last known
+        replicas stay. Raises ConfigError before the first call for a configuration that can never work.
         """
         ...
 
 
 class StaticDiscovery:
-    """Those of the command line."""
+    """The replicas given on the command line."""
 
     def __init__(self, addresses: Sequence[ReplicaAddress]) -> None:
         self._addresses = tuple(dict.fromkeys(addresses))

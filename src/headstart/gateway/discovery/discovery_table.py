@@ -1,4 +1,4 @@
-"""make_discovery: what --discover says, as the Discovery that does it."""
+"""make_discovery: the Discovery for a value of --discover."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ _EXAMPLE = "file:replicas.txt, or dns:replicas.default.svc:8000"
 
 
 def make_discovery(text: str) -> Discovery:
-    """The discovery that `file:PATH` or `dns:NAME:PORT` asks for. Raises ConfigError for anything else."""
+    """Return the discovery for `file:PATH` or `dns:NAME:PORT`. Raises ConfigError for anything else."""
     kind, _, rest = text.partition(":")
     if kind == "file" and rest:
         return FileDiscovery(Path(rest).expanduser())

@@ -1,4 +1,4 @@
-"""DnsDiscovery: the replicas behind one name. All its A and AAAA records, asked for again and again."""
+"""DnsDiscovery: the replicas behind one DNS name: all its A and AAAA records, resolved periodically."""
 
 import asyncio
 import socket
@@ -10,14 +10,14 @@ from headstart.gateway.discovery.discovery import MAX_REPLICAS, Changed
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.logs import Log
 
-ASK_SECONDS = 5.0  # between two questions: resolvers keep an answer for its own time to live
+ASK_SECONDS = 5.0  # between two queries: resolvers cache an answer for its time to live
 
 Resolve = Callable[[str, int], Awaitable[Sequence[Any]]]
-"""What getaddrinfo gives for a name and a port."""
+"""Resolves a name and a port, as getaddrinfo does."""
 
 
 class DnsDiscovery:
-    """One replica per address of `name`, each at `port`; their URLs hold the addresses, so that each is its own."""
+    """One replica per address of `name`, each at `port`; URLs hold the addresses, so that the replicas are distinct."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class DnsDiscovery:
         ask_seconds: float = ASK_SECONDS,
         resolve: Resolve | None = None,
     ) -> None:
-        """Raises ConfigError for a port that is none. `resolve`: asks instead of the system."""
+        """Raises ConfigError for an invalid port. `resolve` replaces the system's resolver."""
         if not name or not 1 <= port <= 65535:
             raise ConfigError(f"dns:{name}:{port} names no service; write it like dns:replicas.default.svc:8000")
         self._name, self._port = name, port
@@ -40,13 +40,13 @@ class DnsDiscovery:
         return f"dns:{self._name}:{self._port}"
 
     async def watch(self, changed: Changed) -> None:
-        """As Discovery.watch. A name that does not resolve at first is no replica, until it does."""
+        """As Discovery.watch. A name that does not resolve at first has no replicas until it does."""
         known: tuple[ReplicaAddress, ...] | None = None
         complaint = ""
         while True:
             try:
                 found, complaint = self._bounded(await self._resolve(self._name, self._port), known or (), complaint)
-            except (OSError, UnicodeError) as error:  # UnicodeError: what no name can be
+            except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
                 found = known or ()
                 if complaint != str(error):
                     self._log.line(
@@ -64,7 +64,7 @@ class DnsDiscovery:
     def _bounded(
         self, answer: Sequence[Any], known: tuple[ReplicaAddress, ...], complaint: str
     ) -> tuple[tuple[ReplicaAddress, ...], str]:
-        """At most MAX_REPLICAS addresses, first those that are known; and what was complained of them."""
+        """Return at most MAX_REPLICAS addresses, known ones first, and why others were left out (empty: none were)."""
         found = _addresses(answer, self._port)
         if len(found) <= MAX_REPLICAS:
             return found, ""
@@ -81,6 +81,6 @@ async def _ask_the_system(name: str, port: int) -> Sequence[Any]:
 
 
 def _addresses(answer: Sequence[Any], port: int) -> tuple[ReplicaAddress, ...]:
-    """Each address once, in an order that does not depend on that of the answer."""
+    """Return each address once, in an order that does not depend on the order of the answer."""
     hosts = sorted({str(entry[4][0]) for entry in answer})
     return tuple(ReplicaAddress(f"http://{f'[{host}]' if ':' in host else host}:{port}") for host in hosts)

@@ -1,8 +1,8 @@
-"""FileDiscovery: the replicas that a file lists. The file is looked at again and again, and read when it is another.
+"""FileDiscovery: the replicas that a file lists. The file is polled, and read when it has changed.
 
 One address per line, as on the command line, with # comments; or a JSON list of addresses or of objects with url,
-events and replay. Whoever writes the file does best to write another one and rename it. A file that is being written is
-not read: it must look the same twice.
+events and replay. To update it, write a new file and rename it. A file that is still being written is not read: it must
+look the same in two polls.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ MAX_FILE_BYTES = 2**23  # 2 KB for each of the replicas that a file may list
 _KEYS = {"url", "events", "replay"}
 
 Sight = tuple[int, int, int] | None
-"""When a file was written, how long it is and which one it is; None: there is none."""
+"""Modification time, length and inode of a file; None: there is no file."""
 
 
 class FileDiscovery:
-    """Those of a file. An empty list is a list: then there are no replicas."""
+    """The replicas of a file. An empty list is valid: then there are no replicas."""
 
     def __init__(self, path: Path, *, log: Log | None = None, poll_seconds: float = POLL_SECONDS) -> None:
         self._path = path
@@ -53,7 +53,7 @@ class FileDiscovery:
             try:
                 found = await asyncio.to_thread(read_addresses, self._path)
                 if await asyncio.to_thread(_look, self._path) != seen:
-                    continue  # it was written while it was read, and is another one by the next look
+                    continue  # it changed during the read, and will differ at the next poll
             except ConfigError as error:
                 if str(error) != complaint:
                     self._log.line(f"headstart: {error}; going on with the {len(known)} replicas known")
@@ -67,7 +67,7 @@ class FileDiscovery:
 
 
 def read_addresses(path: Path) -> tuple[ReplicaAddress, ...]:
-    """The replicas that a file lists, each once. Raises ConfigError."""
+    """Return the replicas that a file lists, each once. Raises ConfigError."""
     try:
         text = _read(path).decode()
     except OSError as error:
@@ -85,7 +85,7 @@ def read_addresses(path: Path) -> tuple[ReplicaAddress, ...]:
 
 
 def _read(path: Path) -> bytes:
-    """The content of a regular file of bounded size; nothing else is opened for longer than to see what it is."""
+    """Return the content of a regular file of bounded size; any other file is closed as soon as its type is known."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ConfigError(f"cannot read {path}: it is no regular file")

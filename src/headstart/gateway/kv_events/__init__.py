@@ -1,1 +1,1 @@
-"""KV events of replicas: sockets, decoding, and their bounds."""
+"""KV events of replicas: sockets, decoding, and bounds."""

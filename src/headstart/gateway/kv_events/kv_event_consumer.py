@@ -1,12 +1,13 @@
-"""KVEventConsumer: listens to the KV events of one replica (ZMQ, vLLM's format) and keeps what the router knows true.
+"""KVEventConsumer: subscribes to the KV events of one replica (ZMQ, vLLM's format) and maintains its KV event index.
 
-All on the event loop's thread. A SUB socket hears the batches; a DEALER asks the replay socket, if there is one, for
-those that were missed: everything when we come, what lies in a gap, and, once it is quiet, what may have been lost at
-the end. Without replay a gap, or a connection that was lost, empties the index: it may know less than the engine has
-then, never more. Long batches are taken in piece by piece, and requests are routed in between (kv_event_intake.py).
+Everything runs on the event loop's thread. A SUB socket receives the batches; a DEALER socket requests missed ones from
+the replay socket, if there is one: all batches when the router connects, those in a gap, and, after a quiet period,
+those that may have been lost at the end. Without replay, a gap or a lost connection clears the index: it may then hold
+less than the engine's cache, never more. Long batches are applied in slices between which requests are routed
+(kv_event_intake.py).
 
-A publisher whose batches cannot be read, or a listener that fails, is suspended (kv_event_trust.py): the sockets are
-closed, the index is empty, the cache is guessed, and after a pause everything begins anew.
+A publisher whose batches cannot be read, or whose consumer fails, is suspended (kv_event_trust.py): the sockets are
+closed, the index is cleared, the cache is approximated, and after a pause everything starts again.
 """
 
 import asyncio
@@ -27,20 +28,21 @@ from headstart.http.logs import Log
 from headstart.router.index.event_sequencer import Due, EventSequencer
 from headstart.router.index.kv_event_index import KVEventIndex
 
-POLL_SECONDS = 0.5  # the longest time in which nothing is looked after
-QUIET_SECONDS = 1.0  # after the last live batch, before the replay is asked whether it was the last
-CHECK_SECONDS = 15.0  # after which it is asked in any case: whoever loses batches may lose all
-REPLAY_SECONDS = 5.0  # without a message of a replay, after which it is thought not to come
-RETRY_SECONDS = 5.0  # after a socket could not be made
-RENEW_SECONDS = 10.0  # without a connection, after which another socket is made
-MAX_ROUND = 1_000  # messages of one socket, then the other one is looked at
+POLL_SECONDS = 0.5  # the longest interval between two checks
+QUIET_SECONDS = 1.0  # after the last live batch, before a replay is requested to learn whether it was the last
+CHECK_SECONDS = 15.0  # after which a replay is requested in any case: a lossy link may lose all batches
+REPLAY_SECONDS = 5.0  # without a message of a replay, after which the replay has failed
+RETRY_SECONDS = 5.0  # after a socket could not be created
+RENEW_SECONDS = 10.0  # without a connection, after which a new socket is created
+MAX_ROUND = 1_000  # messages of one socket before the other is read
 
 
 class KVEventConsumer:
-    """Told contents that are kept true while `run` runs. `kind`: "vllm", "sglang" or "headstart" (EventDecoder).
+    """The consumer of one replica's KV events. `kind`: "vllm", "sglang" or "headstart" (EventDecoder).
 
-    `reconfigured` is told the block size where an empty replica turns out to have another one than its contents, and
-    gives the contents to go on with; without it such events are counted and left out.
+    The index is kept current while `run` runs. `reconfigured` is called with the block size if a replica with an empty
+    cache has another one than its index, and returns the index to continue with; without it such events are counted and
+    ignored.
     """
 
     def __init__(
@@ -49,19 +51,19 @@ class KVEventConsumer:
         assert address.events is not None, f"{address.url} publishes no events"
         self.address = address
         self.is_connected = False
-        self.is_suspended = False  # it is not listened to for a while
+        self.is_suspended = False  # its events are ignored for a while
         self.last_heard: float | None = None  # of a batch, live or replayed; seconds, time.monotonic()
         self._trust = PublisherTrust()
         self._intake = EventIntake(contents, kind, self._trust, self._say, reconfigured)
         self._feed = EventSequencer(replays=address.replay is not None)
         self._replay: Replay | None = None
         self._own = dict.fromkeys(("heard", "connections", "replays", "suspensions", "failures"), 0)
-        self._stirred_at: float | None = None  # the last live batch or connection, if the replay was not asked since
+        self._stirred_at: float | None = None  # the last live batch or connection, if no replay was requested since
         self._was_blind = False
 
     @property
     def contents(self) -> KVEventIndex:
-        """What is kept true. Others may be put in their place: they are filled anew if there is a replay socket."""
+        """The index that is kept current. It may be replaced: a new one is filled again if there is a replay socket."""
         return self._intake.contents
 
     @contents.setter
@@ -74,23 +76,23 @@ class KVEventConsumer:
     def counts(self) -> dict[str, int]:
         """Counters for metrics: they only grow.
 
-        `heard`: live batches; `batches`: those that were taken in, live or replayed; `lost`: those that were given up;
-        `undecodable`: those that nobody could read. `voids`: times that all had to be forgotten. `unknown_parents`,
-        `unknown_copies`, `other_block_size`, `other_groups`, `unknown_events`, `malformed`: events that were left out.
-        `over_capacity`: times that the index outgrew its bound. `suspensions`: times that the publisher was suspended;
-        `failures`: those because the listener failed.
+        `heard`: live batches; `batches`: batches applied, live or replayed; `lost`: batches given up; `undecodable`:
+        batches that could not be read. `voids`: times that the index was cleared. `unknown_parents`, `unknown_copies`,
+        `other_block_size`, `other_groups`, `unknown_events`, `malformed`: ignored events. `over_capacity`: times that
+        the index exceeded its bound. `suspensions`: times that the publisher was suspended; `failures`: those because
+        the consumer failed.
         """
         feed = {"gaps": self._feed.num_gaps, "lost": self._feed.num_lost, "restarts": self._feed.num_restarts}
         return {**self._own, **feed, **self._intake.counts}
 
     @property
     def position(self) -> int:
-        """The number of the batch that is next in order."""
+        """The number of the next batch in order."""
         return self._feed.position
 
     @property
     def is_taking(self) -> bool:
-        """Whether batches before `position` are still being taken in; others have their turns in between."""
+        """Whether batches before `position` are still being applied, with other tasks in between."""
         return self._intake.is_taking
 
     @property
@@ -100,11 +102,11 @@ class KVEventConsumer:
 
     @property
     def is_blind(self) -> bool:
-        """Whether requests end there and nothing of use is heard of them."""
+        """Whether requests to the replica end and no usable event about them arrives."""
         return self.contents.is_blind
 
     async def run(self) -> None:
-        """Listens until it is cancelled. Where nobody is, or is no more, it tries again and again."""
+        """Listen until cancelled. If there is no publisher, or no longer, try again indefinitely."""
         context = zmq.asyncio.Context()
         try:
             while True:
@@ -127,7 +129,7 @@ class KVEventConsumer:
         except UntrustedPublisherError as error:
             pause = self._trust.suspend(time.monotonic())
             self._say(f"{error}; its cache is guessed, and events are listened to again in {pause:.0f} s")
-        except Exception as error:  # a fault of ours must not end the listener: the index would never change again
+        except Exception as error:  # an internal error must not end the consumer: the index would never change again
             pause = self._trust.suspend(time.monotonic())
             self._own["failures"] += 1
             Log().failure("kv_event_listener_failed", error, self.address.url)
@@ -138,7 +140,7 @@ class KVEventConsumer:
     # ------------------------------------------------------------------------------------------------------ sockets
 
     async def _listen(self, context: zmq.asyncio.Context) -> NoReturn:
-        """Hears, asks and looks after what is missing. Raises ZMQError and UntrustedPublisherError."""
+        """Receive batches and request missing ones. Raises ZMQError and UntrustedPublisherError."""
         self._replay = None if self.address.replay is None else Replay(context, self.address.replay)
         try:
             while True:
@@ -149,7 +151,10 @@ class KVEventConsumer:
                 self._replay.close()
 
     async def _listen_while_connected(self, context: zmq.asyncio.Context) -> None:
-        """Returns when nobody was there for a while: after an oversized message libzmq does not connect again."""
+        """Listen on one SUB socket; return after RENEW_SECONDS without a connection.
+
+        After an oversized message libzmq does not reconnect, so a new socket is needed.
+        """
         sub, monitor = subscribe(context, self.address.events or "")
         connected_at = time.monotonic()
         try:
@@ -170,7 +175,7 @@ class KVEventConsumer:
             sub.close(linger=0)
 
     async def _connections(self, monitor: zmq.asyncio.Socket) -> None:
-        """Notes who comes and goes. Behind a new connection there may be a new publisher, and batches were missed."""
+        """Track connections. Behind a new connection there may be a new publisher, and batches were missed."""
         while (frames := await receive(monitor)) is not None:
             if parse_monitor_message(frames)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.is_connected = False
@@ -179,7 +184,7 @@ class KVEventConsumer:
             self._own["connections"] += 1
             if self._replay is not None:
                 self._ask(self._replay)
-                self._stirred_at = time.monotonic()  # what is published before it knows of us is not sent to us
+                self._stirred_at = time.monotonic()  # batches published before the subscription arrives are not sent
             elif self._own["connections"] > 1:
                 await self._take(self._feed.reset())
 
@@ -205,7 +210,7 @@ class KVEventConsumer:
                 await self._offer(frames, replayed=True)
 
     async def _offer(self, frames: list[bytes], *, replayed: bool) -> None:
-        """One message: whatever stands before it, the last two frames are number and batch."""
+        """Handle one message: its last two frames are batch number and batch; frames before them are ignored."""
         await self._intake.pause()
         self._trust.received(sum(map(len, frames)), time.monotonic())
         number = int.from_bytes(frames[-2], "big", signed=True) if len(frames) > 1 and len(frames[-2]) == 8 else -1
@@ -218,7 +223,7 @@ class KVEventConsumer:
     # ------------------------------------------------------------------------------------------------ what is missing
 
     async def _look_after(self) -> None:
-        """Asks for what is missing, gives up what does not come, and says when nothing of use does."""
+        """Request missing batches, give up those that do not arrive, and log when no usable event does."""
         now, replay = time.monotonic(), self._replay
         if replay is None:
             await self._give_up()
@@ -231,20 +236,23 @@ class KVEventConsumer:
                 self._ask(replay)
         if self.is_blind and not self._was_blind:
             cause = likely_cause(self.counts, self.address, self.is_connected, self.contents.block_size)
-            self._say(f"{self.contents.silence} requests ended and nothing of use was heard: {cause}")
+            self._say(f"{self.contents.silence} requests ended and no usable event arrived: {cause}")
         self._was_blind = self.is_blind
 
     def _ask(self, replay: Replay) -> None:
-        """Asks for all from the last batch that was taken on: that one shows whether the publisher is the same."""
+        """Request all batches from the last applied one on: that one shows whether the publisher is the same."""
         self._own["replays"] += 1
         self._stirred_at = None
         replay.ask(max(self._feed.position - 1, 0), (self._feed.num_restarts, self._feed.position))
 
     async def _replay_ended(self, replay: Replay, *, in_time: bool = True) -> None:
-        """Gives up what it did not bring, unless it brought some: publishers cut long replays, so we ask again."""
+        """Give up batches that the replay did not bring.
+
+        If it brought some, request another one: publishers cut long replays.
+        """
         restarts, position = replay.end(in_time)
         if in_time and position and not replay.brought_something and replay.is_of_use:
-            await self._take(self._feed.restarted())  # not even the batch that was taken last, and that is asked for
+            await self._take(self._feed.restarted())  # not even the requested batch, which was applied last
         is_another = restarts != self._feed.num_restarts
         if is_another or (position != self._feed.position and (self.is_missing or not in_time)):
             self._ask(replay)
@@ -252,7 +260,7 @@ class KVEventConsumer:
             await self._give_up()
 
     async def _give_up(self) -> None:
-        """Goes on behind all gaps there are: whatever could fill one has come."""
+        """Continue behind all gaps: every batch that could fill one has arrived."""
         while self.is_missing:
             await self._take(self._feed.give_up())
             await self._intake.pause()

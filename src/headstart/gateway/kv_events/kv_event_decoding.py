@@ -1,14 +1,14 @@
 """Decoding of KV events: batches of vLLM, SGLang and Headstart, old shapes and new, to those of core/cache/events.py.
 
 Batch and event may each be an array or a map, arrays may end early, hashes are ints of 64 bits or bytes; unknown keys
-and unknown events are left out. Nothing here raises for what a publisher sent: what cannot be read is counted.
+and unknown events are ignored. Nothing here raises for a publisher's input: what cannot be read is counted.
 
-A batch is split into raw events first, and only the fields that are used are decoded, each with its own type and bound:
-the memory that a batch takes stays below ten times its bytes, whatever is in it.
+A batch is split into raw events first, and only the fields in use are decoded, each with its own type and bound: the
+memory that a batch takes stays below ten times its bytes, whatever it contains.
 
-Hashes become handles (bytes), equal for equal hashes. What is in a block's name beside tokens becomes its domain:
-the cache salt, as `event_domain` names it; images and embeddings, of which a router knows nothing, as a domain that no
-prompt has, so that such blocks are known and never promised.
+Hashes become handles (bytes), equal for equal hashes. The parts of a block's identity besides its tokens become its
+domain: the cache salt, as `event_domain` encodes it; images and embeddings, which a router cannot see, become a domain
+that no prompt has, so that such blocks are indexed but never predicted as hits.
 """
 
 from array import array
@@ -41,31 +41,31 @@ from headstart.gateway.kv_events.kv_event_shapes import (
 )
 from headstart.openai.engine_requests import narrow_domain
 
-MAX_BLOCKS = 256  # in one event that comes out: longer ones come in pieces, so that a caller can pause between them
+MAX_BLOCKS = 256  # in one decoded event: longer ones are split, so that a caller can pause in between
 MAX_BLOCK_SIZE = 65_536  # tokens
 MAX_EXTRA_BYTES = 2**21  # of all extra keys of an event
-MIN_EVENT_BYTES = 8  # on average, of many events: the shortest known one has 16
-FEW_EVENTS = 1_024  # that may be shorter
+MIN_EVENT_BYTES = 8  # on average over many events: the shortest known one has 16
+FEW_EVENTS = 1_024  # events that may be shorter
 USABLE_KINDS = frozenset(("full_attention", "mla_attention", "sink_full_attention"))  # these keep all tokens
 _UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, LookupError, OverflowError, RecursionError)
 
 
 def event_domain(cache_salt: str | None) -> bytes:
-    """The isolation domain of a prompt by the `cache_salt` its replica sees, as events name it; empty without one.
+    """Return the isolation domain of a prompt whose replica sees `cache_salt`, as in events; empty without a salt.
 
-    The same for engines of every kind, since one prompt may go to any of them: what Headstart publishes of a salt where
-    its tenants have no domains of their own. Of vLLM's plain salts the same is made here. SGLang's events hold none, so
-    its salted blocks are taken for public ones, and salted prompts are never believed to be there.
+    It is the same for all engines, since a prompt may go to any of them: the value that Headstart publishes for a salt
+    if its tenants have no domains of their own. For vLLM's plain salts the same value is computed here. SGLang's events
+    hold no salts, so its salted blocks are taken for public ones, and salted prompts are never predicted as cached.
     """
     return sha256(narrow_domain(b"", cache_salt)).hexdigest().encode() if cache_salt else b""
 
 
 class EventDecoder:
-    """Reads the batches of one publisher, in their order. `kind`: "vllm", "sglang" or "headstart".
+    """Decodes the batches of one publisher, in order. `kind`: "vllm", "sglang" or "headstart".
 
-    Of the groups of a hybrid model it follows the first that keeps all tokens: the others say nothing of prefixes.
-    `num_unknown_removals` grows with everything unreadable that may have removed blocks: a caller that cannot read a
-    removal believes in blocks that are gone, and has to start with an empty index.
+    Of the groups of a hybrid model it follows the first that keeps all tokens: the others say nothing about prefixes.
+    `num_unknown_removals` grows with everything unreadable that may have removed blocks: a caller that misses a removal
+    would predict blocks that are gone, and must start with an empty index.
     """
 
     def __init__(self, kind: str) -> None:
@@ -75,15 +75,15 @@ class EventDecoder:
         self._group: int | None = None
 
     def cleared(self) -> None:
-        """Another publisher may follow."""
+        """Reset the state that belongs to one publisher."""
         self._group = None
 
     def decode(self, payload: bytes) -> Iterator[Event]:
-        """The events of one batch."""
+        """Return the events of one batch."""
         return chain.from_iterable(map(self.read, self.split(payload)))
 
     def split(self, payload: bytes) -> list[Raw]:
-        """The events of one batch, not decoded yet; none of a batch that cannot be read, which is counted."""
+        """Return the raw events of one batch; none of a batch that cannot be read, which is counted."""
         try:
             events = read_batch(payload)
             count = count_items(events)
@@ -96,7 +96,7 @@ class EventDecoder:
             return []
 
     def read(self, raw: Raw) -> Iterator[Event]:
-        """One event, in pieces of at most MAX_BLOCKS blocks; counted if it cannot be read, from some piece on."""
+        """Yield one event in pieces of at most MAX_BLOCKS blocks; count it as malformed if any piece cannot be read."""
         self.counts["events"] += 1
         try:
             event = read_event(raw)
@@ -117,7 +117,7 @@ class EventDecoder:
             self.num_unknown_removals += not is_stored(raw)
 
     def _is_ours(self, event: Stored | Removed) -> bool:
-        """Whether an event is about the group that is followed; the first usable one is, from then on."""
+        """Return whether an event belongs to the followed group; the first usable group is followed."""
         kind = None if isinstance(event, RemovedArray) else event.kv_cache_spec_kind
         if kind is not None and kind not in USABLE_KINDS:
             return False
@@ -129,7 +129,7 @@ class EventDecoder:
         return self._group in (None, group)
 
     def _stored(self, event: Stored) -> Iterator[Event]:
-        """One event per piece of a chain: in each, only the first block may begin a domain."""
+        """Yield one event per piece of a chain: in each, only the first block may begin a domain."""
         hashes, num_tokens = read_hashes(event.block_hashes), count_items(event.token_ids)
         if not num_tokens:
             for start in range(0, len(hashes), MAX_BLOCKS):
@@ -151,7 +151,7 @@ class EventDecoder:
             before = handles[-1]
 
     def _domains(self, extra: Raw, of_adapter: tuple[Any, Any], num_blocks: int, *, at_start: bool) -> dict[int, bytes]:
-        """Index of a block -> the domain that begins there."""
+        """Return the domains by the index of the block at which they begin."""
         if not extra or not is_array(extra):
             return {}
         domains, keys = dict[int, bytes](), read_value(extra, MAX_EXTRA_BYTES)
@@ -175,7 +175,7 @@ class EventDecoder:
 
 
 def _adapter(name: object, number: object) -> str | None:
-    """Its name; of engines that send a number only, one that nobody has: which adapter it is, is not known."""
+    """Return the adapter's name; for engines that send only a number, a name that no adapter has."""
     if isinstance(name, str):
         return name
     return None if number is None else f"lora_id {number}"

@@ -1,7 +1,7 @@
-"""EventIntake: takes the batches of one publisher into the told contents of its replica, in slices.
+"""EventIntake: applies the batches of one publisher to the KV event index of its replica, in slices.
 
-After SLICE_SECONDS of work the event loop has a turn; what `match` sees then is a prefix of the events: a state that
-the engine's cache was in. A batch or a removal that cannot be read empties the index as a gap without replay does: a
+After SLICE_SECONDS of work other tasks of the event loop run; `match` then sees a prefix of the events: a state that
+the engine's cache was in. A batch or a removal that cannot be read clears the index, as a gap without replay does: a
 replay would bring the same bytes.
 """
 
@@ -14,17 +14,16 @@ from headstart.gateway.kv_events.kv_event_decoding import EventDecoder
 from headstart.gateway.kv_events.kv_event_trust import PublisherTrust
 from headstart.router.index.kv_event_index import FREED, KVEventIndex
 
-SLICE_SECONDS = 0.002  # of taking in events, then others have their turn
+SLICE_SECONDS = 0.002  # of applying events before other tasks run
 
 Reconfigured = Callable[[int], KVEventIndex]
 
 
 class EventIntake:
-    """The contents that are kept true, and the faults of what was taken in.
+    """The index that is kept current, and the faults in the applied batches.
 
-    `say` writes a line for people. `reconfigured` is told the block size where an empty replica turns out to have
-    another one than its contents, and gives the contents to go on with; without it such events are counted and left
-    out.
+    `say` writes a log line. `reconfigured` is called with the block size if a replica with an empty cache has another
+    one than its index, and returns the index to continue with; without it such events are counted and ignored.
     """
 
     def __init__(
@@ -40,14 +39,14 @@ class EventIntake:
         self._trust = trust
         self._say = say
         self._reconfigured = reconfigured
-        self._past = dict.fromkeys(contents.counts, 0)  # of contents that were replaced
+        self._past = dict.fromkeys(contents.counts, 0)  # counts of indexes that were replaced
         self._num_batches = 0
         self._num_voids = 0
-        self._num_swaps = 0  # contents that others put in place
-        self._num_unknown_removals = 0  # noticed so far
-        self._num_overflows = 0  # of these contents, noticed so far
+        self._num_swaps = 0  # indexes set by `swap`
+        self._num_unknown_removals = 0  # handled so far
+        self._num_overflows = 0  # of this index, handled so far
         self.is_taking = False
-        self._turn = 0.0  # when others had theirs; seconds, time.perf_counter()
+        self._turn = 0.0  # when other tasks last ran; seconds, time.perf_counter()
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -56,13 +55,13 @@ class EventIntake:
         return {"batches": self._num_batches, "voids": self._num_voids, **self._decoder.counts, **told}
 
     def swap(self, contents: KVEventIndex) -> None:
-        """Go on with other contents; a batch under way is left, since it belongs to those before."""
+        """Continue with another index; a batch in progress is abandoned, since it belongs to the previous one."""
         self._replace(contents)
         self._num_swaps += 1
         self._decoder.cleared()
 
     def void(self) -> None:
-        """Forget everything that was told."""
+        """Clear the index."""
         self._num_voids += 1
         self.contents.clear()
         self._decoder.cleared()
@@ -73,7 +72,7 @@ class EventIntake:
         self._strike(reason)
 
     async def take(self, batches: Iterable[bytes]) -> None:
-        """Take in batches. Raises UntrustedPublisherError."""
+        """Apply batches. Raises UntrustedPublisherError."""
         self.is_taking = True
         try:
             await self._take_all(batches)
@@ -97,31 +96,31 @@ class EventIntake:
                 await self.pause()
                 if swaps != self._num_swaps:
                     return
-        while self.contents.free(FREED):  # what was cleared: the rest goes with what comes next
+        while self.contents.free(FREED):  # free what was cleared; later batches free the rest
             await self.pause()
 
     async def pause(self) -> None:
-        """Give others their turn if they have waited for SLICE_SECONDS."""
+        """Let other tasks run if they have waited for SLICE_SECONDS."""
         if time.perf_counter() - self._turn > SLICE_SECONDS:
             await asyncio.sleep(0)
             self._turn = time.perf_counter()
 
     def _look_for_faults(self) -> None:
-        """Empties the index if removals are unknown, and counts strikes. Raises UntrustedPublisherError."""
+        """Clear the index after unknown removals, and count strikes. Raises UntrustedPublisherError."""
         if self._decoder.num_unknown_removals != self._num_unknown_removals:
             self._num_unknown_removals = self._decoder.num_unknown_removals
             self.void()
             self._strike("it sent what cannot be read, and the index starts anew")
         if self.contents.counts["over_capacity"] != self._num_overflows:
             self._num_overflows = self.contents.counts["over_capacity"]
-            self._strike(f"it told of more than {self.contents.max_blocks} blocks, and the index starts anew")
+            self._strike(f"it reported more than {self.contents.max_blocks} blocks, and the index starts anew")
 
     def _strike(self, reason: str) -> None:
         if self._trust.strike(reason, time.monotonic()):
             self._say(reason)
 
     def _adapt(self, event: Event) -> None:
-        """Goes on with contents of another block size where the replica has one and nothing is known of it yet."""
+        """Continue with an index of the replica's block size if the current one differs and is empty."""
         if isinstance(event, AllBlocksCleared):
             self._decoder.cleared()
         size = event.block_size if isinstance(event, BlockStored) and event.parent_block_hash is None else 0

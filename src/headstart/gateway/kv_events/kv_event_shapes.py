@@ -1,8 +1,7 @@
 """Shapes of KV events on the wire: raw fields of batches and events, and the bounds of each value.
 
-Nothing is decoded before its type and its size are known: arrays are counted by their heads, and of a field that nobody
-uses only the end is looked for. All functions raise msgspec.DecodeError, RecursionError, TypeError, ValueError or
-IndexError for what a publisher should not have sent.
+Nothing is decoded before its type and size are known: arrays are counted by their heads, and unused fields are skipped.
+All functions raise msgspec.DecodeError, RecursionError, TypeError, ValueError or IndexError for invalid input.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ _EMPTY = Raw()
 
 
 class ArrayBatch(Struct, array_like=True):
-    """A batch that is an array. Fields behind these are skipped."""
+    """A batch that is an array. Later fields are skipped."""
 
     ts: Raw = _EMPTY
     events: Raw = _EMPTY
@@ -34,7 +33,7 @@ class MapBatch(Struct):
 
 
 class StoredArray(Struct, array_like=True, tag="BlockStored"):
-    """Blocks that can be found, as an array."""
+    """Stored blocks, as an array."""
 
     block_hashes: Raw
     parent_block_hash: Raw = _EMPTY
@@ -49,7 +48,7 @@ class StoredArray(Struct, array_like=True, tag="BlockStored"):
 
 
 class RemovedArray(Struct, array_like=True, tag="BlockRemoved"):
-    """Blocks that are gone, as an array."""
+    """Removed blocks, as an array."""
 
     block_hashes: Raw
     medium: Raw = _EMPTY
@@ -57,11 +56,11 @@ class RemovedArray(Struct, array_like=True, tag="BlockRemoved"):
 
 
 class ClearedArray(Struct, array_like=True, tag="AllBlocksCleared"):
-    """All blocks are gone, as an array."""
+    """Removal of all blocks, as an array."""
 
 
 class StoredMap(Struct, tag_field="type", tag="BlockStored"):
-    """Blocks that can be found, as a map."""
+    """Stored blocks, as a map."""
 
     block_hashes: Raw
     parent_block_hash: Raw = _EMPTY
@@ -75,7 +74,7 @@ class StoredMap(Struct, tag_field="type", tag="BlockStored"):
 
 
 class RemovedMap(Struct, tag_field="type", tag="BlockRemoved"):
-    """Blocks that are gone, as a map."""
+    """Removed blocks, as a map."""
 
     block_hashes: Raw
     group_idx: int | None = None
@@ -83,7 +82,7 @@ class RemovedMap(Struct, tag_field="type", tag="BlockRemoved"):
 
 
 class ClearedMap(Struct, tag_field="type", tag="AllBlocksCleared"):
-    """All blocks are gone, as a map."""
+    """Removal of all blocks, as a map."""
 
 
 Stored = StoredArray | StoredMap
@@ -117,12 +116,12 @@ read_tokens = msgspec.msgpack.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=
 
 
 def read_batch(payload: bytes) -> Raw:
-    """The array of events of a batch."""
+    """Return the array of events of a batch."""
     return (_array_batch if is_array(payload) else _map_batch)(payload).events
 
 
 def read_event(raw: Raw) -> Stored | Removed | Cleared | None:
-    """The fields of an event. None: a kind that is not known."""
+    """Return the fields of an event; None for an unknown kind."""
     of_array = is_array(raw)
     try:
         return _array_event(raw) if of_array else _map_event(raw)
@@ -133,7 +132,7 @@ def read_event(raw: Raw) -> Stored | Removed | Cleared | None:
 
 
 def is_stored(raw: Raw) -> bool:
-    """Whether an event that cannot be read says at least that it stores blocks."""
+    """Return whether an unreadable event is at least known to store blocks."""
     try:
         return (_array_kind if is_array(raw) else _map_kind)(raw).type == "BlockStored"
     except (msgspec.DecodeError, RecursionError, ValueError):
@@ -141,13 +140,13 @@ def is_stored(raw: Raw) -> bool:
 
 
 def is_array(raw: bytes | Raw) -> bool:
-    """Whether it begins as an array does."""
+    """Return whether the first byte is that of an array."""
     first = memoryview(raw)[0]
     return 0x90 <= first <= 0x9F or first in (0xDC, 0xDD)
 
 
 def count_items(raw: Raw) -> int:
-    """The length of an array, by its head alone."""
+    """Return the length of an array, from its head alone."""
     head = bytes(memoryview(raw)[:5])
     first = head[0]
     if 0x90 <= first <= 0x9F:
@@ -158,14 +157,14 @@ def count_items(raw: Raw) -> int:
 
 
 def read_value(raw: Raw, max_bytes: int = MAX_VALUE_BYTES) -> Any:
-    """Whatever it is; None if it is missing."""
+    """Return the decoded value; None if it is missing."""
     if len(raw) > max_bytes:
         raise ValueError(f"{len(raw)} bytes, more than {max_bytes}")
     return _anything(raw) if raw else None
 
 
 def read_hashes(raw: Raw) -> list[int] | list[bytes] | list[str]:
-    """Block hashes, all of one type, which the first one has."""
+    """Return the block hashes, all of the type of the first one."""
     num = count_items(raw)
     if num > MAX_ITEMS:
         raise ValueError(f"{num} hashes, more than {MAX_ITEMS}")
@@ -178,7 +177,7 @@ def read_hashes(raw: Raw) -> list[int] | list[bytes] | list[str]:
 
 
 def make_handles(hashes: list[Any]) -> tuple[BlockHash, ...]:
-    """Hashes of one type as bytes. The same 64 bits are sent signed by some engines, unsigned by others."""
+    """Return hashes of one type as bytes. Some engines send the same 64 bits signed, others unsigned."""
     if not hashes:
         return ()
     if isinstance(hashes[0], int):
@@ -187,11 +186,11 @@ def make_handles(hashes: list[Any]) -> tuple[BlockHash, ...]:
         handles = tuple(hashes) if isinstance(hashes[0], bytes) else tuple([value.encode() for value in hashes])
     if max(map(len, handles)) > MAX_HASH_BYTES:
         raise ValueError(f"a hash of more than {MAX_HASH_BYTES} bytes")
-    return cast("tuple[BlockHash, ...]", handles)  # a cast for all: calling BlockHash for each costs as much
+    return cast("tuple[BlockHash, ...]", handles)  # one cast: calling BlockHash for each hash doubles the cost
 
 
 def read_handle(raw: Raw) -> BlockHash | None:
-    """One hash as bytes; None if it is missing."""
+    """Return one hash as bytes; None if it is missing."""
     value = read_value(raw)
     if value is None:
         return None

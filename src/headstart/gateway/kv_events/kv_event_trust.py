@@ -1,8 +1,8 @@
-"""PublisherTrust: when a publisher of KV events is not listened to for a while, and for how long.
+"""PublisherTrust: when a publisher of KV events is suspended, and for how long.
 
-A strike is a batch that cannot be read, a removal that cannot be read, or an index that outgrew its capacity. Several
-strikes in a short time, or more bytes than any engine publishes, suspend the publisher; each suspension that follows
-another soon is twice as long. Time is an argument: seconds, of any steady clock.
+A strike is a batch that cannot be read, a removal that cannot be read, or an index that exceeded its capacity. Several
+strikes in a short time, or more bytes than any engine publishes, suspend the publisher; a suspension soon after another
+one is twice as long. Time is an argument: seconds, of any steady clock.
 """
 
 from collections import deque
@@ -24,13 +24,13 @@ class PublisherTrust:
 
     def __init__(self) -> None:
         self._strikes: deque[float] = deque(maxlen=MAX_STRIKES)
-        self._bytes = float(BURST_BYTES)  # that may still come at once
+        self._bytes = float(BURST_BYTES)  # that may still arrive at once
         self._refilled_at = 0.0
         self._suspended_at = -MAX_SUSPENSION
         self._suspension = 0.0
 
     def strike(self, reason: str, now: float) -> bool:
-        """Count a strike; return whether it is the first of its time, and worth a line of log.
+        """Count a strike; return whether it is the first in STRIKE_SECONDS and is logged.
 
         Raises UntrustedPublisherError if there were too many.
         """
@@ -51,7 +51,7 @@ class PublisherTrust:
             )
 
     def suspend(self, now: float) -> float:
-        """Forget strikes and bytes, and return for how many seconds the publisher is suspended."""
+        """Reset strikes and bytes, and return for how many seconds the publisher is suspended."""
         is_again = now - self._suspended_at <= 2 * self._suspension + STRIKE_SECONDS
         self._suspension = min(2 * self._suspension, MAX_SUSPENSION) if is_again else FIRST_SUSPENSION
         self._suspension = max(self._suspension, FIRST_SUSPENSION)

@@ -1,4 +1,4 @@
-"""What a router has to say itself: why a replica was asked, and that none answered."""
+"""Responses that the router writes itself: errors, the id of an answer, and the routing decision as a header."""
 
 import json
 import re
@@ -8,24 +8,24 @@ from headstart.gateway.proxy.upstream import Answer, AttemptError, Failure
 from headstart.http.http_errors import HttpError
 from headstart.router.routing_decision import RoutingDecision
 
-ID_BYTES = 512  # in which an answer names itself
+ID_BYTES = 512  # at the beginning of an answer that are searched for its id
 _ID = re.compile(rb'"id"\s*:\s*"([A-Za-z0-9._:-]{1,128})"')
-MAX_EXPLAINED = 16  # replicas in the header that explains: it must fit into a head
+MAX_EXPLAINED = 16  # replicas in the header that explains a decision: it must fit into a response head
 
 
 def id_in(piece: bytes) -> str:
-    """The id of an answer: the first that is named in it."""
+    """Return the first id in the beginning of an answer; "" if there is none."""
     found = _ID.search(piece, 0, ID_BYTES)
     return found[1].decode() if found else ""
 
 
 def as_event(answer: Answer) -> bytes:
-    """A replica's refusal, to somebody who reads a stream."""
+    """Return a replica's refusal as an event, for a client that reads a stream."""
     return b"event: error\ndata: " + answer.body.replace(b"\n", b" ") + b"\n\n"
 
 
 def explained(pick: RoutingDecision) -> bytes:
-    """Why this replica, as the value of a header."""
+    """Return the reasons of a routing decision as the value of a header."""
     told = pick.explain()
     told["candidates"] = told["candidates"][:MAX_EXPLAINED]
     told["excluded"] = dict(list(told["excluded"].items())[:MAX_EXPLAINED])
@@ -33,14 +33,14 @@ def explained(pick: RoutingDecision) -> bytes:
 
 
 def lost() -> HttpError:
-    """What ends a stream whose replica is gone."""
+    """Return the error that ends a stream whose replica was lost."""
     return HttpError(
         502, "the replica was lost in the middle of this answer; send the request again", code="replica_lost"
     )
 
 
 def spent(request_id: str, num_losses: int) -> HttpError:
-    """Return the error of a request under which too many replicas were lost."""
+    """Return the error of a request during which too many replicas were lost."""
     return HttpError(
         502,
         f"replicas were lost {num_losses} times while they had request {request_id}; it is not sent to another one",
@@ -50,7 +50,7 @@ def spent(request_id: str, num_losses: int) -> HttpError:
 
 
 def unanswered(error: AttemptError, num_attempts: int) -> HttpError:
-    """What a client is told whom nobody answered."""
+    """Return the error for a request that no replica answered."""
     if error.failure is Failure.GARBLED:
         message = "the replica's answer could not be read as one of this API; its operator finds more in the metrics"
         return HttpError(502, message, code="bad_replica_answer", headers={"retry-after": "1"})
@@ -66,7 +66,7 @@ def unanswered(error: AttemptError, num_attempts: int) -> HttpError:
 
 
 def no_replicas(error: NoReplicaError) -> HttpError:
-    """What a client is told when there was nobody to ask."""
+    """Return the error for a request for which no replica was available."""
     reasons = sorted(set(error.reasons.values()))
     why = f" ({', '.join(reasons)})" if reasons else ""
     return HttpError(

@@ -1,7 +1,7 @@
-"""Proxy: one request from its pick to its end: attempts, streams, and the router's books.
+"""Proxy: one request from its routing decision to its end: attempts, streams, and the router's accounting.
 
-Until the client has a part of an answer, whatever fails is tried at another replica: a stream of nothing but comments
-is no answer yet, and an answer in one piece is kept until it is whole. After that a failure is an error event.
+Until the client has received part of an answer, every failure is retried at another replica: a stream of comments alone
+is not yet an answer, and an answer in one piece is kept until it is complete. After that a failure is an error event.
 """
 
 import asyncio
@@ -36,17 +36,20 @@ from headstart.http.sse import DONE, WRITE_SECONDS, error_event
 from headstart.router.router import Router
 from headstart.router.routing_decision import RoutingDecision
 
-TAIL_BYTES = 16 << 10  # of a long answer, whose usage stands at its end
+TAIL_BYTES = 16 << 10  # of a long answer, whose usage is at its end
 MAX_LOSSES = 2
-"""Replicas lost under one request until it is sent to no other: it may be what kills them.
+"""Losses of a replica during one request, after which it is not sent again: it may be the cause.
 
-Each loss is retried over a new connection, so connections that replicas closed while they were idle make one at most.
+Each loss is retried over a new connection, so connections that replicas closed while idle cause at most one.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ProxySettings:
-    """`max_pending`: requests without a first token, beyond which new ones are refused; times in seconds."""
+    """Options of the proxy. `max_pending`: requests without a first token, beyond which new ones are refused.
+
+    Times in seconds.
+    """
 
     max_attempts: int = 3
     max_pending: int = 1024
@@ -68,7 +71,7 @@ class Proxy:
         self.held = HeldBytes(settings.max_held_bytes)
         self.num_pending = 0  # without a first token
         self._session = session
-        self._fresh = aiohttp.ClientSession(  # a connection for each request: none of them has been idle
+        self._fresh = aiohttp.ClientSession(  # a new connection for each request: none of them has been idle
             connector=aiohttp.TCPConnector(limit=0, force_close=True, ttl_dns_cache=10), **session_options()
         )
         self._settings = settings
@@ -77,11 +80,11 @@ class Proxy:
         )
 
     async def close(self) -> None:
-        """Close the connections that are the proxy's own."""
+        """Close the proxy's own connections."""
         await self._fresh.close()
 
     def check_room(self) -> None:
-        """Raises QueueFullError while too many requests wait for their first token."""
+        """Raise QueueFullError while too many requests wait for their first token."""
         if self.num_pending >= self._settings.max_pending:
             endpoints = self.router.endpoints.values()
             wait = min((endpoint.backlog_ms(time.monotonic()) for endpoint in endpoints), default=0.0) / 1e3
@@ -90,7 +93,7 @@ class Proxy:
             )
 
     async def serve(self, call: ProxiedCall, receive: Receive, send: Send) -> None:
-        """Answers one request. Raises HttpError, NoReplicaError and ClientGoneError if nothing was sent yet."""
+        """Answer one request. Raises HttpError, NoReplicaError and ClientGoneError if nothing was sent yet."""
         self.check_room()
         self.budget.num_active += 1
         self.num_pending += 1
@@ -160,7 +163,7 @@ class Proxy:
         return failure.is_free or retrying or self.budget.take()
 
     async def _attempt(self, call: ProxiedCall, send: Send) -> None:
-        """Asks the best replica that was not asked yet. Raises AttemptError and NoReplicaError."""
+        """Send the request to the best replica that was not tried yet. Raises AttemptError and NoReplicaError."""
         router, now = self.router, time.monotonic()
         pick = router.pick(call.reading.ask, now, tried=frozenset(call.tried), before=call.pick)
         call.pick = pick
@@ -185,13 +188,13 @@ class Proxy:
         finally:
             wait.take_cancel_back()
             self.silence.end(voice, wait)
-            if pick.finish is None:  # the client went away, or we are stopped: no fault of the replica
+            if pick.finish is None:  # the client disconnected, or the router stops: not the replica's fault
                 router.failed(pick, time.monotonic(), blame=False)
 
     async def _broken(
         self, call: ProxiedCall, pick: RoutingDecision, failure: Failure, error: BaseException, send: Send
     ) -> None:
-        """No answer came, or no end of it. Raises AttemptError if the client has nothing of it."""
+        """Record that no complete answer arrived. Raises AttemptError if the client has received nothing of it."""
         self._failed(pick, failure)
         if not call.committed:
             raise AttemptError(failure, f"{type(error).__name__}") from error
@@ -201,7 +204,7 @@ class Proxy:
 
     def _failed(self, pick: RoutingDecision, failure: Failure) -> None:
         if pick.finish is not None:
-            return  # an error that was the first event of its stream has been counted
+            return  # an error in the first event of a stream has already been counted
         health = pick.endpoint.health
         if failure is Failure.DRAINING:
             health.draining = True
@@ -215,7 +218,7 @@ class Proxy:
         if self._settings.replica_api_key is not None:
             own["authorization"] = f"Bearer {self._settings.replica_api_key}"
         timer = None
-        if not call.reading.stream and pick.flight is not None:  # even its head comes when all of it is there
+        if not call.reading.stream and pick.flight is not None:  # its head arrives only with the complete answer
             timer = asyncio.get_running_loop().call_later(pick.flight.expected_ms / 1e3, self._assume, call, pick)
         try:
             session = self._fresh if Failure.LOST in call.failures else self._session
@@ -244,7 +247,7 @@ class Proxy:
         response: aiohttp.ClientResponse,
         send: Send,
     ) -> None:
-        """An answer in one piece, or a refusal."""
+        """Handle an answer in one piece, or a refusal."""
         router, answer = self.router, await read_answer(response, call.path, call.hold and call.hold.grow)
         voice, wait = watched
         voice.settle(wait, time.monotonic(), is_progress=answer.status < 300)
@@ -263,10 +266,10 @@ class Proxy:
         await self._send_whole(call, answer, send)
 
     def _answered(self, call: ProxiedCall, pick: RoutingDecision, told: Said) -> None:
-        """Books an answer in one piece, which has come to its end."""
+        """Record a complete answer in one piece."""
         now = time.monotonic()
         call.output_tokens = told.output_tokens
-        if told.output_tokens != 1:  # else its end is its first token
+        if told.output_tokens != 1:  # otherwise its end is its first token
             self.router.assume_first_token(pick, now)
         self.router.finished(pick, now, told.usage if call.reading.is_single else None)
         self._first_token(call, now)
@@ -275,9 +278,9 @@ class Proxy:
     async def _pass_on(
         self, call: ProxiedCall, pick: RoutingDecision, answer: Answer, response: aiohttp.ClientResponse, send: Send
     ) -> None:
-        """Pass on an answer that is too long to be kept until its end, as it comes.
+        """Relay an answer that is too long to be kept until its end, as it arrives.
 
-        Raises HttpError if it is lost on the way; the client's connection must be cut then.
+        Raises HttpError if the replica is lost before the end; then the client's connection must be cut.
         """
         call.committed = True
         call.drop_body()
@@ -310,7 +313,7 @@ class Proxy:
         response: aiohttp.ClientResponse,
         send: Send,
     ) -> None:
-        """A stream of events, passed on as they come."""
+        """Relay a stream of events as they arrive."""
         voice, wait = watched
         stream = EventStream(hides_usage=call.reading.hides_usage)
         content = response.content
@@ -327,14 +330,14 @@ class Proxy:
             if stream.num_rest_bytes or call.num_rest_bytes:
                 call.hold_rest(stream.num_rest_bytes)
             voice.heard_at = now = time.monotonic()
-            if not stream.num_comment_bytes:  # what came last was data
+            if not stream.num_comment_bytes:  # the last event was data
                 voice.progress_at = now
             if stream.has_data and not call.committed:
                 self._begin(call, pick, stream, passed)
                 voice.settle(wait, now)
             if stream.is_done:
-                self._finished(call, pick, stream)  # before it is passed on: clients hang up behind it
-            if passed and (call.committed or call.reading.stream):  # who asked for no stream waits for no comments
+                self._finished(call, pick, stream)  # before it is relayed: clients disconnect after it
+            if passed and (call.committed or call.reading.stream):  # a client that requested no stream gets no comments
                 if not call.started:
                     await self._start(call, 200, headers_back(response, EVENTS), send)
                 await send({"type": "http.response.body", "body": passed, "more_body": True})
@@ -347,7 +350,7 @@ class Proxy:
         await _write(send, rest, more=False)
 
     def _begin(self, call: ProxiedCall, pick: RoutingDecision, stream: EventStream, passed: bytes) -> None:
-        """The first event is there. Raises AttemptError if it is an error that another replica may not have."""
+        """Handle the first event. Raises AttemptError if it is an error that another replica may not have."""
         now = time.monotonic()
         if not error_in_first(stream.first):
             call.committed = True
@@ -364,7 +367,7 @@ class Proxy:
         self.router.failed(pick, now, blame=status >= 500)
 
     def _finished(self, call: ProxiedCall, pick: RoutingDecision, stream: EventStream) -> None:
-        """The whole answer has come; once."""
+        """Record that the answer is complete; only the first call counts."""
         if pick.finish is None:
             call.output_tokens, call.outcome = stream.said.output_tokens, "ok"
             self.router.finished(pick, time.monotonic(), stream.said.usage if call.reading.is_single else None)
@@ -380,9 +383,9 @@ class Proxy:
             self.num_pending -= 1
 
     async def _start(self, call: ProxiedCall, status: int, headers: "list[tuple[bytes, bytes]]", send: Send) -> None:
-        assert call.pick is not None, "nobody was asked"
+        assert call.pick is not None, "no replica was selected"
         own = list[tuple[bytes, bytes]]()
-        if call.shows_replica and status not in (401, 403):  # a refused key learns nothing, wherever it came from
+        if call.shows_replica and status not in (401, 403):  # a refused key gets no addresses, from any server
             own.append((b"x-headstart-replica", call.pick.endpoint.name.encode("latin-1")))
             if call.route:
                 own.append((b"x-headstart-route", call.route))
@@ -390,7 +393,7 @@ class Proxy:
         await send({"type": "http.response.start", "status": status, "headers": [*headers, *own]})
 
     async def _send_whole(self, call: ProxiedCall, answer: Answer, send: Send) -> None:
-        if call.started:  # a stream had begun with comments: the client reads events now
+        if call.started:  # a stream had begun with comments: the client now reads events
             await _write(send, as_event(answer) + DONE, more=False)
             return
         length = (b"content-length", str(len(answer.body)).encode())
@@ -398,7 +401,7 @@ class Proxy:
         await _write(send, answer.body, more=False)
 
     async def _give_up(self, call: ProxiedCall, error: AttemptError | NoReplicaError | HttpError, send: Send) -> None:
-        """Tells the client that nobody answered: by the last replica's own words if it had any."""
+        """Send the client the last replica's refusal if there is one, else an error of the router."""
         if isinstance(error, AttemptError) and error.answer is not None:
             await self._send_whole(call, error.answer, send)
             return
@@ -412,10 +415,10 @@ class Proxy:
 
 
 def _ask_again(call: ProxiedCall) -> None:
-    """Let a request without an untried replica be sent once more to those whose connection failed, over new ones.
+    """Let a request that tried every replica be sent once more to those whose connection failed, over new connections.
 
-    A connection may have been idle for too long, or came too late for a router that had no processor. Those that
-    refused one are asked last: no server was listening a moment ago.
+    A connection may have been idle for too long, or was accepted too late for a router without CPU time. Replicas that
+    refused a connection are tried last: no server was listening a moment ago.
     """
     failed = list(zip(call.tried, call.failures, strict=True))
     kept = [name for name, failure in failed if not failure.is_of_connection or failure is Failure.REFUSED]

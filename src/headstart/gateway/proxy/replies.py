@@ -1,8 +1,9 @@
-"""Replies: what a replica sent, read within bounds and checked, before anything of it is passed on or believed.
+"""Replies: responses of replicas, read within bounds and validated before any part is relayed or used.
 
-A replica is trusted to compute, not to speak: a gateway in front of it answers with pages of HTML, a port may belong to
-another program by now. On the routes that generate, a success is status 200 and a JSON object with choices, or a stream
-of events whose first one is a JSON object. An error keeps its status, and its body only if that is an error object.
+A replica is trusted to compute, not to send valid HTTP: a proxy in front of it may answer with HTML, and its port may
+belong to another program by now. On generation routes, a success is status 200 and a JSON object with choices, or a
+stream of events whose first one is a JSON object. An error keeps its status, and its body only if that is an error
+object.
 """
 
 import re
@@ -16,9 +17,9 @@ from headstart.gateway.proxy.upstream import Answer, GarbledError, headers_back
 from headstart.openai.responses import encode, error_object
 
 MAX_ANSWER_BYTES = 64 << 20  # on routes that do not generate
-KEPT_BYTES = 8 << 20  # of a generated answer; a longer one is passed on as it comes, and nobody else is asked then
+KEPT_BYTES = 8 << 20  # of a generated answer; a longer one is relayed as it arrives, and no other replica is tried then
 MAX_ERROR_BYTES = 1 << 20
-UNCOUNTED_BYTES = 16 << 10  # of an answer that came at once; it is not counted as held
+UNCOUNTED_BYTES = 16 << 10  # of an answer that arrived at once; not counted as held
 MAX_INTERIM = 32  # responses of status 1xx before the final one
 GENERATION = frozenset(("/v1/completions", "/v1/chat/completions"))
 _OBJECTS = GENERATION | {"/tokenize", "/detokenize"}  # routes whose answers are JSON objects
@@ -28,7 +29,7 @@ EVENTS = b"text/event-stream; charset=utf-8"
 
 
 def session_options() -> dict[str, Any]:
-    """Return the options of a session with replicas: nothing is unpacked, interim responses are bounded, no cookies."""
+    """Return the options of a session with replicas: no decompression, bounded interim responses, no cookies."""
     return {"auto_decompress": False, "response_class": Reply, "cookie_jar": aiohttp.DummyCookieJar()}
 
 
@@ -45,7 +46,7 @@ _ANSWER, _ANYTHING = msgspec.json.Decoder(_Choices), msgspec.json.Decoder(_Objec
 
 
 class Reply(aiohttp.ClientResponse):
-    """A response before which no endless row of interim responses is read."""
+    """A response with a bounded number of interim responses before it."""
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
         """Read the head. Raises GarbledError after MAX_INTERIM heads of status 1xx."""
@@ -67,7 +68,7 @@ class Reply(aiohttp.ClientResponse):
 
 
 def check_head(response: aiohttp.ClientResponse, path: str) -> bool:
-    """Return whether a stream of events follows. Raises GarbledError for a head that no replica may send."""
+    """Return whether a stream of events follows. Raises GarbledError for an invalid head."""
     status = response.status
     if not (200 <= status < 300 or 400 <= status < 600) or status == 407:
         raise GarbledError(f"the replica answered with status {status}")
@@ -81,7 +82,7 @@ def check_head(response: aiohttp.ClientResponse, path: str) -> bool:
 async def read_bounded(
     response: aiohttp.ClientResponse, max_bytes: int, grow: Callable[[int], None] | None = None
 ) -> bytes:
-    """Return the body. Raises GarbledError if it is longer than `max_bytes`. `grow` is told of each piece's bytes."""
+    """Return the body. Raises GarbledError if it is longer than `max_bytes`. `grow` receives the size of each piece."""
     body, is_whole = await _read_up_to(response, max_bytes, grow)
     if not is_whole:
         raise GarbledError(f"the replica's answer has more than {max_bytes} bytes")
@@ -91,7 +92,7 @@ async def read_bounded(
 async def _read_up_to(
     response: aiohttp.ClientResponse, max_bytes: int, grow: Callable[[int], None] | None
 ) -> tuple[bytes, bool]:
-    """Return the body and True, or somewhat more than `max_bytes` of it and False."""
+    """Return the body and True, or slightly more than `max_bytes` of it and False."""
     pieces, size = list[bytes](), 0
     while size <= max_bytes and (piece := await response.content.readany()):
         pieces.append(piece)
@@ -106,7 +107,7 @@ async def _read_up_to(
 async def read_answer(response: aiohttp.ClientResponse, path: str, grow: Callable[[int], None] | None = None) -> Answer:
     """Return an answer in one piece, the beginning of a long one, or an error.
 
-    Raises GarbledError for what is none of these, and what `grow` raises.
+    Raises GarbledError for anything else, and what `grow` raises.
     """
     status = response.status
     if status >= 400:
@@ -129,7 +130,7 @@ async def read_answer(response: aiohttp.ClientResponse, path: str, grow: Callabl
 
 
 def is_error_object(body: bytes) -> bool:
-    """Whether a body is an error as OpenAI, vLLM, SGLang or FastAPI write it."""
+    """Return whether a body is an error as OpenAI, vLLM, SGLang or FastAPI write it."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -144,7 +145,7 @@ def is_error_object(body: bytes) -> bool:
 
 
 def error_in_first(data: bytes) -> bool:
-    """Whether the first event of a stream is an error. Raises GarbledError if it is no JSON object."""
+    """Return whether the first event of a stream is an error. Raises GarbledError if it is no JSON object."""
     try:
         found = _FIELDS.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -155,7 +156,7 @@ def error_in_first(data: bytes) -> bool:
 def _check_object(body: bytes, decoder: "msgspec.json.Decoder[Any]") -> None:
     try:
         if not body.isascii():
-            body.decode()  # what is skipped below is not looked at
+            body.decode()  # the decoder does not validate the parts that it skips
         decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise GarbledError("the replica's answer is no JSON object of this route") from None

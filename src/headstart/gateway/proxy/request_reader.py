@@ -1,9 +1,9 @@
-"""From a client's body to what is routed: an Ask with the names of its prompt, and the body that is sent on.
+"""RequestReader: turns a client's body into a routing request with its prompt, and the body that is forwarded.
 
-The prompt is what the replica will compute, in its own tokens where its tokenizer is here, else in bytes of the
-rendered or written text. A body that cannot be understood is sent on all the same: what is wrong with it, the replica
-says better. The body changes in two places only: a stream is asked to tell its usage, since that is what the router
-learns from, and the tenant's salt is added where the replicas do not see the tenant's own key.
+The prompt is what the replica will compute: in its own tokens if its tokenizer is available here, else in bytes of the
+rendered or written text. An invalid body is forwarded all the same: the replica's error message is better. The body
+changes in two places only: a stream requests its usage, from which the router learns, and the tenant's salt is added if
+replicas do not see the tenant's own key.
 """
 
 import re
@@ -35,45 +35,45 @@ _ANYTHING = Bounds(
 _USAGE_ASKED = b'{"stream_options":{"include_usage":true},'
 _OPENING = re.compile(rb"\s*\{")
 _RUN = re.compile(r"\w+|[^\w\s]+|\s+")
-_WINDOW = 32 * 1024  # characters; a run of twice as many holds a whole window
+_WINDOW = 32 * 1024  # characters; a run of twice as many contains a whole window
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is known of a model name: the model whose weights it means, and the adapter on top of it, if it is one."""
+    """A model name: the model whose weights it refers to, and the adapter on top of it, if it is one."""
 
     model: str
     adapter: str | None = None
-    default_max_tokens: int = 0  # of a request that does not say; 0: not known
+    default_max_tokens: int = 0  # of a request without a limit; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Whose request it is, as far as routing is concerned."""
+    """The sender of a request, as far as routing is concerned."""
 
     domain: bytes = b""  # isolation domain: prompts of different domains share no cache
-    is_salted: bool = False  # replicas see one key for all tenants: a salt sent to them keeps the domain apart there
-    session: str | None = None  # by a header
+    is_salted: bool = False  # replicas see one key for all tenants: a salt keeps the domain separate there
+    session: str | None = None  # from a header
 
 
 @dataclass(slots=True)
 class ReadRequest:
-    """A body that was read. Belongs to one call, which drops what it needs no more."""
+    """A parsed body. Belongs to one call, which drops the parts that it no longer needs."""
 
     ask: RoutingRequest
-    body: bytes  # to be sent on
+    body: bytes  # to be forwarded
     stream: bool = False
-    hides_usage: bool = False  # the client's stream shall not tell the usage that the router asked for
-    text: str | None = None  # the prompt in words, for the explainer; None: it came as token ids
+    hides_usage: bool = False  # the client's stream must not contain the usage that the router requested
+    text: str | None = None  # the prompt as text, for the explainer; None: it came as token ids
     domain: bytes = b""  # isolation domain: the tenant's, narrowed by a salt
-    is_single: bool = True  # one prompt: what the engine reports is about the one that was routed by
+    is_single: bool = True  # one prompt: the engine's usage is about the prompt that was routed
 
 
 class RequestReader:
-    """Reads bodies for one fleet. `tokenizer` None: prompts are counted in bytes.
+    """Parses bodies for one fleet. `tokenizer` None: prompts are counted in bytes.
 
-    `served` says what a model name means. Slow for long prompts: call it off the event loop.
+    `served` maps model names. Slow for long prompts: call it off the event loop.
     """
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
@@ -82,7 +82,7 @@ class RequestReader:
         self.default_model = ""
 
     def read(self, path: str, body: bytes, sender: Sender) -> ReadRequest:
-        """Reads the body of a POST. Raises InvalidRequestError if it is no JSON object."""
+        """Parse the body of a POST. Raises InvalidRequestError if it is no JSON object."""
         values = parse_json(body)
         model = values.get("model")
         name = model if isinstance(model, str) else ""
@@ -115,7 +115,7 @@ class RequestReader:
     def _prompt(
         self, path: str, values: dict[str, Any], tokenizer: Tokenizer | None
     ) -> "tuple[array[int] | None, str | None, int]":
-        """Token ids of the first prompt if they are known, its text if it has one, and how many prompts there are."""
+        """Return the first prompt's token ids if known, its text if it has one, and the number of prompts."""
         if path == "/v1/chat/completions":
             return self._chat(values, tokenizer)
         if path == "/v1/completions":
@@ -127,7 +127,7 @@ class RequestReader:
         if tokenizer is not None and not values.get("tools") and not has_endless_word(text):
             try:
                 return encode_chat(parse_chat(dict(values), _ANYTHING), tokenizer, _ANYTHING), text, 1
-            except (InvalidRequestError, QueueFullError):  # of another engine's API, or wrong: the replica knows
+            except (InvalidRequestError, QueueFullError):  # another engine's API, or invalid: the replica decides
                 pass
         return None, text, 1
 
@@ -157,13 +157,13 @@ class RequestReader:
 def has_endless_word(text: str) -> bool:
     """Return whether a text has 64 Ki characters in a row that a tokenizer may take as one word.
 
-    One of 2 million characters takes a tokenizer 500 MB and seconds; such prompts are routed by their bytes.
+    A word of 2 million characters takes a tokenizer 500 MB and seconds; such prompts are routed by their bytes.
     """
     return any(_RUN.fullmatch(text, at, at + _WINDOW) for at in range(0, len(text) - _WINDOW + 1, _WINDOW))
 
 
 def conversation(values: Mapping[str, Any]) -> str:
-    """Messages and what is rendered before them as one text: equal beginnings stay equal beginnings."""
+    """Return messages and tools as one text: conversations with a common beginning have texts with one."""
     parts = [msgspec.json.encode(values["tools"]).decode()] if values.get("tools") else []
     messages = values.get("messages")
     for message in messages if isinstance(messages, list) else []:
@@ -177,10 +177,10 @@ def conversation(values: Mapping[str, Any]) -> str:
 
 
 def _salt(sender: Sender, cache_salt: object) -> str:
-    """Return the salt that replicas see; empty: none. Raises InvalidRequestError for one that had to be replaced.
+    """Return the salt that replicas see; empty: none. Raises InvalidRequestError for a client's salt of the wrong type.
 
-    The tenant's domain and the client's own salt become one digest: 64 hexadecimal digits, legal at every engine, and
-    the same for a domain alone. So no salt of one tenant equals one of another.
+    The tenant's domain and the client's own salt become one digest: 64 hexadecimal digits, valid at every engine. A
+    domain without a client's salt has a digest as well. No salt of one tenant equals one of another.
     """
     own = cache_salt if isinstance(cache_salt, str) else ""
     if not sender.is_salted:
@@ -199,25 +199,25 @@ def _token_ids(values: list[Any]) -> "array[int] | None":
 
 
 def _session(sender: Sender, values: Mapping[str, Any]) -> str | None:
-    """Return the name of the session, the sender's domain in it: equal names of two tenants are two sessions."""
+    """Return the id of the session, prefixed with the sender's domain: equal ids of two tenants are two sessions."""
     fields = (value for name in _SESSION_FIELDS if isinstance(value := values.get(name), str) and value)
     session = sender.session or next(fields, None)
     return f"{sender.domain.hex()}/{session}" if session and sender.domain else session
 
 
 def _asking_for_usage(body: bytes, values: dict[str, Any]) -> tuple[bytes, bool]:
-    """The body of a stream with its usage asked for, and whether that was the router's idea."""
+    """Return the body of a stream with its usage requested, and whether the router added that."""
     options = values.get("stream_options")
     if options is None and "stream_options" not in values:
         opening = _OPENING.match(body)
-        return (_USAGE_ASKED + body[opening.end() :] if opening else body), True  # it is not empty: it says "stream"
+        return (_USAGE_ASKED + body[opening.end() :] if opening else body), True  # not empty: it contains "stream"
     if not isinstance(options, dict | None):
-        return body, False  # wrong, and the replica says so
+        return body, False  # invalid: the replica reports it
     if options and options.get("include_usage") is True:
         return body, False
     return _with(body, "stream_options", {**(options or {}), "include_usage": True}), True
 
 
 def _with(body: bytes, name: str, value: object) -> bytes:
-    """The body with one field set."""
+    """Return the body with one field set."""
     return msgspec.json.encode({**msgspec.json.decode(body), name: value})

@@ -1,14 +1,15 @@
-"""Silence: attempts that wait for a replica which has gone silent as a whole are given up, and sent elsewhere.
+"""Silence: gives up attempts that wait for a silent replica, so that they are sent to another one.
 
-A long wait proves nothing: a prefill may take a minute, and others may be before it. So one request's waiting is never
-judged by itself. A replica is silent if
-- its looks are not answered, MAX_SILENCES in a row, and no byte came over any connection since the first of them;
-- or it says that it is not ready, UNREADY_LOOKS in a row, and no event and no answer came since the first of them;
-- or it is late: no event and no answer came for LATE times as long as all that waits there takes if nothing is cached,
-  and for MIN_LATE seconds, while others answered. Since that is a guess, it is made once per request, and never where
-  requests are under way whose end is not to be expected: other routers' ones, and answers in one piece of any length.
+A long wait alone proves nothing: a prefill may take a minute, and others may be before it. So a request's wait is never
+judged in isolation. A replica is silent if
+- MAX_SILENCES probes in a row are not answered, and no byte arrived on any connection since the first of them;
+- or UNREADY_LOOKS probes in a row report that it is not ready, and no event and no answer arrived since the first;
+- or it is late: no event and no answer arrived for LATE times as long as all requests waiting there take if nothing is
+  cached, and for MIN_LATE seconds, while other replicas answered. Since that is an estimate, it applies once per
+  request, and never while requests without an expected end are in flight there: those of other routers, and answers
+  in one piece of any length.
 
-Attempts are given up only while nothing of an answer was passed on, and only if another replica may take the request.
+An attempt is given up only while no part of its answer was relayed, and only if another replica may take the request.
 """
 
 import asyncio
@@ -27,24 +28,24 @@ from headstart.router.routing_decision import RoutingDecision
 
 UNREADY_LOOKS = 2
 LATE = 10.0
-MIN_LATE = 30.0  # seconds; prefills of 30 to 60 s were seen on CPUs, where rates are known after some requests
-MIN_LATE_YOUNG = 120.0  # of a replica of which too little was seen to expect anything
-TOKEN_SECONDS = 1.0  # an answer in one piece may take so long per token
-DEFAULT_TOKENS = {"/v1/completions": 16}  # of an answer whose request does not say
+MIN_LATE = 30.0  # seconds; prefills of 30 to 60 s were seen on CPUs, where rates are known after a few requests
+MIN_LATE_YOUNG = 120.0  # for a replica with too few observations to predict its times
+TOKEN_SECONDS = 1.0  # an answer in one piece may take this long per token
+DEFAULT_TOKENS = {"/v1/completions": 16}  # of an answer whose request sets no limit
 
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """One attempt without a part of an answer. It is given up by cancelling `task`, soon but not at once."""
+    """One attempt without a part of an answer. `give_up` cancels `task` soon, but not at once."""
 
     call: ProxiedCall
     pick: RoutingDecision
     sent_at: float
-    num_streams: int  # that were under way there
+    num_streams: int  # streams in flight there
     task: "asyncio.Task[Any]"
-    num_cancels: int  # of the task by others, when it began
+    num_cancels: int  # cancellations of the task by others, at the start
     is_given_up: bool = False
-    is_cancelled: bool = False  # the task, by `give_up`
+    is_cancelled: bool = False  # by `give_up`
     _soon: asyncio.Handle | None = None
 
     def give_up(self) -> None:
@@ -53,7 +54,7 @@ class Wait:
         self._soon = self.task.get_loop().call_soon(self._cancel)
 
     def keep(self) -> None:
-        """Take `give_up` back, if the task was not cancelled yet."""
+        """Undo `give_up`, if the task was not cancelled yet."""
         if self._soon is not None:
             self._soon.cancel()
             self._soon, self.is_given_up = None, False
@@ -61,7 +62,7 @@ class Wait:
     def take_cancel_back(self) -> bool:
         """Undo the cancellation by `give_up`; return whether there was one, and no other caller cancelled the task.
 
-        To be called once the attempt is over.
+        Call it once the attempt has ended.
         """
         self.keep()
         if not self.is_cancelled:
@@ -75,7 +76,7 @@ class Wait:
 
     @property
     def work_seconds(self) -> float:
-        """The time that its prefill is expected to take if nothing is cached."""
+        """The expected duration of its prefill if nothing is cached."""
         work = Work.of(self.pick.view.prompt_tokens, 0, self.num_streams)
         return self.pick.endpoint.load.rates.prefill_ms(work) / 1e3
 
@@ -90,14 +91,14 @@ class Wait:
 
 @dataclass(slots=True, eq=False)
 class Voice:
-    """What was heard of one replica, over all its connections. Times on time.monotonic."""
+    """The last activity of one replica, over all its connections. Times on time.monotonic."""
 
     heard_at: float = 0.0  # any bytes
-    progress_at: float = 0.0  # an event with data, or a whole answer
-    waits: dict[Wait, None] = field(default_factory=dict[Wait, None])  # in the order in which they were sent
+    progress_at: float = 0.0  # an event with data, or a complete answer
+    waits: dict[Wait, None] = field(default_factory=dict[Wait, None])  # in the order of sending
 
     def settle(self, wait: Wait, now: float, *, is_progress: bool = True) -> None:
-        """A part of its answer is there, or all of a refusal, which is no progress: it is given up no more."""
+        """Stop watching an attempt: part of its answer arrived, or a complete refusal, which is no progress."""
         self.heard_at = now
         if is_progress:
             self.progress_at = now
@@ -106,7 +107,7 @@ class Voice:
 
 
 class Silence:
-    """The voices of all replicas of one router."""
+    """The activity of all replicas of one router."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -124,15 +125,15 @@ class Silence:
         return voice, wait
 
     def end(self, voice: Voice, wait: Wait) -> None:
-        """The attempt is over, well or not."""
+        """Stop watching an attempt that has ended, with success or without."""
         voice.waits.pop(wait, None)
 
     def removed(self, name: str) -> None:
-        """Forget a replica that is no more; its attempts may still end."""
+        """Forget a removed replica; its attempts may still end."""
         self._voices.pop(name, None)
 
     def looked(self, member: MonitoredReplica) -> None:
-        """Judge a replica after a look at it, and give up what waits there in vain."""
+        """Judge a replica after a probe, and give up the attempts that wait there in vain."""
         name, now = member.address.url, time.monotonic()
         voice = self._voices.get(name)
         if voice is None or not voice.waits:
@@ -155,7 +156,7 @@ class Silence:
                 wait.give_up()
 
     def _is_late(self, name: str, voice: Voice, now: float) -> bool:
-        """Whether something waits far too long there, with all that was sent before it taken into account."""
+        """Return whether an attempt waits far too long there, with everything sent before it taken into account."""
         endpoint = self._router.endpoints.get(name)
         if endpoint is None or endpoint.num_requests(now) > endpoint.load.num_requests:
             return False

@@ -1,7 +1,7 @@
-"""Streams of events on their way through: whole events only, the first token's moment, and what the engine says last.
+"""Relayed event streams: complete events only, the time of the first token, and the engine's final usage.
 
-An event is passed on when its end is there; engines write whole events, so nothing waits. Nothing is decoded but the
-event that carries the usage: in JSON a quotation mark inside a text is escaped, so its name cannot be faked by one.
+An event is relayed when it is complete; engines write complete events, so nothing waits. Only the event with the usage
+is decoded: JSON escapes quotation marks inside text, so generated text cannot fake the usage key.
 """
 
 import re
@@ -13,8 +13,8 @@ from headstart.gateway.proxy.upstream import GarbledError
 from headstart.router.routing_request import Usage
 
 MAX_EVENT_BYTES = 128 << 20  # a prompt of 128,000 tokens echoed with 20 alternatives each is one event; see HeldBytes
-MAX_COMMENT_BYTES = 1 << 20  # between two events with data; engines send some bytes of comments every few seconds
-MAX_COUNT = 2**31 - 1  # tokens: no engine has told more in good faith
+MAX_COMMENT_BYTES = 1 << 20  # between two events with data; engines send a few bytes of comments every few seconds
+MAX_COUNT = 2**31 - 1  # tokens: more than any real answer has
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _DONE = re.compile(rb"^data:\s*\[DONE\]", re.MULTILINE)
 _DATA = re.compile(rb"^data:", re.MULTILINE)
@@ -37,7 +37,7 @@ class _Told(msgspec.Struct):
 
 
 class Said(NamedTuple):
-    """What an engine said of one request at its end; `usage` only if it tells how much was cached."""
+    """The usage that an engine reports at the end of a request; `usage` only with the number of cached tokens."""
 
     usage: Usage | None = None
     output_tokens: int | None = None
@@ -47,7 +47,7 @@ _DECODER = msgspec.json.Decoder(_Told)
 
 
 def said(document: bytes) -> Said:
-    """What a whole answer, or the data of an event, says; nothing if it is no such thing."""
+    """Return the usage in a complete answer or in the data of an event; empty for anything else."""
     try:
         return _said(_DECODER.decode(document))
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -55,28 +55,28 @@ def said(document: bytes) -> Said:
 
 
 def said_at_end(tail: bytes) -> Said:
-    """Return what the end of a whole answer says, from the last usage object on; nothing if it is not there."""
+    """Return the usage in the tail of a complete answer, from the last usage object on; empty if there is none."""
     found = list(_USAGE.finditer(tail))
     return said(b"{" + tail[found[-1].start() :]) if found else Said()
 
 
 class EventStream:
-    """One stream. `hides_usage`: the client did not ask for the event that tells of usage, only the router did."""
+    """One event stream. `hides_usage`: the router requested the usage event, not the client."""
 
     def __init__(self, *, hides_usage: bool = False) -> None:
         self.said = Said()
-        self.has_data = False  # an event with data went by: from now on the client has a part of this very answer
+        self.has_data = False  # an event with data was seen: from now on the client has part of this answer
         self.is_done = False
-        self.first = b""  # the data of the first event that has any
+        self.first = b""  # the data of the first event with data
         self.num_comment_bytes = 0  # since the last event with data
-        self.num_rest_bytes = 0  # of an event whose end has not come
+        self.num_rest_bytes = 0  # of an incomplete event
         self._hides_usage = hides_usage
         self._rest = bytearray()
 
     def feed(self, piece: bytes) -> bytes:
-        """Takes in what came; returns what may be passed on, perhaps nothing.
+        """Process a piece of the stream; return the bytes that may be relayed, perhaps none.
 
-        Raises GarbledError for an event, or comments between two of them, that have no end.
+        Raises GarbledError for an event, or comments between two events, that exceed their bounds.
         """
         if self._rest or not piece.endswith(b"\n\n"):
             piece = self._cut(piece)
@@ -89,7 +89,7 @@ class EventStream:
         return piece
 
     def close(self) -> bytes:
-        """What was left without an end when the stream ended."""
+        """Return the incomplete rest at the end of the stream."""
         rest, self._rest = bytes(self._rest), bytearray()
         self.num_rest_bytes = 0
         if rest:
@@ -97,9 +97,9 @@ class EventStream:
         return rest
 
     def _cut(self, piece: bytes) -> bytes:
-        """Return the whole events in what was left and `piece`; keep what follows them. Looks at every byte once."""
+        """Return the complete events in the kept rest and `piece`; keep what follows them. Looks at every byte once."""
         rest = self._rest
-        overlap = min(len(rest), 3)  # of an end that is one byte longer
+        overlap = min(len(rest), 3)  # of a terminator that is one byte longer
         end = _last_end(bytes(rest[len(rest) - overlap :]) + piece) - overlap
         if end <= 0:
             rest += piece
@@ -127,7 +127,7 @@ class EventStream:
             self.is_done = True
 
     def _without_usage(self, piece: bytes) -> bytes:
-        """Reads the usage; takes its event out if the client did not ask for it."""
+        """Read the usage; remove its event if the client did not request it."""
         kept, start = list[bytes](), 0
         for end in [match.end() for match in _END.finditer(piece)]:
             event, start = piece[start:end], end
@@ -136,7 +136,7 @@ class EventStream:
         return b"".join([*kept, piece[start:]])
 
     def _read(self, event: bytes) -> bool:
-        """Whether the event tells of usage and nothing else."""
+        """Return whether the event contains the usage and nothing else."""
         try:
             told = _DECODER.decode(_data_of(event))
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -152,7 +152,7 @@ def _data_of(event: bytes) -> bytes:
 
 
 def _last_end(piece: bytes) -> int:
-    """Where the last whole event in `piece` ends; 0: nowhere."""
+    """Return the end of the last complete event in `piece`; 0: there is none."""
     return max((at + len(end) for end in (b"\n\n", b"\r\n\r\n") if (at := piece.rfind(end)) >= 0), default=0)
 
 

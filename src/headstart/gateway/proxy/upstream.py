@@ -1,4 +1,4 @@
-"""Upstream: one attempt to have one replica answer one request, and in which way it failed if it did."""
+"""Upstream: one attempt to get an answer from one replica, and the ways in which it can fail."""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -14,7 +14,7 @@ HOP_BY_HOP = frozenset(
         *(b"trailer", b"transfer-encoding", b"upgrade"),
     )
 )
-_OTHER_TARGETS = frozenset(  # some frameworks take these for the path or the method, which the router has judged
+_OTHER_TARGETS = frozenset(  # some frameworks override the path or method by these, after the router checked them
     (b"x-original-url", b"x-rewrite-url", b"x-http-method", b"x-http-method-override", b"x-method-override")
 )
 _OF_THIS_REQUEST = frozenset((b"host", b"content-length", b"accept-encoding", b"expect", b"x-headstart-explain"))
@@ -26,29 +26,29 @@ _SENT_BACK = frozenset(
     )
 )
 _SENT_BACK_PREFIXES = (b"openai-", b"x-ratelimit-")
-GATEWAY_STATUSES = (502, 504)  # a gateway in front of a replica says that it lost it
+GATEWAY_STATUSES = (502, 504)  # a gateway in front of a replica reports that it lost it
 
 
 class Failure(Enum):
-    """Why an attempt brought no answer."""
+    """The reason why an attempt brought no answer."""
 
-    REFUSED = "refused"  # no connection at all: nobody is there
+    REFUSED = "refused"  # no connection: no server is listening
     UNREACHED = "unreached"  # no connection in time: the replica is down, or the router itself was too slow
     LOST = "lost"  # the connection ended without an answer
-    DEAD = "dead"  # its front is there, and says that its engine has died
-    HUNG = "hung"  # the replica as a whole has gone silent, by more evidence than this request's own waiting
-    SILENT = "silent"  # nothing came for too long
-    GARBLED = "garbled"  # what came is no answer
-    DRAINING = "draining"  # it said that it takes nothing new
+    DEAD = "dead"  # its HTTP server answers, and reports that its engine has died
+    HUNG = "hung"  # the whole replica is silent, by more evidence than this request's own wait
+    SILENT = "silent"  # nothing arrived for too long
+    GARBLED = "garbled"  # the response is not a valid answer
+    DRAINING = "draining"  # it accepts no new requests
     LOADING = "loading"
     BUSY = "busy"  # 429
     BROKEN = "broken"  # 502, 503, 504
 
     @property
     def is_free(self) -> bool:
-        """Whether trying another one is none of the retries that must be few: who fails so gets no more requests.
+        """Whether another attempt is free of the retry budget: a replica that fails so gets no more requests.
 
-        Losses that may be the request's own doing are bounded by MAX_LOSSES of proxy.py.
+        Losses that the request itself may cause are bounded by MAX_LOSSES of proxy.py.
         """
         return self in (
             *(Failure.REFUSED, Failure.UNREACHED, Failure.LOST, Failure.DEAD, Failure.HUNG),
@@ -57,7 +57,7 @@ class Failure(Enum):
 
     @property
     def is_of_connection(self) -> bool:
-        """Whether the connection may be all that failed: the replica itself may well answer over another one."""
+        """Whether possibly only the connection failed: the replica may answer over another one."""
         return self in (Failure.REFUSED, Failure.UNREACHED, Failure.LOST)
 
     @property
@@ -67,12 +67,12 @@ class Failure(Enum):
 
     @property
     def is_loss(self) -> bool:
-        """Whether the replica may have been lost because of the very request that was sent there."""
+        """Whether the replica may have been lost because of the request sent to it."""
         return self in (Failure.LOST, Failure.DEAD, Failure.HUNG, Failure.SILENT)
 
 
 class Answer:
-    """An answer of a replica that is no stream of events. `is_whole`: `body` is all of it, not its beginning only."""
+    """An answer of a replica that is no event stream. `is_whole`: `body` is complete, not only its beginning."""
 
     def __init__(
         self, status: int, headers: "list[tuple[bytes, bytes]]", body: bytes, *, is_whole: bool = True
@@ -84,7 +84,7 @@ class Answer:
 
 
 class AttemptError(HeadstartError):
-    """An attempt failed before the client had anything of an answer. `answer`: what the replica said, if anything."""
+    """An attempt failed before the client received any part of an answer. `answer`: the replica's response, if any."""
 
     def __init__(self, failure: Failure, detail: str, answer: Answer | None = None) -> None:
         super().__init__(detail)
@@ -93,12 +93,12 @@ class AttemptError(HeadstartError):
 
     @property
     def is_loss(self) -> bool:
-        """Whether the replica, or the one behind a gateway, may have been lost because of this request."""
+        """Whether the replica, or one behind a gateway, may have been lost because of this request."""
         return self.failure.is_loss or (self.answer is not None and self.answer.status in GATEWAY_STATUSES)
 
 
 class GarbledError(aiohttp.ClientError):
-    """What a replica sent is no answer. The message is in our own words and holds nothing of what came."""
+    """A replica's response is not a valid answer. The message contains nothing of the response."""
 
 
 class _Error(msgspec.Struct):
@@ -111,7 +111,7 @@ class _ErrorBody(msgspec.Struct):
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What an exception of the client library means."""
+    """Return the failure that an exception of the HTTP client means."""
     if isinstance(error, GarbledError | aiohttp.ClientResponseError) and not isinstance(
         error, aiohttp.ServerDisconnectedError
     ):
@@ -124,7 +124,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def refusal(status: int, body: bytes) -> Failure | None:
-    """Which failure an answer is for which another replica should be asked; None: the answer is the client's."""
+    """Return the failure for which another replica is tried; None: the answer is for the client."""
     if status == 429:
         return Failure.BUSY
     if status not in (502, 503, 504):
@@ -133,7 +133,7 @@ def refusal(status: int, body: bytes) -> Failure | None:
 
 
 def refusal_in_event(document: bytes) -> tuple[Failure | None, int]:
-    """The same of an error that is the first event of a stream, and the HTTP status that it stands for."""
+    """Return the same for an error in the first event of a stream, and the HTTP status that it stands for."""
     error = _error_in(document)
     code = error.code
     if isinstance(code, int) and not isinstance(code, bool) and 400 <= code < 600:
@@ -153,9 +153,9 @@ def _refusal_of_status(status: int) -> Failure | None:
 
 
 def _failure_by_code(code: str | int | None) -> Failure | None:
-    """The failure that the code of an error object tells."""
+    """Return the failure that the code of an error object means."""
     if code == "replica_lost":
-        return None  # a router's own last word: it has tried what may be tried
+        return None  # from another router, which has made all its attempts
     if code == "engine_dead":
         return Failure.DEAD
     if code == "engine_silent":
@@ -173,10 +173,10 @@ def _error_in(document: bytes) -> _Error:
 def headers_on(
     headers: Iterable[tuple[bytes, bytes]], own: Mapping[str, str], sender: str = ""
 ) -> list[tuple[str, str]]:
-    """Return a client's headers as they are sent on, repeated ones repeated, with `own` instead of those of its names.
+    """Return a client's headers as they are forwarded, repeats kept, with `own` in place of headers of the same name.
 
-    The headers of the client's connection end here: the hop-by-hop ones and those that `Connection` names. The address
-    of the `sender`, if it is given, is added to those that the request came by. `headers` as in an ASGI scope.
+    The headers of the client's connection are dropped: the hop-by-hop ones and those that `Connection` lists. The
+    address `sender`, if given, is appended to x-forwarded-for. `headers` as in an ASGI scope.
     """
     sent, route, dropped = list[tuple[str, str]](), "", set[str]()
     for raw, value in headers:
@@ -199,10 +199,10 @@ def headers_on(
 
 
 def headers_back(response: aiohttp.ClientResponse, content_type: bytes = b"") -> "list[tuple[bytes, bytes]]":
-    """Return those of a replica's headers that are passed back: a closed list, printable values, repeats kept.
+    """Return the headers of a replica that are returned to the client: a closed list, printable values, repeats kept.
 
-    What a replica says beside these is not meant for clients: cookies, redirects, its own name and address.
-    `content_type`: what is said of the body instead of the replica's own word.
+    All others are not meant for clients: cookies, redirects, the replica's name and address. `content_type` replaces
+    the replica's own.
     """
     kept, dropped = list[tuple[bytes, bytes]](), set[str]()
     for header in response.raw_headers:
@@ -220,5 +220,5 @@ def headers_back(response: aiohttp.ClientResponse, content_type: bytes = b"") ->
 
 
 def _names_in(value: bytes) -> set[str]:
-    """Return the names that a `Connection` header declares to be of one connection only (RFC 9110, 7.6.1)."""
+    """Return the header names that a `Connection` header marks as hop-by-hop (RFC 9110, 7.6.1)."""
     return {word.strip().lower() for word in value.decode("latin-1").split(",")}

@@ -1,6 +1,6 @@
-"""WriteTimeout: what goes to a client that may take its time, but not for ever.
+"""WriteTimeout: aborts a response whose client does not read it.
 
-A timer a message would cost as much as passing a token on; one a request, which looks now and then, costs nothing.
+A timer per message would cost as much as relaying a token; one per request, which checks periodically, costs nothing.
 """
 
 import asyncio
@@ -10,16 +10,16 @@ from starlette.types import Message, Send
 
 
 class WriteTimeout:
-    """Sends as `send` does. Cancels `task`, and `is_over`, once the client took nothing for so many seconds.
+    """Sends as `send` does. Cancels `task`, and sets `is_over`, once the client has read nothing for `seconds`.
 
-    It may take a quarter more until that is noticed. Whoever made it closes it.
+    Detection may take a quarter longer. The creator closes it.
     """
 
     def __init__(self, send: Send, task: "asyncio.Task[Any]", seconds: float) -> None:
         self.is_over = False
         self._send, self._task, self._seconds = send, task, seconds
         self._loop = task.get_loop()
-        self._since: float | None = None  # while something is being sent
+        self._since: float | None = None  # while a message is being sent
         self._timer = self._loop.call_later(seconds / 4, self._look)
 
     async def __call__(self, message: Message) -> None:
@@ -28,7 +28,7 @@ class WriteTimeout:
         self._since = None
 
     def close(self) -> None:
-        """Stops looking."""
+        """Stop the periodic check."""
         self._timer.cancel()
 
     def _look(self) -> None:

@@ -1,7 +1,7 @@
-"""ShadowBudget: how many blocks the shadows of all replicas may hold together, and each of them.
+"""ShadowBudget: limits the blocks of the approximate indexes, of each replica and of all together.
 
-A shadow takes 35 bytes for a block that is empty and up to 360 for one that is not. Replicas say how many blocks they
-have, and may say anything: what one of them gets is not there for the others.
+An approximate index takes 35 bytes per empty block and up to 360 per used one. Replicas report their numbers of blocks,
+which may be wrong: the blocks granted to one replica are not available to others.
 """
 
 from headstart.http.logs import Log
@@ -9,11 +9,11 @@ from headstart.router.index.approximate_index import MAX_UNKNOWN_BLOCKS
 
 MAX_TOTAL_BLOCKS = 2**24  # of all replicas: 6 GB when full, 0.6 GB when empty
 MAX_REPLICA_BLOCKS = 2**22  # of one replica: 67 million tokens in blocks of 16
-MIN_BLOCKS = 16_384  # that every replica gets, however many there are
+MIN_BLOCKS = 16_384  # granted to every replica, whatever their number
 
 
 class ShadowBudget:
-    """Blocks granted to replicas, by name."""
+    """The blocks granted to replicas, by name."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -21,7 +21,7 @@ class ShadowBudget:
         self._clamped: set[str] = set()
 
     def grant(self, name: str, asked: int) -> int:
-        """The blocks a shadow may hold of the `asked` ones; the last grant of that name is void. 0: nobody knows."""
+        """Return the granted blocks of the `asked` ones; replaces the last grant of that name. 0: unknown size."""
         self._granted.pop(name, None)
         left = max(MAX_TOTAL_BLOCKS - sum(self._granted.values()), MIN_BLOCKS)
         granted = min(asked, left, MAX_REPLICA_BLOCKS)
@@ -33,16 +33,16 @@ class ShadowBudget:
         elif name not in self._clamped:
             self._clamped.add(name)
             self._log.line(
-                f"headstart: {name} says it has {asked} blocks; it is believed to have {granted}: "
+                f"headstart: {name} reports {asked} blocks; its index gets {granted}: "
                 f"one replica may have {MAX_REPLICA_BLOCKS}, all together {MAX_TOTAL_BLOCKS}"
             )
         return granted
 
     def grow(self, name: str, held: int, asked: int) -> int:
-        """The blocks a shadow may hold that was granted `held` and whose replica has proven to have `asked`.
+        """Return the blocks of an index that was granted `held` and whose replica has proven to have `asked`.
 
-        At most half of what is left goes to one: a replica that lies leaves room for those that come. A shadow that was
-        granted another number is an old one, and grows no more.
+        At most half of the remaining budget goes to one replica: one with false numbers leaves blocks for later ones.
+        An index with another grant is an old one and does not grow.
         """
         if self._granted.get(name) != held:
             return held
@@ -51,6 +51,6 @@ class ShadowBudget:
         return self._granted[name]
 
     def release(self, name: str) -> None:
-        """The replica is no more."""
+        """Release the grant of a removed replica."""
         self._granted.pop(name, None)
         self._clamped.discard(name)

@@ -1,4 +1,4 @@
-"""Listening: which replicas the router is told of by KV events, and what it believes of the others (precise mode)."""
+"""Subscriptions to replicas' KV events, and the choice between KV event index and approximate index per replica."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -10,16 +10,16 @@ from headstart.router.index.kv_event_index import MAX_BLOCKS, KVEventIndex
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.routing_request import router_root
 
-TIERS = 4  # pools that engines tell of beside the accelerator's: host memory holds one to three times as much
-SLACK_BLOCKS = 65_536  # a small pool may have a large tier beside it
-MAX_TOLD_BLOCKS = 2**21  # 600 MB of handles and names
+TIERS = 4  # further pools in events beside the accelerator's: host memory holds one to three times as much
+SLACK_BLOCKS = 65_536  # a small pool may have a large further tier
+MAX_TOLD_BLOCKS = 2**21  # 600 MB of handles and hashes
 
 
 class KVEventSubscriptions:
-    """Consumers of KV events, one for each replica whose address names where they are published.
+    """Consumers of KV events, one for each replica whose address includes an events endpoint.
 
-    `guess` gives the contents of replicas that are not listened to. Events hold token ids: as long as `names_tokens`
-    says that prompts are not counted in tokens, nothing in them could be found, and it is guessed.
+    `guess` returns the index of replicas without a consumer. Events hold token ids: while `names_tokens` reports that
+    prompts are not counted in tokens, lookups could not match them, and the cache is approximated.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class KVEventSubscriptions:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def contents(self, member: MonitoredReplica) -> PrefixIndex:
-        """What is believed of a replica's cache; begins to listen to it if it is the first time."""
+        """Return the index of a replica's cache; subscribe to its events at the first call."""
         address = member.address
         if address.events is None or not self._names_tokens():
             return self._guess(member)
@@ -54,9 +54,9 @@ class KVEventSubscriptions:
         return self._guess(member) if consumer.is_suspended else consumer.contents
 
     def looked_at(self, member: MonitoredReplica) -> None:
-        """Listens again where that was given up, once something of use is heard; and where it can begin only now.
+        """Return to the KV event index once it holds usable events; subscribe if that is possible only now.
 
-        While a publisher is suspended the cache of its replica is guessed.
+        While a publisher is suspended, its replica has an approximate index.
         """
         consumer, endpoint = self._consumers.get(member.address.url), member.endpoint
         if consumer is None and endpoint is not None and member.address.events is not None and self._names_tokens():
@@ -72,18 +72,18 @@ class KVEventSubscriptions:
             endpoint.contents = consumer.contents
 
     def removed(self, url: str) -> None:
-        """Listens to it no more."""
+        """End the subscription to a replica."""
         task = self._tasks.pop(url, None)
         if task is not None:
             task.cancel()
             del self._consumers[url]
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
-        """What was heard, by replica and kind of event."""
+        """Return the event counters, by replica and kind of event."""
         return {url: consumer.counts for url, consumer in self._consumers.items()}
 
     async def close(self) -> None:
-        """Stops listening."""
+        """End all subscriptions."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -97,7 +97,7 @@ class KVEventSubscriptions:
 
 
 def told_capacity(member: MonitoredReplica, block_size: int) -> int:
-    """The blocks that events may tell of: those of the reported pool, and as many again on each tier beside it."""
+    """Return the bound of a KV event index: the blocks of the reported pool, and as many on each further tier."""
     metrics = member.metrics
     if not metrics.num_blocks:
         return MAX_BLOCKS

@@ -1,6 +1,6 @@
-"""Facts: what a replica says of itself over HTTP: models, cache, load. Headstart, vLLM and SGLang are understood.
+"""Parsers of replicas' answers to probes: models, cache, load. Headstart, vLLM and SGLang are supported.
 
-Nothing here is trusted: every value is bounded, and the work for a page grows with its length only.
+No input is trusted: every value is bounded, and the time per page is linear in its length.
 """
 
 import re
@@ -13,9 +13,9 @@ import msgspec
 from headstart.router.endpoint import Reported
 
 MAX_LINE = 65_536  # characters of a line of metrics; longer ones are skipped
-MAX_BLOCK_SIZE = 65_536  # tokens; a larger one counts as not said
-MAX_NUM_BLOCKS = 2**31 - 1  # of one replica; ShadowBudget says how many are believed
-MAX_DEFAULT_TOKENS = 2**31 - 1  # of an answer whose request does not say
+MAX_BLOCK_SIZE = 65_536  # tokens; a larger value counts as not reported
+MAX_NUM_BLOCKS = 2**31 - 1  # of one replica; ShadowBudget limits the index
+MAX_DEFAULT_TOKENS = 2**31 - 1  # of an answer whose request sets no limit
 MAX_LOAD = 1e6  # requests waiting or running
 MAX_CARDS = 4_096  # models and adapters of one replica
 MAX_ID = 4_096  # characters of a model's name, which may be a path
@@ -35,21 +35,21 @@ class ModelCard:
     """One entry of /v1/models."""
 
     id: str
-    parent: str | None = None  # of an adapter: the model it belongs to
-    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])  # as the replica has it
+    parent: str | None = None  # of an adapter: its base model
+    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])  # as the replica returned it
 
     @property
     def default_max_tokens(self) -> int:
-        """The most output tokens of a request that does not say; 0: the replica does not tell."""
+        """The maximum number of output tokens of a request that sets none; 0: the replica does not report it."""
         defaults = self.fields.get("default_sampling_params")
         return min(_whole(defaults.get("max_tokens")), MAX_DEFAULT_TOKENS) if isinstance(defaults, Mapping) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What was read of one scrape. `num_blocks` and `block_size` (tokens) 0: it did not say."""
+    """The values of one scrape. `num_blocks` and `block_size` (tokens) 0: not reported."""
 
-    kind: str = ""  # headstart, vllm, sglang; empty: something else
+    kind: str = ""  # headstart, vllm, sglang; empty: another engine
     block_size: int = 0
     num_blocks: int = 0
     waiting: int = 0
@@ -60,14 +60,14 @@ class Metrics:
     max_adapters: int = 0
 
     def reported(self, at: float) -> Reported:
-        """The load, as the router takes it; `at` in seconds on its clock."""
+        """Return the load in the router's type; `at` in seconds on its clock."""
         return Reported(
             at, self.waiting, self.running, self.kv_usage, self.adapters, self.waiting_adapters, self.max_adapters
         )
 
 
 def parse_metrics(text: str) -> Metrics:
-    """Reads a page of Prometheus text; what is not there stays 0. Several engines of one server are added up."""
+    """Parse a page of Prometheus text; missing values are 0. Values of several engines of one server are summed."""
     sums: dict[str, float] = {}
     labels: dict[str, dict[str, str]] = {}
     for found in _LINE.finditer(text):
@@ -98,7 +98,7 @@ def parse_metrics(text: str) -> Metrics:
 
 
 def parse_models(document: Any) -> tuple[ModelCard, ...]:
-    """The entries of a /v1/models answer; nothing for whatever is none."""
+    """Return the entries of a /v1/models answer; invalid ones are skipped."""
     entries = document.get("data") if isinstance(document, dict) else None
     found: list[ModelCard] = []
     for entry in entries if isinstance(entries, list) else []:
@@ -111,7 +111,7 @@ def parse_models(document: Any) -> tuple[ModelCard, ...]:
 
 
 def metrics_of(cards: tuple[ModelCard, ...]) -> Metrics | None:
-    """Return what model cards say of the engine and the size of its cache; None: they do not say it."""
+    """Return the engine and cache size in model cards; None: not included."""
     for card in cards:
         size = _block_size(card.fields.get("block_size"))
         blocks = min(_whole(card.fields.get("num_gpu_blocks")), MAX_NUM_BLOCKS)
@@ -122,7 +122,7 @@ def metrics_of(cards: tuple[ModelCard, ...]) -> Metrics | None:
 
 
 def decode_json(body: bytes) -> Any:
-    """A document; None for what is none, or is nested too deeply."""
+    """Return the decoded document; None if it is invalid or nested too deeply."""
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -130,7 +130,7 @@ def decode_json(body: bytes) -> Any:
 
 
 def parse_server_info(document: Any) -> tuple[int, int]:
-    """SGLang's page size and number of pages, from /get_server_info; zeros for what it does not say."""
+    """Return SGLang's page size and number of pages, from /get_server_info; zeros for missing values."""
     if not isinstance(document, dict):
         return 0, 0
     states = document.get("internal_states")

@@ -1,4 +1,4 @@
-"""ReplicaAddress: where a replica is asked, and where it publishes its KV events, if it does."""
+"""ReplicaAddress: the URL of a replica, and the endpoints of its KV events, if it publishes any."""
 
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -12,15 +12,15 @@ _EXAMPLE = "http://10.0.0.7:8000, or http://10.0.0.7:8000,events=tcp://10.0.0.7:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAddress:
-    """`url` without a path and without a slash at its end: it is the replica's name in the router, too."""
+    """The address of a replica. `url` has no path and no final slash; it is also the replica's name in the router."""
 
     url: str
     events: str | None = None  # ZMQ endpoint of its PUB socket, to connect to
-    replay: str | None = None  # ZMQ endpoint of its ROUTER socket, for events that were missed
+    replay: str | None = None  # ZMQ endpoint of its ROUTER socket, for missed events
 
 
 def parse_address(text: str) -> ReplicaAddress:
-    """A replica as an option or a file has it: URL[,events=ENDPOINT][,replay=ENDPOINT]. Raises ConfigError."""
+    """Parse a replica as in an option or a file: URL[,events=ENDPOINT][,replay=ENDPOINT]. Raises ConfigError."""
     if len(text) > MAX_ADDRESS:
         raise ConfigError(f"replica {text[:40]!r}... has {len(text)} characters, more than {MAX_ADDRESS} characters")
     url, *rest = (part.strip() for part in text.split(","))
@@ -63,5 +63,5 @@ def _checked_url(text: str) -> str:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether it has neither spaces nor what cannot be printed; urlsplit drops line feeds."""
+    """Return whether a text has neither spaces nor unprintable characters; urlsplit drops line feeds."""
     return text.isprintable() and " " not in text

@@ -1,8 +1,8 @@
-"""Members: the replicas of a fleet, looked at again and again, and what the router knows of each.
+"""ReplicaMonitor: periodic probes of a fleet's replicas, and their state.
 
-A replica is asked for /health all the time, and when it is there for what it serves and how large its cache is. One
-that refuses connections and is back later was started again: its cache is empty, perhaps of another size. One that is
-only slow to answer is left to the router's own accounting.
+A replica is polled at /health; when it is up, its models and cache size are read. A replica that refused connections
+and returns later was restarted: its cache is empty, perhaps of another size. A replica that only answers slowly is left
+to the router's own accounting.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.router import Router
 
-LOOK_SECONDS = 2.0  # for an answer to a look; a busy front may take its time
-MAX_SILENCES = 3  # looks without an answer in a row until nobody is there
-DEFAULT_BLOCK = 16  # tokens, of a replica that does not say
+LOOK_SECONDS = 2.0  # for an answer to a probe; a busy server may be slow
+MAX_SILENCES = 3  # probes in a row without an answer, after which the replica is absent
+DEFAULT_BLOCK = 16  # tokens, of a replica that does not report it
 
 
 class MonitoredReplica:
@@ -46,26 +46,26 @@ class MonitoredReplica:
         self.metrics = Metrics()
         self.models: tuple[ModelCard, ...] = ()
         self.endpoint: Endpoint | None = None
-        self.was_gone = False  # since it was looked into last
-        self.num_silences = 0  # looks in a row that were not answered
+        self.was_gone = False  # since its models were read last
+        self.num_silences = 0  # probes in a row without an answer
         self.silent_since = 0.0  # when the first of them began
-        self.num_unready = 0  # looks in a row that were answered with 503, neither loading nor draining
+        self.num_unready = 0  # probes in a row answered with 503, neither loading nor draining
         self.unready_since = 0.0
         self.scraped_at = 0.0
-        self.checks_keys: bool | None = None  # whether it refuses requests without a valid key; None: not known
+        self.checks_keys: bool | None = None  # whether it refuses requests without a valid key; None: unknown
 
     @property
     def base_model(self) -> str:
-        """The model whose weights it serves under all its names; "" where it does not say."""
+        """The model whose weights it serves under all its names; "" if it does not report one."""
         return next((card.id for card in self.models if card.parent is None), "")
 
 
 class ReplicaMonitor:
-    """Keeps the router's endpoints as the replicas are. `changed` is a Discovery's; `run` and `close` frame it.
+    """Keeps the router's endpoints in step with the replicas. `changed` is a Discovery's callback; end with `close`.
 
-    `contents(member)` says what the router believes of a replica's cache when it is seen first, or was started again;
-    by default an empty Shadow of its size. `on_models` is called when other models are served than before, `on_look`
-    after every look at a replica, `on_removed` with the address of one that is no more.
+    `contents(member)` returns the index of a replica's cache when it is first seen or was restarted; by default an
+    empty approximate index of its size. `on_models` is called when the served models change, `on_look` after every
+    probe of a replica, `on_removed` with the address of a removed one.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ReplicaMonitor:
         at_pick: bool = True,
     ) -> None:
         self.members: dict[str, MonitoredReplica] = {}
-        self.seen = asyncio.Event()  # every replica known at first was looked at once
+        self.seen = asyncio.Event()  # every replica of the first list was probed once
         self.on_models: Callable[[], None] = lambda: None
         self._router = router
         self._session = session
@@ -96,7 +96,7 @@ class ReplicaMonitor:
         self._budget = ShadowBudget(log)
 
     def changed(self, addresses: Sequence[ReplicaAddress]) -> None:
-        """Takes in new replicas, and lets those go that are not among `addresses`; their requests may still end."""
+        """Add new replicas, and remove those that are not among `addresses`; requests in flight there may still end."""
         wanted = {address.url: address for address in addresses}
         for url in [url for url, member in self.members.items() if wanted.get(url) != member.address]:
             self._tasks.pop(url).cancel()
@@ -114,14 +114,14 @@ class ReplicaMonitor:
         self.on_models()
 
     async def close(self) -> None:
-        """Stops looking."""
+        """Stop probing."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def cards(self) -> list[ModelCard]:
-        """The models served by anybody, each once."""
+        """Return the models that any replica serves, each once."""
         found: dict[str, ModelCard] = {}
         for member in self.members.values():
             if member.endpoint is not None:
@@ -130,7 +130,7 @@ class ReplicaMonitor:
         return list(found.values())
 
     def served(self) -> dict[str, Served]:
-        """What each model name means."""
+        """Return the model and adapter of each model name."""
         found: dict[str, Served] = {}
         for member in self.members.values():
             for card in member.models:
@@ -141,12 +141,12 @@ class ReplicaMonitor:
 
     @property
     def knows_all_models(self) -> bool:
-        """Whether every replica has said what it serves, so that another name is a mistake."""
+        """Whether every replica has reported its models, so that any other name is an error."""
         known = [member.models for member in self.members.values()]
         return bool(known) and all(known)
 
     def guessed(self, member: MonitoredReplica) -> ApproximateIndex:
-        """An empty shadow of the replica's cache."""
+        """Return an empty approximate index of the replica's cache."""
         metrics = member.metrics
         policy = "2q" if metrics.kind == "headstart" else "lru"
         url = member.address.url
@@ -157,12 +157,12 @@ class ReplicaMonitor:
     # ---------------------------------------------------------------------------------------------------- one replica
 
     async def _keep(self, member: MonitoredReplica) -> None:
-        """Looks at a replica for ever."""
+        """Probe a replica until cancelled."""
         while True:
             try:
                 await self._look(member)
                 self.on_look(member)
-            except Exception as error:  # whatever a replica answers, the others are looked at
+            except Exception as error:  # an error at one replica must not stop the probes of the others
                 self._log.failure("replica_look_failed", error, member.address.url)
             if all(other.state != "new" for other in self.members.values()):
                 self.seen.set()
@@ -212,10 +212,10 @@ class ReplicaMonitor:
             member.num_unready = 0
         if state:
             return state
-        return "up" if status < 300 or 400 <= status < 500 else "absent"  # a redirect is another program's
+        return "up" if status < 300 or 400 <= status < 500 else "absent"  # a redirect comes from another program
 
     async def _look_into(self, member: MonitoredReplica) -> None:
-        """Asks what it serves, and makes it a candidate."""
+        """Read its models and metrics, and make it a candidate."""
         before, first = member.models, member.endpoint is None
         with suppress(aiohttp.ClientError, TimeoutError, ValueError):
             status, body = await self._get(member, "/v1/models", MAX_MODELS)
@@ -242,7 +242,7 @@ class ReplicaMonitor:
             self.on_models()
 
     async def _scrape(self, member: MonitoredReplica) -> bool:
-        """Reads /metrics, and returns whether it was there; without it the router goes by its own accounting."""
+        """Read /metrics; return whether it was available. Without it the router relies on its own accounting."""
         member.scraped_at = time.monotonic()
         try:
             status, body = await self._get(member, "/metrics", MAX_METRICS)
@@ -259,7 +259,7 @@ class ReplicaMonitor:
             return True
         endpoint.reported = found.reported(time.monotonic())
         if (found.block_size, found.num_blocks) != (before.block_size, before.num_blocks) and found.num_blocks:
-            self._reset(member, endpoint)  # it was started again, sooner than anybody looked
+            self._reset(member, endpoint)  # it was restarted between two probes
         return True
 
     async def _sglang(self, member: MonitoredReplica, found: Metrics) -> Metrics:

@@ -1,4 +1,4 @@
-"""StartupProgress: which replicas are loading and which are ready, until all of them are."""
+"""StartupProgress: the number of replicas that are loading or ready, until all are ready."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -9,7 +9,7 @@ _MAX_NAMES = 6
 
 
 class StartupProgress:
-    """A status line on a terminal, gone when it ends; elsewhere a line of the log for each change. For `with`."""
+    """A status line on a terminal, cleared at the end; elsewhere a log line for each change. For use in `with`."""
 
     def __init__(self, names: Sequence[str], log: Log) -> None:
         self._states = dict.fromkeys(names, "waiting")
@@ -22,12 +22,12 @@ class StartupProgress:
         self._log.status("")
 
     def loading(self, name: str) -> None:
-        """Notes that the process of this replica was started."""
+        """Record that this replica's process was started."""
         self._states[name] = "loading"
         self._report(f"replica {name} is loading")
 
     def settled(self, name: str, *, is_ready: bool) -> None:
-        """Notes that this replica is ready, or that its process has ended before it was."""
+        """Record that this replica is ready, or that its process ended before it was."""
         self._states[name] = "ready" if is_ready else "ended"
         self._report(f"replica {name} is ready ({self._ready})" if is_ready else f"replica {name} ended while loading")
 

@@ -1,8 +1,8 @@
-"""LocalReplicas: replicas on this machine as child processes: started, watched, started again, and ended.
+"""LocalReplicas: replicas on this machine as child processes: started, watched, restarted and ended.
 
-A replica that ends is started again after a while, on another port. SIGHUP starts all of them again one by one, each
-new one ready before its elder is told to drain. A child's stdin is a pipe on which its options come, and which then
-stays open for as long as this process lives: so children know when it is gone, whatever ended it.
+A replica that ends is restarted after a delay, on another port. SIGHUP restarts all of them one by one, each new one
+ready before the old one is asked to drain. A child's stdin is a pipe that carries its options and then stays open as
+long as this process lives: so children detect its end, whatever the cause.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from headstart.gateway.replicas.startup_progress import StartupProgress
 from headstart.http.lifecycle import EXIT_CONFIG
 from headstart.http.logs import Log
 
-FIRST_BACKOFF, MAX_BACKOFF = 1.0, 30.0  # seconds until a replica that ended is started again
-STEADY_SECONDS = 60.0  # whoever lived so long begins with the first backoff
-OVERLAP_SECONDS = 1.0  # in which a new replica and its elder are both listed: the router looks at the new one first
-GRACE_SECONDS = 20.0  # beyond the drain: cut connections, and what waits for the store
-REAP_SECONDS = 5.0  # until a killed process is gone
+FIRST_BACKOFF, MAX_BACKOFF = 1.0, 30.0  # seconds until a replica that ended is restarted
+STEADY_SECONDS = 60.0  # a replica that ran this long starts with the first backoff again
+OVERLAP_SECONDS = 1.0  # both the new and the old replica are listed: the router probes the new one first
+GRACE_SECONDS = 20.0  # beyond the drain: for cut connections and pending store writes
+REAP_SECONDS = 5.0  # until a killed process has ended
 _READY = re.compile(r"(Headstart \S+ serves .*) at (http://\S+:(\d+))/v1$")
-_SAID = "headstart: "  # what a server says before it ends, or while it loads
-_FOR_CLIENTS = ("  keys ", "  try ", "            -d ")  # lines of a replica's banner: clients are to ask the router
+_SAID = "headstart: "  # prefix of a server's messages before it ends, or while it loads
+_FOR_CLIENTS = ("  keys ", "  try ", "            -d ")  # lines of a replica's banner: clients must use the router
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,19 @@ class Launch:
     command: tuple[str, ...]
     options: bytes  # the first line on its stdin
     environment: Mapping[str, str]
-    events: str | None = None  # where it will publish KV events, and replay them
+    events: str | None = None  # endpoints of its KV events and of their replay
     replay: str | None = None
 
 
 MakeLaunch = Callable[[str], Launch]
-"""How to start a process; the argument names this one among all that the fleet ever starts, as in "r0-3"."""
+"""Makes the launch of a process; the argument names it uniquely among all that the fleet ever starts, as in "r0-3"."""
 
 
 class LocalReplicas:
-    """A Discovery whose replicas live as long as `watch` and `close` let them. To be used in a `with` statement.
+    """A Discovery whose replicas run from `watch` to `close`. For use in a `with` statement.
 
-    `about` is what the banner says of each. Nothing is started before `watch`. Everything but `close` belongs to the
-    event loop of `watch`, which must run in the main thread to hear SIGHUP.
+    `about` is the banner's description of each. Nothing is started before `watch`. All methods except `close` belong to
+    the event loop of `watch`, which must run in the main thread to receive SIGHUP.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class LocalReplicas:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of the replicas that can be asked now, by their URLs."""
+        """Process ids of the replicas that take requests now, by their URLs."""
         return {child.address.url: child.pid for child in self._children if child.address and child.is_listed}
 
     async def watch(self, changed: Changed) -> None:
-        """As Discovery.watch. Raises ConfigError with what a replica says that ends with exit code 2 at first."""
+        """As Discovery.watch. Raises ConfigError with a replica's message if it first ends with exit code 2."""
         loop, hang_up = asyncio.get_running_loop(), asyncio.Event()
-        with suppress(RuntimeError, ValueError):  # not in the main thread: nobody can hang up
+        with suppress(RuntimeError, ValueError):  # not in the main thread: no SIGHUP is received
             loop.add_signal_handler(signal.SIGHUP, hang_up.set)
         try:
             with StartupProgress([slot.name for slot in self._slots], self._log) as progress:
-                for slots in (self._slots[:1], self._slots[1:]):  # the first alone: what cannot work fails once
+                for slots in (self._slots[:1], self._slots[1:]):  # the first alone: a configuration error occurs once
                     await self._start_together(slots, progress)
             self._tell(changed)
             await asyncio.gather(self._roll(hang_up, changed), *(self._keep(slot, changed) for slot in self._slots))
@@ -107,7 +107,7 @@ class LocalReplicas:
                 loop.remove_signal_handler(signal.SIGHUP)
 
     def close(self) -> None:
-        """Ends every replica: gently, unless Ctrl-C is pressed meanwhile. Twice does no harm."""
+        """Terminate every replica gracefully, or at once after Ctrl-C. Calling it twice is harmless."""
         deadline = time.monotonic() + self._end_seconds
         try:
             for child in self._children:
@@ -120,7 +120,7 @@ class LocalReplicas:
             self.kill()
 
     def kill(self) -> None:
-        """Ends every replica at once."""
+        """Kill every replica."""
         for child in self._children:
             child.kill()
         for child in self._children:
@@ -135,7 +135,7 @@ class LocalReplicas:
         return child
 
     async def _start_together(self, slots: Sequence["_Slot"], progress: StartupProgress) -> None:
-        """Starts processes and waits until each is ready or over. Raises ConfigError as `watch` does."""
+        """Start processes and wait until each is ready or over. Raises ConfigError as `watch` does."""
         for slot in slots:
             slot.child = self._start(slot)
             progress.loading(slot.name)
@@ -150,14 +150,14 @@ class LocalReplicas:
                 raise ConfigError(slot.child.last_words)
 
     def _tell(self, changed: Changed) -> None:
-        """Tells all replicas that can be asked now, if they are others than before."""
+        """Report all replicas that take requests now, if they have changed."""
         found = tuple(child.address for child in self._children if child.address and child.is_listed)
         if found != self._listed:
             self._listed = found
             changed(found)
 
     async def _keep(self, slot: "_Slot", changed: Changed) -> None:
-        """Starts the replica again whenever it has ended."""
+        """Restart the replica whenever it has ended."""
         while True:
             child = slot.child
             await child.over.wait()
@@ -173,13 +173,13 @@ class LocalReplicas:
             self._tell(changed)
 
     async def _roll(self, hang_up: asyncio.Event, changed: Changed) -> None:
-        """On SIGHUP replaces the replicas one by one, until one cannot be."""
+        """On SIGHUP, replace the replicas one by one, until one cannot be replaced."""
         while True:
             await hang_up.wait()
             hang_up.clear()
             self._log.line("headstart: SIGHUP: starting all replicas again, one by one")
             for slot in self._slots:
-                if not slot.lock.locked() and not await self._replace(slot, changed):  # locked: it just starts again
+                if not slot.lock.locked() and not await self._replace(slot, changed):  # locked: it is restarting anyway
                     break
             else:
                 self._log.line("headstart: all replicas were started again")
@@ -189,7 +189,7 @@ class LocalReplicas:
             elder, child = slot.child, self._start(slot)
             await child.settled.wait()
             if child.address is None:
-                self._log.line(f"headstart: a new {slot.name} {child.ending}; the replicas there are go on")
+                self._log.line(f"headstart: a new {slot.name} {child.ending}; the running replicas continue")
                 return False
             slot.child = child
             self._tell(changed)
@@ -204,7 +204,7 @@ class LocalReplicas:
 
 
 class _Slot:
-    """One of the replicas, whichever process it is just now. The lock is held by whoever exchanges the process."""
+    """One of the replicas, and its current process. The lock is held while the process is exchanged."""
 
     child: "_Child"
 
@@ -214,7 +214,7 @@ class _Slot:
         self._first_backoff = self._backoff = backoff
 
     def next_delay(self, ended: "_Child") -> float:
-        """Seconds to wait now; the next time it is twice as many, unless the replica lives long."""
+        """Return the seconds to wait now; the next delay is twice as long, unless the replica runs long."""
         if ended.seconds >= STEADY_SECONDS:
             self._backoff = self._first_backoff
         delay, self._backoff = self._backoff, min(2 * self._backoff, MAX_BACKOFF)
@@ -222,7 +222,7 @@ class _Slot:
 
 
 class _Child:
-    """One process, and the thread that passes on what it says."""
+    """One process, and the thread that relays its output."""
 
     def __init__(self, name: str, launch: Launch, loop: asyncio.AbstractEventLoop, log: Log) -> None:
         self.address: ReplicaAddress | None = None  # once it is ready
@@ -238,7 +238,7 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            process_group=0,  # Ctrl-C is ours to handle
+            process_group=0,  # this process handles Ctrl-C
         )
         self._thread = threading.Thread(target=self._converse, name=f"replica-{name}", daemon=True)
         self._thread.start()
@@ -249,7 +249,7 @@ class _Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while it runs."""
         return self._process.returncode
 
     @property
@@ -259,28 +259,28 @@ class _Child:
 
     @property
     def ending(self) -> str:
-        """How it ended, as the rest of a sentence."""
+        """A description of its end, as the rest of a sentence."""
         return f"ended with code {self.exit_code}" + (self.last_words and f" ({self.last_words})")
 
     @property
     def seconds(self) -> float:
-        """Since its start."""
+        """Seconds since its start."""
         return time.monotonic() - self._started_at
 
     def terminate(self) -> None:
-        """Tells it to drain and to end, if it still runs."""
+        """Request it to drain and end, if it still runs."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """Ends it at once, and with it its engine, if it still runs."""
+        """Kill it, and with it its engine, if it still runs."""
         self._process.kill()
 
     def join(self, timeout: float) -> None:
-        """Waits until it has ended and everything it said is passed on."""
+        """Wait until it has ended and all its output is relayed."""
         self._thread.join(timeout)
 
     def _converse(self) -> None:
-        """In a thread: hands over the options and passes on what the process says, until it has ended."""
+        """Run in a thread: send the options and relay the process's output, until it has ended."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         with suppress(BrokenPipeError):  # it has ended already
@@ -292,7 +292,7 @@ class _Child:
                 self._pass_on(said)
             line, said = raw.decode(errors="replace").rstrip("\n"), ""
             if line.startswith(_SAID) and self.address is None:
-                said = line  # its last words, perhaps
+                said = line  # possibly its last message
             else:
                 self._pass_on(line)
         code = self._process.wait()
@@ -309,10 +309,10 @@ class _Child:
         if ready is not None:
             self.address = ReplicaAddress(ready[2], self._launch.events, self._launch.replay)
             self._set(self.settled)
-            line = f"{ready[1]}, behind the router at port {ready[3]}"  # no address: the first one is the router's
+            line = f"{ready[1]}, behind the router at port {ready[3]}"  # no address: the first one must be the router's
         if not line.startswith(_FOR_CLIENTS):
             self._log.line(f"[{self._name}] {line}")
 
     def _set(self, *events: asyncio.Event) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: nothing waits for the event
             self._loop.call_soon_threadsafe(lambda: [event.set() for event in events])
