@@ -176,7 +176,7 @@ def test_events_without_an_end_are_counted_too() -> None:
 
 def test_the_budget_counts_what_is_held_and_refuses_only_growth() -> None:
     held = HeldBytes(100)
-    with held.hold() as one, held.hold() as other:
+    with held.reserve() as one, held.reserve() as other:
         one.set(60)
         with pytest.raises(QueueFullError, match="60"):
             other.set(41)

@@ -21,7 +21,7 @@ def test_a_replica_is_believed_up_to_a_bound_and_that_is_said_once() -> None:
     assert budget.grant("honest", 400_000) == 400_000 and told.getvalue() == ""
     for _ in range(3):
         assert budget.grant("liar", 10**9) == MAX_REPLICA_BLOCKS
-    assert told.getvalue().count("liar says it has 1000000000 blocks") == 1
+    assert told.getvalue().count("liar reports 1000000000 blocks") == 1
 
 
 def test_when_all_is_granted_every_replica_still_gets_a_little() -> None:

@@ -19,7 +19,7 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.gateway.kv_events import kv_event_trust
 from headstart.gateway.kv_events.kv_event_decoding import EventDecoder
 from headstart.gateway.proxy.request_reader import RequestReader, Sender
-from headstart.gateway.replicas.kv_event_subscriptions import MAX_TOLD_BLOCKS, SLACK_BLOCKS, TIERS, told_capacity
+from headstart.gateway.replicas.kv_event_subscriptions import MAX_INDEX_BLOCKS, SLACK_BLOCKS, TIERS, index_capacity
 from headstart.gateway.replicas.probes import Metrics
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.gateway.replicas.replica_monitor import MonitoredReplica
@@ -93,8 +93,8 @@ def test_salted_blocks_are_found_by_salted_prompts_alone() -> None:
                 ones = b", ".join([b"1"] * (4 * BLOCK))
                 plain = read("/v1/completions", body % (ones, b""), Sender())
                 with_salt = read("/v1/completions", body % (ones, b', "cache_salt": "s"'), Sender())
-                assert contents.match(plain.ask.prompt.names(BLOCK), 0.0) == 0
-                assert contents.match(with_salt.ask.prompt.names(BLOCK), 0.0) == 4
+                assert contents.match(plain.request.prompt.names(BLOCK), 0.0) == 0
+                assert contents.match(with_salt.request.prompt.names(BLOCK), 0.0) == 4
 
     asyncio.run(go())
 
@@ -199,7 +199,7 @@ def test_the_index_of_a_replica_is_bounded_by_the_pool_it_reports() -> None:
         (0, 16, 16, MAX_BLOCKS),
         (1_000, 16, 16, TIERS * 1_000 + SLACK_BLOCKS),
         (1_000, 16, 1, TIERS * 16_000 + SLACK_BLOCKS),
-        (10**7, 16, 16, MAX_TOLD_BLOCKS),
+        (10**7, 16, 16, MAX_INDEX_BLOCKS),
     ],
 )
 def test_capacity_counts_the_tokens_of_the_pool(
@@ -207,7 +207,7 @@ def test_capacity_counts_the_tokens_of_the_pool(
 ) -> None:
     member = MonitoredReplica(ReplicaAddress("http://replica"))
     member.metrics = Metrics(num_blocks=num_blocks, block_size=reported_size)
-    assert told_capacity(member, block_size) == expected
+    assert index_capacity(member, block_size) == expected
 
 
 def test_while_prompts_are_counted_in_bytes_events_are_not_listened_to() -> None:

@@ -219,7 +219,7 @@ async def published(*payloads: bytes) -> AsyncGenerator[tuple[KVEventConsumer, C
         ((), "not one batch came"),
         ((msgspec.msgpack.encode([1.0, [["BlockStored", 7]]]),), "cannot be read"),
         ((batch(stored(1, block_size=8)),), "not of 4 tokens"),
-        ((batch(stored(5, parent=4)),), "stored before we came.*replay endpoint"),
+        ((batch(stored(5, parent=4)),), "stored before the router connected.*replay endpoint"),
         ((msgspec.msgpack.encode([1.0, []]),), "no events of layers"),
     ],
 )

@@ -35,9 +35,10 @@ def read(
 
 def shared(one: ReadRequest, other: ReadRequest, size: int = 1) -> int:
     """How many leading blocks two prompts share."""
-    names = zip(one.ask.prompt.names(size), other.ask.prompt.names(size), strict=False)
+    names = zip(one.request.prompt.names(size), other.request.prompt.names(size), strict=False)
     return next(
-        (i for i, (a, b) in enumerate(names) if a != b), min(one.ask.prompt.num_tokens, other.ask.prompt.num_tokens)
+        (i for i, (a, b) in enumerate(names) if a != b),
+        min(one.request.prompt.num_tokens, other.request.prompt.num_tokens),
     )
 
 
@@ -45,19 +46,19 @@ def test_the_prompt_is_counted_in_the_replicas_tokens_where_their_tokenizer_is_h
     reader = RequestReader(tokenizer)
     text = "turn on the light in the kitchen"
     completion = read({"prompt": text}, reader=reader)
-    assert completion.ask.prompt.exact and completion.ask.prompt.num_tokens == len(tokenizer.encode(text))
+    assert completion.request.prompt.exact and completion.request.prompt.num_tokens == len(tokenizer.encode(text))
     chat = read({"messages": MESSAGES}, CHAT, reader)
     rendered = tokenizer.render_chat([dict(message) for message in MESSAGES])
     assert (
-        chat.ask.prompt.num_tokens == len(tokenizer.encode(rendered, add_special_tokens=False))
-        and chat.ask.prompt.exact
+        chat.request.prompt.num_tokens == len(tokenizer.encode(rendered, add_special_tokens=False))
+        and chat.request.prompt.exact
     )
 
 
 def test_without_a_tokenizer_equal_beginnings_are_equal_bytes() -> None:
     long = "a preamble that all share, " * 20
     one, other = read({"prompt": long + "one"}), read({"prompt": long + "other"})
-    assert not one.ask.prompt.exact and shared(one, other) == len(long) // 4
+    assert not one.request.prompt.exact and shared(one, other) == len(long) // 4
     first = [{"role": "system", "content": long}, {"role": "user", "content": "x"}]
     second = [{"role": "system", "content": long}, {"role": "user", "content": "y"}]
     assert shared(read({"messages": first}, CHAT), read({"messages": second}, CHAT)) >= len(long) // 4
@@ -80,16 +81,16 @@ def test_an_endless_word_is_found_wherever_it_is(unit: str, before: int, length:
 
 def test_a_prompt_with_an_endless_word_is_routed_by_its_bytes(tokenizer: Tokenizer) -> None:
     reader, word = RequestReader(tokenizer), "é" * 70_000
-    assert not read({"prompt": word}, reader=reader).ask.prompt.exact
-    assert not read({"messages": [{"role": "user", "content": word}]}, CHAT, reader).ask.prompt.exact
-    assert read({"prompt": "é " * 30_000}, reader=reader).ask.prompt.exact
+    assert not read({"prompt": word}, reader=reader).request.prompt.exact
+    assert not read({"messages": [{"role": "user", "content": word}]}, CHAT, reader).request.prompt.exact
+    assert read({"prompt": "é " * 30_000}, reader=reader).request.prompt.exact
 
 
 def test_token_ids_are_exact_and_need_no_tokenizer() -> None:
     reading = read({"prompt": [5, 6, 7]})
-    assert reading.ask.prompt.exact and reading.ask.prompt.num_tokens == 3 and reading.text is None
+    assert reading.request.prompt.exact and reading.request.prompt.num_tokens == 3 and reading.text is None
     several = read({"prompt": [[5, 6, 7], [1]]})
-    assert several.ask.prompt.num_tokens == 3 and not several.is_single
+    assert several.request.prompt.num_tokens == 3 and not several.is_single
     assert read({"prompt": ["ab", "c"]}).text == "ab"
 
 
@@ -151,7 +152,7 @@ def test_domains_adapters_and_models_share_nothing() -> None:
     ]
     everybody = [plain, *strangers]
     assert all(shared(a, b) == 0 for a in everybody for b in everybody if a is not b)
-    assert strangers[0].ask.adapter == "tuned" and plain.ask.adapter is None
+    assert strangers[0].request.adapter == "tuned" and plain.request.adapter is None
     reader.default_model = "m"
     assert shared(read(prompt, reader=reader), plain) == 8
 
@@ -161,12 +162,12 @@ def test_an_answers_length_is_the_requests_else_the_replicas_default() -> None:
     reader.served = {"m": Served("m", default_max_tokens=40)}
     prompt = {"prompt": [1], "model": "m"}
     nulls = {"max_tokens": None, "max_completion_tokens": None}
-    found = [read({**prompt, **more}, reader=reader).ask.max_tokens for more in ({}, nulls, {"max_tokens": 3})]
+    found = [read({**prompt, **more}, reader=reader).request.max_tokens for more in ({}, nulls, {"max_tokens": 3})]
     assert found == [40, 40, 3]
-    assert read({**prompt, "max_completion_tokens": None, "max_tokens": 3}, reader=reader).ask.max_tokens == 3
-    assert read({"prompt": [1], "model": "other"}, reader=reader).ask.max_tokens == 0
+    assert read({**prompt, "max_completion_tokens": None, "max_tokens": 3}, reader=reader).request.max_tokens == 3
+    assert read({"prompt": [1], "model": "other"}, reader=reader).request.max_tokens == 0
     reader.default_model = "m"
-    assert read({"prompt": [1]}, reader=reader).ask.max_tokens == 40
+    assert read({"prompt": [1]}, reader=reader).request.max_tokens == 40
 
 
 @pytest.mark.parametrize(
@@ -221,16 +222,16 @@ def test_a_salt_that_is_no_text_is_refused_where_it_would_be_replaced(salt: Any)
 
 
 def test_a_session_is_of_its_tenant_alone() -> None:
-    sessions = [read({"prompt": "x", "user": "u"}, domain=domain).ask.session for domain in (b"", b"a", b"b")]
+    sessions = [read({"prompt": "x", "user": "u"}, domain=domain).request.session for domain in (b"", b"a", b"b")]
     assert len(set(sessions)) == 3 and sessions[0] == "u"
 
 
 def test_sessions_and_limits_are_read() -> None:
-    assert read({"prompt": "x", "user": "u", "max_tokens": 7}).ask.session == "u"
-    assert read({"prompt": "x", "user": "u"}, session="header").ask.session == "header"
-    assert read({"prompt": "x", "max_tokens": 7}).ask.max_tokens == 7
-    assert read({"prompt": "x", "max_completion_tokens": 5, "max_tokens": 7}).ask.max_tokens == 5
-    assert read({"prompt": "x", "max_tokens": "many"}).ask.max_tokens == 0
+    assert read({"prompt": "x", "user": "u", "max_tokens": 7}).request.session == "u"
+    assert read({"prompt": "x", "user": "u"}, session="header").request.session == "header"
+    assert read({"prompt": "x", "max_tokens": 7}).request.max_tokens == 7
+    assert read({"prompt": "x", "max_completion_tokens": 5, "max_tokens": 7}).request.max_tokens == 5
+    assert read({"prompt": "x", "max_tokens": "many"}).request.max_tokens == 0
 
 
 def test_any_other_route_is_routed_by_its_body() -> None:
@@ -244,4 +245,4 @@ def test_a_template_that_never_ends_leaves_the_prompt_to_its_text(tmp_path: Path
     tokenizer._template = ChatRenderer(source, {}, max_seconds=0.1)
     for _ in range(5):  # the last ones meet the pause behind several kills
         reading = read({"messages": MESSAGES}, CHAT, RequestReader(tokenizer))
-        assert not reading.ask.prompt.exact and "turn on the light" in (reading.text or "")
+        assert not reading.request.prompt.exact and "turn on the light" in (reading.text or "")

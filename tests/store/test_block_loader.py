@@ -29,7 +29,7 @@ class Bench:
     def ask(self, wanted: list[BlockKey]) -> Load:
         self._num += 1
         load = Load(self._num, wanted, self.clock(), len(wanted), len(wanted))
-        self.loader.ask(load)
+        self.loader.submit(load)
         return load
 
     def pieces(self, num: int) -> list[Piece]:

@@ -13,9 +13,9 @@ CHILD = f"""
 import sys
 from pathlib import Path
 sys.path.insert(0, {TESTS!r})
-from headstart.store import segment_eviction as eviction
+from headstart.store import segment_eviction
 from stored_blocks import SHAPE, chain, name_of, opened, read
-eviction.LOCK_TRIES = 30_000  # the other may be slow: whoever gives up tries again later, which is not seen here
+segment_eviction.LOCK_TRIES = 30_000  # the other may be slow: who gives up retries later, which is not seen here
 folder, max_bytes, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 catalog = opened(folder, max_bytes)
 print("ready", flush=True)

@@ -69,7 +69,7 @@ class Told(msgspec.Struct):
         return "not readable" if self.status == 200 else f"answered {self.status}"
 
 
-async def ask_replicas(
+async def fetch_replica_stats(
     session: aiohttp.ClientSession, urls: Sequence[str], headers: list[tuple[bytes, bytes]], own: dict[str, str]
 ) -> list[Told]:
     """Request the statistics of every replica with the caller's headers; `own` replaces headers of the same name.
@@ -80,7 +80,7 @@ async def ask_replicas(
         raise HttpError(503, "no replica is up", code="no_replicas", headers={"retry-after": "1"})
     kept = ("authorization", "x-request-id")
     sent = [(name, value) for name, value in headers_on(headers, own) if name in (*kept, *own)]
-    return list(await asyncio.gather(*(_ask(session, url, sent) for url in urls)))
+    return list(await asyncio.gather(*(_fetch(session, url, sent) for url in urls)))
 
 
 def fleet_answer(found: Sequence[Told], *, is_admin: bool, is_own_key: bool) -> Json:
@@ -89,11 +89,11 @@ def fleet_answer(found: Sequence[Told], *, is_admin: bool, is_own_key: bool) -> 
     `is_own_key`: replicas saw the caller's key and omitted what it may not see. Otherwise only administrators see the
     rows of tenants. Raises HttpError if no replica reports statistics.
     """
-    told = [one.stats for one in found if one.stats is not None]
-    if not told:
+    reported = [one.stats for one in found if one.stats is not None]
+    if not reported:
         raise _none_reported(found)
-    answer: Json = {"object": "fleet.cache.stats", "num_replicas": len(found), "num_reporting": len(told)}
-    answer |= _summed(told)
+    answer: Json = {"object": "fleet.cache.stats", "num_replicas": len(found), "num_reporting": len(reported)}
+    answer |= _summed(reported)
     if not (is_admin or is_own_key):
         answer["tenants"] = {}
     if is_admin:
@@ -104,20 +104,20 @@ def fleet_answer(found: Sequence[Told], *, is_admin: bool, is_own_key: bool) -> 
     return answer
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, headers: list[tuple[str, str]]) -> Told:
+async def _fetch(session: aiohttp.ClientSession, url: str, headers: list[tuple[str, str]]) -> Told:
     timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
-    told = Told(url)
+    answer = Told(url)
     try:
         async with session.get(url + PATH, headers=headers, timeout=timeout, allow_redirects=False) as response:
             check_head(response, PATH)
             body = await read_bounded(response, MAX_BYTES)
-            told.status = response.status
+            answer.status = response.status
     except (aiohttp.ClientError, TimeoutError, ConnectionError, GarbledError):
-        return told
-    if told.status == 200:
+        return answer
+    if answer.status == 200:
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            told.stats = msgspec.json.decode(body, type=ReplicaStats)
-    return told
+            answer.stats = msgspec.json.decode(body, type=ReplicaStats)
+    return answer
 
 
 def _none_reported(found: Sequence[Told]) -> HttpError:
@@ -131,9 +131,9 @@ def _none_reported(found: Sequence[Told]) -> HttpError:
     return HttpError(502, message, code="replica_unreachable", headers={"retry-after": "1"})
 
 
-def _summed(told: Sequence[ReplicaStats]) -> Json:
+def _summed(reported: Sequence[ReplicaStats]) -> Json:
     """Return the sums of all counts, and ratios of the sums. A field in which replicas differ is null."""
-    rows: list[Json] = [msgspec.to_builtins(stats) for stats in told]
+    rows: list[Json] = [msgspec.to_builtins(stats) for stats in reported]
     total: Json = {name: _same([row[name] for row in rows]) for name in ("model", "block_size")}
     total |= _sums([{name: value for name, value in row.items() if name not in _NOT_SUMMED} for row in rows])
     prompt, ideal = total["prompt_tokens"], total["ideal_tokens"]

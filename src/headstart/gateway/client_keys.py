@@ -61,8 +61,8 @@ class ClientKeys:
     def _digest(self, headers: Headers) -> bytes:
         """Return an HMAC of all credentials, in order, each prefixed with its length."""
         parts = [part for name, value in headers if name in CREDENTIALS for part in (name, value)]
-        told = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-        return hmac.digest(self._secret, b"client key/" + told, "sha256")
+        packed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+        return hmac.digest(self._secret, b"client key/" + packed, "sha256")
 
 
 def _may_check_keys(member: MonitoredReplica) -> bool:

@@ -16,7 +16,7 @@ FANOUT_SECONDS = 300.0  # a prefix is computed before its answer comes
 _FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"origin"))
 
 
-async def ask_all(
+async def send_to_all(
     session: aiohttp.ClientSession,
     urls: Sequence[str],
     method: str,
@@ -34,7 +34,7 @@ async def ask_all(
         raise HttpError(503, "no replica is up", code="no_replicas", headers={"retry-after": "1"})
     sent = headers_on([(name, value) for name, value in headers if name not in _FORWARDED], own)
 
-    async def ask(url: str) -> Answer:
+    async def send(url: str) -> Answer:
         timeout = aiohttp.ClientTimeout(total=FANOUT_SECONDS)
         async with session.request(
             method, url + target, headers=sent, data=body, timeout=timeout, allow_redirects=False
@@ -42,7 +42,7 @@ async def ask_all(
             check_head(response, target.partition("?")[0])
             return await read_answer(response, target.partition("?")[0])
 
-    answers = await asyncio.gather(*map(ask, urls), return_exceptions=True)
+    answers = await asyncio.gather(*map(send, urls), return_exceptions=True)
     silent = [url for url, answer in zip(urls, answers, strict=True) if isinstance(answer, BaseException)]
     if silent:
         message = f"{len(silent)} of {len(urls)} replicas gave no answer; ask again when all are up"

@@ -87,8 +87,8 @@ class _Front:
             message = f"this route does not take {method[:16]}; use {allow}"
             raise HttpError(405, message, code="method_not_allowed", headers={"allow": allow})
         elif method == "POST" and is_passed_on(path, is_admin=(is_admin := self._is_admin(scope))):
-            with self._state.proxy.held.hold() as hold:
-                await self._proxy(scope, receive, send, hold, is_admin=is_admin)
+            with self._state.proxy.held.reserve() as reservation:
+                await self._proxy(scope, receive, send, reservation, is_admin=is_admin)
         else:
             others = "other paths under /v1 are passed on for administrators only"
             message = f"a router has no such route; it has {', '.join(ROUTES)}; {others}"
@@ -100,7 +100,7 @@ class _Front:
     # ------------------------------------------------------------------------------------------------------- proxied
 
     async def _proxy(
-        self, scope: Scope, receive: Receive, send: Send, hold: ByteReservation, *, is_admin: bool
+        self, scope: Scope, receive: Receive, send: Send, reservation: ByteReservation, *, is_admin: bool
     ) -> None:
         state, record = self._state, record_of(scope)
         state.check_ready()
@@ -110,17 +110,17 @@ class _Front:
         start = time.perf_counter()
         sender = state.sender(record.principal, headers)
         if len(body) > LONG_BODY_BYTES:
-            hold.set(len(body))  # other requests are served while it is read
+            reservation.set(len(body))  # other requests are served while it is read
         reading = await self._read(path, body, sender)
         body = b""  # the body that is forwarded may differ
-        hold.set(bytes_of(reading))
+        reservation.set(bytes_of(reading))
         self._check_model(reading)
         explains = is_admin and (b"x-headstart-explain", b"1") in headers
         call = ProxiedCall(
             path, scope["headers"], _sender(scope), reading, record.request_id, explains, shows_replica=is_admin
         )
         del reading  # the call frees what it no longer needs
-        call.hold = hold
+        call.reservation = reservation
         state.metrics.decide.observe(time.perf_counter() - start)
         with state.under_way():
             try:
@@ -141,7 +141,7 @@ class _Front:
 
     def _check_model(self, reading: ReadRequest) -> None:
         """Reject a model that no replica serves. Any model is accepted until all replicas have listed their models."""
-        served, name = self._state.reader.served, reading.ask.model
+        served, name = self._state.reader.served, reading.request.model
         if name and served and name not in served and self._state.members.knows_all_models:
             known = ", ".join(list(served)[:16])
             raise InvalidRequestError(

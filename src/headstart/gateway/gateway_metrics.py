@@ -66,15 +66,15 @@ class GatewayMetrics:
             self._failures.add((failure.value,))
         if call.num_attempts > 1:
             self._retries.inc(call.num_attempts - 1)
-        pick = call.pick
-        if pick is None:
+        decision = call.decision
+        if decision is None:
             return
-        name = pick.endpoint.name
+        name = decision.endpoint.name
         self._requests.add((name, call.outcome))
-        if pick.cached_tokens is not None:
-            self._predicted.add((name,), pick.candidate.hit_tokens)
-            self._cached.add((name,), pick.cached_tokens)
-            self._prompt.add((name,), pick.view.prompt_tokens)
+        if decision.cached_tokens is not None:
+            self._predicted.add((name,), decision.candidate.hit_tokens)
+            self._cached.add((name,), decision.cached_tokens)
+            self._prompt.add((name,), decision.view.prompt_tokens)
 
     def expose(self, *, with_replicas: bool = True) -> bytes:
         """Return all metrics in Prometheus' text format; those labelled by replica are for administrators only."""

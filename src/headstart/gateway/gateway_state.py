@@ -11,10 +11,10 @@ import aiohttp
 
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import DrainingError, HeadstartError
-from headstart.gateway.cache_stats import ask_replicas, fleet_answer
+from headstart.gateway.cache_stats import fetch_replica_stats, fleet_answer
 from headstart.gateway.client_keys import ClientKeys
 from headstart.gateway.decision_log_writer import DecisionLog
-from headstart.gateway.fanout import ask_all
+from headstart.gateway.fanout import send_to_all
 from headstart.gateway.gateway_metrics import GatewayMetrics
 from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES
 from headstart.gateway.held_bytes import MAX_HELD_BYTES
@@ -66,14 +66,14 @@ class GatewayState:
         )
         of_tenants = (key for tenant in server_options.tenants for key in tenant.api_keys)
         known = (options.replica_api_key, *server_options.api_key, *of_tenants)
-        look_key = next((key for key in known if key and key not in admin_keys), None)
+        probe_key = next((key for key in known if key and key not in admin_keys), None)
         self.members = ReplicaMonitor(
             self.router,
             session,
             log,
             health_interval=options.health_interval,
             scrape_interval=options.scrape_interval,
-            headers={"authorization": f"Bearer {look_key}"} if look_key else {},
+            headers={"authorization": f"Bearer {probe_key}"} if probe_key else {},
             at_pick=options.learn_at == "pick",
         )
         self.client_keys = ClientKeys(secrets.token_bytes(32), self.members.members)
@@ -81,9 +81,9 @@ class GatewayState:
             self.members.guessed, lambda: options.tokenizer == "none" or reader.tokenizer is not None
         )
         self.members.contents = self.listening.contents
-        self.members.on_look = self._looked
-        self.members.on_removed = self._removed
-        self.members.on_models = self._models_changed
+        self.members.on_look = self._on_probe
+        self.members.on_removed = self._on_removed
+        self.members.on_models = self._on_models
         self.budget = RetryBudget(options.retry_budget)
         settings = ProxySettings(
             options.max_attempts,
@@ -154,24 +154,24 @@ class GatewayState:
         self.metrics.routed(call)
         if record.status not in (401, 403):  # otherwise any client could evict requests that tenants may explain
             self.memory.sent(call, record.principal)
-        pick = call.pick
-        if pick is not None:
-            record.num_prompt_tokens = pick.view.prompt_tokens
+        decision = call.decision
+        if decision is not None:
+            record.num_prompt_tokens = decision.view.prompt_tokens
             record.route = {
-                "replica": pick.endpoint.name,
-                "reason": pick.choice.reason,
-                "predicted_tokens": pick.candidate.hit_tokens,
-                "cached_tokens": pick.cached_tokens,
+                "replica": decision.endpoint.name,
+                "reason": decision.choice.reason,
+                "predicted_tokens": decision.candidate.hit_tokens,
+                "cached_tokens": decision.cached_tokens,
                 "attempts": call.num_attempts,
             }
-            member = self.members.members.get(pick.endpoint.name)
+            member = self.members.members.get(decision.endpoint.name)
             if member is not None and self._passes_keys_on:
                 self.client_keys.answered(call.headers, call.path, record.status, member)
 
     async def administer(self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes) -> Answer:
         """Send an administrator's request to every replica that is up. Raises HttpError if one does not answer."""
         urls = self._urls_up
-        answer = await ask_all(self._session, urls, method, target, headers, body, self._own_headers)
+        answer = await send_to_all(self._session, urls, method, target, headers, body, self._own_headers)
         if target.startswith("/reset_prefix_cache") and answer.status == 200:
             for url in urls:
                 endpoint = self.router.endpoints.get(url)
@@ -184,7 +184,7 @@ class GatewayState:
 
         Raises HttpError if there is no replica, or none reports statistics.
         """
-        found = await ask_replicas(self._session, self._urls_up, headers, self._own_headers)
+        found = await fetch_replica_stats(self._session, self._urls_up, headers, self._own_headers)
         return fleet_answer(found, is_admin=principal.is_admin, is_own_key=self._passes_keys_on)
 
     @property
@@ -264,15 +264,15 @@ class GatewayState:
             "cache": cache,
         }
 
-    def _looked(self, member: MonitoredReplica) -> None:
-        self.listening.looked_at(member)
-        self.proxy.silence.looked(member)
+    def _on_probe(self, member: MonitoredReplica) -> None:
+        self.listening.on_probe(member)
+        self.proxy.silence.on_probe(member)
 
-    def _removed(self, url: str) -> None:
+    def _on_removed(self, url: str) -> None:
         self.listening.removed(url)
         self.proxy.silence.removed(url)
 
-    def _models_changed(self) -> None:
+    def _on_models(self) -> None:
         self.reader.served = self.members.served()
         models = {served.model for served in self.reader.served.values()}
         self.reader.default_model = next(iter(models)) if len(models) == 1 else ""

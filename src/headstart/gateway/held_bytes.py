@@ -13,7 +13,7 @@ from headstart.gateway.proxy.request_reader import ReadRequest
 
 MAX_HELD_BYTES = 256 << 20  # about 500 waiting prompts of 128,000 tokens as text
 LARGE_BYTES = 1 << 20  # of a body; of larger ones only what a retry needs is kept
-_NAME_BYTES = 88  # of a block hash, as an object in a list
+_HASH_BYTES = 88  # of a block hash, as an object in a list
 _BLOCK = 16  # tokens
 
 
@@ -25,7 +25,7 @@ class HeldBytes:
         self.num_bytes = 0
         self.num_refused = 0
 
-    def hold(self) -> "ByteReservation":
+    def reserve(self) -> "ByteReservation":
         """Return the reservation of one request, initially of 0 bytes. For use in a `with` statement."""
         return ByteReservation(self)
 
@@ -66,7 +66,7 @@ class ByteReservation:
 
 def bytes_of(reading: ReadRequest) -> int:
     """Return the approximate number of bytes that a parsed request keeps in memory."""
-    prompt = reading.ask.prompt
+    prompt = reading.request.prompt
     text = sys.getsizeof(reading.text) if reading.text is not None else 0
     tokens = len(prompt.token_ids) * prompt.token_ids.itemsize
-    return len(reading.body) + text + tokens + prompt.num_tokens // _BLOCK * _NAME_BYTES
+    return len(reading.body) + text + tokens + prompt.num_tokens // _BLOCK * _HASH_BYTES

@@ -15,9 +15,9 @@ from typing import NamedTuple
 MAX_REQUESTS = 1000
 MAX_BYTES = 32 << 20
 CHUNK = 1024  # characters of a run, or token ids
-NAME_BYTES = 16
+HASH_BYTES = 16
 ENTRY_BYTES = 1024  # of an entry without its prompt and hashes, approximately
-BYTES_PER_NAME = 200
+BYTES_PER_HASH = 200
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,7 @@ class RecentRoutings:
         self.num_bytes = 0  # of all entries, approximately
         self._order = 0
         self._seen: dict[str, tuple[int, Seen, list[bytes]]] = {}  # oldest first; its number, and its hashes
-        self._by_name: dict[bytes, dict[str, None]] = {}  # hash -> ids of the requests that begin with it, oldest first
+        self._by_hash: dict[bytes, dict[str, None]] = {}  # hash -> ids of the requests that begin with it, oldest first
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -75,12 +75,12 @@ class RecentRoutings:
     def add(self, seen: Seen) -> None:
         """Add a sent request, replacing an older one of the same id; drop the oldest ones if a bound is exceeded."""
         self._forget(seen.request_id)
-        names = _names(seen.tenant, seen.prompt, self.chunk)
-        self._seen[seen.request_id] = (self._order, seen, names)
+        hashes = _prefix_hashes(seen.tenant, seen.prompt, self.chunk)
+        self._seen[seen.request_id] = (self._order, seen, hashes)
         self._order += 1
-        self.num_bytes += _bytes_of(seen, names)
-        for name in names:
-            self._by_name.setdefault(name, {})[seen.request_id] = None
+        self.num_bytes += _bytes_of(seen, hashes)
+        for prefix in hashes:
+            self._by_hash.setdefault(prefix, {})[seen.request_id] = None
         while len(self._seen) > self.max_requests or (self.num_bytes > self.max_bytes and self._seen):
             self._forget(next(iter(self._seen)))
 
@@ -107,14 +107,14 @@ class RecentRoutings:
         """
         entry = self._seen.get(asked.request_id)
         own = entry is not None and entry[1] is asked
-        order, names = (
+        order, hashes = (
             (entry[0], entry[2])
             if entry is not None and own
-            else (self._order, _names(asked.tenant, asked.prompt, self.chunk))
+            else (self._order, _prefix_hashes(asked.tenant, asked.prompt, self.chunk))
         )
 
-        def others(name: bytes) -> list[tuple[int, Seen]]:
-            found = (self._seen[request_id] for request_id in self._by_name.get(name, ()))
+        def others(prefix: bytes) -> list[tuple[int, Seen]]:
+            found = (self._seen[request_id] for request_id in self._by_hash.get(prefix, ()))
             return [
                 (number, seen)
                 for number, seen, _ in found
@@ -123,10 +123,10 @@ class RecentRoutings:
                 and (endpoint is None or seen.endpoint == endpoint)
             ]
 
-        low, high = 0, len(names)  # names[:low] are indexed, names[high] is not
+        low, high = 0, len(hashes)  # hashes[:low] are indexed, hashes[high] is not
         while low < high:
             middle = (low + high) // 2
-            if others(names[middle]):
+            if others(hashes[middle]):
                 low = middle + 1
             else:
                 high = middle
@@ -134,7 +134,7 @@ class RecentRoutings:
             return None
         start = (low - 1) * self.chunk
         best: tuple[int, bool, int, Seen] | None = None
-        for number, seen in others(names[low - 1]):
+        for number, seen in others(hashes[low - 1]):
             common = start + _common(asked.prompt[start : start + self.chunk], seen.prompt[start : start + self.chunk])
             if best is None or (common, seen.scope == asked.scope, number) > best[:3]:
                 best = (common, seen.scope == asked.scope, number, seen)
@@ -143,39 +143,39 @@ class RecentRoutings:
     def check(self) -> None:
         """Assert that bounds and index hold; O(all), for tests."""
         assert len(self._seen) <= self.max_requests and self.num_bytes <= self.max_bytes
-        assert self.num_bytes == sum(_bytes_of(seen, names) for _, seen, names in self._seen.values())
-        indexed = {(name, request_id) for name, ids in self._by_name.items() for request_id in ids}
-        assert indexed == {(name, key) for key, (_, _, names) in self._seen.items() for name in names}
-        assert all(self._by_name.values()), "a hash without a request is kept"
+        assert self.num_bytes == sum(_bytes_of(seen, hashes) for _, seen, hashes in self._seen.values())
+        indexed = {(prefix, request_id) for prefix, ids in self._by_hash.items() for request_id in ids}
+        assert indexed == {(prefix, key) for key, (_, _, hashes) in self._seen.items() for prefix in hashes}
+        assert all(self._by_hash.values()), "a hash without a request is kept"
 
     def _forget(self, request_id: str) -> None:
         found = self._seen.pop(request_id, None)
         if found is None:
             return
-        _, seen, names = found
-        self.num_bytes -= _bytes_of(seen, names)
-        for name in names:
-            ids = self._by_name[name]
+        _, seen, hashes = found
+        self.num_bytes -= _bytes_of(seen, hashes)
+        for prefix in hashes:
+            ids = self._by_hash[prefix]
             del ids[request_id]
             if not ids:
-                del self._by_name[name]
+                del self._by_hash[prefix]
 
 
-def _bytes_of(seen: Seen, names: list[bytes]) -> int:
-    return ENTRY_BYTES + sys.getsizeof(seen.prompt) + BYTES_PER_NAME * len(names)
+def _bytes_of(seen: Seen, hashes: list[bytes]) -> int:
+    return ENTRY_BYTES + sys.getsizeof(seen.prompt) + BYTES_PER_HASH * len(hashes)
 
 
-def _names(tenant: str, prompt: "str | array[int]", chunk: int) -> list[bytes]:
+def _prefix_hashes(tenant: str, prompt: "str | array[int]", chunk: int) -> list[bytes]:
     """Return the hashes of the empty prefix, and of all prefixes that end with a whole run."""
     owner = tenant.encode()
     kind = b"text" if isinstance(prompt, str) else b"ids"
-    digest = hashlib.blake2b(kind + len(owner).to_bytes(8, "little") + owner, digest_size=NAME_BYTES)
-    names = [digest.digest()]
+    digest = hashlib.blake2b(kind + len(owner).to_bytes(8, "little") + owner, digest_size=HASH_BYTES)
+    hashes = [digest.digest()]
     for start in range(0, len(prompt) - chunk + 1, chunk):
         run = prompt[start : start + chunk]
         digest.update(run.encode("utf-8", "surrogatepass") if isinstance(run, str) else run.tobytes())
-        names.append(digest.digest())
-    return names
+        hashes.append(digest.digest())
+    return hashes
 
 
 def _common(one: "str | array[int]", other: "str | array[int]") -> int:

@@ -25,13 +25,13 @@ class RequestHistory:
 
     def sent(self, call: ProxiedCall, principal: Principal) -> None:
         """Add a request that has ended and was sent to a replica at least once."""
-        pick = call.pick
-        if pick is None or call.is_trimmed:
+        decision = call.decision
+        if decision is None or call.is_trimmed:
             return
-        seen = _seen(call.request_id, call.path, call.reading, principal, pick)
-        seen.at = pick.sent_at or 0.0
-        if pick.cached_tokens is not None:
-            seen.cached_tokens, seen.reported_at = pick.cached_tokens, pick.finish
+        seen = _seen(call.request_id, call.path, call.reading, principal, decision)
+        seen.at = decision.sent_at or 0.0
+        if decision.cached_tokens is not None:
+            seen.cached_tokens, seen.reported_at = decision.cached_tokens, decision.finish
         self._recent.add(seen)
         if call.answer_id:
             self._ids[call.answer_id] = call.request_id
@@ -52,28 +52,30 @@ class RequestHistory:
         """Return the same explanation for a prompt that is not sent."""
         now = time.monotonic()
         try:
-            pick = self._router.pick(reading.ask, now)
+            decision = self._router.pick(reading.request, now)
         except NoReplicaError:
-            pick = None
-        asked = _seen("", path, reading, principal, pick)
+            decision = None
+        asked = _seen("", path, reading, principal, decision)
         return explain_prompt(self._recent, asked, now=now, shows_replicas=principal.is_admin)
 
 
-def _seen(request_id: str, path: str, reading: ReadRequest, principal: Principal, pick: RoutingDecision | None) -> Seen:
-    prompt = reading.text if reading.text is not None else reading.ask.prompt.token_ids
-    exact = reading.ask.prompt.exact
+def _seen(
+    request_id: str, path: str, reading: ReadRequest, principal: Principal, decision: RoutingDecision | None
+) -> Seen:
+    prompt = reading.text if reading.text is not None else reading.request.prompt.token_ids
+    exact = reading.request.prompt.exact
     seen = Seen(
         request_id,
         principal.tenant,
         prompt,
         is_chat=path == CHAT,
         domain=reading.domain,
-        model=reading.ask.model,
-        adapter=reading.ask.adapter,
-        prompt_tokens=reading.ask.prompt.num_tokens if exact else 0,
+        model=reading.request.model,
+        adapter=reading.request.adapter,
+        prompt_tokens=reading.request.prompt.num_tokens if exact else 0,
     )
-    if pick is not None:
-        seen.endpoint, seen.why = pick.endpoint.name, pick.choice.reason
-        seen.block_size = pick.endpoint.block_size
-        seen.predicted_tokens = pick.candidate.hit_tokens
+    if decision is not None:
+        seen.endpoint, seen.why = decision.endpoint.name, decision.choice.reason
+        seen.block_size = decision.endpoint.block_size
+        seen.predicted_tokens = decision.candidate.hit_tokens
     return seen

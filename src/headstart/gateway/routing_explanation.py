@@ -205,8 +205,8 @@ def _account(answer: Json) -> str:
     if answer["cached_tokens"] is not None:
         return f"{answer['cached_tokens']:,} of {total} were cached{where}."
     if answer["predicted_tokens"] is not None:
-        told = "would be" if answer["request_id"] is None else "should have been"
-        return f"{answer['predicted_tokens']:,} of {total} {told} cached{where}, by what the router knows."
+        verb = "would be" if answer["request_id"] is None else "should have been"
+        return f"{answer['predicted_tokens']:,} of {total} {verb} cached{where}, by what the router knows."
     return f"It has {total}; how many were cached is not known."
 
 

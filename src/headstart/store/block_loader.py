@@ -33,7 +33,7 @@ class Load:
 
     load_id: int
     keys: Sequence[BlockKey]
-    asked_at: float
+    requested_at: float
     num_waiting: int  # blocks requested and not yet read at the time of this request, its own included
     num_wanted: int  # leading blocks; fewer than requested if others must not be loaded
     num_given: int = 0
@@ -64,15 +64,15 @@ class Loader:
         self._piece_blocks = max(1, PIECE_BYTES // block_bytes)
         self._num_buffers = max(2, LENT_BYTES // (self._piece_blocks * block_bytes))
         self._num_made = 0
-        self._asked: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
         self._last_failed: BlockKey | None = None
         self._reading_since = self._idle_since = float("inf")
         self._is_ending = False
 
-    def ask(self, load: Load) -> None:
+    def submit(self, load: Load) -> None:
         """Start a load; its pieces arrive in `done`, one of them the last, even if the load is cancelled."""
-        self._asked.put(load)
+        self._requests.put(load)
 
     def hand_over(self, piece: Piece) -> None:
         """Append a piece to `done`."""
@@ -97,7 +97,7 @@ class Loader:
     def stop(self) -> None:
         """Stop as soon as the current read has ended."""
         self._is_ending = True
-        self._asked.put(None)
+        self._requests.put(None)
 
     # The thread. ---------------------------------------------------------------------------------------------------
 
@@ -106,9 +106,9 @@ class Loader:
         self._idle_since = self._clock()
         while not self._is_ending:
             try:
-                load = self._asked.get(timeout=LOOK_SECONDS if self.health.reason else None)
+                load = self._requests.get(timeout=LOOK_SECONDS if self.health.reason else None)
             except queue.Empty:
-                self._try_again()
+                self._retry()
                 continue
             if load is not None:
                 self._serve(load)
@@ -116,7 +116,7 @@ class Loader:
 
     def _serve(self, load: Load) -> None:
         """Hand over all pieces of a load; in every case one of them is the last."""
-        latency = max(0.0, self._clock() - max(load.asked_at, self._idle_since))
+        latency = max(0.0, self._clock() - max(load.requested_at, self._idle_since))
         num, miss = 0, "io" if self.health.reason else None
         while num < len(load.keys) and miss is None and (buffer := self._buffer(load)) is not None:
             found, seconds = self._read(load.keys[num : num + self._piece_blocks], buffer)
@@ -148,7 +148,7 @@ class Loader:
             self.health.failed(reason_of(error), now)
         return found, now - began
 
-    def _try_again(self) -> None:
+    def _retry(self) -> None:
         if self._last_failed is not None and self.health.may_try(self._clock()):
             self._read([self._last_failed], bytearray(self._block_bytes))
 

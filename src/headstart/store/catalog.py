@@ -139,7 +139,7 @@ class Catalog:
         Blocks in `kept` are not dropped, unless another process evicts them. Raises OSError: ENOSPC if there is still
         no space, EAGAIN if another process has been evicting for too long.
         """
-        self._let_go()
+        self._drop_evicted_writer()
         room = self._eviction.room()  # first, since the size of new segments depends on it
         needed = num_bytes + self._overhead(num_bytes)
         if room >= needed + 2 * self._header(bytes(8)).file_bytes:
@@ -191,7 +191,7 @@ class Catalog:
         self._folder.measure()
 
     def _writer_with_room(self) -> SegmentWriter:
-        self._let_go()
+        self._drop_evicted_writer()
         if self._writer is not None and not self._writer.room:
             self._close_writer()
         if self._writer is None:
@@ -200,7 +200,7 @@ class Catalog:
             self._folder.begin(self._writer.path, header)
         return self._writer
 
-    def _let_go(self) -> None:
+    def _drop_evicted_writer(self) -> None:
         """Close this process's segment if another process evicted it; only then is its space free."""
         if self._writer is not None:
             name = self._writer.path.name
@@ -220,7 +220,7 @@ class Catalog:
         return max(0, -(-left // header.num_slots)) * header.payload_start
 
     def _header(self, own_id: bytes) -> Header:
-        """Return the header of a new segment: small enough that evictions lose little, large enough to keep files few."""
+        """Return a new segment's header: small enough that evictions lose little, large enough that files are few."""
         max_bytes, smallest = self.max_bytes, Header(self._shape, 1, own_id).file_bytes
         wanted = min(max(max_bytes // 256, MIN_SEGMENT_BYTES), MAX_SEGMENT_BYTES, max_bytes // 4)
         num_slots = (wanted - smallest) // (self._shape.entry_bytes + self._shape.block_bytes)

@@ -49,10 +49,10 @@ class DiskStore:
         writer.look()
         self._estimate = LoadEstimate()
         self._loads: dict[int, Load] = {}  # loads that are awaited
-        self._num_loads, self._num_asked = 0, 0  # loads and blocks, in total
+        self._num_loads, self._num_requested = 0, 0  # loads and blocks, in total
         self._lent: dict[int, bytearray] = {}  # by id: buffers in use by the engine
-        self._barred: set[BlockHash] | None = set()  # distrusted until the writer has dropped them; None: all are
-        self._barred_until = 0
+        self._distrusted: set[BlockHash] | None = set()  # distrusted until the writer has dropped them; None: all are
+        self._distrusted_until = 0
         self._misses: dict[str, int] = dict.fromkeys(MISSES, 0)
         self._loaded_blocks = 0
         self._is_closed = False
@@ -69,13 +69,13 @@ class DiskStore:
         self._writer.source = source
 
     def contains(self, name: BlockHash) -> bool:
-        return not self._is_barred(name) and self._catalog.contains(name)
+        return not self._is_distrusted(name) and self._catalog.contains(name)
 
     def expected_seconds(self, num_blocks: int) -> float:
         now, loader = self._clock(), self._loader
         if self._is_closed or loader.health.reason or len(self._loads) >= MAX_LOADS or loader.is_overdue(now):
             return float("inf")
-        return self._estimate.expected(num_blocks + self._num_asked - loader.num_read, now)
+        return self._estimate.expected(num_blocks + self._num_requested - loader.num_read, now)
 
     def load(self, keys: Sequence[BlockKey]) -> int:
         now = self._clock()
@@ -83,15 +83,15 @@ class DiskStore:
             self._misses["slow"] += 1
             keys = ()
         self._num_loads += 1
-        self._num_asked += len(keys)
-        waiting = self._num_asked - self._loader.num_read
+        self._num_requested += len(keys)
+        waiting = self._num_requested - self._loader.num_read
         load = self._loads[self._num_loads] = Load(self._num_loads, keys, now, waiting, len(keys))
         if self._is_closed:
             self._end_load(load)
         else:
             self._cut(load)
             self._estimate.asked(now)
-            self._loader.ask(load)
+            self._loader.submit(load)
         return load.load_id
 
     def cancel(self, load_id: int, *, is_late: bool) -> None:
@@ -101,7 +101,7 @@ class DiskStore:
         if load is not None and is_late:
             now = self._clock()
             self._misses["slow"] += 1
-            self._estimate.too_slow(max(1, load.num_waiting), now - load.asked_at, now)
+            self._estimate.too_slow(max(1, load.num_waiting), now - load.requested_at, now)
 
     def poll(self) -> list[Loaded]:
         self._loader.has_done.clear()
@@ -142,14 +142,14 @@ class DiskStore:
         self._writer.keep(frozenset(names))
 
     def distrust(self, names: Sequence[BlockHash]) -> None:
-        if self._barred_until <= self._writer.num_settled:
-            self._barred = set()
-        if self._barred is not None:
-            self._barred.update(names)
+        if self._distrusted_until <= self._writer.num_settled:
+            self._distrusted = set()
+        if self._distrusted is not None:
+            self._distrusted.update(names)
         self._forget(names)
 
     def clear(self) -> None:
-        self._barred = None
+        self._distrusted = None
         self._forget(None)
 
     def stats(self) -> StoreStats:
@@ -213,23 +213,23 @@ class DiskStore:
         self._loader.hand_over(Piece(load, None, 0, True, None, 0.0, 0.0))
 
     def _forget(self, names: Sequence[BlockHash] | None) -> None:
-        self._barred_until = self._writer.forget(names)
+        self._distrusted_until = self._writer.forget(names)
         for load in self._loads.values():
             self._cut(load)
 
     def _cut(self, load: Load) -> None:
         """Cut a load before its first block that must not be loaded."""
         keys = load.keys[load.num_given : load.num_wanted]
-        for place, key in enumerate(keys if self._barred_until > self._writer.num_settled else ()):
-            if self._is_barred(key.name):
+        for place, key in enumerate(keys if self._distrusted_until > self._writer.num_settled else ()):
+            if self._is_distrusted(key.name):
                 load.num_wanted = load.num_given + place
                 load.is_cancelled = not place
                 return
 
-    def _is_barred(self, name: BlockHash) -> bool:
-        if self._barred_until <= self._writer.num_settled:
+    def _is_distrusted(self, name: BlockHash) -> bool:
+        if self._distrusted_until <= self._writer.num_settled:
             return False
-        return self._barred is None or name in self._barred
+        return self._distrusted is None or name in self._distrusted
 
 
 def _end(writer: Writer, loader: Loader, catalog: Catalog, threads: Sequence[threading.Thread]) -> None:

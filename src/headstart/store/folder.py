@@ -59,7 +59,7 @@ class Folder:
                 self._mtime, self._changed_at = mtime, now
         for segment in list(self.known.values()):
             if not segment.is_sealed:
-                self._take_in_more(segment)
+                self._read_more(segment)
         self.measure()
 
     def list(self) -> dict[str, FileEntry]:
@@ -75,7 +75,7 @@ class Folder:
             if name in self.others:
                 self.others[name] = entry
             elif name not in self.known:
-                self._take_in(entry)
+                self._add_file(entry)
             elif self.known[name].is_full():
                 self.known[name].num_bytes = entry.num_bytes
         self.measure()
@@ -123,7 +123,7 @@ class Folder:
         of_ours = sum(segment.num_bytes for segment in self.known.values())
         self.num_bytes = of_ours + sum(entry.num_bytes for entry in self.others.values())
 
-    def _take_in(self, entry: FileEntry) -> None:
+    def _add_file(self, entry: FileEntry) -> None:
         path, own_id = self.path / entry.name, segment_id(entry.name)
         assert own_id is not None, entry.name
         try:
@@ -148,7 +148,7 @@ class Folder:
             self.skipped["entry"] += num_bad
             self.skipped["cut"] += is_cut
 
-    def _take_in_more(self, segment: Segment) -> None:
+    def _read_more(self, segment: Segment) -> None:
         try:
             names, num_bad = segments.read_names(self._files, segment)
         except FileNotFoundError:

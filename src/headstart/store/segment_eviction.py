@@ -49,7 +49,7 @@ class Eviction:
         return self.max_bytes - num_bytes
 
     def make_room(self, needed: int, own: str, kept: Container[BlockHash]) -> int:
-        """Delete until `needed` bytes are free, but not `own`, the file being written. Return how many blocks were dropped.
+        """Delete until `needed` bytes are free, except `own`, the file being written. Return how many blocks are lost.
 
         Raises OSError: ENOSPC if the rest is pinned or being written, EAGAIN if another process evicts for too long.
         """
@@ -75,9 +75,9 @@ class Eviction:
             for name in victims:
                 if self.room() >= needed:
                     return given_up
-                if self._may_go(name, kept, is_last_resort):
+                if self._may_delete(name, kept, is_last_resort):
                     given_up += self._folder.unlink(name)
-        if self.room() < needed and own and self._may_go(own, kept, is_last_resort=True):
+        if self.room() < needed and own and self._may_delete(own, kept, is_last_resort=True):
             given_up += self._folder.unlink(own)
         if self.room() < needed:
             raise OSError(errno.ENOSPC, f"the store has no space for {needed} bytes beside the pinned blocks")
@@ -93,7 +93,7 @@ class Eviction:
                     self._files.touch(self._folder.path / name)
         return sorted(mtimes, key=lambda name: (mtimes[name], name))
 
-    def _may_go(self, name: str, kept: Container[BlockHash], is_last_resort: bool) -> bool:
+    def _may_delete(self, name: str, kept: Container[BlockHash], is_last_resort: bool) -> bool:
         """Return whether its deletion loses no pinned block; move valuable blocks first, except as a last resort."""
         segment = self._folder.known.get(name)
         if segment is None:

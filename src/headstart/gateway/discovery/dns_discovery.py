@@ -34,7 +34,7 @@ class DnsDiscovery:
         self._name, self._port = name, port
         self._log = log or Log()
         self._ask_seconds = ask_seconds
-        self._resolve = resolve or _ask_the_system
+        self._resolve = resolve or _system_resolve
 
     def describe(self) -> str:
         return f"dns:{self._name}:{self._port}"
@@ -76,7 +76,7 @@ class DnsDiscovery:
         return tuple(sorted(kept, key=lambda address: address.url)), reason
 
 
-async def _ask_the_system(name: str, port: int) -> Sequence[Any]:
+async def _system_resolve(name: str, port: int) -> Sequence[Any]:
     return await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
 
 

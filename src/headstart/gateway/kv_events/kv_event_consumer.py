@@ -58,7 +58,7 @@ class KVEventConsumer:
         self._feed = EventSequencer(replays=address.replay is not None)
         self._replay: Replay | None = None
         self._own = dict.fromkeys(("heard", "connections", "replays", "suspensions", "failures"), 0)
-        self._stirred_at: float | None = None  # the last live batch or connection, if no replay was requested since
+        self._active_at: float | None = None  # the last live batch or connection, if no replay was requested since
         self._was_blind = False
 
     @property
@@ -70,7 +70,7 @@ class KVEventConsumer:
     def contents(self, contents: KVEventIndex) -> None:
         self._intake.swap(contents)
         self._feed.reset()
-        self._stirred_at = time.monotonic()
+        self._active_at = time.monotonic()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -164,10 +164,10 @@ class KVEventConsumer:
                     poller.register(sock, zmq.POLLIN)
                 await poller.poll(round(POLL_SECONDS * 1000))
                 await self._connections(monitor)
-                await self._hear(sub)
+                await self._receive_live(sub)
                 if self._replay is not None:
-                    await self._hear_replay(self._replay)
-                await self._look_after()
+                    await self._receive_replay(self._replay)
+                await self._check()
                 if self.is_connected:
                     connected_at = time.monotonic()
         finally:
@@ -183,21 +183,21 @@ class KVEventConsumer:
             self.is_connected = True
             self._own["connections"] += 1
             if self._replay is not None:
-                self._ask(self._replay)
-                self._stirred_at = time.monotonic()  # batches published before the subscription arrives are not sent
+                self._request_replay(self._replay)
+                self._active_at = time.monotonic()  # batches published before the subscription arrives are not sent
             elif self._own["connections"] > 1:
                 await self._take(self._feed.reset())
 
-    async def _hear(self, sub: zmq.asyncio.Socket) -> None:
+    async def _receive_live(self, sub: zmq.asyncio.Socket) -> None:
         for _ in range(MAX_ROUND):
             frames = await receive(sub)
             if frames is None:
                 return
             self._own["heard"] += 1
-            self._stirred_at = time.monotonic()
+            self._active_at = time.monotonic()
             await self._offer(frames, replayed=False)
 
-    async def _hear_replay(self, replay: Replay) -> None:
+    async def _receive_replay(self, replay: Replay) -> None:
         for _ in range(MAX_ROUND):
             frames = await receive(replay.socket)
             if frames is None:
@@ -206,7 +206,7 @@ class KVEventConsumer:
             if 1 < len(frames) <= MAX_FRAMES and frames[-2] == END_OF_REPLAY:
                 await self._replay_ended(replay)
             else:
-                replay.brought_something = replay.is_of_use = True
+                replay.has_batches = replay.keeps_batches = True
                 await self._offer(frames, replayed=True)
 
     async def _offer(self, frames: list[bytes], *, replayed: bool) -> None:
@@ -222,7 +222,7 @@ class KVEventConsumer:
 
     # ------------------------------------------------------------------------------------------------ what is missing
 
-    async def _look_after(self) -> None:
+    async def _check(self) -> None:
         """Request missing batches, give up those that do not arrive, and log when no usable event does."""
         now, replay = time.monotonic(), self._replay
         if replay is None:
@@ -231,19 +231,19 @@ class KVEventConsumer:
             if now - replay.heard_at > REPLAY_SECONDS:
                 await self._replay_ended(replay, in_time=False)
         else:
-            is_quiet = self._stirred_at is not None and now - self._stirred_at > QUIET_SECONDS
+            is_quiet = self._active_at is not None and now - self._active_at > QUIET_SECONDS
             if is_quiet or self.is_missing or now - replay.heard_at > CHECK_SECONDS:
-                self._ask(replay)
+                self._request_replay(replay)
         if self.is_blind and not self._was_blind:
             cause = likely_cause(self.counts, self.address, self.is_connected, self.contents.block_size)
             self._say(f"{self.contents.silence} requests ended and no usable event arrived: {cause}")
         self._was_blind = self.is_blind
 
-    def _ask(self, replay: Replay) -> None:
+    def _request_replay(self, replay: Replay) -> None:
         """Request all batches from the last applied one on: that one shows whether the publisher is the same."""
         self._own["replays"] += 1
-        self._stirred_at = None
-        replay.ask(max(self._feed.position - 1, 0), (self._feed.num_restarts, self._feed.position))
+        self._active_at = None
+        replay.request(max(self._feed.position - 1, 0), (self._feed.num_restarts, self._feed.position))
 
     async def _replay_ended(self, replay: Replay, *, in_time: bool = True) -> None:
         """Give up batches that the replay did not bring.
@@ -251,11 +251,11 @@ class KVEventConsumer:
         If it brought some, request another one: publishers cut long replays.
         """
         restarts, position = replay.end(in_time)
-        if in_time and position and not replay.brought_something and replay.is_of_use:
+        if in_time and position and not replay.has_batches and replay.keeps_batches:
             await self._take(self._feed.restarted())  # not even the requested batch, which was applied last
         is_another = restarts != self._feed.num_restarts
         if is_another or (position != self._feed.position and (self.is_missing or not in_time)):
-            self._ask(replay)
+            self._request_replay(replay)
         else:
             await self._give_up()
 

@@ -51,8 +51,8 @@ class EventIntake:
     @property
     def counts(self) -> Mapping[str, int]:
         """Counters of batches and events: they only grow."""
-        told = {key: value + self._past[key] for key, value in self.contents.counts.items()}
-        return {"batches": self._num_batches, "voids": self._num_voids, **self._decoder.counts, **told}
+        of_index = {key: value + self._past[key] for key, value in self.contents.counts.items()}
+        return {"batches": self._num_batches, "voids": self._num_voids, **self._decoder.counts, **of_index}
 
     def swap(self, contents: KVEventIndex) -> None:
         """Continue with another index; a batch in progress is abandoned, since it belongs to the previous one."""

@@ -20,18 +20,18 @@ class Replay:
     def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
         self.heard_at = 0.0  # or requested; seconds, time.monotonic()
         self.is_under_way = False
-        self.brought_something = False  # in the replay requested last
-        self.is_of_use = False  # a replay ever brought batches: the publisher keeps them
+        self.has_batches = False  # in the replay requested last
+        self.keeps_batches = False  # a replay ever brought batches: the publisher keeps them
         self._context, self._endpoint = context, endpoint
         self._mark = (0, 0)
         self.socket = self._open()
 
-    def ask(self, start: int, mark: tuple[int, int]) -> None:
+    def request(self, start: int, mark: tuple[int, int]) -> None:
         """Request the batches from `start` on; `mark` is the consumer's position."""
         if self.is_under_way:
             self._renew()
         self.is_under_way, self.heard_at, self._mark = True, time.monotonic(), mark
-        self.brought_something = False
+        self.has_batches = False
         self.socket.send_multipart((b"", start.to_bytes(8, "big")), zmq.NOBLOCK)
 
     def end(self, in_time: bool) -> tuple[int, int]:

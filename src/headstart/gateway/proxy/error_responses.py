@@ -24,22 +24,22 @@ def as_event(answer: Answer) -> bytes:
     return b"event: error\ndata: " + answer.body.replace(b"\n", b" ") + b"\n\n"
 
 
-def explained(pick: RoutingDecision) -> bytes:
+def decision_header(decision: RoutingDecision) -> bytes:
     """Return the reasons of a routing decision as the value of a header."""
-    told = pick.explain()
-    told["candidates"] = told["candidates"][:MAX_EXPLAINED]
-    told["excluded"] = dict(list(told["excluded"].items())[:MAX_EXPLAINED])
-    return json.dumps(told, separators=(",", ":")).encode()
+    explanation = decision.explain()
+    explanation["candidates"] = explanation["candidates"][:MAX_EXPLAINED]
+    explanation["excluded"] = dict(list(explanation["excluded"].items())[:MAX_EXPLAINED])
+    return json.dumps(explanation, separators=(",", ":")).encode()
 
 
-def lost() -> HttpError:
+def replica_lost() -> HttpError:
     """Return the error that ends a stream whose replica was lost."""
     return HttpError(
         502, "the replica was lost in the middle of this answer; send the request again", code="replica_lost"
     )
 
 
-def spent(request_id: str, num_losses: int) -> HttpError:
+def too_many_losses(request_id: str, num_losses: int) -> HttpError:
     """Return the error of a request during which too many replicas were lost."""
     return HttpError(
         502,
@@ -49,7 +49,7 @@ def spent(request_id: str, num_losses: int) -> HttpError:
     )
 
 
-def unanswered(error: AttemptError, num_attempts: int) -> HttpError:
+def no_answer(error: AttemptError, num_attempts: int) -> HttpError:
     """Return the error for a request that no replica answered."""
     if error.failure is Failure.GARBLED:
         message = "the replica's answer could not be read as one of this API; its operator finds more in the metrics"

@@ -19,14 +19,14 @@ class ProxiedCall:
     request_id: str
     explains: bool = False
     shows_replica: bool = False  # the client is an administrator
-    hold: ByteReservation | None = None  # of memory; None: not counted
+    reservation: ByteReservation | None = None  # of memory; None: not counted
     num_rest_bytes: int = 0  # of an incomplete event
     is_trimmed: bool = False  # its prompt is too long to be kept for the explainer
     tried: list[str] = field(default_factory=list[str])  # replicas that must not be tried again
     num_attempts: int = 0
     num_losses: int = 0  # attempts in which a replica was lost, perhaps because of this request
     was_late: bool = False  # it was given up at a replica that was judged silent by lateness alone
-    pick: RoutingDecision | None = None  # the last routing decision
+    decision: RoutingDecision | None = None  # the last routing decision
     route: bytes = b""  # the reasons of that decision
     is_pending: bool = False  # without a first token, as far as known
     started: bool = False  # the client has received a status line
@@ -41,19 +41,19 @@ class ProxiedCall:
         """Free the text and tokens of a large request's prompt once its block hashes are computed."""
         if not self.is_trimmed and len(self.reading.body) >= LARGE_BYTES:
             self.is_trimmed = True
-            self.reading.ask.prompt.drop_tokens()
+            self.reading.request.prompt.drop_tokens()
             self.reading.text = None
-            if self.hold is not None:
-                self.hold.set(bytes_of(self.reading) + self.num_rest_bytes)
+            if self.reservation is not None:
+                self.reservation.set(bytes_of(self.reading) + self.num_rest_bytes)
 
     def drop_body(self) -> None:
         """Free the body: it will not be sent to another replica."""
         num_bytes, self.reading.body = len(self.reading.body), b""
-        if self.hold is not None:
-            self.hold.grow(-num_bytes)
+        if self.reservation is not None:
+            self.reservation.grow(-num_bytes)
 
-    def hold_rest(self, num_bytes: int) -> None:
+    def reserve_rest(self, num_bytes: int) -> None:
         """Count the bytes kept of an incomplete event. Raises QueueFullError."""
-        if self.hold is not None:
-            self.hold.grow(num_bytes - self.num_rest_bytes)
+        if self.reservation is not None:
+            self.reservation.grow(num_bytes - self.num_rest_bytes)
             self.num_rest_bytes = num_bytes

@@ -13,12 +13,20 @@ from starlette.types import Receive, Send
 
 from headstart.core.errors import NoReplicaError, QueueFullError
 from headstart.gateway.held_bytes import MAX_HELD_BYTES, HeldBytes
-from headstart.gateway.proxy.error_responses import as_event, explained, id_in, lost, no_replicas, spent, unanswered
+from headstart.gateway.proxy.error_responses import (
+    as_event,
+    decision_header,
+    id_in,
+    no_answer,
+    no_replicas,
+    replica_lost,
+    too_many_losses,
+)
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.replies import EVENTS, check_head, error_in_first, read_answer, session_options
 from headstart.gateway.proxy.retry_budget import RetryBudget
 from headstart.gateway.proxy.silence import Silence, Voice, Wait
-from headstart.gateway.proxy.sse_reader import EventStream, Said, said, said_at_end
+from headstart.gateway.proxy.sse_reader import EventStream, Said, read_usage, read_usage_at_end
 from headstart.gateway.proxy.upstream import (
     Answer,
     AttemptError,
@@ -98,32 +106,32 @@ class Proxy:
         self.budget.num_active += 1
         self.num_pending += 1
         call.is_pending = True
-        me = asyncio.current_task()
-        assert me is not None
-        gone = False
+        task = asyncio.current_task()
+        assert task is not None
+        is_gone = False
 
         async def watch() -> None:
-            nonlocal gone
+            nonlocal is_gone
             while (await receive())["type"] != "http.disconnect":
                 pass
-            gone = True
-            me.cancel()
+            is_gone = True
+            task.cancel()
 
         watcher = asyncio.create_task(watch())
-        patient = WriteTimeout(send, me, WRITE_SECONDS)
+        timed_send = WriteTimeout(send, task, WRITE_SECONDS)
         try:
-            await self._serve(call, patient)
+            await self._serve(call, timed_send)
         except asyncio.CancelledError:
-            if not (gone or patient.is_over):
+            if not (is_gone or timed_send.is_over):
                 raise
-            me.uncancel()
+            task.uncancel()
             call.outcome = call.outcome if call.outcome == "ok" else "gone"
             raise ClientGoneError from None
         finally:
             watcher.cancel()
-            patient.close()
+            timed_send.close()
             self.budget.num_active -= 1
-            self._has_waited(call)
+            self._end_wait(call)
 
     # ------------------------------------------------------------------------------------------------------ attempts
 
@@ -139,7 +147,7 @@ class Proxy:
                     call.failures.append(error.failure)
                     call.num_losses += error.is_loss
                     if call.num_losses >= MAX_LOSSES:
-                        await self._give_up(call, spent(call.request_id, call.num_losses), send)
+                        await self._give_up(call, too_many_losses(call.request_id, call.num_losses), send)
                         return
                     if not self._may_retry(call, error.failure, retrying):
                         await self._give_up(call, error, send)
@@ -149,7 +157,7 @@ class Proxy:
                 except NoReplicaError as error:
                     if not again and any(failure.is_of_connection for failure in call.failures):
                         again = True
-                        _ask_again(call)
+                        _retry_failed_connections(call)
                         continue
                     await self._give_up(call, last or error, send)
                     return
@@ -165,90 +173,94 @@ class Proxy:
     async def _attempt(self, call: ProxiedCall, send: Send) -> None:
         """Send the request to the best replica that was not tried yet. Raises AttemptError and NoReplicaError."""
         router, now = self.router, time.monotonic()
-        pick = router.pick(call.reading.ask, now, tried=frozenset(call.tried), before=call.pick)
-        call.pick = pick
+        decision = router.pick(call.reading.request, now, tried=frozenset(call.tried), before=call.decision)
+        call.decision = decision
         if call.explains:
-            call.route = explained(pick)
+            call.route = decision_header(decision)
         call.trim()
-        router.sent(pick, now)
-        call.tried.append(pick.endpoint.name)
+        router.sent(decision, now)
+        call.tried.append(decision.endpoint.name)
         call.num_attempts += 1
-        voice, wait = self.silence.begin(call, pick, now)
+        voice, wait = self.silence.begin(call, decision, now)
         try:
-            await self._ask(call, pick, (voice, wait), send)
+            await self._send(call, decision, (voice, wait), send)
         except AttemptError as error:
-            self._failed(pick, error.failure)
+            self._failed(decision, error.failure)
             raise
         except asyncio.CancelledError as error:
             if not wait.take_cancel_back():
                 raise
-            await self._broken(call, pick, Failure.HUNG, error, send)
+            await self._broken(call, decision, Failure.HUNG, error, send)
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-            await self._broken(call, pick, Failure.HUNG if wait.is_given_up else failure_of(error), error, send)
+            await self._broken(call, decision, Failure.HUNG if wait.is_given_up else failure_of(error), error, send)
         finally:
             wait.take_cancel_back()
             self.silence.end(voice, wait)
-            if pick.finish is None:  # the client disconnected, or the router stops: not the replica's fault
-                router.failed(pick, time.monotonic(), blame=False)
+            if decision.finish is None:  # the client disconnected, or the router stops: not the replica's fault
+                router.failed(decision, time.monotonic(), blame=False)
 
     async def _broken(
-        self, call: ProxiedCall, pick: RoutingDecision, failure: Failure, error: BaseException, send: Send
+        self, call: ProxiedCall, decision: RoutingDecision, failure: Failure, error: BaseException, send: Send
     ) -> None:
         """Record that no complete answer arrived. Raises AttemptError if the client has received nothing of it."""
-        self._failed(pick, failure)
+        self._failed(decision, failure)
         if not call.committed:
             raise AttemptError(failure, f"{type(error).__name__}") from error
         call.failures.append(failure)
         call.outcome = "lost"
-        await _write(send, error_event(lost()) + DONE, more=False)
+        await _write(send, error_event(replica_lost()) + DONE, more=False)
 
-    def _failed(self, pick: RoutingDecision, failure: Failure) -> None:
-        if pick.finish is not None:
+    def _failed(self, decision: RoutingDecision, failure: Failure) -> None:
+        if decision.finish is not None:
             return  # an error in the first event of a stream has already been counted
-        health = pick.endpoint.health
+        health = decision.endpoint.health
         if failure is Failure.DRAINING:
             health.draining = True
         elif failure is Failure.LOADING:
             health.absent = True
         refused = failure in (Failure.REFUSED, Failure.UNREACHED, Failure.HUNG)
-        self.router.failed(pick, time.monotonic(), refused=refused, blame=failure.is_its_fault)
+        self.router.failed(decision, time.monotonic(), refused=refused, blame=failure.is_its_fault)
 
-    async def _ask(self, call: ProxiedCall, pick: RoutingDecision, watched: tuple[Voice, Wait], send: Send) -> None:
+    async def _send(
+        self, call: ProxiedCall, decision: RoutingDecision, watched: tuple[Voice, Wait], send: Send
+    ) -> None:
         own = {"x-request-id": call.request_id}
         if self._settings.replica_api_key is not None:
             own["authorization"] = f"Bearer {self._settings.replica_api_key}"
         timer = None
-        if not call.reading.stream and pick.flight is not None:  # its head arrives only with the complete answer
-            timer = asyncio.get_running_loop().call_later(pick.flight.expected_ms / 1e3, self._assume, call, pick)
+        if not call.reading.stream and decision.flight is not None:  # its head arrives only with the complete answer
+            timer = asyncio.get_running_loop().call_later(
+                decision.flight.expected_ms / 1e3, self._assume, call, decision
+            )
         try:
             session = self._fresh if Failure.LOST in call.failures else self._session
             async with session.post(
-                pick.endpoint.name + call.path,
+                decision.endpoint.name + call.path,
                 data=call.reading.body,
                 headers=headers_on(call.headers, own, call.sender),
                 timeout=self._timeout,
                 allow_redirects=False,
             ) as response:
                 if check_head(response, call.path):
-                    await self._stream(call, pick, watched, response, send)
+                    await self._relay_stream(call, decision, watched, response, send)
                 else:
-                    await self._whole(call, pick, watched, response, send)
+                    await self._relay_whole(call, decision, watched, response, send)
         finally:
             if timer is not None:
                 timer.cancel()
 
     # -------------------------------------------------------------------------------------------------------- answers
 
-    async def _whole(
+    async def _relay_whole(
         self,
         call: ProxiedCall,
-        pick: RoutingDecision,
+        decision: RoutingDecision,
         watched: tuple[Voice, Wait],
         response: aiohttp.ClientResponse,
         send: Send,
     ) -> None:
         """Handle an answer in one piece, or a refusal."""
-        router, answer = self.router, await read_answer(response, call.path, call.hold and call.hold.grow)
+        router, answer = self.router, await read_answer(response, call.path, call.reservation and call.reservation.grow)
         voice, wait = watched
         voice.settle(wait, time.monotonic(), is_progress=answer.status < 300)
         body = answer.body
@@ -258,25 +270,25 @@ class Proxy:
         if response.status < 300:
             call.answer_id = id_in(body)
             if not answer.is_whole:
-                await self._pass_on(call, pick, answer, response, send)
+                await self._relay_long(call, decision, answer, response, send)
                 return
-            self._answered(call, pick, said(body))
+            self._answered(call, decision, read_usage(body))
         else:
-            router.failed(pick, time.monotonic(), blame=response.status >= 500)
+            router.failed(decision, time.monotonic(), blame=response.status >= 500)
         await self._send_whole(call, answer, send)
 
-    def _answered(self, call: ProxiedCall, pick: RoutingDecision, told: Said) -> None:
+    def _answered(self, call: ProxiedCall, decision: RoutingDecision, reported: Said) -> None:
         """Record a complete answer in one piece."""
         now = time.monotonic()
-        call.output_tokens = told.output_tokens
-        if told.output_tokens != 1:  # otherwise its end is its first token
-            self.router.assume_first_token(pick, now)
-        self.router.finished(pick, now, told.usage if call.reading.is_single else None)
+        call.output_tokens = reported.output_tokens
+        if reported.output_tokens != 1:  # otherwise its end is its first token
+            self.router.assume_first_token(decision, now)
+        self.router.finished(decision, now, reported.usage if call.reading.is_single else None)
         self._first_token(call, now)
         call.outcome = "ok"
 
-    async def _pass_on(
-        self, call: ProxiedCall, pick: RoutingDecision, answer: Answer, response: aiohttp.ClientResponse, send: Send
+    async def _relay_long(
+        self, call: ProxiedCall, decision: RoutingDecision, answer: Answer, response: aiohttp.ClientResponse, send: Send
     ) -> None:
         """Relay an answer that is too long to be kept until its end, as it arrives.
 
@@ -294,21 +306,21 @@ class Proxy:
                 tail = (tail + piece)[-TAIL_BYTES:]
                 piece = await response.content.readany()
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-            self._failed(pick, failure_of(error))
+            self._failed(decision, failure_of(error))
             call.failures.append(failure_of(error))
             call.outcome = "lost"
-            raise lost() from error
-        self._answered(call, pick, said_at_end(tail))
+            raise replica_lost() from error
+        self._answered(call, decision, read_usage_at_end(tail))
         await _write(send, b"", more=False)
 
-    def _assume(self, call: ProxiedCall, pick: RoutingDecision) -> None:
-        self.router.assume_first_token(pick, time.monotonic())
-        self._has_waited(call)
+    def _assume(self, call: ProxiedCall, decision: RoutingDecision) -> None:
+        self.router.assume_first_token(decision, time.monotonic())
+        self._end_wait(call)
 
-    async def _stream(
+    async def _relay_stream(
         self,
         call: ProxiedCall,
-        pick: RoutingDecision,
+        decision: RoutingDecision,
         watched: tuple[Voice, Wait],
         response: aiohttp.ClientResponse,
         send: Send,
@@ -328,15 +340,15 @@ class Proxy:
                 break
             passed = stream.feed(piece)
             if stream.num_rest_bytes or call.num_rest_bytes:
-                call.hold_rest(stream.num_rest_bytes)
+                call.reserve_rest(stream.num_rest_bytes)
             voice.heard_at = now = time.monotonic()
             if not stream.num_comment_bytes:  # the last event was data
                 voice.progress_at = now
             if stream.has_data and not call.committed:
-                self._begin(call, pick, stream, passed)
+                self._begin(call, decision, stream, passed)
                 voice.settle(wait, now)
             if stream.is_done:
-                self._finished(call, pick, stream)  # before it is relayed: clients disconnect after it
+                self._finished(call, decision, stream)  # before it is relayed: clients disconnect after it
             if passed and (call.committed or call.reading.stream):  # a client that requested no stream gets no comments
                 if not call.started:
                     await self._start(call, 200, headers_back(response, EVENTS), send)
@@ -346,17 +358,17 @@ class Proxy:
             raise GarbledError("a stream without an event")
         if not stream.is_done:
             raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
-        self._finished(call, pick, stream)
+        self._finished(call, decision, stream)
         await _write(send, rest, more=False)
 
-    def _begin(self, call: ProxiedCall, pick: RoutingDecision, stream: EventStream, passed: bytes) -> None:
+    def _begin(self, call: ProxiedCall, decision: RoutingDecision, stream: EventStream, passed: bytes) -> None:
         """Handle the first event. Raises AttemptError if it is an error that another replica may not have."""
         now = time.monotonic()
         if not error_in_first(stream.first):
             call.committed = True
             call.drop_body()
             call.answer_id = id_in(passed)
-            self.router.first_token(pick, now)
+            self.router.first_token(decision, now)
             self._first_token(call, now)
             return
         failure, status = refusal_in_event(stream.first)
@@ -364,29 +376,29 @@ class Proxy:
             answer = Answer(status, [(b"content-type", b"application/json")], stream.first)
             raise AttemptError(failure, f"the replica answered with an error, as {status}", answer)
         call.committed = True
-        self.router.failed(pick, now, blame=status >= 500)
+        self.router.failed(decision, now, blame=status >= 500)
 
-    def _finished(self, call: ProxiedCall, pick: RoutingDecision, stream: EventStream) -> None:
+    def _finished(self, call: ProxiedCall, decision: RoutingDecision, stream: EventStream) -> None:
         """Record that the answer is complete; only the first call counts."""
-        if pick.finish is None:
+        if decision.finish is None:
             call.output_tokens, call.outcome = stream.said.output_tokens, "ok"
-            self.router.finished(pick, time.monotonic(), stream.said.usage if call.reading.is_single else None)
+            self.router.finished(decision, time.monotonic(), stream.said.usage if call.reading.is_single else None)
 
     def _first_token(self, call: ProxiedCall, now: float) -> None:
         if call.first_token_at is None:
             call.first_token_at = now
-        self._has_waited(call)
+        self._end_wait(call)
 
-    def _has_waited(self, call: ProxiedCall) -> None:
+    def _end_wait(self, call: ProxiedCall) -> None:
         if call.is_pending:
             call.is_pending = False
             self.num_pending -= 1
 
     async def _start(self, call: ProxiedCall, status: int, headers: "list[tuple[bytes, bytes]]", send: Send) -> None:
-        assert call.pick is not None, "no replica was selected"
+        assert call.decision is not None, "no replica was selected"
         own = list[tuple[bytes, bytes]]()
         if call.shows_replica and status not in (401, 403):  # a refused key gets no addresses, from any server
-            own.append((b"x-headstart-replica", call.pick.endpoint.name.encode("latin-1")))
+            own.append((b"x-headstart-replica", call.decision.endpoint.name.encode("latin-1")))
             if call.route:
                 own.append((b"x-headstart-route", call.route))
         call.started = True
@@ -406,15 +418,15 @@ class Proxy:
             await self._send_whole(call, error.answer, send)
             return
         if isinstance(error, HttpError):
-            told = error
+            failure = error
         else:
-            told = no_replicas(error) if isinstance(error, NoReplicaError) else unanswered(error, call.num_attempts)
+            failure = no_replicas(error) if isinstance(error, NoReplicaError) else no_answer(error, call.num_attempts)
         if not call.started:
-            raise told
-        await _write(send, error_event(told) + DONE, more=False)
+            raise failure
+        await _write(send, error_event(failure) + DONE, more=False)
 
 
-def _ask_again(call: ProxiedCall) -> None:
+def _retry_failed_connections(call: ProxiedCall) -> None:
     """Let a request that tried every replica be sent once more to those whose connection failed, over new connections.
 
     A connection may have been idle for too long, or was accepted too late for a router without CPU time. Replicas that

@@ -61,7 +61,7 @@ class Sender:
 class ReadRequest:
     """A parsed body. Belongs to one call, which drops the parts that it no longer needs."""
 
-    ask: RoutingRequest
+    request: RoutingRequest
     body: bytes  # to be forwarded
     stream: bool = False
     hides_usage: bool = False  # the client's stream must not contain the usage that the router requested
@@ -102,7 +102,7 @@ class RequestReader:
             sent = _with(sent, "cache_salt", salt)
         limits = (values.get(limit) for limit in ("max_completion_tokens", "max_tokens"))
         most = next((limit for limit in limits if limit is not None), usual)
-        ask = RoutingRequest(
+        request = RoutingRequest(
             prompt,
             model=name,
             adapter=served.adapter,
@@ -110,7 +110,7 @@ class RequestReader:
             max_tokens=most if isinstance(most, int) and most > 0 else 0,
             form="chat" if path == "/v1/chat/completions" else "ids" if text is None else "text",
         )
-        return ReadRequest(ask, sent, stream, hides_usage, text, domain, count == 1)
+        return ReadRequest(request, sent, stream, hides_usage, text, domain, count == 1)
 
     def _prompt(
         self, path: str, values: dict[str, Any], tokenizer: Tokenizer | None

@@ -39,7 +39,7 @@ class Wait:
     """One attempt without a part of an answer. `give_up` cancels `task` soon, but not at once."""
 
     call: ProxiedCall
-    pick: RoutingDecision
+    decision: RoutingDecision
     sent_at: float
     num_streams: int  # streams in flight there
     task: "asyncio.Task[Any]"
@@ -77,15 +77,15 @@ class Wait:
     @property
     def work_seconds(self) -> float:
         """The expected duration of its prefill if nothing is cached."""
-        work = Work.of(self.pick.view.prompt_tokens, 0, self.num_streams)
-        return self.pick.endpoint.load.rates.prefill_ms(work) / 1e3
+        work = Work.of(self.decision.view.prompt_tokens, 0, self.num_streams)
+        return self.decision.endpoint.load.rates.prefill_ms(work) / 1e3
 
     @property
     def answer_seconds(self) -> float:
         """The longest time that its answer may take to be generated, if it comes in one piece."""
         if self.call.reading.stream:
             return 0.0
-        tokens = self.pick.view.ask.max_tokens or DEFAULT_TOKENS.get(self.call.path)
+        tokens = self.decision.view.ask.max_tokens or DEFAULT_TOKENS.get(self.call.path)
         return inf if tokens is None else tokens * TOKEN_SECONDS
 
 
@@ -113,14 +113,14 @@ class Silence:
         self._router = router
         self._voices: dict[str, Voice] = {}
 
-    def begin(self, call: ProxiedCall, pick: RoutingDecision, now: float) -> tuple[Voice, Wait]:
+    def begin(self, call: ProxiedCall, decision: RoutingDecision, now: float) -> tuple[Voice, Wait]:
         """Watch an attempt of the running task that was just sent. The caller must call `end`."""
         task = asyncio.current_task()
         assert task is not None
-        wait = Wait(call, pick, now, pick.endpoint.load.num_streams, task, task.cancelling())
-        voice = self._voices.get(pick.endpoint.name)
+        wait = Wait(call, decision, now, decision.endpoint.load.num_streams, task, task.cancelling())
+        voice = self._voices.get(decision.endpoint.name)
         if voice is None:
-            voice = self._voices[pick.endpoint.name] = Voice()
+            voice = self._voices[decision.endpoint.name] = Voice()
         voice.waits[wait] = None
         return voice, wait
 
@@ -132,7 +132,7 @@ class Silence:
         """Forget a removed replica; its attempts may still end."""
         self._voices.pop(name, None)
 
-    def looked(self, member: MonitoredReplica) -> None:
+    def on_probe(self, member: MonitoredReplica) -> None:
         """Judge a replica after a probe, and give up the attempts that wait there in vain."""
         name, now = member.address.url, time.monotonic()
         voice = self._voices.get(name)
@@ -150,7 +150,7 @@ class Silence:
             call = wait.call
             if wait.is_given_up or call.committed:
                 continue
-            found, _ = eligible(self._router.endpoints.values(), call.reading.ask, now, frozenset(call.tried))
+            found, _ = eligible(self._router.endpoints.values(), call.reading.request, now, frozenset(call.tried))
             if found:
                 call.was_late = call.was_late or late
                 wait.give_up()

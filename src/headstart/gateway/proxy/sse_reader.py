@@ -46,18 +46,18 @@ class Said(NamedTuple):
 _DECODER = msgspec.json.Decoder(_Told)
 
 
-def said(document: bytes) -> Said:
+def read_usage(document: bytes) -> Said:
     """Return the usage in a complete answer or in the data of an event; empty for anything else."""
     try:
-        return _said(_DECODER.decode(document))
+        return _checked_usage(_DECODER.decode(document))
     except (msgspec.DecodeError, UnicodeDecodeError):
         return Said()
 
 
-def said_at_end(tail: bytes) -> Said:
+def read_usage_at_end(tail: bytes) -> Said:
     """Return the usage in the tail of a complete answer, from the last usage object on; empty if there is none."""
     found = list(_USAGE.finditer(tail))
-    return said(b"{" + tail[found[-1].start() :]) if found else Said()
+    return read_usage(b"{" + tail[found[-1].start() :]) if found else Said()
 
 
 class EventStream:
@@ -81,7 +81,7 @@ class EventStream:
         if self._rest or not piece.endswith(b"\n\n"):
             piece = self._cut(piece)
         if piece:
-            self._look(piece)
+            self._scan(piece)
             if self.num_comment_bytes > MAX_COMMENT_BYTES:
                 raise GarbledError(f"{MAX_COMMENT_BYTES} bytes of comments without an event")
             if b'"usage"' in piece and _USAGE.search(piece):
@@ -93,7 +93,7 @@ class EventStream:
         rest, self._rest = bytes(self._rest), bytearray()
         self.num_rest_bytes = 0
         if rest:
-            self._look(rest)
+            self._scan(rest)
         return rest
 
     def _cut(self, piece: bytes) -> bytes:
@@ -112,7 +112,7 @@ class EventStream:
             raise GarbledError(f"an event of more than {MAX_EVENT_BYTES} bytes")
         return whole
 
-    def _look(self, piece: bytes) -> None:
+    def _scan(self, piece: bytes) -> None:
         if not (self.has_data and piece.startswith(b"data:")):
             data = _DATA.search(piece)
             if data is None:
@@ -138,12 +138,12 @@ class EventStream:
     def _read(self, event: bytes) -> bool:
         """Return whether the event contains the usage and nothing else."""
         try:
-            told = _DECODER.decode(_data_of(event))
+            decoded = _DECODER.decode(_data_of(event))
         except (msgspec.DecodeError, UnicodeDecodeError):
             return False
-        if told.usage is not None:
-            self.said = _said(told)
-        return told.usage is not None and told.choices == []
+        if decoded.usage is not None:
+            self.said = _checked_usage(decoded)
+        return decoded.usage is not None and decoded.choices == []
 
 
 def _data_of(event: bytes) -> bytes:
@@ -156,8 +156,8 @@ def _last_end(piece: bytes) -> int:
     return max((at + len(end) for end in (b"\n\n", b"\r\n\r\n") if (at := piece.rfind(end)) >= 0), default=0)
 
 
-def _said(told: Any) -> Said:
-    usage = told.usage
+def _checked_usage(decoded: Any) -> Said:
+    usage = decoded.usage
     if usage is None:
         return Said()
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else None

@@ -20,7 +20,7 @@ class WriteTimeout:
         self._send, self._task, self._seconds = send, task, seconds
         self._loop = task.get_loop()
         self._since: float | None = None  # while a message is being sent
-        self._timer = self._loop.call_later(seconds / 4, self._look)
+        self._timer = self._loop.call_later(seconds / 4, self._check)
 
     async def __call__(self, message: Message) -> None:
         self._since = self._loop.time()
@@ -31,9 +31,9 @@ class WriteTimeout:
         """Stop the periodic check."""
         self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._since is not None and self._loop.time() - self._since >= self._seconds:
             self.is_over = True
             self._task.cancel()
         else:
-            self._timer = self._loop.call_later(self._seconds / 4, self._look)
+            self._timer = self._loop.call_later(self._seconds / 4, self._check)

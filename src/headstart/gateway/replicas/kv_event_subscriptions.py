@@ -12,7 +12,7 @@ from headstart.router.routing_request import router_root
 
 TIERS = 4  # further pools in events beside the accelerator's: host memory holds one to three times as much
 SLACK_BLOCKS = 65_536  # a small pool may have a large further tier
-MAX_TOLD_BLOCKS = 2**21  # 600 MB of handles and hashes
+MAX_INDEX_BLOCKS = 2**21  # 600 MB of handles and hashes
 
 
 class KVEventSubscriptions:
@@ -41,19 +41,19 @@ class KVEventSubscriptions:
             kind = member.metrics.kind or "vllm"
 
             def reconfigured(block_size: int) -> KVEventIndex:
-                told = self._told(member, block_size)
+                index = self._make_index(member, block_size)
                 if member.endpoint is not None:
-                    member.endpoint.reconfigured(block_size, told)
-                return told
+                    member.endpoint.reconfigured(block_size, index)
+                return index
 
-            consumer = KVEventConsumer(address, self._told(member, size), kind=kind, reconfigured=reconfigured)
+            consumer = KVEventConsumer(address, self._make_index(member, size), kind=kind, reconfigured=reconfigured)
             self._consumers[address.url] = consumer
             self._tasks[address.url] = asyncio.create_task(consumer.run())
         elif consumer.contents.block_size != size:
-            consumer.contents = self._told(member, size)
+            consumer.contents = self._make_index(member, size)
         return self._guess(member) if consumer.is_suspended else consumer.contents
 
-    def looked_at(self, member: MonitoredReplica) -> None:
+    def on_probe(self, member: MonitoredReplica) -> None:
         """Return to the KV event index once it holds usable events; subscribe if that is possible only now.
 
         While a publisher is suspended, its replica has an approximate index.
@@ -89,17 +89,17 @@ class KVEventSubscriptions:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _told(self, member: MonitoredReplica, block_size: int) -> KVEventIndex:
+    def _make_index(self, member: MonitoredReplica, block_size: int) -> KVEventIndex:
         def root(adapter: str | None, domain: bytes) -> BlockHash:
             return router_root(member.base_model, adapter=adapter, domain=domain)
 
-        return KVEventIndex(block_size, root, self._guess(member), max_blocks=told_capacity(member, block_size))
+        return KVEventIndex(block_size, root, self._guess(member), max_blocks=index_capacity(member, block_size))
 
 
-def told_capacity(member: MonitoredReplica, block_size: int) -> int:
+def index_capacity(member: MonitoredReplica, block_size: int) -> int:
     """Return the bound of a KV event index: the blocks of the reported pool, and as many on each further tier."""
     metrics = member.metrics
     if not metrics.num_blocks:
         return MAX_BLOCKS
     num_tokens = metrics.num_blocks * (metrics.block_size or DEFAULT_BLOCK)
-    return min(TIERS * (num_tokens // block_size) + SLACK_BLOCKS, MAX_TOLD_BLOCKS)
+    return min(TIERS * (num_tokens // block_size) + SLACK_BLOCKS, MAX_INDEX_BLOCKS)

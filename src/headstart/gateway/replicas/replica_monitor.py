@@ -108,7 +108,7 @@ class ReplicaMonitor:
         for url, address in wanted.items():
             if url not in self.members:
                 self.members[url] = member = MonitoredReplica(address)
-                self._tasks[url] = asyncio.create_task(self._keep(member))
+                self._tasks[url] = asyncio.create_task(self._probe_forever(member))
         if not addresses:
             self.seen.set()
         self.on_models()
@@ -156,11 +156,11 @@ class ReplicaMonitor:
 
     # ---------------------------------------------------------------------------------------------------- one replica
 
-    async def _keep(self, member: MonitoredReplica) -> None:
+    async def _probe_forever(self, member: MonitoredReplica) -> None:
         """Probe a replica until cancelled."""
         while True:
             try:
-                await self._look(member)
+                await self._probe(member)
                 self.on_look(member)
             except Exception as error:  # an error at one replica must not stop the probes of the others
                 self._log.failure("replica_look_failed", error, member.address.url)
@@ -168,11 +168,11 @@ class ReplicaMonitor:
                 self.seen.set()
             await asyncio.sleep(self._health_interval)
 
-    async def _look(self, member: MonitoredReplica) -> None:
+    async def _probe(self, member: MonitoredReplica) -> None:
         state = await self._state(member)
         if state == "up":
             if member.state != "up" or member.endpoint is None:
-                await self._look_into(member)
+                await self._read_models(member)
             elif 0 < self._scrape_interval <= time.monotonic() - member.scraped_at:
                 await self._scrape(member)
         endpoint = member.endpoint
@@ -188,7 +188,7 @@ class ReplicaMonitor:
             member.state = state
 
     async def _state(self, member: MonitoredReplica) -> str:
-        asked_at = time.monotonic()
+        probed_at = time.monotonic()
         try:
             status, body = await self._get(member, "/health", MAX_HEALTH)
         except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, ConnectionError):
@@ -196,7 +196,7 @@ class ReplicaMonitor:
             member.num_silences = member.num_unready = 0  # its connections end by themselves
             return "absent"
         except (aiohttp.ClientError, TimeoutError):
-            member.silent_since = member.silent_since if member.num_silences else asked_at
+            member.silent_since = member.silent_since if member.num_silences else probed_at
             member.num_silences += 1
             silent = member.num_silences >= MAX_SILENCES or member.state == "new"
             return "absent" if silent else member.state
@@ -206,7 +206,7 @@ class ReplicaMonitor:
         else:
             state = ""
         if state == "absent":
-            member.unready_since = member.unready_since if member.num_unready else asked_at
+            member.unready_since = member.unready_since if member.num_unready else probed_at
             member.num_unready += 1
         else:
             member.num_unready = 0
@@ -214,7 +214,7 @@ class ReplicaMonitor:
             return state
         return "up" if status < 300 or 400 <= status < 500 else "absent"  # a redirect comes from another program
 
-    async def _look_into(self, member: MonitoredReplica) -> None:
+    async def _read_models(self, member: MonitoredReplica) -> None:
         """Read its models and metrics, and make it a candidate."""
         before, first = member.models, member.endpoint is None
         with suppress(aiohttp.ClientError, TimeoutError, ValueError):

@@ -29,7 +29,7 @@ OVERLAP_SECONDS = 1.0  # both the new and the old replica are listed: the router
 GRACE_SECONDS = 20.0  # beyond the drain: for cut connections and pending store writes
 REAP_SECONDS = 5.0  # until a killed process has ended
 _READY = re.compile(r"(Headstart \S+ serves .*) at (http://\S+:(\d+))/v1$")
-_SAID = "headstart: "  # prefix of a server's messages before it ends, or while it loads
+_MESSAGE_PREFIX = "headstart: "  # prefix of a server's messages before it ends, or while it loads
 _FOR_CLIENTS = ("  keys ", "  try ", "            -d ")  # lines of a replica's banner: clients must use the router
 
 
@@ -93,15 +93,17 @@ class LocalReplicas:
 
     async def watch(self, changed: Changed) -> None:
         """As Discovery.watch. Raises ConfigError with a replica's message if it first ends with exit code 2."""
-        loop, hang_up = asyncio.get_running_loop(), asyncio.Event()
+        loop, sighup = asyncio.get_running_loop(), asyncio.Event()
         with suppress(RuntimeError, ValueError):  # not in the main thread: no SIGHUP is received
-            loop.add_signal_handler(signal.SIGHUP, hang_up.set)
+            loop.add_signal_handler(signal.SIGHUP, sighup.set)
         try:
             with StartupProgress([slot.name for slot in self._slots], self._log) as progress:
                 for slots in (self._slots[:1], self._slots[1:]):  # the first alone: a configuration error occurs once
                     await self._start_together(slots, progress)
-            self._tell(changed)
-            await asyncio.gather(self._roll(hang_up, changed), *(self._keep(slot, changed) for slot in self._slots))
+            self._report(changed)
+            await asyncio.gather(
+                self._roll(sighup, changed), *(self._restart_when_ended(slot, changed) for slot in self._slots)
+            )
         finally:
             with suppress(RuntimeError, ValueError):
                 loop.remove_signal_handler(signal.SIGHUP)
@@ -147,21 +149,21 @@ class LocalReplicas:
         await asyncio.gather(*map(settled, slots))
         for slot in slots:
             if slot.child.exit_code == EXIT_CONFIG:
-                raise ConfigError(slot.child.last_words)
+                raise ConfigError(slot.child.last_message)
 
-    def _tell(self, changed: Changed) -> None:
+    def _report(self, changed: Changed) -> None:
         """Report all replicas that take requests now, if they have changed."""
         found = tuple(child.address for child in self._children if child.address and child.is_listed)
         if found != self._listed:
             self._listed = found
             changed(found)
 
-    async def _keep(self, slot: "_Slot", changed: Changed) -> None:
+    async def _restart_when_ended(self, slot: "_Slot", changed: Changed) -> None:
         """Restart the replica whenever it has ended."""
         while True:
             child = slot.child
             await child.over.wait()
-            self._tell(changed)
+            self._report(changed)
             async with slot.lock:
                 if slot.child is not child:  # it was replaced
                     continue
@@ -170,13 +172,13 @@ class LocalReplicas:
                 await asyncio.sleep(delay)
                 slot.child = self._start(slot)
                 await slot.child.settled.wait()
-            self._tell(changed)
+            self._report(changed)
 
-    async def _roll(self, hang_up: asyncio.Event, changed: Changed) -> None:
+    async def _roll(self, sighup: asyncio.Event, changed: Changed) -> None:
         """On SIGHUP, replace the replicas one by one, until one cannot be replaced."""
         while True:
-            await hang_up.wait()
-            hang_up.clear()
+            await sighup.wait()
+            sighup.clear()
             self._log.line("headstart: SIGHUP: starting all replicas again, one by one")
             for slot in self._slots:
                 if not slot.lock.locked() and not await self._replace(slot, changed):  # locked: it is restarting anyway
@@ -186,20 +188,20 @@ class LocalReplicas:
 
     async def _replace(self, slot: "_Slot", changed: Changed) -> bool:
         async with slot.lock:
-            elder, child = slot.child, self._start(slot)
+            old, child = slot.child, self._start(slot)
             await child.settled.wait()
             if child.address is None:
                 self._log.line(f"headstart: a new {slot.name} {child.ending}; the running replicas continue")
                 return False
             slot.child = child
-            self._tell(changed)
+            self._report(changed)
             await asyncio.sleep(OVERLAP_SECONDS)
-            elder.is_leaving = True
-            self._tell(changed)
-            elder.terminate()
+            old.is_leaving = True
+            self._report(changed)
+            old.terminate()
             with suppress(TimeoutError):
-                await asyncio.wait_for(elder.over.wait(), self._end_seconds)
-            elder.kill()
+                await asyncio.wait_for(old.over.wait(), self._end_seconds)
+            old.kill()
             return True
 
 
@@ -229,7 +231,7 @@ class _Child:
         self.settled = asyncio.Event()  # ready, or over
         self.over = asyncio.Event()
         self.is_leaving = False
-        self.last_words = ""
+        self.last_message = ""
         self._name, self._launch, self._loop, self._log = name, launch, loop, log
         self._started_at = time.monotonic()
         self._process = subprocess.Popen(
@@ -260,7 +262,7 @@ class _Child:
     @property
     def ending(self) -> str:
         """A description of its end, as the rest of a sentence."""
-        return f"ended with code {self.exit_code}" + (self.last_words and f" ({self.last_words})")
+        return f"ended with code {self.exit_code}" + (self.last_message and f" ({self.last_message})")
 
     @property
     def seconds(self) -> float:
@@ -286,25 +288,25 @@ class _Child:
         with suppress(BrokenPipeError):  # it has ended already
             stdin.write(self._launch.options + b"\n")
             stdin.flush()
-        said = ""
+        held_line = ""
         for raw in stdout:
-            if said:
-                self._pass_on(said)
-            line, said = raw.decode(errors="replace").rstrip("\n"), ""
-            if line.startswith(_SAID) and self.address is None:
-                said = line  # possibly its last message
+            if held_line:
+                self._relay(held_line)
+            line, held_line = raw.decode(errors="replace").rstrip("\n"), ""
+            if line.startswith(_MESSAGE_PREFIX) and self.address is None:
+                held_line = line  # possibly its last message
             else:
-                self._pass_on(line)
+                self._relay(line)
         code = self._process.wait()
         if code == EXIT_CONFIG:
-            self.last_words = said.removeprefix(_SAID)
-        elif said:
-            self._pass_on(said)
+            self.last_message = held_line.removeprefix(_MESSAGE_PREFIX)
+        elif held_line:
+            self._relay(held_line)
         with suppress(BrokenPipeError):
             stdin.close()
         self._set(self.over, self.settled)
 
-    def _pass_on(self, line: str) -> None:
+    def _relay(self, line: str) -> None:
         ready = _READY.match(line)
         if ready is not None:
             self.address = ReplicaAddress(ready[2], self._launch.events, self._launch.replay)
