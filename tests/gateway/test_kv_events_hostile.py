@@ -170,7 +170,7 @@ def test_many_bad_batches_suspend_the_publisher_for_a_while(capsys: pytest.Captu
             assert not consumer.is_suspended and consumer.counts["failures"] == 0
 
     run(test())
-    assert "its cache is guessed" in capsys.readouterr().err
+    assert "its cache is approximated" in capsys.readouterr().err
 
 
 def test_a_listener_that_fails_is_logged_and_started_again(

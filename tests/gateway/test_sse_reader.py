@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.gateway.proxy import sse_reader as sse
-from headstart.gateway.proxy.sse_reader import EventStream, Said, said
+from headstart.gateway.proxy.sse_reader import EventStream, Said, read_usage
 from headstart.gateway.proxy.upstream import GarbledError
 from headstart.router.routing_request import Usage
 
@@ -100,7 +100,13 @@ def test_an_event_in_many_pieces_is_looked_at_once(pieces: list[bytes]) -> None:
 
 
 def test_engines_that_do_not_tell_cached_tokens_tell_nothing_to_learn_from() -> None:
-    assert said(json.dumps({"usage": USAGE}).encode()) == Said(Usage(10, 7), 4)
-    assert said(b'{"usage": {"prompt_tokens": 3, "completion_tokens": 2}}') == Said(None, 2)
-    assert said(b'{"usage": {"prompt_tokens": 3, "prompt_tokens_details": null}}') == Said(None, None)
-    assert said(b'{"usage": {"prompt_tokens": "many"}}') == said(b"not json") == said(b"[1]") == said(b"\xff") == Said()
+    assert read_usage(json.dumps({"usage": USAGE}).encode()) == Said(Usage(10, 7), 4)
+    assert read_usage(b'{"usage": {"prompt_tokens": 3, "completion_tokens": 2}}') == Said(None, 2)
+    assert read_usage(b'{"usage": {"prompt_tokens": 3, "prompt_tokens_details": null}}') == Said(None, None)
+    assert (
+        read_usage(b'{"usage": {"prompt_tokens": "many"}}')
+        == read_usage(b"not json")
+        == read_usage(b"[1]")
+        == read_usage(b"\xff")
+        == Said()
+    )

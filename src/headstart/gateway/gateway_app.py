@@ -104,7 +104,7 @@ class _Front:
     ) -> None:
         state, record = self._state, record_of(scope)
         state.check_ready()
-        state.proxy.check_room()
+        state.proxy.check_queue()
         path, headers = scope["path"], scope["headers"]
         body = await state.bodies.read(Request(scope, receive, send))
         start = time.perf_counter()

@@ -45,7 +45,7 @@ class GatewayMetrics:
         self._requests = self._counter("router_requests", "Requests by replica and outcome.", "replica", "outcome")
         self._failures = self._counter("router_failures", "Attempts without an answer.", "reason")
         self._retries = Counter("headstart:router_retries", "Attempts after the first one.", registry=self._registry)
-        self._predicted = self._counter("router_predicted_tokens", "Prompt tokens believed to be cached.", "replica")
+        self._predicted = self._counter("router_predicted_tokens", "Prompt tokens predicted to be cached.", "replica")
         self._cached = self._counter("router_cached_tokens", "Prompt tokens cached, as reported.", "replica")
         self._prompt = self._counter("router_prompt_tokens", "Prompt tokens routed, by the router's count.", "replica")
         self.ttft = self._histogram("router_ttft_seconds", "From arrival to the first token.", _TTFT)
@@ -66,7 +66,7 @@ class GatewayMetrics:
             self._failures.add((failure.value,))
         if call.num_attempts > 1:
             self._retries.inc(call.num_attempts - 1)
-        decision = call.decision
+        decision = call.pick
         if decision is None:
             return
         name = decision.endpoint.name
@@ -135,7 +135,7 @@ class _Collector(Collector):
         )
         yield _gauge("streams", "Answers in flight.", "replica", {e.name: e.load.num_streams for e in ends})
         yield _gauge(
-            "shadow_blocks", "Blocks believed to be cached.", "replica", {e.name: _size(e.contents) for e in ends}
+            "shadow_blocks", "Blocks predicted to be cached.", "replica", {e.name: _size(e.contents) for e in ends}
         )
         ejections = {e.name: e.health.num_ejections for e in ends}
         yield _count("ejections", "Times a replica was ejected after failures.", "replica", ejections)

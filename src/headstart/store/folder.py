@@ -32,7 +32,7 @@ class Folder:
 
     def __init__(self, path: Path, shape: Shape, files: Files, index: Index, clock: Callable[[], float]) -> None:
         self.path, self._shape, self._files, self._index, self._clock = path, shape, files, index, clock
-        self.known: dict[str, Segment] = {}  # segments of our shape, by file name
+        self.known: dict[str, Segment] = {}  # segments of this shape, by file name
         self.others: dict[str, FileEntry] = {}  # all other segment files: not readable, but they take space
         self.skipped: Counter[str] = Counter()
         self.num_bytes = 0

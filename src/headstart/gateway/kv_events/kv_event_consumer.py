@@ -30,7 +30,7 @@ from headstart.router.index.kv_event_index import KVEventIndex
 
 POLL_SECONDS = 0.5  # the longest interval between two checks
 QUIET_SECONDS = 1.0  # after the last live batch, before a replay is requested to learn whether it was the last
-CHECK_SECONDS = 15.0  # after which a replay is requested in any case: a lossy link may lose all batches
+CHECK_SECONDS = 15.0  # after which a replay is requested in any case: live batches may all be lost
 REPLAY_SECONDS = 5.0  # without a message of a replay, after which the replay has failed
 RETRY_SECONDS = 5.0  # after a socket could not be created
 RENEW_SECONDS = 10.0  # without a connection, after which a new socket is created
@@ -128,7 +128,7 @@ class KVEventConsumer:
             return RETRY_SECONDS
         except UntrustedPublisherError as error:
             pause = self._trust.suspend(time.monotonic())
-            self._say(f"{error}; its cache is guessed, and events are listened to again in {pause:.0f} s")
+            self._say(f"{error}; its cache is approximated, and its events are read again in {pause:.0f} s")
         except Exception as error:  # an internal error must not end the consumer: the index would never change again
             pause = self._trust.suspend(time.monotonic())
             self._own["failures"] += 1

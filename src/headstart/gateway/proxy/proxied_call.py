@@ -26,7 +26,7 @@ class ProxiedCall:
     num_attempts: int = 0
     num_losses: int = 0  # attempts in which a replica was lost, perhaps because of this request
     was_late: bool = False  # it was given up at a replica that was judged silent by lateness alone
-    decision: RoutingDecision | None = None  # the last routing decision
+    pick: RoutingDecision | None = None  # the last routing decision
     route: bytes = b""  # the reasons of that decision
     is_pending: bool = False  # without a first token, as far as known
     started: bool = False  # the client has received a status line

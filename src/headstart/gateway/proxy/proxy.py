@@ -91,7 +91,7 @@ class Proxy:
         """Close the proxy's own connections."""
         await self._fresh.close()
 
-    def check_room(self) -> None:
+    def check_queue(self) -> None:
         """Raise QueueFullError while too many requests wait for their first token."""
         if self.num_pending >= self._settings.max_pending:
             endpoints = self.router.endpoints.values()
@@ -102,7 +102,7 @@ class Proxy:
 
     async def serve(self, call: ProxiedCall, receive: Receive, send: Send) -> None:
         """Answer one request. Raises HttpError, NoReplicaError and ClientGoneError if nothing was sent yet."""
-        self.check_room()
+        self.check_queue()
         self.budget.num_active += 1
         self.num_pending += 1
         call.is_pending = True
@@ -173,8 +173,8 @@ class Proxy:
     async def _attempt(self, call: ProxiedCall, send: Send) -> None:
         """Send the request to the best replica that was not tried yet. Raises AttemptError and NoReplicaError."""
         router, now = self.router, time.monotonic()
-        decision = router.pick(call.reading.request, now, tried=frozenset(call.tried), before=call.decision)
-        call.decision = decision
+        decision = router.pick(call.reading.request, now, tried=frozenset(call.tried), before=call.pick)
+        call.pick = decision
         if call.explains:
             call.route = decision_header(decision)
         call.trim()
@@ -395,10 +395,10 @@ class Proxy:
             self.num_pending -= 1
 
     async def _start(self, call: ProxiedCall, status: int, headers: "list[tuple[bytes, bytes]]", send: Send) -> None:
-        assert call.decision is not None, "no replica was selected"
+        assert call.pick is not None, "no replica was selected"
         own = list[tuple[bytes, bytes]]()
         if call.shows_replica and status not in (401, 403):  # a refused key gets no addresses, from any server
-            own.append((b"x-headstart-replica", call.decision.endpoint.name.encode("latin-1")))
+            own.append((b"x-headstart-replica", call.pick.endpoint.name.encode("latin-1")))
             if call.route:
                 own.append((b"x-headstart-route", call.route))
         call.started = True
