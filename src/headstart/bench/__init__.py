@@ -1,1 +1,1 @@
-"""Benchmarks by one contract: progress and tables on stderr, one JSON document as the last line of stdout."""
+"""Benchmarks with one output contract: progress and tables on stderr, one JSON document as the last line of stdout."""

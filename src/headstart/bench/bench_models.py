@@ -1,4 +1,4 @@
-"""Finds the model a benchmark asks for; a shape's name means random weights, made on first use and kept in a cache."""
+"""The model of a benchmark. A shape name means random weights, made on first use and cached on disk."""
 
 import os
 import tempfile
@@ -10,13 +10,14 @@ from headstart.model.weights.init_model import init_model
 from headstart.model.weights.shapes import SHAPES
 
 STD = 0.2
-"""Standard deviation of the weights: so large that every token changes what follows, and a wrong block shows."""
+"""Standard deviation of the weights: large enough that every token affects the output, so that a wrong KV block shows.
+"""
 
 
 def find_model(name: str, cache: Path, seed: int = 0, bar: Bar = QUIET) -> str:
-    """What `EngineOptions.model` takes: a folder or hub id as it is, or the folder of a model made from a shape's name.
+    """Return a value for `EngineOptions.model`: a folder or hub id unchanged, or the folder made for a shape name.
 
-    A folder in the way of a shape's name wins. Raises ConfigError if the cache cannot be written.
+    An existing folder takes precedence over a shape of the same name. Raises ConfigError if the cache is not writable.
     """
     if name not in SHAPES or Path(name).is_dir():
         return name
@@ -35,7 +36,7 @@ def find_model(name: str, cache: Path, seed: int = 0, bar: Bar = QUIET) -> str:
 
 
 def _move(made: Path, folder: Path) -> None:
-    """Puts a whole model in place at once; another process that was faster has made the same one."""
+    """Move a complete model into place atomically. A concurrent process may already have made the same one."""
     try:
         os.rename(made, folder)
     except OSError:

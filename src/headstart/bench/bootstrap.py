@@ -1,7 +1,7 @@
-"""Intervals by the bootstrap: of figures of several runs of many requests each, without a law they would have to obey.
+"""Bootstrap confidence intervals for figures of several runs of many requests each; no distribution is assumed.
 
-Efron, 1979. In two steps, as the data came about: runs are drawn with replacement, and of each run its requests; what
-makes whole runs differ (the machine, the draw of arrivals) is in the interval too.
+Efron, 1979. Two-stage resampling: runs are drawn with replacement, then the requests of each drawn run. The interval
+therefore includes the variation between runs (the machine, the draw of arrivals).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,23 +17,23 @@ Figure = Callable[[Sequence[float]], float]
 
 
 class Interval(NamedTuple):
-    """Where a figure lies with `CONFIDENCE`."""
+    """The interval of a figure, with confidence `CONFIDENCE`."""
 
     low: float
     high: float
 
     def overlaps(self, other: "Interval") -> bool:
-        """Whether the two have a point in common."""
+        """Return whether the two intervals have a point in common."""
         return self.low <= other.high and other.low <= self.high
 
 
 def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean. ZeroDivisionError if there are none."""
+    """Return the arithmetic mean. Raises ZeroDivisionError without values."""
     return sum(values) / len(values)
 
 
 def interval(runs: Sequence[Sequence[float]], figure: Figure, rng: Random, draws: int = DRAWS) -> Interval:
-    """The interval of a figure of all values of all runs. ValueError if there are none."""
+    """Return the interval of a figure over all values of all runs. Raises ValueError without values."""
     filled = [run for run in runs if run]
     if not filled:
         raise ValueError("an interval of no values")

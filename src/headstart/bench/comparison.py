@@ -1,6 +1,6 @@
-"""The rows by which engines are compared: what is measured of which scenario. One definition for whoever serves.
+"""The rows by which engines are compared: scenarios and the figures read from them. All engines share one definition.
 
-`measure_row(name, runner, seed)` is one repetition, on prompts that nobody has seen. Figures are in seconds, or per
+`measure_row(name, runner, seed)` is one repetition, on prompts that no server has seen. Figures are in seconds, or per
 second where `Row.is_rate`.
 """
 
@@ -19,13 +19,14 @@ from headstart.workload.scenarios import Scenario
 from headstart.workload.slo import Slo
 from headstart.workload.synthetic import INTENT, Shape
 
-Build = Callable[[int, Random], Scenario]  # (vocabulary size, chance) -> one repetition
+Build = Callable[[int, Random], Scenario]  # (vocabulary size, rng) -> one repetition
 Figure = Callable[[PhaseResult], float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One figure of a row: how it is read off which phases; several of one name give their median."""
+    """One figure of a row: its key, its phase and the function that computes it. Phases of one name give their median.
+    """
 
     key: str
     phase: str
@@ -34,41 +35,41 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is served, and the figures read off it."""
+    """A scenario and the figures read from it."""
 
     build: Build
     parts: tuple[Part, ...]
-    is_rate: bool = False  # tokens per second: more is better. Else seconds: less is better
+    is_rate: bool = False  # tokens per second: more is better; otherwise seconds: less is better
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One repetition of a row. A figure is None if its phase failed or was cut."""
+    """One repetition of a row. A figure is None if its phase failed or was ended early."""
 
     figures: dict[str, float | None]
-    redundancy: dict[str, float | None]  # by the same keys; None: cached tokens are not reported
+    redundancy: dict[str, float | None]  # same keys; None: cached tokens are not reported
     computed: dict[str, int | None]
     ideal: dict[str, int]
     problems: tuple[str, ...]
 
 
 def ttft(result: PhaseResult) -> float | None:
-    """Median seconds to the first token."""
+    """Return the median seconds to the first token."""
     return result.trial.ttft
 
 
 def tpot(result: PhaseResult) -> float | None:
-    """Median seconds per output token after the first."""
+    """Return the median seconds per output token after the first."""
     return result.trial.tpot
 
 
 def seconds(result: PhaseResult) -> float | None:
-    """Seconds from the start to the last token of all."""
+    """Return the seconds from the start to the last token of the phase."""
     return result.trial.seconds
 
 
 def decode_rate(result: PhaseResult) -> float | None:
-    """Output tokens per second while all streams decode."""
+    """Return the output tokens per second while all streams decode."""
     return result.trial.decode_rate
 
 
@@ -101,11 +102,11 @@ ROWS: dict[str, Row] = {
     "shared_prefix": Row(scenarios.shared_prefix, (Part("shared_prefix", "cold", seconds),)),
     "twins": Row(scenarios.twins, (Part("twins", "cold", seconds),)),
 }
-"""All rows but `poisson`, which is a search (`measure_poisson`)."""
+"""All rows except `poisson`, which is a search (`measure_poisson`)."""
 
 
 def measure_row(name: str, runner: Runner, seed: int | str, bar: Bar = QUIET) -> Outcome:
-    """One repetition of one of ROWS; `seed` must be another one for each repetition. Raises KeyError."""
+    """Measure one repetition of one of ROWS. Each repetition needs a different `seed`. Raises KeyError."""
     row = ROWS[name]
     return read_off(row.parts, measure(runner, row.build(runner.vocab_size, Random(f"{seed}/{name}")), bar))
 
@@ -118,9 +119,9 @@ def measure_poisson(
     *,
     shape: Shape = INTENT,
 ) -> tuple[Outcome, float | None]:
-    """(the highest rate whose p90 latency is within `slo_seconds`, seconds that a request takes when it is alone).
+    """Return (highest rate whose p90 latency is within `slo_seconds`, seconds of an unloaded request).
 
-    Without `slo_seconds` four times the runner's own latency alone is allowed. A rate of 0: none held.
+    Without `slo_seconds` the limit is four times the runner's own unloaded latency. A rate of 0 means that none held.
     """
     alone = unloaded_e2e(runner, config.seed, bar, shape=shape)
     if alone is None:
@@ -140,7 +141,7 @@ def measure_poisson(
 def unloaded_e2e(
     runner: Runner, seed: int | str, bar: Bar = QUIET, *, shape: Shape = INTENT, requests: int = 8
 ) -> float | None:
-    """Median seconds that a request takes when it is alone, behind a cached prefix; None: none came through."""
+    """Return the median seconds of an unloaded request behind a cached prefix; None if none succeeded."""
     rng = Random(f"{seed}/unloaded")
     found = measure(runner, scenarios.intent(runner.vocab_size, rng, shape=shape, requests=requests), bar)
     known = [record.e2e for record in found["alone"].trial.records if record.e2e is not None]
@@ -148,7 +149,7 @@ def unloaded_e2e(
 
 
 def read_off(parts: tuple[Part, ...], found: Measured) -> Outcome:
-    """The figures of a measured scenario. Phases of one name count as repetitions of each other."""
+    """Return the figures of a measured scenario. Phases of the same name count as repetitions of each other."""
     figures: dict[str, float | None] = {}
     redundancy: dict[str, float | None] = {}
     computed: dict[str, int | None] = {}

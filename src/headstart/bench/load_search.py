@@ -1,4 +1,4 @@
-"""The highest load a system bears: geometric steps to bracket it, then bisection. Pure: measuring is the caller's."""
+"""Search for the highest sustainable load: geometric steps bracket it, then bisection. Pure: the caller measures."""
 
 from collections.abc import Callable
 from math import sqrt
@@ -7,7 +7,7 @@ from math import sqrt
 def highest_rate(
     holds: Callable[[float], bool], start: float, *, factor: float = 1.6, precision: float = 1.1, max_points: int = 14
 ) -> float:
-    """The highest rate measured at which `holds(rate)` is true; 0 if none was found.
+    """Return the highest measured rate at which `holds(rate)` is true; 0 if there is none.
 
     Steps from `start` by `factor` until one rate holds and a higher one does not, then halves the gap (geometrically)
     until the two are within `precision` of each other. Measures at most `max_points` rates, each of them once.

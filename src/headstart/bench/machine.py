@@ -1,4 +1,4 @@
-"""What every benchmark states about where it ran, and the guard against neighbours that burn the same cores.
+"""The machine and versions that every benchmark reports, and the check for other processes on the same cores.
 
 Reads /proc and package metadata only: nothing here imports torch.
 """
@@ -17,14 +17,14 @@ from headstart import __version__
 PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "aiohttp")
 T = TypeVar("T")
 CONTENDED_ABOVE = 0.10
-"""Cores that other processes may burn, on average, before a repetition counts as contended."""
+"""Average number of cores that other processes may use before a repetition counts as contended."""
 _FUTILE = 3
 _RESOLUTION = 0.04
-"""CPU seconds that the kernel's 10 ms ticks may invent; so intervals below half a second are hardly judged."""
+"""CPU seconds that the kernel's 10 ms ticks may add in error; intervals below half a second are barely judged."""
 
 
 def describe_machine() -> dict[str, Any]:
-    """CPU, cores, memory and threading environment of this process."""
+    """Return the CPU, cores, memory and threading environment of this process."""
     return {
         "cpu": _cpu_name(),
         "arch": platform.machine(),
@@ -36,13 +36,13 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str | None]:
-    """Installed versions of what matters to a figure; None: not installed."""
+    """Return the installed versions of packages that affect figures; None: not installed."""
     own = {"python": platform.python_version(), "headstart": __version__}
     return own | {name: _version(name) for name in PACKAGES}
 
 
 class ContentionMeter:
-    """Cores burnt by other processes since `start()`. Linux only: elsewhere `stop()` says None."""
+    """A meter of the cores used by other processes since `start()`. Linux only: elsewhere `stop()` returns None."""
 
     def __init__(self) -> None:
         self._before: tuple[float, float, float] | None = None
@@ -51,9 +51,9 @@ class ContentionMeter:
         self._before = _cpu_seconds()
 
     def stop(self, also_ours: float = 0.0) -> float | None:
-        """CPU seconds of others per second of wall time, >= 0; None where it cannot be known.
+        """Return CPU seconds of other processes per second of wall time, >= 0; None where it cannot be measured.
 
-        `also_ours`: CPU seconds meanwhile of processes that belong to the measurement and are not over yet.
+        `also_ours`: CPU seconds in the interval of running processes that belong to the measurement.
         """
         before, after = self._before, _cpu_seconds()
         if before is None or after is None:
@@ -65,18 +65,18 @@ class ContentionMeter:
 
 @dataclass(slots=True)
 class ContentionLog:
-    """The contention of every repetition that was kept, and how many were thrown away."""
+    """The contention of every kept repetition, and the number of discarded ones."""
 
     kept: list[float | None]
     repeated: int = 0
-    futile: int = 0  # repetitions in a row that were contended again
+    futile: int = 0  # consecutive repetitions that were contended again
 
     @classmethod
     def new(cls) -> "ContentionLog":
         return cls(kept=[])
 
     def as_dict(self) -> dict[str, Any]:
-        """The keys of the JSON document."""
+        """Return the keys of the JSON document."""
         known = [share for share in self.kept if share is not None]
         return {
             "other_cores_max": round(max(known), 3) if known else None,
@@ -87,10 +87,10 @@ class ContentionLog:
 
 
 def uncontended(measure: Callable[[], T], log: ContentionLog, *, retries: int = 1) -> T:
-    """What `measure` gives; measures again, at most `retries` times, if others used the machine meanwhile.
+    """Return the result of `measure`; measure again, at most `retries` times, if other processes used the machine.
 
-    The least contended result is kept and noted in `log`: a busy machine yields a flagged figure, never none. After
-    three futile repetitions in a row nothing is repeated any more: that machine will not be quiet.
+    The least contended result is kept and recorded in `log`: a busy machine yields a flagged figure, not a missing one.
+    After three consecutive contended repeats there are no further repeats: such a machine does not become quiet.
     """
     if log.futile >= _FUTILE:
         retries = 0
@@ -110,7 +110,7 @@ def uncontended(measure: Callable[[], T], log: ContentionLog, *, retries: int = 
 
 
 def _measured(measure: Callable[[], T]) -> tuple[T, float | None]:
-    """(result, cores that others burnt meanwhile)"""
+    """Return (result, cores that other processes used in the meantime)."""
     meter = ContentionMeter()
     meter.start()
     result = measure()
@@ -118,7 +118,7 @@ def _measured(measure: Callable[[], T]) -> tuple[T, float | None]:
 
 
 def _cpu_seconds() -> tuple[float, float, float] | None:
-    """(wall clock, CPU time of the whole machine, CPU time of this process and its children), in seconds."""
+    """Return (wall clock, CPU time of the machine, CPU time of this process and its children), in seconds."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     except OSError:

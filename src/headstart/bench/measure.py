@@ -1,8 +1,9 @@
-"""Measures a scenario on a runner: each phase in turn, and what of its prompts was computed more than once.
+"""Measurement of a scenario on a runner: each phase in turn, and its prefill redundancy.
 
-Prefill redundancy is counted by the client: (tokens it sent - cached tokens reported) / what a perfect, infinite cache
-would have computed of the same prompts after all that came before them. It takes nobody's word but the usage of each
-request, so it can be told of any stack; where a stack does not report cached tokens it is not known, never 1.
+The client computes prefill redundancy: (tokens it sent - cached tokens reported) / tokens that a perfect, infinite
+cache would have computed of the same prompts after all earlier ones. The only input from the server is the usage of
+each request, so the figure exists for any stack. Where a stack does not report cached tokens, the figure is None,
+never 1.
 """
 
 from collections.abc import Callable
@@ -20,26 +21,28 @@ GiveUp = Callable[[RequestRecord], bool]
 
 @dataclass(frozen=True, slots=True)
 class PhaseResult:
-    """What became of one phase."""
+    """The result of one phase."""
 
     phase: Phase
     trial: Trial
-    ideal: int  # prompt tokens that a perfect, infinite cache computes here
+    ideal: int  # prompt tokens that a perfect, infinite cache computes in this phase
 
     @property
     def computed(self) -> int | None:
-        """Prompt tokens computed, as its client sees it; None: not reported, or not all of it was served."""
+        """Return the prompt tokens computed, from the client's view; None if not reported or not all requests
+        succeeded.
+        """
         whole = not self.trial.is_cut and all(record.ok for record in self.trial.records)
         return self.trial.computed_tokens if whole else None
 
     @property
     def redundancy(self) -> float | None:
-        """Prompt tokens computed / the least there is to compute; None where `computed` is."""
+        """Return the computed prompt tokens / the least number possible; None where `computed` is None."""
         return None if self.computed is None or not self.ideal else self.computed / self.ideal
 
     @property
     def problems(self) -> list[str]:
-        """Why the figures of this phase are worth nothing; nothing if they are good."""
+        """Return the reasons why the figures of this phase are invalid; empty if they are valid."""
         errors = self.trial.errors
         found = [f"{self.phase.name}: {problem}" for problem in self.trial.problems]
         if errors and not self.trial.is_cut:
@@ -47,23 +50,23 @@ class PhaseResult:
             found.append(f"{head}, the first with: {errors[0]}")
         if self.computed is not None and self.computed < self.ideal:
             found.append(
-                f"{self.phase.name}: {self.computed} prompt tokens computed, but nobody can do with less than "
-                f"{self.ideal}: the prompts were known already (another --seed?), or cached tokens are misreported"
+                f"{self.phase.name}: {self.computed} prompt tokens computed, but at least {self.ideal} are "
+                f"needed: the prompts were known already (another --seed?), or cached tokens are misreported"
             )
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What became of a scenario: `phases` without those that only prepare."""
+    """The result of a scenario. `phases` excludes the phases that only prepare, which are in `prepared`."""
 
     scenario: Scenario
     phases: tuple[PhaseResult, ...]
     prepared: tuple[PhaseResult, ...]
-    was_reset: bool  # the runner had forgotten every prefix before; its prompts are new either way
+    was_reset: bool  # the runner cleared its prefix cache before; prompts are new in both cases
 
     def __getitem__(self, name: str) -> PhaseResult:
-        """The first measured phase of that name. Raises KeyError."""
+        """Return the first measured phase with that name. Raises KeyError."""
         for result in self.phases:
             if result.phase.name == name:
                 return result
@@ -75,9 +78,9 @@ class Measured:
 
 
 def measure(runner: Runner, scenario: Scenario, bar: Bar = QUIET, give_up: GiveUp | None = None) -> Measured:
-    """Serves all phases, one after the other; `give_up` may end the measured ones early.
+    """Serve all phases in turn; `give_up` may end the measured ones early.
 
-    Forgets what is cached first, where the runner can. Goes on after a phase that failed: its problems are told.
+    Clears the prefix cache first, where the runner can. Continues after a failed phase and reports its problems.
     """
     was_reset = runner.reset()
     results: list[PhaseResult] = []
@@ -95,7 +98,7 @@ def measure(runner: Runner, scenario: Scenario, bar: Bar = QUIET, give_up: GiveU
 
 
 def _ideals(scenario: Scenario) -> list[int]:
-    """The least prompt tokens to compute in each phase, given all phases before it."""
+    """Return the least prompt tokens to compute in each phase, given all earlier phases."""
     totals = [0]
     prompts = [job.prompt for job in scenario.phases[0].jobs[:0]]
     for phase in scenario.phases:

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Bar:
-    """A bar with a changing label: drawn by `progress`, else one line per stage in `log`, else nothing."""
+    """A bar with a changing label: drawn by `progress`, or one line per stage in `log`, or no output."""
 
     def __init__(self, progress: Progress | None = None, log: TextIO | None = None) -> None:
         self._progress = progress
@@ -18,7 +18,7 @@ class Bar:
         self._task = progress.add_task("", total=None) if progress else None
 
     def stage(self, label: str, total: int | None = None) -> None:
-        """Starts over: a new label, nothing done yet of `total` (None: not known)."""
+        """Restart with a new label and no progress out of `total` (None: unknown)."""
         if self._progress is not None and self._task is not None:
             self._progress.reset(self._task, total=total, description=label)
         elif self._log is not None:
@@ -34,7 +34,8 @@ QUIET = Bar()
 
 @contextmanager
 def progress_bar() -> Generator[Bar, None, None]:
-    """A bar on stderr that is gone when the block ends; where stderr is no terminal, a line per stage."""
+    """Yield a bar on stderr that is removed at the end of the block; without a terminal, it prints one line per stage.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         yield Bar(log=sys.stderr)

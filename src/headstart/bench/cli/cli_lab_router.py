@@ -1,4 +1,4 @@
-"""`headstart bench lab ...`, the router's part: decisions, policies, predictions, its front, and replicas that fail."""
+"""The router verbs of `headstart bench lab ...`: routing decisions, policies, predictions, proxy cost and failover."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 router_lab = typer.Typer()
 
 
-@router_lab.command(short_help="What a routing decision costs.")
+@router_lab.command(short_help="Cost of a routing decision.")
 def pick(
     seed: Seed = 0,
     unique_prompts: Annotated[
-        int, typer.Option(min=1, help="One-off prompts by which the index must not grow; published: 1000000.")
+        int, typer.Option(min=1, help="One-off prompts, which must not grow the index; published: 1000000.")
     ] = 100_000,
     quick: Quick = False,
 ) -> None:
@@ -39,12 +39,13 @@ def pick(
 def route(
     trace: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="A Mooncake or LMCache agent trace.")],
     replicas: Annotated[int, typer.Option(min=1, help="Replicas behind the router.")] = 8,
-    routers: Annotated[int, typer.Option(min=1, help="Routers that never talk, each with a share of it.")] = 1,
+    routers: Annotated[int, typer.Option(min=1, help="Independent routers, each with a share of the traffic.")] = 1,
     speed: Annotated[float, typer.Option(min=0.01, help="Times the recorded rate; of agents: calls per second.")] = 2.6,
     cache_blocks: Annotated[int, typer.Option(min=2, help="Blocks in each replica's cache.")] = 2930,
-    requests: Annotated[int, typer.Option(min=0, help="The first so many; 0: all.")] = 0,
+    requests: Annotated[int, typer.Option(min=0, help="Use the first N requests; 0: all.")] = 0,
 ) -> None:
-    """Every policy, learning at the pick and at the response, and an index four times too large, on the same trace."""
+    """Every policy, learning at the decision and at the response, and an index four times too large, on the same trace.
+    """
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.experiments.router.policy_traces import RouteConfig, run_route
@@ -55,18 +56,18 @@ def route(
     cli_run.finish(bench, None)
 
 
-@router_lab.command(short_help="Predicted against real cached tokens, on agents' texts.")
+@router_lab.command(short_help="Predicted against actual cached tokens, on agent traces.")
 def predict(
     trace: Annotated[
         list[Path], typer.Option(exists=True, dir_okay=False, help="An LMCache agent trace; may be repeated.")
     ],
     replicas: Annotated[int, typer.Option(min=1, help="Engines behind the router.")] = 4,
     cache_blocks: Annotated[int, typer.Option(min=8, help="Blocks in each engine's pool.")] = 2048,
-    speed: Annotated[float, typer.Option(min=0.01, help="Sessions begin so many times as often as recorded.")] = 20.0,
-    requests: Annotated[int, typer.Option(min=0, help="The first so many of each trace; 0: all.")] = 0,
+    speed: Annotated[float, typer.Option(min=0.01, help="Session starts relative to the recorded rate.")] = 20.0,
+    requests: Annotated[int, typer.Option(min=0, help="Use the first N requests of each trace; 0: all.")] = 0,
     quick: Quick = False,
 ) -> None:
-    """Real engines without a model, by what a router knows of their caches, with and without self-correction."""
+    """Real engines without a model: the router's predicted cached tokens, with and without self-correction."""
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.experiments.router.predict import QUICK, PredictConfig, run_predict
@@ -77,28 +78,28 @@ def predict(
     cli_run.finish(bench, None)
 
 
-@router_lab.command(short_help="What a router adds to the first byte and to each token.")
+@router_lab.command(short_help="Latency a router adds to the first byte and to each token.")
 def proxy(
     peer: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=ENVIRONMENT",
-            help="Measure smg, sglang-router, vllm-router, envoy, too (benchmarks/peers/setup.sh); may be repeated.",
+            help="Also measure smg, sglang-router, vllm-router or envoy (benchmarks/peers/setup.sh); may be repeated.",
         ),
     ] = None,
-    streams: Annotated[int, typer.Option(min=1, help="Open at a time.")] = 200,
-    tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 50,
-    token_ms: Annotated[float, typer.Option(min=1, help="Between tokens.")] = 40.0,
+    streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 200,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 50,
+    token_ms: Annotated[float, typer.Option(min=1, help="Milliseconds between tokens.")] = 40.0,
     steps: Annotated[
-        bool, typer.Option("--steps", help="All answers get their tokens at once, as from steps.")
+        bool, typer.Option("--steps", help="All answers get their tokens at once, as from engine steps.")
     ] = False,
-    replicas: Annotated[int, typer.Option(min=1, help="Fake ones.")] = 1,
-    policy: Annotated[str, typer.Option(help="Of our router.")] = "cost",
-    seconds: Annotated[float, typer.Option(min=0.5, help="Of measuring, per side and run.")] = 15.0,
+    replicas: Annotated[int, typer.Option(min=1, help="Fake replicas.")] = 1,
+    policy: Annotated[str, typer.Option(help="Policy of our router.")] = "cost",
+    seconds: Annotated[float, typer.Option(min=0.5, help="Measured seconds per side and run.")] = 15.0,
     runs: Runs = 5,
     quick: Quick = False,
 ) -> None:
-    """Streams of fake replicas, straight and through our router and peers by turns: milliseconds added, CPU time."""
+    """Streams of fake replicas, directly and through our router and peers in turn: milliseconds added, CPU time."""
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.experiments.router.proxy_cost import QUICK, ProxyConfig, run_proxy
@@ -114,18 +115,18 @@ def proxy(
     cli_run.finish(bench, None)
 
 
-@router_lab.command(short_help="Replicas killed and restarted under load: what clients notice.")
+@router_lab.command(short_help="Replicas killed and restarted under load: requests lost.")
 def failover(
     model: Annotated[
         str, typer.Option(help="Folder, hub id or shape; empty: the bundled model; none: servers without a model.")
     ] = "",
     replicas: Annotated[int, typer.Option(min=2, help="Servers behind the router.")] = 3,
-    kills: Annotated[int, typer.Option(min=1, help="How often one of them is killed; published: 20.")] = 8,
+    kills: Annotated[int, typer.Option(min=1, help="Number of kills; published: 20.")] = 8,
     requests: Annotated[int, typer.Option(min=1, help="During the rolling restart, at least.")] = 2000,
     seed: Seed = 0,
     quick: Quick = False,
 ) -> None:
-    """kill -9 under load and a rolling restart at 70 % of the capacity, without retries: requests lost, and why."""
+    """kill -9 under load and a rolling restart at 70 % of the capacity, without retries: requests lost, by reason."""
 
     def run(setup: "Setup | None", bar: "Bar") -> "Report":
         from headstart.bench.experiments.router.failover import QUICK, FailoverConfig, run_failover
@@ -146,7 +147,7 @@ def failover(
 
 @router_lab.command(short_help="KV events: the router's index against the engine's.")
 def precise(seed: Seed = 0, quick: Quick = False) -> None:
-    """A real engine without a model, its KV events over a lossy relay: both indexes, and what an event costs."""
+    """A real engine without a model, its KV events over a lossy relay: equality of both indexes, cost per event."""
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.experiments.router.precise import QUICK, PreciseConfig, run_precise

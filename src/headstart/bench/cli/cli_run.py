@@ -1,4 +1,4 @@
-"""What every verb of `headstart bench` shares: common options, and how a benchmark is run and ends.
+"""Common options of the verbs of `headstart bench`, and the functions that run a benchmark and exit.
 
 Free of torch until a verb runs: thread settings come first.
 """
@@ -35,9 +35,9 @@ Dtype = Annotated[str, typer.Option(help="auto | bfloat16 | float32. auto: the c
 Threads = Annotated[int, typer.Option(help="Compute threads; 0: as many as the cgroup grants cores.")]
 Seed = Annotated[int, typer.Option(help="Seed of prompts, arrivals and random weights.")]
 Runs = Annotated[int, typer.Option(min=1, help="Repetitions; figures are medians, the spread is in the JSON.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Fewer and smaller repetitions: a look, not a figure.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer and smaller repetitions: a quick check, not a figure.")]
 Plot = Annotated[Path | None, typer.Option(metavar="PNG", help="Also draw the result into this file.")]
-Against = Annotated[str, typer.Option(metavar="URL", help="Measure this OpenAI endpoint instead of an engine in here.")]
+Against = Annotated[str, typer.Option(metavar="URL", help="Measure this OpenAI endpoint instead of a local engine.")]
 Named = Annotated[
     str,
     typer.Option(
@@ -54,18 +54,18 @@ NewSeed = Annotated[
     typer.Option("--seed", help="Seed of prompts and arrivals. Default: 0; with --against a new one, for new prompts."),
 ]
 Quantization = Annotated[str, typer.Option(help="none | int8.")]
-Caching = Annotated[bool, typer.Option("--caching/--no-caching", help="Prefix caching of the engine in here.")]
+Caching = Annotated[bool, typer.Option("--caching/--no-caching", help="Prefix caching of the local engine.")]
 SloTtft = Annotated[float | None, typer.Option(min=0, metavar="MS", help="Limit of the time to the first token.")]
 SloTpot = Annotated[float | None, typer.Option(min=0, metavar="MS", help="Limit of the time per output token.")]
-SloE2e = Annotated[float | None, typer.Option(min=0, metavar="MS", help="Limit of the whole latency.")]
+SloE2e = Annotated[float | None, typer.Option(min=0, metavar="MS", help="Limit of the end-to-end latency.")]
 
 MAX_BLOCKS = 16_384
-"""Of KV for a workload in this process; larger ones share them, as they would in a server."""
+"""KV blocks for a workload in this process; larger workloads share them, as they would in a server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Who is measured: an engine in this process, or the server at `against`; and where the picture goes."""
+    """The target: an engine in this process, or the server at `against`; and the file of the plot."""
 
     model: str
     against: str = ""
@@ -84,7 +84,7 @@ class Where:
         return not self.against
 
     def seed(self) -> int:
-        """The one asked for, else 0, or a new one where prompts must be new to be cold."""
+        """Return the requested seed, else 0, or a new one where prompts must be new to be cold."""
         if self.asked_seed is not None:
             return self.asked_seed
         return 0 if self.is_here else secrets.randbelow(2**31)
@@ -92,7 +92,7 @@ class Where:
 
 @contextmanager
 def refusing() -> Generator[None]:
-    """What goes wrong in here is the user's mistake: one line, and exit code 2."""
+    """Report errors raised in the block as the user's mistake: one line, and exit code 2."""
     try:
         yield
     except HeadstartError as error:
@@ -101,14 +101,14 @@ def refusing() -> Generator[None]:
 
 
 def limits(ttft: float | None, tpot: float | None, e2e: float | None) -> "Slo":
-    """Limits in ms as an Slo."""
+    """Return limits in ms as an Slo."""
     from headstart.workload.slo import Slo
 
     return Slo(*(None if limit is None else limit / 1e3 for limit in (ttft, tpot, e2e)))
 
 
 def run_on_runner(bench: "Callable[[Runner, int, Bar], Report]", where: Where, num_blocks: int) -> None:
-    """Measures whoever is asked for: `bench` gets a runner and the seed. `num_blocks`: KV that an engine here needs."""
+    """Measure the requested target: `bench` gets a runner and the seed. `num_blocks`: KV that a local engine needs."""
     seed = where.seed()
     if where.is_here:
 
@@ -128,7 +128,7 @@ def run_on_runner(bench: "Callable[[Runner, int, Bar], Report]", where: Where, n
         from headstart.bench.runners.streamed_request import Target
 
         target = Target(where.against, where.model, where.api_key, where.timeout)
-        bar.stage(f"asking {where.against}", None)
+        bar.stage(f"connecting to {where.against}", None)
         with closing(EndpointRunner.connect(target, where.vocab_size, Random(f"{seed}/probe"))) as runner:
             return bench(runner, seed, bar)
 
@@ -144,7 +144,7 @@ def run_on_model(
     plot: Path | None,
     quantization: str = "none",
 ) -> None:
-    """Settles threads before torch is imported, finds or makes the model, measures, publishes, exits."""
+    """Set threads before torch is imported, find or make the model, measure, publish, exit."""
 
     def on_model(bar: "Bar") -> "Report":
         count = prepare_threads(threads)
@@ -160,14 +160,15 @@ def run_on_model(
 
 
 def _check(model: str, options: EngineOptions) -> None:
-    """Raise ConfigError for what no engine can be built with, before torch is imported; a shape's name is no folder."""
+    """Raise ConfigError for options no engine can be built with, before torch is imported. A shape name is no folder.
+    """
     from headstart.engine_checks import check_engine
 
     check_engine(options if model in SHAPES and not Path(model).is_dir() else replace(options, model=model))
 
 
 def finish(bench: "Callable[[Bar], Report]", plot: Path | None) -> None:
-    """Runs a benchmark under its progress bar; exit code 1: invalid, 2: cannot run, 130: interrupted."""
+    """Run a benchmark under its progress bar; exit code 1: invalid, 2: cannot run, 130: interrupted."""
     from headstart.bench.progress_bar import progress_bar
     from headstart.bench.report import check_plot, publish
 
@@ -183,6 +184,6 @@ def finish(bench: "Callable[[Bar], Report]", plot: Path | None) -> None:
 
 
 def _cache_folder() -> Path:
-    """Where models made for benchmarks are kept."""
+    """Return the folder of models made for benchmarks."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "headstart" / "bench-models"

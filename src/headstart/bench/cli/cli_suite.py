@@ -1,6 +1,6 @@
-"""The verbs of `headstart bench` that measure an engine here or any server by one definition of each workload.
+"""The verbs of `headstart bench` that measure a local engine or any server by one definition of each workload.
 
-Importing this module must stay cheap and free of torch, like bench_cli.py, which puts the verbs on the command line.
+Importing this module must stay cheap and free of torch, like bench_cli.py, which registers the verbs.
 """
 
 from dataclasses import replace
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
     from headstart.bench.runners.runner import Runner
     from headstart.bench.suite import Plan
 
-SHARED_PREFIX = "Groups of prompts behind a prefix each; any rate."
+SHARED_PREFIX = "Groups of prompts with a shared prefix each; any rate."
 DECODE = "Streams behind one cached prefix, or one each."
 PREFILL = "Time to the first token by length, cold and warm."
 TRACE = "Recorded traffic: Mooncake, agents, Azure."
-FLEET = "Real replicas behind routers, ours and others'."
+FLEET = "Real replicas behind our router and others."
 
-PrefixTokens = Annotated[int, typer.Option(min=0, help="Tokens that are shared.")]
-OwnTokens = Annotated[int, typer.Option(min=1, help="Tokens of each prompt's own.")]
+PrefixTokens = Annotated[int, typer.Option(min=0, help="Shared tokens.")]
+OwnTokens = Annotated[int, typer.Option(min=1, help="Unshared tokens of each prompt.")]
 OutputTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate (ignore_eos).")]
-Concurrency = Annotated[int, typer.Option(min=0, help="Closed loop: requests at a time; 0: when they are due.")]
+Concurrency = Annotated[int, typer.Option(min=0, help="Closed loop: concurrent requests; 0: at their arrival times.")]
 
 
 def run_plan(plan: "Plan", where: Where) -> None:
-    """Measures a plan on whoever is asked for, publishes, exits."""
+    """Measure a plan on the requested target, publish, exit."""
     from random import Random
 
     from headstart.bench.suite import run_suite
@@ -78,7 +78,7 @@ def shared_prefix(
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     slo_e2e: SloE2e = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Of arrivals per rate of a search.")] = 30,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of arrivals per rate of a search.")] = 30,
     runs: Runs = 3,
     seed: NewSeed = None,
     plot: Plot = None,
@@ -92,7 +92,7 @@ def shared_prefix(
 ) -> None:
     """SGLang's generated-shared-prefix: all at once, in a closed loop, or at a Poisson rate.
 
-    Without limits a search allows four times the latency of a request alone.
+    Without limits a search allows four times the latency of an unloaded request.
     """
     from headstart.bench.rate import RateConfig
     from headstart.bench.rate_report import RatePlan, run_rate_search
@@ -165,7 +165,7 @@ def prefill(
     model: Named = "",
     against: Against = "",
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "128,512,1000,2000",
-    cached_share: Annotated[float, typer.Option(min=0, max=1, help="Of a warm prompt: what came before.")] = 0.9,
+    cached_share: Annotated[float, typer.Option(min=0, max=1, help="Cached share of a warm prompt.")] = 0.9,
     requests: Annotated[int, typer.Option(min=1, help="Prompts per length and repetition.")] = 3,
     runs: Runs = 3,
     seed: NewSeed = None,
@@ -196,17 +196,17 @@ def prefill(
 
 
 def trace(
-    trace: Annotated[Path, typer.Option(metavar="PATH", help="Mooncake or agent jsonl, Azure csv; seen from content.")],
+    trace: Annotated[Path, typer.Option(metavar="PATH", help="Mooncake or agent jsonl, Azure csv; detected from content.")],
     model: Named = "",
     against: Against = "",
-    limit: Annotated[int, typer.Option(min=0, help="The first so many requests; 0: all.")] = 100,
+    limit: Annotated[int, typer.Option(min=0, help="Use the first N requests; 0: all.")] = 100,
     skip_above: Annotated[
         int, typer.Option(min=0, help="Leave out longer prompts, in the trace's tokens; 0: none.")
     ] = 0,
-    speed: Annotated[float, typer.Option(min=0.001, help="How many times as fast they come.")] = 1,
+    speed: Annotated[float, typer.Option(min=0.001, help="Arrival rate relative to the recorded one.")] = 1,
     max_prompt_tokens: Annotated[
         int,
-        typer.Option(min=0, help="Shrink all lengths by one factor until the longest prompt has so many; 0: never."),
+        typer.Option(min=0, help="Scale all lengths so that the longest prompt has this many; 0: never."),
     ] = 0,
     concurrency: Concurrency = 0,
     slo_ttft: SloTtft = None,
@@ -223,7 +223,7 @@ def trace(
     vocab_size: VocabSize = 512,
     timeout: Timeout = 300,
 ) -> None:
-    """Replays recorded traffic: its arrivals, its lengths and what its prompts share, with made-up tokens."""
+    """Replay recorded traffic: its arrivals, its lengths and its shared prefixes, with synthetic tokens."""
     from headstart.bench.suite import Plan
     from headstart.bench.suite_plans import open_trace, replay
 
@@ -249,13 +249,13 @@ def fleet(
     model: Model = "llama-3m",
     replicas: Annotated[int, typer.Option(min=1, help="Servers of one thread each.")] = 4,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Of our router; repeat for several.", show_default="all")
+        list[str] | None, typer.Option(help="Policy of our router; may be repeated.", show_default="all")
     ] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=ENVIRONMENT",
-            help="Another router: sglang-router, smg or vllm-router, and the folder it is installed in.",
+            help="Another router: sglang-router, smg or vllm-router, and its installation folder.",
         ),
     ] = None,
     groups: Annotated[int, typer.Option(min=1, help="Groups; each shares a system prompt.")] = 12,
@@ -263,14 +263,14 @@ def fleet(
     output_tokens: OutputTokens = 16,
     high_rate: Annotated[float, typer.Option(min=0, help="Requests/s at high hit; 0: --load.")] = 0,
     low_rate: Annotated[float, typer.Option(min=0, help="Requests/s at low hit; 0: --load.")] = 0,
-    load: Annotated[float, typer.Option(min=0.01, max=2, help="Share of what round robin bears.")] = 0.7,
-    runs: Annotated[int, typer.Option(min=1, help="Repetitions, by turns; published: 3.")] = 1,
+    load: Annotated[float, typer.Option(min=0.01, max=2, help="Share of the capacity under round robin.")] = 0.7,
+    runs: Annotated[int, typer.Option(min=1, help="Repetitions, in turn; published: 3.")] = 1,
     dtype: Dtype = "auto",
     seed: Seed = 0,
     quick: Quick = False,
     plot: Plot = None,
 ) -> None:
-    """Source 004: generated-shared-prefix, system 3000 / question 128 tokens and the reverse, by policies and peers."""
+    """Generated-shared-prefix (gateway-api-inference-extension): system 3000 / question 128 tokens and the reverse."""
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.experiments.router.fleet import FleetConfig

@@ -1,1 +1,1 @@
-"""Experiments: each measures one figure, and states it as one JSON document."""
+"""Experiments: each measures one figure and reports it as one JSON document."""

@@ -1,6 +1,6 @@
-"""EndpointRunner: any OpenAI endpoint as a Runner: an open loop (each request when it is due) or a closed one.
+"""EndpointRunner: any OpenAI endpoint as a Runner, in an open loop (requests at their arrival times) or a closed one.
 
-Latencies count from the moment a request was due. Nothing of the server is reset: prompts have to be new to be cold.
+Latencies count from the arrival time of a request. The server is never reset: prompts must be new to be cold.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from headstart.workload.request_record import RequestRecord
 from headstart.workload.synthetic import random_tokens
 
 PROBE_TOKENS = 300
-"""Two blocks of the largest block size in use (128), so that a repeat of the probe finds something cached."""
+"""Two blocks of the largest block size in use (128), so that a repeated probe has a prefix cache hit."""
 NEEDS = "the suite sends prompts of token ids to /v1/completions, streamed, with ignore_eos"
 
 GiveUp = Callable[[RequestRecord], bool]
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class EndpointRunner:
-    """Sends jobs to a server over HTTP. Made by `connect`, which sees to it that the server can be measured."""
+    """A runner that sends jobs over HTTP. Made by `connect`, which checks that the server can be measured."""
 
     def __init__(self, target: Target, vocab_size: int) -> None:
         self.target = target
@@ -48,16 +48,16 @@ class EndpointRunner:
         self.vocab_size = vocab_size
         self.about: dict[str, Any] = {"against": target.base}
         self.model = target.model
-        self.reports_cached = False  # whether any answer said how many tokens were cached
+        self.reports_cached = False  # whether any response reported cached tokens
         self._loop = asyncio.Runner()
         self._session: aiohttp.ClientSession | None = None
         self._runs = 0
 
     @classmethod
     def connect(cls, target: Target, vocab_size: int, rng: Random) -> "EndpointRunner":
-        """A runner of a server that is there, and that takes what the suite sends.
+        """Return a runner of a reachable server that accepts the requests of the suite.
 
-        Sends a small prompt, twice if the first answer says nothing of cached tokens. Raises ConfigError.
+        Sends a small prompt, twice if the first response does not report cached tokens. Raises ConfigError.
         """
         if urlsplit(target.url).scheme not in ("http", "https"):
             raise ConfigError(f"--against {target.url!r} is not an http:// or https:// URL")
@@ -100,7 +100,8 @@ class EndpointRunner:
     async def _serve(
         self, calls: Sequence[Call], concurrency: int, bar: Bar, give_up: GiveUp | None
     ) -> tuple[list[Reply], bool]:
-        """(replies in the order of the calls; those that had come when it was given up, whether it was)."""
+        """Return (replies in call order, without those not received when the run ended early; whether it ended early).
+        """
         session, start = self._session, time.perf_counter()
         assert session is not None, "connect() first"
         slots = asyncio.Semaphore(concurrency) if concurrency else None
@@ -129,12 +130,12 @@ class EndpointRunner:
             all_served.cancel()
             await asyncio.gather(all_served, stop, return_exceptions=True)
         if not is_cut:
-            all_served.result()  # ours, if it raises: failures of the server are in the records
+            all_served.result()  # raises only our own errors: failures of the server are in the records
         return [replies[index] for index in sorted(replies)], is_cut
 
     async def _open(self, rng: Random) -> None:
-        """Finds the model and asks it once. Raises ConfigError."""
-        # the server may close what idles for longer; a request that meets that moment would look like a failure
+        """Find the model and send it a probe. Raises ConfigError."""
+        # servers close idle connections after a longer time; a request sent at that moment would look like a failure
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
         timeout = aiohttp.ClientTimeout(total=self.target.timeout)
         self._session = aiohttp.ClientSession(headers=self.target.headers, timeout=timeout, connector=connector)
@@ -167,7 +168,7 @@ class EndpointRunner:
         self.about |= {"model": self.model, "max_model_len": next((int(length) for length in lengths if length), None)}
 
     async def _probe(self, session: aiohttp.ClientSession, job: Job) -> int | None:
-        """Cached tokens by one answer. Raises ConfigError, which says what the server does not take."""
+        """Return the cached tokens reported by one response. Raises ConfigError that names what the server rejects."""
         try:
             return await check_answer(session, self.target, body_of(job, self.model))
         except RefusedError as error:
@@ -181,7 +182,7 @@ class EndpointRunner:
             ) from error
 
     async def _reason(self, session: aiohttp.ClientSession, job: Job, status: int) -> str:
-        """What to do about a refusal, found by leaving out one thing at a time."""
+        """Return the remedy for a refusal, found by leaving out one field at a time."""
         if status in (401, 403):
             return "Give a key with --api-key or OPENAI_API_KEY"
         if status in (404, 405):

@@ -15,7 +15,9 @@ from headstart.workload.request_record import RequestRecord
 
 
 class EngineRunner:
-    """Steps one engine. What it says was cached is held against what the engine says it computed."""
+    """A runner that steps one engine, and checks the reported cached tokens against the engine's count of computed
+    ones.
+    """
 
     def __init__(self, engine: Engine, info: EngineInfo, model: str, label: str = "headstart") -> None:
         self.engine = engine
@@ -31,7 +33,7 @@ class EngineRunner:
 
     @classmethod
     def build(cls, setup: Setup, options: EngineOptions) -> "EngineRunner":
-        """Loads a model; `close` gives it back."""
+        """Load a model; `close` frees it."""
         engine, info = setup.build(options)
         return cls(engine, info, setup.label)
 
@@ -65,5 +67,5 @@ def _sampling(job: Job) -> SamplingParams:
 
 
 def _problems(run: Run) -> list[str]:
-    """What the run says of itself, failed requests aside: those are in the records."""
+    """Return the problems of the run, except failed requests: those are in the records."""
     return [] if run.errors else run.problems("in process")

@@ -1,4 +1,4 @@
-"""What benchmarks on an engine need to know, and how they have one built."""
+"""The common setup of benchmarks on an engine, and the function that builds one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,26 +7,26 @@ from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine, EngineInfo
 
 BuildEngine = Callable[..., tuple[Engine, EngineInfo]]
-"""`assembly.build_engine`, or a fake of the same form: (options, *, cache_aware_accounting=True)."""
+"""`assembly.build_engine`, or a fake with the same signature: (options, *, cache_aware_accounting=True)."""
 
 BUNDLED = "bundled intent model"
-"""What reports call the model in the package."""
+"""The name of the packaged model in reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What every benchmark on an engine needs to know, whatever it measures."""
+    """The inputs of every benchmark on an engine."""
 
     build: BuildEngine
     model: str  # folder or hub id; empty: the bundled model
-    label: str  # what the report calls the model
+    label: str  # name of the model in the report
     dtype: str = "auto"
     threads: int = 0
     seed: int = 0
     quantization: str = "none"
 
     def options(self, *, num_blocks: int, max_batched_tokens: int = 2048, caching: bool = True) -> EngineOptions:
-        """Engine options for a bench that knows how large a pool it needs."""
+        """Return engine options with an explicit pool size."""
         return EngineOptions(
             model=self.model,
             dtype=self.dtype,
@@ -40,7 +40,7 @@ class Setup:
 
 
 def describe(info: EngineInfo) -> dict[str, object]:
-    """What a report says about an engine."""
+    """Return the engine's entries of a report."""
     return {
         "dtype": info.dtype,
         "device": info.device,

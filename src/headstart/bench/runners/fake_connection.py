@@ -1,4 +1,4 @@
-"""One HTTP connection of a fake replica: requests in the order in which they come, one answered at a time."""
+"""One HTTP connection of a fake replica: requests are answered in order, one at a time."""
 
 import asyncio
 import json
@@ -12,19 +12,19 @@ JSON = b"application/json"
 
 
 class Leaving(Protocol):
-    """An answer under way that can be given up."""
+    """A response in progress that can be cancelled."""
 
     def leave(self) -> None:
-        """Nobody listens any more."""
+        """Cancel the response: the client has disconnected."""
         ...
 
 
 Serve = Callable[["Connection", str, str, bytes], Leaving | None]
-"""Gets connection, method, path and body; answers by `respond`, or gives what will answer later."""
+"""(connection, method, path, body) -> None if it called `respond`, else the object that responds later."""
 
 
 class Connection(asyncio.Protocol):
-    """Bodies may come chunked, answers may go in chunks. Whoever hangs up has its answer given up."""
+    """An HTTP/1.1 server connection; bodies and responses may be chunked. A disconnect cancels the response."""
 
     def __init__(self, serve: Serve) -> None:
         self._serve = serve
@@ -34,7 +34,7 @@ class Connection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._waiting: deque[tuple[str, str, bytes]] = deque()
         self._answer: Leaving | None = None
-        self._is_last = False  # the client wants the connection closed behind the answer
+        self._is_last = False  # the client requested that the connection closes after the response
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -75,18 +75,18 @@ class Connection(asyncio.Protocol):
         self._serve_next()
 
     def respond(self, status: int, kind: bytes, body: bytes) -> None:
-        """A whole answer."""
+        """Send a complete response."""
         reason = b"OK" if status == 200 else b"Error"
         head = b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
         self._write(head % (status, reason, kind, len(body)) + body)
         self._finish()
 
     def open_stream(self) -> None:
-        """The head of an answer in chunks."""
+        """Send the head of a chunked response."""
         self._write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
 
     def write_chunk(self, data: bytes, *, is_last: bool = False) -> None:
-        """Some of such an answer; its end, too, if it is the last."""
+        """Send a chunk of such a response, and its end if it is the last."""
         self._write(b"%x\r\n%b\r\n" % (len(data), data) + (b"0\r\n\r\n" if is_last else b""))
         if is_last:
             self._finish()

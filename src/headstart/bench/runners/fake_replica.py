@@ -1,7 +1,8 @@
-"""An OpenAI replica that computes nothing, as a process: tokens come by the clock, the prefix cache is a real one.
+"""An OpenAI replica that computes nothing, as a process: tokens are timed by the clock, the prefix cache is a real one.
 
-`python -m headstart.bench.runners.fake_replica --port 0` prints its URL. It also answers what routers ask of vLLM and
-SGLang replicas. It is cheap, since it shares the machine with what is measured: raw sockets, answers made by hand.
+`python -m headstart.bench.runners.fake_replica --port 0` prints its URL. It also serves the endpoints that routers
+request from vLLM and SGLang replicas. It shares the machine with the measured process, so it is cheap: raw sockets,
+responses formatted by hand.
 """
 
 import argparse
@@ -30,20 +31,20 @@ _WHOLE = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a fake replica behaves."""
+    """Behaviour of a fake replica."""
 
     model: str = "fake"
-    tokens: int = 16  # of an answer to a request that does not say
+    tokens: int = 16  # of an answer, unless the request sets it
     ttft_ms: float = 20.0  # from the end of the request to the first token
     token_ms: float = 10.0  # between tokens
     num_blocks: int = 4096
     block_size: int = 16
-    steps: bool = False  # all answers get their tokens at the same moments, as from an engine's steps
-    stamps: bool = False  # tokens are times: when the request was here (only the first token), when this was written
+    steps: bool = False  # all answers get their tokens at the same moments, as from the steps of an engine
+    stamps: bool = False  # tokens are timestamps: the request's arrival (first token only), the token's write
 
 
 class Cache:
-    """An engine's prefix cache without KV: block names, and what is evicted when."""
+    """An engine's prefix cache without KV: block hashes and their eviction."""
 
     def __init__(self, settings: Settings) -> None:
         self.block_size = settings.block_size
@@ -51,13 +52,13 @@ class Cache:
         self._root = root_hash(settings.model.encode())
 
     def take(self, tokens: "array[int]") -> tuple[int, list[int]]:
-        """(cached tokens of a prompt, the blocks that it holds until they are released); it is cached from now on."""
+        """Return (cached tokens of a prompt, its blocks, held until `release`). The prompt is cached from now on."""
         pool, names = self._pool, list[BlockHash]()
         extend_hashes(names, tokens, self.block_size, self._root)
         found = [entry[0] for entry in takewhile(bool, map(pool.entry, names)) if entry]
         cached = max(min(len(found) * self.block_size, len(tokens) - 1), 0)
         if len(names) - len(found) > pool.num_available(found):
-            return cached, []  # all blocks are in use: this prompt is not kept
+            return cached, []  # all blocks are in use: this prompt is not cached
         pool.acquire(found)
         blocks = found + pool.allocate(len(names) - len(found))
         for index in range(len(found), len(names)):
@@ -69,12 +70,12 @@ class Cache:
 
     @property
     def usage(self) -> float:
-        """The share of blocks in use."""
+        """Return the share of blocks in use."""
         return 1 - self._pool.num_free / self._pool.num_usable
 
 
 class Replica:
-    """What all connections share: settings, cache, counters and the moments of steps."""
+    """The state shared by all connections: settings, cache, counters and the times of steps."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -86,14 +87,14 @@ class Replica:
         self._born = self.loop.time()
 
     def schedule(self, answer: "Answer", due: float) -> asyncio.TimerHandle:
-        """Calls for the next token at `due`, or in the first step after it."""
+        """Schedule the next token at `due`, or in the first step after it."""
         if self.settings.steps:
             step = self.settings.token_ms / 1e3
             due = self._born + (int((due - self._born) / step) + 1) * step
         return self.loop.call_at(due, answer.advance)
 
     def serve(self, connection: Connection, method: str, path: str, body: bytes) -> "Answer | None":
-        """Answers at once, or begins an answer that takes its time."""
+        """Respond at once, or start a response that takes time."""
         kind = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}.get(path)
         if method != "POST":
             connection.respond(*self._look(path))
@@ -111,7 +112,7 @@ class Replica:
         return None
 
     def _look(self, path: str) -> tuple[int, bytes, bytes]:
-        """(status, content type, body) of a GET."""
+        """Return (status, content type, body) of a GET."""
         settings = self.settings
         found: dict[str, object] = {
             "/v1/models": {"object": "list", "data": [{"id": settings.model, "object": "model", "owned_by": "fake"}]},
@@ -131,7 +132,7 @@ class Replica:
         return self._nothing(f"GET {path}")
 
     def _nothing(self, what: str) -> tuple[int, bytes, bytes]:
-        """Refuses, and says once on stderr what is asked for and not there."""
+        """Respond with 404, and log once on stderr which path is missing."""
         if what not in self._unknown:
             self._unknown.add(what)
             print(f"not there: {what}", file=sys.stderr, flush=True)
@@ -153,7 +154,7 @@ class Replica:
 
 
 class Answer:
-    """One request under way. Raises ValueError, KeyError or TypeError for a body that is no request."""
+    """One request in flight. Raises ValueError, KeyError or TypeError for an invalid body."""
 
     def __init__(self, replica: Replica, connection: "Connection", kind: str, body: bytes) -> None:
         asked: dict[str, Any] = json.loads(body)
@@ -184,7 +185,7 @@ class Answer:
         self._timer = replica.schedule(self, self._due)
 
     def advance(self) -> None:
-        """Writes what is due: the next token, or the whole answer."""
+        """Write the next token, or the whole response."""
         if not self.is_streamed:
             self.leave()
             self.connection.respond(200, JSON, self._whole())
@@ -208,7 +209,7 @@ class Answer:
         self.connection.write_chunk(f"{event}data: [DONE]\n\n".encode(), is_last=True)
 
     def leave(self) -> None:
-        """It is over, or nobody listens any more. Twice does no harm."""
+        """Release the resources, at the end or after a disconnect. Idempotent."""
         self._timer.cancel()
         if self in self.replica.running:
             self.replica.running.remove(self)
@@ -228,7 +229,7 @@ class Answer:
 
 
 def tokens_of(asked: dict[str, Any]) -> "array[int]":
-    """The tokens of a request: ids as they are, a text's UTF-8 bytes one by one. Raises KeyError."""
+    """Return the tokens of a request: ids unchanged, a text as its UTF-8 bytes. Raises KeyError."""
     if "messages" in asked:
         text = "".join(f"{message['role']}\n{message['content']}\n" for message in asked["messages"])
     else:
@@ -237,7 +238,7 @@ def tokens_of(asked: dict[str, Any]) -> "array[int]":
 
 
 async def serve(settings: Settings, host: str = "127.0.0.1", port: int = 0) -> None:
-    """Serves until a signal; the URL is the first line on stdout."""
+    """Serve until a signal; the URL is the first line on stdout."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     replica = Replica(settings)
     server = await loop.create_server(lambda: Connection(replica.serve), host, port, backlog=4096)
@@ -249,13 +250,13 @@ async def serve(settings: Settings, host: str = "127.0.0.1", port: int = 0) -> N
 
 
 def main() -> None:
-    """Reads the command line and serves."""
+    """Parse the command line and serve."""
     parser = argparse.ArgumentParser(prog="fake_replica", description="An OpenAI replica that computes nothing.")
     default = Settings()
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--model", default=default.model)
-    parser.add_argument("--tokens", type=int, default=default.tokens, help="of an answer, unless the request says")
+    parser.add_argument("--tokens", type=int, default=default.tokens, help="of an answer, unless the request sets it")
     parser.add_argument("--ttft-ms", type=float, default=default.ttft_ms)
     parser.add_argument("--token-ms", type=float, default=default.token_ms)
     parser.add_argument("--num-blocks", type=int, default=default.num_blocks)

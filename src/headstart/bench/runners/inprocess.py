@@ -1,6 +1,6 @@
-"""Drives one Engine in this process: adds each request when it is due, steps, notes what happened.
+"""Drives one Engine in this process: adds each request at its arrival time, steps, records the results.
 
-Time is real unless another clock is given, such as the one that a `virtual.VirtualExecutor` moves.
+Time is real unless another clock is given, such as the one moved by a `virtual_time.VirtualExecutor`.
 """
 
 import time
@@ -19,7 +19,7 @@ Tokens = tuple[int, ...]
 
 
 class Clock(Protocol):
-    """Seconds, and a way to let them pass."""
+    """A clock in seconds, with a way to wait."""
 
     def now(self) -> float: ...
 
@@ -27,7 +27,7 @@ class Clock(Protocol):
 
 
 class RealClock:
-    """The machine's own."""
+    """The system clock."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -40,16 +40,16 @@ REAL = RealClock()
 
 
 class Step(NamedTuple):
-    """One engine step: how long it took in all, in seconds, and what it computed."""
+    """One engine step: its duration in seconds, and the tokens it computed."""
 
     seconds: float
-    executor_seconds: float  # of those, in the executor: the rest is scheduling
+    executor_seconds: float  # part of `seconds` spent in the executor; the rest is scheduling
     computed_tokens: int
 
 
 @dataclass(slots=True)
 class Run:
-    """What became of a list of requests, in their order."""
+    """The results of a list of requests, in order."""
 
     records: list[RequestRecord]
     outputs: list[Tokens]  # token ids generated, per request
@@ -57,14 +57,14 @@ class Run:
     seconds: float
     computed_tokens: int
     preemptions: int = 0
-    given_up: bool = False  # `give_up` ended it: records are those that had finished
+    given_up: bool = False  # `give_up` ended the run: records are those finished by then
 
     @property
     def errors(self) -> list[str]:
         return [record.error for record in self.records if record.error is not None]
 
     def problems(self, label: str) -> list[str]:
-        """Why this run is not valid; nothing if it is."""
+        """Return the reasons why this run is invalid; empty if it is valid."""
         if self.errors:
             return [f"{label}: {len(self.errors)} requests failed, the first with: {self.errors[0]}"]
         due = sum(record.prompt_tokens - record.cached_tokens + record.output_tokens - 1 for record in self.records)
@@ -75,7 +75,7 @@ class Run:
 
 @dataclass(slots=True)
 class _Flight:
-    """A request under way."""
+    """A request in flight."""
 
     arrival: float
     prompt_tokens: int
@@ -86,7 +86,7 @@ class _Flight:
     cached_tokens: int = 0
 
     def take(self, output: Output, now: float) -> None:
-        """Notes the news of one step."""
+        """Record the output of one step."""
         self.cached_tokens = output.num_cached_tokens
         if not output.token_ids:
             return
@@ -112,7 +112,7 @@ class _Flight:
 
 
 def make_requests(prompts: "Sequence[array[int]]", sampling: SamplingParams, label: str) -> list[Request]:
-    """One request per prompt, named `label-i`; an engine must not have another one of that name at work."""
+    """Return one request per prompt with the id `label-i`; no request with such an id may be running on the engine."""
     return [Request(f"{label}-{index}", prompt, sampling) for index, prompt in enumerate(prompts)]
 
 
@@ -127,12 +127,12 @@ def drive(
     on_step: Callable[[int], None] | None = None,
     clock: Clock = REAL,
 ) -> Run:
-    """Runs all requests to their end.
+    """Run all requests to completion.
 
-    `due` says how many seconds after the start each one arrives, in rising order (None: all at once). With
-    `concurrency` so many are at work at a time: the next one arrives when there is a place. `give_up` sees every
-    finished record and may end the run early: what is still under way is aborted. Ctrl-C aborts it too.
-    `on_step` hears how many steps are over, after each; what it aborts is in no record.
+    `due` is the arrival time of each request in seconds after the start, ascending (None: all at once). With
+    `concurrency`, at most that many are in flight: the next one arrives when one ends. `give_up` receives every
+    finished record and may end the run early: requests in flight are aborted. Ctrl-C aborts them too.
+    `on_step` receives the number of finished steps after each step; requests it aborts have no record.
     """
     flights: dict[str, _Flight] = {}
     finished: dict[str, tuple[RequestRecord, Tokens]] = {}

@@ -1,4 +1,4 @@
-"""An executor without a model: for measuring what an engine costs when computing costs nothing, and for tests."""
+"""An executor without a model: for measuring the engine's own cost, and for tests."""
 
 import time
 from array import array
@@ -8,9 +8,9 @@ from headstart.core.cache.block_store import Data
 
 
 class NullExecutor:
-    """Samples a token that depends on the whole history, so that a mix-up of requests shows. Computes no KV.
+    """An executor whose samples depend on the whole history, so that a mix-up of requests shows. Computes no KV.
 
-    With `block_bytes` a block holds what `write_block` last put there, and zeros before; steps never change it.
+    With `block_bytes` a block holds the last data of `write_block`, zeros before; steps never change it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int, block_bytes: int = 0) -> None:
@@ -26,19 +26,19 @@ class NullExecutor:
         return StepResult(rows, time.perf_counter() - start)
 
     def read_block(self, block_id: int) -> Data:
-        """What was written to it, else zeros. Raises ValueError if blocks have no content here."""
+        """Return the data written to the block, else zeros. Raises ValueError if blocks have no content here."""
         if not self.block_bytes:
             raise ValueError("this executor keeps no KV; make it with block_bytes to read and write blocks")
         return self._written.get(block_id) or bytes(self.block_bytes)
 
     def write_block(self, block_id: int, data: Data) -> None:
-        """Keeps a copy of `data`. Raises ValueError for a wrong length, which any is if blocks have no content."""
+        """Store a copy of `data`. Raises ValueError for a wrong length, or if blocks have no content here."""
         if not self.block_bytes or len(data) != self.block_bytes:
             raise ValueError(f"a block of this executor has {self.block_bytes} bytes, got {len(data)}")
         self._written[block_id] = bytes(data)
 
     def zero_blocks(self, block_ids: list[int]) -> None:
-        """Forgets what was written to them."""
+        """Clear the data written to the blocks."""
         for block_id in block_ids:
             self._written.pop(block_id, None)
 

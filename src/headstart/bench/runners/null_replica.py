@@ -1,7 +1,7 @@
-"""A real `headstart serve` around an engine without a model, for labs on what surrounds engines.
+"""A real `headstart serve` with an engine without a model, for experiments on everything outside the engine.
 
-The front, the scheduler and the way to end are those of every
-server; a step computes nothing and lasts as long as it is told to.
+The front end, the scheduler and the shutdown are those of every server; a step computes nothing and takes a fixed
+time.
 """
 
 import argparse
@@ -18,14 +18,14 @@ from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.server.run_server import serve
 
 NAME = "null"
-HEARTBEAT_SECONDS = 60.0  # of patience: on a busy machine an engine may get no processor for longer than the default
+HEARTBEAT_SECONDS = 60.0  # on a busy machine the engine may not be scheduled for longer than the default timeout
 STEP_SECONDS = 0.005
 MAX_MODEL_LEN = 2048
 NUM_BLOCKS = 2048
 
 
 class _PacedExecutor(NullExecutor):
-    """Takes its time for every step."""
+    """A null executor with a fixed step time."""
 
     def execute(self, batch: Batch) -> StepResult:
         time.sleep(STEP_SECONDS)
@@ -33,7 +33,7 @@ class _PacedExecutor(NullExecutor):
 
 
 def build_null(options: EngineOptions) -> tuple[Engine, EngineInfo]:
-    """An engine with the bundled model's tokens and without its weights."""
+    """Return an engine with the bundled model's tokenizer and without its weights."""
     folder = bundled_model()
     vocab_size, blocks = Tokenizer.from_folder(folder).vocab_size, options.num_gpu_blocks_override or NUM_BLOCKS
     limits = Limits(options.max_num_batched_tokens, options.max_num_seqs, MAX_MODEL_LEN)
@@ -58,7 +58,7 @@ def build_null(options: EngineOptions) -> tuple[Engine, EngineInfo]:
 
 
 def main() -> int:
-    """Serves until a signal; the exit codes of server.serve. Not as a script: the engine's process imports this."""
+    """Serve until a signal; exit codes as server.serve. The engine process imports this module, so run it with -m."""
     parser = argparse.ArgumentParser(prog="null_replica", description="A server without a model.")
     parser.add_argument("--port", type=int, default=0)
     given = parser.parse_args()

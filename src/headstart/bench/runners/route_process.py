@@ -1,6 +1,6 @@
-"""A router as a process, ours or a peer's: started in front of replicas, waited for, stopped. All in the same way.
+"""A router process, ours or a peer's: started in front of replicas, awaited and stopped, all in the same way.
 
-Peers are started by the scripts of benchmarks/peers/routers, each in an environment of its own (setup.sh makes them).
+Peers are started by the scripts in benchmarks/peers/routers, each in its own environment (made by setup.sh).
 """
 
 import contextlib
@@ -32,15 +32,15 @@ _PROBE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """A router that can be started. `environment`: the folder of a peer's; None: it is ours."""
+    """A router that can be started. `environment`: the folder of a peer's environment; None: our router."""
 
     name: str
     environment: Path | None = None
-    policy: str = ""  # in its own words; empty: its default
-    flags: tuple[str, ...] = ()  # more of its own
+    policy: str = ""  # in the router's own terms; empty: its default
+    flags: tuple[str, ...] = ()  # additional flags of the router
 
     def command(self, port: int, folder: Path, replicas: Sequence[str]) -> list[str]:
-        """The command line that becomes the router. Raises ConfigError where there is no such peer."""
+        """Return the command line of the router. Raises ConfigError for an unknown peer."""
         if self.environment is None:
             words = [sys.executable, "-m", "headstart", "route", "--host", "127.0.0.1", "--port", str(port)]
             words += ["--routing-policy", self.policy] if self.policy else []
@@ -57,7 +57,7 @@ OURS = Entrant("ours")
 
 
 def parse_peer(text: str) -> Entrant:
-    """`NAME=ENVIRONMENT` of the command line. Raises ConfigError."""
+    """Parse `NAME=ENVIRONMENT` of the command line. Raises ConfigError."""
     name, _, folder = text.partition("=")
     if not folder or not Path(folder).is_dir():
         raise ConfigError(f"--peer {text!r}: write NAME=FOLDER, a peer and its environment (benchmarks/peers/setup.sh)")
@@ -65,7 +65,7 @@ def parse_peer(text: str) -> Entrant:
 
 
 class RouterProcess:
-    """A router that serves. `close()` ends it."""
+    """A running router. `close()` ends it."""
 
     def __init__(self, name: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
         self.name = name
@@ -76,7 +76,7 @@ class RouterProcess:
 
     @property
     def log(self) -> str:
-        """What it has said on stdout and stderr."""
+        """Return its output on stdout and stderr."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     @property
@@ -84,11 +84,11 @@ class RouterProcess:
         return self._process.poll() is None
 
     def cpu_seconds(self) -> float:
-        """CPU time of its processes so far."""
+        """Return the CPU time of its processes so far."""
         return sum(_cpu_seconds(one) for one in self._everyone())
 
     def close(self) -> None:
-        """Asks it to end, and kills what does not. Twice does no harm."""
+        """Terminate it, and kill processes that do not end. Idempotent."""
         everyone = self._everyone()
         if self.is_alive:
             self._process.terminate()
@@ -108,7 +108,7 @@ class RouterProcess:
 
 
 def start_router(entrant: Entrant, replicas: Sequence[str], folder: Path) -> RouterProcess:
-    """A router that is ready to serve all `replicas`; its log goes to `folder`. Raises ConfigError if it is not."""
+    """Start a router that is ready to serve all `replicas`; its log goes to `folder`. Raises ConfigError on failure."""
     port = 0 if entrant.environment is None else _spare_port()
     command = entrant.command(port, folder, replicas)
     log = folder / f"router-{entrant.name}-{time.monotonic_ns()}.log"
@@ -133,7 +133,7 @@ def start_router(entrant: Entrant, replicas: Sequence[str], folder: Path) -> Rou
 
 @contextlib.contextmanager
 def running_router(entrant: Entrant, replicas: Sequence[str], folder: Path) -> Generator[RouterProcess]:
-    """The same for the length of a block."""
+    """Start a router for the length of a block."""
     router = start_router(entrant, replicas, folder)
     try:
         yield router
@@ -142,7 +142,7 @@ def running_router(entrant: Entrant, replicas: Sequence[str], folder: Path) -> G
 
 
 def _introduced(router: RouterProcess, port: int) -> str:
-    """Waits until it has said who it is, notes that; the path that tells whether it serves."""
+    """Wait for its name, version and URL, store them, and return the path of its readiness check."""
     if port == 0:
         router.version = headstart.__version__
         router.url = _wait(router, lambda: _BANNER.search(router.log))[1]
@@ -171,7 +171,7 @@ def _wait(router: RouterProcess, probe: Any) -> Any:
 
 
 def _serves_all(url: str, num_replicas: int) -> bool:
-    """Whether it answers, and counts all replicas as healthy where it counts them."""
+    """Return whether it responds, with all replicas healthy if it reports a count."""
     try:
         with urllib.request.urlopen(url, timeout=_PROBE_SECONDS) as response:
             found = json.loads(response.read() or b"{}")
@@ -179,13 +179,13 @@ def _serves_all(url: str, num_replicas: int) -> bool:
         return False
     if not isinstance(found, dict):
         return True
-    if "replicas" in found:  # ours
+    if "replicas" in found:  # our router
         return sum(one.get("state") == "up" for one in found["replicas"]) == num_replicas
     return found.get("healthy_workers", num_replicas) == num_replicas
 
 
 def _environment(*, ours: bool) -> dict[str, str]:
-    """Of a router's process: ours finds this very package, a peer finds its own alone."""
+    """Return the environment of the process: ours finds this package, a peer finds only its own."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADSTART_")}
     path = environment.pop("PYTHONPATH", "")
     if ours:

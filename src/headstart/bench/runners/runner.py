@@ -1,5 +1,6 @@
-"""Runner: whoever serves jobs and can be measured doing it. One contract for an engine in this process, an OpenAI
-endpoint and a peer in another process, so that one definition of every workload measures all of them.
+"""The Runner protocol: one interface for an engine in this process, an OpenAI endpoint and a peer in another process.
+
+One definition of every workload measures all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,13 +14,13 @@ from headstart.workload.request_record import RequestRecord, median
 
 @dataclass(slots=True)
 class Trial:
-    """What became of a list of jobs, in their order."""
+    """The results of a list of jobs, in order."""
 
     records: list[RequestRecord]  # times in seconds after the start
     seconds: float  # from the start to the last token
-    is_cut: bool = False  # `give_up` ended it: records are those that had finished
-    reports_cached: bool = True  # False: nobody said how many tokens were cached; the records' 0 means nothing
-    problems: list[str] = field(default_factory=list[str])  # what is wrong beyond the records' own errors
+    is_cut: bool = False  # `give_up` ended the run: records are those finished by then
+    reports_cached: bool = True  # False: cached tokens are not reported; 0 in the records has no meaning
+    problems: list[str] = field(default_factory=list[str])  # problems other than the errors of the records
 
     @property
     def errors(self) -> list[str]:
@@ -27,14 +28,14 @@ class Trial:
 
     @property
     def computed_tokens(self) -> int | None:
-        """Prompt tokens computed, as seen from outside: sent less what was reported as cached. None: not reported."""
+        """Return the prompt tokens computed, from outside: sent minus reported as cached. None: not reported."""
         if not self.reports_cached:
             return None
         return sum(record.prompt_tokens - record.cached_tokens for record in self.records if record.ok)
 
     @property
     def decode_rate(self) -> float | None:
-        """Output tokens per second while all streams decode: after the last first token. None: there were none.
+        """Return the output tokens per second while all streams decode: after the last first token. None: no such time.
 
         A stream's tokens count as evenly spread between its first and its last.
         """
@@ -52,26 +53,26 @@ class Trial:
 
     @property
     def ttft(self) -> float | None:
-        """Median seconds to the first token; None: nothing finished."""
+        """Return the median seconds to the first token; None: nothing finished."""
         known = [record.ttft for record in self.records if record.ok and record.ttft is not None]
         return median(known) if known else None
 
     @property
     def tpot(self) -> float | None:
-        """Median over the requests of the mean seconds per token after the first."""
+        """Return the median over the requests of the mean seconds per token after the first."""
         known = [record.tpot for record in self.records if record.ok and record.tpot is not None]
         return median(known) if known else None
 
 
 class Runner(Protocol):
-    """Serves jobs. One at a time: `run` returns when all is over."""
+    """A target that serves jobs, one run at a time: `run` returns when all jobs have ended."""
 
-    label: str  # short: what tables call it
-    vocab_size: int  # prompts are drawn from below this
+    label: str  # short name for tables
+    vocab_size: int  # prompts are drawn from ids below this
     about: dict[str, Any]  # for the report: versions, settings; model and max_model_len where they are known
 
     def reset(self) -> bool:
-        """Forgets every cached prefix; False: it cannot, so prompts must be new to be cold."""
+        """Clear the prefix cache; False: not supported, so prompts must be new to be cold."""
         ...
 
     def run(
@@ -82,12 +83,12 @@ class Runner(Protocol):
         bar: Bar = QUIET,
         give_up: Callable[[RequestRecord], bool] | None = None,
     ) -> Trial:
-        """Serves all jobs: each when it is due, or with `concurrency` so many at a time, in order.
+        """Serve all jobs: each at its arrival time, or in order with at most `concurrency` in flight.
 
-        `give_up` sees every finished record and may end the run early.
+        `give_up` receives every finished record and may end the run early.
         """
         ...
 
     def close(self) -> None:
-        """Ends whatever it started; idempotent."""
+        """Release everything the runner started. Idempotent."""
         ...

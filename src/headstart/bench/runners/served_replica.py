@@ -1,6 +1,6 @@
-"""A real `headstart serve` in processes of its own: started, asked, read and killed as its users' would be.
+"""A real `headstart serve` in its own processes: started, queried and killed as in production.
 
-Everything is asked one after the other over one connection, so that a time to the first token is nobody else's.
+Requests are sent one after the other over one connection, so that no other request affects a time to first token.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ _SAMPLE = re.compile(r'^headstart:prompt_tokens_total\{.*source="(\w+)".*\} (\S+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of one prompt."""
+    """The response to one prompt."""
 
-    ttft: float  # seconds from sending it to the first event with a token
+    ttft: float  # seconds from sending to the first event with a token
     tokens: tuple[str, ...]
     prompt_tokens: int
     cached_tokens: int
@@ -46,21 +46,21 @@ class Answer:
 
     @property
     def computed_tokens(self) -> int:
-        """Of the prompt."""
+        """Return the computed tokens of the prompt."""
         return self.prompt_tokens - self.cached_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How servers of one benchmark are started."""
+    """The launch settings of the servers of one benchmark."""
 
     model: str  # folder or hub id
-    folder: Path  # for logs, and where they run: so that no headstart.toml is read
+    folder: Path  # for logs, and as working folder, so that no headstart.toml is read
     flags: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
 
     def command(self, store: Path | None) -> list[str]:
-        """The command line of a server on `store`."""
+        """Return the command line of a server on `store`."""
         model = str(Path(self.model).resolve()) if Path(self.model).is_dir() else self.model
         flags = ["--host", "127.0.0.1", "--port", "0", "--no-access-log", "--stats-interval", "0", *self.flags]
         for key in self.api_keys:
@@ -71,7 +71,7 @@ class Launch:
 
 
 class Replica:
-    """A running server. `ready_seconds`: from its start until it said that it serves."""
+    """A running server. `ready_seconds`: from its start until its ready message."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", banner: "re.Match[str]", ready_seconds: float) -> None:
         address = urlsplit(banner[1])
@@ -83,13 +83,13 @@ class Replica:
         self._connection = http.client.HTTPConnection(address.hostname, address.port, timeout=ANSWER_SECONDS)
 
     def ask(self, prompt: "array[int]", *, key: str = "", output_tokens: int = 1) -> Answer:
-        """One greedy completion of token ids, streamed. What goes wrong is in the answer's `error`."""
+        """Send one greedy, streamed completion of token ids. Errors are in the answer's `error`."""
         body = {
             "prompt": prompt.tolist(),
             "max_tokens": output_tokens,
             "temperature": 0,
             "ignore_eos": True,
-            "logprobs": 0,  # names tokens whose text is the same
+            "logprobs": 0,  # identifies tokens whose text is the same
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -102,27 +102,27 @@ class Replica:
                 usage = event.get("usage") or usage
             counts = (usage.get("prompt_tokens"), usage.get("completion_tokens"), len(tokens))
             if counts != (len(prompt), output_tokens, output_tokens):
-                raise RequestFailedError(f"tokens in, out and named: {counts}, asked for {len(prompt), output_tokens}")
+                raise RequestFailedError(f"tokens in, out, with logprobs: {counts}, requested {len(prompt), output_tokens}")
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, RequestFailedError) as error:
             self._connection.close()
             return Answer(0.0, (), len(prompt), 0, str(error) or type(error).__name__)
         return Answer(first - start, tuple(tokens), len(prompt), usage["prompt_tokens_details"]["cached_tokens"])
 
     def prompt_tokens(self, *, key: str = "") -> "Counter[str]":
-        """Prompt tokens so far by where their KV came from, as /metrics says it: "computed", "store", ..."""
+        """Return the prompt tokens so far by source of their KV, from /metrics: "computed", "store", ..."""
         text = self._plain("GET", "/metrics", key)
         return Counter({source: int(float(value)) for source, value in _SAMPLE.findall(text)})
 
     def served_model(self, *, key: str = "") -> str:
-        """The name of the model it lists first."""
+        """Return the name of the first model in its list."""
         return str(json.loads(self._plain("GET", "/v1/models", key))["data"][0]["id"])
 
     def reset_prefix_cache(self, *, key: str = "") -> None:
-        """Empties its cache. Raises RequestFailedError if it does not: something is under way there."""
+        """Clear its prefix cache. Raises RequestFailedError if it refuses because requests are in flight."""
         self._plain("POST", "/reset_prefix_cache", key)
 
     def cpu_seconds(self) -> float:
-        """CPU time of its processes so far."""
+        """Return the CPU time of its processes so far."""
         total = 0.0
         for process in _processes(self._process.pid):
             with contextlib.suppress(psutil.Error):
@@ -131,13 +131,15 @@ class Replica:
         return total
 
     def kill(self) -> None:
-        """kill -9, front and engine, as if the machine's memory had run out. Twice does no harm."""
+        """Kill front end and engine with SIGKILL, as an out-of-memory kill would. Idempotent."""
         self._connection.close()
         _kill(self._process)
 
     def _plain(self, method: str, path: str, key: str) -> str:
-        """What it answers to a request without a body. Raises RequestFailedError if that is not status 200."""
-        self._connection.close()  # the server has closed it too if it idled for long
+        """Return the body of the response to a request without a body. Raises RequestFailedError unless it is status
+        200.
+        """
+        self._connection.close()  # the server also closes idle connections
         self._connection.request(method, path, headers=_headers(key))
         response = self._connection.getresponse()
         text = response.read().decode(errors="replace")
@@ -146,7 +148,7 @@ class Replica:
         return text
 
     def _events(self, body: dict[str, Any], key: str) -> Generator[dict[str, Any]]:
-        """The JSON events of one streamed completion, up to `[DONE]`."""
+        """Yield the JSON events of one streamed completion, up to `[DONE]`."""
         headers = {"Content-Type": "application/json", **_headers(key)}
         self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
         response = self._connection.getresponse()
@@ -155,7 +157,7 @@ class Replica:
         for line in response:
             event = read_event(line)
             if event is None:
-                response.read()  # the end of the chunks: the connection can be used again
+                response.read()  # read to the end of the chunks, so that the connection can be used again
                 return
             yield event
         raise RequestFailedError("the stream ended without [DONE]")
@@ -163,7 +165,7 @@ class Replica:
 
 @contextlib.contextmanager
 def replica(launch: Launch, store: Path | None) -> Generator[Replica]:
-    """A ready server on `store` (None: without one), killed at the end. Raises ConfigError if it does not start."""
+    """Start a ready server on `store` (None: without one) and kill it at the end. Raises ConfigError if it fails."""
     log = launch.folder / f"server-{time.monotonic_ns()}.log"
     source = str(Path(headstart.__file__).parents[1])
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADSTART_")}
@@ -197,7 +199,7 @@ def ask_in_turn(
     bar: Bar = QUIET,
     log: ContentionLog | None = None,
 ) -> list[Answer]:
-    """The answers to all prompts, one after the other; `log` learns what other processes did meanwhile."""
+    """Return the answers to all prompts, sent one after the other; `log` records the CPU use of other processes."""
     meter, before, answers = ContentionMeter(), server.cpu_seconds(), list[Answer]()
     meter.start()
     for prompt in prompts:
@@ -209,18 +211,18 @@ def ask_in_turn(
 
 
 def stored_bytes(store: Path) -> int:
-    """What the files of a store take on the disk."""
+    """Return the bytes that the files of a store occupy on disk."""
     return sum(path.stat().st_blocks * 512 for path in store.iterdir() if path.is_file())
 
 
 def problems(label: str, answers: Iterable[Answer]) -> list[str]:
-    """Why what was asked there is no measurement; nothing if it is one."""
+    """Return the reasons why these answers are no valid measurement; empty if they are valid."""
     errors = [answer.error for answer in answers if answer.error is not None]
     return [f"{label}: {len(errors)} requests failed, the first with: {errors[0]}"] if errors else []
 
 
 def differing(one: Sequence[Answer], other: Sequence[Answer]) -> int:
-    """How many prompts were answered in another way."""
+    """Return the number of prompts whose answers differ."""
     return sum(a.tokens != b.tokens for a, b in zip(one, other, strict=True))
 
 
@@ -245,13 +247,13 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
         with contextlib.suppress(psutil.Error):
             one.send_signal(signal.SIGKILL)
     process.wait()
-    deadline = time.monotonic() + 10  # the engine is nobody's child now: a zombie will do
+    deadline = time.monotonic() + 10  # the engine is an orphan now: a zombie state counts as ended
     while any(_is_alive(one) for one in everyone) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def _processes(pid: int) -> list[psutil.Process]:
-    """The server's: the HTTP front and its engine, which has a process group of its own."""
+    """Return the processes of the server: the HTTP front end and its engine, which has its own process group."""
     try:
         front = psutil.Process(pid)
         return [front, *front.children(recursive=True)]

@@ -1,11 +1,11 @@
-"""A client that keeps streams open and times every token, as a process of its own, as cheap as Python allows.
+"""A client that keeps streams open and times every token, as a separate process, as cheap as Python allows.
 
-Meant for fake replicas with `--stamps`: each token says when it was written, the first one also when its request had
-come. So what lies between client and replica is known for every token, whatever the replica's own time. Clocks of
-processes on one machine are the same (`time.monotonic`).
+Made for fake replicas with `--stamps`: each token carries the time of its write, the first one also the arrival time
+of its request. So the latency between client and replica is known for every token, independent of the replica's own
+time. Processes on one machine share a clock (`time.monotonic`).
 
 `python -m headstart.bench.runners.stream_load PLAN` (JSON of `Plan`) prints one JSON line when measuring begins, one
-when it ends, and what was found.
+when it ends, and one with the findings.
 """
 
 import asyncio
@@ -27,32 +27,32 @@ from headstart.workload.request_record import percentile
 
 _STAMPS = re.compile(rb'" (\d+\.\d{6})(?: (\d+\.\d{6}))?"')
 _DONE = b"data: [DONE]"
-_PAUSE = 0.05  # seconds before a connection that failed is made again
-_MAX_ERRORS = 1000  # then the client gives up
+_PAUSE = 0.05  # seconds before a failed connection is made again
+_MAX_ERRORS = 1000  # then the client stops
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A closed loop: whoever ends begins again, until the time is over."""
+    """A closed loop: a request that ends is followed by a new one, until the time is over."""
 
-    urls: tuple[str, ...]  # streams take them by turns
+    urls: tuple[str, ...]  # assigned to streams in turn
     model: str
     streams: int
     tokens: int
-    stream_seconds: float  # about how long one takes: the first ones begin that far apart
+    stream_seconds: float  # about the duration of one stream: the first ones start spread over this time
     warm_up: float  # seconds before measuring begins
     seconds: float  # of measuring
     prompt_bytes: int = 2048  # half of it is one of `prefixes`, the rest is new
     prefixes: int = 16
-    limit: float = 60.0  # seconds a request may take
+    limit: float = 60.0  # timeout of a request in seconds
 
 
 @dataclass(slots=True, eq=False)
 class Findings:
-    """What came while measuring; times in ms, one per request or token."""
+    """The measured values; times in ms, one per request or token."""
 
     first: "array[float]" = field(default_factory=lambda: array("d"))  # to the first token, without the replica's time
-    ttft: "array[float]" = field(default_factory=lambda: array("d"))  # with it
+    ttft: "array[float]" = field(default_factory=lambda: array("d"))  # to the first token, including the replica's time
     later: "array[float]" = field(
         default_factory=lambda: array("d")
     )  # from the replica's write, all tokens but the first
@@ -61,7 +61,7 @@ class Findings:
     errors: Counter[str] = field(default_factory=Counter[str])
 
     def as_dict(self) -> dict[str, Any]:
-        """Percentiles and counts."""
+        """Return percentiles and counts."""
         found: dict[str, Any] = {
             f"{name}_p{rank}_ms": percentile(values, rank) if values else None
             for name in ("first", "ttft", "later", "gaps")
@@ -78,14 +78,14 @@ class Client:
         self.plan = plan
         self.findings = Findings()
         self.is_open = True  # new requests may begin
-        self.since = self.until = float("inf")  # measuring
+        self.since = self.until = float("inf")  # bounds of the measured interval
         half = plan.prompt_bytes // 2
         self._prefixes = [f"{index:4} {'a shared prefix ' * (half // 16)}"[:half] for index in range(plan.prefixes)]
         self._fill = "and a question that nobody asked before. " * (half // 40 + 1)
         self._num_sent = 0
 
     def request(self, host: str) -> bytes:
-        """The next request, whole."""
+        """Return the bytes of the next request."""
         self._num_sent += 1
         prefix = self._prefixes[self._num_sent % len(self._prefixes)]
         question = f"{self._num_sent:8} {self._fill}"[: self.plan.prompt_bytes - len(prefix)]
@@ -96,7 +96,7 @@ class Client:
         return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
     def fail(self, why: str) -> None:
-        """Notes an error; too many end the run."""
+        """Record an error; too many end the run."""
         self.findings.errors[why] += 1
         if self.findings.errors.total() > _MAX_ERRORS:
             self.is_open = False
@@ -168,10 +168,10 @@ class Stream(asyncio.Protocol):
         if not self._parser.should_keep_alive():
             self._close()
         else:
-            asyncio.get_running_loop().call_soon(self._begin)  # the parser is not done with this message yet
+            asyncio.get_running_loop().call_soon(self._begin)  # the parser has not finished with this message yet
 
     def check(self, now: float) -> None:
-        """Gives up a request that takes too long."""
+        """Abort a request that exceeds the time limit."""
         if self._busy and now - self._sent > self._client.plan.limit:
             self._close(f"not over after {self._client.plan.limit:.0f} s")
 
@@ -195,7 +195,7 @@ class Stream(asyncio.Protocol):
 
 
 async def run(plan: Plan) -> dict[str, Any]:
-    """Keeps the streams open; what was found between the two lines that it prints."""
+    """Keep the streams open and return the findings of the interval between the two printed lines."""
     client, loop, open_streams = Client(plan), asyncio.get_running_loop(), set[Stream]()
     start = time.monotonic()
     client.since = start + plan.warm_up
@@ -236,12 +236,12 @@ async def run(plan: Plan) -> dict[str, Any]:
     for task in (watching, *keeping):
         task.cancel()
     for task in ended:
-        task.result()  # raises what was our own mistake
+        task.result()  # re-raises our own errors
     return client.findings.as_dict() | {"errors": dict(client.findings.errors), "client_cpu_seconds": cpu}
 
 
 def main() -> None:
-    """Runs the plan of the command line."""
+    """Run the plan of the command line."""
     given = json.loads(sys.argv[1])
     print(json.dumps(uvloop.run(run(Plan(**{**given, "urls": tuple(given["urls"])})))), flush=True)
 

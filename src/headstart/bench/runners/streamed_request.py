@@ -1,7 +1,7 @@
-"""One request to an OpenAI endpoint, streamed, and what came of it. Many of them: `endpoint_runner.py`.
+"""One streamed request to an OpenAI endpoint, and its result. `endpoint_runner.py` sends many.
 
-Prompts are token ids, so that lengths are exact; how many tokens were cached is what the server's own usage says, which
-may be nothing at all: that is not the same as none.
+Prompts are token ids, so that lengths are exact. The number of cached tokens comes from the server's usage, which may
+omit it: that is different from zero.
 """
 
 import json
@@ -17,7 +17,7 @@ from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord
 
 FAILURES = (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError, AttributeError)
-"""What a server that is down, or that answers in another form, makes the client raise."""
+"""Exceptions that the client raises if the server is down or responds in another format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Target:
     """The server to measure."""
 
     url: str  # with or without /v1
-    model: str = ""  # empty: the first one it lists
+    model: str = ""  # empty: the first one in the server's list
     api_key: str = ""
-    timeout: float = 300.0  # seconds a request may take
+    timeout: float = 300.0  # timeout of a request in seconds
 
     @property
     def base(self) -> str:
@@ -39,11 +39,11 @@ class Target:
 
 
 class RequestFailedError(Exception):
-    """A request that did not end as it should; the text says how."""
+    """A request that did not complete correctly; the text gives the reason."""
 
 
 class RefusedError(RequestFailedError):
-    """The server answered with a status that is not 200."""
+    """The server responded with a status that is not 200."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"HTTP {status}: {text[:300]}")
@@ -52,16 +52,16 @@ class RefusedError(RequestFailedError):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of one request. `cached_tokens`: None where its usage says nothing of them."""
+    """The result of one request. `cached_tokens`: None if its usage does not include them."""
 
     record: RequestRecord
     cached_tokens: int | None
 
 
 def read_event(line: bytes) -> dict[str, Any] | None:
-    """The JSON of one line of a stream: None for `[DONE]`, nothing in it for a line without data.
+    """Return the JSON of one line of a stream: None for `[DONE]`, an empty dict for a line without data.
 
-    Raises RequestFailedError for an error in mid stream and ValueError for what is no JSON.
+    Raises RequestFailedError for an error event and ValueError for invalid JSON.
     """
     if not line.startswith(b"data:"):
         return {}
@@ -75,21 +75,23 @@ def read_event(line: bytes) -> dict[str, Any] | None:
 
 
 def cached_tokens(usage: dict[str, Any]) -> int | None:
-    """Cached prompt tokens by a usage object, in OpenAI's form or DeepSeek's; None: it does not say."""
+    """Return the cached prompt tokens of a usage object, in OpenAI's form or DeepSeek's; None: not included."""
     details = usage.get("prompt_tokens_details") or {}
     found = details.get("cached_tokens", usage.get("prompt_cache_hit_tokens"))
     return None if found is None else int(found)
 
 
 def body_of(job: Job, model: str, **changes: object) -> bytes:
-    """The JSON of one streamed completion of exactly `job.output` tokens; `changes`: other fields, None for no such."""
+    """Return the JSON of one streamed completion of exactly `job.output` tokens; `changes`: fields to set, None to
+    omit.
+    """
     body = {
         "model": model,
         "prompt": job.prompt.tolist(),
         "max_tokens": job.output,
         "temperature": job.sampling.temperature,
         "top_p": job.sampling.top_p if job.sampling.top_p < 1 else None,
-        "top_k": job.sampling.top_k or None,  # not OpenAI's, but vLLM's and SGLang's
+        "top_k": job.sampling.top_k or None,  # not in OpenAI's API, but in vLLM's and SGLang's
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -100,7 +102,7 @@ def body_of(job: Job, model: str, **changes: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request before it is sent: `body` is made beforehand, so that sending it costs little."""
+    """One request before it is sent. `body` is made in advance, so that sending is cheap."""
 
     request_id: str
     job: Job
@@ -108,7 +110,7 @@ class Call:
 
 
 async def send(session: aiohttp.ClientSession, target: Target, call: Call, arrival: float, start: float) -> Reply:
-    """One request to its end; a failure becomes the record's error.
+    """Run one request to completion; a failure becomes the record's error.
 
     `arrival` and the times of the record are seconds after `start`, which is on the clock of `time.perf_counter`.
     """
@@ -119,7 +121,7 @@ async def send(session: aiohttp.ClientSession, target: Target, call: Call, arriv
     try:
         async for event in _events(session, target, call.body):
             usage = event.get("usage") or usage
-            if event.get("choices"):  # with or without a text: a token may write none
+            if event.get("choices"):  # also without text: a token may produce none
                 times.append(time.perf_counter() - start)
         cached = cached_tokens(usage)
         _check(call.job, usage, cached, times)
@@ -140,7 +142,7 @@ async def send(session: aiohttp.ClientSession, target: Target, call: Call, arriv
 
 
 async def check_answer(session: aiohttp.ClientSession, target: Target, body: bytes) -> int | None:
-    """Sends one completion and gives what it says of cached tokens. Raises RequestFailedError and FAILURES."""
+    """Send one completion and return its reported cached tokens. Raises RequestFailedError and FAILURES."""
     usage: dict[str, Any] = {}
     async for event in _events(session, target, body):
         usage = event.get("usage") or usage
@@ -150,7 +152,7 @@ async def check_answer(session: aiohttp.ClientSession, target: Target, body: byt
 
 
 async def _events(session: aiohttp.ClientSession, target: Target, body: bytes) -> AsyncIterator[dict[str, Any]]:
-    """The JSON events of one streamed completion, up to `[DONE]`. Raises RequestFailedError if it is torn."""
+    """Yield the JSON events of one streamed completion, up to `[DONE]`. Raises RequestFailedError if it breaks off."""
     headers = {"Content-Type": "application/json"}
     async with session.post(f"{target.base}/completions", data=body, headers=headers) as response:
         if response.status != 200:
@@ -158,14 +160,14 @@ async def _events(session: aiohttp.ClientSession, target: Target, body: bytes) -
         async for line in response.content:
             event = read_event(line)
             if event is None:
-                await response.content.read()  # to the end: a client that hangs up looks like one that gave up
+                await response.content.read()  # read to the end: closing early looks like a cancelled request
                 return
             yield event
     raise RequestFailedError("the stream ended without [DONE]")
 
 
 def _check(job: Job, usage: dict[str, Any], cached: int | None, times: list[float]) -> None:
-    """Raises RequestFailedError if the server's own count of tokens is not what was asked."""
+    """Raise RequestFailedError if the server's token counts do not match the request."""
     asked, counted = (len(job.prompt), job.output), (usage.get("prompt_tokens"), usage.get("completion_tokens"))
     if not usage:
         raise RequestFailedError("the stream has no usage, although stream_options.include_usage asked for it")

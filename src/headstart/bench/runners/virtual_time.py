@@ -1,7 +1,8 @@
-"""Virtual time: an executor that computes nothing and says how long it would have taken, and the clock it moves.
+"""Virtual time: an executor that computes nothing and returns a modelled duration, and the clock it advances.
 
-The linear cost of a step is the simplest model in which batching pays (the fixed part is shared) and long prompts hurt
-(the part per token is not). It is deterministic: one seed gives one result, on any machine, in a fraction of the time.
+A step cost linear in tokens is the simplest model in which batching helps (the fixed part is shared) and long prompts
+hurt (the part per token is not). It is deterministic: one seed gives one result on any machine, in a fraction of the
+time.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ class StepCost:
 
 
 class VirtualClock:
-    """Seconds since 0.0; stands still unless somebody works or waits. The virtual twin of `inprocess.RealClock`."""
+    """Seconds since 0.0; advances only by steps and waits. The virtual counterpart of `inprocess.RealClock`."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -33,17 +34,17 @@ class VirtualClock:
         return self._now
 
     def wait(self, seconds: float) -> None:
-        """Lets that much time pass, and be it the next float: who waits for a moment must get there."""
+        """Advance the time, at least to the next float, so that a wait always reaches its target."""
         assert seconds >= 0, f"{seconds} s: time does not go back"
         if seconds:
             self._now = max(self._now + seconds, nextafter(self._now, inf))
 
 
 class VirtualExecutor:
-    """Samples like the null executor and moves `clock` by what `cost` says of each step.
+    """An executor that samples like the null executor and advances `clock` by the `cost` of each step.
 
-    `first_chunks` says when each request was first planned (the start of that step), in the order of admission: a
-    scheduler plans those it admits behind those that run.
+    `first_chunks` maps each request to the start of the first step it was planned in, in admission order: a scheduler
+    plans newly admitted requests after running ones.
     """
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int, cost: StepCost, clock: VirtualClock) -> None:
@@ -64,12 +65,12 @@ class VirtualExecutor:
         return StepResult(self._null.execute(batch).rows, elapsed)
 
     def read_block(self, block_id: int) -> Data:
-        """Raises ValueError: there is no KV in virtual time."""
+        """Raise ValueError: there is no KV in virtual time."""
         return self._null.read_block(block_id)
 
     def write_block(self, block_id: int, data: Data) -> None:
-        """Raises ValueError: there is no KV in virtual time."""
+        """Raise ValueError: there is no KV in virtual time."""
         self._null.write_block(block_id, data)
 
     def zero_blocks(self, block_ids: list[int]) -> None:
-        """There is no content to clear."""
+        """Do nothing: there is no content to clear."""

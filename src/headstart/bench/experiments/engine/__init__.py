@@ -1,1 +1,1 @@
-"""Experiments on one engine: reuse, scheduling, kernels."""
+"""Experiments on one engine: prefix reuse, scheduling, kernels."""

@@ -1,6 +1,6 @@
-"""The same prompts scheduled freely, aligned, and aligned with whole blocks charged: what becomes of the token budget.
+"""The same prompts scheduled freely, aligned, and aligned with whole blocks charged, to compare token budget use.
 
-The real scheduler on an executor that computes nothing; all prompts wait from the start, prefixes are not cached.
+The real scheduler with an executor that computes nothing; all prompts wait from the start, prefix caching is off.
 """
 
 import math
@@ -22,7 +22,7 @@ LIMITS = Limits(max_batched_tokens=2048, max_seqs=256, max_model_len=4096)
 
 
 class Mix(NamedTuple):
-    """Prompt lengths, spread evenly over their logarithm, and outputs, spread evenly."""
+    """Prompt lengths, log-uniform, and output lengths, uniform."""
 
     shortest: int
     longest: int
@@ -41,7 +41,7 @@ MODES = {
 
 
 class Step(NamedTuple):
-    """One step as planned; `batch` is valid until the next one. `pressed`: more would have been computed if allowed."""
+    """One planned step; `batch` is valid until the next one. `pressed`: more budget would have computed more tokens."""
 
     batch: Batch
     num_tokens: int
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
 
 def steps(limits: Limits, mix: Mix, seed: int, *, num_prompts: int, num_blocks: int) -> Iterator[Step]:
-    """Runs `num_prompts` prompts to their end, step by step."""
+    """Run `num_prompts` prompts to completion, step by step."""
     rng = Random(f"{seed}/{mix}")
     scheduler = Scheduler(num_blocks, BLOCK_SIZE, limits, enable_prefix_caching=False)
     executor = NullExecutor(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
@@ -64,9 +64,9 @@ def steps(limits: Limits, mix: Mix, seed: int, *, num_prompts: int, num_blocks: 
 
 
 def budget_lost(limits: Limits, mix: Mix, seed: int, num_prompts: int) -> float:
-    """Share of the token budget that is not computed, in steps after which prompt tokens wait that had room in memory.
+    """Return the unused share of the token budget, over steps after which prompt tokens wait that fit into the pool.
 
-    The pool holds all prompts at once, so that nothing but the budget holds them back.
+    The pool holds all prompts at once, so that only the budget limits a step.
     """
     num_blocks = 1 + num_prompts * -(-(mix.longest + mix.longest_output) // BLOCK_SIZE)
     budget = limits.max_batched_tokens

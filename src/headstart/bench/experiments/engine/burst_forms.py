@@ -1,4 +1,6 @@
-"""The forms of the twins benchmark: what comes at once, what befalls its leader, and the least there is to compute."""
+"""The forms of the twins benchmark: the requests of a burst, the failure of its leader, and the least tokens to
+compute.
+"""
 
 from array import array
 from dataclasses import dataclass, replace
@@ -8,8 +10,8 @@ from headstart.core.errors import ConfigError
 from headstart.workload.synthetic import random_tokens, with_prefix
 
 BLOCK_SIZE = 16
-LOSS_STEP = 3  # the leader is lost in this step ...
-LOSS_CAP = 256  # ... of so many tokens, unless another cap is given: in mid prefill
+LOSS_STEP = 3  # the leader is aborted or fails in this step ...
+LOSS_CAP = 256  # ... of this many tokens, unless another cap is given: during its prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +25,8 @@ class Form:
     cap: int = 0  # long_prefill_token_threshold; 0: none
     tree: tuple[int, int] | None = None  # (branches, leaves of each), instead of `requests`
     branch: int = 256
-    same: bool = False  # all prompts are equal, their own part too
-    loss: str = ""  # what happens to the first request in mid prefill: "" | "abort" | "poison"
+    same: bool = False  # all prompts are equal, including their own part
+    loss: str = ""  # event of the first request during its prefill: "" | "abort" | "poison"
 
     @property
     def name(self) -> str:
@@ -33,7 +35,7 @@ class Form:
         return " ".join(filter(None, (what, self.loss, f"cap {self.cap}" if self.cap else "")))
 
     def prompts(self, vocab_size: int, rng: Random) -> "list[array[int]]":
-        """The prompts; the same ones for forms that differ in cap and loss only."""
+        """Return the prompts; forms that differ only in cap and loss have the same ones."""
         root = random_tokens(self.prefix, vocab_size, rng)
         if self.same:
             return [root + random_tokens(self.own, vocab_size, rng)] * self.requests
@@ -44,11 +46,11 @@ class Form:
         return [prompt for stem in stems for prompt in with_prefix(stem, leaves, self.own, vocab_size, rng)]
 
     def ideal(self, lost: int) -> int:
-        """Prompt tokens that must be computed if nothing is computed twice.
+        """Return the prompt tokens that must be computed if nothing is computed twice.
 
-        A prompt that is all cached still computes its last token, and what fills no block is never shared. The first
-        request, if aborted, needs nothing of its own; if it fails, the `lost` tokens that it had computed are not to be
-        trusted, and have to be computed again.
+        A fully cached prompt still computes its last token, and a partial block is never shared. The first request, if
+        aborted, needs no tokens of its own; if it fails, the `lost` tokens that it computed are not trusted and are
+        computed again.
         """
         if self.same:
             prompt = self.prefix + self.own
@@ -63,7 +65,7 @@ class Form:
 
 
 def parse_tree(text: str) -> tuple[int, int] | None:
-    """`4x8` as (4, 8); None for an empty text. Raises ConfigError."""
+    """Return `4x8` as (4, 8); None for an empty text. Raises ConfigError."""
     if not text:
         return None
     branches, _, leaves = text.partition("x")
@@ -73,26 +75,27 @@ def parse_tree(text: str) -> tuple[int, int] | None:
 
 
 def check_form(form: Form) -> Form:
-    """The form, capped if its leader is to be lost in mid prefill. Raises ConfigError for what cannot be counted."""
+    """Return the form, capped if its leader is aborted or fails during prefill. Raises ConfigError for invalid forms.
+    """
     if form.loss and not form.cap:
         form = replace(form, cap=LOSS_CAP)
     if form.loss and form.cap * LOSS_STEP >= form.prefix:
         raise ConfigError(
-            f"the leader is lost after {LOSS_STEP} steps of {form.cap} tokens, but the prefix of {form.prefix} tokens "
-            f"is over by then; lower --long-prefill-token-threshold"
+            f"the leader is aborted after {LOSS_STEP} steps of {form.cap} tokens, but the prefix of {form.prefix} tokens "
+            f"ends before; lower --long-prefill-token-threshold"
         )
     if form.same and (form.tree or form.loss):
-        raise ConfigError("--same goes with neither --tree nor --abort nor --poison")
+        raise ConfigError("--same excludes --tree, --abort and --poison")
     if form.num_requests < 2:
-        raise ConfigError("one request has no twin; ask for at least two")
+        raise ConfigError("a burst needs at least two requests")
     for what, tokens in (("prefix", form.prefix), ("cap", form.cap)):
         if tokens % BLOCK_SIZE:
-            raise ConfigError(f"a {what} of {tokens} tokens is not made of whole blocks of {BLOCK_SIZE}")
+            raise ConfigError(f"a {what} of {tokens} tokens is not a multiple of the block size of {BLOCK_SIZE}")
     return form
 
 
 def every_form(base: Form) -> list[Form]:
-    """All forms that the engine is held to."""
+    """Return all forms that are part of the acceptance test."""
     capped = replace(base, cap=LOSS_CAP)
     tree = replace(base, tree=(4, 8))
     return [

@@ -1,8 +1,8 @@
-"""Lab: what answers under way suffer from one long new prompt, and what sparing them costs that prompt.
+"""Experiment: delay of running decodes by one long new prompt, and the cost to that prompt of bounding it.
 
-Decodes are part of every step and never wait for a seat; but a step lasts as long as its longest chunk, so a prompt
-that may fill the budget stretches the gap between two tokens of everybody. `--max-step-time` bounds the step in time,
-as measured (the default on a CPU); `--long-prefill-token-threshold` caps the chunk in tokens.
+Decodes are part of every step and never wait for a slot. But a step lasts as long as its longest chunk, so a prompt
+that may fill the budget stretches the gap between two tokens of all requests. `--max-step-time` bounds the step in
+time, as measured (the default on a CPU); `--long-prefill-token-threshold` caps the chunk in tokens.
 """
 
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,7 @@ class StallConfig:
     decodes: int = 16
     context: int = 64  # prompt of a decoding request
     prompt: int = 4000  # the cold one
-    calm: int = 48  # steps of decodes alone, before it comes
+    calm: int = 48  # steps with decodes only, before it arrives
     caps: tuple[int, ...] = (128, 256, 512, 1024)  # tokens
     cap: int = 256  # the one reported as "with the cap"
 
@@ -39,12 +39,12 @@ class StallConfig:
 class Bound(NamedTuple):
     """Bound of a step: in tokens of one prompt, in time, or by the token budget alone."""
 
-    cap: int = 0  # tokens of one prompt; 0: any number
-    seconds: float | None = 0.0  # of a step; 0: any time, None: the default
+    cap: int = 0  # tokens of one prompt; 0: unlimited
+    seconds: float | None = 0.0  # of a step; 0: unlimited, None: the default
 
     @property
     def label(self) -> str:
-        """As tables show it."""
+        """Return the name in tables."""
         if self.cap:
             return f"cap {self.cap}"
         return "no bound" if self.seconds == 0 else "default" if self.seconds is None else f"{self.seconds:g} s"
@@ -67,7 +67,7 @@ class _Stall:
 
 
 def run_stall(setup: Setup, config: StallConfig, *, runs: int = 3, bar: Bar = QUIET, clock: Clock = REAL) -> Report:
-    """Measures each bound on an engine of its own; a run lasts until the cold prompt has its first token."""
+    """Measure each bound on its own engine; a run lasts until the cold prompt has its first token."""
     log, found = ContentionLog.new(), dict[Bound, list[_Stall]]()
     info: EngineInfo | None = None
     for bound in dict.fromkeys((NO_BOUND, DEFAULT, *map(Bound, config.caps), Bound(config.cap))):
@@ -79,7 +79,7 @@ def run_stall(setup: Setup, config: StallConfig, *, runs: int = 3, bar: Bar = QU
         for number in range(runs + 1):
             rng = Random(f"{setup.seed}/{number}")
             stall = uncontended(lambda e=engine, i=info, r=rng: _stall(e, i.vocab_size, config, r, clock), log)
-            if number:  # the first warms up
+            if number:  # the first one is a warm-up
                 found[bound].append(stall)
             bar.advance()
     assert info is not None
@@ -87,7 +87,7 @@ def run_stall(setup: Setup, config: StallConfig, *, runs: int = 3, bar: Bar = QU
 
 
 def _stall(engine: Engine, vocab_size: int, config: StallConfig, rng: Random, clock: Clock) -> _Stall:
-    """Decodes alone, then the same with the cold prompt amid them; everything is aborted in the end.
+    """Measure decodes alone, then the same with the cold prompt; everything is aborted at the end.
 
     Every decode gets one token in every step, so the gap between two of its tokens is the step's time.
     """
@@ -95,7 +95,7 @@ def _stall(engine: Engine, vocab_size: int, config: StallConfig, rng: Random, cl
     prompts = [random_tokens(config.context, vocab_size, rng) for _ in range(config.decodes)]
     decodes = make_requests(prompts, sampling, "decode")
     (cold,) = make_requests([random_tokens(config.prompt, vocab_size, rng)], sampling, "cold")
-    assert engine.reset_prefix_cache(), "an idle engine refused to forget its cache"
+    assert engine.reset_prefix_cache(), "an idle engine did not clear its prefix cache"
     for request in decodes:
         engine.add_request(request)
     while engine.stats().num_waiting or engine.stats().last_batch_tokens != config.decodes:
@@ -118,7 +118,7 @@ def _stall(engine: Engine, vocab_size: int, config: StallConfig, rng: Random, cl
 
 
 def _step(engine: Engine, *, decodes_due: int, clock: Clock) -> tuple[float, set[str]]:
-    """(seconds of a step, ids of the requests that got a token); every decode must be among them."""
+    """Return (seconds of a step, ids of the requests that got a token); every decode must be among them."""
     start = clock.now()
     outputs = engine.step()
     seconds = clock.now() - start
@@ -129,7 +129,7 @@ def _step(engine: Engine, *, decodes_due: int, clock: Clock) -> tuple[float, set
 
 
 def _output(config: StallConfig) -> int:
-    """More tokens than any run has steps, so that no decode ends in it."""
+    """Return more tokens than any run has steps, so that no decode ends in it."""
     return 2 * config.calm + config.prompt // min(LEAST_TOKENS, *config.caps, config.cap) + 64
 
 
@@ -142,7 +142,7 @@ def _pool_blocks(config: StallConfig) -> int:
 def _report(
     setup: Setup, config: StallConfig, info: EngineInfo, found: dict[Bound, list[_Stall]], runs: int, log: ContentionLog
 ) -> Report:
-    # of all runs together: the p99 of one run's few calm steps is little more than its worst
+    # over all runs: the p99 of one run's few calm steps is little more than its maximum
     unloaded = percentile((gap for stalls in found.values() for stall in stalls for gap in stall.calm), 99)
     rows = {
         bound: {

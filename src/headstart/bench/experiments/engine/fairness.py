@@ -1,8 +1,8 @@
-"""Lab: who pays for serving the best matches first? k-LPM against first come, first served, in virtual time.
+"""Experiment: latency cost of longest-prefix-match. k-LPM against first come, first served, in virtual time.
 
-Endless hot arrivals that hit 96 % of their prompts, and a few cold ones that hit nothing: under plain longest prefix
-match the cold ones wait until no hot one is left. k-LPM bounds that (arXiv 2502.04677): one with r older ones ahead of
-it is admitted within k(r + 1) admissions. The real scheduler runs; only the computing is made of arithmetic.
+Most arrivals are hot and hit 96 % of their prompts; a few are cold and hit nothing. Under plain longest prefix match
+the cold ones wait until no hot one is left. k-LPM bounds that (arXiv 2502.04677): a request with r older ones ahead of
+it is admitted within k(r + 1) admissions. The scheduler is the real one; step times are modelled.
 """
 
 from bisect import bisect_left
@@ -26,16 +26,16 @@ from headstart.workload.synthetic import random_tokens, unit_arrivals
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000
 COST = StepCost(step=0.012, token=0.00038)
-"""About what llama-100m takes on two cores: 12 ms for the weights, 0.38 ms for a token."""
+"""About the cost of llama-100m on two cores: 12 ms for the weights, 0.38 ms for a token."""
 DEFAULT_K = EngineOptions().lpm_k
 COLUMNS = ("policy", "mean s", "hot p99 s", "cold p50 s", "cold p99 s", "mean / fcfs", "p99 / fcfs", "late / bound")
 
 
 @dataclass(frozen=True, slots=True)
 class FairnessConfig:
-    """One stream of requests; lengths in tokens. As it stands prompts are most of the work.
+    """One stream of requests; lengths in tokens. With the defaults, prefill is most of the work.
 
-    With long outputs and few seats answers are most of it, and cold requests cost hardly more than hot ones.
+    With long outputs and few slots decode is most of it, and cold requests cost hardly more than hot ones.
     """
 
     requests: int = 10_000
@@ -44,7 +44,7 @@ class FairnessConfig:
     shared: int = 960  # of a hot prompt: 96 %
     hot_prefixes: int = 8
     output: int = 8
-    load: float = 0.97  # of what `fcfs` serves when everything is there at once
+    load: float = 0.97  # share of the throughput of `fcfs` with all requests queued at once
     budget: int = 512  # max_num_batched_tokens
     max_seqs: int = 64
     ks: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # the default and infinity are added
@@ -52,7 +52,7 @@ class FairnessConfig:
 
 @dataclass(slots=True)
 class _Traffic:
-    """The same requests for every policy: prompts, when they are due, and which are cold."""
+    """The same requests for every policy: prompts, arrival times, and ids of the cold ones."""
 
     warm_up: list[Request] = field(default_factory=list[Request])
     requests: list[Request] = field(default_factory=list[Request])
@@ -62,7 +62,7 @@ class _Traffic:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What one policy made of it."""
+    """The result of one policy."""
 
     policy: str
     k: int  # 1 for fcfs
@@ -75,9 +75,9 @@ class _Served:
 
 
 def run_fairness(seed: int, config: FairnessConfig, bar: Bar = QUIET) -> Report:
-    """Serves one stream under fcfs and under k-LPM for several k; two runs with one seed give the same figures."""
+    """Serve one stream under fcfs and under k-LPM for several k. Deterministic: one seed gives the same figures."""
     traffic = _make_traffic(config, Random(seed))
-    infinity = config.requests + len(traffic.warm_up) + 1  # the first admission only is the oldest's
+    infinity = config.requests + len(traffic.warm_up) + 1  # only the first admission is of the oldest request
     bar.stage("capacity", config.requests // 4)
     rate = config.load * _capacity(config, traffic, bar)
     traffic.due = [time / rate for time in unit_arrivals(config.requests, Random(f"{seed}/arrivals"))]
@@ -89,7 +89,7 @@ def run_fairness(seed: int, config: FairnessConfig, bar: Bar = QUIET) -> Report:
 
 
 def _make_traffic(config: FairnessConfig, rng: Random) -> _Traffic:
-    """The stream, and one short request for each hot prefix that fills the cache before it."""
+    """Return the stream, and one short request for each hot prefix that fills the cache before it."""
     traffic = _Traffic()
     hot = [random_tokens(config.shared, VOCAB_SIZE, rng) for _ in range(config.hot_prefixes)]
     prompts = list[Any]()
@@ -106,7 +106,7 @@ def _make_traffic(config: FairnessConfig, rng: Random) -> _Traffic:
 
 
 def _capacity(config: FairnessConfig, traffic: _Traffic, bar: Bar) -> float:
-    """Requests per second of a quarter of the stream that is there at once: no step ever lacks work."""
+    """Return the requests per second for a quarter of the stream, queued at once: no step lacks work."""
     some = traffic.requests[: max(config.requests // 4, 1)]
     return len(some) / _drive("fcfs", 1, config, traffic.warm_up, some, None, bar)[0].seconds
 
@@ -117,17 +117,17 @@ def _serve(policy: str, k: int, config: FairnessConfig, traffic: _Traffic, bar: 
 
 
 def displacements(admitted_at: dict[str, float], requests: Sequence[Request], due: Sequence[float]) -> list[float]:
-    """Of each request: admissions after its arrival, its own included, over r + 1; r older ones waited when it came.
+    """Return for each request the admissions after its arrival, including its own, / (r + 1); r: older ones waiting.
 
-    `admitted_at` is in the order of admission. k-LPM promises at most k. Requests that were skipped for promised blocks
-    would have to be left out; the hot prefixes are cached before the stream and the cold prompts are all different, so
-    here there are none.
+    `admitted_at` is in the order of admission. k-LPM guarantees at most k. Requests that were skipped to wait for
+    blocks being computed would have to be left out. There are none here: the hot prefixes are cached before the stream
+    starts, and the cold prompts are all different.
     """
     times = list(admitted_at.values())
     places = {request_id: place for place, request_id in enumerate(admitted_at, 1)}
     found: list[float] = []
     for index, (request, arrival) in enumerate(zip(requests, due, strict=True)):
-        before = bisect_left(times, arrival)  # admitted when it came; all other older ones were waiting
+        before = bisect_left(times, arrival)  # admitted before its arrival; all other older ones were waiting
         found.append((places[request.request_id] - before) / (index - before + 1))
     return found
 
@@ -141,7 +141,7 @@ def _drive(
     due: list[float] | None,
     bar: Bar,
 ) -> tuple[Run, dict[str, float]]:
-    """(what became of the requests, when each was admitted) on a warm engine with a pool that never evicts a prefix."""
+    """Return (the run, admission time of each request) on a warm engine with a pool that never evicts a prefix."""
     blocks = (config.max_seqs + config.hot_prefixes) * (-(-(config.prompt + config.output) // BLOCK_SIZE) + 1) * 2
     limits = Limits(config.budget, config.max_seqs, max_model_len=config.prompt + config.output)
     scheduler = Scheduler(blocks, BLOCK_SIZE, limits, policy=policy, lpm_k=k)
@@ -230,5 +230,5 @@ def _problems(found: _Served, config: FairnessConfig) -> list[str]:
     label = _label(found.policy, found.k, config.requests)
     problems = found.run.problems(label)
     if found.run.preemptions:
-        problems.append(f"{label}: {found.run.preemptions} preemptions: the pool is too small for what is to be shown")
+        problems.append(f"{label}: {found.run.preemptions} preemptions: the pool is too small for this experiment")
     return problems

@@ -1,7 +1,8 @@
-"""Lab: what int8 weights do to the model's numbers. Logits of every position against float32's, beside bfloat16's.
+"""Experiment: effect of int8 weights on logits. Logits of every position against float32's, beside bfloat16's.
 
-bfloat16 rounds weights and rows; int8 rounds weights once more and keeps the rest. The bundled model reads its own
-conversations and is also asked for answers, which count if they are exact; any other model reads random tokens.
+bfloat16 rounds weights and activations; int8 rounds the weights further and leaves the rest as in bfloat16. The bundled
+model reads its own conversations and also generates answers, which count if they are exact; any other model reads
+random tokens.
 """
 
 from array import array
@@ -36,7 +37,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Int8Config:
-    """`prompts` of `tokens` random tokens, or so many of the bundled model's conversations."""
+    """`prompts` of `tokens` random tokens, or this number of the bundled model's conversations."""
 
     prompts: int = 40
     tokens: int = 256
@@ -47,7 +48,7 @@ QUICK = Int8Config(prompts=4, tokens=64)
 
 @dataclass(slots=True)
 class Difference:
-    """How far logits are from others, position by position."""
+    """The difference between two sets of logits, by position."""
 
     positions: int = 0
     greatest: float = 0.0
@@ -56,7 +57,7 @@ class Difference:
     agreeing: int = 0  # positions with the same most likely token
 
     def add(self, found: Tensor, expected: Tensor) -> None:
-        """Takes logits [n, vocab] in, fp32 both."""
+        """Add logits [n, vocab], both fp32."""
         apart = (found - expected).abs()
         mine, theirs = found.log_softmax(-1), expected.log_softmax(-1)
         self.positions += len(found)
@@ -66,7 +67,7 @@ class Difference:
         self.agreeing += int((found.argmax(-1) == expected.argmax(-1)).sum())
 
     def values(self) -> dict[str, float]:
-        """Means over positions, and the greatest difference of all."""
+        """Return means over positions, and the greatest difference of all."""
         return {
             "greatest_difference": self.greatest,
             "mean_difference": self.total / self.positions,
@@ -76,7 +77,7 @@ class Difference:
 
 
 def run_int8(setup: Setup, config: Int8Config = Int8Config(), bar: Bar = QUIET) -> Report:
-    """Loads the model in each form and compares. An empty `setup.model` is the bundled one."""
+    """Load the model in each form and compare. An empty `setup.model` is the bundled one."""
     apply_threads(setup.threads)
     folder, rng = Path(setup.model) if setup.model else bundled_model(), Random(setup.seed)
     prompts: Sequence[Sequence[int]] = []
@@ -101,7 +102,7 @@ def run_int8(setup: Setup, config: Int8Config = Int8Config(), bar: Bar = QUIET) 
 
 @torch.inference_mode()
 def logits(loaded: LoadedModel, tokens: Sequence[int]) -> Tensor:
-    """Logits [n, vocab] in fp32 of every position of one prompt."""
+    """Return the logits [n, vocab] in fp32 of every position of one prompt."""
     num_blocks = -(-len(tokens) // BLOCK_SIZE) + 1
     runner = ModelRunner(loaded, num_blocks=num_blocks, block_size=BLOCK_SIZE)
     ids = array("i", tokens)
@@ -113,7 +114,7 @@ def logits(loaded: LoadedModel, tokens: Sequence[int]) -> Tensor:
 
 
 def _conversations(setup: Setup, config: Int8Config, bar: Bar) -> tuple[list[list[int]], dict[str, float]]:
-    """Prompts with float32's answers to them, and the share of exact answers in each form."""
+    """Return prompts with float32's answers to them, and the share of exact answers in each form."""
     examples, asked = questions(AccuracyConfig(config.prompts, preambles=min(4, config.prompts), seed=setup.seed))
     prompts: list[list[int]] = []
     accuracy: dict[str, float] = {}

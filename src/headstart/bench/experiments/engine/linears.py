@@ -1,7 +1,7 @@
-"""Lab: the matrix products of a model's layers at any number of rows: our kernels, oneDNN's packed form, F.linear.
+"""Experiment: matrix products of a model's layers by number of rows: our kernels, oneDNN's packed form, F.linear.
 
 Ours are a layer's four products as the decoder runs them: with norms, gate and residuals, in one call. The others only
-multiply. Weights are more than most caches hold, so few rows are bound by memory: held against what a mere reader gets.
+multiply. The weights exceed most caches, so few rows are memory-bound; the read bandwidth is measured as the ceiling.
 """
 
 import time
@@ -28,12 +28,12 @@ from headstart.model.weights.shapes import SHAPES, Shape
 ROWS = (1, 4, 8, 16, 32, 48, 64, 104, 128, 256, 512, 1024, 2048, 4096)
 READ_BYTES = 256 << 20
 Pass = Callable[[], None]
-"""All layers once."""
+"""One run of all layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearsConfig:
-    """What to multiply, and for how long: `seconds` for each number of rows."""
+    """The products to run, and their time: `seconds` for each number of rows."""
 
     shape: str = "llama-100m"
     rows: tuple[int, ...] = ROWS
@@ -47,7 +47,7 @@ QUICK = LinearsConfig(rows=(1, 32, 256), seconds=1.0)
 
 
 def run_linears(config: LinearsConfig, bar: Bar = QUIET) -> Report:
-    """Times every form at every number of rows. Raises ConfigError for a shape nobody knows."""
+    """Time every form at every number of rows. Raises ConfigError for an unknown shape."""
     if config.shape not in SHAPES:
         raise ConfigError(f"shape {config.shape!r} is not known; choose {', '.join(SHAPES)}")
     apply_threads(config.threads)
@@ -83,7 +83,7 @@ def run_linears(config: LinearsConfig, bar: Bar = QUIET) -> Report:
 
 
 class Layers:
-    """The products of `count` layers, all forms there are here of the same random weights."""
+    """The products of `count` layers, in all forms available here, with the same random weights."""
 
     def __init__(self, shape: Shape, count: int) -> None:
         hidden, wide = shape.hidden_size, shape.intermediate_size
@@ -105,7 +105,7 @@ class Layers:
         self.plain = weights
 
     def passes(self, count: int) -> dict[str, Pass]:
-        """What multiplies `count` rows, by name."""
+        """Return the functions that multiply `count` rows, by form."""
         inputs = [torch.randn(count, columns).bfloat16() for _, columns in self.sizes]
         found: dict[str, Pass] = {name: ours(chains, self.buffers(count)) for name, chains in self.chains.items()}
         if self._packed:
@@ -123,7 +123,7 @@ class Layers:
         return Chain(found, links, self.widths)
 
     def buffers(self, count: int) -> Buffers:
-        """What a chain reads and writes: attended rows, the residual stream, gated rows, heads."""
+        """Return the inputs and outputs of a chain: attention output, residual stream, gated rows, q/k/v heads."""
         buffers = Buffers(count, self.widths)
         buffers.fill(1, 2, 3)
         buffers[0] = torch.randn(count, self.widths[0]).bfloat16()
@@ -131,7 +131,7 @@ class Layers:
 
 
 def ours(chains: list[Chain], buffers: Buffers) -> Pass:
-    """All chains on the same buffers, from a residual stream of zeros."""
+    """Return a function that runs all chains on the same buffers, from a residual stream of zeros."""
     scratch = chains[0].scratch(buffers.count)
 
     def run() -> None:
@@ -153,7 +153,7 @@ def _each(layers: list[list[Tensor]], inputs: list[Tensor], multiply: Callable[[
 
 @torch.inference_mode()
 def _by_turns(passes: dict[str, Pass], seconds: float) -> dict[str, list[float]]:
-    """Seconds of each pass, A B A B, at least three of each."""
+    """Return the seconds of each pass, run in turn (A B A B), at least three of each."""
     times: dict[str, list[float]] = {name: [] for name in passes}
     for run in passes.values():
         run()
@@ -167,14 +167,14 @@ def _by_turns(passes: dict[str, Pass], seconds: float) -> dict[str, list[float]]
 
 
 def _figures(model: Layers, count: int, name: str, seconds: list[float]) -> tuple[float, float, float, float]:
-    """Milliseconds (median, least), GFLOP/s and GB/s of weights at the median."""
+    """Return milliseconds (median, least), GFLOP/s and GB/s of weights at the median."""
     middle, weight_bytes = median(seconds), 1 if name == "ours_int8" else 2
     flops = 2 * count * model.num_weights
     return 1e3 * middle, 1e3 * min(seconds), flops / middle / 1e9, weight_bytes * model.num_weights / middle / 1e9
 
 
 def _read_rate(threads: int) -> float | None:
-    """Bytes per second that a mere reader gets from memory; None without kernels."""
+    """Return the bytes per second of a plain memory read; None without kernels."""
     found = kernels()
     if found is None:
         return None

@@ -1,13 +1,12 @@
-"""Lab: page-aligned prefill off, exact and ceil (vLLM #19878): KV-write time saved against token budget lost.
+"""Experiment: page-aligned prefill off, exact and ceil (vLLM #19878): KV-write time saved against token budget lost.
 
 `write_us_off`, `write_us_on`: microseconds of KV writing in all layers of llama-100m for a full budget of 2,048 tokens,
-in steps that the scheduler planned without the flag and with it (exact), on a pool in use, where neighbouring blocks of
-a prompt are seldom neighbours in memory. `..._ceil` the same with whole blocks charged; `..._by_token` is "off" with
-every token written by its own slot, which is what there was before blocks were written as blocks. `wide_...` is a model
-of 8 kv heads x 128. The KV is that of the backend that a server would take here: the kernels' packed pages, or torch's.
-
-`budget_lost_off`, `_exact`, `_ceil`: see `aligned.budget_lost`; "off" is the control. `whole_s_...`: the same prompts
-through a real engine, to their end; that contains both effects.
+in steps that the scheduler planned without the flag and with it (exact), on a used pool, where consecutive blocks of a
+prompt are seldom adjacent in memory. `..._ceil`: the same with whole blocks charged. `..._by_token`: "off" with every
+token written to its own slot, as before whole blocks were written at once. `wide_...`: a model of 8 KV heads x 128.
+The KV layout is the one that a server on this machine uses: the kernels' packed pages, or torch's.
+`budget_lost_off`, `_exact`, `_ceil`: see `aligned_prefill.budget_lost`; "off" is the control. `whole_s_...`: the same
+prompts through a real engine, to completion; that includes both effects.
 """
 
 import time
@@ -49,16 +48,16 @@ from headstart.workload.synthetic import random_tokens
 BUDGET = LIMITS.max_batched_tokens
 CPU = torch.device("cpu")
 WRITE_SHAPES = {"": "llama-100m", "wide_": "qwen3-0.6b"}
-TENSORS = 8  # layers that are held in memory; more would say the same
+TENSORS = 8  # layers held in memory; more would give the same result
 ROUNDS = 3  # of all ways to write, in each run
 
 
 class AlignedConfig(NamedTuple):
-    """How much to measure."""
+    """The number of measurements."""
 
     runs: int = 5
     budget_prompts: int = 200
-    write_prompts: int = 150  # over a pool of `write_blocks`, so that most of them write where others were
+    write_prompts: int = 150  # over a pool of `write_blocks`, so that most of them write to reused blocks
     write_blocks: int = 1024
     write_steps: int = 12  # the last ones with prompts waiting
     whole_prompts: int = 16
@@ -76,7 +75,7 @@ class Planned(NamedTuple):
 
 
 def run_page_aligned(setup: Setup, config: AlignedConfig | None = None, bar: Bar = QUIET) -> Report:
-    """Measures all three modes by turns; decides nothing."""
+    """Measure all three modes in turn. Figures only; there is no pass or fail."""
     config = config or AlignedConfig()
     log = ContentionLog.new()
     found: dict[str, list[float]] = {}
@@ -115,7 +114,7 @@ def run_page_aligned(setup: Setup, config: AlignedConfig | None = None, bar: Bar
 
 
 def _budgets(seed: int, config: AlignedConfig, bar: Bar) -> dict[str, dict[str, list[float]]]:
-    """Share of the budget lost by mix and mode, for each run's prompts."""
+    """Return the share of the budget lost by mix and mode, for each run's prompts."""
     lost: dict[str, dict[str, list[float]]] = {mix: {mode: [] for mode in MODES} for mix in MIXES}
     for run in range(config.runs):
         for name, mix in MIXES.items():
@@ -126,7 +125,7 @@ def _budgets(seed: int, config: AlignedConfig, bar: Bar) -> dict[str, dict[str, 
 
 
 def _write_times(seed: int, config: AlignedConfig, log: ContentionLog, bar: Bar) -> dict[str, list[float]]:
-    """Microseconds of KV writing per full budget, by key and run."""
+    """Return the microseconds of KV writing per full budget, by key and run."""
     planned = {mode: _planned(mode, seed, config) for mode in MODES}
     benches = {prefix: _WriteBench(SHAPES[name], config.write_blocks) for prefix, name in WRITE_SHAPES.items()}
     ways = {
@@ -143,7 +142,7 @@ def _write_times(seed: int, config: AlignedConfig, log: ContentionLog, bar: Bar)
 
 
 def _planned(mode: str, seed: int, config: AlignedConfig) -> list[Planned]:
-    """The writes of the last steps in which prompts waited, on a pool that other prompts have been through."""
+    """Return the writes of the last steps in which prompts waited, on a pool that other prompts have used."""
     bounds = StepBounds(config.write_blocks, BLOCK_SIZE, VOCAB_SIZE, LIMITS.max_model_len)
     planned: list[Planned] = []
     mix = MIXES["mixed"]._replace(longest_output=8)  # so that the budget is the limit, not the pool
@@ -156,13 +155,13 @@ def _planned(mode: str, seed: int, config: AlignedConfig) -> list[Planned]:
 
 
 class _PackedPages:
-    """Writes of whole steps into the pages of the CPU kernels: planned once a step, then layer by layer."""
+    """Writes of whole steps into the pages of the CPU kernels: planned once per step, then layer by layer."""
 
     def __init__(self, kv: PackedKV) -> None:
         self._kv = kv
 
     def write(self, planned: Planned, keys: Tensor, values: Tensor, *, by_token: bool) -> tuple[float, float]:
-        """Seconds once for the step, and seconds for all layers."""
+        """Return the seconds of planning for the step, and the seconds for all layers."""
         writes = _by_token(planned.writes) if by_token else planned.writes
         begin = time.perf_counter()
         pages = self._kv.plan_writes(writes, len(keys))
@@ -173,13 +172,13 @@ class _PackedPages:
 
 
 class _TorchPages:
-    """The same into torch's layout, where every layer reads the step's writes as they are."""
+    """The same into torch's layout, where every layer uses the step's writes directly."""
 
     def __init__(self, kv: PagedKV) -> None:
         self._kv = kv
 
     def write(self, planned: Planned, keys: Tensor, values: Tensor, *, by_token: bool) -> tuple[float, float]:
-        """Seconds once for the step, and seconds for all layers."""
+        """Return the seconds of planning for the step (0), and the seconds for all layers."""
         write = self._kv.write_tokens if by_token else self._kv.write
         begin = time.perf_counter()
         for layer in range(self._kv.shape.num_layers):
@@ -188,18 +187,18 @@ class _TorchPages:
 
 
 def _packing_kernels(head_dim: int) -> Kernels | None:
-    """The kernels whose layout a server here would take."""
+    """Return the kernels whose layout a server on this machine uses; None: torch's."""
     return kernels() if resolve_backend("auto", CPU, head_dim) == "cpu" else None
 
 
 def _by_token(writes: Writes) -> Writes:
-    """The same writes without spans."""
+    """Return the same writes without spans."""
     tokens = None if writes.tokens is None else writes.tokens.numpy()
     return writes._replace(spans=(), loose=tokens, loose_slots=writes.slots.numpy())
 
 
 class _WriteBench:
-    """KV of one model shape in bfloat16, and keys and values as its decoder hands them over: parts of wider rows."""
+    """KV of one model shape in bfloat16, with keys and values as its decoder passes them: parts of wider rows."""
 
     def __init__(self, shape: Shape, num_blocks: int) -> None:
         heads, dim = shape.num_key_value_heads, shape.head_dim
@@ -217,7 +216,8 @@ class _WriteBench:
         self._values = torch.randn(BUDGET, queries + 2 * heads, dim).to(torch.bfloat16)[:, queries + heads :]
 
     def seconds(self, ways: dict[str, tuple[list[Planned], bool]]) -> dict[str, float]:
-        """Seconds for a full budget of tokens in all layers, for each way (writes, by token) to do it, by turns."""
+        """Return the seconds for a full budget of tokens in all layers, for each way (writes, by token), run in turn.
+        """
         found: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(ROUNDS):
             for name, (planned, by_token) in ways.items():
@@ -226,7 +226,7 @@ class _WriteBench:
         return {name: median(times) for name, times in found.items()}
 
     def _write(self, planned: list[Planned], by_token: bool) -> float:
-        """Seconds for all the layers that the model has; as many as are held are written."""
+        """Return the seconds for all layers of the model, extrapolated from the layers held in memory."""
         total = 0.0
         with torch.inference_mode():
             for step in planned:
@@ -237,7 +237,7 @@ class _WriteBench:
 
 
 class _Facts(NamedTuple):
-    """What a report says of the engine that ran everything."""
+    """The entries of a report on the engine of the whole runs."""
 
     threads: int
     described: dict[str, object]
@@ -248,7 +248,7 @@ class _Facts(NamedTuple):
 def _whole(
     setup: Setup, config: AlignedConfig, log: ContentionLog, bar: Bar
 ) -> tuple[dict[str, list[Run]], _Facts, list[str]]:
-    """The same prompts through one executor under three schedulers, by turns."""
+    """Run the same prompts through one executor under three schedulers, in turn."""
     mix, rng = MIXES["mixed"], Random(setup.seed)
     num_blocks = config.whole_prompts * -(-(mix.longest + config.whole_outputs) // BLOCK_SIZE)
     engine, info = setup.build(setup.options(num_blocks=num_blocks, max_batched_tokens=BUDGET, caching=False))
@@ -256,14 +256,14 @@ def _whole(
     lengths = [min(mix.prompt_length(rng), longest) for _ in range(config.whole_prompts)]
     prompts = [random_tokens(length, info.vocab_size, rng) for length in lengths]
     sampling = SamplingParams(max_tokens=config.whole_outputs, temperature=0.0)
-    bar.stage("the same prompts, to their end", (1 + config.runs * len(MODES)) * len(prompts))
+    bar.stage("the same prompts, to completion", (1 + config.runs * len(MODES)) * len(prompts))
 
     def timed(mode: str, name: str) -> Run:
         limits = replace(engine.scheduler.limits, align=MODES[mode].align, charge_ceil=MODES[mode].charge_ceil)
         scheduler = Scheduler(engine.scheduler.pool.num_blocks, BLOCK_SIZE, limits, enable_prefix_caching=False)
         return drive(Engine(scheduler, engine.executor), make_requests(prompts, sampling, name), bar=bar)
 
-    first = timed("off", "warm-up")  # touches all memory for the first time
+    first = timed("off", "warm-up")  # first touch of all memory
     found: dict[str, list[Run]] = {mode: [] for mode in MODES}
     problems: list[str] = []
     for run in range(config.runs):
@@ -288,7 +288,7 @@ def _sheets(values: dict[str, float], by_mix: dict[str, dict[str, float]]) -> li
     return [
         Sheet("KV writes, us per 2,048 tokens in all layers", ("shape", "by token", "off", "exact", "ceil"), writes),
         Sheet("token budget lost while prompts wait, %", ("prompts", "off", "exact", "ceil"), budgets),
-        Sheet("the same prompts to their end", ("", "off", "exact", "ceil"), whole),
+        Sheet("the same prompts to completion", ("", "off", "exact", "ceil"), whole),
     ]
 
 

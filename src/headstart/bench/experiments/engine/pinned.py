@@ -1,6 +1,6 @@
-"""Lab: a pinned prefix of 900 tokens. Already the first request takes it over, and no flood of prompts evicts it.
+"""Experiment: a pinned prefix of 900 tokens. The first request already hits it, and a flood of prompts does not evict it.
 
-The same prompt through a bypassed cache must give the same tokens: what was pinned is what would have been computed.
+The same prompt with the cache bypassed must give the same tokens: the pinned KV equals the computed one.
 """
 
 import time
@@ -27,7 +27,7 @@ AT_LEAST = 896  # whole blocks of 16 in 900 tokens
 
 
 def run_pinned(setup: Setup, bar: Bar = QUIET) -> Report:
-    """Pins the prefix, sends the first prompt that begins with it, floods the pool, and sends another."""
+    """Pin the prefix, send the first prompt that begins with it, flood the pool, and send another."""
     bar.stage("loading the model", None)
     engine, info = setup.build(setup.options(num_blocks=NUM_BLOCKS))
     rng = Random(setup.seed)
@@ -65,7 +65,7 @@ def run_pinned(setup: Setup, bar: Bar = QUIET) -> Report:
 
 
 def _pin(engine: Engine, fixed: "array[int]") -> float:
-    """Pins it and returns the seconds until it is warm."""
+    """Pin the prefix and return the seconds until it is warm."""
     start = time.perf_counter()
     engine.add_prefix("fixed", fixed)
     while engine.list_prefixes()[0].state is PrefixState.WARMING:
@@ -97,6 +97,6 @@ def _report(setup: Setup, runs: dict[str, Run], more: dict[str, Any]) -> Report:
 
 
 def _ttft_ms(run: Run) -> float | None:
-    """Of its first request; None if that failed."""
+    """Return the TTFT of the first request; None if that failed."""
     ttft = run.records[0].ttft
     return None if ttft is None else 1e3 * ttft

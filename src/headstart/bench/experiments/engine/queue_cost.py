@@ -1,7 +1,7 @@
-"""Lab: what a long queue costs each step. 2,000 prompts wait, and nothing or one can be admitted; no model.
+"""Experiment: cost of a long waiting queue per step. 2,000 prompts wait, and none or one can be admitted; no model.
 
-The figure is what a step takes beyond the same step without the queue: with the same sequences running, and with the
-one that is admitted, if any, waiting alone. Adding requests is left out: blocks are named on arrival.
+The figure is the time of a step beyond the same step without the queue: with the same sequences running, and with the
+admitted request, if any, waiting alone. Adding requests is excluded: block hashes are computed on arrival.
 """
 
 import time
@@ -28,7 +28,7 @@ from headstart.workload.synthetic import random_tokens, with_prefix
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000
 DECODES = 16
-OUTPUT = 64  # tokens of a decode: steps to measure, and the ones before
+OUTPUT = 64  # tokens of a decode: measured steps, and the ones before
 MAX_US = 1000
 COLUMNS = ("form", "step without queue", "step", "order", "order, mean")
 Prompts = list["array[int]"]
@@ -40,14 +40,14 @@ class OrderConfig:
 
     waiting: int = 2000
     prompt: int = 4096
-    steps: int = 48  # measured, with sequences of OUTPUT tokens beside
+    steps: int = 48  # measured, while sequences of OUTPUT tokens run
     cap: int = 256  # long_prefill_token_threshold of the twins, whose leader takes prompt / cap steps
     policy: str = "lpm"
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One form: who runs, who waits, and what a step has to give."""
+    """One form: the running and the waiting prompts, and the admissions of a step."""
 
     name: str
     decodes: Prompts
@@ -60,12 +60,12 @@ class _Case:
 
 @dataclass(slots=True)
 class _Cost:
-    """Seconds of the steps of one form without and with the queue, all runs; order is the difference, per run."""
+    """Seconds of the steps of one form without and with the queue, all runs; `order` is the difference, per run."""
 
     alone: list[float] = field(default_factory=list[float])
     queued: list[float] = field(default_factory=list[float])
     order: list[float] = field(default_factory=list[float])  # of the medians
-    order_mean: list[float] = field(default_factory=list[float])  # of the means: a rare dear step shows here
+    order_mean: list[float] = field(default_factory=list[float])  # of the means: includes rare slow steps
 
     def add(self, alone: list[float], queued: list[float]) -> None:
         self.alone.append(median(alone))
@@ -75,12 +75,12 @@ class _Cost:
 
 
 def run_order(seed: int, runs: int, config: OrderConfig, bar: Bar = QUIET) -> Report:
-    """Measures every form: nothing fits, one is admitted in each step, twins wait for blocks promised to them.
+    """Measure every form: none fits, one is admitted in each step, twins wait for blocks that their leader computes.
 
-    Raises ConfigError for an unknown policy, and for a queue that would be over before the last step.
+    Raises ConfigError for an unknown policy, and for a queue that would be empty before the last step.
     """
     if config.waiting <= config.steps:
-        raise ConfigError(f"--waiting {config.waiting}: {config.steps} steps admit one each; ask for more")
+        raise ConfigError(f"--waiting {config.waiting}: {config.steps} steps admit one each; request more")
     if config.policy not in POLICIES:
         raise ConfigError(f"--scheduling-policy {config.policy!r} is unknown; choose one of {', '.join(POLICIES)}")
     log, costs, problems = ContentionLog.new(), dict[str, _Cost](), list[str]()
@@ -100,20 +100,20 @@ def run_order(seed: int, runs: int, config: OrderConfig, bar: Bar = QUIET) -> Re
 
 
 def _distinct(config: OrderConfig, rng: Random) -> list[_Case]:
-    """Nothing in common, nothing cached."""
+    """Return prompts without a common prefix; nothing is cached."""
     waiting = [random_tokens(config.prompt, VOCAB_SIZE, rng) for _ in range(config.waiting)]
     return _cases("all distinct", config, _own(config, rng), waiting)
 
 
 def _hot(config: OrderConfig, rng: Random) -> list[_Case]:
-    """All but the last block of each is one prefix, which running sequences hold."""
+    """Return prompts with one prefix up to the last block, which running sequences hold."""
     prefix = random_tokens(config.prompt - BLOCK_SIZE, VOCAB_SIZE, rng)
     decodes = with_prefix(prefix, DECODES, BLOCK_SIZE, VOCAB_SIZE, rng)
     return _cases("one hot prefix", config, decodes, with_prefix(prefix, config.waiting, BLOCK_SIZE, VOCAB_SIZE, rng))
 
 
 def _half(config: OrderConfig, rng: Random) -> list[_Case]:
-    """The first half of each is one of 16 prefixes that running sequences hold, the second is its own."""
+    """Return prompts whose first half is one of 16 prefixes held by running sequences; the second half is unshared."""
     half = config.prompt // 2
     prefixes = [random_tokens(half, VOCAB_SIZE, rng) for _ in range(DECODES)]
     decodes = [prefix + random_tokens(BLOCK_SIZE, VOCAB_SIZE, rng) for prefix in prefixes]
@@ -125,7 +125,7 @@ def _half(config: OrderConfig, rng: Random) -> list[_Case]:
 
 
 def _twins(config: OrderConfig, rng: Random) -> list[_Case]:
-    """All share one new prefix, which the first of them computes chunk by chunk; there are seats and blocks for all."""
+    """Return prompts with one new prefix, computed by the first in chunks; there are slots and blocks for all."""
     prefix = random_tokens(config.prompt - BLOCK_SIZE, VOCAB_SIZE, rng)
     waiting = with_prefix(prefix, config.waiting, BLOCK_SIZE, VOCAB_SIZE, rng)
     decodes = _own(config, rng)
@@ -138,7 +138,7 @@ FORMS: tuple[Callable[[OrderConfig, Random], list[_Case]], ...] = (_distinct, _h
 
 
 def _cases(name: str, config: OrderConfig, decodes: Prompts, waiting: Prompts) -> list[_Case]:
-    """With a pool that the running sequences fill, and with one that has room for a few prompts more."""
+    """Return a case with a pool that the running sequences fill, and one with blocks for a few more prompts."""
     full, spare = _held(decodes), 4 * config.prompt // BLOCK_SIZE
     return [
         _Case(f"{name}, none admitted", decodes, waiting, 0, full, config.steps),
@@ -147,12 +147,12 @@ def _cases(name: str, config: OrderConfig, decodes: Prompts, waiting: Prompts) -
 
 
 def _own(config: OrderConfig, rng: Random) -> Prompts:
-    """Prompts of decodes that share nothing; together they hold a little more blocks than one waiting prompt needs."""
+    """Return distinct prompts for decodes; together they hold slightly more blocks than one waiting prompt needs."""
     return [random_tokens(config.prompt // DECODES, VOCAB_SIZE, rng) for _ in range(DECODES)]
 
 
 def _held(decodes: Prompts) -> int:
-    """Blocks of the running sequences at their end: each different block once."""
+    """Return the blocks of the running sequences at their end: each different block once."""
     full = {prompt[:end].tobytes() for prompt in decodes for end in range(BLOCK_SIZE, len(prompt) + 1, BLOCK_SIZE)}
     return len(full) + len(decodes) * (OUTPUT // BLOCK_SIZE)
 
@@ -162,17 +162,17 @@ def _held(decodes: Prompts) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """Seconds of every measured step, executor left out."""
+    """Seconds of every measured step, without the executor."""
 
     alone: list[float]
     queued: list[float]
-    admitted: int  # while the queue was there
+    admitted: int  # from the queue
 
 
 def _measure(case: _Case, config: OrderConfig) -> _Steps:
-    """The same steps with the queue and without, in turns, so that a slow moment of the machine meets both."""
+    """Measure the same steps with and without the queue, in turn, so that noise on the machine affects both."""
     requests = make_requests(case.waiting, SamplingParams(max_tokens=1, temperature=0.0), "w")
-    fed = requests[: case.admits * case.steps]  # to the one without a queue, one by one
+    fed = requests[: case.admits * case.steps]  # added one by one to the engine without a queue
     alone, queued = (_started(case, config, queue) for queue in (requests[: case.cap and 1], requests))
     waiting = queued.stats().num_waiting
     steps = _Steps([], [], 0)
@@ -185,7 +185,7 @@ def _measure(case: _Case, config: OrderConfig) -> _Steps:
 
 
 def _started(case: _Case, config: OrderConfig, queue: Sequence[Request]) -> Engine:
-    """An engine whose decodes are under way, with that queue; twins have their leader admitted already."""
+    """Return an engine with running decodes and that queue; with twins, the leader is already admitted."""
     engine = _engine(case, config)
     for request in make_requests(case.decodes, SamplingParams(max_tokens=OUTPUT, temperature=0.0), "d"):
         engine.add_request(request)
@@ -199,7 +199,7 @@ def _started(case: _Case, config: OrderConfig, queue: Sequence[Request]) -> Engi
 
 
 def _engine(case: _Case, config: OrderConfig) -> Engine:
-    """Seats for the decodes and as many others, or for one other where one is to be admitted in each step."""
+    """Return an engine with slots for the decodes and as many others, or one other where each step admits one."""
     seats = DECODES + 1 if case.admits else 2 * DECODES
     limits = Limits(2 * config.prompt, seats, max_model_len=2 * config.prompt, long_prefill_threshold=case.cap)
     scheduler = Scheduler(case.num_blocks + 1, BLOCK_SIZE, limits, policy=config.policy)
@@ -207,7 +207,7 @@ def _engine(case: _Case, config: OrderConfig) -> Engine:
 
 
 def _timed_step(engine: Engine) -> float:
-    """Seconds of one step less those of the executor."""
+    """Return the seconds of one step minus those of the executor."""
     before = engine.stats().step_seconds
     start = time.perf_counter()
     engine.step()

@@ -1,4 +1,4 @@
-"""Lab: the same prompt again. Every block is cached; the one token computed is the last, for the sake of its logits."""
+"""Experiment: the same prompt again. Every block is cached; only the last token is computed, for its logits."""
 
 from random import Random
 from typing import Any
@@ -15,7 +15,7 @@ NUM_BLOCKS = 256
 
 
 def run_repeat(setup: Setup, bar: Bar = QUIET) -> Report:
-    """Sends one prompt of 1,024 tokens twice, one output token each."""
+    """Send one prompt of 1,024 tokens twice, one output token each."""
     bar.stage("loading the model", None)
     engine, info = setup.build(setup.options(num_blocks=NUM_BLOCKS))
     prompt = random_tokens(PROMPT, info.vocab_size, Random(setup.seed))

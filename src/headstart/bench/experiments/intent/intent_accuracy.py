@@ -1,6 +1,6 @@
-"""The bundled model's answers on held-out sentences, with prefix caching off and on: they must be the same tokens.
+"""Answers of the bundled model on held-out sentences, with prefix caching off and on: the tokens must be equal.
 
-float32, so that the order in which numbers are added cannot decide between two tokens.
+Computed in float32, so that the order of additions cannot decide between two tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ TOGETHER = 20  # sentences in one batch
 
 
 class Completed(Protocol):
-    """What this bench reads of `llm.Completion`; tests have their own."""
+    """The fields of `llm.Completion` that this benchmark reads; tests provide their own."""
 
     @property
     def text(self) -> str: ...
@@ -34,7 +34,7 @@ Answer = Callable[[list[list[dict[str, str]]], bool], Sequence[Completed]]
 
 @dataclass(frozen=True, slots=True)
 class AccuracyConfig:
-    """How much to ask: `examples` sentences, spread evenly over `preambles` preambles."""
+    """The number of requests: `examples` sentences, spread evenly over `preambles` preambles."""
 
     examples: int = 200
     preambles: int = 4
@@ -43,14 +43,14 @@ class AccuracyConfig:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """What came of it."""
+    """The measured values and the problems."""
 
     values: dict[str, Any]
     problems: list[str]
 
 
 def measure_accuracy(answer: Answer, config: AccuracyConfig, bar: Bar = QUIET) -> Accuracy:
-    """Asks everything twice, caching off and on. Exact JSON counts, nothing less."""
+    """Send every request with caching off and on. Only answers with exactly the expected JSON count as correct."""
     examples, conversations = questions(config)
     found: dict[str, Sequence[Completed]] = {}
     for name in ("off", "on"):
@@ -81,7 +81,7 @@ def measure_accuracy(answer: Answer, config: AccuracyConfig, bar: Bar = QUIET) -
 
 
 def bundled_answers(threads: int, bar: Bar = QUIET) -> Answer:
-    """The bundled model, in float32, through the Python API and its chat template."""
+    """Return the answer function of the bundled model, in float32, through the Python API and its chat template."""
 
     def answer(conversations: list[list[dict[str, str]]], caching: bool) -> list[Completion]:
         llm = LLM(dtype="float32", threads=threads, enable_prefix_caching=caching)
@@ -96,7 +96,7 @@ def bundled_answers(threads: int, bar: Bar = QUIET) -> Answer:
 
 
 def questions(config: AccuracyConfig) -> tuple[list[Example], list[list[dict[str, str]]]]:
-    """Held-out examples and the conversation that asks for each."""
+    """Return held-out examples and one conversation for each."""
     examples: list[Example] = []
     conversations: list[list[dict[str, str]]] = []
     for index in range(config.preambles):

@@ -1,7 +1,7 @@
-"""Source 002 (intent recognition), measured: two engines of one model, prefix caching off and on, in real time.
+"""The intent-recognition workload of PrefixCacheManager (blog): two engines of one model, prefix caching off and on.
 
-Both live in this process and see the same prompts and the same arrival draws. Unloaded latencies come from requests
-sent one at a time, off and on in turns; then come Poisson arrivals. `intent_report.py` makes the report.
+Both run in this process in real time and get the same prompts and the same arrival draws. Unloaded latencies come from
+requests sent one at a time, off and on in turn; then come Poisson arrivals. `intent_report.py` makes the report.
 """
 
 from array import array
@@ -20,19 +20,19 @@ from headstart.workload.request_record import RequestRecord, Summary, median, pe
 from headstart.workload.synthetic import INTENT, Shape, random_tokens, unit_arrivals, with_prefix
 
 NUM_BLOCKS = 4224
-"""KV blocks of either engine: 64 requests at work even if each holds the whole prefix itself."""
+"""KV blocks of each engine: 64 requests in flight, even if each one holds its own copy of the prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class IntentConfig:
-    """Sizes of the experiment."""
+    """Parameters of the experiment."""
 
     shape: Shape = INTENT
     runs: int = 3  # rounds of unloaded requests
     requests: int = 8  # per round and side
     draws: int = 1  # Poisson draws, each with its own search
-    seconds: float = 10.0  # of arrivals per point at least
-    min_requests: int = 20  # per point at least
+    seconds: float = 10.0  # of arrivals per point, at least
+    min_requests: int = 20  # per point, at least
     precision: float = 1.1  # of the search
     limit_factor: float = 4.0  # p90 latency allowed / unloaded latency with caching on
     load_rate: float | None = None  # where time per output token is compared; None: 0.8 / unloaded latency, caching off
@@ -43,7 +43,7 @@ QUICK = IntentConfig(runs=2, requests=4, seconds=5.0, min_requests=10, precision
 
 @dataclass(slots=True)
 class Side:
-    """One engine, caching off or on, with its own stream of fresh prompts: the two streams are equal."""
+    """One engine, caching off or on, with its own stream of new prompts: the two streams are equal."""
 
     name: str
     engine: Engine
@@ -54,7 +54,7 @@ class Side:
     served: int = 0
 
     def run(self, count: int, *, bar: Bar = QUIET, due: list[float] | None = None, limit: float | None = None) -> Run:
-        """Serves `count` new requests; gives up as soon as p90 latency is sure to end above `limit` seconds."""
+        """Serve `count` new requests. Ends early once the p90 latency is certain to exceed `limit` seconds."""
         prompts = with_prefix(self.prefix, count, self.shape.own, self.vocab_size, self.rng)
         sampling = SamplingParams(max_tokens=self.shape.output, temperature=0.0)
         requests = make_requests(prompts, sampling, f"{self.name}{self.served}")
@@ -64,7 +64,7 @@ class Side:
 
 
 class TooManyLate:
-    """Says of each finished record whether so many were late by now that the 90th percentile must be late too."""
+    """A callback for finished records: returns True once the 90th percentile of the latency must exceed the limit."""
 
     def __init__(self, count: int, limit: float) -> None:
         self.allowed = count - 1 - floor(0.9 * (count - 1))
@@ -78,14 +78,14 @@ class TooManyLate:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One side under one rate of one draw."""
+    """One side at one rate of one draw."""
 
     side: str
     draw: int
     rate: float
     requests: int
     holds: bool
-    given_up: bool  # sure to miss the limit before the end: the figures are those of the finished requests
+    given_up: bool  # certain to miss the limit, so ended early: the figures are those of the finished requests
     summary: Summary
 
 
@@ -94,7 +94,7 @@ def _by_side() -> dict[str, list[Point]]:
 
 
 class IntentBench:
-    """The experiment under way. After `run()` its fields hold everything that was measured."""
+    """A running experiment. After `run()` its fields hold all measurements."""
 
     def __init__(self, setup: Setup, config: IntentConfig, bar: Bar) -> None:
         self.setup, self.config, self.bar = setup, config, bar
@@ -114,7 +114,7 @@ class IntentBench:
         }
 
     def run(self) -> None:
-        """Measures everything; some minutes. Stops after the unloaded requests if those fail already."""
+        """Measure everything, which takes some minutes. Stops after the unloaded requests if those fail."""
         self._measure_unloaded()
         if self.problems:
             return
@@ -125,30 +125,31 @@ class IntentBench:
                 self.qps[name].append(self._search(name, draw))
 
     def latency(self, side: str) -> float:
-        """Median time of a request that is alone, in seconds."""
+        """Return the median seconds of an unloaded request."""
         return median(latencies(self.unloaded[side]))
 
     @property
     def limit(self) -> float:
-        """The p90 latency allowed, in seconds: one limit for both sides."""
+        """Return the p90 latency allowed, in seconds: one limit for both sides."""
         return self.config.limit_factor * self.latency("on")
 
     @property
     def load_rate(self) -> float:
-        """Requests per second at which both sides' time per output token is compared."""
+        """Return the requests per second at which both sides' time per output token is compared."""
         return self.config.load_rate or 0.8 / self.latency("off")
 
     def _build(self, *, caching: bool) -> tuple[Engine, EngineInfo]:
         return self.setup.build(self.setup.options(num_blocks=NUM_BLOCKS, caching=caching))
 
     def _measure_unloaded(self) -> None:
-        """Requests one at a time, off and on in turns; the first two of each side warm up (and store the prefix)."""
+        """Serve requests one at a time, off and on in turn; the first two of each side warm up (and cache the prefix).
+        """
         for side in self.sides.values():
             side.run(1)
             side.run(1)
 
         def one_round() -> list[tuple[str, Run]]:
-            self.bar.stage("one request at a time, caching off and on in turns", 2 * self.config.requests)
+            self.bar.stage("one request at a time, caching off and on in turn", 2 * self.config.requests)
             turns = [name for _ in range(self.config.requests) for name in self.sides]
             return [(name, self.sides[name].run(1, bar=self.bar)) for name in turns]
 
@@ -158,11 +159,12 @@ class IntentBench:
                 self.unloaded[name] += run.records
 
     def misses_alone(self, name: str) -> bool:
-        """Return whether requests of the side miss the limit without any load, so that no rate can hold."""
+        """Return whether unloaded requests of the side exceed the limit, so that no rate can hold."""
         return self.latency(name) > self.limit
 
     def _search(self, name: str, draw: int) -> float:
-        """The highest rate of one draw at which the side's p90 latency stays within the limit; 0 if none can."""
+        """Return the highest rate of one draw at which the side's p90 latency is within the limit; 0 if there is none.
+        """
         if self.misses_alone(name):
             return 0.0
 
@@ -175,7 +177,7 @@ class IntentBench:
         return highest_rate(holds, earlier or 0.5 / self.latency(name), precision=self.config.precision)
 
     def _measure_point(self, name: str, rate: float, draw: int, *, limit: float | None = None) -> Point:
-        """One side under Poisson arrivals. Both sides and all rates see the same draw, stretched in time."""
+        """Measure one side under Poisson arrivals. Both sides and all rates use the same draw, scaled in time."""
         count = max(self.config.min_requests, ceil(rate * self.config.seconds))
         arrivals = unit_arrivals(count, Random(f"{self.setup.seed}/arrivals/{draw}"))
         due = [time / rate for time in arrivals]
@@ -191,7 +193,7 @@ class IntentBench:
         return Point(name, draw, rate, count, holds, run.given_up, summarize(run.records))
 
     def _check(self, run: Run, name: str, label: str) -> None:
-        """Notes everything that makes the figures worthless."""
+        """Record every problem that invalidates the figures."""
         label = f"caching {name}, {label}"
         self.problems += run.problems(label)
         if name == "off" and any(record.cached_tokens for record in run.records):
@@ -202,5 +204,5 @@ class IntentBench:
 
 
 def latencies(records: list[RequestRecord]) -> list[float]:
-    """End-to-end seconds of the requests that ended well."""
+    """Return the end-to-end seconds of the successful requests."""
     return [record.e2e for record in records if record.e2e is not None]

@@ -1,4 +1,4 @@
-"""`bench intent`: the report on source 002, from what `intent_load.py` and `intent_accuracy.py` measure."""
+"""The report of `bench intent`, from the measurements of `intent_load.py` and `intent_accuracy.py`."""
 
 from typing import Any
 
@@ -20,7 +20,9 @@ def run_intent(
     *,
     answer: Answer | None = None,
 ) -> Report:
-    """Measures load on `setup`'s model (unless `config` is None) and answers of the bundled one (if asked)."""
+    """Measure load on `setup`'s model (unless `config` is None) and answers of the bundled one (if `questions` is
+    given).
+    """
     if config is None:
         report = Report("intent", {}, model=BUNDLED, seed=setup.seed, runs=1, threads=setup.threads)
     else:
@@ -28,7 +30,7 @@ def run_intent(
         bench.run()
         report = _report(bench) if bench.qps["on"] else _failed(bench)
     if questions is not None:
-        assert answer is not None, "answers need somebody who answers"
+        assert answer is not None, "an accuracy config needs an answer function"
         accuracy = measure_accuracy(answer, questions, bar)
         report.values.update(accuracy.values)
         report.setup["accuracy_model"] = BUNDLED
@@ -39,14 +41,14 @@ def run_intent(
 
 
 def _failed(bench: IntentBench) -> Report:
-    """A report without figures: not even single requests came through."""
+    """Return a report without figures: single requests failed already."""
     setup = bench.setup
     problems = list(dict.fromkeys(bench.problems))
     return Report("intent", {}, model=setup.label, seed=setup.seed, runs=0, threads=setup.threads, problems=problems)
 
 
 def _report(bench: IntentBench) -> Report:
-    """Every figure as medians over rounds and draws, in ms and requests per second."""
+    """Return the report: medians over rounds and draws, in ms and requests per second."""
     setup, config = bench.setup, bench.config
     ttft = {side: _ttfts(records) for side, records in bench.unloaded.items()}
     tpot = {side: [1e3 * _p90(point, "tpot") for point in points] for side, points in bench.loaded.items()}
@@ -104,7 +106,7 @@ def _pair(key: str, found: dict[str, list[float]]) -> Pair:
 
 
 def _ratio(above: float, below: float) -> float | None:
-    """None where there is nothing to divide by: no rate held."""
+    """Return the ratio, or None for a zero divisor: no rate held."""
     return above / below if below else None
 
 
@@ -181,7 +183,7 @@ def _e2e_text(point: Point) -> str:
 
 
 def _chart(bench: IntentBench) -> Chart:
-    """p90 latency of every point that ran to its end, by rate."""
+    """Return the chart of p90 latency by rate, for every point that was not ended early."""
     found = {
         (side, point.rate): 1e3 * point.summary.e2e.p90
         for side, points in bench.searched.items()

@@ -1,1 +1,1 @@
-"""Experiments on the block store: restarts, shared folders, writing behind."""
+"""Experiments on the block store: restarts, shared folders, write-behind."""

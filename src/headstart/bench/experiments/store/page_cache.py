@@ -1,18 +1,19 @@
-"""Files whose pages are not in memory: what reading them costs a machine that has just started.
+"""Eviction of files from the page cache, to measure reads as on a machine that has just started.
 
-Asks the kernel to drop the pages of these files and of no others, which needs no privileges, and looks whether it did.
-Linux only; elsewhere nothing is dropped, and the answer says so.
+Asks the kernel to drop the pages of these files and of no others, which needs no privileges, and checks the result.
+Linux only; elsewhere nothing is dropped, and the result is None.
 """
 
 import os
 from pathlib import Path
 
 PROBES = 16
-"""Pages looked at in each file."""
+"""Pages checked in each file."""
 
 
 def drop(folder: Path) -> float | None:
-    """Share of the pages of the files in `folder` that were found dropped; None where that cannot be known."""
+    """Drop the files in `folder` from the page cache. Return the share of checked pages that is absent; None: unknown.
+    """
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     for path in files:
         _advise(path)
@@ -26,14 +27,14 @@ def _advise(path: Path) -> None:
     if hasattr(os, "posix_fadvise"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # a page that is not on disk yet stays
+            os.fsync(descriptor)  # a page that is not on disk yet is not dropped
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
 
 
 def _probe(path: Path) -> list[bool]:
-    """For some of its pages that are no holes: whether they are not in memory. Nothing where nobody can tell."""
+    """Return for some pages that are not holes whether they are absent from memory; empty where this is unknown."""
     if not hasattr(os, "RWF_NOWAIT") or not hasattr(os, "SEEK_DATA"):
         return []
     descriptor = os.open(path, os.O_RDONLY)
@@ -41,14 +42,14 @@ def _probe(path: Path) -> list[bool]:
         size = os.fstat(descriptor).st_size
         offsets = [os.lseek(descriptor, size * i // PROBES, os.SEEK_DATA) for i in range(PROBES)] if size else []
         return [_is_absent(descriptor, offset) for offset in offsets]
-    except OSError:  # a file system that cannot tell
+    except OSError:  # a file system without this information
         return []
     finally:
         os.close(descriptor)
 
 
 def _is_absent(descriptor: int, offset: int) -> bool:
-    """Raises OSError where the file system cannot tell."""
+    """Return whether the page at `offset` is not in memory. Raises OSError where the file system cannot tell."""
     try:
         os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
     except BlockingIOError:

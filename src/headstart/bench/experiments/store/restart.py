@@ -1,7 +1,7 @@
-"""Lab: what a killed server still knows. Prompts, kill -9 of front and engine, a new start, the same prompts.
+"""Experiment: tokens still cached after kill -9 of front end and engine, a new start and the same prompts.
 
-Three forms: with a moment for the writer before the kill, without one, and with the files' pages dropped from memory
-before the new start, as if the machine had been restarted too. Each run has a folder of its own.
+Three forms: with a pause for the writer before the kill, without one, and with the files' pages dropped from memory
+before the new start, as after a reboot of the machine. Each run has its own folder.
 """
 
 import time
@@ -38,7 +38,7 @@ COLUMNS = ("form", "computed / ideal", "TTFT cold ms", "after restart", "warm", 
 
 
 class Form(NamedTuple):
-    """One way to die."""
+    """One way of ending the first server."""
 
     name: str
     grace: float = 0.0  # seconds between the last answer and the kill
@@ -51,13 +51,13 @@ FORMS = (GRACE, Form("no_grace"), Form("pages_dropped", grace=1.0, drop_pages=Tr
 
 @dataclass(frozen=True, slots=True)
 class RestartConfig:
-    """Sizes; the figures at the top of the report are of the first form."""
+    """Sizes. The figures at the top of the report are of the first form."""
 
     prompts: int = 64
     tokens: int = 1024  # of each
     runs: int = 3
     forms: tuple[Form, ...] = FORMS
-    warm_ups: int = 2  # prompts before every measurement: the first ones pay for what a process does once
+    warm_ups: int = 2  # prompts before every measurement: the first ones include one-time costs of a process
     openings: tuple[Opening, ...] = OPENINGS
     opening_runs: int = 5
     folder: Path | None = None  # where the stores are made; None: the temporary folder
@@ -84,7 +84,7 @@ class _Restart:
 
     @property
     def redundancy(self) -> float:
-        """Tokens computed after the restart over those of a cache that lost nothing: the last one of each prompt."""
+        """Return tokens computed after the restart / those of a lossless cache: the last token of each prompt."""
         return sum(answer.computed_tokens for answer in self.restart) / len(self.restart)
 
     @property
@@ -93,7 +93,7 @@ class _Restart:
 
 
 def run_restart(setup: Setup, config: RestartConfig, bar: Bar = QUIET) -> Report:
-    """Measures every form `runs` times, by turns, and then how long a large store takes to open."""
+    """Measure every form `runs` times, in turn, and then the time to open a large store."""
     found = {form: list[_Restart]() for form in config.forms}
     log = ContentionLog.new()
     with TemporaryDirectory(prefix="headstart-lab-", dir=config.folder) as scratch:
@@ -112,7 +112,9 @@ def run_restart(setup: Setup, config: RestartConfig, bar: Bar = QUIET) -> Report
 
 
 def _launch(setup: Setup, config: RestartConfig, scratch: Path) -> Launch:
-    """Servers whose pool holds all prompts of one life, so that the warm ones come from memory."""
+    """Return the launch settings of servers whose pool holds all prompts of one process, so that warm ones stay in
+    memory.
+    """
     blocks = (config.prompts + 2 * config.warm_ups) * (-(-config.tokens // BLOCK_SIZE) + 1) + 64
     flags = ("--num-blocks", str(blocks), "--threads", str(setup.threads), "--dtype", setup.dtype)
     return Launch(setup.model, scratch, flags)
@@ -130,7 +132,7 @@ class _Measurement:
     log: ContentionLog
 
     def run(self, label: str) -> _Restart:
-        """Two lives of a server on one folder."""
+        """Run two server processes, one after the other, on one folder."""
         with TemporaryDirectory(dir=self.launch.folder) as parent:
             store = Path(parent) / "store"
             prompts = self._prompts(self.config.prompts)
@@ -163,7 +165,7 @@ class _Measurement:
             found.problems.append(f"/metrics counts {counted['computed']} computed tokens, the answers {computed}")
 
     def _warm_up(self, server: Replica) -> None:
-        """Prompts that nobody sent before."""
+        """Send prompts that were not sent before."""
         ask_in_turn(server, self._prompts(self.config.warm_ups))
 
     def _prompts(self, count: int) -> "list[array[int]]":
@@ -224,7 +226,7 @@ def _chart(forms: dict[str, dict[str, Any]]) -> Chart:
 
 
 def _figures(runs: list[_Restart]) -> dict[str, Any]:
-    """Medians over the runs, sums for what must not happen."""
+    """Return medians over the runs, and sums for errors."""
     return {
         "redundancy_after_restart": median(run.redundancy for run in runs),
         "ttft_cold_ms": median(_ttft_ms(run.cold) for run in runs),
@@ -242,5 +244,5 @@ def _figures(runs: list[_Restart]) -> dict[str, Any]:
 
 
 def _ttft_ms(answers: list[Answer]) -> float:
-    """The median of those that came."""
+    """Return the median over the successful answers."""
     return 1e3 * median([answer.ttft for answer in answers if answer.error is None] or [nan])

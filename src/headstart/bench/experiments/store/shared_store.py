@@ -1,7 +1,7 @@
-"""Lab: two servers on one folder. What one computed the other loads: how much, how soon, and nothing of other tenants.
+"""Experiment: two servers on one folder. Measures how much of A's KV B loads, the delay, and tenant isolation.
 
-Both are real `headstart serve` processes of one model. Everything is sent one after the other; B is asked after A has
-answered, never at the same time, so that what B takes over can only come from the folder.
+Both are real `headstart serve` processes of one model. All requests are sent one after the other; B gets a prompt only
+after A has answered it, so that cached tokens at B can only come from the folder.
 """
 
 import time
@@ -55,21 +55,21 @@ class _Pair:
 
     @property
     def computed_share(self) -> float:
-        """Of B's prompt tokens."""
+        """Return the computed share of B's prompt tokens."""
         return sum(answer.computed_tokens for answer in self.at_b) / sum(answer.prompt_tokens for answer in self.at_b)
 
 
 @dataclass(slots=True)
 class _Tenants:
-    """Tokens that B took over of prompts that A computed for the owner."""
+    """Tokens that B loaded of prompts that A computed for the owner."""
 
-    by_other: int = 0  # asked with another tenant's key: must be 0
-    by_owner: int = 0  # asked with the owner's: must not be, or the above says nothing
+    by_other: int = 0  # requested with another tenant's key: must be 0
+    by_owner: int = 0  # requested with the owner's key: must not be 0, otherwise `by_other` proves nothing
 
 
 @dataclass(slots=True)
 class _Found:
-    """All runs; problems of any."""
+    """The results of all runs, with their problems."""
 
     settled: list[_Pair] = field(default_factory=list[_Pair])
     delayed: dict[float, list[_Pair]] = field(default_factory=dict[float, list[_Pair]])
@@ -78,7 +78,7 @@ class _Found:
 
 
 def run_siblings(setup: Setup, config: SiblingsConfig, bar: Bar = QUIET) -> Report:
-    """Starts both servers once and repeats everything `runs` times with new prompts."""
+    """Start both servers once and repeat everything `runs` times with new prompts."""
     log = ContentionLog.new()
     with TemporaryDirectory(prefix="headstart-lab-", dir=config.folder) as scratch, ExitStack() as stack:
         launch = _launch(setup, config, Path(scratch))
@@ -90,7 +90,7 @@ def run_siblings(setup: Setup, config: SiblingsConfig, bar: Bar = QUIET) -> Repo
 
 
 def _launch(setup: Setup, config: SiblingsConfig, scratch: Path) -> Launch:
-    """Servers of which each has two tenants and room for the prompts of one phase."""
+    """Return the launch settings of servers with two tenants each and a pool for the prompts of one phase."""
     blocks = (config.prompts + 4) * (-(-config.tokens // BLOCK_SIZE) + 1) + 64
     flags = ("--num-blocks", str(blocks), "--threads", str(setup.threads), "--dtype", setup.dtype)
     return Launch(setup.model, scratch, flags, KEYS)
@@ -98,7 +98,7 @@ def _launch(setup: Setup, config: SiblingsConfig, scratch: Path) -> Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Lab:
-    """Two servers and the questions asked of them."""
+    """Two servers and the requests sent to them."""
 
     a: Replica
     b: Replica
@@ -110,7 +110,7 @@ class _Lab:
     def measure(self) -> _Found:
         found = _Found(delayed={delay: [] for delay in self.config.delays})
         for server in (self.a, self.b):
-            ask_in_turn(server, self._prompts(2), key=OWNER)  # pays for what a process does once
+            ask_in_turn(server, self._prompts(2), key=OWNER)  # includes one-time costs of a process
         for number in range(self.config.runs):
             label = f"run {number + 1} of {self.config.runs}"
             with self._counted(found, label):
@@ -121,14 +121,14 @@ class _Lab:
         return found
 
     def _settled(self, label: str) -> _Pair:
-        """All prompts to A, a moment, all prompts to B."""
+        """Send all prompts to A, wait, send all prompts to B."""
         prompts = self._prompts(self.config.prompts)
         at_a = self._ask(self.a, prompts, f"{label}: to A")
         time.sleep(self.config.settle)
         return _Pair(at_a, self._ask(self.b, prompts, f"{label}: to B"))
 
     def _delayed(self, delay: float, label: str) -> _Pair:
-        """Each prompt to A and, so many seconds after its answer, to B."""
+        """Send each prompt to A and, `delay` seconds after its answer, to B."""
         pair = _Pair()
         self.bar.stage(f"{label}: to B {delay} s after A", self.config.prompts_per_delay)
         for prompt in self._prompts(self.config.prompts_per_delay):
@@ -139,7 +139,7 @@ class _Lab:
         return pair
 
     def _tenants(self, found: _Found, label: str) -> None:
-        """The owner's prompts to A; then to B, with another's key and with the owner's."""
+        """Send the owner's prompts to A, then to B with another tenant's key, then to B with the owner's."""
         prompts = self._prompts(self.config.tenant_prompts)
         asked = [self._ask(self.a, prompts, f"{label}: the owner's to A")]
         time.sleep(self.config.settle)
@@ -153,7 +153,7 @@ class _Lab:
 
     @contextmanager
     def _counted(self, found: _Found, label: str) -> Generator[None]:
-        """Compares what B's own counters say of the part in between with what its answers said."""
+        """Compare B's own counters over the block with the usage in its answers."""
         before, pairs = self.b.prompt_tokens(key=OWNER), len(found.settled)
         yield
         counted = (self.b.prompt_tokens(key=OWNER) - before)["computed"]
@@ -187,9 +187,9 @@ def _report(setup: Setup, config: SiblingsConfig, found: _Found, dtype: str, log
         "tokens_loaded_by_their_owner": found.tenants.by_owner,
     }
     if found.tenants.by_other:
-        found.problems.append(f"B took over {found.tenants.by_other} tokens of another tenant")
+        found.problems.append(f"B loaded {found.tenants.by_other} tokens of another tenant")
     if not found.tenants.by_owner:
-        found.problems.append("B took over none of the owner's tokens either: the test of tenants says nothing")
+        found.problems.append("B loaded none of the owner's tokens either: the tenant test proves nothing")
     if wrong and dtype == "float32":
         found.problems.append(f"{wrong} answers of B differ in float32 from A's")
     rows = [_row(f"all to A, {config.settle:g} s, all to B", found.settled)]
@@ -220,7 +220,7 @@ def _report(setup: Setup, config: SiblingsConfig, found: _Found, dtype: str, log
             Sheet(f"two servers, one folder, prompts of {config.tokens} tokens", COLUMNS, tuple(rows)),
             Sheet(
                 "the owner's prompts, computed by A, at B",
-                ("tokens taken over by another tenant", "by the owner"),
+                ("tokens loaded by another tenant", "by the owner"),
                 ((found.tenants.by_other, found.tenants.by_owner),),
             ),
         ],
@@ -236,5 +236,5 @@ def _row(label: str, pairs: list[_Pair]) -> tuple[Any, ...]:
 
 
 def _ttft_ms(pairs: list[_Pair], at: str) -> float:
-    """The median of all that came."""
+    """Return the median over the successful answers."""
     return 1e3 * median([answer.ttft for pair in pairs for answer in getattr(pair, at) if not answer.error] or [nan])

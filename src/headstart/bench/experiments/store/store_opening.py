@@ -1,6 +1,6 @@
-"""How long a process that starts takes to open a store of many blocks, and how much memory that takes.
+"""Time and memory that a new process needs to open a store of many blocks.
 
-The folder is made with the store's own writer. Every opening is a process of its own
+The folder is made with the store's own writer. Every opening is a new process
 (`python -m headstart.bench.experiments.store.store_opening`), and the pages of the files are dropped from memory before
 it.
 """
@@ -37,13 +37,13 @@ from headstart.workload.request_record import median
 BLOCK_SIZE = 16
 OPEN_SECONDS = 120.0
 RUNS = 5
-RUN_BLOCKS = 64  # given to the writer at a time
+RUN_BLOCKS = 64  # passed to the writer at a time
 GIB = 1 << 30
 MODEL = hashlib.sha256(b"a model of the lab").digest()
 
 
 class Opening(NamedTuple):
-    """A store to open. `sparse`: its payloads are holes in the files, all zeros, so that it takes no room."""
+    """A store to open. `sparse`: its payloads are holes in the files, all zeros, so that it needs no disk space."""
 
     name: str
     num_blocks: int
@@ -53,7 +53,7 @@ class Opening(NamedTuple):
 
     @property
     def disk_bytes(self) -> int:
-        """What it takes, and a margin; of a hole the page with its last byte."""
+        """Return the disk space needed, with a margin; a hole needs the page with its last byte."""
         return self.num_blocks * (4096 if self.sparse else self.block_bytes) * 5 // 4
 
 
@@ -65,7 +65,7 @@ OPENINGS = (
 
 @dataclass(slots=True)
 class Opened:
-    """What was found, in the form of a report's parts."""
+    """The results, as parts of a report."""
 
     values: dict[str, Any]
     sheet: Sheet
@@ -73,7 +73,7 @@ class Opened:
 
 
 class SparseFiles(Files):
-    """Leaves a hole where a block of zeros would be written, as far as its last byte."""
+    """Files that leave a hole where a block of zeros would be written, up to its last byte."""
 
     def __init__(self, block_bytes: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class SparseFiles(Files):
 
 
 def measure_openings(openings: Sequence[Opening], folder: Path, bar: Bar = QUIET, *, runs: int = RUNS) -> Opened:
-    """Makes each store in `folder`, opens it `runs` times, and removes it. `start_s` is of the first."""
+    """Make each store in `folder`, open it `runs` times, and remove it. `start_s` is of the first store."""
     rows: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
     for opening in openings:
@@ -130,17 +130,17 @@ def _make(opening: Opening, store: Path, bar: Bar) -> None:
 
 
 def _chain(num_blocks: int) -> Iterator[BlockKey]:
-    """One long prompt's blocks."""
+    """Yield the blocks of one long prompt."""
     parent = root_hash(MODEL)
     for index in range(num_blocks):
         tokens = array("i", [index] * BLOCK_SIZE).tobytes()
-        name = BlockHash(hashlib.sha256(parent + tokens).digest())
-        yield BlockKey(name, parent, tokens)
-        parent = name
+        block_hash = BlockHash(hashlib.sha256(parent + tokens).digest())
+        yield BlockKey(block_hash, parent, tokens)
+        parent = block_hash
 
 
 def _open_again_and_again(opening: Opening, store: Path, runs: int, bar: Bar) -> dict[str, Any]:
-    """Figures of `runs` openings without pages in memory, and of as many with them."""
+    """Return the figures of `runs` openings without pages in memory, and of as many with them."""
     cold, warm, dropped = list[dict[str, float]](), list[dict[str, float]](), list[float | None]()
     bar.stage(f"opening {opening.name}", 2 * runs)
     for _ in range(runs):
@@ -178,7 +178,7 @@ def _open_in_child(opening: Opening, store: Path) -> dict[str, float]:
 
 
 def main(folder: str, block_bytes: str, max_bytes: str) -> None:
-    """Opens a store once and prints what that took."""
+    """Open a store once and print its time, memory and number of blocks."""
     shape, memory = Shape(MODEL, BLOCK_SIZE, int(block_bytes)), psutil.Process().memory_info
     before, start = memory().rss, time.perf_counter()
     store = DiskStore(Path(folder), shape, int(max_bytes))

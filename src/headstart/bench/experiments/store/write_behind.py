@@ -1,8 +1,8 @@
-"""Lab: what writing behind costs the engine that goes on computing. Throughput with a store over that without one.
+"""Experiment: cost of write-behind to the engine. Throughput with a store / throughput without one.
 
-Fresh engines and folders by turns, in this process, on two workloads: new prompts only (every block is written: the
-worst case), and shared prefixes with answers. The pool is half as large as the work, so that blocks are handed out
-again while the writer may still want them: the steady state of a server that has run for a while.
+Fresh engines and folders in turn, in this process, on two workloads: new prompts only (every block is written: the
+worst case), and shared prefixes with outputs. The pool is half as large as the work, so that blocks are reallocated
+while the writer may still need them: the steady state of a server that has run for a while.
 """
 
 import gc
@@ -26,15 +26,15 @@ from headstart.workload.request_record import median, percentile
 from headstart.workload.synthetic import Shape, shared_prefix
 
 BLOCK_SIZE = 16
-DRAIN_SECONDS = 30.0  # what a writer that lags may take to write the rest
-LOOK_STEPS = 4  # how often the queue is looked at
+DRAIN_SECONDS = 30.0  # time for a lagging writer to write the rest
+LOOK_STEPS = 4  # steps between two checks of the write queue
 SPEED = ("workload", "tokens/s off", "on", "on / off", "p99 step ms off", "on")
 WRITER = ("workload", "blocks written", "lost", "most pending", "MB/s", "idle after s")
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Groups of prompts that share a prefix; no prefix: every block is new."""
+    """Groups of prompts that share a prefix; without a prefix every block is new."""
 
     name: str
     groups: int
@@ -43,14 +43,14 @@ class Workload:
 
     @property
     def num_blocks(self) -> int:
-        """Of a pool that holds half of it."""
+        """Return the number of blocks of a pool that holds half of the workload."""
         tokens = self.groups * (self.shape.shared + self.prompts * (self.shape.own + self.shape.output))
         return tokens // BLOCK_SIZE // 2
 
 
 @dataclass(frozen=True, slots=True)
 class WriteBehindConfig:
-    """What is measured, how often, and where the stores are made (None: the temporary folder)."""
+    """The workloads, the number of rounds and the folder of the stores (None: the temporary folder)."""
 
     workloads: tuple[Workload, ...] = (
         Workload("cold", 48, 1, Shape(0, 1024, 1)),
@@ -71,14 +71,14 @@ class _Side:
     """One workload on one fresh engine."""
 
     run: Run
-    most_pending: int = 0  # blocks that waited to be written, at the worst moment
-    last_pending: int = 0  # and behind the last step
+    most_pending: int = 0  # largest number of blocks waiting to be written
+    last_pending: int = 0  # the same after the last step
     drain_seconds: float = 0.0  # until none was left
     store: StoreStats | None = None
 
     @property
     def throughput(self) -> float:
-        """Prompt and output tokens per second."""
+        """Return the prompt and output tokens per second."""
         return sum(record.prompt_tokens + record.output_tokens for record in self.run.records) / self.run.seconds
 
     @property
@@ -99,7 +99,7 @@ class _Pair:
 
 
 def run_write_behind(setup: Setup, config: WriteBehindConfig, bar: Bar = QUIET) -> Report:
-    """Measures every workload in `runs` rounds: off, on, on, off. Whoever comes first in a pair is a little slower."""
+    """Measure every workload in `runs` rounds: off, on, on, off. The first side of a pair is a little slower."""
     log, found = ContentionLog.new(), dict[str, list[_Pair]]()
     info: EngineInfo | None = None
     for workload in config.workloads:
@@ -127,7 +127,7 @@ class _Lab:
     seed: str
 
     def measure(self, label: str, bar: Bar) -> tuple[_Side, EngineInfo]:
-        """Builds an engine, warms it up, drives the work through it, and waits for the writer."""
+        """Build an engine, warm it up, run the workload on it, and wait for the writer."""
         with TemporaryDirectory(prefix="headstart-lab-", dir=self.folder) as scratch:
             options = self.setup.options(num_blocks=self.workload.num_blocks)
             store = str(Path(scratch) / "store") if self.with_store else None
@@ -138,7 +138,7 @@ class _Lab:
             finally:
                 engine.close()
                 del engine
-                gc.collect()  # the next one's model must not stand beside this one's
+                gc.collect()  # the next engine's model must not be in memory beside this one's
 
     def _drive(self, engine: Engine, vocab_size: int, label: str, bar: Bar) -> _Side:
         rng, shape = Random(self.seed), self.workload.shape
@@ -164,13 +164,13 @@ def _sampling(shape: Shape) -> SamplingParams:
 
 
 def _pending(engine: Engine) -> int:
-    """Blocks that wait to be written."""
+    """Return the number of blocks that wait to be written."""
     store = engine.stats().store
     return 0 if store is None else store.num_pending
 
 
 def _drain(engine: Engine) -> float:
-    """Waits until nothing is left to write; returns the seconds that took, at most DRAIN_SECONDS."""
+    """Wait until no block waits to be written, at most DRAIN_SECONDS; return the seconds."""
     start = time.perf_counter()
     while _pending(engine) and time.perf_counter() - start < DRAIN_SECONDS:
         time.sleep(0.01)
@@ -237,7 +237,7 @@ def _sizes(workload: Workload) -> tuple[int, int, int]:
 
 
 def _figures(pairs: list[_Pair]) -> dict[str, Any]:
-    """Medians over the pairs; blocks are counted over all of them."""
+    """Return medians over the pairs; block counts are over all of them."""
     stores = [pair.on.store or StoreStats() for pair in pairs]
     reasons = {reason for store in stores for reason in store.lost_writes}
     return {
@@ -261,7 +261,7 @@ def _figures(pairs: list[_Pair]) -> dict[str, Any]:
 
 
 def _ratios(pairs: list[_Pair]) -> list[float]:
-    """Of each round, the mean of its two pairs: in one the store comes first, in the other last."""
+    """Return the geometric mean of the two pairs of each round: the store is first in one and last in the other."""
     return [sqrt(one.ratio * other.ratio) for one, other in zip(pairs[::2], pairs[1::2], strict=True)]
 
 
@@ -269,5 +269,5 @@ def _problems(name: str, pair: _Pair) -> list[str]:
     found = [*pair.off.run.problems(f"{name}, off"), *pair.on.run.problems(f"{name}, on")]
     store = pair.on.store
     if store is None or not store.written_blocks:
-        found.append(f"{name}: the store was on and has written nothing")
+        found.append(f"{name}: the store was on but wrote no blocks")
     return found
