@@ -196,7 +196,9 @@ def prefill(
 
 
 def trace(
-    trace: Annotated[Path, typer.Option(metavar="PATH", help="Mooncake or agent jsonl, Azure csv; detected from content.")],
+    trace: Annotated[
+        Path, typer.Option(metavar="PATH", help="Mooncake or agent jsonl, Azure csv; detected from content.")
+    ],
     model: Named = "",
     against: Against = "",
     limit: Annotated[int, typer.Option(min=0, help="Use the first N requests; 0: all.")] = 100,
@@ -205,8 +207,7 @@ def trace(
     ] = 0,
     speed: Annotated[float, typer.Option(min=0.001, help="Arrival rate relative to the recorded one.")] = 1,
     max_prompt_tokens: Annotated[
-        int,
-        typer.Option(min=0, help="Scale all lengths so that the longest prompt has this many; 0: never."),
+        int, typer.Option(min=0, help="Scale all lengths so that the longest prompt has this many; 0: never.")
     ] = 0,
     concurrency: Concurrency = 0,
     slo_ttft: SloTtft = None,

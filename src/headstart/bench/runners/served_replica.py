@@ -102,7 +102,7 @@ class Replica:
                 usage = event.get("usage") or usage
             counts = (usage.get("prompt_tokens"), usage.get("completion_tokens"), len(tokens))
             if counts != (len(prompt), output_tokens, output_tokens):
-                raise RequestFailedError(f"tokens in, out, with logprobs: {counts}, requested {len(prompt), output_tokens}")
+                raise RequestFailedError(f"tokens in, out, listed: {counts}, requested {len(prompt), output_tokens}")
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, RequestFailedError) as error:
             self._connection.close()
             return Answer(0.0, (), len(prompt), 0, str(error) or type(error).__name__)

@@ -75,13 +75,12 @@ def parse_tree(text: str) -> tuple[int, int] | None:
 
 
 def check_form(form: Form) -> Form:
-    """Return the form, capped if its leader is aborted or fails during prefill. Raises ConfigError for invalid forms.
-    """
+    """Return the form, capped if its leader is aborted or fails during prefill. Raises ConfigError for invalid forms."""
     if form.loss and not form.cap:
         form = replace(form, cap=LOSS_CAP)
     if form.loss and form.cap * LOSS_STEP >= form.prefix:
         raise ConfigError(
-            f"the leader is aborted after {LOSS_STEP} steps of {form.cap} tokens, but the prefix of {form.prefix} tokens "
+            f"the leader ends after {LOSS_STEP} steps of {form.cap} tokens, but the prefix of {form.prefix} tokens "
             f"ends before; lower --long-prefill-token-threshold"
         )
     if form.same and (form.tree or form.loss):

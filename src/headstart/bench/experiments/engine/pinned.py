@@ -1,4 +1,4 @@
-"""Experiment: a pinned prefix of 900 tokens. The first request already hits it, and a flood of prompts does not evict it.
+"""Experiment: a pinned prefix of 900 tokens. The first request hits it, and a flood of prompts does not evict it.
 
 The same prompt with the cache bypassed must give the same tokens: the pinned KV equals the computed one.
 """

@@ -1,7 +1,7 @@
-"""Source 001 (vLLM #3402): prompts that are all cached but for one token each, in one step instead of sixteen.
+"""The vLLM #3402 benchmark: prompts with all but one token cached each, in one step instead of sixteen.
 
-The same prompts run cold, then again warm; and warm once more on an engine that accounts as its source did before:
-cached tokens are charged to the step's budget although nobody computes them.
+The same prompts run cold, then again warm; and warm once more on an engine with the accounting that vLLM had before:
+cached tokens are charged to the step's budget although they are not computed.
 """
 
 from array import array
@@ -22,24 +22,24 @@ from headstart.workload.request_record import median
 from headstart.workload.synthetic import random_tokens, rotations
 
 _ONE_TOKEN = ("one_token_step_s", "decode_step_s", "one_token_over_decode", "one_token_over_decode_executor")
-BUDGET = 4096  # admits three prompts of 1,025 tokens, as the source's engine did
+BUDGET = 4096  # admits three prompts of 1,025 tokens, as in vLLM #3402
 
 
 @dataclass(frozen=True, slots=True)
 class RotationsConfig:
-    """Sizes of the experiment; the defaults are the source's."""
+    """Sizes of the experiment; the defaults are those of vLLM #3402."""
 
     requests: int = 48
     length: int = 1025
     runs: int = 3  # cold passes; each is followed by `warm_passes` of either kind
     warm_passes: int = 3
-    decode_rounds: int = 12  # of: one step with one uncached token a row, then `decode_steps` decode steps
+    decode_rounds: int = 12  # of: one step with one uncached token per row, then `decode_steps` decode steps
     decode_steps: int = 4
 
 
 @dataclass(slots=True)
 class _Passes:
-    """Everything that was run."""
+    """All runs and steps measured."""
 
     cold: list[Run] = field(default_factory=list[Run])
     warm: list[Run] = field(default_factory=list[Run])
@@ -49,7 +49,7 @@ class _Passes:
 
 
 def run_rotations(setup: Setup, config: RotationsConfig, bar: Bar = QUIET) -> Report:
-    """Measures source 001 on two engines of one model: cold, warm, and warm with cache-unaware accounting."""
+    """Measure two engines of one model: cold, warm, and warm with cache-unaware accounting."""
     bar.stage("loading the model twice", None)
     options = setup.options(num_blocks=_pool_blocks(config), max_batched_tokens=BUDGET)
     engine, info = setup.build(options)
@@ -62,7 +62,7 @@ def run_rotations(setup: Setup, config: RotationsConfig, bar: Bar = QUIET) -> Re
 
 
 def _pool_blocks(config: RotationsConfig, block_size: int = 16) -> int:
-    """Room for every prompt, its output, and the decode rounds."""
+    """Return the blocks for every prompt, its output, and the decode rounds."""
     return config.requests * (-(-config.length // block_size) + 2) + 64
 
 
@@ -79,13 +79,13 @@ def _measure_passes(
     log: ContentionLog,
     bar: Bar,
 ) -> None:
-    """Cold, then warm and unaware in turns, so that a slow minute of the machine meets both."""
+    """Run cold, then warm and unaware in turn, so that noise on the machine affects both."""
     names = _names()
 
     def one_pass(target: Engine, label: str, *, cold: bool = False) -> Run:
         def measure() -> Run:
             if cold:
-                assert target.reset_prefix_cache(), "an idle engine refused to forget its cache"
+                assert target.reset_prefix_cache(), "an idle engine did not clear its prefix cache"
             bar.stage(label, len(prompts))
             return drive(target, make_requests(prompts, _greedy(1), next(names)), bar=bar)
 
@@ -103,14 +103,14 @@ def _measure_passes(
 def _measure_one_token(
     engine: Engine, prompts: "list[array[int]]", config: RotationsConfig, passes: _Passes, bar: Bar
 ) -> None:
-    """Steps with one uncached token a row, each followed by decode steps of the very same batch."""
+    """Measure steps with one uncached token per row, each followed by decode steps of the same batch."""
     bar.stage("one uncached token against a decode", len(prompts) * config.decode_rounds)
     names = _names()
     for number in range(config.decode_rounds + 1):
         requests = make_requests(prompts, _greedy(config.decode_steps + 1), "t" + next(names))
         run = drive(engine, requests, bar=bar if number else QUIET)
         steps = [step for step in run.steps if step.computed_tokens == len(prompts)]
-        if number and len(steps) > 1:  # the first round warms up; failed rounds have no such steps
+        if number and len(steps) > 1:  # the first round is a warm-up; failed rounds have no such steps
             passes.one_token.append(steps[0])
             passes.decode += steps[1:]
 
@@ -177,7 +177,7 @@ def _report(setup: Setup, config: RotationsConfig, info: EngineInfo, passes: _Pa
 
 
 def _problems(config: RotationsConfig, info: EngineInfo, passes: _Passes, values: dict[str, Any]) -> list[str]:
-    """Everything that makes the figures worthless."""
+    """Return the problems that invalidate the figures."""
     problems = [
         problem
         for label, runs in (("cold", passes.cold), ("warm", passes.warm), ("unaware", passes.unaware))
@@ -200,7 +200,7 @@ def _differing(expected: list[Tokens], found: list[Tokens]) -> int:
 
 
 def _add_views(report: Report, passes: _Passes) -> None:
-    """The table and the chart."""
+    """Add the tables and the chart."""
     kinds = {
         "cold": (report.values["cold_s"], passes.cold[0]),
         "warm, cache-unaware accounting": (report.values["unaware_warm_s"], passes.unaware[0]),
@@ -216,7 +216,7 @@ def _add_views(report: Report, passes: _Passes) -> None:
     )
     report.sheets.append(
         Sheet(
-            "one uncached token a row against a decode step of the same batch",
+            "one uncached token per row against a decode step of the same batch",
             ("one token s", "decode s", "ratio", "ratio without scheduling"),
             (tuple(report.values[key] for key in _ONE_TOKEN),),
         )

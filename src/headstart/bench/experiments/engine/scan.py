@@ -1,9 +1,8 @@
-"""Lab: a hot prefix between scans. One-off prompts of three times the pool come between any two uses of one prefix.
+"""Experiment: a hot prefix between scans. One-off prompts of three times the pool arrive between uses of one prefix.
 
-Every eviction policy runs the same requests through a real scheduler. Least recently used order forgets the prefix each
-time; an order that survives a scan learns at the second use that this is no one-off, and finds it from the third on.
-What no order can do is keep blocks that running requests need: `concurrency` of them together must leave the prefix
-room.
+Every eviction policy runs the same requests through a real scheduler. LRU evicts the prefix each time; a scan-resistant
+policy protects it at the second use, and the prefix hits from the third use on. No policy can evict blocks that running
+requests need: `concurrency` of them together must leave space for the prefix.
 """
 
 from array import array
@@ -34,7 +33,7 @@ class ScanConfig:
     prefix: int = 2048
     own: int = 32  # behind the prefix, different at each use
     uses: int = 40
-    counted_from: int = 3  # the first use that counts; two are needed to see that it is no one-off
+    counted_from: int = 3  # first use that counts; a policy needs two uses to detect reuse
     one_off: int = 1024
     concurrency: int = 4  # requests that run at a time
     pools: int = 3  # tokens of one-off prompts between two uses, in pools
@@ -44,16 +43,16 @@ class ScanConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What one eviction policy kept."""
+    """The result of one eviction policy."""
 
-    hot_hit_rate: float  # of the prefix, from the use on that counts
-    first_hit: int | None  # use that found all of it for the first time, from 1
+    hot_hit_rate: float  # of the prefix, from the first counted use on
+    first_hit: int | None  # first use with a hit on the whole prefix, from 1
     computed_tokens: int
     evictions: int
 
 
 def run_scan(seed: int, config: ScanConfig | None = None, bar: Bar = QUIET) -> Report:
-    """Sends the hot prompt `uses` times with a scan before each but the first, once per eviction policy."""
+    """Send the hot prompt `uses` times with a scan before each but the first, once per eviction policy."""
     config = config or ScanConfig()
     found: dict[str, _Found] = {}
     problems: list[str] = []
@@ -69,10 +68,10 @@ def run_scan(seed: int, config: ScanConfig | None = None, bar: Bar = QUIET) -> R
         "lru_tokens_computed": lru.computed_tokens,
     }
     if hot.hot_hit_rate < TARGET:
-        problems.append(f"2q finds {hot.hot_hit_rate:.3f} of the hot prefix; {TARGET} is the least")
+        problems.append(f"2q hits {hot.hot_hit_rate:.3f} of the hot prefix; the minimum is {TARGET}")
     rows = tuple((name, f.hot_hit_rate, f.first_hit, f.computed_tokens, f.evictions) for name, f in found.items())
     title = f"{config.prefix:,} hot tokens, {config.uses} uses, scans of {config.pools} pools between them"
-    columns = ("policy", "hit rate of the prefix", "first found at use", "tokens computed", "evictions")
+    columns = ("policy", "hit rate of the prefix", "first full hit at use", "tokens computed", "evictions")
     return Report(
         "lab scan",
         values,
@@ -126,7 +125,7 @@ def _run(policy: str, seed: int, config: ScanConfig, bar: Bar, problems: list[st
 
 
 def _one_offs(config: ScanConfig, use: int, rng: Random) -> Iterator[Request]:
-    """Prompts that nobody repeats, all together `pools` times the pool."""
+    """Yield one-off prompts, all together `pools` times the pool."""
     left, number = config.pools * _pool_tokens(config), 0
     while left > 0:
         length = min(config.one_off, left)

@@ -1,10 +1,10 @@
-"""Lab: what scheduling costs when computing costs nothing. Pure Python, one thread, no model.
+"""Experiment: scheduling cost with an executor that computes nothing. Pure Python, one thread, no model.
 
-Figures are CPU time of the one thread: on an idle machine that is the time it takes, on a busy one the neighbours'
-time slices are not counted (they are longer than a step). They are medians over many steps, per run; the report gives
-the median run. Sampling in the null executor is left out of every figure. vLLM's own scheduler, run by turns with ours,
-is measured by a script of the same shape in an environment of its own (benchmarks/scheduler/): its packages and ours
-never meet in one process.
+Figures are CPU time of the one thread: on an idle machine that equals wall time; on a busy one the time slices of other
+processes, which are longer than a step, do not count. They are medians over many steps, per run; the report gives the
+median run. Sampling in the null executor is excluded from every figure. vLLM's own scheduler, run in turn with ours, is
+measured by a script with the same steps in its own environment (benchmarks/scheduler/), so that its packages and ours
+are never in one process.
 """
 
 import gc
@@ -43,7 +43,7 @@ PEER_TIMEOUT = 600.0
 
 
 def peer_command(python: Path | None) -> list[str]:
-    """How to measure vLLM's scheduler in its own interpreter; empty for none. Raises ConfigError."""
+    """Return the command that measures vLLM's scheduler in its own interpreter; empty for none. Raises ConfigError."""
     if python is None:
         return []
     if not PEER_SCRIPT.is_file():
@@ -52,9 +52,9 @@ def peer_command(python: Path | None) -> list[str]:
 
 
 def run_scheduler(seed: int, runs: int, bar: Bar = QUIET, *, peer: Sequence[str] = ()) -> Report:
-    """Measures a step of 256 decodes, one request of 4,096 tokens with 4,080 cached, and naming 1,024 tokens.
+    """Measure a step of 256 decodes, one request of 4,096 tokens with 4,080 cached, and hashing 1,024 tokens.
 
-    `peer` is a command that measures the same of another scheduler, given the seed: it is run by turns with ours.
+    `peer` is a command that measures another scheduler in the same way, given the seed: it runs in turn with ours.
     """
     log = ContentionLog.new()
     ours, theirs = list[dict[str, Any]](), list[dict[str, Any]]()
@@ -104,7 +104,7 @@ def _report(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], seed: int,
 
 
 def _peer_costs(command: list[str]) -> dict[str, Any]:
-    """The last line that a command prints, in a process of its own. Raises ConfigError if there is none."""
+    """Return the last line that a command prints, as JSON. Raises ConfigError if there is none."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PEER_TIMEOUT, check=False)
         lines = done.stdout.splitlines()
@@ -121,9 +121,9 @@ def _peer_costs(command: list[str]) -> dict[str, Any]:
 
 
 def _costs(rng: Random) -> dict[str, float]:
-    """All figures of one run, microseconds."""
+    """Return all figures of one run, in microseconds."""
     gc.collect()
-    gc.freeze()  # as the engine process does once it is built
+    gc.freeze()  # as the engine process does after startup
     try:
         admit, finish = _admit_cached(rng)
         seconds = (_step_of_decodes(rng), admit, finish, _hash_1k(rng))
@@ -133,7 +133,7 @@ def _costs(rng: Random) -> dict[str, float]:
 
 
 class _Stopwatch(NullExecutor):
-    """Knows when a step was handed to it and how long it kept it."""
+    """A null executor that records the start time and the duration of a step."""
 
     handed = 0.0
     kept = 0.0
@@ -157,7 +157,7 @@ def _greedy(max_tokens: int) -> SamplingParams:
 
 
 def _step_of_decodes(rng: Random, steps: int = 64) -> float:
-    """One step of 256 running decodes, schedule and update; one in sixteen of them fills a block."""
+    """Return the seconds of one step of 256 running decodes, schedule and update; one in sixteen fills a block."""
     engine, watch = _engine(DECODES * 10)
     for index in range(DECODES):
         prompt = random_tokens(32 + index % BLOCK_SIZE, VOCAB_SIZE, rng)
@@ -173,7 +173,7 @@ def _step_of_decodes(rng: Random, steps: int = 64) -> float:
 
 
 def _admit_cached(rng: Random, requests: int = 32) -> tuple[float, float]:
-    """One request that is alone, 4,080 of its 4,096 tokens cached: from its creation until (admitted, finished)."""
+    """Return the seconds from creation until (admitted, finished) of one request, 4,080 of its 4,096 tokens cached."""
     engine, watch = _engine(4 * PROMPT // BLOCK_SIZE)
     prefix = random_tokens(CACHED, VOCAB_SIZE, rng)
     admitted, finished = list[float](), list[float]()
@@ -191,7 +191,7 @@ def _admit_cached(rng: Random, requests: int = 32) -> tuple[float, float]:
 
 
 def _hash_1k(rng: Random, rounds: int = 200) -> float:
-    """Naming the 64 blocks of 1,024 tokens."""
+    """Return the seconds to compute the block hashes of 1,024 tokens (64 blocks)."""
     tokens, root = random_tokens(1024, VOCAB_SIZE, rng), root_hash(b"lab")
 
     def once() -> float:

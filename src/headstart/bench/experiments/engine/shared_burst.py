@@ -1,8 +1,8 @@
-"""Twins: a burst behind one new prefix. How often is it computed: once, or once for each of those that came together?
+"""Experiment: twins, a burst behind one new prefix. It should be computed once, not once for each simultaneous request.
 
-Released engines share it in part: within one step, or not at all where a prompt takes many steps. Forms here: plain,
-under a cap on prefills (the prefix takes many steps), a tree of prompts, one prompt many times, and the one that
-computes for all aborted or failed in mid prefill.
+Released engines share it only within one step, or not at all where a prompt takes many steps. Forms: plain, under a
+prefill cap (the prefix takes many steps), a tree of prompts, one prompt many times, and a leader that is aborted or
+fails during the prefill that the others wait for.
 """
 
 from array import array
@@ -28,7 +28,7 @@ COLUMNS = ("form", "prefill computed", "ideal", "redundancy", "steps", "seconds"
 
 
 def run_twins(setup: Setup, forms: list[Form], *, runs: int = 3, baseline: bool = True, bar: Bar = QUIET) -> Report:
-    """Measures bursts, each on an engine of its own, cold every time; with `baseline` also without any reuse."""
+    """Measure bursts, each on its own engine, cold every time; with `baseline` also without any reuse."""
     forms = [check_form(form) for form in forms]
     log, results = ContentionLog.new(), list[_Result]()
     known: dict[bytes, Run] = {}  # runs without reuse, by their prompts
@@ -54,7 +54,7 @@ def run_twins(setup: Setup, forms: list[Form], *, runs: int = 3, baseline: bool 
 
 @dataclass(slots=True)
 class _Result:
-    """What one form came to."""
+    """The results of one form."""
 
     form: Form
     runs: list[Run] = field(default_factory=list[Run])
@@ -67,13 +67,13 @@ class _Result:
         self.lost.append(lost)
 
     def prefill(self, index: int) -> int:
-        """Prompt tokens computed in one run: all but what decodes computed."""
+        """Return the prompt tokens computed in one run: all except those computed by decodes."""
         run = self.runs[index]
         return run.computed_tokens - sum(record.output_tokens - 1 for record in run.records if record.ok)
 
     @property
     def worst(self) -> int:
-        """The run with the highest redundancy."""
+        """Return the index of the run with the highest redundancy."""
         return max(range(len(self.runs)), key=self.redundancy)
 
     def redundancy(self, index: int) -> float:
@@ -81,9 +81,9 @@ class _Result:
 
     @property
     def differing(self) -> int:
-        """First output tokens that differ from those without reuse, in all runs.
+        """Return the number of first output tokens that differ from those without reuse, in all runs.
 
-        Later ones say less: where two tokens are within rounding of each other, chunks of other sizes tip the balance.
+        Later tokens are not compared: where two tokens are within rounding of each other, chunk sizes decide between them.
         """
         if self.off is None:
             return 0
@@ -104,7 +104,7 @@ class _Result:
         }
 
     def problems(self) -> list[str]:
-        """Everything that makes the figures worthless, or breaks what they are to show."""
+        """Return the problems that invalidate the figures, and violated expectations."""
         name, expected = self.form.name, self.form.num_requests - bool(self.form.loss)
         problems: list[str] = []
         for index, run in enumerate(self.runs):
@@ -118,11 +118,11 @@ class _Result:
 
 
 class _LosingExecutor:
-    """Loses one request in its `LOSS_STEP`-th chunk: its row fails, or it is aborted while the step is in flight."""
+    """An executor that aborts or fails one request in its `LOSS_STEP`-th chunk, while the step is in flight."""
 
     def __init__(self, inner: Executor, engine: Engine, request_id: str, loss: str) -> None:
         self.num_blocks, self.block_size, self.block_bytes = inner.num_blocks, inner.block_size, inner.block_bytes
-        self.lost = 0  # tokens of the request that had been computed
+        self.lost = 0  # computed tokens of the request at that moment
         self._inner = inner
         self._engine = engine
         self._request_id = request_id
@@ -161,8 +161,8 @@ class _LosingExecutor:
 
 
 def _run(engine: Engine, form: Form, prompts: "list[array[int]]", number: int, bar: Bar) -> tuple[Run, int]:
-    """(the burst on an empty cache, tokens lost with its leader)"""
-    assert engine.reset_prefix_cache(), "an idle engine refused to forget its cache"
+    """Return (the burst on an empty cache, tokens computed by its aborted or failed leader)."""
+    assert engine.reset_prefix_cache(), "an idle engine did not clear its prefix cache"
     requests = make_requests(prompts, _greedy(form), f"{form.name}-{number}")
     if not form.loss:
         return drive(engine, requests, bar=bar), 0
@@ -175,7 +175,7 @@ def _run(engine: Engine, form: Form, prompts: "list[array[int]]", number: int, b
 
 
 def _run_without_reuse(engine: Engine, form: Form, prompts: "list[array[int]]", bar: Bar) -> Run:
-    """The same prompts with the cache bypassed."""
+    """Run the same prompts with the cache bypassed."""
     bar.stage(f"{form.name}, caching off", len(prompts))
     requests = make_requests(prompts, _greedy(form), "off")
     return drive(engine, [_bypassing(request) for request in requests], bar=bar)
@@ -190,7 +190,7 @@ def _greedy(form: Form) -> SamplingParams:
 
 
 def _pool_blocks(form: Form) -> int:
-    """Room for every request without any sharing."""
+    """Return the blocks for every request without any sharing."""
     longest = form.prefix + form.own + form.output + (form.branch if form.tree else 0)
     return form.num_requests * (-(-longest // BLOCK_SIZE) + 1) + 64
 

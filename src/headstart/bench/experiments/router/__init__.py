@@ -1,1 +1,1 @@
-"""Experiments on routing: decisions, policies, failover, and fleets real and virtual."""
+"""Experiments on routing: decisions, policies, failover, and fleets in real and virtual time."""

@@ -1,7 +1,7 @@
-"""Lab: what a routing decision costs. Pure Python, one thread, no sockets; the index is full before anything is timed.
+"""Experiment: cost of a routing decision. Pure Python, one thread, no sockets; the index is full before timing starts.
 
-Microseconds of CPU time of the one thread. `pick` decides, given the names of the blocks; `sent` books the request and
-lets the index learn it, evicting what has to go; a whole request also names the blocks and ends.
+Microseconds of CPU time of the one thread. `pick` decides, given the block hashes; `sent` records the request and adds
+its blocks to the index, with evictions; a whole request also hashes its blocks and finishes.
 """
 
 import gc
@@ -25,8 +25,8 @@ from headstart.workload.synthetic import random_tokens
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000
-P99_US = 1000.0  # of a pick of the long prompt
-RATE = 2000.0  # requests per second of the short one
+P99_US = 1000.0  # of a decision on the long prompt
+RATE = 2000.0  # requests per second with the short prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ QUICK = PickConfig(replicas=4, blocks=2048, long_prompt=4096, decisions=50, uniq
 
 
 def run_pick(seed: int, config: PickConfig | None = None, bar: Bar = QUIET) -> Report:
-    """Measures decisions over full indexes, the rate of whole requests, and an index of unrepeated prompts."""
+    """Measure decisions over full indexes, the rate of whole requests, and an index under unrepeated prompts."""
     config = config or PickConfig()
     values: dict[str, Any] = {}
     problems: list[str] = []
@@ -54,7 +54,7 @@ def run_pick(seed: int, config: PickConfig | None = None, bar: Bar = QUIET) -> R
     rng = Random(seed)
     router, long_prompts, index_bytes = _full(config, rng, bar)
     gc.collect()
-    gc.freeze()  # what is there stays; a collection over a million entries is not the decision's
+    gc.freeze()  # excludes garbage collection of a million index entries from the timing
     bar.stage("decisions", len(POLICIES))
     for name in POLICIES:
         router.policy = make_policy(name)
@@ -78,9 +78,9 @@ def run_pick(seed: int, config: PickConfig | None = None, bar: Bar = QUIET) -> R
         problems.append(f"{after:,} blocks in an index of {config.replicas * config.blocks:,}")
     if config.replicas == PickConfig().replicas:
         if values["cost_pick_p99_us"] > P99_US:
-            problems.append(f"a pick takes {values['cost_pick_p99_us']:.0f} us at p99; {P99_US:.0f} is the most")
+            problems.append(f"a decision takes {values['cost_pick_p99_us']:.0f} us at p99; the maximum is {P99_US:.0f}")
         if values["requests_per_second"] < RATE:
-            problems.append(f"{values['requests_per_second']:.0f} requests per second; {RATE:.0f} is the least")
+            problems.append(f"{values['requests_per_second']:.0f} requests per second; the minimum is {RATE:.0f}")
     title = f"{config.long_prompt:,} tokens, {config.replicas} replicas, {before:,} blocks; microseconds"
     return Report(
         "lab pick",
@@ -104,7 +104,7 @@ def run_pick(seed: int, config: PickConfig | None = None, bar: Bar = QUIET) -> R
 
 
 def _full(config: PickConfig, rng: Random, bar: Bar) -> tuple[Router, list[list[BlockHash]], int]:
-    """A router whose every shadow is full, the chains that half of the replicas have, and what the index takes."""
+    """Return a router with full approximate indexes, block hash chains cached on half of the replicas, and index bytes."""
     router, length = Router(), config.long_prompt // BLOCK_SIZE
     tracemalloc.start()
     shared = [_chain(length, rng) for _ in range(4)]
@@ -123,7 +123,7 @@ def _full(config: PickConfig, rng: Random, bar: Bar) -> tuple[Router, list[list[
 
 
 def _decisions(router: Router, shared: list[list[BlockHash]], config: PickConfig, rng: Random) -> list[float]:
-    """Microseconds of each: prompts that are new from their middle on, or altogether."""
+    """Return the microseconds of each decision: prompts are cached, new from the middle on, or completely new."""
     times: list[float] = []
     for number in range(config.decisions):
         chain = shared[number % len(shared)]
@@ -137,7 +137,7 @@ def _decisions(router: Router, shared: list[list[BlockHash]], config: PickConfig
 
 
 def _sent(router: Router, config: PickConfig, rng: Random) -> list[float]:
-    """Microseconds in which the index learns a long prompt that is new."""
+    """Return the microseconds to add a new long prompt to the index."""
     times: list[float] = []
     for number in range(max(config.decisions // 10, 10)):
         names = _chain(config.long_prompt // BLOCK_SIZE, rng)
@@ -151,7 +151,7 @@ def _sent(router: Router, config: PickConfig, rng: Random) -> list[float]:
 
 
 def _whole(router: Router, config: PickConfig, rng: Random) -> float:
-    """Requests per second from token ids to the end of the answer, half of each prompt cached somewhere."""
+    """Return the requests per second from token ids to the end of the answer, half of each prompt cached on a replica."""
     root = router_root("m")
     prefix = random_tokens(config.short_prompt // 2, VOCAB_SIZE, rng)
     prompts = [prefix + random_tokens(config.short_prompt // 2, VOCAB_SIZE, rng) for _ in range(config.decisions)]

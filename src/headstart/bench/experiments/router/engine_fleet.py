@@ -1,7 +1,8 @@
-"""A fleet of real engines in virtual time behind a real router: what they report of their caches is what they do.
+"""A fleet of real engines in virtual time behind a real router; the engines report their actual cache hits.
 
-Scheduler, block pool, eviction and accounts are the engine's own; only computing is left out, and a step takes what a
-`StepCost` says. A call of a session leaves when it is due and the one before it has been answered, as an agent's does.
+Scheduler, block pool, eviction and token accounting are the engine's own; only the computation is left out, and a step
+takes the time given by a `StepCost`. A call of a session is sent at its arrival time or, if later, after the answer to
+the previous one, as an agent does.
 """
 
 from collections import deque
@@ -34,7 +35,7 @@ class Call:
 
 
 class Served(NamedTuple):
-    """What was predicted of a call, and what the engine reported."""
+    """The prediction for a call, and the usage that the engine reported."""
 
     pick: RoutingDecision
     usage: Usage
@@ -42,7 +43,7 @@ class Served(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A call under way."""
+    """A call in flight."""
 
     call: Call
     pick: RoutingDecision
@@ -50,13 +51,13 @@ class _Flight:
 
 
 def make_engine(num_blocks: int, block_size: int, vocab_size: int, eviction_policy: str, limits: Limits) -> Engine:
-    """An engine of `num_blocks` usable blocks that computes nothing."""
+    """Return an engine of `num_blocks` usable blocks that computes nothing."""
     scheduler = Scheduler(num_blocks + 1, block_size, limits, policy="lpm", eviction_policy=eviction_policy)
     return Engine(scheduler, NullExecutor(num_blocks + 1, block_size, vocab_size))
 
 
 class EngineReplica:
-    """One engine, its calls under way, and whether it is to be flushed when it has nothing to do."""
+    """One engine, its calls in flight, and whether it is to be flushed once idle."""
 
     def __init__(self, name: str, engine: Engine, cost: StepCost) -> None:
         self.name = name
@@ -68,7 +69,7 @@ class EngineReplica:
         self.num_flushes = 0
 
     def flush(self) -> None:
-        """Forgets what is cached as soon as nothing is under way."""
+        """Clear the prefix cache as soon as no call is in flight."""
         self.to_flush = True
         if not self.is_busy and self.engine.reset_prefix_cache():
             self.to_flush = False
@@ -76,16 +77,16 @@ class EngineReplica:
 
 
 class EngineFleet:
-    """Replicas, one router, and the events between them in the order of their time.
+    """Replicas, one router, and the events between them in time order.
 
-    `tells_output`: the router is told the tokens of answers. `after` calls something when so many calls have left.
+    `tells_output`: the router receives the tokens of answers. `after` schedules a callback after a number of sent calls.
     """
 
     def __init__(self, replicas: Sequence[EngineReplica], router: Router, *, tells_output: bool = True) -> None:
         self.replicas = {replica.name: replica for replica in replicas}
         self.router = router
         self.tells_output = tells_output
-        self.served: list[Served] = []  # in the order in which they ended
+        self.served: list[Served] = []  # in completion order
         self.num_sent = 0
         self._after: dict[int, Callable[[], None]] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -93,11 +94,11 @@ class EngineFleet:
         self._sessions: dict[str, deque[Call]] = {}
 
     def after(self, num_calls: int, act: Callable[[], None]) -> None:
-        """Plans an act, one for each number."""
+        """Schedule a callback after `num_calls` sent calls; one callback per number."""
         self._after[num_calls] = act
 
     def run(self, calls: Sequence[Call]) -> list[Served]:
-        """Serves all calls, given in the order in which they are due; what was predicted and reported of each."""
+        """Serve all calls, given in arrival order; return the prediction and the reported usage of each."""
         for call in calls:
             self._sessions.setdefault(call.session, deque()).append(call)
         for session in list(self._sessions):
@@ -112,7 +113,7 @@ class EngineFleet:
         heappush(self._events, (time, next(self._order), act))
 
     def _next(self, session: str, now: float) -> None:
-        """Plans the next call of a session, or ends it."""
+        """Schedule the next call of a session, or end the session."""
         waiting = self._sessions[session]
         if not waiting:
             del self._sessions[session]
@@ -134,7 +135,7 @@ class EngineFleet:
             act()
 
     def _step(self, replica: EngineReplica, now: float) -> None:
-        """Begins a step; its news come when it is over."""
+        """Start a step; its outputs are delivered at its end."""
         engine = replica.engine
         replica.is_busy = engine.has_work
         if not replica.is_busy:
@@ -166,5 +167,5 @@ class EngineFleet:
 
 
 def sampling(output: int) -> SamplingParams:
-    """Exactly `output` tokens."""
+    """Return greedy parameters for exactly `output` tokens."""
     return SamplingParams(max_tokens=output, temperature=0.0)

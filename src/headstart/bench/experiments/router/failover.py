@@ -1,8 +1,8 @@
-"""Lab: replicas that die, and replicas that are started again, under load. What of it do clients notice?
+"""Experiment: replicas killed and restarted under load, and the effect on clients.
 
-Replicas and router are processes as users start them; the client sends every request once. A killed replica's streams
-must end with a typed error, everything else must be answered by another one. A rolling restart must cost nobody
-anything.
+Replicas and router are processes started as in production; the client sends every request once. Streams of a killed
+replica must end with a typed error; all other requests must be answered by another replica. A rolling restart must not
+fail any request.
 """
 
 import asyncio
@@ -41,9 +41,9 @@ class FailoverConfig:
     label: str = ""
     replicas: int = 3
     kills: int = 8
-    workers: int = 12  # requests under way while replicas are killed
+    workers: int = 12  # requests in flight while replicas are killed
     requests: int = 2000  # during the rolling restart, or more if that takes longer
-    load: float = 0.7  # of the measured capacity
+    load: float = 0.7  # share of the measured capacity
     capacity_requests: int = 300
     output_tokens: int = 16
     seed: int = 0
@@ -54,17 +54,17 @@ QUICK = FailoverConfig(model=None, replicas=2, kills=2, workers=6, requests=100,
 
 @dataclass(slots=True)
 class _Found:
-    """What came of it; times in seconds."""
+    """The results; times in seconds."""
 
     killed: list[Outcome] = field(default_factory=list[Outcome])
-    kills: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])  # who, from, to
+    kills: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])  # URL, start, end
     capacity: float = 0.0  # requests per second
     rolled: list[Outcome] = field(default_factory=list[Outcome])
     restarts: list[float] = field(default_factory=list[float])  # from SIGTERM until the router sends requests again
 
 
 def run_failover(config: FailoverConfig, bar: Bar = QUIET) -> Report:
-    """Starts everything once; kills first, then restarts."""
+    """Start everything once; run the kills first, then the restarts."""
     found = _Found()
     with TemporaryDirectory(prefix="headstart-failover-") as scratch:
         folder = Path(scratch)
@@ -73,14 +73,14 @@ def run_failover(config: FailoverConfig, bar: Bar = QUIET) -> Report:
         decisions = [json.loads(line) for line in (folder / "decisions").read_text().splitlines()]
     report = _report(config, found, eject_seconds(decisions, found.kills))
     if unknown := {url for url, _, _ in found.kills} - {line["endpoint"] for line in decisions}:
-        report.problems.append(f"the decision log says nothing of {', '.join(sorted(unknown))}")
+        report.problems.append(f"the decision log has no entries for {', '.join(sorted(unknown))}")
     return report
 
 
 def eject_seconds(decisions: Sequence[dict[str, Any]], kills: Sequence[tuple[str, float, float]]) -> list[float]:
-    """For each kill, after how many seconds the last request was sent to the dead; 0.0: none was.
+    """Return for each kill the seconds until the last request was sent to the killed replica; 0.0: none was.
 
-    A kill is who, when, and when it was back.
+    A kill is (URL, start, time when the replica was ready again).
     """
     found: list[float] = []
     for url, start, end in kills:
@@ -91,7 +91,7 @@ def eject_seconds(decisions: Sequence[dict[str, Any]], kills: Sequence[tuple[str
 
 @contextmanager
 def _fleet(config: FailoverConfig, folder: Path, bar: Bar) -> Generator[tuple[list[Served], Served]]:
-    """Ready replicas and a router that sends requests to all of them; all are killed at the end."""
+    """Yield ready replicas and a router that sends requests to all of them; all are killed at the end."""
     *ports, router_port = quiet_ports(config.replicas + 1)
     bar.stage(f"starting {config.replicas} replicas and a router", None)
     with ExitStack() as stack:
@@ -109,7 +109,7 @@ def _fleet(config: FailoverConfig, folder: Path, bar: Bar) -> Generator[tuple[li
         router.start()
         router.wait_ready()
         yield replicas, router
-        router.terminate()  # gently: it writes the last decisions
+        router.terminate()  # SIGTERM, so that it writes the last decisions
         deadline = time.monotonic() + WAIT_SECONDS
         while router.exit_code is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
@@ -150,7 +150,7 @@ async def _kills(
 
 
 async def _capacity(config: FailoverConfig, router: Served, rng: Random) -> float:
-    """Requests per second with a few for each replica under way at any time."""
+    """Return the requests per second with four requests per replica in flight at any time."""
     load = Load(router.url, rng, config.output_tokens)
     start = time.monotonic()
     await load.closed(4 * config.replicas, lambda: load.num_sent < config.capacity_requests)
@@ -191,7 +191,7 @@ def _is_busy(router: Served, replica: Served) -> bool:
 
 
 async def _until(probe: Callable[[], bool]) -> None:
-    """Waits until it is so. Raises TimeoutError if it never is."""
+    """Wait until the condition holds. Raises TimeoutError after WAIT_SECONDS."""
     async with asyncio.timeout(WAIT_SECONDS):
         while not await asyncio.to_thread(probe):
             await asyncio.sleep(POLL_SECONDS)
@@ -238,7 +238,11 @@ def _report(config: FailoverConfig, found: _Found, ejections: Sequence[float]) -
                     _row(f"restart, {config.load:.0%} load", len(found.restarts), rolled),
                 ),
             ),
-            Sheet("how long", ("", "s"), (("until nothing more goes to the dead", max(ejections, default=None)),)),
+            Sheet(
+                "time to ejection",
+                ("", "s"),
+                (("last request sent to a killed replica", max(ejections, default=None)),),
+            ),
         ],
         problems=_problems(found),
     )

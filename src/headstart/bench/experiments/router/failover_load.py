@@ -1,4 +1,4 @@
-"""Requests that are sent once and never again: streams and whole answers by turns, and what became of each."""
+"""A load of requests that are sent once, without retries: streams and complete responses in turn, with their outcomes."""
 
 import asyncio
 import json
@@ -17,26 +17,26 @@ _PREFIXES = 16
 
 @dataclass(slots=True)
 class Outcome:
-    """One request. Times on the clock of time.monotonic."""
+    """The outcome of one request. Times on the clock of time.monotonic."""
 
     is_stream: bool
     sent_at: float
     status: int | None = None
-    replica: str = ""  # who answered, as the router says
-    started: bool = False  # the client has a part of an answer
-    ended: bool = False  # and all of it
-    typed: bool = False  # instead an error that names its type and its code
+    replica: str = ""  # from the router's response header
+    started: bool = False  # the client has received a part of the answer
+    ended: bool = False  # the client has received all of it
+    typed: bool = False  # the client has received an error with type and code instead
     error: str = ""
 
     @property
     def is_lost(self) -> bool:
-        """It failed, although the client had nothing of an answer yet."""
+        """Return whether it failed before the client received any part of an answer."""
         return not self.ended and not self.started
 
 
 @dataclass(slots=True)
 class Load:
-    """A client of one URL. `outcomes` are in the order in which the requests ended."""
+    """A client of one URL. `outcomes` are in completion order."""
 
     url: str
     rng: Random
@@ -45,7 +45,7 @@ class Load:
     num_sent: int = 0
 
     async def closed(self, workers: int, goes_on: Callable[[], bool]) -> None:
-        """So many requests at any time, as long as `goes_on()`."""
+        """Keep `workers` requests in flight as long as `goes_on()`."""
         async with _session() as session:
 
             async def work() -> None:
@@ -55,7 +55,7 @@ class Load:
             await asyncio.gather(*(work() for _ in range(workers)))
 
     async def open(self, rate: float, goes_on: Callable[[], bool]) -> None:
-        """`rate` requests per second, arriving by chance, as long as `goes_on()`."""
+        """Send `rate` requests per second with Poisson arrivals, as long as `goes_on()`."""
         async with _session() as session:
             tasks: list[asyncio.Task[None]] = []
             due = time.monotonic()
@@ -118,7 +118,7 @@ async def _read_whole(response: aiohttp.ClientResponse, outcome: Outcome) -> Non
 
 
 def is_typed(document: dict[str, Any]) -> bool:
-    """Whether it is an error in OpenAI's form, which says what kind it is."""
+    """Return whether the document is an error in OpenAI's form with message, type and code."""
     error = document.get("error")
     return isinstance(error, dict) and all(isinstance(error.get(key), str) for key in ("message", "type", "code"))
 

@@ -1,4 +1,4 @@
-"""Servers that die and come back: the same command on the same port again, and a router in front of them."""
+"""Servers that are killed and restarted with the same command on the same port, and a router in front of them."""
 
 import contextlib
 import json
@@ -19,14 +19,14 @@ import psutil
 import headstart
 from headstart.core.errors import ConfigError
 
-START_SECONDS = 1800.0  # a server that ends is noticed at once, so this is for one that hangs
+START_SECONDS = 1800.0  # only for a server that hangs: one that ends is noticed at once
 FLEET_SECONDS = 600.0
 _POLL_SECONDS = 0.01
 _BANNER = re.compile(r" at (http://\S+)/v1")
 
 
 class Served:
-    """One server, whichever process it is just now. Its log goes to `folder`."""
+    """One server across its successive processes. Its log goes to `folder`."""
 
     def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
         self.name = name
@@ -37,7 +37,7 @@ class Served:
         self._processes: list[psutil.Process] = []
 
     def start(self) -> None:
-        """Starts a process; does not wait for it."""
+        """Start a process without waiting for it."""
         self._log = self._folder / f"{self.name}-{time.monotonic_ns()}.log"
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -50,7 +50,7 @@ class Served:
             )
 
     def ready(self) -> bool:
-        """Whether it has said that it serves. Raises ConfigError if it has ended instead."""
+        """Return whether it has printed its ready message. Raises ConfigError if it has ended instead."""
         assert self._process is not None, "never started"
         ended = self._process.poll()
         found = _BANNER.search(self.log)
@@ -62,7 +62,7 @@ class Served:
         return False
 
     def wait_ready(self) -> None:
-        """Raises ConfigError if it does not come."""
+        """Wait until it is ready. Raises ConfigError on a timeout."""
         deadline = time.monotonic() + START_SECONDS
         while not self.ready():
             if time.monotonic() > deadline:
@@ -71,11 +71,11 @@ class Served:
 
     @property
     def log(self) -> str:
-        """What the last process has said."""
+        """Return the output of the last process."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def kill(self) -> None:
-        """kill -9 of all its processes, at once. Twice does no harm."""
+        """Kill all its processes with SIGKILL, at once. Idempotent."""
         if self._process is None or self._process.poll() is not None:
             return
         with contextlib.suppress(psutil.Error):
@@ -87,50 +87,50 @@ class Served:
         self._process.wait()
 
     def terminate(self) -> None:
-        """Tells it to drain and to end; does not wait."""
+        """Send SIGTERM, so that it drains and ends; do not wait."""
         assert self._process is not None, "never started"
         self._process.terminate()
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Return the exit code, or None while it runs."""
         return None if self._process is None else self._process.poll()
 
 
 def router_command(replicas: Sequence[str], port: int, decisions: Path) -> list[str]:
-    """A router as users start it."""
+    """Return the command line of a router."""
     words = [sys.executable, "-m", "headstart", "route", "--port", str(port), "--no-access-log"]
     words += ["--decision-log", str(decisions)]
     return [*words, *(word for url in replicas for word in ("--replica", url))]
 
 
 def replica_command(model: str, port: int, threads: int) -> list[str]:
-    """A replica as users start it; `model` is empty (the bundled one), a folder, or a hub id."""
+    """Return the command line of a replica; `model` is empty (the bundled one), a folder, or a hub id."""
     words = [sys.executable, "-m", "headstart", "serve", *([model] if model else []), "--port", str(port)]
     return [*words, "--no-access-log", "--stats-interval", "0", "--threads", str(threads), "--num-blocks", "2048"]
 
 
 def null_command(port: int) -> list[str]:
-    """A replica without a model."""
+    """Return the command line of a replica without a model."""
     code = "import sys; from headstart.bench.runners.null_replica import main; sys.exit(main())"
     return [sys.executable, "-c", code, "--port", str(port)]
 
 
 def fleet_of(url: str) -> dict[str, dict[str, Any]]:
-    """What the router at `url` says of its replicas, by their URLs. Raises OSError and ValueError."""
+    """Return the router's entries for its replicas, by URL. Raises OSError and ValueError."""
     with urllib.request.urlopen(f"{url}/v1/fleet", timeout=FLEET_SECONDS) as response:
         return {entry["url"]: entry for entry in json.loads(response.read())["replicas"]}
 
 
 def takes_requests(entry: dict[str, Any] | None) -> bool:
-    """Whether the router sends requests to a replica of which it says this."""
+    """Return whether the router sends requests to the replica of this entry."""
     return entry is not None and entry["state"] == "up" and not entry.get("ejected", True)
 
 
 def quiet_ports(count: int) -> list[int]:
-    """Free ports that no system hands out by itself, so that they are still free when a server on them has ended.
+    """Return free ports outside the ephemeral range, so that they stay free while a server on them restarts.
 
-    Processes that look at the same time, whose numbers are neighbours, look far from one another.
+    Processes that search at the same time, with adjacent process ids, start far from one another.
     """
     found: list[int] = []
     first = os.getpid() * 7_919 % 12_000

@@ -1,9 +1,9 @@
-"""Real replicas behind a real router: generated-shared-prefix, high hit and low hit, policy by policy, by turns.
+"""Real replicas behind a real router: generated-shared-prefix, high hit and low hit, one policy after another.
 
 `headstart serve` processes of one thread each, whose pools hold a third of the groups' prefixes each, so that placement
-matters. They stay up; before each run their caches are emptied and a fresh router is started in front of them. All
-routers of one run get the same texts at the same moments of a Poisson process; the time to the first token is the
-client's, from the moment a request was due. How the figures become a report: fleet_report.py.
+matters. They stay up; before each run their caches are cleared and a fresh router is started in front of them. All
+routers of one run get the same texts at the same arrival times of a Poisson process; the time to the first token is
+measured by the client, from the arrival time of a request. The report is made by fleet_report.py.
 """
 
 import asyncio
@@ -34,14 +34,14 @@ from headstart.workload.synthetic import Shape, unit_arrivals
 BLOCK_SIZE = 16
 WARM_UPS = 8  # requests of less than a block through every router before its run: connections, first calls of code
 BASELINE = "round-robin"
-LOADED = 2  # requests per replica under way while it is found out what round robin bears
+LOADED = 2  # requests in flight per replica while the capacity of round robin is measured
 PATIENCE = 30.0  # seconds
-SYSTEM, QUESTION = 3000, 128  # tokens, as in source 004; the other way round for low hit
+SYSTEM, QUESTION = 3000, 128  # tokens, as in gateway-api-inference-extension; swapped for low hit
 
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """Sizes. A rate of 0 is found out: `load` of what round robin bears."""
+    """Sizes. A rate of 0 is replaced by `load` times the measured capacity of round robin."""
 
     replicas: int = 4
     policies: tuple[str, ...] = tuple(POLICIES)
@@ -56,55 +56,55 @@ class FleetConfig:
 
     @property
     def scale(self) -> float:
-        """What the lengths of source 004 are multiplied by, so that they fit."""
+        """Return the factor that scales the lengths of gateway-api-inference-extension so that they fit the context."""
         return min((self.context - self.output) / (SYSTEM + QUESTION), 1.0)
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Lengths by workload."""
+        """Return the lengths by workload."""
         long, short = int(SYSTEM * self.scale), int(QUESTION * self.scale)
         return {"high": Shape(long, short, self.output), "low": Shape(short, long, self.output)}
 
     @property
     def pool_blocks(self) -> int:
-        """KV blocks of each replica: a third of the groups' system prompts of high hit."""
+        """Return the KV blocks of each replica: a third of the groups' system prompts of high hit."""
         return self.groups * self.shapes["high"].shared // 3 // BLOCK_SIZE
 
     def check(self) -> None:
-        """Raises ConfigError if a replica cannot hold a single request."""
+        """Raise ConfigError if a replica cannot hold a single request."""
         need = -(-sum(astuple(self.shapes["high"])) // BLOCK_SIZE)
         if self.pool_blocks < need:
             raise ConfigError(
                 f"--groups {self.groups}: a third of their system prompts is {self.pool_blocks} blocks, "
-                f"and one request needs {need}; give it more groups"
+                f"and one request needs {need}; use more groups"
             )
 
     def entrants(self) -> list[Entrant]:
-        """Everybody who routes, in the order of the report. Raises ConfigError."""
+        """Return all routers, in the order of the report. Raises ConfigError."""
         unknown = [name for name in self.policies if name not in POLICIES]
         if unknown:
-            raise ConfigError(f"there is no routing policy {unknown[0]!r}; there are {', '.join(POLICIES)}")
+            raise ConfigError(f"routing policy {unknown[0]!r} is unknown; use one of {', '.join(POLICIES)}")
         return [*(Entrant(name, policy=name) for name in self.policies), *self.peers]
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One router and one workload, once."""
+    """One run of one router on one workload."""
 
     records: tuple[RequestRecord, ...]
-    shares: tuple[float, ...]  # of the prompt tokens, that each replica got
+    shares: tuple[float, ...]  # of the prompt tokens, by replica
     prediction_errors: tuple[int, ...] = ()  # tokens, by the decision log: of our routers only
     router_cpu: float = 0.0  # seconds
     version: str = ""
 
     @property
     def ttfts(self) -> list[float]:
-        """Milliseconds."""
+        """Return the times to first token of successful requests, in milliseconds."""
         return [1e3 * record.ttft for record in self.records if record.ok and record.ttft is not None]
 
     @property
     def hit_rate(self) -> float:
-        """Cached prompt tokens over prompt tokens, by what the replicas say in their answers."""
+        """Return cached prompt tokens / prompt tokens, from the usage in the replicas' answers."""
         done = [record for record in self.records if record.ok]
         return sum(record.cached_tokens for record in done) / max(sum(record.prompt_tokens for record in done), 1)
 
@@ -115,7 +115,7 @@ class Trial:
 
 @dataclass(slots=True)
 class Measured:
-    """Everything that was run: by workload, by router."""
+    """All runs: by workload, by router."""
 
     trials: dict[str, dict[str, list[Trial]]]
     rates: dict[str, float] = field(default_factory=dict[str, float])
@@ -124,7 +124,7 @@ class Measured:
 
 
 def measure_fleet(setup: Setup, config: FleetConfig, bar: Bar = QUIET) -> Measured:
-    """Starts the replicas and runs every router on both workloads `config.runs` times, by turns. Raises ConfigError."""
+    """Start the replicas and run every router on both workloads `config.runs` times, in turn. Raises ConfigError."""
     config.check()
     entrants, words = config.entrants(), Words.of_model(setup.model)
     measured = Measured({kind: {entrant.name: [] for entrant in entrants} for kind in config.shapes})
@@ -146,7 +146,7 @@ def measure_fleet(setup: Setup, config: FleetConfig, bar: Bar = QUIET) -> Measur
 
 
 class _Fleet:
-    """Replicas that are up, and what is measured with them."""
+    """Running replicas, and the measurements with them."""
 
     def __init__(
         self,
@@ -160,14 +160,14 @@ class _Fleet:
     ) -> None:
         self.setup, self.config, self.words = setup, config, words
         self.replicas, self.scratch, self.measured, self.bar = replicas, scratch, measured, bar
-        self.model = replicas[0].served_model()  # some routers do not know it
+        self.model = replicas[0].served_model()  # some routers do not list it
 
     def settle_rates(self) -> None:
-        """The rates asked for, else a share of what round robin bears."""
+        """Set the requested rates, or a share of the measured capacity of round robin."""
         for kind, rate in zip(self.config.shapes, self.config.rates, strict=True):
             if rate == 0.0:
                 questions = self._questions(kind, "load", 1.0)
-                self.bar.stage(f"{kind} hit: what {BASELINE} bears", len(questions))
+                self.bar.stage(f"{kind} hit: capacity of {BASELINE}", len(questions))
                 trial = self._serve(Entrant(BASELINE, policy=BASELINE), questions, LOADED * len(self.replicas))
                 seconds = max((record.finish or 0.0 for record in trial.records), default=0.0)
                 if trial.errors or seconds <= 0.0:
@@ -177,16 +177,18 @@ class _Fleet:
             self.measured.rates[kind] = rate
 
     def run(self, entrant: Entrant, kind: str, run: int) -> Trial:
-        """One router, one workload; texts and arrivals depend on the run alone."""
+        """Run one router on one workload; texts and arrivals depend only on the run."""
         questions = self._questions(kind, str(run), self.measured.rates[kind])
         self.bar.stage(f"{kind} hit, {entrant.name}, run {run + 1} of {self.config.runs}", len(questions))
         meter, before = ContentionMeter(), self._cpu_seconds()
         meter.start()
         try:
             trial = self._serve(entrant, questions, 0)
-        except ConfigError as error:  # the others are measured all the same, and the report says it
+        except ConfigError as error:  # the others are still measured, and the report includes the error
             trial = Trial((RequestRecord("start", 0.0, None, None, 0, 0, 0, error=str(error)),), ())
-        self.measured.log.kept.append(meter.stop(self._cpu_seconds() - before))  # routers are over: they are in it
+        self.measured.log.kept.append(
+            meter.stop(self._cpu_seconds() - before)
+        )  # routers have ended, so their CPU time is included
         return trial
 
     def _questions(self, kind: str, name: str, rate: float) -> list[Question]:
@@ -195,7 +197,7 @@ class _Fleet:
         return shared_prefix(self.words, config.groups, config.prompts, config.shapes[kind], due, rng)
 
     def _serve(self, entrant: Entrant, questions: Sequence[Question], concurrency: int) -> Trial:
-        """Empties all caches, starts the router, sends the questions through it, ends it."""
+        """Clear all caches, start the router, send the questions through it, stop it."""
         decisions = self.scratch / f"decisions-{time.monotonic_ns()}.jsonl"
         if entrant.environment is None:
             flags = ("--decision-log", str(decisions), "--tokenizer", self.setup.model)
@@ -228,7 +230,7 @@ class _Fleet:
         return asyncio.run(send_all(Target(router.url, self.model), questions, concurrency, bar))
 
     def _reset(self) -> None:
-        """Empties all caches, as soon as nothing is under way any more: a router may end before its requests do."""
+        """Clear all caches once no request is in flight: a router may end before its requests do."""
         deadline = time.monotonic() + PATIENCE
         for one in self.replicas:
             while True:
@@ -237,11 +239,11 @@ class _Fleet:
                     break
                 except RequestFailedError as error:
                     if time.monotonic() > deadline:
-                        raise ConfigError(f"a replica does not empty its cache: {error}") from error
+                        raise ConfigError(f"a replica does not clear its cache: {error}") from error
                     time.sleep(0.05)
 
     def _prompt_tokens(self) -> list[int]:
-        """Of each replica so far."""
+        """Return the prompt tokens of each replica so far."""
         return [sum(one.prompt_tokens().values()) for one in self.replicas]
 
     def _cpu_seconds(self) -> float:
@@ -249,9 +251,9 @@ class _Fleet:
 
 
 async def send_all(target: Target, questions: Sequence[Question], concurrency: int, bar: Bar = QUIET) -> list[Reply]:
-    """Sends each question when it is due, or `concurrency` at a time (0: when due); the replies in their order."""
+    """Send each question at its arrival time, or `concurrency` at a time (0: off); return the replies in order."""
     timeout = aiohttp.ClientTimeout(total=target.timeout)
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # servers close what idles for longer
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # servers close connections that idle for longer
     slots = asyncio.Semaphore(concurrency or len(questions) + 1)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         calls = [
@@ -278,7 +280,7 @@ def _launch(setup: Setup, config: FleetConfig, scratch: Path) -> Launch:
 
 
 def _prediction_errors(decisions: Path) -> tuple[int, ...]:
-    """How far off the router's belief was, in tokens, for every request whose replica said what was cached."""
+    """Return the absolute prediction error in tokens for every request whose replica reported cached tokens."""
     if not decisions.is_file():
         return ()
     rows = [json.loads(line) for line in decisions.read_text(encoding="utf-8").splitlines()]

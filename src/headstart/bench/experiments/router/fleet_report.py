@@ -1,4 +1,4 @@
-"""What `bench fleet` says: figures with their intervals by workload and router, and whether the goals of it are met."""
+"""The report of `bench fleet`: figures with their intervals by workload and router, and whether its goals are met."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -13,18 +13,18 @@ from headstart.bench.runners.engines import Setup
 from headstart.workload.request_record import percentile
 
 OURS = "cost"
-RATIO = 3.0  # times round robin's mean time to the first token, at high hit
+RATIO = 3.0  # round robin's mean time to the first token / ours, at high hit
 FIGURES = ("ttft_mean_ms", "ttft_p90_ms")
 COLUMNS = ("router", "TTFT mean ms", "95 %", "p90", "hit rate", "error, tokens", "router CPU ms", "shares")
 
 
 def run_fleet(setup: Setup, config: FleetConfig, bar: Bar = QUIET) -> Report:
-    """Measures every router on both workloads. Raises ConfigError."""
+    """Measure every router on both workloads. Raises ConfigError."""
     return make_report(setup, config, measure_fleet(setup, config, bar))
 
 
 def make_report(setup: Setup, config: FleetConfig, measured: Measured) -> Report:
-    """Figures, intervals, tables, a chart; failed requests make it invalid."""
+    """Return the report: figures, intervals, tables, a chart. Failed requests make it invalid."""
     report = Report(
         "fleet",
         {},
@@ -58,9 +58,9 @@ def make_report(setup: Setup, config: FleetConfig, measured: Measured) -> Report
 
 
 def goals(values: Mapping[str, Any], intervals: Mapping[str, Interval]) -> dict[str, Any]:
-    """Whether the issue's goals are met; a goal about who was not measured is left out.
+    """Return whether the goals of the issue are met, except goals about routers that were not measured.
 
-    No worse: a smaller mean, or intervals that overlap.
+    "No worse" means a smaller mean, or overlapping intervals.
     """
     names = {kind: _names(values, kind) for kind in ("high", "low")}
     found: dict[str, Any] = {}

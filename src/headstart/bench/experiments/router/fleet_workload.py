@@ -1,7 +1,7 @@
-"""Texts of an exact number of tokens, and generated-shared-prefix made of them: what `bench fleet` sends.
+"""Texts of an exact number of tokens, and the generated-shared-prefix workload of `bench fleet` made of them.
 
-Texts, not token ids: routers of others route by text. Every word is one token of the model's own tokenizer, whatever
-stands before and behind it, so lengths are exact and a shared beginning is shared token by token.
+Texts, not token ids: other routers route by text. Every word is one token of the model's tokenizer, independent of its
+neighbours, so lengths are exact and a shared beginning is shared token by token.
 """
 
 from array import array
@@ -45,18 +45,18 @@ class Words:
 
     @classmethod
     def of_model(cls, folder: str) -> "Words":
-        """The words of a model's tokenizer. Raises ConfigError."""
+        """Return the words of a model's tokenizer. Raises ConfigError."""
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{path} is not there: the texts of this benchmark are made of the model's own tokens")
         return cls(Tokenizer.from_file(str(path)))
 
     def draw(self, num_tokens: int, rng: Random) -> list[str]:
-        """So many words."""
+        """Return `num_tokens` random words."""
         return rng.choices(self._words, k=num_tokens)
 
     def ids(self, words: Sequence[str]) -> "array[int]":
-        """Their tokens, packed."""
+        """Return the token ids of the words, packed."""
         return array("i", [self._ids[word] for word in words])
 
     def _agrees(self, tokenizer: Tokenizer) -> bool:
@@ -67,9 +67,9 @@ class Words:
 def shared_prefix(
     words: Words, groups: int, prompts: int, shape: Shape, due: Sequence[float], rng: Random
 ) -> list[Question]:
-    """SGLang's generated-shared-prefix: `groups` x `prompts` questions behind system prompts, in random order.
+    """Return SGLang's generated-shared-prefix: `groups` x `prompts` questions behind system prompts, in random order.
 
-    `due`: when each is sent, in seconds, rising; there may be fewer than questions.
+    `due`: ascending arrival times in seconds; there may be fewer than questions.
     """
     made: list[tuple[int, list[str]]] = []
     for group in range(groups):

@@ -1,8 +1,8 @@
-"""Lab: routing policies in virtual time, on recorded traffic. A real router, replicas that behave like engines.
+"""Experiment: routing policies in virtual time, on recorded traffic. A real router and simulated engines.
 
-A Mooncake trace (block ids) is served by replicas at a load of `speed` times the recorded one; agent texts,
-call by call as recorded, show how well what is cached is predicted. Nothing is computed, so an hour of a fleet takes
-seconds, and one seed gives one result. What HTTP, batching and preemption do to it is not in here.
+A Mooncake trace (block ids) is served by replicas at `speed` times the recorded rate; agent texts, call by call as
+recorded, show the accuracy of predicted cache hits. Nothing is computed, so an hour of a fleet takes seconds, and one
+seed gives one result. Effects of HTTP, batching and preemption are not modelled.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +25,15 @@ from headstart.router.routing_request import Prompt, RoutingRequest, pack_text, 
 from headstart.workload.request_record import summarize
 from headstart.workload.traces import CHAIN_BLOCK, read_trace
 
-PREFILL = PrefillModel(0.0, 1e3 / 15_928, 0.0, 0.0)  # tokens per second that the gateway's guide measured on two H100
+PREFILL = PrefillModel(
+    0.0, 1e3 / 15_928, 0.0, 0.0
+)  # prefill tokens per second on two H100, measured by gateway-api-inference-extension
 TEXT_BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True)
 class RouteConfig:
-    """`cache` in blocks of 512 tokens per replica; `believed` what the router takes it for (0: the truth)."""
+    """`cache` in blocks of 512 tokens per replica; `believed`: the cache size in the router's index (0: the true size)."""
 
     replicas: int = 8
     speed: float = 2.6
@@ -47,7 +49,7 @@ class _Case:
 
     label: str
     make: Callable[[], Policy]
-    size: float = 1.0  # of the cache, that the router believes in
+    size: float = 1.0  # size of the router's index / true cache size
     at_pick: bool = True
     corrects: bool = True
 
@@ -62,11 +64,11 @@ COLUMNS = ("policy", "hit rate", "TTFT mean ms", "p50", "p90", "p99", "error, to
 
 
 def run_route(trace: Path, config: RouteConfig, bar: Bar = QUIET) -> Report:
-    """Replays a Mooncake trace (or agent texts) once per policy. Raises ConfigError."""
+    """Replay a Mooncake trace (or agent texts) once per policy. Raises ConfigError."""
     arrivals, block_size = _arrivals(trace, config)
     longest = max((one.ask.prompt.num_tokens + one.output for one in arrivals), default=0)
     if -(-longest // block_size) > config.cache:
-        raise ConfigError(f"--cache-blocks {config.cache}: a request of {longest} tokens never fits; give it more")
+        raise ConfigError(f"--cache-blocks {config.cache}: a request of {longest} tokens never fits; use more blocks")
     values: dict[str, Any] = {}
     rows: list[tuple[Any, ...]] = []
     bar.stage("policies", len(CASES))
@@ -123,7 +125,7 @@ def _run(case: _Case, arrivals: Sequence[Arrival], block_size: int, config: Rout
 
 
 def _arrivals(trace: Path, config: RouteConfig) -> tuple[list[Arrival], int]:
-    """The requests of a trace with block ids or with texts, and the size of its blocks."""
+    """Return the requests of a trace with block ids or with texts, and its block size."""
     try:
         with trace.open(encoding="utf-8") as lines:
             found = read_trace(lines).first(config.max_requests)
@@ -134,10 +136,10 @@ def _arrivals(trace: Path, config: RouteConfig) -> tuple[list[Arrival], int]:
         pairs = zip(found.requests, asks, strict=True)
         return [Arrival(row.at / config.speed, ask, row.output) for row, ask in pairs], CHAIN_BLOCK
     if found.kind != "agent":
-        raise ConfigError(f"{trace}: a trace of kind {found.kind} says nothing of shared prefixes")
+        raise ConfigError(f"{trace}: a trace of kind {found.kind} does not record shared prefixes")
     root = router_root("")
     asks = [RoutingRequest(Prompt(pack_text(row.text.encode()), root), session=row.session) for row in found.requests]
-    # Agents' clocks differ by days between files: one call after the other, so many per second.
+    # Agents' clocks differ by days between files: the calls follow one another at a fixed rate.
     return [Arrival(index / config.speed, ask, 1) for index, ask in enumerate(asks)], TEXT_BLOCK
 
 

@@ -1,7 +1,7 @@
-"""Lab: precise mode. Is the index that a router keeps from KV events the engine's own, whatever is lost on the way?
+"""Experiment: precise mode. Checks that the router's KV event index equals the engine's own, also with lost events.
 
-A real scheduler over a pool too small for what it serves (NullExecutor), the real publisher, real sockets, a relay that
-loses batches, a consumer. Then what taking in events costs: batches as they were published, in order, one thread.
+A real scheduler over a pool too small for its load (NullExecutor), the real publisher, real sockets, a relay that
+drops batches, a consumer. Then the cost of applying events: batches as they were published, in order, one thread.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ LARGE = Sizes(num_blocks=4096, block_size=16, groups=40, prefix=1024, suffix=512
 
 @dataclass(frozen=True, slots=True)
 class PreciseConfig:
-    """`rounds` of requests per case, the share of batches that is lost, and how often taking them in is timed."""
+    """`rounds` of requests per case, the share of batches dropped, and the repetitions of the cost measurement."""
 
     sizes: Sizes = LARGE
     rounds: int = 150
@@ -39,7 +39,7 @@ QUICK = PreciseConfig(Sizes(), rounds=20, passes=1)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What happens to the events. The index has to be equal; without replay that is so once the cache was emptied."""
+    """Faults of the event stream. The index must be equal at the end; without replay, after the next cache reset."""
 
     name: str
     loss: bool = True
@@ -59,7 +59,7 @@ _COUNTS = ("batches", "heard", "replays", "gaps", "lost", "restarts", "voids", "
 
 
 def run_precise(seed: int, config: PreciseConfig | None = None, bar: Bar = QUIET) -> Report:
-    """Every case in turn, and the cost of an event."""
+    """Measure every case in turn, and the cost of an event."""
     config = config or PreciseConfig()
     values: dict[str, Any] = {}
     problems: list[str] = []
@@ -72,13 +72,13 @@ def run_precise(seed: int, config: PreciseConfig | None = None, bar: Bar = QUIET
         values |= {f"{case.name}_evictions": evictions, f"{case.name}_lost_on_the_way": relay_lost}
         rows.append((case.name, *found, evictions, relay_lost, counts["replays"], counts["restarts"], counts["voids"]))
         if found.wrong or (found.missing and case.replay):
-            problems.append(f"{case.name}: {found.missing} blocks are not known, {found.wrong} are not there")
+            problems.append(f"{case.name}: {found.missing} blocks are missing, {found.wrong} are not cached")
         if case.loss and not relay_lost:
-            problems.append(f"{case.name}: nothing was lost on the way")
+            problems.append(f"{case.name}: no batch was lost in the relay")
         if not evictions:
             problems.append(f"{case.name}: nothing was evicted")
         bar.advance()
-    bar.stage("taking in events", config.passes)
+    bar.stage("applying events", config.passes)
     costs, events, blocks = _cost(config, seed, bar)
     values |= {"events": events, "blocks": blocks, "event_us": percentile(costs, 50) / events * 1e6}
     values |= {"block_us": percentile(costs, 50) / blocks * 1e6}
@@ -100,7 +100,7 @@ def run_precise(seed: int, config: PreciseConfig | None = None, bar: Bar = QUIET
         },
         sheets=[
             Sheet("blocks in the engine's index and in the router's", columns, tuple(rows)),
-            Sheet("taking in events, microseconds of CPU", ("events", "blocks", "per event", "per block"), (cost_row,)),
+            Sheet("applying events, microseconds of CPU", ("events", "blocks", "per event", "per block"), (cost_row,)),
         ],
         problems=problems,
     )
@@ -114,7 +114,7 @@ def _run(make: Callable[[], Coroutine[Any, Any, _Found]]) -> _Found:
 
 
 async def _case(case: Case, config: PreciseConfig, seed: int) -> _Found:
-    """Serves the load while events get lost, waits until all that can come has come, and compares."""
+    """Serve the load with event loss, wait until the consumer has caught up, and compare the indexes."""
     with tempfile.TemporaryDirectory() as folder:
         rig = Rig(folder, config.sizes, seed, replay=case.replay)
         assert rig.relay is not None
@@ -145,7 +145,7 @@ async def _case(case: Case, config: PreciseConfig, seed: int) -> _Found:
 
 
 def _cost(config: PreciseConfig, seed: int, bar: Bar) -> tuple[list[float], int, int]:
-    """Seconds of CPU to take in all batches of one run, per pass; how many events and blocks they tell of."""
+    """Return (CPU seconds per pass to apply all batches of one run, number of events, number of blocks in them)."""
     with tempfile.TemporaryDirectory() as folder:
         rig = Rig(folder, config.sizes, seed, relayed=False)
         payloads = rig.payloads(config.rounds)

@@ -1,6 +1,7 @@
-"""A real engine without a model, its KV events over real sockets, a relay that loses some, and a consumer of them.
+"""A real engine without a model, its KV events over real sockets, a relay that drops some, and a consumer of them.
 
-For the lab and the law of precise mode: after any run the consumer's index is to be compared with the engine's own.
+For the experiment and the invariant tests of precise mode: after any run the consumer's index is compared with the
+engine's own.
 """
 
 import asyncio
@@ -32,12 +33,12 @@ from headstart.server.kv_events.kv_event_publisher import KVEventPublisher, KVEv
 VOCAB_SIZE = 500
 SALTS = (None, "amber", "birch")
 ADAPTERS = (None, "poet")
-STEP_SECONDS = 0.01  # between two looks at whether the consumer has caught up
+STEP_SECONDS = 0.01  # polling interval while waiting for the consumer
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of the engine's pool, its blocks in tokens, and the prompts: shared prefixes and what comes behind."""
+    """Sizes of the engine's pool, its blocks in tokens, and the prompts: shared prefixes and suffixes."""
 
     num_blocks: int = 96
     block_size: int = 4
@@ -48,7 +49,7 @@ class Sizes:
 
 
 class Difference(NamedTuple):
-    """Blocks: in the engine's index, in the router's; there and not believed; believed and not there."""
+    """Block counts: in the engine's index, in the router's; missing from the router's; only in the router's."""
 
     engine: int
     router: int
@@ -57,7 +58,7 @@ class Difference(NamedTuple):
 
 
 class Relay:
-    """Passes batches on from one address to another, and loses a share of them; a thread of its own."""
+    """A relay that forwards batches from one address to another and drops a share of them, in its own thread."""
 
     def __init__(self, source: str, target: str, rng: Random) -> None:
         self.loss = 0.0
@@ -91,9 +92,10 @@ class Relay:
 
 
 class Rig:
-    """Engine, publisher, relay if `relayed`, and consumer, with `replay`, without, or with another address for it.
+    """Engine, publisher, relay if `relayed`, and consumer.
 
-    `folder`: a short path for the sockets; `buffer_steps`: batches that are kept for replay.
+    `replay`: with replay, without, or from another address. `folder`: a short path for the sockets; `buffer_steps`:
+    batches kept for replay.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class Rig:
     ) -> None:
         self.sizes = sizes
         self.rng = Random(seed)
-        self.num_published = 0  # batches of the publisher there is now
+        self.num_published = 0  # batches of the current publisher
         own = f"ipc://{folder}/replay"
         self._config = KVEventsConfig(endpoint=f"ipc://{folder}/events", replay_endpoint=own, buffer_steps=buffer_steps)
         self.relay = Relay(self._config.endpoint, f"ipc://{folder}/relay", Random(seed + 1)) if relayed else None
@@ -121,13 +123,13 @@ class Rig:
         self._start(sizes.block_size)
 
     def listener(self) -> KVEventConsumer:
-        """A consumer of these events whose names are the engine's."""
+        """Return a consumer of these events with the same block hashes as the engine."""
         return KVEventConsumer(
             self.address, self._contents(self.sizes.block_size), kind="headstart", reconfigured=self._contents
         )
 
     def restart(self, block_size: int | None = None) -> None:
-        """Another engine and another publisher at the same addresses."""
+        """Start another engine and another publisher at the same addresses."""
         self._publisher.close()
         self._start(block_size or self.engine.scheduler.block_size)
 
@@ -137,13 +139,13 @@ class Rig:
             self.relay.close()
 
     async def serve(self, rounds: int = 1) -> None:
-        """Serves so many times a few requests at once, beside the event loop."""
+        """Serve `rounds` batches of requests, outside the event loop."""
         for _ in range(rounds):
             requests = [self._request() for _ in range(self.sizes.requests)]
             await asyncio.to_thread(drive, self.engine, requests)
 
     def payloads(self, rounds: int) -> list[bytes]:
-        """What it would publish while it serves so often, one payload per batch."""
+        """Return the payloads published while serving `rounds` batches of requests, one payload per event batch."""
         encoder, found = BatchEncoder("CPU"), list[bytes]()
         self._heard = lambda events: found.append(encoder.encode(1.5, events))
         for _ in range(rounds):
@@ -151,20 +153,20 @@ class Rig:
         return found
 
     async def warm_up(self) -> None:
-        """Serves until the consumer hears live batches: a publisher does not wait for its subscribers."""
+        """Serve until the consumer receives live batches: a publisher does not wait for its subscribers."""
         while not self.consumer.counts["heard"]:
             await self.serve()
             await asyncio.sleep(STEP_SECONDS)
 
     async def caught_up(self, consumer: KVEventConsumer | None = None) -> None:
-        """Waits until the consumer has taken in the last batch there is."""
+        """Wait until the consumer has applied the last published batch."""
         consumer = consumer or self.consumer
         await self.until(
             lambda: consumer.position == self.num_published and not (consumer.is_missing or consumer.is_taking)
         )
 
     async def until_heard(self) -> None:
-        """Serves until the last batch there is has been heard, with nothing missing before it."""
+        """Serve until the consumer has received the last batch and misses none before it."""
         while self.consumer.position != self.num_published or self.consumer.is_missing or self.consumer.is_taking:
             await self.serve()
             await asyncio.sleep(5 * STEP_SECONDS)
@@ -174,7 +176,7 @@ class Rig:
             await asyncio.sleep(STEP_SECONDS)
 
     def difference(self, consumer: KVEventConsumer | None = None) -> Difference:
-        """The consumer's index against the engine's own, name by name."""
+        """Return the difference between the consumer's index and the engine's own, by block hash."""
         pool, told = self.engine.scheduler.pool, (consumer or self.consumer).contents
         wrong = sum(not pool.contains(name) for name in told)
         return Difference(pool.num_published, len(told), pool.num_published - (len(told) - wrong), wrong)
@@ -193,7 +195,7 @@ class Rig:
         self._heard(events)
 
     def _contents(self, block_size: int) -> KVEventIndex:
-        """Named as the engine names: what the digest of a domain stands for is known here."""
+        """Return an empty index with the engine's block hashes: the rig maps each domain digest to its domain."""
 
         def root(adapter: str | None, domain: bytes):
             return root_hash(b"", adapter=adapter, domain=self._domains[domain])

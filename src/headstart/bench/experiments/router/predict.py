@@ -1,9 +1,9 @@
-"""Lab: what a router believes to be cached against what engines report, on recorded agents' texts.
+"""Experiment: the router's predicted cached tokens against those that engines report, on recorded agent texts.
 
 Real engines that compute nothing (engine_fleet.py), a real router with the policy `cost`, real tokenization. Each form
-is one thing that a router may know or not know of a cache, and runs twice: with self-correction from `cached_tokens`
-and without it. Deterministic; time is virtual. Sessions were recorded one after another; here they begin `speed` times
-as often and keep their own pace, so that many are alive at once and together exceed the caches.
+varies what the router knows about a cache, and runs twice: with self-correction from `cached_tokens` and without it.
+Deterministic; time is virtual. Sessions were recorded one after another; here they start at `speed` times the recorded
+rate and keep their own pace, so that many are active at once and together exceed the caches.
 """
 
 from collections.abc import Sequence
@@ -37,12 +37,14 @@ from headstart.workload.traces import TracedRequest, read_trace
 BLOCK_SIZE = 16
 COST = StepCost(1e-3, 2e-5)
 LONGEST_SHARE = 0.5  # of a pool: longer calls are left out
-KNOWN_TOKENS = 16.0  # mean error that may remain where all is known: a block
+KNOWN_TOKENS = 16.0  # largest mean error where everything is known: a block
 
 
 @dataclass(frozen=True, slots=True)
 class PredictConfig:
-    """`cache` in blocks per replica. Sessions begin `speed` times as often as recorded, and think as long."""
+    """`cache` in blocks per replica. Sessions start at `speed` times the recorded rate; pauses within them are
+    unchanged.
+    """
 
     replicas: int = 4
     cache: int = 2048
@@ -55,16 +57,16 @@ QUICK = PredictConfig(replicas=2, cache=1024, max_requests=60)
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What is so, and what the router believes."""
+    """The configuration of the engines, and the router's assumptions about it."""
 
     label: str
-    policy: str = "2q"  # how the engines evict
+    policy: str = "2q"  # eviction policy of the engines
     believed_policy: str = "2q"
-    size: float = 1.0  # of the cache, as believed; 0: not known
-    exact: bool = True  # the router has the tokenizer; else it has bytes
-    told: bool = True  # the tokens of answers
+    size: float = 1.0  # cache size assumed / true size; 0: unknown
+    exact: bool = True  # the router has the tokenizer; otherwise it hashes bytes
+    told: bool = True  # the router receives the tokens of answers
     flush: bool = False  # of all replicas, one after the other, from the middle on
-    wrong: bool = False  # the belief is wrong in what correction learns, size or flush: it must help
+    wrong: bool = False  # an assumption that correction learns (size or flush) is wrong: correction must help
 
 
 FORMS = (
@@ -91,7 +93,7 @@ class _Text:
 
 
 def run_predict(traces: Sequence[Path], config: PredictConfig | None = None, bar: Bar = QUIET) -> Report:
-    """Serves the traces together once per form, with correction and without. Raises ConfigError."""
+    """Serve the traces together once per form, with correction and without. Raises ConfigError."""
     config = config or PredictConfig()
     texts, num_left_out, vocab_size = _texts(traces, config, bar)
     values: dict[str, Any] = {"requests": len(texts), "left_out": num_left_out}
@@ -119,7 +121,7 @@ def run_predict(traces: Sequence[Path], config: PredictConfig | None = None, bar
     values["wrong_beliefs.error_tokens"] = wrong[0] / num_wrong
     values["wrong_beliefs.error_tokens_uncorrected"] = wrong[1] / num_wrong
     if wrong[0] >= wrong[1]:
-        problems.append("correction does not lessen the error where the belief is wrong")
+        problems.append("correction does not reduce the error where the assumption is wrong")
     title = (
         f"{len(texts):,} requests, {config.replicas} engines of {config.cache:,} blocks; mean error of cached_tokens"
     )
@@ -145,17 +147,17 @@ def run_predict(traces: Sequence[Path], config: PredictConfig | None = None, bar
 
 
 def problems_of(form: Form, with_: dict[str, float], without: dict[str, float]) -> list[str]:
-    """Why a form's figures are not what they must be."""
+    """Return the violated expectations of a form."""
     error, uncorrected = with_["error_tokens"], without["error_tokens"]
     if form.wrong and error > uncorrected:
         return [f"{form.label}: mean error {error:.1f} tokens with correction, {uncorrected:.1f} without"]
     if form.label.startswith("known") and error > KNOWN_TOKENS:
-        return [f"{form.label}: mean error {error:.1f} tokens although all is known; {KNOWN_TOKENS:.0f} is the most"]
+        return [f"{form.label}: mean error {error:.1f} tokens although all is known; the maximum is {KNOWN_TOKENS:.0f}"]
     return []
 
 
 def _run(form: Form, calls: Sequence[Call], config: PredictConfig, vocab_size: int, corrects: bool) -> dict[str, float]:
-    """One form: how far predictions are off."""
+    """Run one form and return its prediction figures."""
     router = Router(make_policy("cost"))
     replicas: list[EngineReplica] = []
     limits = Limits(max_model_len=config.cache * BLOCK_SIZE)
@@ -175,7 +177,7 @@ def _run(form: Form, calls: Sequence[Call], config: PredictConfig, vocab_size: i
 
 
 def figures(served: Sequence[Served]) -> dict[str, float]:
-    """Of what was predicted and reported, in the engines' tokens."""
+    """Return the figures of predicted and reported cached tokens, in the engines' tokens."""
     believed: list[float] = []
     for pick, usage in served:
         believed.append(pick.candidate.hit_tokens * usage.prompt_tokens / max(pick.view.prompt_tokens, 1))
@@ -192,7 +194,7 @@ def figures(served: Sequence[Served]) -> dict[str, float]:
 
 
 def _texts(traces: Sequence[Path], config: PredictConfig, bar: Bar) -> tuple[list[_Text], int, int]:
-    """The requests of all traces that fit, in the order in which they are due; how many do not; the vocabulary."""
+    """Return (the requests of all traces that fit, in arrival order; number left out; vocabulary size)."""
     tokenizer = Tokenizer.from_folder(bundled_model())
     most = int(LONGEST_SHARE * config.cache) * BLOCK_SIZE
     found: list[_Text] = []
@@ -204,7 +206,7 @@ def _texts(traces: Sequence[Path], config: PredictConfig, bar: Bar) -> tuple[lis
         except OSError as error:
             raise ConfigError(f"{trace}: {error}") from error
         if rows.kind != "agent":
-            raise ConfigError(f"{trace}: a trace of kind {rows.kind} has no texts; give an agent trace")
+            raise ConfigError(f"{trace}: a trace of kind {rows.kind} has no texts; use an agent trace")
         bar.stage(f"tokens of {trace.name}", len(rows.requests))
         for index, row in enumerate(rows.requests):
             bar.advance()
@@ -222,7 +224,7 @@ def _texts(traces: Sequence[Path], config: PredictConfig, bar: Bar) -> tuple[lis
 
 
 def _calls(texts: Sequence[_Text], config: PredictConfig, exact: bool) -> list[Call]:
-    """The same requests as engines and a router with or without a tokenizer see them."""
+    """Return the same requests for the engines and for a router with or without a tokenizer."""
     root = router_root("")
     begins: dict[str, float] = {}
     calls: list[Call] = []

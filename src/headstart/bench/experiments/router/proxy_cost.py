@@ -1,7 +1,7 @@
-"""Lab: what a router adds to the first byte and to every token. Replicas that compute nothing, 200 streams at a time.
+"""Experiment: latency that a router adds to the first byte and to every token. Fake replicas, 200 concurrent streams.
 
-Client and replicas are the same for all and stay in their own processes; direct, ours and the peers are measured by
-turns. What a router adds is its percentile less the direct one's of the same turn.
+Client and replicas are the same for all and stay in their own processes; direct, ours and the peers are measured in
+turn. The added latency is a router's percentile minus the direct one of the same turn.
 """
 
 import json
@@ -26,7 +26,7 @@ from headstart.bench.runners.stream_load import Plan
 from headstart.core.errors import ConfigError
 
 TARGET_MS = 2.0  # first byte, median
-BUSY = 0.8  # of a core: whoever measures is itself the bottleneck from there on
+BUSY = 0.8  # of a core: above this, the measuring process is itself the bottleneck
 DIRECT = "direct"
 ADDED = ("first_byte", "token", "inter_token")
 _LOAD_NAMES = {"first_byte": "first", "token": "later", "inter_token": "gaps"}
@@ -45,12 +45,12 @@ class ProxyConfig:
     prompt_bytes: int = 2048
     seconds: float = 15.0
     runs: int = 5
-    policy: str = ""  # of ours
+    policy: str = ""  # of our router
     target_ms: float | None = TARGET_MS
 
     @property
     def stream_seconds(self) -> float:
-        """How long one stream takes."""
+        """Return the duration of one stream."""
         return (self.ttft_ms + (self.tokens - 1) * self.token_ms) / 1e3
 
 
@@ -59,25 +59,25 @@ QUICK = ProxyConfig(streams=20, tokens=10, token_ms=20.0, ttft_ms=20.0, replicas
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One side, once."""
+    """One turn of one side."""
 
-    found: dict[str, Any]  # what the client found
+    found: dict[str, Any]  # the client's findings
     router_seconds: float  # CPU, while measuring
     replica_seconds: float
 
     def added(self, name: str, rank: int, direct: "Turn") -> float | None:
-        """Milliseconds more than without a router."""
+        """Return the milliseconds added, compared with no router."""
         key = f"{_LOAD_NAMES[name]}_p{rank}_ms"
         mine, theirs = self.found[key], direct.found[key]
         return None if mine is None or theirs is None else mine - theirs
 
     def cores(self, seconds: float) -> float:
-        """Cores that client, replicas and router used."""
+        """Return the cores that client, replicas and router used."""
         return (self.found["client_cpu_seconds"] + self.router_seconds + self.replica_seconds) / seconds
 
 
 def run_proxy(config: ProxyConfig, peers: Sequence[Entrant] = (), bar: Bar = QUIET) -> Report:
-    """Measures every side `runs` times, in turns. Raises ConfigError if one does not start."""
+    """Measure every side `runs` times, in turn. Raises ConfigError if one does not start."""
     log = ContentionLog.new()
     sides: list[Entrant] = [Entrant(OURS.name, policy=config.policy), *peers]
     with ExitStack() as stack:
@@ -107,14 +107,14 @@ class FakeReplica:
         self._process = psutil.Process(process.pid)
 
     def cpu_seconds(self) -> float:
-        """CPU time so far."""
+        """Return the CPU time so far."""
         times = self._process.cpu_times()
         return times.user + times.system
 
 
 @contextmanager
 def fake_replica(config: ProxyConfig, folder: Path) -> Generator[FakeReplica]:
-    """A fake replica that serves. Raises ConfigError if it does not start."""
+    """Start a fake replica for the length of a block. Raises ConfigError if it does not start."""
     words = ["headstart.bench.runners.fake_replica", "--stamps", "--ttft-ms", str(config.ttft_ms)]
     words += ["--token-ms", str(config.token_ms), *(["--steps"] if config.steps else [])]
     log = folder / f"replica-{time.monotonic_ns()}.log"
@@ -136,7 +136,7 @@ def fake_replica(config: ProxyConfig, folder: Path) -> Generator[FakeReplica]:
 def _turn(
     config: ProxyConfig, router: RouterProcess | None, replicas: Sequence[FakeReplica], log: ContentionLog
 ) -> Turn:
-    """Measures one side. Router and replicas are read when the client says that measuring begins and ends."""
+    """Measure one side. CPU times are read when the client reports the start and the end of measuring."""
     plan = Plan(
         urls=(router.url,) if router else tuple(replica.url for replica in replicas),
         model="fake",
@@ -167,7 +167,7 @@ def _turn(
             client.kill()
             raise
     if len(lines) != 3:
-        raise ConfigError(f"the client ended with code {client.returncode} and said {lines}")
+        raise ConfigError(f"the client ended with code {client.returncode} and printed {lines}")
     begin, end, last = marks
     log.kept.append(meter.stop(sum(last) - sum(start)))
     spent = [one - other for one, other in zip(end, begin, strict=True)]
@@ -209,7 +209,9 @@ def _report(config: ProxyConfig, turns: list[dict[str, Turn]], versions: dict[st
         problems += _problems(side, config, mine)
     added = values[f"{OURS.name}.added_first_byte_p50_ms"]
     if config.target_ms is not None and added is not None and added > config.target_ms:
-        problems.append(f"ours adds {added:.2f} ms to the first byte in the median; {config.target_ms:g} is the most")
+        problems.append(
+            f"ours adds {added:.2f} ms to the first byte in the median; the maximum is {config.target_ms:g}"
+        )
     columns = ("", "1st byte p50", "p99", "token p50", "p99", "gap p99", "CPU s/1000 req", "errors")
     title = f"{config.streams} streams of {config.tokens} tokens, one each {config.token_ms:g} ms; added ms"
     return Report(
@@ -231,7 +233,7 @@ def _report(config: ProxyConfig, turns: list[dict[str, Turn]], versions: dict[st
 
 
 def _row(side: str, values: dict[str, Any]) -> tuple[Any, ...]:
-    """Of the table: what a side adds; of direct what there is without any router."""
+    """Return a table row: latency added by a side; for direct, the latency without any router."""
     prefix = f"{side}." if side == DIRECT else f"{side}.added_"
     names = ("first_byte_p50_ms", "first_byte_p99_ms", "token_p50_ms", "token_p99_ms", "inter_token_p99_ms")
     figures = tuple(values[prefix + name] for name in names)
@@ -259,6 +261,6 @@ def _problems(side: str, config: ProxyConfig, turns: Sequence[Turn]) -> list[str
 
 
 def _per_1000(turn: Turn, what: str) -> float | None:
-    """CPU seconds of the router per 1,000 requests or tokens."""
+    """Return the router's CPU seconds per 1,000 requests or tokens."""
     count = turn.found[what]
     return turn.router_seconds / count * 1e3 if count else None

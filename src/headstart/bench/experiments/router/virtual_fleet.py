@@ -1,8 +1,8 @@
-"""A fleet in virtual time: replicas that behave like an engine's cache and compute nothing, and a real router.
+"""A fleet in virtual time: replicas with an engine's block pool that compute nothing, and a real router.
 
-A replica is an engine's block pool and a line of prefills, one after the other; answers are generated beside it at a
-fixed pace and hold their blocks until they end. So a replica evicts what an engine evicts, admits when there is room,
-and reports what it really found. Only the router's view of it can be wrong.
+A replica is an engine's block pool and a queue of prefills, run one after the other; answers are generated in parallel
+at a fixed pace and hold their blocks until they end. So a replica evicts what an engine evicts, admits when it has free
+blocks, and reports its actual hits. Only the router's view of it can be wrong.
 """
 
 from collections import deque
@@ -44,7 +44,7 @@ class _Job:
 
 
 class VirtualReplica:
-    """One engine. `rates` say how long a prefill takes, `token_ms` how long a token of an answer."""
+    """One simulated engine. `rates` models the duration of a prefill; `token_ms` is the time of an output token."""
 
     def __init__(
         self, name: str, num_blocks: int, block_size: int, rates: PrefillModel, token_ms: float, policy: str = "lru"
@@ -62,17 +62,17 @@ class VirtualReplica:
         self.num_served = 0
 
     def flush(self) -> None:
-        """Forgets what is cached; requests under way go on."""
+        """Clear the prefix cache; requests in flight continue."""
         self.pool.clear()
 
     def restart(self, num_blocks: int, block_size: int) -> None:
-        """Comes back with an empty cache of other blocks. Only when nothing is under way."""
-        assert not (self.waiting or self.prefilling or self.num_streams), "there are requests under way"
+        """Restart with an empty cache of other sizes. Only when no request is in flight."""
+        assert not (self.waiting or self.prefilling or self.num_streams), "there are requests in flight"
         self.block_size = block_size
         self.pool = BlockPool(num_blocks + 1, eviction_policy=self.policy, history_pools=1)
 
     def begin(self) -> tuple[_Job, float] | None:
-        """The next prefill and how many seconds it takes, if there is one and room for it."""
+        """Start the next prefill and return it with its seconds; None if none waits or its blocks are not available."""
         if self.prefilling is not None or not self.waiting:
             return None
         job, pool = self.waiting[0], self.pool
@@ -92,9 +92,9 @@ class VirtualReplica:
         return job, self.rates.prefill_ms(work) * self.slow_down / 1e3
 
     def answer(self, now: float) -> tuple[_Job, float]:
-        """The prefill under way ends; its request, and how many seconds the rest of the answer takes."""
+        """End the running prefill; return its request and the seconds that the rest of the answer takes."""
         job = self.prefilling
-        assert job is not None, "nothing is under way"
+        assert job is not None, "no prefill is running"
         for index in range(job.num_found, len(job.names)):
             parent = job.names[index - 1] if index else BlockHash(b"")
             self.pool.publish(job.blocks[index], job.names[index], parent, b"")
@@ -104,16 +104,16 @@ class VirtualReplica:
         return job, max(job.arrival.output - 1, 0) * self.token_ms * self.slow_down / 1e3
 
     def end(self, job: _Job) -> None:
-        """A request leaves."""
+        """End a request and release its blocks."""
         self.num_streams -= 1
         self.num_served += 1
         self.pool.release(job.blocks)
 
 
 class VirtualFleet:
-    """Replicas, one or more routers, and the events between them in the order of their time.
+    """Replicas, one or more routers, and the events between them in time order.
 
-    `at` calls something at some time: a flush, a slow replica, a report.
+    `at` schedules a callback: a flush, a slow replica, a report.
     """
 
     def __init__(self, replicas: Sequence[VirtualReplica], *, reports_usage: bool = True) -> None:
@@ -126,11 +126,11 @@ class VirtualFleet:
         self.now = 0.0
 
     def at(self, time: float, act: Callable[[float], None]) -> None:
-        """Plans an act, which is told the time."""
+        """Schedule a callback, which receives the time."""
         heappush(self._events, (time, next(self._order), act))
 
     def run(self, arrivals: Sequence[Arrival], routers: Sequence[Router]) -> list[RequestRecord]:
-        """Sends each request when it is due, to the routers in turn; the records of all, in the order of their end."""
+        """Send each request at its arrival time, to the routers in turn; return the records in completion order."""
         for number, arrival in enumerate(arrivals):
             router = routers[number % len(routers)]
             self.at(arrival.at, lambda now, a=arrival, r=router, n=number: self._arrive(a, r, n, now))
