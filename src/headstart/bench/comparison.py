@@ -25,7 +25,7 @@ Figure = Callable[[PhaseResult], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One figure of a row: its key, its phase and the function that computes it. Phases of one name give their median."""
+    """One figure of a row: its key, its phase and its function. Phases of one name give their median."""
 
     key: str
     phase: str

@@ -34,7 +34,7 @@ QUIET = Bar()
 
 @contextmanager
 def progress_bar() -> Generator[Bar, None, None]:
-    """Yield a bar on stderr that is removed at the end of the block; without a terminal, it prints one line per stage."""
+    """Yield a bar on stderr that is removed at the end of the block; without a terminal, one line per stage."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield Bar(log=sys.stderr)

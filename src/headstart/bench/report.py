@@ -45,7 +45,7 @@ class Chart:
 
 @dataclass(slots=True)
 class Report:
-    """The result of a benchmark. `values` are keys of its JSON document; `problems` are the reasons why it is invalid."""
+    """The result of a benchmark. `values` are keys of its JSON document; `problems` make the run invalid."""
 
     bench: str
     values: dict[str, Any]

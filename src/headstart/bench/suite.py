@@ -161,7 +161,7 @@ def speed_sheet(title: str, values: dict[str, dict[str, Any]]) -> Sheet:
 
 
 def redundancy_sheet(values: dict[str, dict[str, Any]]) -> Sheet:
-    """Return the redundancy table: prompt tokens computed in the worst repetition, beside the time to the first token."""
+    """Return the redundancy table: prompt tokens computed in the worst repetition, beside the median TTFT."""
     rows = tuple(
         (
             *(name, (found["ttft_ms"] or {}).get("p50")),

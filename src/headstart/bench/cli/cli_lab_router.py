@@ -44,7 +44,7 @@ def route(
     cache_blocks: Annotated[int, typer.Option(min=2, help="Blocks in each replica's cache.")] = 2930,
     requests: Annotated[int, typer.Option(min=0, help="Use the first N requests; 0: all.")] = 0,
 ) -> None:
-    """Every policy, learning at the decision and at the response, and an index four times too large, on the same trace."""
+    """Every policy, with learning at the decision or at the response, and with an index four times too large."""
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.experiments.router.policy_traces import RouteConfig, run_route

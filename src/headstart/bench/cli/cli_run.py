@@ -160,7 +160,7 @@ def run_on_model(
 
 
 def _check(model: str, options: EngineOptions) -> None:
-    """Raise ConfigError for options no engine can be built with, before torch is imported. A shape name is no folder."""
+    """Raise ConfigError for options that no engine supports, before torch is imported. A shape name is no folder."""
     from headstart.engine_checks import check_engine
 
     check_engine(options if model in SHAPES and not Path(model).is_dir() else replace(options, model=model))

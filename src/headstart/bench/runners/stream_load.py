@@ -81,7 +81,7 @@ class Client:
         self.since = self.until = float("inf")  # bounds of the measured interval
         half = plan.prompt_bytes // 2
         self._prefixes = [f"{index:4} {'a shared prefix ' * (half // 16)}"[:half] for index in range(plan.prefixes)]
-        self._fill = "and a question that nobody asked before. " * (half // 40 + 1)
+        self._fill = "and a question that was not sent before. " * (half // 40 + 1)
         self._num_sent = 0
 
     def request(self, host: str) -> bytes:

@@ -75,7 +75,7 @@ def parse_tree(text: str) -> tuple[int, int] | None:
 
 
 def check_form(form: Form) -> Form:
-    """Return the form, capped if its leader is aborted or fails during prefill. Raises ConfigError for invalid forms."""
+    """Return the form, capped if its leader is aborted or fails in prefill. Raises ConfigError for invalid forms."""
     if form.loss and not form.cap:
         form = replace(form, cap=LOSS_CAP)
     if form.loss and form.cap * LOSS_STEP >= form.prefix:

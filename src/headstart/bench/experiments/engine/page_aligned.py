@@ -216,7 +216,7 @@ class _WriteBench:
         self._values = torch.randn(BUDGET, queries + 2 * heads, dim).to(torch.bfloat16)[:, queries + heads :]
 
     def seconds(self, ways: dict[str, tuple[list[Planned], bool]]) -> dict[str, float]:
-        """Return the seconds for a full budget of tokens in all layers, for each way (writes, by token), run in turn."""
+        """Return the seconds for a full token budget in all layers, for each way (writes, by token), run in turn."""
         found: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(ROUNDS):
             for name, (planned, by_token) in ways.items():

@@ -83,7 +83,7 @@ class _Result:
     def differing(self) -> int:
         """Return the number of first output tokens that differ from those without reuse, in all runs.
 
-        Later tokens are not compared: where two tokens are within rounding of each other, chunk sizes decide between them.
+        Later tokens are not compared: where two logits are within rounding of each other, chunk sizes decide.
         """
         if self.off is None:
             return 0

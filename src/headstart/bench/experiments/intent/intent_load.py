@@ -142,7 +142,7 @@ class IntentBench:
         return self.setup.build(self.setup.options(num_blocks=NUM_BLOCKS, caching=caching))
 
     def _measure_unloaded(self) -> None:
-        """Serve requests one at a time, off and on in turn; the first two of each side warm up (and cache the prefix)."""
+        """Serve requests one at a time, off and on in turn; the first two of each side warm up and fill the cache."""
         for side in self.sides.values():
             side.run(1)
             side.run(1)
@@ -162,7 +162,7 @@ class IntentBench:
         return self.latency(name) > self.limit
 
     def _search(self, name: str, draw: int) -> float:
-        """Return the highest rate of one draw at which the side's p90 latency is within the limit; 0 if there is none."""
+        """Return the highest rate of one draw at which the side's p90 latency is within the limit; 0 if none is."""
         if self.misses_alone(name):
             return 0.0
 

@@ -104,7 +104,7 @@ def run_pick(seed: int, config: PickConfig | None = None, bar: Bar = QUIET) -> R
 
 
 def _full(config: PickConfig, rng: Random, bar: Bar) -> tuple[Router, list[list[BlockHash]], int]:
-    """Return a router with full approximate indexes, block hash chains cached on half of the replicas, and index bytes."""
+    """Return a router with full approximate indexes, chains cached on half of the replicas, and the index bytes."""
     router, length = Router(), config.long_prompt // BLOCK_SIZE
     tracemalloc.start()
     shared = [_chain(length, rng) for _ in range(4)]
@@ -151,7 +151,7 @@ def _sent(router: Router, config: PickConfig, rng: Random) -> list[float]:
 
 
 def _whole(router: Router, config: PickConfig, rng: Random) -> float:
-    """Return the requests per second from token ids to the end of the answer, half of each prompt cached on a replica."""
+    """Return the requests per second from token ids to the end of the answer; half of each prompt is cached."""
     root = router_root("m")
     prefix = random_tokens(config.short_prompt // 2, VOCAB_SIZE, rng)
     prompts = [prefix + random_tokens(config.short_prompt // 2, VOCAB_SIZE, rng) for _ in range(config.decisions)]

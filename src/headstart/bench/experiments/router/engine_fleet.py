@@ -79,7 +79,7 @@ class EngineReplica:
 class EngineFleet:
     """Replicas, one router, and the events between them in time order.
 
-    `tells_output`: the router receives the tokens of answers. `after` schedules a callback after a number of sent calls.
+    `tells_output`: the router receives the tokens of answers. `after` schedules a callback by number of sent calls.
     """
 
     def __init__(self, replicas: Sequence[EngineReplica], router: Router, *, tells_output: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""A load of requests that are sent once, without retries: streams and complete responses in turn, with their outcomes."""
+"""A load of requests that are sent once, without retries: streams and complete responses in turn."""
 
 import asyncio
 import json

@@ -33,7 +33,7 @@ TEXT_BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class RouteConfig:
-    """`cache` in blocks of 512 tokens per replica; `believed`: the cache size in the router's index (0: the true size)."""
+    """`cache` in blocks of 512 tokens per replica; `believed`: cache size in the router's index (0: the true one)."""
 
     replicas: int = 8
     speed: float = 2.6

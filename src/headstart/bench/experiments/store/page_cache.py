@@ -12,7 +12,7 @@ PROBES = 16
 
 
 def drop(folder: Path) -> float | None:
-    """Drop the files in `folder` from the page cache. Return the share of checked pages that is absent; None: unknown."""
+    """Drop the files in `folder` from the page cache. Return the share of checked pages that is absent, if known."""
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     for path in files:
         _advise(path)
