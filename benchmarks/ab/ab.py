@@ -1,4 +1,4 @@
-"""Compares two checkouts row by row, by turns; see README.md. The last line of stdout is JSON."""
+"""Compare two checkouts row by row, in turn; see README.md. The last line of stdout is JSON."""
 
 import argparse
 import asyncio
@@ -22,7 +22,7 @@ import psutil
 HERE = Path(__file__).parent
 LIMIT = 1.05
 BURST = "server: 8 x 4 prompts behind new prefixes"
-CHUNKS = 10  # turns within one pair where a measurement is short: what else runs changes within seconds
+CHUNKS = 10  # turns within one pair where a measurement is short: other load on the machine changes within seconds
 IN_PROCESS = (
     *("one stream, greedy", "32 streams, greedy", "32 streams, sampled", "32 streams, logprobs"),
     *("prefill of 1,000 tokens", "first token, 900 of 1,000 cached"),
@@ -39,7 +39,7 @@ def environment(checkout: Path) -> dict[str, str]:
 
 
 class Worker:
-    """A process of worker.py."""
+    """A worker.py process."""
 
     def __init__(self, checkout: Path, model: str) -> None:
         self._process = subprocess.Popen(
@@ -152,7 +152,7 @@ def served_burst(old: Served, new: Served) -> Callable[[int, int], float]:
 
 @contextlib.contextmanager
 def fake_replica() -> Generator[str]:
-    """Run a replica that computes nothing, the same for both sides."""
+    """Run a replica that computes nothing; both sides use the same one."""
     words = [sys.executable, "-m", "headstart.bench.runners.fake_replica", "--ttft-ms", "1", "--token-ms", "1"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -164,9 +164,9 @@ def fake_replica() -> Generator[str]:
 
 
 def compare(measure: Callable[[int, int], float], pairs: int, row: str, chunks: int) -> dict[str, Any]:
-    """Measure `pairs` pairs by turns, each as the mean of `chunks`, and judge the ratio new / old."""
+    """Measure `pairs` pairs in turn, each as the mean of `chunks`, and judge the ratio new / old."""
     for side in (0, 1):
-        measure(side, 0)  # caches, lazy imports, compiled kernels
+        measure(side, 0)  # warms up caches, lazy imports and compiled kernels
     found: list[tuple[float, float]] = []
     for pair in range(pairs):
         sums = [0.0, 0.0]
@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--model", required=True, help="folder of llama-100m: headstart init-model --shape llama-100m")
     parser.add_argument("--requests", type=int, default=200, help="per side of a pair, over HTTP")
-    parser.add_argument("--only", default="", help="rows whose name holds this")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
     options = parser.parse_args()
     checkouts, results = (options.old, options.new), []
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""One side of ab.py: serves rows named on stdin, one JSON line each, with the headstart that is on its path."""
+"""One side of ab.py: serves rows named on stdin, one JSON line each, with the headstart on its PYTHONPATH."""
 
 import atexit
 import json
@@ -25,7 +25,7 @@ VOCABULARY = 32000
 
 def main() -> None:
     out = sys.stdout
-    sys.stdout = sys.stderr  # what libraries print is no answer
+    sys.stdout = sys.stderr  # keeps the output of libraries out of the answers
     llm = LLM(sys.argv[1], dtype="bfloat16", max_model_len=4096, kv_cache_memory="1GiB")
     rows = rows_of(llm)
     for line in sys.stdin:
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def rows_of(llm: LLM) -> dict[str, Callable[[random.Random], float]]:
-    """Return the rows by name; each gives a number of which less is better."""
+    """Return the rows by name; each returns a number, lower is better."""
 
     def tokens(rng: random.Random, count: int) -> list[int]:
         return [rng.randrange(VOCABULARY) for _ in range(count)]
@@ -83,7 +83,7 @@ def rows_of(llm: LLM) -> dict[str, Callable[[random.Random], float]]:
         return stored[0]
 
     def written(rng: random.Random) -> tuple[list[int], float]:
-        """A prompt whose blocks are in the store and nowhere else, and the CPU time of computing and writing it."""
+        """Return a prompt whose blocks are only in the store, and the CPU time of computing and writing it."""
         one, prompt = with_store(), tokens(rng, 1000)
         began = time.process_time()
         one.generate([prompt], {"max_tokens": 1}, progress=False)

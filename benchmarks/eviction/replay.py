@@ -1,10 +1,10 @@
-"""Hit rates of eviction orders over recorded traffic, on the engine's own BlockPool.
+"""Hit rates of eviction policies over recorded traffic, on the engine's own BlockPool.
 
     python benchmarks/eviction/replay.py --trace conversation_trace.jsonl --format mooncake
     python benchmarks/eviction/replay.py --trace agent_miniswe.jsonl --format text
 
-No model and no clock: requests come in the order of the trace, `--concurrency` of them hold their blocks at a time, and
-each publishes the full blocks of its prompt before the next one looks for its own. The last stdout line is JSON.
+No model and no clock: requests run in the order of the trace, `--concurrency` of them hold their blocks at a time, and
+each publishes the full blocks of its prompt before the lookup of the next one. The last stdout line is JSON.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Prompt = list[BlockHash]
 
 
 def read_mooncake(path: Path) -> Iterator[Prompt]:
-    """The names of the full blocks of each prompt; the ids are those of chains already."""
+    """Yield the block hashes of each prompt's full blocks; the ids in the trace already identify whole prefixes."""
     with path.open() as lines:
         for line in lines:
             request = json.loads(line)
@@ -39,7 +39,7 @@ def read_mooncake(path: Path) -> Iterator[Prompt]:
 
 
 def read_text(path: Path) -> Iterator[Prompt]:
-    """The names of full blocks of characters, chained, in the order of time."""
+    """Yield the chained block hashes of full blocks of characters, in time order."""
     with path.open() as lines:
         requests = sorted(map(json.loads, lines), key=lambda request: request["timestamp"])
     for request in requests:
@@ -56,7 +56,7 @@ FORMATS = {"mooncake": read_mooncake, "text": read_text}
 
 
 def replay(prompts: list[Prompt], policy: str, num_blocks: int, concurrency: int) -> float:
-    """The share of all full blocks that was found in a pool of so many blocks."""
+    """Return the share of all full blocks that was found in a pool of `num_blocks` blocks."""
     pool = BlockPool(num_blocks + 1, eviction_policy=policy)
     held: deque[list[int]] = deque()
     num_found = num_wanted = 0
@@ -81,7 +81,7 @@ def replay(prompts: list[Prompt], policy: str, num_blocks: int, concurrency: int
 
 
 def two_queue(share: float) -> Callable[[bytearray, int], EvictionOrder]:
-    """2q with another share of the pool protected."""
+    """Return 2q with another share of the pool protected."""
     return lambda marks, _: TwoQueue(marks, int(share * (len(marks) - 1)))
 
 

@@ -1,10 +1,10 @@
-"""Fuzzes a running Headstart: schemathesis on its OpenAPI document, and generators of our own (fuzz_requests.py).
+"""Fuzz a running Headstart: schemathesis on its OpenAPI document, and our own generators (fuzz_requests.py).
 
     fuzz.py [--requests 100000] [--seed 1] [--replicas 2] [--report FILE]
 
-Starts `headstart serve` with the bundled model, keys, fills its KV pool and warms it with legal requests. Exits
-with 1 if any answer was a 5xx, if the memory of all its processes together grew by more than 150 MB at any moment, or
-if the server is not as it was afterwards. The last line of stdout is JSON.
+Starts `headstart serve` with the bundled model and API keys, fills its KV pool and warms it up with legal requests.
+Exits with 1 if any answer was a 5xx, if the memory of all its processes together grew by more than 150 MB at any
+moment, or if the server has not returned to idle afterwards. The last line of stdout is JSON.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import schemathesis
 from fuzz_requests import Post, broken_http, disconnected, expensive, legal, mutated
 
 ALLOWED_GROWTH = 150e6  # bytes
-WARMING = 300  # legal requests before memory is compared: what ordinary work needs is there then
+WARMING = 300  # legal requests before memory is compared, so that normal allocations are already made
 KEYS = ("fuzz-key-one", "fuzz-key-two")
 ADMIN = "fuzz-admin"
 SHARES = {
@@ -44,7 +44,7 @@ SHARES = {
 
 
 class Memory(threading.Thread):
-    """Polls the resident memory of a process and all its children."""
+    """A thread that polls the resident memory of a process and all its children."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -59,7 +59,7 @@ class Memory(threading.Thread):
             self.poll()
 
     def poll(self) -> int:
-        """Return the bytes held now."""
+        """Return the resident bytes now."""
         total = 0
         for process in (self._root, *self._root.children(recursive=True)):
             try:
@@ -85,7 +85,7 @@ class Fuzz:
         self.growth: dict[str, float] = {}
 
     def note(self, kind: str, status: int, what: object) -> None:
-        """Count an answer, and keep a 5xx as a failure."""
+        """Count a response, and record a 5xx as a failure."""
         self.statuses[kind][status] += 1
         if status >= 500:
             self.failures.append(f"{kind}: {status} for {str(what)[:600]}")
@@ -93,7 +93,7 @@ class Fuzz:
     # ------------------------------------------------------------------------------------------------- our generators
 
     async def post(self, session: aiohttp.ClientSession, kind: str, request: Post, key: str) -> None:
-        """Send one request; a stream that ends in a server error counts as one."""
+        """Send one request; a stream that ends in a server error counts as a server error."""
         headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
         try:
             async with session.post(self.url + request.path, data=request.body, headers=headers) as response:
@@ -139,7 +139,7 @@ class Fuzz:
         return {"mutated": mutated, "disconnected": disconnected, "expensive": expensive}[kind](rng)
 
     async def raw(self, rng: random.Random, key: str) -> None:
-        """Write bytes to a socket, read what comes for a while, hang up."""
+        """Write bytes to a socket, read the response for a while, disconnect."""
         host, _, port = self.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         data = broken_http(rng, key)
@@ -157,7 +157,7 @@ class Fuzz:
     # -------------------------------------------------------------------------------------------------- schemathesis
 
     def schemathesis(self, count: int, document: dict[str, Any]) -> None:
-        """Send `count` requests drawn from the server's own OpenAPI document, half of them against its rules."""
+        """Send `count` requests drawn from the server's own OpenAPI document, half of them in violation of it."""
         schema = schemathesis.openapi.from_dict(document)
         operations = [result.ok() for result in schema.get_all_operations()]
         pairs = [(operation, mode) for operation in operations for mode in schemathesis.GenerationMode]
@@ -167,7 +167,7 @@ class Fuzz:
                 weight = 4 if pair[0].body else 1
                 wanted = min(-(-count * weight // (len(pairs) * 3)), count - done.total())
                 if wanted > 0 and not self._one_operation(*pair, wanted, rng.getrandbits(32)):
-                    pairs.remove(pair)  # nothing can break the rules of an operation without parameters
+                    pairs.remove(pair)  # an operation without parameters has no invalid requests
 
     def _one_operation(self, operation: Any, mode: Any, wanted: int, seed: int) -> bool:
         """Send up to `wanted` requests of one operation, and return whether there were any."""
@@ -192,7 +192,7 @@ class Fuzz:
                 case.body["max_tokens"] = min(case.body["max_tokens"], 8)
             try:
                 answer = case.call(base_url=self.url, headers=session_headers, timeout=600)
-            except Exception as error:  # what cannot be sent is no request: control characters in a header
+            except Exception as error:  # some cases cannot be sent: control characters in a header
                 self.statuses["schemathesis"][0] += 1
                 if "Connection" in type(error).__name__:
                     self.failures.append(f"schemathesis: {error!r}")
@@ -207,7 +207,7 @@ class Fuzz:
 
 
 def fill(url: str, pool_tokens: int) -> None:
-    """Fill the KV pool and every cache that grows with use, so that what grows afterwards is not the cache."""
+    """Fill the KV pool and every cache that grows with use, so that later growth is not due to caches."""
 
     async def run() -> None:
         async with aiohttp.ClientSession() as session:
@@ -238,7 +238,7 @@ def start(arguments: list[str], log: Path) -> tuple["subprocess.Popen[bytes]", s
 
 
 def openapi_document(log: Path) -> dict[str, Any]:
-    """Return the document of a server of its own: a router has none."""
+    """Return the document of a separate server: a router has none."""
     process, url = start([], log)
     try:
         return requests.get(url + "/openapi.json", timeout=30).json()

@@ -1,4 +1,4 @@
-"""Generators of the fuzz: mutated bodies, expensive bodies, broken HTTP. Everything follows from a random generator."""
+"""Request generators of the fuzz: mutated bodies, expensive bodies, broken HTTP. All use a seeded random generator."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ NASTY: tuple[Any, ...] = (
 
 
 class Post(NamedTuple):
-    """One request: sent whole, unless `hang_up` says after how many bytes of the answer the client goes away."""
+    """One request, sent completely. With `hang_up`, the client disconnects after that many bytes of the response."""
 
     path: str
     body: bytes
@@ -29,19 +29,19 @@ class Post(NamedTuple):
 
 
 def legal(rng: random.Random) -> tuple[str, Json]:
-    """Return path and body of a request that vLLM's documentation allows."""
+    """Return the path and body of a request that vLLM's documentation allows."""
     if rng.random() < 0.5:
         return "/v1/completions", draw_completion(rng)
     return "/v1/chat/completions", draw_chat(rng)
 
 
 def cheap(body: Json) -> Json:
-    """Return the body with an output so short that a hundred thousand of them end today."""
+    """Return the body with a short output, so that a run of 100,000 requests ends in reasonable time."""
     return body | {"max_tokens": min(body.get("max_tokens") or 4, 4), "min_tokens": 0, "n": min(body.get("n") or 1, 4)}
 
 
 def mutated(rng: random.Random) -> Post:
-    """Return a legal request with one to three changes: a value, a name, a byte."""
+    """Return a legal request with one to three changes: of a value, a field name or a byte."""
     path, body = legal(rng)
     body = copy.deepcopy(cheap(body))
     body.pop("max_completion_tokens", None)
@@ -78,13 +78,13 @@ def _mutate(rng: random.Random, body: Json) -> None:
 
 
 def disconnected(rng: random.Random) -> Post:
-    """Return a legal request whose client hangs up while it is answered."""
+    """Return a legal request whose client disconnects during the response."""
     path, body = legal(rng)
     return Post(path, json.dumps(cheap(body) | {"stream": True}).encode(), rng.choice((0, 1, 500, 5000)))
 
 
 def expensive(rng: random.Random) -> Post:
-    """Return a request that is as large, or asks for as much, as parameters allow."""
+    """Return a request that is as large, or as expensive, as the parameters allow."""
     prompts = [token_ids(rng, 300) for _ in range(rng.choice((1, 8, 64)))]
     many: Json = {"echo": True, "logprobs": 20, "n": rng.choice((1, 16, 128)), "max_tokens": rng.choice((0, 1, 16))}
     deep = rng.choice((b"[", b'{"a":')) * rng.choice((100, 100_000))
@@ -117,7 +117,7 @@ def expensive(rng: random.Random) -> Post:
 
 
 def broken_http(rng: random.Random, key: str) -> bytes:
-    """Return bytes that are almost a request: heads, chunks, trailers and pipelines gone wrong."""
+    """Return the bytes of an almost valid request: broken heads, chunks, trailers and pipelines."""
     good = b'{"prompt": "a", "max_tokens": 1}'
     auth = f"authorization: Bearer {key}\r\n".encode() if rng.random() < 0.7 else b""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n" + auth

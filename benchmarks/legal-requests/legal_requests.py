@@ -1,11 +1,11 @@
-"""Requests that vLLM accepts, drawn at random from the ranges it documents, and whether a server answers them.
+"""Requests that vLLM accepts, drawn at random from its documented ranges, to check which of them a server answers.
 
     legal_requests.py draw --count 1300 --seed 1 > drawn.jsonl
     legal_requests.py ask http://127.0.0.1:8001 < drawn.jsonl > statuses.jsonl      # vLLM, or any OpenAI server
     legal_requests.py accepted drawn.jsonl statuses.jsonl > accepted.jsonl          # those that were answered 200
 
-A bound of ours that is tighter than vLLM's shows as a status other than 200. Every parameter of vLLM's completion and
-chat requests is drawn but those in LEFT_OUT. Standard library only, so that it runs in a peer's environment.
+A bound of Headstart that is tighter than vLLM's shows as a status other than 200. Every parameter of vLLM's completion
+and chat requests is drawn except those in LEFT_OUT. Standard library only, so that it runs in a peer's environment.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def token_ids(rng: random.Random, longest: int) -> list[int]:
 
 
 def number(rng: random.Random, low: float, high: float) -> float | int:
-    """Return a number in [low, high]: one of both ends in one case of five."""
+    """Return a number in [low, high]; in one case of five it is one of the bounds."""
     return rng.choice((low, high)) if rng.random() < 0.2 else round(rng.uniform(low, high), rng.randint(0, 6))
 
 
@@ -56,7 +56,7 @@ def positive(rng: random.Random, high: float) -> float:
 
 
 def draw_sampling(rng: random.Random) -> Json:
-    """Draw what completions and chats have in common; each parameter is there in about a quarter of all requests."""
+    """Draw the common parameters of completions and chats; each one is in about a quarter of all requests."""
     max_tokens = rng.choice((1, 1, rng.randint(1, 8), rng.randint(1, 32), rng.randint(1, 128)))
     choices: dict[str, Any] = {
         "temperature": lambda: number(rng, 0, 2),
@@ -96,7 +96,7 @@ def draw_sampling(rng: random.Random) -> Json:
     if rng.random() < 0.9:
         body["max_tokens"] = max_tokens
     if rng.random() < 0.4:
-        body.pop("prompt_logprobs", None)  # has no place in a stream
+        body.pop("prompt_logprobs", None)  # not supported with a stream
         body["stream"] = True
         if rng.random() < 0.5:
             body["stream_options"] = {"include_usage": rng.random() < 0.7, "continuous_usage_stats": rng.random() < 0.3}
@@ -131,7 +131,7 @@ def draw_message(rng: random.Random, role: str) -> Json:
 
 
 def draw_chat(rng: random.Random) -> Json:
-    """Draw a body of /v1/chat/completions: mostly well-formed conversations, some with calls of tools."""
+    """Draw a body of /v1/chat/completions: mostly plain conversations, some with tool calls."""
     messages = [draw_message(rng, rng.choice(("system", "developer")))] if rng.random() < 0.5 else []
     for _ in range(rng.randint(0, 4)):
         messages += [draw_message(rng, "user"), draw_message(rng, "assistant")]

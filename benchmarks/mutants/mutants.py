@@ -1,4 +1,4 @@
-"""Mutation testing of a package: seeded mutants, one changed operator, constant or branch each; see README.md.
+"""Mutation testing of a package: seeded mutants, each with one changed operator, constant or branch; see README.md.
 
 The last line of stdout is JSON.
 """
@@ -30,7 +30,7 @@ SKIPPED = {".venv", ".git", "__pycache__", ".hypothesis", ".pytest_cache", ".ruf
 
 @dataclass(slots=True)
 class Mutant:
-    """One change: the number of a site in a file, and after a run whether the tests noticed it."""
+    """One change: the number of a site in a file, and after a run the outcome of the tests."""
 
     file: str
     line: int
@@ -40,7 +40,7 @@ class Mutant:
 
 
 class Sites(ast.NodeTransformer):
-    """Walks a module and finds every place that could be changed; changes the one numbered `target`."""
+    """A transformer that lists every mutable site of a module and changes the one numbered `target`."""
 
     def __init__(self, target: int = -1) -> None:
         self.target = target
@@ -88,7 +88,7 @@ class Sites(ast.NodeTransformer):
         return node
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        return node  # a changed check is noticed by itself
+        return node  # a changed assertion fails by itself
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         if node.value is not None:
@@ -103,7 +103,7 @@ class Sites(ast.NodeTransformer):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Changes one thing at a time and looks whether the tests notice.")
+    parser = argparse.ArgumentParser(description="Change one place at a time and check whether the tests fail.")
     parser.add_argument("--package", default="src/headstart/core")
     parser.add_argument("--tests", nargs="+", default=["tests/core", "tests/laws"])
     parser.add_argument("--count", type=int, default=100)
@@ -146,15 +146,15 @@ def choose(package: Path, root: Path, count: int, seed: int) -> list[Mutant]:
 
 
 def changed(source: str, site: int) -> str:
-    """Return the source with one site changed; comments are lost."""
+    """Return the source with one site changed, without its comments."""
     tree = copy.deepcopy(ast.parse(source))
     return ast.unparse(ast.fix_missing_locations(Sites(site).visit(tree)))
 
 
 def run_all(mutants: list[Mutant], root: Path, tests: list[str], jobs: int, timeout: float) -> None:
-    """Run the tests on every mutant, in as many copies of the checkout as there are jobs.
+    """Run the tests on every mutant, in one copy of the checkout per job.
 
-    Raises SystemExit if they fail unchanged.
+    Raises SystemExit if they fail without a change.
     """
     waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
     for mutant in mutants:
@@ -173,7 +173,7 @@ def run_all(mutants: list[Mutant], root: Path, tests: list[str], jobs: int, time
 
 
 def work(waiting: "queue.SimpleQueue[Mutant]", place: Path, tests: list[str], timeout: float) -> None:
-    """Take mutants until there are none."""
+    """Run mutants from the queue until it is empty."""
     for mutant in taken(waiting):
         path = place / mutant.file
         source = path.read_text()

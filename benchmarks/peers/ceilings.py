@@ -1,10 +1,10 @@
-"""What this machine can do at most, measured: bytes read per second and bf16 operations per second.
+"""The measured ceilings of this machine: bytes read per second and bf16 operations per second.
 
     python ceilings.py --threads 2        # the last line of stdout is JSON
 
-Reading is a scan for a byte that is not there (the C library's memchr, one thread per core): nothing is computed but a
-comparison. Operations are torch's matrix product at the largest of a few sizes. The best of several tries each: a
-ceiling is what the machine can do, not what it did on average.
+Reading is a scan for a byte that does not occur (the C library's memchr, one thread per core): the only computation is
+a comparison. Operations are torch's matrix product at the best of a few sizes. Each figure is the best of several
+tries: a ceiling is the maximum of the machine, not its average.
 """
 
 import argparse
@@ -23,13 +23,13 @@ TRIES = 15
 
 
 def read_bandwidth(threads: int) -> float:
-    """Bytes per second that `threads` threads read together, each its own memory."""
+    """Return the bytes per second that `threads` threads read together, each from its own memory."""
     libc = ctypes.CDLL(None)
     libc.memchr.restype = ctypes.c_void_p
     libc.memchr.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
     buffers = [ctypes.create_string_buffer(BUFFER) for _ in range(threads)]
     for buffer in buffers:
-        ctypes.memset(buffer, 1, BUFFER)  # pages of its own: untouched memory is one page of zeros
+        ctypes.memset(buffer, 1, BUFFER)  # own pages: untouched memory is one page of zeros
 
     def scan(buffer: ctypes.Array[ctypes.c_char]) -> None:
         assert libc.memchr(ctypes.addressof(buffer), 2, BUFFER) is None
@@ -39,7 +39,7 @@ def read_bandwidth(threads: int) -> float:
 
 
 def matmul_rate(threads: int) -> float:
-    """bf16 operations per second of a large matrix product; a multiplication and an addition count as two."""
+    """Return the bf16 operations per second of a large matrix product; a multiply-add counts as two."""
     import torch
 
     torch.set_num_threads(threads)
@@ -53,7 +53,7 @@ def matmul_rate(threads: int) -> float:
 
 
 def _best(work: Callable[[], object]) -> float:
-    """The shortest of a few tries, in seconds."""
+    """Return the shortest of several tries, in seconds."""
     work()
     times: list[float] = []
     for _ in range(TRIES):
@@ -65,7 +65,7 @@ def _best(work: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=0, help="0: every core granted")
+    parser.add_argument("--threads", type=int, default=0, help="0: all available cores")
     threads = prepare_threads(parser.parse_args().threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     found = {"threads": threads, "bytes_per_s": read_bandwidth(threads), "bf16_flops": matmul_rate(threads)}

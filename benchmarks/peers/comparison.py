@@ -1,6 +1,6 @@
-"""A comparison: every row by every entrant in turns, each trial noted as soon as it is over.
+"""A comparison: every row by every entrant in turn, each trial recorded when it ends.
 
-A driver that dies is started again for the next row and its row noted as failed; one that died three times is left out.
+A driver that dies is restarted for the next row and its row recorded as failed; after three deaths it is left out.
 """
 
 import sys
@@ -19,13 +19,13 @@ from headstart.bench.comparison import Outcome, measure_row
 from headstart.bench.machine import CONTENDED_ABOVE, ContentionMeter
 
 DEATHS = 3
-FUTILE = 3  # contended repetitions in a row after which nothing is repeated any more
-REFERENCE = "vllm"  # whose latency alone makes the limit of the highest rate
+FUTILE = 3  # consecutive contended repetitions after which nothing is repeated any more
+REFERENCE = "vllm"  # its unloaded latency sets the limit of the highest rate
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where drivers run: their environments, the model, the folder of their logs."""
+    """The settings of the drivers: their environments, the model, the folder of their logs."""
 
     environments: Path
     model: str
@@ -35,7 +35,7 @@ class Site:
 
 
 class Comparison:
-    """Serves a plan. `say` hears one line per trial."""
+    """A run of a plan. `say` receives one line per trial."""
 
     def __init__(
         self, plan: Plan, journal: Journal, site: Site, *, retries: int = 1, say: "Callable[[str], None]"
@@ -51,12 +51,12 @@ class Comparison:
             self._estimate.note(entry.row, entry.peer, entry.elapsed)
 
     def start(self) -> None:
-        """Starts every driver, one after the other, so that none compiles or loads while another is measured."""
+        """Start every driver, one after the other, so that none compiles or loads while another is measured."""
         for entrant in self._plan.entrants:
             self._peer(entrant)
 
     def run(self) -> None:
-        """Serves everything that the journal does not have yet."""
+        """Serve everything that the journal does not have yet."""
         for position, row in enumerate(self._plan.rows):
             later = self._plan.rows[position + 1 :]
             failed: set[str] = set()
@@ -70,10 +70,10 @@ class Comparison:
                 self._progress(row, [(row, other) for _, other in turns[index:]], later)
                 entry = self._trial(row, entrant, repetition, lambda peer, n=repetition, r=row: measure_row(r, peer, n))
                 if entry is None or not entry.is_good:
-                    failed.add(entrant.name)  # what was too slow once, or fails, need not be seen again
+                    failed.add(entrant.name)  # a trial that failed or was too slow once is not repeated
 
     def close(self) -> None:
-        """Ends all drivers."""
+        """Stop all drivers."""
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
@@ -92,7 +92,7 @@ class Comparison:
                 pass
 
     def _search_round(self, entrants: list[Entrant], repetition: int, slo: float, failed: set[str]) -> bool:
-        """One more rate for everybody who still searches; False: nobody does."""
+        """Measure one more rate for every entrant whose search has not ended; return False if all have ended."""
         went_on = False
         for entrant in entrants:
             search = THOROUGH if entrant.is_thorough else COARSE
@@ -120,7 +120,7 @@ class Comparison:
         rate: float | None = None,
         limit: float | None = None,
     ) -> Entry | None:
-        """One trial, from the journal if it is there; measured again if others used the machine. None: no driver."""
+        """Return one trial, from the journal if recorded; repeat it if contended. None: no driver."""
         key: Key = (row, entrant.name, repetition, rate)
         found = find(self._journal.entries, key)
         if found is not None:
@@ -139,7 +139,7 @@ class Comparison:
         return find(self._journal.entries, key) or last
 
     def _measure(self, blank: Entry, peer: Peer, serve: Callable[[Peer], Outcome], limit: float) -> Entry:
-        """One trial by a peer that is there; it is gone afterwards if its driver died."""
+        """Measure one trial on a running peer; the peer is removed if its driver died."""
         meter, cpu, start = ContentionMeter(), peer.cpu_seconds(), time.monotonic()
         meter.start()
         peer.deadline = start + limit
@@ -162,7 +162,7 @@ class Comparison:
         )
 
     def _peer(self, entrant: Entrant) -> Peer | None:
-        """The running driver, started if need be; None: it has died too often."""
+        """Return the running driver, started if necessary; None if it has died too often."""
         if entrant.name in self._peers:
             return self._peers[entrant.name]
         if self._deaths[entrant.name] >= DEATHS:
@@ -175,7 +175,7 @@ class Comparison:
                 command, site.logs / f"{entrant.name}.log", variables_of(entrant, site.threads, site.spin_count)
             )
         except PeerError as error:
-            self._deaths[entrant.name] = DEATHS  # what does not start once will not start later
+            self._deaths[entrant.name] = DEATHS  # a driver that fails to start once is not tried again
             self._journal.note_peer(entrant.name, {"failed": str(error)})
             self._say(f"{entrant.name} is left out: {error}")
             return None
@@ -195,13 +195,13 @@ class Comparison:
             self._say(text)
 
     def _turns(self, row: str) -> list[tuple[int, Entrant]]:
-        """All trials of a row; of a search, as many rates as are usual."""
+        """Return all trials of a row; for a search, the usual number of rates."""
         turns = list(self._plan.turns(row))
         return turns if row != POISSON else [turn for turn in turns for _ in range(6 if turn[1].is_thorough else 3)]
 
 
 def describe(entry: Entry) -> str:
-    """One line for people."""
+    """Return one line of text about a trial."""
     name = f"{entry.row} {entry.repetition + 1}" + ("" if entry.rate is None else f" at {entry.rate:.3g}/s")
     if entry.problems:
         text = f"FAILED: {entry.problems[0]}"
@@ -214,11 +214,11 @@ def describe(entry: Entry) -> str:
 
 
 def say(line: str) -> None:
-    """Progress goes to stderr."""
+    """Print progress on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def entrants_named(names: list[str]) -> tuple[Entrant, ...]:
-    """In the order of the roster. Raises KeyError."""
+    """Return the named entrants in the order of the roster. Raises KeyError."""
     wanted = {ROSTER[name].name for name in names}
     return tuple(entrant for entrant in ROSTER.values() if entrant.name in wanted)

@@ -1,13 +1,14 @@
-"""The floor of every row: the least time that its bytes and its operations allow on a machine of given ceilings.
+"""The floor of every row: the least time that its bytes and operations allow on a machine of given ceilings.
 
-A pass through the model is two phases that cannot overlap, as one needs what the other gives: matrix products and
+A pass through the model is two phases that cannot overlap, as one needs the output of the other: matrix products and
 attention. Each takes as long as the slower of reading its bytes and doing its operations:
 
     phase = max(bytes / read bandwidth, operations / bf16 matmul rate)
     pass  = phase(weights; 2 x weights x tokens + 2 x head x sampled rows) + phase(KV read; 4 x width x layers x pairs)
 
 where `pairs` are (token, token it attends to) and KV counts once per pass for all that share it. Everything else is
-free: norms, rotations, softmax, sampling, scheduling. So nobody reaches these; what counts is how far one is from them.
+free: norms, rotary embedding, softmax, sampling, scheduling. So no engine reaches these floors; the distance to them is
+the figure of interest.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ COLD_LENGTH = 1000
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What a decoder of the Llama family costs, by its config.json."""
+    """The cost of a decoder of the Llama family, from its config.json."""
 
     layer_weights: int  # of all layers: projections and the gated MLP
     head_weights: int
@@ -45,27 +46,27 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the machine does at most."""
+    """The measured maximum rates of the machine."""
 
     bytes_per_s: float
     bf16_flops: float
 
     def seconds(self, size: float, operations: float) -> float:
-        """The least time to read `size` bytes while doing so many operations."""
+        """Return the least time to read `size` bytes and do `operations` at the same time."""
         return max(size / self.bytes_per_s, operations / self.bf16_flops)
 
 
 class Pass(NamedTuple):
-    """What one pass through the model has to do."""
+    """The work of one pass through the model."""
 
     tokens: float  # computed
     sampled: float  # of those, rows that need logits
-    pairs: float  # of a token and one it attends to, itself included
-    kv_tokens: float  # whose keys and values are read; those of tokens computed now are at hand
+    pairs: float  # of a token and one it attends to, including itself
+    kv_tokens: float  # whose keys and values are read; those of tokens computed now are not
 
 
 def causal(new: int, before: int = 0) -> float:
-    """Pairs of `new` tokens that attend to `before` earlier ones, to each other and to themselves."""
+    """Return the pairs of `new` tokens that attend to `before` earlier ones, to each other and to themselves."""
     return new * before + new * (new + 1) / 2
 
 
@@ -76,7 +77,7 @@ class Floors:
         self._model, self._ceilings, self._weight_bytes = model, ceilings, weight_bytes
 
     def seconds(self, work: Pass) -> float:
-        """The least time of one pass."""
+        """Return the least time of one pass."""
         model = self._model
         weights = model.layer_weights + (model.head_weights if work.sampled else 0)
         products = 2 * model.layer_weights * work.tokens + 2 * model.head_weights * work.sampled
@@ -85,8 +86,8 @@ class Floors:
         return read + self._ceilings.seconds(2 * model.kv_values * work.kv_tokens, attention)
 
     def rows(self) -> dict[str, float]:
-        """Seconds of each row; where a row is a rate, the highest possible tokens or requests per second."""
-        middle = STREAMS.own + STREAMS.output / 2  # own tokens of a stream, half way
+        """Return the seconds of each row; for a rate, the highest possible tokens or requests per second."""
+        middle = STREAMS.own + STREAMS.output / 2  # unshared tokens of a stream, half way
         shared = self._decode(STREAM_COUNT, 1, STREAMS.shared, middle)
         distinct = self._decode(STREAM_COUNT, STREAM_COUNT, STREAMS.shared, middle)
         return {
@@ -104,18 +105,22 @@ class Floors:
         }
 
     def _decode(self, streams: int, prefixes: int, shared: float, own: float) -> float:
-        """One step of `streams` that each stand `own` tokens behind one of `prefixes` of `shared` tokens."""
+        """Return one step of `streams` with `own` tokens each behind one of `prefixes` of `shared` tokens."""
         return self.seconds(Pass(streams, streams, streams * (shared + own), prefixes * shared + streams * own))
 
     def _burst(self, groups: int, prompts: int, shared: int, own: int, output: int) -> float:
-        """Prefixes once, the rest of every prompt, then all outputs but the first, all requests in every step."""
+        """Return the time of all prefixes once, the rest of every prompt, then all outputs but the first, in full
+        batches.
+        """
         count = groups * prompts
         pairs = groups * causal(shared) + count * causal(own, shared)
         first = self.seconds(Pass(groups * shared + count * own, count, pairs, 0))
         return first + (output - 1) * self._decode(count, groups, shared, own + output / 2)
 
     def _request(self, shared: int, own: int, output: int) -> float:
-        """A request's part of endless large steps behind one cached prefix: operations only, many share the reading."""
+        """Return a request's share of endless large steps behind one cached prefix: operations only, reads are
+        amortized.
+        """
         model = self._model
         tokens = own + output - 1
         products = 2 * model.layer_weights * tokens + 2 * model.head_weights * output

@@ -1,8 +1,8 @@
-"""Writes the GGUF file of a Hugging Face folder: `python gguf_file.py FOLDER OUT --weights bf16|q8_0|f32`.
+"""Write the GGUF file of a Hugging Face folder: `python gguf_file.py FOLDER OUT --weights bf16|q8_0|f32`.
 
-Runs in llama.cpp's own environment (package gguf). The vocabulary is made up, of the right size: benchmarks send and
-receive token ids, and upstream's converter refuses a tokenizer that it has never seen. Matrices are stored as asked,
-vectors (norms, biases) in float32 as llama.cpp's own converter stores them.
+Runs in llama.cpp's own environment (package gguf). The vocabulary is synthetic, of the right size: benchmarks send and
+receive token ids, and upstream's converter refuses unknown tokenizers. Matrices are stored in the requested type,
+vectors (norms, biases) in float32, as in llama.cpp's own converter.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
 from gguf.quants import quantize
 from gguf_tensors import Tensor, gguf_tensors
 
-FILE_TYPES = {  # f32 is for checks: against another engine in float32 only rounding is left
+FILE_TYPES = {  # f32 is for checks: against another engine in float32 only rounding differs
     "bf16": LlamaFileType.MOSTLY_BF16,
     "q8_0": LlamaFileType.MOSTLY_Q8_0,
     "f32": LlamaFileType.ALL_F32,
@@ -24,17 +24,17 @@ FILE_TYPES = {  # f32 is for checks: against another engine in float32 only roun
 
 
 def ensure_gguf(folder: Path, out: Path, weights: str) -> Path:
-    """Writes `out` unless it is there already and newer than the folder's config; returns it."""
+    """Write `out` unless it exists and is newer than the folder's config; return its path."""
     if not out.exists() or out.stat().st_mtime < (folder / "config.json").stat().st_mtime:
         write_gguf(folder, out, weights)
     return out
 
 
 def write_gguf(folder: Path, out: Path, weights: str) -> None:
-    """Writes `out` in one go: it is complete or not there.
+    """Write `out` atomically: it is complete or does not exist.
 
     Raises:
-        ValueError: the model is of a type that is not known here.
+        ValueError: the model type is unknown.
     """
     config = json.loads((folder / "config.json").read_text())
     part = out.with_suffix(".part")
@@ -70,10 +70,10 @@ def _write_shape(writer: GGUFWriter, config: dict[str, Any], weights: str) -> No
 
 
 def _write_vocabulary(writer: GGUFWriter, config: dict[str, Any]) -> None:
-    """Three special tokens and made-up words.
+    """Write three special tokens and synthetic words.
 
-    There are no byte tokens: llama-server holds tokens back that do not end with a whole character, which would blur
-    when a token came.
+    There are no byte tokens: llama-server delays tokens that do not end with a whole character, which would distort
+    token times.
     """
     size = config["vocab_size"]
     words = ["<unk>", "<s>", "</s>", *(f"w{index}" for index in range(3, size))]
@@ -96,7 +96,7 @@ def _write_tensor(writer: GGUFWriter, tensor: Tensor, weights: str) -> None:
         kind = GGMLQuantizationType.Q8_0
         writer.add_tensor(tensor.name, quantize(tensor.float32(), kind), raw_dtype=kind)
     elif tensor.is_bfloat16:
-        raw = tensor.values.view(np.uint8)  # as it is: twice as many bytes in a row as elements
+        raw = tensor.values.view(np.uint8)  # unchanged: twice as many bytes in a row as elements
         writer.add_tensor(tensor.name, raw, raw_dtype=GGMLQuantizationType.BF16)
     else:
         kind = GGMLQuantizationType.BF16

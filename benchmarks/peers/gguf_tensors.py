@@ -1,7 +1,7 @@
-"""The tensors of a Hugging Face folder under llama.cpp's names and in its row order; numpy only, nothing of llama.cpp.
+"""The tensors of a Hugging Face folder with llama.cpp's names and row order; needs only numpy.
 
-bfloat16, which numpy does not have, travels as uint16 until somebody wants float32. Llama and Qwen2 are known: what
-`headstart init-model` writes and the benchmarks use.
+bfloat16, which numpy does not have, is kept as uint16 until converted to float32. Supports Llama and Qwen2, the types
+that `headstart init-model` writes and the benchmarks use.
 """
 
 import json
@@ -34,24 +34,24 @@ DTYPES = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 
 
 class Tensor(NamedTuple):
-    """One tensor: its values, and whether uint16 stands for bfloat16."""
+    """One tensor: its values, and whether they are bfloat16 stored as uint16."""
 
     name: str
     values: NDArray[Any]
     is_bfloat16: bool
 
     def float32(self) -> NDArray[np.float32]:
-        """The values as float32, exactly."""
+        """Return the values as float32, exactly."""
         if self.is_bfloat16:
             return (self.values.astype(np.uint32) << 16).view(np.float32)
         return self.values.astype(np.float32)
 
 
 def read_tensors(folder: Path) -> Iterator[Tensor]:
-    """Every tensor of the folder's safetensors files, under Hugging Face's name.
+    """Yield every tensor of the folder's safetensors files, under Hugging Face's name.
 
     Raises:
-        ValueError: the folder has no such file, or a tensor has another dtype than bfloat16, float16 and float32.
+        ValueError: the folder has no such file, or a tensor has a dtype other than bfloat16, float16 and float32.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -71,10 +71,10 @@ def read_tensors(folder: Path) -> Iterator[Tensor]:
 
 
 def gguf_name(name: str) -> str:
-    """llama.cpp's name of a tensor.
+    """Return llama.cpp's name of a tensor.
 
     Raises:
-        ValueError: it has none here.
+        ValueError: the tensor is unknown.
     """
     found = LAYER.fullmatch(name)
     if found is None and name in WHOLE:
@@ -85,17 +85,17 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(values: NDArray[Any], num_heads: int) -> NDArray[Any]:
-    """Rows of a projection [H * D, ...] so reordered that rotary pairs (i, i + D/2) of a head lie side by side.
+    """Return the rows of a projection [H * D, ...] with the rotary pairs (i, i + D/2) of a head adjacent.
 
-    llama.cpp rotates pairs (2i, 2i + 1) in Llama models, Hugging Face pairs (i, i + D/2). Reordering q and k alike
-    leaves their products as they were.
+    llama.cpp rotates pairs (2i, 2i + 1) in Llama models, Hugging Face pairs (i, i + D/2). The same reordering of q and
+    k does not change their products.
     """
     halves = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
 
 
 def gguf_tensors(folder: Path, config: dict[str, Any]) -> Iterator[Tensor]:
-    """Every tensor as llama.cpp wants it: renamed, and q and k interleaved where the model type asks for it.
+    """Yield every tensor in llama.cpp's form: renamed, and q and k interleaved where the model type needs it.
 
     Raises:
         ValueError: a tensor or the model type is unknown.

@@ -1,6 +1,6 @@
-"""The journal of a comparison: one JSON object a line, written after every trial, so that a killed run goes on later.
+"""The journal of a comparison: one JSON object per line, written after every trial, so that a killed run can resume.
 
-The first line says what is compared (`about`); each other one is a trial. A last line that was cut off is dropped.
+The first line describes the comparison (`about`); each other line is a trial. An incomplete last line is dropped.
 """
 
 import json
@@ -22,10 +22,10 @@ class Entry:
     rate: float | None = None  # requests per second, if this is a point of a search
     figures: dict[str, float | None] = field(default_factory=dict[str, float | None])
     redundancy: dict[str, float | None] = field(default_factory=dict[str, float | None])
-    elapsed: float = 0.0  # seconds that the trial took in all, warm-up included
-    cpu_seconds: float | None = None  # of the driver meanwhile: what says most on a machine that others use
-    other_cores: float | None = None  # that others burnt meanwhile; None: not known
-    cut_after: float | None = None  # seconds after which it was given up
+    elapsed: float = 0.0  # total seconds of the trial, including warm-up
+    cpu_seconds: float | None = None  # of the driver during the trial: the most reliable figure on a busy machine
+    other_cores: float | None = None  # used by other processes in the meantime; None: unknown
+    cut_after: float | None = None  # seconds after which the trial was ended early
     problems: tuple[str, ...] = ()
 
     @property
@@ -34,22 +34,24 @@ class Entry:
 
     @property
     def is_good(self) -> bool:
-        """Whether it has figures that count."""
+        """Return whether its figures count."""
         return not self.problems and self.cut_after is None
 
 
 def find(entries: Iterable[Entry], key: Key) -> Entry | None:
-    """The least contended good trial of that key, else one that was given up, else None: what failed does not count."""
+    """Return the least contended good trial of the key, else one that was ended early, else None; failed ones do not
+    count.
+    """
     found = [entry for entry in entries if entry.key == key and not entry.problems]
     good = [entry for entry in found if entry.is_good]
     return min(good or found, key=lambda entry: entry.other_cores or 0.0, default=None)
 
 
 class Journal:
-    """Trials on file and in memory; those of a failed driver are tried again by a later run, all others are kept."""
+    """Trials in a file and in memory. A later run repeats those of a failed driver and keeps all others."""
 
     def __init__(self, path: Path, about: dict[str, Any], *, resume: bool) -> None:
-        """Opens the file; `resume` goes on with what is there, else it starts over. ValueError: of another setup."""
+        """Open the file; `resume` keeps its trials, otherwise it starts empty. ValueError if the setup differs."""
         self.path = path
         self.entries: list[Entry] = []
         self.about = about
@@ -68,13 +70,13 @@ class Journal:
             file.write(json.dumps(asdict(entry)) + "\n")
 
     def note_peer(self, name: str, about: dict[str, Any]) -> None:
-        """Notes versions and settings of a peer, once it has told them, or beside them why it failed later."""
+        """Record the versions and settings of a peer, or, in addition, the reason for its failure."""
         peers = self.about.setdefault("peers", {})
         peers[name] = {**peers.get(name, {}), **about} if "failed" in about else about
         self._rewrite()
 
     def note_ceilings(self, ceilings: dict[str, float]) -> None:
-        """The better of these and those noted before: a ceiling is what the machine can do when nothing else runs."""
+        """Keep the higher of these and the recorded ceilings: a ceiling is the maximum of an idle machine."""
         before = self.about.get("ceilings", {})
         self.about["ceilings"] = {name: max(value, before.get(name, value)) for name, value in ceilings.items()}
         self._rewrite()
@@ -87,7 +89,7 @@ class Journal:
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Entry]]:
-    """(what is compared, all trials); a torn last line is left out. Raises ValueError for what is no journal."""
+    """Return (description, all trials), without an incomplete last line. Raises ValueError if it is no journal."""
     lines = list(_objects(path))
     if not lines or "about" not in lines[0]:
         raise ValueError(f"{path} is no journal of a comparison")

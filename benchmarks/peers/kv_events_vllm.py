@@ -1,14 +1,14 @@
-"""Listens to the KV events of a real vLLM on this CPU, and holds what the router then believes against `cached_tokens`.
+"""Check the router's index built from a real vLLM's KV events against its `cached_tokens`, on this CPU.
 
     python benchmarks/peers/kv_events_vllm.py --environments .peers
     python benchmarks/peers/kv_events_vllm.py --url http://127.0.0.1:8000 --events tcp://127.0.0.1:5557 \
         --replay tcp://127.0.0.1:5558            # one that runs already, with --enable-prompt-tokens-details
 
-Run by Headstart's own interpreter. Prompts of random tokens behind shared prefixes, with and without a cache salt, go
-to it one after the other; before each one the consumer's index says how many tokens vLLM will take from its cache. The
-pool is smaller than the prefixes, so blocks are evicted and computed again. In between prompts come eight at a time. In
-the end another consumer comes late and must know the same. The last line of stdout is one JSON document; `--capture`
-keeps the first batches as they came, one per line, hexadecimal.
+Run with Headstart's own interpreter. Prompts of random tokens behind shared prefixes, with and without a cache salt,
+are sent to vLLM one after the other; before each one the consumer's index predicts how many tokens vLLM takes from its
+cache. The pool is smaller than the prefixes, so blocks are evicted and computed again. At intervals, prompts come eight
+at a time. At the end a second consumer connects late and must have the same index. The last line of stdout is one JSON
+document; `--capture` saves the first batches as received, one per line, in hexadecimal.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def say(text: str) -> None:
 
 
 def start(python: Path, folder: Path, port: int) -> "tuple[subprocess.Popen[bytes], ReplicaAddress]":
-    """vLLM on the bundled model; its output goes to a file in `folder`."""
+    """Start vLLM on the bundled model; its output goes to a file in `folder`."""
     model = Path(bundled.__file__).parent / MODEL
     address = ReplicaAddress(f"http://127.0.0.1:{port}", f"ipc://{folder}/events", f"ipc://{folder}/replay")
     events = {"enable_kv_cache_events": True, "endpoint": address.events, "replay_endpoint": address.replay}
@@ -74,7 +74,7 @@ def start(python: Path, folder: Path, port: int) -> "tuple[subprocess.Popen[byte
 
 
 class Trial:
-    """One vLLM, its consumer, and what was seen."""
+    """One vLLM, its consumer, and the observations."""
 
     def __init__(self, address: ReplicaAddress, client: httpx.AsyncClient, seed: int) -> None:
         self.address, self.client, self.rng = address, client, Random(seed)
@@ -93,7 +93,7 @@ class Trial:
         return [self.rng.choice(VOCABULARY) for _ in range(count)]
 
     def prompt(self) -> tuple[list[int], str | None]:
-        """Behind a prefix, or the very same as an earlier one, or nobody's."""
+        """Return a prompt behind a shared prefix, an earlier prompt again, or an unrelated one."""
         kind = self.rng.random()
         if kind < 0.2 and self.past:
             return self.rng.choice(self.past[-12:])
@@ -106,19 +106,19 @@ class Trial:
         return Prompt(array("i", prompt), router_root(MODEL, domain=event_domain(salt))).names(BLOCK)
 
     def predicted(self, prompt: list[int], salt: str | None) -> int:
-        """Tokens; the last one is always computed, so the block it is in, too."""
+        """Return the predicted tokens. The last token is always computed, and therefore its whole block."""
         hit = self.consumer.contents.match(self.names(prompt, salt), 0.0) * BLOCK
         return min(hit, (len(prompt) - 1) // BLOCK * BLOCK)
 
     async def ask(self, prompt: list[int], salt: str | None, max_tokens: int = 1) -> int:
-        """Its cached tokens, as vLLM says."""
+        """Send a prompt and return its cached tokens, as reported by vLLM."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         answer = await self.client.post("/v1/completions", json=body | ({"cache_salt": salt} if salt else {}))
         answer.raise_for_status()
         return (answer.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
 
     async def one(self) -> None:
-        """One prompt: predicted, asked, compared; and waits until its blocks are told."""
+        """Predict and send one prompt, record both figures, and wait until the events of its blocks have arrived."""
         prompt, salt = self.prompt()
         predicted = self.predicted(prompt, salt)
         cached = await self.ask(prompt, salt)
@@ -127,12 +127,12 @@ class Trial:
         await until(lambda: self.consumer.contents.match(names, 0.0) == len(names), "the events of a request")
 
     async def burst(self) -> None:
-        """Eight prompts at once with answers of two blocks; waits until it is quiet."""
+        """Send eight prompts at once with answers of two blocks, and wait until no events arrive."""
         await asyncio.gather(*(self.ask(*self.prompt(), 2 * BLOCK) for _ in range(8)))
         await self.quiet()
 
     async def quiet(self) -> None:
-        """Waits until no batch has come for a second; the consumer has asked the replay for the last ones by then."""
+        """Wait until no batch has come for a second; by then the consumer has requested missing ones."""
         await until(lambda: time.monotonic() - (self.consumer.last_heard or 0.0) > 1.0, "quiet")
 
 
@@ -140,12 +140,12 @@ async def until(condition: Any, what: str) -> None:
     end = time.monotonic() + STEP_SECONDS
     while not condition():
         if time.monotonic() > end:
-            raise TimeoutError(f"waited in vain for {what}")
+            raise TimeoutError(f"timed out waiting for {what}")
         await asyncio.sleep(0.002)
 
 
 async def ready(client: httpx.AsyncClient, process: "subprocess.Popen[bytes] | None") -> str:
-    """Waits until it serves; its version."""
+    """Wait until it serves; return its version."""
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and (process is None or process.poll() is None):
         try:
@@ -179,7 +179,7 @@ async def run(
             counts, blocks = trial.consumer.counts, len(trial.consumer.contents)
             after_reset = None
             if (await client.post("/reset_prefix_cache")).is_success:
-                last = trial.tokens(3 * BLOCK + 1)  # vLLM tells of the reset with the next step it computes
+                last = trial.tokens(3 * BLOCK + 1)  # vLLM publishes the reset with the next step it computes
                 await trial.ask(last, None)
                 await until(lambda: trial.predicted(last, None) == 3 * BLOCK, "the events of the last request")
                 after_reset = len(trial.consumer.contents)
@@ -191,7 +191,7 @@ async def run(
         args.capture.write_text("".join(f"{payload.hex()}\n" for payload in replayed(address, args.captured)))
     wrong = [row for row in trial.rows if row["predicted"] != row["cached"]]
     problems = [f"{len(wrong)} of {len(trial.rows)} predictions are wrong"] if wrong else []
-    problems += [] if same else ["the consumer that came late knows something else"]
+    problems += [] if same else ["the index of the late consumer differs"]
     problems += [] if after_reset in (None, 3) else [f"{after_reset} blocks are known after a reset and a request of 3"]
     problems += [] if counts["removed"] else ["nothing was evicted"]
     return {
@@ -219,7 +219,7 @@ async def run(
 
 
 def replayed(address: ReplicaAddress, count: int) -> list[bytes]:
-    """The first batches, as they were published."""
+    """Return the first batches, as published."""
     context = zmq.Context()
     sock = context.socket(zmq.DEALER)
     found: list[bytes] = []

@@ -1,6 +1,7 @@
-"""Driver of llama.cpp, in the form asked for: `--form library` (its batch API, its best case) or `--form server`.
+"""Driver of llama.cpp: `--form library` (its batch API, its best case) or `--form server`.
 
-Runs in the environment that build_llamacpp.sh makes. The GGUF file is written beside it once per model and type.
+Runs in the environment made by build_llamacpp.sh. The GGUF file is written once per model and type, in that
+environment.
 """
 
 import os
@@ -15,7 +16,7 @@ from llamacpp_library import LibraryStepper, Settings, system_info
 from llamacpp_server import ServerRunner, versions
 from serve import Job, claim_stdout, drive, serve
 
-WARM_UP = [Job([7 + stream, *range(300)], 4, 0.0) for stream in range(4)]  # every code path once
+WARM_UP = [Job([7 + stream, *range(300)], 4, 0.0) for stream in range(4)]  # runs every code path once
 
 
 def main() -> None:

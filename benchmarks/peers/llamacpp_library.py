@@ -1,13 +1,13 @@
 """libllama through llama-cpp-python's bindings: its batch API in this process, stepped by a small scheduler of ours.
 
-This is llama.cpp's best case, better than its own server: there is no HTTP, and a prefix that any sequence holds is
-given to the next one by `llama_memory_seq_cp`, which llama-server never does. What the scheduler decides is kept
-simple: every stream that decodes gets its token, the rest of the batch is prefill in order of arrival, and a request
-waits while somebody else is computing a prefix of it. Only a sequence's own tokens count as its cache.
+This is llama.cpp's best case, better than its own server: there is no HTTP, and a prefix held by any sequence is
+copied to the next one by `llama_memory_seq_cp`, which llama-server never does. The scheduler is simple: every decoding
+stream gets its token, the rest of the batch is prefill in order of arrival, and a request waits while another request
+computes a prefix of it. Only a sequence's own tokens count as its cache.
 
-Two layouts of llama.cpp's KV cache. Streams: a buffer per sequence, attention looks at its own, a copy moves the bytes.
-`unified`: all sequences in one buffer, copies share cells, attention looks at every cell of it; better where all share
-one prefix, and much slower as soon as there are several.
+Two layouts of llama.cpp's KV cache. Streams: a buffer per sequence, attention reads its own, a copy moves the bytes.
+`unified`: all sequences in one buffer, copies share cells, attention reads every cell of it; faster if all sequences
+share one prefix, and much slower with several prefixes.
 """
 
 import ctypes
@@ -21,15 +21,15 @@ from serve import GREEDY, News, Sampling
 
 WORTH_SHARING = 32  # tokens; a shorter prefix is computed again
 NO_ROOM = 1  # llama_decode found no cells
-BF16 = 30  # ggml's type; the bindings leave it out
+BF16 = 30  # ggml's type; the bindings do not define it
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How llama.cpp is set up; the defaults are the best found."""
+    """The settings of llama.cpp; the defaults are the best found."""
 
     threads: int = 2
-    slots: int = 64  # sequences at once, idle ones that hold a prefix included
+    slots: int = 64  # sequences at once, including idle ones that hold a prefix
     context: int = 2304  # tokens a sequence can hold
     batch: int = 2048  # tokens a call of llama_decode takes
     ubatch: int = 512  # tokens one graph computes
@@ -50,7 +50,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Asked:
-    """A request: its prompt and, while it decodes, the tokens that came."""
+    """A request: its prompt and, while it decodes, the generated tokens."""
 
     request_id: str
     prompt: NDArray[np.int32]
@@ -60,7 +60,7 @@ class Asked:
 
 
 class LibraryStepper:
-    """libllama as a stepper (see serve.py). Greedy, and the end-of-sequence token is a token like any other."""
+    """libllama as a stepper (see serve.py). Greedy; the end-of-sequence token does not end a request."""
 
     def __init__(self, path: str, settings: Settings) -> None:
         self.settings = settings
@@ -88,7 +88,7 @@ class LibraryStepper:
                 slot.request = None
 
     def reset(self) -> bool:
-        """Forgets everything; refuses while requests are under way."""
+        """Clear the cache; return False if requests are in flight."""
         if self._waiting or any(slot.request for slot in self._slots):
             return False
         lib.llama_memory_clear(self._memory, False)
@@ -115,7 +115,7 @@ class LibraryStepper:
         return news
 
     def _admit(self) -> None:
-        """Gives every waiting request a slot that can have one now."""
+        """Assign a slot to every waiting request that can start now."""
         still_waiting: list[Asked] = []
         for asked in self._waiting:
             held = max(self._slots, key=lambda slot: _shared(slot.tokens, asked.prompt))
@@ -139,11 +139,11 @@ class LibraryStepper:
     def _copy(self, source: Slot, target: Slot, length: int) -> None:
         lib.llama_memory_seq_rm(self._memory, target.seq_id, -1, -1)
         target.tokens = source.tokens[:length]
-        if length and target is not source:  # streams copy whole sequences only; what is too much is removed later
+        if length and target is not source:  # streams copy whole sequences only; extra tokens are removed later
             lib.llama_memory_seq_cp(self._memory, source.seq_id, target.seq_id, -1, -1)
 
     def _plan(self) -> list[tuple[Slot, NDArray[np.int32]]]:
-        """The tokens that each slot computes in this step; sequence ids ascend, as streams of one graph must."""
+        """Return the tokens that each slot computes in this step; sequence ids ascend, as streams of one graph must."""
         plan: list[tuple[Slot, NDArray[np.int32]]] = []
         room = self.settings.batch - sum(1 for slot in self._slots if slot.request and slot.request.made)
         in_order = sorted((slot for slot in self._slots if slot.request), key=lambda slot: int(slot.request.request_id))
@@ -161,7 +161,7 @@ class LibraryStepper:
         return sorted(plan, key=lambda entry: entry[0].seq_id)
 
     def _decode(self, plan: list[tuple[Slot, NDArray[np.int32]]]) -> list[int | None]:
-        """Computes the plan; the next token of each slot, None where the prompt goes on."""
+        """Compute the plan; return the next token of each slot, None where the prompt continues."""
         batch, at, rows = self._batch, 0, list[int | None]()
         for slot, tokens in plan:
             asked = slot.request
@@ -189,7 +189,7 @@ class LibraryStepper:
         return int(np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
 
     def logits(self, prompt: list[int]) -> NDArray[np.float32]:
-        """The logits after a prompt, for checks against another engine. The cache is forgotten."""
+        """Return the logits after a prompt, for checks against another engine. Clears the cache."""
         self.reset()
         slot = self._slots[0]
         slot.request = Asked("0", np.asarray(prompt, np.int32), 1)
@@ -201,7 +201,7 @@ class LibraryStepper:
         return found
 
     def _evict(self) -> bool:
-        """Frees the cells of the idle slot that was used longest ago; False: there is none."""
+        """Free the cells of the least recently used idle slot; False: there is none."""
         held = [slot for slot in self._slots if slot.request is None and len(slot.tokens)]
         if not held:
             return False
@@ -212,7 +212,7 @@ class LibraryStepper:
 
 
 def _shared(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     length = min(len(a), len(b))
     if not length or a[0] != b[0]:
         return 0
@@ -237,5 +237,5 @@ def _context_params(settings: Settings) -> lib.llama_context_params:
 
 
 def system_info() -> str:
-    """The instruction sets that the library was built with and uses, in its own words."""
+    """Return the instruction sets that the library was built with and uses, in its own format."""
     return ctypes.string_at(lib.llama_print_system_info()).decode().strip()

@@ -1,7 +1,7 @@
 """llama-server over HTTP: one process, `slots` sequences, token ids in and server-sent events out.
 
-Its prefix cache is a sequence's own last prompt, plus whole states parked in memory; sequences do not share. To forget
-everything the server is started anew: it can erase a sequence, but not what it has parked.
+Its prefix cache is a sequence's own last prompt, plus whole states stored in memory; sequences do not share. A reset
+restarts the server: it can erase a sequence, but not its stored states.
 """
 
 import asyncio
@@ -39,12 +39,12 @@ OPTIONS = {
 
 
 def versions() -> dict[str, str]:
-    """Versions of the package that the source came with."""
+    """Return the version of the package that contains the source."""
     return {"llama-cpp-python": __version__}
 
 
 class ServerRunner:
-    """Starts llama-server and runs jobs on it; a context manager."""
+    """A context manager that starts llama-server and runs jobs on it."""
 
     def __init__(self, program: Path, model: Path, settings: Settings) -> None:
         self._command = [str(program), "--model", str(model), *_flags(settings)]
@@ -93,7 +93,7 @@ class ServerRunner:
         return {"records": records, "seconds": seconds, "computed_tokens": None}
 
     async def _one(self, job: Job, flight: Flight, start: float, free: asyncio.Semaphore | None) -> str | None:
-        """Serves one job; what went wrong, if anything. A connection that is closed ends its request there."""
+        """Serve one job; return its error, if any. Closing the connection ends its request on the server."""
         if free is None:
             await asyncio.sleep(max(start + job.at - time.perf_counter(), 0.0))
             return await self._stream(job, flight, start)
@@ -119,7 +119,7 @@ class ServerRunner:
                 if event["stop"]:
                     flight.cached_tokens = event["timings"]["cache_n"]
                     made = flight.output_tokens
-                    return None if made == job.output else f"{made} of {job.output} tokens came"
+                    return None if made == job.output else f"{made} of {job.output} tokens received"
             return "the stream ended too early"
         finally:
             writer.close()
@@ -161,7 +161,7 @@ class ServerRunner:
 
 
 def _die_with_parent() -> None:
-    """In the child: ends with this driver, however that ends, so that no server is left computing."""
+    """In the child process: end with this driver, also if it is killed, so that no server keeps running."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Driver of Headstart: its Engine in this process, stepped by the loop that steps vLLM too."""
+"""Driver of Headstart: its Engine in this process, stepped by the same loop as vLLM."""
 
 import os
 from argparse import ArgumentParser
@@ -50,7 +50,7 @@ def main() -> None:
     args = parser.parse_args()
     answers = claim_stdout()
     threads = prepare_threads(args.threads)
-    from headstart.assembly import build_engine  # brings torch, which reads the threads' variables
+    from headstart.assembly import build_engine  # imports torch, which reads the threads' variables
 
     options = EngineOptions(
         model=args.model,
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def warm_up(engine: HeadstartStepper) -> None:
-    """One prompt, then many at once: every code path, every buffer."""
+    """Run one prompt, then many at once: every code path, every buffer."""
     for streams in (1, 40):
         drive(engine, [Job([7 + index, *range(300)], 4, 0.0) for index in range(streams)])
     engine.reset()

@@ -1,4 +1,4 @@
-"""Peer: an engine behind a driver process in an environment of its own, as a Runner (bench/runners/runner.py)."""
+"""Peer: an engine behind a driver process in its own environment, as a Runner (bench/runners/runner.py)."""
 
 import json
 import os
@@ -18,29 +18,29 @@ from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord
 
 GIVEN_UP = "given up"
-START_SECONDS = 900.0  # compilers run then
-GRACE_SECONDS = 60.0  # that a driver has after the deadline to notice it; then it is killed
+START_SECONDS = 900.0  # includes compilation
+GRACE_SECONDS = 60.0  # for a driver to notice the deadline after it has passed; then it is killed
 QUIT_SECONDS = 20.0
 
 
 class PeerError(Exception):
-    """A driver died or broke the protocol: it is of no use any more."""
+    """A driver died or violated the protocol and cannot be used any more."""
 
 
 class GivenUpError(Exception):
-    """A peer was slower than the time it was given; it is ready for the next run."""
+    """A peer exceeded its time limit; it is ready for the next run."""
 
 
 class Peer:
-    """Speaks the protocol of README.md with one driver.
+    """A client of one driver, with the protocol of README.md.
 
-    `deadline`, on time.monotonic's clock, ends every run: what is still under way then is given up. None: no end.
+    `deadline`, on time.monotonic's clock, ends every run: requests in flight at that time are aborted. None: no limit.
     """
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str | None] | None = None) -> None:
-        """Starts the driver and waits until it is ready. `log` takes what it prints.
+        """Start the driver and wait until it is ready. `log` receives its output.
 
-        `environment` is laid over this process's own; None takes a variable away. Raises PeerError.
+        `environment` is merged into this process's own; None removes a variable. Raises PeerError.
         """
         merged: dict[str, str | None] = {**os.environ, **(environment or {})}
         self.log = log
@@ -78,9 +78,9 @@ class Peer:
         bar: Bar = QUIET,
         give_up: Callable[[RequestRecord], bool] | None = None,
     ) -> Trial:
-        """Serves all jobs until `deadline`. `give_up` is not asked: a driver tells nothing before all is over.
+        """Serve all jobs until `deadline`. `give_up` is not called: a driver sends its records only at the end.
 
-        Raises GivenUpError if the deadline came first, PeerError if the driver is gone.
+        Raises GivenUpError if the deadline has passed, PeerError if the driver is gone.
         """
         left = None if self.deadline is None else self.deadline - time.monotonic()
         if left is not None and left <= 0:
@@ -105,7 +105,7 @@ class Peer:
         return Trial(records, answer["seconds"])
 
     def cpu_seconds(self) -> float:
-        """CPU time of the driver and of the processes it has started, so far; 0 once it is gone."""
+        """Return the CPU time of the driver and its child processes so far; 0 once it has ended."""
         try:
             process = psutil.Process(self._process.pid)
             family = [process, *process.children(recursive=True)]
@@ -114,7 +114,7 @@ class Peer:
             return 0.0
 
     def close(self) -> None:
-        """Lets the driver end; kills it if it does not."""
+        """Let the driver end; kill it if it does not."""
         if self._process.poll() is None:
             assert self._process.stdin is not None
             try:
@@ -135,7 +135,7 @@ class Peer:
         return self._read(left)
 
     def _read(self, limit: float | None) -> dict[str, Any]:
-        """The next answer; a driver that has none after `limit` seconds is killed."""
+        """Return the next answer; a driver without one after `limit` seconds is killed."""
         assert self._process.stdout is not None
         timer = threading.Timer(limit, self._process.kill) if limit is not None else None
         if timer is not None:
@@ -150,7 +150,7 @@ class Peer:
         try:
             answer = json.loads(line)
         except ValueError as error:
-            raise PeerError(f"{self.label} said {line[:80]!r}, which is no JSON") from error
+            raise PeerError(f"{self.label} sent {line[:80]!r}, which is no JSON") from error
         if "error" in answer:
             raise PeerError(f"{self.label}: {answer['error']}")
         return answer

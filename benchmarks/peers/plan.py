@@ -1,4 +1,4 @@
-"""How often everybody serves every row, how long that may take, and what is left of it."""
+"""The plan of a comparison: repetitions of every row by entrant, time limits, and the estimated remaining time."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,11 +25,11 @@ _GUESSES = {
     "twins": 5.0,
     "poisson": 25.0,  # one rate
 }
-_SLOWER = 4.0  # how much longer the others are guessed to take
+_SLOWER = 4.0  # assumed factor for the time of the others
 
 
 class Repetitions(NamedTuple):
-    """How often a row is served."""
+    """The repetitions of a row."""
 
     short: int
     long: int
@@ -45,7 +45,7 @@ ONCE = Repetitions(1, 1)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured. `overrides` are repetitions of single rows, for everybody who is thorough."""
+    """The measurements of a comparison. `overrides` are repetitions of single rows, for all thorough entrants."""
 
     entrants: tuple[Entrant, ...]
     rows: tuple[str, ...]
@@ -55,7 +55,7 @@ class Plan:
     overrides: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def repetitions(self, row: str, entrant: Entrant) -> int:
-        """How often this one serves that row; searches, for the highest rate."""
+        """Return the repetitions of the row by this entrant; for the highest rate, the number of searches."""
         if (entrant.rows and row not in entrant.rows) or (row in SAMPLED and not entrant.samples):
             return 0
         if row in self.overrides and entrant.is_thorough:
@@ -65,7 +65,7 @@ class Plan:
         return (self.thorough if entrant.is_thorough else self.others).of(row)
 
     def turns(self, row: str) -> Iterator[tuple[int, Entrant]]:
-        """(repetition, entrant) in the order A B C A B C; who has had all its repetitions is left out."""
+        """Yield (repetition, entrant) in the order A B C A B C, without entrants that have had all repetitions."""
         most = max((self.repetitions(row, entrant) for entrant in self.entrants), default=0)
         for repetition in range(most):
             for entrant in self.entrants:
@@ -74,12 +74,12 @@ class Plan:
 
 
 def limit_of(entrant: Entrant) -> float:
-    """Seconds after which a repetition is given up."""
+    """Return the seconds after which a repetition is ended early."""
     return THOROUGH_GIVE_UP_AFTER if entrant.is_thorough else GIVE_UP_AFTER
 
 
 class Estimate:
-    """How long what is left will take: what the same has taken before, else a guess."""
+    """An estimate of the remaining time: from earlier trials of the same kind, otherwise a default."""
 
     def __init__(self) -> None:
         self._taken: dict[tuple[str, str], list[float]] = {}
@@ -88,7 +88,7 @@ class Estimate:
         self._taken.setdefault((row, peer), []).append(elapsed)
 
     def seconds(self, left: Iterable[tuple[str, Entrant]]) -> float:
-        """For these (row, entrant), one repetition each."""
+        """Return the estimate for these (row, entrant), one repetition each."""
         return sum(self._one(row, entrant) for row, entrant in left)
 
     def _one(self, row: str, entrant: Entrant) -> float:

@@ -1,4 +1,4 @@
-"""The plot of a comparison: how many times slower than Headstart everybody is, row by row, and where the floor lies."""
+"""The plot of a comparison: how many times slower than Headstart each peer is, row by row, and the floors."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ _LABELS = {"vllm": "ratio", "llamacpp": "ratio_llamacpp", "transformers": "ratio
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Draws into an image file; rows that Headstart has no figure of are left out."""
+    """Draw into an image file, without rows for which Headstart has no figure."""
     from matplotlib.figure import Figure  # takes a second, and only drawing needs it
 
     keys = [key for key in KINDS if found.get(f"{key}.ours")]
@@ -35,6 +35,6 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def _floor(found: dict[str, Any], key: str) -> float:
-    """The floor in the plot's measure: below 1, by how much Headstart could still be faster."""
+    """Return the floor on the plot's scale: below 1, the factor by which Headstart could still be faster."""
     ours, floor = found[f"{key}.ours"], found[f"{key}.floor"]
     return ours / floor if KINDS[key].is_rate else floor / ours

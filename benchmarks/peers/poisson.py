@@ -1,7 +1,7 @@
-"""The highest Poisson rate of every peer, all by the same draw of arrivals, their searches interleaved point by point.
+"""The highest Poisson rate of every peer, all with the same draw of arrivals; the searches are interleaved.
 
-A search is a function of the points measured so far (`headstart.bench.load_search`): it is begun anew for every point
-and ends at the first rate that the journal does not know. So peers take turns, and a killed run goes on where it was.
+A search is a function of the points measured so far (`headstart.bench.load_search`): it restarts for every point and
+stops at the first rate that is not in the journal. So peers take turns, and a killed run resumes where it stopped.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from headstart.workload.slo import SHARE, Slo
 
 ALONE, LOAD = "poisson_alone", "poisson"
 HELD, P90 = "held", "p90"
-SLO_FACTOR = 4  # x the reference's latency alone
+SLO_FACTOR = 4  # x the reference's unloaded latency
 ARRIVALS = 20.0  # seconds per rate, at least
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How finely a peer is searched."""
+    """The precision of a peer's search."""
 
     start: float  # requests per second
     precision: float
@@ -37,7 +37,7 @@ COARSE = Search(start=1.0, precision=1.3, max_points=4)
 
 
 class _WantedError(Exception):
-    """A rate that has to be measured first."""
+    """A rate that must be measured first."""
 
     def __init__(self, rate: float) -> None:
         super().__init__(rate)
@@ -45,7 +45,7 @@ class _WantedError(Exception):
 
 
 def next_rate(entries: Sequence[Entry], peer: str, repetition: int, search: Search) -> float | None:
-    """The rate to measure next, in requests per second; None: the search is over."""
+    """Return the rate to measure next, in requests per second; None: the search has ended."""
     try:
         _search(entries, peer, repetition, search)
     except _WantedError as wanted:
@@ -54,7 +54,7 @@ def next_rate(entries: Sequence[Entry], peer: str, repetition: int, search: Sear
 
 
 def found_rate(entries: Sequence[Entry], peer: str, repetition: int, search: Search) -> float | None:
-    """The highest rate that held, 0 if none did; None: the search is not over."""
+    """Return the highest rate that held, 0 if none did; None: the search has not ended."""
     try:
         return _search(entries, peer, repetition, search)
     except _WantedError:
@@ -72,21 +72,21 @@ def _search(entries: Sequence[Entry], peer: str, repetition: int, search: Search
 
 
 def slo_of(entries: Sequence[Entry], reference: str, repetition: int) -> float | None:
-    """Seconds within which nine of ten requests must end: a multiple of the reference's latency alone, if known."""
+    """Return the latency limit for nine of ten requests: a multiple of the reference's unloaded latency, if known."""
     entry = find(entries, (ALONE, reference, repetition, None))
     alone = None if entry is None else entry.figures.get(ALONE)
     return None if alone is None else SLO_FACTOR * alone
 
 
 def measure_alone(peer: Peer, repetition: int) -> Outcome:
-    """Latency of a request that is alone, behind a cached prefix."""
+    """Measure the latency of an unloaded request behind a cached prefix."""
     alone = unloaded_e2e(peer, repetition)
     problems = () if alone is not None else ("no request alone came through",)
     return Outcome({ALONE: alone}, {}, {}, {}, problems)
 
 
 def measure_load(peer: Peer, repetition: int, rate: float, slo: float) -> Outcome:
-    """Whether a rate holds. A peer that is far from done long after the last arrival does not hold it."""
+    """Measure whether a rate holds. It does not if the peer is far behind long after the last arrival."""
     try:
         point = measure_rate(peer, behind_prefix(), Slo(e2e=slo), rate, _config(repetition))
     except GivenUpError:
@@ -97,7 +97,7 @@ def measure_load(peer: Peer, repetition: int, rate: float, slo: float) -> Outcom
 
 
 def time_of(rate: float, slo: float) -> float:
-    """Seconds that one rate may take: its arrivals, with some luck to spare, and a wait that nobody would call held."""
+    """Return the seconds that one rate may take: its arrivals with a margin, and a wait far beyond the limit."""
     config = _config(0)
     return 1.4 * max(config.min_requests, ceil(rate * config.seconds)) / rate + 3 * slo + 5
 

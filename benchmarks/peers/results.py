@@ -1,6 +1,6 @@
-"""From trials to figures: medians, spread, ratios with their intervals, floors; the keys of the final JSON document.
+"""Figures from trials: medians, spread, ratios with their intervals, floors; the keys of the final JSON document.
 
-Times are in seconds, rates per second. A ratio is above 1 where Headstart is better, whatever the row measures.
+Times are in seconds, rates per second. A ratio is above 1 where Headstart is better, for times and for rates.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ REFERENCE = "vllm"
 
 
 class Kind(NamedTuple):
-    """How a figure is read and written."""
+    """The source and the format of a figure."""
 
-    row: str  # whose trials have it
+    row: str  # the row whose trials have it
     is_rate: bool
     unit: str
     scale: float  # x the figure in seconds or per second
@@ -48,7 +48,7 @@ for _key in ("rotations_cold", "shared_prefix", "twins"):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One figure of one entrant: a value per repetition that counts, or why there is none."""
+    """One figure of one entrant: a value per valid repetition, or the reason why there is none."""
 
     values: dict[int, float]
     cut_after: float | None = None
@@ -60,7 +60,7 @@ class Figures:
 
 
 class Ratio(NamedTuple):
-    """How many times better Headstart is: of medians, and the 95 % interval of the paired repetitions."""
+    """The factor by which Headstart is better: of medians, and the 95 % interval of the paired repetitions."""
 
     value: float
     low: float | None  # None: fewer than two pairs
@@ -68,7 +68,7 @@ class Ratio(NamedTuple):
 
 
 def figures_of(entries: Sequence[Entry], peer: str, key: str) -> Figures:
-    """All that counts for one figure; of a repetition that was measured again, the least contended trial."""
+    """Return all valid values of one figure; of a repeated trial, the least contended one."""
     kind = KINDS[key]
     if kind.row == LOAD:
         return _rates(entries, peer)
@@ -81,7 +81,7 @@ def figures_of(entries: Sequence[Entry], peer: str, key: str) -> Figures:
 
 
 def ratio_of(ours: Figures, theirs: Figures, is_rate: bool) -> Ratio | None:
-    """How many times better the first are; None if either has no value, or is 0."""
+    """Return the factor by which the first is better; None if either has no value, or is 0."""
     if not ours.median or not theirs.median:
         return None
     value = ours.median / theirs.median if is_rate else theirs.median / ours.median
@@ -95,12 +95,12 @@ def ratio_of(ours: Figures, theirs: Figures, is_rate: bool) -> Ratio | None:
 
 
 def quantile(degrees: int) -> float:
-    """97.5 % of Student's t distribution; beyond ten degrees within 0.01."""
+    """Return the 97.5 % quantile of Student's t distribution; beyond ten degrees within 0.01."""
     return _T[degrees - 1] if degrees <= len(_T) else 1.96 + 2.65 / degrees
 
 
 def document(about: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Any]:
-    """The final JSON document: `<figure>.<who>` and so on, then what puts them in their place."""
+    """Return the final JSON document: `<figure>.<entrant>` and so on, then setup, machine and versions."""
     ceilings = Ceilings(about["ceilings"]["bytes_per_s"], about["ceilings"]["bf16_flops"])
     size = ModelSize.of(about["setup"]["config"])
     values: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def document(about: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _values(entries: Sequence[Entry], key: str, name: str, ours: str, others: dict[str, str]) -> dict[str, Any]:
-    """The keys of one figure. `others`: key -> who stands for it."""
+    """Return the keys of one figure. `others`: key -> entrant."""
     kind, own = KINDS[key], figures_of(entries, ours, key)
     values: dict[str, Any] = {f"{name}.ours": own.median}
     found = {other: _best_form(entries, peer, key) for other, peer in others.items()}
@@ -151,7 +151,7 @@ def _values(entries: Sequence[Entry], key: str, name: str, ours: str, others: di
 
 
 def _best_form(entries: Sequence[Entry], peer: str, key: str) -> Figures:
-    """One figure of the set-up of a peer that does best in it."""
+    """Return one figure of a peer, in the set-up that is best for it."""
     forms = [peer, *(entrant.name for entrant in ROSTER.values() if entrant.form_of == peer)]
     found = [figures_of(entries, form, key) for form in forms]
     known = [figures for figures in found if figures.median is not None]
@@ -160,7 +160,7 @@ def _best_form(entries: Sequence[Entry], peer: str, key: str) -> Figures:
 
 
 def _rates(entries: Sequence[Entry], peer: str) -> Figures:
-    """The highest rates that a peer's searches found."""
+    """Return the highest rates found by a peer's searches."""
     mine = [entry for entry in entries if entry.row == LOAD and entry.peer == peer]
     entrant = ROSTER.get(peer)
     search = THOROUGH if entrant is None or entrant.is_thorough else COARSE
@@ -177,14 +177,14 @@ def _is_loss(name: str, value: Any) -> bool:
 
 
 def _named(name: str) -> str:
-    """Whom a ratio is against."""
+    """Return the title of the entrant that a ratio compares with."""
     row, _, label = name.partition(".")
     other = REFERENCE if label == "ratio" else label.removeprefix("ratio_")
     return ROSTER["llamacpp_q8" if other == "llamacpp" and row.endswith("_int8") else other].title
 
 
 def _problems(about: dict[str, Any], entries: Sequence[Entry]) -> list[str]:
-    """What failed and was not made good by a later trial, and who never started."""
+    """Return the failures that no later trial replaced, and the peers that never started."""
     found = [f"{name}: {peer['failed']}" for name, peer in about.get("peers", {}).items() if "failed" in peer]
     bad = [entry for entry in entries if entry.problems and find(entries, entry.key) is None]
     return found + [f"{entry.row}, {entry.peer}: {entry.problems[0]}" for entry in bad]

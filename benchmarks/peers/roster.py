@@ -1,7 +1,7 @@
-"""Who takes part: how each driver is started, and how much time it may take for one repetition of a row.
+"""The entrants: how each driver is started, and how much time it may take for one repetition of a row.
 
-Every driver gets the same number of threads and the same spinning: an OpenMP thread that has nothing to do sleeps after
-a moment, so that those who wait for their turn burn no core.
+Every driver gets the same number of threads and the same spin count: an idle OpenMP thread sleeps after a moment, so
+that waiting drivers use no core.
 """
 
 import sys
@@ -14,17 +14,17 @@ SPIN_COUNT = 1000  # iterations, as Headstart sets it
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """One who takes part. `environment` names the folder that setup.sh made for it; None: Headstart's own Python."""
+    """One entrant. `environment` is the folder that setup.sh made for it; None: Headstart's own Python."""
 
     name: str
     driver: str  # file in this folder
     environment: str | None = None
     arguments: tuple[str, ...] = ()
     is_thorough: bool = True  # False: long rows once, and a coarse search for the highest rate
-    title: str = ""  # what tables call it
+    title: str = ""  # name in tables
     rows: tuple[str, ...] = ()  # the only ones it serves; empty: all
-    samples: bool = False  # whether its driver takes other jobs than greedy ones
-    form_of: str = ""  # another set-up of this entrant: of the two the faster one stands in the tables
+    samples: bool = False  # whether its driver supports sampling, not only greedy jobs
+    form_of: str = ""  # another set-up of this entrant: the tables show the faster of the two
 
 
 ENTRANTS = (
@@ -49,20 +49,20 @@ ROSTER = {entrant.name: entrant for entrant in ENTRANTS}
 
 
 def python_of(entrant: Entrant, environments: Path) -> Path:
-    """The interpreter that runs a driver; it may not exist."""
+    """Return the interpreter that runs a driver; it may not exist."""
     return (
         Path(sys.executable) if entrant.environment is None else environments / entrant.environment / "bin" / "python"
     )
 
 
 def command_of(entrant: Entrant, environments: Path, model: str, threads: int) -> list[str]:
-    """The command line of a driver."""
+    """Return the command line of a driver."""
     common = ["--model", model, "--threads", str(threads)]
     return [str(python_of(entrant, environments)), str(HERE / entrant.driver), *common, *entrant.arguments]
 
 
 def variables_of(entrant: Entrant, threads: int, spin_count: int = SPIN_COUNT) -> dict[str, str | None]:
-    """What is laid over the environment of a driver; None takes a variable away."""
+    """Return the variables merged into the environment of a driver; None removes a variable."""
     own: dict[str, str | None] = {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),

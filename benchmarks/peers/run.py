@@ -1,11 +1,11 @@
-"""Measures Headstart and its peers on the same workloads, by turns, on this machine, and draws the tables anew.
+"""Measure Headstart and its peers on the same workloads, in turn, on this machine, and redraw the tables.
 
     python benchmarks/peers/run.py --environments .peers
-    python benchmarks/peers/run.py --environments .peers --resume            # goes on after it was killed
+    python benchmarks/peers/run.py --environments .peers --resume            # continues a killed run
     python benchmarks/peers/run.py --peers ours,vllm --rows twins,poisson
 
-Run by Headstart's own interpreter; setup.sh makes the environments of the others. Progress is on stderr, the last line
-of stdout is one JSON document, which is also left in `--output`.
+Run with Headstart's own interpreter; setup.sh makes the environments of the others. Progress is on stderr, the last
+line of stdout is one JSON document, which is also written to `--output`.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    say("measuring what this machine can do at most")
+    say("measuring the ceilings of this machine")
     journal.note_ceilings(ceilings(args.threads))
     site = Site(args.environments, model, args.threads, logs, args.spin_count)
     comparison = Comparison(plan, journal, site, retries=args.retries, say=say)
@@ -60,7 +60,7 @@ def main() -> int:
         comparison.run()
         journal.note_ceilings(ceilings(args.threads))
     except KeyboardInterrupt:
-        say("interrupted; --resume goes on from here")
+        say("interrupted; --resume continues from here")
         return 130
     finally:
         comparison.close()
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def ceilings(threads: int) -> dict[str, float]:
-    """What ceilings.py finds, in a process of its own."""
+    """Return the result of ceilings.py, run as a separate process."""
     variables = {name: value for name, value in variables_of(ROSTER["ours"], threads).items() if value is not None}
     command = [sys.executable, str(HERE / "ceilings.py"), "--threads", str(threads)]
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True)
@@ -86,8 +86,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peers", type=_names(ROSTER), default=list(ROSTER), help="of " + ",".join(ROSTER))
     parser.add_argument("--rows", type=_names(ROW_NAMES), default=list(ROW_NAMES), help="of " + ",".join(ROW_NAMES))
     parser.add_argument("--repetitions", action="append", default=[], metavar="ROW=N", help="other than the default")
-    parser.add_argument("--retries", type=int, default=1, help="of a trial that others disturbed")
-    parser.add_argument("--quick", action="store_true", help="every row once: a look, not a figure")
+    parser.add_argument("--retries", type=int, default=1, help="of a trial disturbed by other processes")
+    parser.add_argument("--quick", action="store_true", help="every row once: a quick check, not a figure")
     parser.add_argument("--resume", action="store_true", help="keep the trials that --output has")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of journal, results and logs")
     parser.add_argument("--page", type=Path, help="page whose generated part is written, such as docs/benchmarks.md")
@@ -95,7 +95,7 @@ def parse() -> argparse.Namespace:
 
 
 def _names(known: Collection[str]) -> Callable[[str], list[str]]:
-    """Reads names with commas between them. Raises ArgumentTypeError for one that is not known."""
+    """Return a parser of comma-separated names. It raises ArgumentTypeError for an unknown name."""
 
     def read(text: str) -> list[str]:
         names = text.split(",")

@@ -1,6 +1,6 @@
 """The driver's side of the protocol in README.md: JSON lines on stdin and stdout, one workload at a time.
 
-Standard library only: every driver runs in an environment of its own. What libraries print goes to stderr.
+Standard library only: every driver runs in its own environment. Output of libraries goes to stderr.
 """
 
 import json
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TextIO
 
 GIVEN_UP = "given up"
-POLL = 0.0005  # seconds between two looks at the clock while nothing is due: sleeping is no work
+POLL = 0.0005  # seconds between two checks of the clock while no job is due
 Run = Callable[[list["Job"], int, float | None], dict[str, Any]]
 
 
@@ -29,7 +29,7 @@ GREEDY = Sampling()
 
 
 class Job(NamedTuple):
-    """One request: exactly `output` tokens are to be generated; due `at` seconds after the start."""
+    """One request of exactly `output` tokens; arrives `at` seconds after the start."""
 
     prompt: list[int]
     output: int
@@ -38,11 +38,11 @@ class Job(NamedTuple):
 
 
 class News(NamedTuple):
-    """What one step brought for one request."""
+    """The output of one step for one request."""
 
     request_id: str
     new_tokens: int
-    cached_tokens: int | None = None  # None: as before
+    cached_tokens: int | None = None  # None: unchanged
     is_finished: bool = False
     error: str | None = None
 
@@ -59,7 +59,7 @@ class Stepper(Protocol):
 
 @dataclass(slots=True)
 class Flight:
-    """One request under way, as the one who asked sees it. Times in seconds after the start of the run."""
+    """One request in flight, from the client's view. Times in seconds after the start of the run."""
 
     arrival: float
     prompt_tokens: int
@@ -70,7 +70,7 @@ class Flight:
     longest_gap: float = 0.0
 
     def take(self, new_tokens: int, now: float) -> None:
-        """Notes tokens that came at `now`."""
+        """Record tokens received at `now`."""
         if not new_tokens:
             return
         if self.first_token is None:
@@ -81,7 +81,7 @@ class Flight:
         self.output_tokens += new_tokens
 
     def record(self, error: str | None = None) -> dict[str, Any]:
-        """The record of the protocol; `error` says why it did not end as asked."""
+        """Return the record of the protocol; `error` is the reason if it did not complete as requested."""
         return {
             "arrival": self.arrival,
             "first_token": self.first_token,
@@ -95,7 +95,9 @@ class Flight:
 
 
 def drive(engine: Stepper, jobs: list[Job], concurrency: int = 0, give_up_after: float | None = None) -> dict[str, Any]:
-    """Runs all jobs on an engine that computes in steps: each when it is due, or `concurrency` at a time in order."""
+    """Run all jobs on an engine that computes in steps: each at its arrival time, or in order with `concurrency` at a
+    time.
+    """
     waiting = deque(enumerate(jobs))
     flights: dict[str, Flight] = {}
     records: dict[int, dict[str, Any]] = {}
@@ -121,7 +123,7 @@ def drive(engine: Stepper, jobs: list[Job], concurrency: int = 0, give_up_after:
             if news.is_finished:
                 del flights[news.request_id]
                 asked = jobs[int(news.request_id)].output
-                short = None if flight.output_tokens == asked else f"{flight.output_tokens} of {asked} tokens came"
+                short = None if flight.output_tokens == asked else f"{flight.output_tokens} of {asked} tokens received"
                 records[int(news.request_id)] = flight.record(news.error or short)
     seconds = time.perf_counter() - start
     if flights:
@@ -132,7 +134,7 @@ def drive(engine: Stepper, jobs: list[Job], concurrency: int = 0, give_up_after:
 
 
 def claim_stdout() -> TextIO:
-    """A stream to the real stdout; from here on whatever anybody prints, C code included, goes to stderr."""
+    """Return a stream to the real stdout; from now on all other output, including that of C code, goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
@@ -140,9 +142,9 @@ def claim_stdout() -> TextIO:
 
 
 def serve(answers: TextIO, about: dict[str, Any], reset: Callable[[], bool], run: Run) -> None:
-    """Says that it is ready, then answers one line after the other until told to quit or stdin ends.
+    """Report ready, then answer one line after the other until a quit message or the end of stdin.
 
-    `about` is the content of `ready`; `run` takes jobs, concurrency and the seconds after which to give up.
+    `about` is the content of `ready`; `run` takes jobs, concurrency and the time limit in seconds.
     """
     print(json.dumps({"ready": about}), file=answers, flush=True)
     for line in sys.stdin:

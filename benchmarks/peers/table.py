@@ -1,8 +1,8 @@
-"""Draws the results of a comparison: JSON, Markdown tables between the marks of a page, and a plot.
+"""Draw the results of a comparison: JSON, Markdown tables between the marks of a page, and a plot.
 
     python benchmarks/peers/table.py benchmarks/peers/results --page docs/benchmarks.md
 
-Measures nothing: everything is read from the journal.
+Measures nothing: all figures come from the journal.
 """
 
 import argparse
@@ -39,11 +39,17 @@ _PACKAGES = {
     "llamacpp": ("llama-cpp-python", "llama.cpp"),
     "transformers": ("transformers",),
 }
-_LOWER_BOUND = ("rotations_cold", "shared_prefix", "twins")  # nothing is prepared before: given up means slower
+_LOWER_BOUND = (
+    "rotations_cold",
+    "shared_prefix",
+    "twins",
+)  # nothing is prepared before, so a run that was ended early is slower than the limit
 
 
 def draw_all(folder: Path, page: Path | None = None) -> dict[str, Any]:
-    """Writes peers.json, peers.md and peers.png beside the journal, and the generated part of `page`; the document."""
+    """Write peers.json, peers.md and peers.png beside the journal, and the generated part of `page`; return the
+    document.
+    """
     about, entries = read(folder / "trials.jsonl")
     found = document(about, entries)
     (folder / "peers.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -56,7 +62,7 @@ def draw_all(folder: Path, page: Path | None = None) -> dict[str, Any]:
 
 
 def replaced(page: str, text: str) -> str:
-    """The page with `text` between its marks. ValueError: it has none."""
+    """Return the page with `text` between its marks. Raises ValueError if it has none."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -65,7 +71,7 @@ def replaced(page: str, text: str) -> str:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """Everything that a page says of a comparison."""
+    """Return the Markdown text of a comparison."""
     parts = [
         _setting(found),
         _table(found, "", ("Headstart", "vLLM", "llama.cpp", "Transformers"), _RATIOS),
@@ -84,7 +90,7 @@ _INT8_RATIOS = {"ratio_llamacpp": "Q8_0", "ratio": "vLLM bf16"}
 
 
 def _table(found: dict[str, Any], suffix: str, titles: tuple[str, ...], ratios: dict[str, str]) -> str:
-    """One table: medians with [smallest-largest], the floor, and how many times better Headstart is."""
+    """Return one table: medians with [smallest-largest], the floor, and the factor by which Headstart is better."""
     heads = ["", "unit", *titles, "floor", *(f"against {title}" for title in ratios.values())]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for key, title in TITLES.items():
@@ -145,7 +151,7 @@ def _notes(found: dict[str, Any]) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits that count."""
+    """Return the value with three significant digits."""
     if value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

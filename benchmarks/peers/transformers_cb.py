@@ -1,11 +1,12 @@
 """Driver of Transformers' continuous batching: its scheduler, paged cache and SDPA in this process.
 
-Its own thread is left out: the same batch processor is stepped by the loop that steps the others too, so that nobody
-waits for a lock or a queue. Prefix sharing is on. What it does not have on a CPU is paged attention: every request's
-keys and values are gathered and one SDPA with a mask runs over those of the whole batch.
+Its own thread is not used: the same batch processor is stepped by the same loop as the others, so that no request waits
+for a lock or a queue. Prefix sharing is on. It has no paged attention on a CPU: every request's keys and values are
+gathered and one SDPA with a mask runs over those of the whole batch.
 
-A defect of 5.23 shows in the row `rotations_warm` and is left as it is: a request is marked finished before its blocks
-are registered, so a prompt with one output token leaves nothing to share (but what earlier chunks of it registered).
+A defect of 5.23 shows in the row `rotations_warm` and is not worked around: a request is marked finished before its
+blocks are registered, so a prompt with one output token leaves no blocks to share, except those registered with its
+earlier chunks.
 """
 
 import os
@@ -63,10 +64,10 @@ class TransformersStepper:
         for request_id in request_ids:
             self._manager.cancel_request(request_id)
             self._seen.pop(request_id, None)
-        self._processor.prepare_next_batch()  # takes the cancellations in
+        self._processor.prepare_next_batch()  # processes the cancellations
 
     def reset(self) -> bool:
-        """Forgets every registered block."""
+        """Clear every registered block."""
         if self._processor.has_pending_requests():
             return False
         self._processor.cache.evict_cached_blocks()
@@ -74,7 +75,7 @@ class TransformersStepper:
         return True
 
     def _watch_cache(self) -> None:
-        """Notes what a prefix search found: the outputs do not say it."""
+        """Record the result of each prefix search: the outputs do not contain it."""
         cache = self._processor.cache
         search = cache.search_prefix_match
 
@@ -105,7 +106,7 @@ def main() -> None:
         "default_compile_level": args.compile,
     }
     engine = TransformersStepper(args.model, ContinuousBatchingConfig(**settings), args.attention)
-    for length, streams in ((300, 1), (300, 4)):  # every code path once
+    for length, streams in ((300, 1), (300, 4)):  # runs every code path once
         drive(engine, [Job([7 + i, *range(length)], 4, 0.0) for i in range(streams)])
     engine.reset()
     spinning = {"gomp_spincount": os.environ.get("GOMP_SPINCOUNT")}

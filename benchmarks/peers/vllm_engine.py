@@ -1,4 +1,4 @@
-"""Driver of vLLM on a CPU: its LLMEngine in this process, stepped by the loop that steps Headstart too.
+"""Driver of vLLM on a CPU: its LLMEngine in this process, stepped by the same loop as Headstart.
 
 Its best settings on two cores: no engine process and no HTTP, libgomp and tcmalloc preloaded, torch.compile on.
 """
@@ -37,10 +37,10 @@ ENVIRONMENT = {
 
 
 def prepare(threads: int) -> None:
-    """Starts this program anew with what the dynamic loader and the libraries read before Python does.
+    """Restart this program with the variables that the dynamic loader and the libraries read before Python does.
 
     Preloaded are torch's own libgomp, so that there is one OpenMP in the process, as vLLM does for its workers, and
-    tcmalloc, which it recommends. LD_PRELOAD of the caller wins.
+    tcmalloc, which it recommends. LD_PRELOAD of the caller takes precedence.
     """
     if os.environ.get("PEER_PREPARED"):
         return
@@ -73,7 +73,7 @@ class VllmStepper:
             ignore_eos=True,
             detokenize=False,
             output_kind=self._delta,
-            **sampling._asdict(),  # without a seed, which vLLM 0.32 does not survive on a CPU
+            **sampling._asdict(),  # without a seed, which ends vLLM 0.32 on a CPU
         )
         self.engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
 
@@ -91,7 +91,7 @@ class VllmStepper:
 
 
 def _preloaded() -> list[str]:
-    """Names of the preloaded libraries, without the folders of this machine."""
+    """Return the names of the preloaded libraries, without the folders of this machine."""
     return [Path(name).name for name in os.environ.get("LD_PRELOAD", "").replace(":", " ").split()]
 
 
@@ -103,7 +103,7 @@ def main() -> None:
     prepare(args.threads)
     answers = claim_stdout()
     engine = VllmStepper(args.model)
-    for length, streams in ((300, 1), (300, 40)):  # every code path once
+    for length, streams in ((300, 1), (300, 40)):  # runs every code path once
         drive(engine, [Job([7 + i, *range(length)], 4, 0.0) for i in range(streams)])
     engine.reset()
     about: dict[str, Any] = {

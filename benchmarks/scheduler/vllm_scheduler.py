@@ -1,9 +1,9 @@
-"""What vLLM's own scheduler costs: the figures of `headstart bench lab scheduler`, measured the same way.
+"""Cost of vLLM's own scheduler: the figures of `headstart bench lab scheduler`, measured the same way.
 
     python vllm_scheduler.py [SEED]
 
 The last line of stdout is one JSON document; microseconds of CPU time of the one thread. Building the model runner's
-answer is in no figure, as sampling is in none of Headstart's.
+output is excluded from every figure, as sampling is from Headstart's.
 """
 
 import sys
@@ -20,7 +20,7 @@ BUDGET = 8192
 
 
 def step_of_decodes(rng: Random, steps: int = 64) -> dict[str, float]:
-    """One step of 256 running decodes, schedule and update; one in sixteen of them fills a block."""
+    """Measure one step of 256 running decodes, schedule and update; one in sixteen of them fills a block."""
     peer = Peer(DECODES * 10, BLOCK_SIZE, max_seqs=DECODES, budget=BUDGET)
     for index in range(DECODES):
         prompt = rng.choices(range(VOCAB_SIZE), k=32 + index % BLOCK_SIZE)
@@ -44,7 +44,7 @@ def step_of_decodes(rng: Random, steps: int = 64) -> dict[str, float]:
 
 
 def admit_cached(rng: Random, requests: int = 32) -> dict[str, float]:
-    """One request that is alone, 4,080 of its 4,096 tokens cached: created and hashed, admitted, finished."""
+    """Measure one unloaded request, 4,080 of its 4,096 tokens cached: created and hashed, admitted, finished."""
     peer = Peer(4 * PROMPT // BLOCK_SIZE, BLOCK_SIZE, max_seqs=DECODES, budget=BUDGET)
     scheduler = peer.scheduler
     prefix = rng.choices(range(VOCAB_SIZE), k=CACHED)
@@ -64,7 +64,7 @@ def admit_cached(rng: Random, requests: int = 32) -> dict[str, float]:
         finished.append(admitted[-1] + thread_time() - again)
         assert not scheduler.has_unfinished_requests(), "a request of one output token outlived its step"
         if scheduler.has_finished_requests():
-            scheduler.schedule()  # hands out the ids of the finished; nothing else
+            scheduler.schedule()  # only hands out the ids of finished requests
     return {
         "admit_4096_cached_us": median(admitted[1:]),
         "finish_4096_cached_us": median(finished[1:]),
@@ -73,7 +73,7 @@ def admit_cached(rng: Random, requests: int = 32) -> dict[str, float]:
 
 
 def hash_1k(rng: Random, rounds: int = 200) -> dict[str, float]:
-    """Hashing the 64 blocks of 1,024 tokens of a request."""
+    """Measure hashing the 64 blocks of 1,024 tokens of a request."""
     peer = Peer(64, BLOCK_SIZE, max_seqs=DECODES, budget=BUDGET)
     request = peer.unhashed("r", rng.choices(range(VOCAB_SIZE), k=1024))
     times: list[float] = []

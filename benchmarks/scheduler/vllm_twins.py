@@ -1,8 +1,8 @@
-"""A burst behind one new prefix through vLLM's own scheduler: how many prompt tokens does it plan to compute?
+"""A burst behind one new prefix through vLLM's own scheduler: the number of prompt tokens that it schedules.
 
     python vllm_twins.py
 
-The shapes of `headstart bench twins`. Nothing is computed: tokens are counted as its scheduler hands them out. The last
+The forms of `headstart bench twins`. Nothing is computed: the tokens that its scheduler schedules are counted. The last
 line of stdout is one JSON document.
 """
 
@@ -20,7 +20,7 @@ CAPS = (0, 256)
 
 
 def prompts(form: str, rng: Random) -> tuple[list[list[int]], int]:
-    """(prompts, tokens to compute if nothing is computed twice)"""
+    """Return (prompts, tokens to compute if nothing is computed twice)."""
 
     def tokens(length: int) -> list[int]:
         return rng.choices(range(VOCAB_SIZE), k=length)
@@ -34,7 +34,7 @@ def prompts(form: str, rng: Random) -> tuple[list[list[int]], int]:
 
 
 def measure(form: str, block_size: int, budget: int, cap: int, seed: int) -> dict[str, Any]:
-    """One burst on an empty cache, in a pool that holds all requests without any sharing."""
+    """Measure one burst on an empty cache, in a pool that holds all requests without any sharing."""
     requests, ideal = prompts(form, Random(seed))
     num_blocks = len(requests) * (max(map(len, requests)) + OUTPUT) // block_size + 2 * len(requests)
     peer = Peer(num_blocks, block_size, max_seqs=256, budget=budget, cap=cap)
@@ -55,7 +55,7 @@ def measure(form: str, block_size: int, budget: int, cap: int, seed: int) -> dic
 
 
 def every_form(seed: int) -> Iterator[dict[str, Any]]:
-    """All shapes under all settings."""
+    """Yield the results of all forms under all settings."""
     for form in ("burst", "tree"):
         for cap in CAPS:
             for block_size in BLOCK_SIZES:

@@ -1,10 +1,10 @@
-"""LMDB against append-only segment files, as forms of a store of KV blocks: writing, starting, reading, cut files.
+"""LMDB against append-only segment files as storage of KV blocks: writing, opening, reading, truncated files.
 
     python forms.py FOLDER [NUM_BLOCKS BLOCK_BYTES]        # needs `pip install lmdb`; FOLDER/store-forms is emptied
-    python forms.py FOLDER cut                             # cut files only: nothing is timed
+    python forms.py FOLDER cut                             # truncated files only: nothing is timed
 
-Both sides write what they are given in order, are synced at the end (page cache dropped where that is allowed), are
-opened again, list every block, and read a thousand of them in random order with a checksum, twice.
+Both sides write the same blocks in order, sync at the end (and drop the page cache where allowed), open the store
+again, list every block, and read a thousand of them in random order with a checksum, twice.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from typing import Any
 
 import lmdb
 
-HEAD = struct.Struct("<8s32s32sQI")  # magic, name, parent's name, length, checksum
+HEAD = struct.Struct("<8s32s32sQI")  # magic, block hash, parent's block hash, length, checksum
 SEGMENT_BYTES = 64 << 20
 READ_IN_CHILD = """
 import lmdb, sys, zlib
@@ -55,7 +55,7 @@ print(served, wrong)
 
 
 class Blocks:
-    """Names and contents; contents overlap, so that making them costs nothing."""
+    """Block hashes and contents; contents overlap, so that making them costs nothing."""
 
     def __init__(self, num: int, size: int) -> None:
         self.num, self.size = num, size
@@ -77,7 +77,7 @@ def drop_caches() -> None:
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3")
     except OSError:
-        print("the page cache stays", file=sys.stderr)
+        print("cannot drop the page cache", file=sys.stderr)
 
 
 def measure_lmdb(folder: Path, blocks: Blocks) -> dict[str, float]:
@@ -118,7 +118,7 @@ def measure_segments(folder: Path, blocks: Blocks) -> dict[str, float]:
     written = time.perf_counter() - start
     drop_caches()
     start = time.perf_counter()
-    index: dict[bytes, tuple[int, int, int]] = {}  # name -> (file, offset, checksum)
+    index: dict[bytes, tuple[int, int, int]] = {}  # block hash -> (file, offset, checksum)
     files = [os.open(path, os.O_RDONLY) for path in sorted(folder.iterdir())]
     for file in files:
         offset, end = 0, os.fstat(file).st_size
@@ -144,7 +144,7 @@ def measure_segments(folder: Path, blocks: Blocks) -> dict[str, float]:
 
 
 def write_segments(folder: Path, blocks: Blocks) -> None:
-    """Every segment is synced when it is full."""
+    """Write the segments; every segment is synced when it is full."""
     per_segment = max(SEGMENT_BYTES // (HEAD.size + blocks.size), 1)
     for first in range(0, blocks.num, per_segment):
         with (folder / f"{first:09d}").open("wb", buffering=0) as file:
@@ -171,7 +171,7 @@ def figures(
 
 
 def killed_by_truncation(folder: Path, cases: int = 20) -> int:
-    """How many readers of an LMDB file that was cut somewhere die by a signal."""
+    """Return how many readers of an LMDB file truncated at a random place die by a signal."""
     empty(folder)
     with lmdb.open(str(folder), map_size=1 << 30) as store, store.begin(write=True) as transaction:
         for index in range(200):
@@ -186,7 +186,7 @@ def killed_by_truncation(folder: Path, cases: int = 20) -> int:
 
 
 def cut_segments(folder: Path, how: str, *, under_reader: bool, cases: int = 20) -> dict[str, int]:
-    """What becomes of readers of a segment file that is cut somewhere, before they open it or while they have it open.
+    """Return the results of readers of a segment file that is truncated, before or while they have it open.
 
     Of all blocks they hold: how many they served, how many of those were wrong, and how many they missed.
     """
@@ -218,7 +218,7 @@ def cut_segments(folder: Path, how: str, *, under_reader: bool, cases: int = 20)
 
 
 def cut_files(folder: Path) -> dict[str, Any]:
-    """Both forms: 20 readers each, of files of 200 blocks."""
+    """Measure both formats: 20 readers each, of files of 200 blocks."""
     return {
         "lmdb_readers_killed_by_truncation": f"{killed_by_truncation(folder)} of 20",
         "segment_readers_of_cut_files": {

@@ -1,4 +1,4 @@
-"""Measures what tokenizing a long prompt again costs, whole and in segments. CPU time of this process, by turns.
+"""Measure the cost of tokenizing a long prompt again, whole and in segments. CPU time of this process, in turn.
 
 python benchmarks/tokenizing/tokenizing.py MODEL_FOLDER > benchmarks/tokenizing/result.json
 """
@@ -63,7 +63,7 @@ def main(folder: str) -> None:
 
 
 def _text(tokenizer: Tokenizer) -> str:
-    """This repository's pages, over and over, until there are enough tokens."""
+    """Return this repository's pages, repeated until there are enough tokens."""
     pages = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md")))
     text = pages
     while (count := len(tokenizer.encode(text))) < NUM_TOKENS:

@@ -1,7 +1,7 @@
 """Training batches: generated text as tokens, positions and targets.
 
-Short preambles stand for long ones early in training: random gaps between the positions of their lines spread them
-over the distances of a full preamble, at a tenth of the cost.
+Early in training, short preambles replace long ones: random gaps between the positions of their lines spread them over
+the distances of a full preamble, at a tenth of the cost.
 """
 
 import zlib
@@ -19,7 +19,7 @@ from headstart.workload.intent import Example, Preamble, make_examples, make_pre
 IGNORED = -100
 COPY_LENGTH = 16
 NO_INTENTS = (0, 0)
-"""A stage on random tokens, see `make_copy_batch`."""
+"""The `num_intents` of a stage on random tokens, see `make_copy_batch`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Stage:
 
 
 def make_batch(stage: Stage, tokenizer: PreTrainedTokenizerFast, seed: str) -> Batch:
-    """The batch of a stage that belongs to `seed`."""
+    """Return the batch of a stage that belongs to `seed`."""
     if stage.num_intents == NO_INTENTS:
         return make_copy_batch(stage.num_preambles, stage.num_segments, len(tokenizer), seed)
     rng = Random(seed)
@@ -53,10 +53,10 @@ def make_batch(stage: Stage, tokenizer: PreTrainedTokenizerFast, seed: str) -> B
 
 
 def make_copy_batch(num_preambles: int, num_segments: int, vocab_size: int, seed: str) -> Batch:
-    """Random tokens to copy: a piece of the preamble, then a piece of the segment itself.
+    """Return random tokens to copy: a piece of the preamble, then a piece of the segment itself.
 
-    Every target but the first of a piece follows from "find the last token earlier on, take what came after it", so
-    the attention heads that do this (Olsson et al. 2022, induction heads) form within some hundred small steps.
+    Every target except the first of a piece follows from the rule "find the last token earlier on, copy the token after
+    it", so the attention heads that do this (Olsson et al. 2022, induction heads) form within a few hundred steps.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     shape = num_preambles, num_segments
@@ -84,7 +84,7 @@ def make_copy_batch(num_preambles: int, num_segments: int, vocab_size: int, seed
 def encode_batch(
     preambles: list[Preamble], examples: list[list[Example]], tokenizer: PreTrainedTokenizerFast, span: int, rng: Random
 ) -> Batch:
-    """Tokens, positions and targets of the same number of examples behind each preamble."""
+    """Return tokens, positions and targets of the same number of examples behind each preamble."""
     newline = tokenizer.convert_tokens_to_ids("Ċ")
     heads = _encode([preamble_text(p.text) for p in preambles], tokenizer)
     flat = [example for group in examples for example in group]
@@ -116,12 +116,12 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[i
 
 
 def _gap(used: int, span: int, rng: Random) -> int:
-    """A random number of positions to skip, so that no more than `span` are used in all; often none."""
+    """Return a random number of positions to skip, so that at most `span` are used in all; often 0."""
     return rng.randint(0, max(0, span - used)) if span and rng.random() < 0.5 else 0
 
 
 def _spread(ids: list[int], newline: int, span: int, rng: Random) -> list[int]:
-    """Positions of the tokens, with random gaps after newlines."""
+    """Return the positions of the tokens, with random gaps after newlines."""
     num_lines = ids.count(newline)
     total = _gap(len(ids), span, rng)
     cuts = sorted(rng.randint(0, total) for _ in range(num_lines))

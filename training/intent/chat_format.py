@@ -1,7 +1,7 @@
 """The tokenizer and the chat format of the bundled model.
 
-The tokenizer keeps copying an identity on token ids: a word has the same tokens after a space, a quote or a bracket.
-So a space is a token of its own, except before a few function words, where nothing is copied; digits stand alone.
+Copying is an identity on token ids: a word has the same tokens after a space, a quote or a bracket.
+So a space is its own token, except before a few function words, where nothing is copied; digits are single tokens.
 """
 
 import re
@@ -31,7 +31,7 @@ _LETTERS = "A-Za-z\\u00C0-\\u024F"
 
 
 def train_tokenizer(vocab_size: int, num_preambles: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of `vocab_size` tokens, trained on generated text."""
+    """Return a byte-level BPE tokenizer of `vocab_size` tokens, trained on generated text."""
     tokenizer = Tokenizer(models.BPE())
     glued = "|".join(_GLUED.split())
     pattern = "|".join(
@@ -70,12 +70,12 @@ def train_tokenizer(vocab_size: int, num_preambles: int) -> PreTrainedTokenizerF
 
 
 def preamble_text(text: str) -> str:
-    """The system message as the model reads it: `<|system|>...<|end|>`."""
+    """Return the system message in the model's format: `<|system|>...<|end|>`."""
     return f"<|system|>{text}{END}"
 
 
 def question_text(sentence: str) -> str:
-    """The user message and the start of the answer: `<|user|>...<|end|><|assistant|>`."""
+    """Return the user message and the start of the answer: `<|user|>...<|end|><|assistant|>`."""
     return f"<|user|>{sentence}{END}<|assistant|>"
 
 

@@ -14,7 +14,7 @@ MAX_NEW_TOKENS = 64
 
 
 def evaluate(folder: Path, num_sentences: int) -> dict[str, float | int]:
-    """Accuracies in fp32 and bf16: held-out plain and swapped, and training patterns for comparison."""
+    """Return accuracies in fp32 and bf16: held-out plain and swapped, and training patterns for comparison."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     figures: dict[str, float | int] = {"sentences": num_sentences}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -33,7 +33,7 @@ def evaluate(folder: Path, num_sentences: int) -> dict[str, float | int]:
 def _accuracy(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, split: Split, swapped: bool, num_sentences: int
 ) -> float:
-    """Share of sentences answered exactly, over preambles that training did not see."""
+    """Return the share of sentences answered exactly, over preambles that training did not see."""
     right = total = 0
     for seed in range(NUM_PREAMBLES):
         preamble = make_preamble(f"evaluation/{seed}")
@@ -51,7 +51,7 @@ def _accuracy(
 def answer(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, preamble: Preamble, examples: list[Example]
 ) -> list[str]:
-    """Greedy answers, one at a time; what all prompts share is computed once and kept in the cache."""
+    """Return greedy answers, one at a time; the shared prefix is computed once and kept in the cache."""
     head = {"role": "system", "content": preamble.text}
     cache = DynamicCache(config=model.config)
     shared = tokenizer.apply_chat_template([head], return_tensors="pt", return_dict=False)

@@ -1,7 +1,7 @@
-"""A Llama decoder for training many short segments behind shared preambles, each preamble computed once.
+"""A Llama decoder for training on many short segments behind shared preambles, with each preamble computed once.
 
 Parameter names and arithmetic are those of transformers' `LlamaForCausalLM`, so that `state_dict()` is a checkpoint.
-Each segment attends to its preamble and, causally, to itself: what a serving engine computes from a cached prefix.
+Each segment attends to its preamble and, causally, to itself, as in a serving engine with a cached prefix.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """N preambles [N, P], B segments behind each [N, B, S], and their targets; -100 marks what is not learnt."""
+    """N preambles [N, P], B segments behind each [N, B, S], and their targets; -100 marks positions without loss."""
 
     preamble: Tensor
     preamble_positions: Tensor
@@ -53,15 +53,15 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
 
     def query(self, x: Tensor, rope: Tensor) -> Tensor:
-        """[..., T, hidden] -> [..., heads, T, D]."""
+        """Return the rotated queries: [..., T, hidden] -> [..., heads, T, D]."""
         return _rotate(_split(self.q_proj(x), self.shape.head_dim), rope)
 
     def key_value(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., T, hidden] -> keys and values [..., KV heads, T, D]."""
+        """Return rotated keys and values: [..., T, hidden] -> [..., KV heads, T, D]."""
         return _rotate(_split(self.k_proj(x), self.shape.head_dim), rope), _split(self.v_proj(x), self.shape.head_dim)
 
     def output(self, heads: Tensor) -> Tensor:
-        """[..., heads, T, D] -> [..., T, hidden]."""
+        """Return the output projection: [..., heads, T, D] -> [..., T, hidden]."""
         return self.o_proj(heads.transpose(-2, -3).flatten(-2))
 
 
@@ -91,7 +91,7 @@ class Layer(nn.Module):
     def forward(
         self, p: Tensor, s: Tensor, ropes: tuple[Tensor, Tensor], masks: tuple[Tensor, Tensor], *, is_last: bool
     ) -> tuple[Tensor, Tensor]:
-        """Preambles [N, P, hidden] and segments [N, B, S, hidden]; the last layer leaves the preambles as they are."""
+        """Run preambles [N, P, hidden] and segments [N, B, S, hidden]; the last layer leaves the preambles as is."""
         attention, (p_rope, s_rope) = self.self_attn, ropes
         p_norm, s_norm = self.input_layernorm(p), self.input_layernorm(s)
         p_key, p_value = attention.key_value(p_norm, p_rope)
@@ -139,7 +139,7 @@ class Network(nn.Module):
                 nn.init.normal_(weight, std=shape.hidden_size**-0.5)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits [K, vocab] and targets [K] at the K learnt positions of the segments."""
+        """Return logits [K, vocab] and targets [K] at the K positions of the segments that have a target."""
         p, s = self.model.embed_tokens(batch.preamble), self.model.embed_tokens(batch.segments)
         ropes = self.rope[batch.preamble_positions][:, None], self.rope[batch.segment_positions][:, :, None]
         masks = _masks(batch)
@@ -155,7 +155,7 @@ def _split(x: Tensor, head_dim: int) -> Tensor:
 
 
 def _rope_table(shape: Shape) -> Tensor:
-    """Cosines and sines [positions, 2, D]; Su et al. 2021, in the half-split layout of Llama checkpoints."""
+    """Return cosines and sines [positions, 2, D]; Su et al. 2021, in the half-split layout of Llama checkpoints."""
     frequencies = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
     angles = torch.outer(torch.arange(shape.max_position_embeddings, dtype=torch.float32), frequencies).repeat(1, 2)
     return torch.stack((angles.cos(), angles.sin()), dim=1)
@@ -170,10 +170,10 @@ def _rotate(x: Tensor, rope: Tensor) -> Tensor:
 def _attend(
     query: Tensor, shared: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], masks: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Heads [N, B, H, S, D] of queries over shared keys [N, KV, P, D] and, causally, own keys [N, B, KV, S, D].
+    """Return heads [N, B, H, S, D] of queries over shared keys [N, KV, P, D] and, causally, own keys [N, B, KV, S, D].
 
-    Written out as two matrix products and one softmax: ATen's fused kernel on CPU wants the shared part copied for
-    every segment, and its backward pass took half of the training time.
+    Written as two matrix products and one softmax: ATen's fused kernel on CPU needs a copy of the shared part for every
+    segment, and its backward pass took half of the training time.
     """
     n, b, h, s, d = query.shape
     kv = shared[0].shape[1]
@@ -190,7 +190,7 @@ def _attend(
 
 
 def _masks(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Additive masks: real preamble tokens [N, 1, 1, 1, 1, P], and what came before in the segment [S, S]."""
+    """Return additive masks: real preamble tokens [N, 1, 1, 1, 1, P], and the causal mask of the segment [S, S]."""
     size = batch.segments.shape[2]
     shared = torch.zeros(batch.preamble.shape).masked_fill(~batch.preamble_is_real, -1e9)
     return shared[:, None, None, None, None], torch.full((size, size), -1e9).triu(1)

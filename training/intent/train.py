@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def train(out: Path, seed: int, scale: float) -> dict[str, float | int]:
-    """Train from nothing, write the model folder, and give the cost."""
+    """Train from initial weights, write the model folder, and return the cost."""
     started, cpu_started = time.monotonic(), time.process_time()
     torch.manual_seed(seed)
     tokenizer = train_tokenizer(VOCAB_SIZE, num_preambles=400)
@@ -79,7 +79,7 @@ def train(out: Path, seed: int, scale: float) -> dict[str, float | int]:
 def _learn(
     network: Network, optimizers: list[torch.optim.Optimizer], batch: Batch, lr_share: float
 ) -> tuple[float, float]:
-    """One step of every optimizer; the loss and the share of answer tokens predicted right."""
+    """Run one step of every optimizer; return the loss and the share of answer tokens predicted correctly."""
     with torch.autocast("cpu", torch.bfloat16):
         logits, targets = network(batch)
     loss = functional.cross_entropy(logits.float(), targets)
@@ -94,7 +94,7 @@ def _learn(
 
 
 def _optimizers(network: Network) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan et al. 2024) for the matrices of the layers, AdamW for embeddings and norms."""
+    """Return Muon (Jordan et al. 2024) for the matrices of the layers, AdamW for embeddings and norms."""
     matrices = [w for name, w in network.named_parameters() if w.dim() == 2 and "embed" not in name]
     others = [w for name, w in network.named_parameters() if w.dim() < 2 or "embed" in name]
     optimizers: list[torch.optim.Optimizer] = [
@@ -108,7 +108,7 @@ def _optimizers(network: Network) -> list[torch.optim.Optimizer]:
 
 
 def _lr_share(step: int, num_steps: int) -> float:
-    """Linear warm-up, then a cosine to a small rest."""
+    """Return the learning-rate factor: linear warm-up, then a cosine down to a small share."""
     if step < WARMUP_STEPS:
         return (step + 1) / WARMUP_STEPS
     progress = (step - WARMUP_STEPS) / max(1, num_steps - WARMUP_STEPS)

@@ -1,9 +1,9 @@
-"""Initial weights with the copying circuit in place, so that training starts from it and need not discover it.
+"""Initial weights that already contain the copying circuit, so that training does not have to find it.
 
-Layer 0 gets heads that look 1, 2 and 3 tokens back and write what they see into subspaces of their own. Layer 1 gets
-two heads that look for an earlier token that followed the current token (one of them: that followed the last two
-tokens) and promote it: the induction heads of Olsson et al. 2022, "In-context Learning and Induction Heads". Left to
-chance they had not formed after 560 steps. Nothing is frozen, and nothing here knows of intents.
+Layer 0 gets heads that attend 1, 2 and 3 tokens back and write the result into separate subspaces. Layer 1 gets two
+heads that find an earlier token that followed the current token (one of them: that followed the last two tokens) and
+promote it: the induction heads of Olsson et al. 2022, "In-context Learning and Induction Heads". With random weights
+they had not formed after 560 steps. Nothing is frozen, and nothing here depends on intents.
 """
 
 import torch
@@ -52,7 +52,7 @@ def wire(network: Network) -> None:
 
 
 def _look_back(attention: Attention, head: int, distance: int, common: Tensor) -> None:
-    """Make a head attend `distance` positions back: both sides are constant, and rotary phases do the rest."""
+    """Make a head attend `distance` positions back: query and key are constant, rotary phases do the rest."""
     head_dim = attention.shape.head_dim
     half = head_dim // 2
     theta = attention.shape.rope_theta ** (-torch.arange(half) / half)
@@ -71,7 +71,7 @@ def _write(attention: Attention, head: int, directions: Tensor, scale: float) ->
 
 
 def _slow_pairs(head_dim: int) -> Tensor:
-    """The dimensions of a head whose rotation is small over a whole context: fit to match content."""
+    """Return the dimensions of a head that rotate little over a whole context, for matching content."""
     half = head_dim // 2
     return torch.cat((torch.arange(half // 2, half), torch.arange(half + half // 2, head_dim)))
 

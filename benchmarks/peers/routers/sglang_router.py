@@ -1,10 +1,10 @@
-"""Starts SGLang's router (PyPI `sglang-router`) in front of plain HTTP replicas; its development goes on as SMG."""
+"""Start SGLang's router (PyPI `sglang-router`) in front of plain HTTP replicas. Its successor is SMG."""
 
 from start import Order, start
 
 
 def command(order: Order) -> list[str]:
-    """Its default policy is cache_aware."""
+    """Return the command line. Its default policy is cache_aware."""
     words = [order.script("sglang-router"), "launch", "--host", "127.0.0.1", "--port", str(order.port)]
     words += ["--worker-urls", *order.replicas, "--policy", order.policy or "cache_aware", "--log-level", "warn"]
     words += ["--history-backend", "none", "--worker-startup-check-interval", "1", "--shutdown-grace-period-secs", "1"]

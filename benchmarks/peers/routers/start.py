@@ -1,8 +1,8 @@
-"""What every starter of a router shares: its command line, the line that says who it is, and becoming the router.
+"""The common part of all router starters: the command line, the line with name and version, and the exec.
 
 `PYTHON STARTER.py --environment FOLDER --port N --folder DIR [--policy NAME] --replica URL ... [-- FLAG ...]` prints
-one JSON line (name, version, `ready`: the path that tells whether it serves) and is that router from then on.
-Standard library only: any interpreter will do. `headstart.bench.runners.route_process` is the other side.
+one JSON line (name, version, `ready`: the path of the readiness check) and then replaces itself with that router.
+Standard library only: any interpreter works. The counterpart is `headstart.bench.runners.route_process`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be started. `policy` is in the router's own words; empty: its default."""
+    """The launch settings of a router. `policy` is in the router's own terms; empty: its default."""
 
     environment: Path
     port: int
@@ -28,23 +28,23 @@ class Order:
     flags: tuple[str, ...]
 
     def script(self, name: str) -> str:
-        """The path of an executable of its environment."""
+        """Return the path of an executable of its environment."""
         return str(self.environment / "bin" / name)
 
     def spare_port(self) -> int:
-        """A port of this machine that nobody uses right now."""
+        """Return a port of this machine that is currently unused."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             return probe.getsockname()[1]
 
     def addresses(self) -> list[tuple[str, int]]:
-        """(host, port) of each replica."""
+        """Return (host, port) of each replica."""
         parts = [urlsplit(url) for url in self.replicas]
         return [(part.hostname or "127.0.0.1", part.port or 80) for part in parts]
 
 
 def start(distribution: str, ready: str, command: Callable[[Order], list[str]]) -> None:
-    """Says who it is and becomes `command(order)`. Exits with 2 if the package is not in its environment."""
+    """Print name and version and exec `command(order)`. Exits with 2 if the package is not in its environment."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--environment", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)

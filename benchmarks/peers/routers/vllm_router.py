@@ -1,13 +1,13 @@
-"""Starts vLLM's router (PyPI `vllm-router`) in front of plain HTTP replicas.
+"""Start vLLM's router (PyPI `vllm-router`) in front of plain HTTP replicas.
 
-With cache_aware it has each prompt tokenized by a replica first: POST /v1/completions/render, else POST /tokenize.
+With cache_aware a replica first tokenizes each prompt for it: POST /v1/completions/render, else POST /tokenize.
 """
 
 from start import Order, start
 
 
 def command(order: Order) -> list[str]:
-    """Its default policy is cache_aware."""
+    """Return the command line. Its default policy is cache_aware."""
     words = [order.script("vllm-router"), "--host", "127.0.0.1", "--port", str(order.port)]
     words += ["--worker-urls", *order.replicas, "--policy", order.policy or "cache_aware", "--log-level", "warning"]
     words += ["--worker-startup-check-interval", "1"]

@@ -100,7 +100,7 @@ class EndpointRunner:
     async def _serve(
         self, calls: Sequence[Call], concurrency: int, bar: Bar, give_up: GiveUp | None
     ) -> tuple[list[Reply], bool]:
-        """Return (replies in call order, whether the run ended early; then the replies received by then)."""
+        """Return (replies in call order, whether the run ended early). An early end leaves out open requests."""
         session, start = self._session, time.perf_counter()
         assert session is not None, "connect() first"
         slots = asyncio.Semaphore(concurrency) if concurrency else None
