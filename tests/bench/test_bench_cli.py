@@ -204,8 +204,8 @@ def test_a_trace_is_replayed_from_a_file(tmp_path: Path) -> None:
         (("decode", "--prefixes", "none"), "--prefixes 'none'"),
         (("decode", "--top-p", "0.9"), "do nothing at temperature 0"),
         (("decode", "--temperature", "1", "--top-p", "0"), "outside (0, 1]"),
-        (("twins", "--abort"), "go with an engine in here only"),
-        (("twins", "--prefix-tokens", "20"), "whole blocks"),
+        (("twins", "--abort"), "need an engine in this process"),
+        (("twins", "--prefix-tokens", "20"), "not a multiple of the block size"),
         (("prefill", "--lengths", "4000"), "context of 2048"),
     ],
 )

@@ -74,7 +74,7 @@ def test_a_pool_that_holds_no_request_is_refused() -> None:
 
 
 def test_who_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no routing policy 'random'"):
+    with pytest.raises(ConfigError, match="routing policy 'random' is unknown"):
         FleetConfig(policies=("random",)).entrants()
     peer = Entrant("smg")
     assert [one.name for one in FleetConfig(policies=("cost",), peers=(peer,)).entrants()] == ["cost", "smg"]

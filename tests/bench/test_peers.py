@@ -132,7 +132,7 @@ def test_a_job_is_not_started_before_it_is_due() -> None:
 
 def test_a_request_that_ends_short_of_its_tokens_has_an_error() -> None:
     record = drive(Steps(most=2), [Job([7], 5, 0.0)])["records"][0]
-    assert record["error"] == "2 of 5 tokens came" and record["finish"] is None
+    assert record["error"] == "2 of 5 tokens received" and record["finish"] is None
 
 
 def test_what_is_under_way_or_waits_is_given_up_in_time() -> None:

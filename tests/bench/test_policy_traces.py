@@ -44,7 +44,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_trace_without_prefixes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
-    with pytest.raises(ConfigError, match="nothing of shared prefixes"):
+    with pytest.raises(ConfigError, match="does not record shared prefixes"):
         run_route(tmp_path / "trace", RouteConfig())
 
 

@@ -29,8 +29,8 @@ def test_what_a_computed_costs_b_one_token_per_prompt(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("fault", "complaint"),
     [
-        ("leak", "B took over 124 tokens of another tenant"),
-        ("blind", "the test of tenants says nothing"),
+        ("leak", "B loaded 124 tokens of another tenant"),
+        ("blind", "the tenant test proves nothing"),
         ("wrong", "16 answers of B differ in float32"),
         ("miscount", "run 1 of 2: B's /metrics count 16 computed tokens, its answers 8"),
         ("failing", "run 1 of 2: 16 requests failed, the first with: HTTP 500"),
