@@ -109,7 +109,7 @@ def test_cached_tokens_are_read_in_every_form_and_never_made_up(usage: dict, exp
 def test_a_server_that_claims_more_than_can_be_cached_is_found_out() -> None:
     with connected(Stub("all cached")) as runner:
         found = measure(runner, scenarios.twins(runner.vocab_size, Random(1), requests=3, shape=SHAPE))
-    assert "are needed" in found.problems[0]
+    assert "are needed: the prompts were known already" in found.problems[0]
 
 
 @pytest.mark.parametrize(
