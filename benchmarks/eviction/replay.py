@@ -43,11 +43,11 @@ def read_text(path: Path) -> Iterator[Prompt]:
     with path.open() as lines:
         requests = sorted(map(json.loads, lines), key=lambda request: request["timestamp"])
     for request in requests:
-        text, parent, names = request["input"].encode(), b"", []
+        text, parent, hashes = request["input"].encode(), b"", []
         for start in range(0, len(text) - TEXT_BLOCK + 1, TEXT_BLOCK):
             parent = hashlib.sha256(parent + text[start : start + TEXT_BLOCK]).digest()
-            names.append(BlockHash(parent))
-        yield names
+            hashes.append(BlockHash(parent))
+        yield hashes
 
 
 SHARES = (0.3, 0.8)  # other shares of the pool that 2q might protect
@@ -60,19 +60,19 @@ def replay(prompts: list[Prompt], policy: str, num_blocks: int, concurrency: int
     pool = BlockPool(num_blocks + 1, eviction_policy=policy)
     held: deque[list[int]] = deque()
     num_found = num_wanted = 0
-    for names in prompts:
+    for hashes in prompts:
         while held and len(held) >= concurrency:
             pool.release(held.popleft())
-        hit = pool.lookup(names, ROOT, b"", 0)
+        hit = pool.lookup(hashes, ROOT, b"", 0)
         num_found += len(hit)
-        num_wanted += len(names)
-        new = min(len(names), num_blocks) - len(hit)
+        num_wanted += len(hashes)
+        new = min(len(hashes), num_blocks) - len(hit)
         while held and new > pool.num_available(hit):
             pool.release(held.popleft())
         pool.acquire(hit)
         blocks = hit + pool.allocate(new)
         for index in range(len(hit), len(blocks)):
-            pool.publish(blocks[index], names[index], names[index - 1] if index else ROOT, b"")
+            pool.publish(blocks[index], hashes[index], hashes[index - 1] if index else ROOT, b"")
         held.append(blocks)
     while held:
         pool.release(held.popleft())
@@ -92,7 +92,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=16, help="requests that hold their blocks at a time")
     args = parser.parse_args()
     prompts = list(FORMATS[args.format](args.trace))
-    distinct = len({name for names in prompts for name in names})
+    distinct = len({block_hash for hashes in prompts for block_hash in hashes})
     total = sum(map(len, prompts))
     longest = max(map(len, prompts))
     EVICTION_POLICIES.update({f"2q protecting {share}": two_queue(share) for share in SHARES})

@@ -108,8 +108,8 @@ class Fuzz:
             if kind in ("mutated", "legal"):
                 self.failures.append(f"{kind}: {error!r} for {request.body[:300]!r}")
             return
-        told = re.search(rb'event: error\ndata: .*?"type":"server_error"', answer)
-        self.note(kind, 599 if told else response.status, (request.path, request.body, answer[:300]))
+        failed = re.search(rb'event: error\ndata: .*?"type":"server_error"', answer)
+        self.note(kind, 599 if failed else response.status, (request.path, request.body, answer[:300]))
 
     async def generated(self, kind: str, count: int, at_once: int) -> None:
         """Send `count` requests of one kind, `at_once` at a time."""

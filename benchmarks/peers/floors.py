@@ -109,18 +109,14 @@ class Floors:
         return self.seconds(Pass(streams, streams, streams * (shared + own), prefixes * shared + streams * own))
 
     def _burst(self, groups: int, prompts: int, shared: int, own: int, output: int) -> float:
-        """Return the time of all prefixes once, the rest of every prompt, then all outputs but the first, in full
-        batches.
-        """
+        """Return the time of all prefixes once, the rest of every prompt, then all outputs but the first."""
         count = groups * prompts
         pairs = groups * causal(shared) + count * causal(own, shared)
         first = self.seconds(Pass(groups * shared + count * own, count, pairs, 0))
         return first + (output - 1) * self._decode(count, groups, shared, own + output / 2)
 
     def _request(self, shared: int, own: int, output: int) -> float:
-        """Return a request's share of endless large steps behind one cached prefix: operations only, reads are
-        amortized.
-        """
+        """Return a request's share of endless large steps behind one cached prefix: operations only, no reads."""
         model = self._model
         tokens = own + output - 1
         products = 2 * model.layer_weights * tokens + 2 * model.head_weights * output

@@ -39,9 +39,7 @@ class Entry:
 
 
 def find(entries: Iterable[Entry], key: Key) -> Entry | None:
-    """Return the least contended good trial of the key, else one that was ended early, else None; failed ones do not
-    count.
-    """
+    """Return the least contended good trial of the key, else one that was ended early, else None."""
     found = [entry for entry in entries if entry.key == key and not entry.problems]
     good = [entry for entry in found if entry.is_good]
     return min(good or found, key=lambda entry: entry.other_cores or 0.0, default=None)

@@ -95,9 +95,7 @@ class Flight:
 
 
 def drive(engine: Stepper, jobs: list[Job], concurrency: int = 0, give_up_after: float | None = None) -> dict[str, Any]:
-    """Run all jobs on an engine that computes in steps: each at its arrival time, or in order with `concurrency` at a
-    time.
-    """
+    """Run all jobs on an engine that computes in steps: each at its arrival time, or `concurrency` at a time."""
     waiting = deque(enumerate(jobs))
     flights: dict[str, Flight] = {}
     records: dict[int, dict[str, Any]] = {}

@@ -47,9 +47,7 @@ _LOWER_BOUND = (
 
 
 def draw_all(folder: Path, page: Path | None = None) -> dict[str, Any]:
-    """Write peers.json, peers.md and peers.png beside the journal, and the generated part of `page`; return the
-    document.
-    """
+    """Write peers.json, peers.md, peers.png and the generated part of `page`; return the document."""
     about, entries = read(folder / "trials.jsonl")
     found = document(about, entries)
     (folder / "peers.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -29,9 +29,7 @@ class PhaseResult:
 
     @property
     def computed(self) -> int | None:
-        """Return the prompt tokens computed, from the client's view; None if not reported or not all requests
-        succeeded.
-        """
+        """Return the prompt tokens computed, as seen by the client; None if not reported or a request failed."""
         whole = not self.trial.is_cut and all(record.ok for record in self.trial.records)
         return self.trial.computed_tokens if whole else None
 

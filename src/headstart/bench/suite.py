@@ -54,9 +54,7 @@ class PhaseFigures:
 
     @property
     def decode_rates(self) -> list[float]:
-        """Return the decode rates; empty unless all jobs start at once, so that all of them decode together for a
-        while.
-        """
+        """Return the decode rates; empty unless all jobs start at once, so that all decode together for a while."""
         if any(result.phase.concurrency or any(job.at for job in result.phase.jobs) for result in self.results):
             return []
         return [rate for result in self.results if (rate := result.trial.decode_rate) is not None]

@@ -59,7 +59,7 @@ def rotations(
     vocab_size: VocabSize = 512,
     timeout: Timeout = 300,
 ) -> None:
-    """48 rotations of 1,025 tokens, cold and warm: only uncached tokens count against the budget (vLLM #3402)."""
+    """Send 48 rotations of 1,025 tokens, cold and warm: only uncached tokens use the budget (vLLM #3402)."""
     if against:
         from headstart.bench.suite import Plan
         from headstart.bench.suite_plans import rotations as build
@@ -103,7 +103,7 @@ def intent(
     vocab_size: VocabSize = 512,
     timeout: Timeout = 300,
 ) -> None:
-    """900 shared and 100 own tokens in, 30 out, prefix caching off and on: TTFT, decode stall, highest request rate.
+    """Send 900 shared and 100 own tokens, 30 out, prefix caching off and on: TTFT, decode stall, highest rate.
 
     Published figures: --seconds 30 --min-requests 40 --examples 200.
     With --against: unloaded requests, then the highest rate within the limits, or four times the unloaded latency.
@@ -168,7 +168,7 @@ def twins(
     vocab_size: VocabSize = 512,
     timeout: Timeout = 300,
 ) -> None:
-    """Simultaneous requests behind one new prefix: prompt tokens computed against the least number possible."""
+    """Send simultaneous requests behind one new prefix: prompt tokens computed against the least possible."""
     if against:
         from headstart.bench.experiments.engine.burst_forms import Form, check_form, parse_tree
         from headstart.bench.suite import Plan

@@ -38,7 +38,7 @@ lab = typer.Typer(
 
 @lab.command(short_help="One prompt twice: number of tokens computed.")
 def repeat(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, seed: Seed = 0) -> None:
-    """The same 1,024-token prompt twice: the second time computes one token, not one block."""
+    """Send the same 1,024-token prompt twice: the second time computes one token, not one block."""
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.experiments.engine.repeat import run_repeat
@@ -50,7 +50,7 @@ def repeat(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, s
 
 @lab.command(short_help="A pinned prefix: cached tokens of the first request.")
 def pinned(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, seed: Seed = 0) -> None:
-    """A pinned prefix of 900 tokens: cached tokens of the first request, and of one after a flood of three pools."""
+    """Pin a prefix of 900 tokens: cached tokens of the first request, and of one after a flood of three pools."""
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.experiments.engine.pinned import run_pinned
@@ -62,7 +62,7 @@ def pinned(model: Model = "tiny", dtype: Dtype = "auto", threads: Threads = 0, s
 
 @lab.command(short_help="The effect of int8 weights on logits and answers.")
 def int8(model: Model = "", threads: Threads = 0, seed: Seed = 0, quick: Quick = False) -> None:
-    """Logits with int8 weights and with bfloat16 against float32, and exact answers of the bundled model (default)."""
+    """Compare logits with int8 weights and with bfloat16 against float32, and the bundled model's answers."""
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.experiments.engine.int8 import QUICK, Int8Config, run_int8
@@ -82,7 +82,7 @@ def page_aligned(
     quick: Quick = False,
     plot: Plot = None,
 ) -> None:
-    """--page-aligned-scheduling off, exact and ceil: KV-write time saved, token budget lost, total time on --model."""
+    """Compare --page-aligned-scheduling off, exact and ceil: KV-write time saved, token budget lost, total time."""
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.experiments.engine.page_aligned import QUICK, AlignedConfig, run_page_aligned
@@ -106,7 +106,7 @@ def scheduler(
         ),
     ] = None,
 ) -> None:
-    """Scheduling cost with a null executor: microseconds of pure Python per step, without a model."""
+    """Measure the scheduling cost with a null executor: microseconds of pure Python per step, without a model."""
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.experiments.engine.scheduler_cost import peer_command, run_scheduler
@@ -116,7 +116,7 @@ def scheduler(
     cli_run.finish(bench, None)
 
 
-@lab.command(short_help="A hot prefix amid scans of one-off prompts.")
+@lab.command(short_help="A hot prefix between scans of one-off prompts.")
 def scan(
     seed: Seed = 0,
     prefix_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the hot prefix.")] = 2048,
@@ -125,7 +125,7 @@ def scan(
     concurrency: Annotated[int, typer.Option(min=1, help="One-off prompts of 1,024 tokens at a time.")] = 4,
     num_blocks: Annotated[int, typer.Option(min=2, help="Blocks of 16 tokens in the pool.")] = 512,
 ) -> None:
-    """A prefix that is used again and again between scans of one-off prompts: the share that 2q and lru still cache."""
+    """Use a prefix again and again between scans of one-off prompts: the share that 2q and lru still cache."""
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.experiments.engine.scan import ScanConfig, run_scan
@@ -149,7 +149,7 @@ def fairness(
     quick: Quick = False,
     plot: Plot = None,
 ) -> None:
-    """Hot requests that hit 96 % and a few cold ones: k-LPM against fcfs, in virtual time.
+    """Mix hot requests that hit 96 % with a few cold ones: k-LPM against fcfs, in virtual time.
 
     Long outputs and few slots (--output-tokens 48 --max-num-seqs 8) make decode most of the work instead of prefill.
     """
@@ -175,7 +175,7 @@ def stall(
     quick: Quick = False,
     plot: Plot = None,
 ) -> None:
-    """A cold prompt of 4,000 tokens amid 16 decodes: time per output token, by bound of a step."""
+    """Send a cold prompt of 4,000 tokens during 16 decodes: time per output token, by bound of a step."""
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.experiments.engine.decode_stall import StallConfig, run_stall
@@ -196,7 +196,7 @@ def order(
     quick: Quick = False,
     plot: Plot = None,
 ) -> None:
-    """2,000 waiting prompts of 4,096 tokens while none or one can be admitted: microseconds of ordering per step."""
+    """Queue 2,000 prompts of 4,096 tokens while none or one can be admitted: microseconds of ordering per step."""
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.experiments.engine.queue_cost import OrderConfig, run_order
@@ -218,7 +218,7 @@ def restart(
     quick: Quick = False,
     plot: Plot = None,
 ) -> None:
-    """64 prompts, kill -9 of a real server with --kv-store, the same prompts; and opening 100,000 stored blocks."""
+    """Kill a real server with --kv-store by kill -9 and send its 64 prompts again; open 100,000 stored blocks."""
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.experiments.store.restart import QUICK, RestartConfig, run_restart
@@ -240,7 +240,7 @@ def siblings(
     quick: Quick = False,
     plot: Plot = None,
 ) -> None:
-    """Two real servers on one --kv-store: B loads what A computed, after which delay, and nothing of another tenant."""
+    """Run two real servers on one --kv-store: B loads what A computed, after which delay, for one tenant only."""
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.experiments.store.shared_store import QUICK, SiblingsConfig, run_siblings
@@ -262,7 +262,7 @@ def write_behind(
     quick: Quick = False,
     plot: Plot = None,
 ) -> None:
-    """The same work with a store and without, in turn: throughput, slowest steps, blocks written and dropped."""
+    """Run the same work with a store and without, in turn: throughput, slowest steps, blocks written and dropped."""
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.experiments.store.write_behind import QUICK, WriteBehindConfig, run_write_behind
@@ -283,7 +283,7 @@ def linears(
     seed: Seed = 0,
     quick: Quick = False,
 ) -> None:
-    """A layer's matrix products by our kernels (bfloat16, int8), by oneDNN's packed form and by F.linear, in turn."""
+    """Time a layer's matrix products by our kernels (bfloat16, int8), by oneDNN's packed form and by F.linear."""
 
     def bench(bar: "Bar") -> "Report":
         count = prepare_threads(threads)

@@ -25,7 +25,7 @@ def pick(
     ] = 100_000,
     quick: Quick = False,
 ) -> None:
-    """Decisions on a 32k-token prompt with 16 replicas and a million blocks in the index: microseconds of CPU time."""
+    """Time decisions on a 32k-token prompt with 16 replicas and a million blocks in the index: CPU microseconds."""
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.experiments.router.decision_cost import QUICK, PickConfig, run_pick
@@ -44,7 +44,7 @@ def route(
     cache_blocks: Annotated[int, typer.Option(min=2, help="Blocks in each replica's cache.")] = 2930,
     requests: Annotated[int, typer.Option(min=0, help="Use the first N requests; 0: all.")] = 0,
 ) -> None:
-    """Every policy, with learning at the decision or at the response, and with an index four times too large."""
+    """Replay one trace with every policy, with learning at the decision or the response, and with an index x4."""
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.experiments.router.policy_traces import RouteConfig, run_route
@@ -66,7 +66,7 @@ def predict(
     requests: Annotated[int, typer.Option(min=0, help="Use the first N requests of each trace; 0: all.")] = 0,
     quick: Quick = False,
 ) -> None:
-    """Real engines without a model: the router's predicted cached tokens, with and without self-correction."""
+    """Run real engines without a model: the router's predicted cached tokens, with and without self-correction."""
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.experiments.router.predict import QUICK, PredictConfig, run_predict
@@ -98,7 +98,7 @@ def proxy(
     runs: Runs = 5,
     quick: Quick = False,
 ) -> None:
-    """Streams of fake replicas, directly and through our router and peers in turn: milliseconds added, CPU time."""
+    """Stream from fake replicas, directly and through our router and peers in turn: milliseconds added, CPU time."""
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.experiments.router.proxy_cost import QUICK, ProxyConfig, run_proxy
@@ -125,7 +125,7 @@ def failover(
     seed: Seed = 0,
     quick: Quick = False,
 ) -> None:
-    """kill -9 under load and a rolling restart at 70 % of the capacity, without retries: requests lost, by reason."""
+    """Kill replicas (-9) under load, restart them in turn at 70 % load, without retries: requests lost, by reason."""
 
     def run(setup: "Setup | None", bar: "Bar") -> "Report":
         from headstart.bench.experiments.router.failover import QUICK, FailoverConfig, run_failover
@@ -146,7 +146,7 @@ def failover(
 
 @router_lab.command(short_help="KV events: the router's index against the engine's.")
 def precise(seed: Seed = 0, quick: Quick = False) -> None:
-    """A real engine without a model, its KV events over a lossy relay: equality of both indexes, cost per event."""
+    """Relay KV events of a real engine without a model over a lossy link: equality of both indexes, event cost."""
 
     def bench(bar: "Bar") -> "Report":
         from headstart.bench.experiments.router.precise import QUICK, PreciseConfig, run_precise

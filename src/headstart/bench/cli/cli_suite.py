@@ -90,7 +90,7 @@ def shared_prefix(
     vocab_size: VocabSize = 512,
     timeout: Timeout = 300,
 ) -> None:
-    """SGLang's generated-shared-prefix: all at once, in a closed loop, or at a Poisson rate.
+    """Serve SGLang's generated-shared-prefix: all at once, in a closed loop, or at a Poisson rate.
 
     Without limits a search allows four times the latency of an unloaded request.
     """
@@ -139,7 +139,7 @@ def decode(
     vocab_size: VocabSize = 512,
     timeout: Timeout = 300,
 ) -> None:
-    """Streams that decode at once behind cached prefixes; tokens/s count from the last first token on."""
+    """Run streams that decode at once behind cached prefixes; tokens/s count from the last first token on."""
     from headstart.bench.suite import Plan
     from headstart.bench.suite_plans import decode as build
     from headstart.workload.jobs import Sampling
@@ -178,7 +178,7 @@ def prefill(
     vocab_size: VocabSize = 512,
     timeout: Timeout = 300,
 ) -> None:
-    """Prompts one at a time, one token out: time to the first token, all new and with a cached beginning."""
+    """Send prompts one at a time, one token out: time to the first token, all new and with a cached beginning."""
     from headstart.bench.suite import Plan, run_suite
     from headstart.bench.suite_plans import draw_lengths, parse_lengths
     from headstart.bench.suite_plans import prefill as build
@@ -271,7 +271,7 @@ def fleet(
     quick: Quick = False,
     plot: Plot = None,
 ) -> None:
-    """Generated-shared-prefix (gateway-api-inference-extension): system 3000 / question 128 tokens and the reverse."""
+    """Serve generated-shared-prefix (gateway-api-inference-extension): 3000 + 128 tokens and the reverse."""
 
     def bench(setup: "Setup", bar: "Bar") -> "Report":
         from headstart.bench.experiments.router.fleet import FleetConfig

@@ -15,9 +15,7 @@ from headstart.workload.request_record import RequestRecord
 
 
 class EngineRunner:
-    """A runner that steps one engine, and checks the reported cached tokens against the engine's count of computed
-    ones.
-    """
+    """A runner that steps one engine, and checks reported cached tokens against its count of computed ones."""
 
     def __init__(self, engine: Engine, info: EngineInfo, model: str, label: str = "headstart") -> None:
         self.engine = engine

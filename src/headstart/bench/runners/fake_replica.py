@@ -53,16 +53,16 @@ class Cache:
 
     def take(self, tokens: "array[int]") -> tuple[int, list[int]]:
         """Return (cached tokens of a prompt, its blocks, held until `release`). The prompt is cached from now on."""
-        pool, names = self._pool, list[BlockHash]()
-        extend_hashes(names, tokens, self.block_size, self._root)
-        found = [entry[0] for entry in takewhile(bool, map(pool.entry, names)) if entry]
+        pool, hashes = self._pool, list[BlockHash]()
+        extend_hashes(hashes, tokens, self.block_size, self._root)
+        found = [entry[0] for entry in takewhile(bool, map(pool.entry, hashes)) if entry]
         cached = max(min(len(found) * self.block_size, len(tokens) - 1), 0)
-        if len(names) - len(found) > pool.num_available(found):
+        if len(hashes) - len(found) > pool.num_available(found):
             return cached, []  # all blocks are in use: this prompt is not cached
         pool.acquire(found)
-        blocks = found + pool.allocate(len(names) - len(found))
-        for index in range(len(found), len(names)):
-            pool.publish(blocks[index], names[index], names[index - 1] if index else self._root, b"")
+        blocks = found + pool.allocate(len(hashes) - len(found))
+        for index in range(len(found), len(hashes)):
+            pool.publish(blocks[index], hashes[index], hashes[index - 1] if index else self._root, b"")
         return cached, blocks
 
     def release(self, blocks: list[int]) -> None:

@@ -136,9 +136,7 @@ class Replica:
         _kill(self._process)
 
     def _plain(self, method: str, path: str, key: str) -> str:
-        """Return the body of the response to a request without a body. Raises RequestFailedError unless it is status
-        200.
-        """
+        """Return the response body of a request without a body. Raises RequestFailedError unless it is status 200."""
         self._connection.close()  # the server also closes idle connections
         self._connection.request(method, path, headers=_headers(key))
         response = self._connection.getresponse()

@@ -82,9 +82,7 @@ def cached_tokens(usage: dict[str, Any]) -> int | None:
 
 
 def body_of(job: Job, model: str, **changes: object) -> bytes:
-    """Return the JSON of one streamed completion of exactly `job.output` tokens; `changes`: fields to set, None to
-    omit.
-    """
+    """Return the JSON of one streamed completion of `job.output` tokens; `changes`: fields to set, None to omit."""
     body = {
         "model": model,
         "prompt": job.prompt.tolist(),

@@ -1,6 +1,4 @@
-"""The forms of the twins benchmark: the requests of a burst, the failure of its leader, and the least tokens to
-compute.
-"""
+"""The forms of the twins benchmark: requests of a burst, failure of its leader, least tokens to compute."""
 
 from array import array
 from dataclasses import dataclass, replace

@@ -20,9 +20,7 @@ def run_intent(
     *,
     answer: Answer | None = None,
 ) -> Report:
-    """Measure load on `setup`'s model (unless `config` is None) and answers of the bundled one (if `questions` is
-    given).
-    """
+    """Measure load on `setup`'s model if `config` is given, and the bundled one's answers if `questions` is."""
     if config is None:
         report = Report("intent", {}, model=BUNDLED, seed=setup.seed, runs=1, threads=setup.threads)
     else:

@@ -109,13 +109,13 @@ def _full(config: PickConfig, rng: Random, bar: Bar) -> tuple[Router, list[list[
     tracemalloc.start()
     shared = [_chain(length, rng) for _ in range(4)]
     for index in range(config.replicas):
-        shadow = ApproximateIndex(config.blocks)
+        cached = ApproximateIndex(config.blocks)
         for _ in range(config.blocks // length + 1):
-            _take(shadow, _chain(length, rng))
+            _take(cached, _chain(length, rng))
         for number, chain in enumerate(shared):
             if (index + number) % 2:
-                _take(shadow, chain)
-        router.add(Endpoint(f"http://replica-{index}:8000", shadow, block_size=BLOCK_SIZE))
+                _take(cached, chain)
+        router.add(Endpoint(f"http://replica-{index}:8000", cached, block_size=BLOCK_SIZE))
         bar.advance()
     size = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
@@ -128,10 +128,10 @@ def _decisions(router: Router, shared: list[list[BlockHash]], config: PickConfig
     for number in range(config.decisions):
         chain = shared[number % len(shared)]
         keep = rng.choice((0, len(chain) // 2, len(chain)))
-        names = chain[:keep] + _chain(len(chain) - keep, rng)
-        ask = RoutingRequest(Prompt.of_names(names, config.long_prompt, BLOCK_SIZE))
+        block_hashes = chain[:keep] + _chain(len(chain) - keep, rng)
+        request = RoutingRequest(Prompt.of_names(block_hashes, config.long_prompt, BLOCK_SIZE))
         start = thread_time()
-        router.pick(ask, float(number))
+        router.pick(request, float(number))
         times.append((thread_time() - start) * 1e6)
     return times
 
@@ -140,13 +140,15 @@ def _sent(router: Router, config: PickConfig, rng: Random) -> list[float]:
     """Return the microseconds to add a new long prompt to the index."""
     times: list[float] = []
     for number in range(max(config.decisions // 10, 10)):
-        names = _chain(config.long_prompt // BLOCK_SIZE, rng)
-        pick = router.pick(RoutingRequest(Prompt.of_names(names, config.long_prompt, BLOCK_SIZE)), float(number))
+        block_hashes = _chain(config.long_prompt // BLOCK_SIZE, rng)
+        decision = router.pick(
+            RoutingRequest(Prompt.of_names(block_hashes, config.long_prompt, BLOCK_SIZE)), float(number)
+        )
         start = thread_time()
-        router.sent(pick, float(number))
+        router.sent(decision, float(number))
         times.append((thread_time() - start) * 1e6)
-        router.first_token(pick, number + 0.5)
-        router.finished(pick, number + 0.5)
+        router.first_token(decision, number + 0.5)
+        router.finished(decision, number + 0.5)
     return times
 
 
@@ -157,24 +159,24 @@ def _whole(router: Router, config: PickConfig, rng: Random) -> float:
     prompts = [prefix + random_tokens(config.short_prompt // 2, VOCAB_SIZE, rng) for _ in range(config.decisions)]
     start = thread_time()
     for number, tokens in enumerate(prompts):
-        pick = router.pick(RoutingRequest(Prompt(tokens, root)), 1e6 + number)
-        router.sent(pick, 1e6 + number)
-        router.first_token(pick, 1e6 + number + 0.1)
-        router.finished(pick, 1e6 + number + 0.2)
+        decision = router.pick(RoutingRequest(Prompt(tokens, root)), 1e6 + number)
+        router.sent(decision, 1e6 + number)
+        router.first_token(decision, 1e6 + number + 0.1)
+        router.finished(decision, 1e6 + number + 0.2)
     return config.decisions / (thread_time() - start)
 
 
 def _unique(router: Router, config: PickConfig, rng: Random, bar: Bar) -> None:
     for number in range(config.unique):
-        pick = router.pick(RoutingRequest(Prompt.of_names(_chain(1, rng), BLOCK_SIZE, BLOCK_SIZE)), 2e6 + number)
-        router.sent(pick, 2e6 + number)
-        router.finished(pick, 2e6 + number + 0.1)
+        decision = router.pick(RoutingRequest(Prompt.of_names(_chain(1, rng), BLOCK_SIZE, BLOCK_SIZE)), 2e6 + number)
+        router.sent(decision, 2e6 + number)
+        router.finished(decision, 2e6 + number + 0.1)
         bar.advance()
 
 
-def _take(shadow: ApproximateIndex, names: list[BlockHash]) -> None:
-    hold = shadow.sent(names)
-    shadow.finished(hold, names)
+def _take(index: ApproximateIndex, block_hashes: list[BlockHash]) -> None:
+    reservation = index.sent(block_hashes)
+    index.finished(reservation, block_hashes)
 
 
 def _chain(length: int, rng: Random) -> list[BlockHash]:

@@ -46,7 +46,7 @@ class _Flight:
     """A call in flight."""
 
     call: Call
-    pick: RoutingDecision
+    decision: RoutingDecision
     output: list[int]
 
 
@@ -122,11 +122,11 @@ class EngineFleet:
         self._at(max(call.at, now), lambda then: self._send(call, then))
 
     def _send(self, call: Call, now: float) -> None:
-        pick = self.router.pick(call.ask, now)
-        self.router.sent(pick, now)
+        decision = self.router.pick(call.ask, now)
+        self.router.sent(decision, now)
         self.num_sent += 1
-        replica = self.replicas[pick.endpoint.name]
-        replica.flights[call.request.request_id] = _Flight(call, pick, [])
+        replica = self.replicas[decision.endpoint.name]
+        replica.flights[call.request.request_id] = _Flight(call, decision, [])
         replica.engine.add_request(call.request)
         if not replica.is_busy:
             self._step(replica, now)
@@ -154,14 +154,14 @@ class EngineFleet:
             flight.output += output.token_ids
             if output.finish_reason is None:
                 if first:
-                    self.router.first_token(flight.pick, now)
+                    self.router.first_token(flight.decision, now)
                 continue
             assert output.error is None, output.error
             usage = Usage(output.num_prompt_tokens, output.num_cached_tokens)
-            told = flight.output if self.tells_output else ()
-            self.router.finished(flight.pick, now, usage, told)
+            output_ids = flight.output if self.tells_output else ()
+            self.router.finished(flight.decision, now, usage, output_ids)
             del replica.flights[output.request_id]
-            self.served.append(Served(flight.pick, usage))
+            self.served.append(Served(flight.decision, usage))
             self._next(flight.call.session, now)
         self._step(replica, now)
 

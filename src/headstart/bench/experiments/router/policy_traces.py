@@ -145,5 +145,5 @@ def _arrivals(trace: Path, config: RouteConfig) -> tuple[list[Arrival], int]:
 
 def _ask(block_ids: tuple[int, ...], prompt_tokens: int, output_tokens: int) -> RoutingRequest:
     full = block_ids[: prompt_tokens // CHAIN_BLOCK]
-    names = [BlockHash(number.to_bytes(32, "big")) for number in full]
-    return RoutingRequest(Prompt.of_names(names, prompt_tokens, CHAIN_BLOCK), max_tokens=output_tokens)
+    block_hashes = [BlockHash(number.to_bytes(32, "big")) for number in full]
+    return RoutingRequest(Prompt.of_names(block_hashes, prompt_tokens, CHAIN_BLOCK), max_tokens=output_tokens)

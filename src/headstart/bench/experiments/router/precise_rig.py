@@ -177,9 +177,9 @@ class Rig:
 
     def difference(self, consumer: KVEventConsumer | None = None) -> Difference:
         """Return the difference between the consumer's index and the engine's own, by block hash."""
-        pool, told = self.engine.scheduler.pool, (consumer or self.consumer).contents
-        wrong = sum(not pool.contains(name) for name in told)
-        return Difference(pool.num_published, len(told), pool.num_published - (len(told) - wrong), wrong)
+        pool, index = self.engine.scheduler.pool, (consumer or self.consumer).contents
+        wrong = sum(not pool.contains(block_hash) for block_hash in index)
+        return Difference(pool.num_published, len(index), pool.num_published - (len(index) - wrong), wrong)
 
     def _start(self, block_size: int) -> None:
         limits = Limits(max_batched_tokens=2048, max_seqs=4, max_model_len=self.sizes.prefix + self.sizes.suffix + 16)

@@ -42,9 +42,7 @@ KNOWN_TOKENS = 16.0  # largest mean error where everything is known: a block
 
 @dataclass(frozen=True, slots=True)
 class PredictConfig:
-    """`cache` in blocks per replica. Sessions start at `speed` times the recorded rate; pauses within them are
-    unchanged.
-    """
+    """`cache` in blocks per replica. Sessions start at `speed` times the recorded rate, with unchanged pauses."""
 
     replicas: int = 4
     cache: int = 2048
@@ -179,8 +177,8 @@ def _run(form: Form, calls: Sequence[Call], config: PredictConfig, vocab_size: i
 def figures(served: Sequence[Served]) -> dict[str, float]:
     """Return the figures of predicted and reported cached tokens, in the engines' tokens."""
     believed: list[float] = []
-    for pick, usage in served:
-        believed.append(pick.candidate.hit_tokens * usage.prompt_tokens / max(pick.view.prompt_tokens, 1))
+    for decision, usage in served:
+        believed.append(decision.candidate.hit_tokens * usage.prompt_tokens / max(decision.view.prompt_tokens, 1))
     real = [usage.cached_tokens for _, usage in served]
     off = [one - other for one, other in zip(believed, real, strict=True)]
     prompt_tokens = sum(usage.prompt_tokens for _, usage in served)

@@ -35,7 +35,7 @@ class _Job:
 
     pick: RoutingDecision
     arrival: Arrival
-    names: list[BlockHash]
+    block_hashes: list[BlockHash]
     number: int
     blocks: list[int] = field(default_factory=list[int])
     num_found: int = 0  # blocks that were cached
@@ -76,7 +76,7 @@ class VirtualReplica:
         if self.prefilling is not None or not self.waiting:
             return None
         job, pool = self.waiting[0], self.pool
-        found = [entry[0] for entry in takewhile(bool, map(pool.entry, job.names)) if entry]
+        found = [entry[0] for entry in takewhile(bool, map(pool.entry, job.block_hashes)) if entry]
         prompt_tokens = job.arrival.ask.prompt.num_tokens
         total = -(-(prompt_tokens + job.arrival.output) // self.block_size)
         assert total <= pool.num_usable, f"a request of {total} blocks never fits into {pool.num_usable}"
@@ -95,9 +95,9 @@ class VirtualReplica:
         """End the running prefill; return its request and the seconds that the rest of the answer takes."""
         job = self.prefilling
         assert job is not None, "no prefill is running"
-        for index in range(job.num_found, len(job.names)):
-            parent = job.names[index - 1] if index else BlockHash(b"")
-            self.pool.publish(job.blocks[index], job.names[index], parent, b"")
+        for index in range(job.num_found, len(job.block_hashes)):
+            parent = job.block_hashes[index - 1] if index else BlockHash(b"")
+            self.pool.publish(job.blocks[index], job.block_hashes[index], parent, b"")
         self.prefilling = None
         self.num_streams += 1
         job.first_token = now
@@ -144,8 +144,8 @@ class VirtualFleet:
         router.sent(pick, now)
         self.picks.append(pick)
         replica = self.replicas[pick.endpoint.name]
-        names = arrival.ask.prompt.names(replica.block_size)
-        replica.waiting.append(_Job(pick, arrival, names, number))
+        block_hashes = arrival.ask.prompt.names(replica.block_size)
+        replica.waiting.append(_Job(pick, arrival, block_hashes, number))
         self._advance(replica, router, now)
 
     def _advance(self, replica: VirtualReplica, router: Router, now: float) -> None:

@@ -112,9 +112,7 @@ def run_restart(setup: Setup, config: RestartConfig, bar: Bar = QUIET) -> Report
 
 
 def _launch(setup: Setup, config: RestartConfig, scratch: Path) -> Launch:
-    """Return the launch settings of servers whose pool holds all prompts of one process, so that warm ones stay in
-    memory.
-    """
+    """Return the launch settings of servers whose pool holds all prompts, so that warm ones stay in memory."""
     blocks = (config.prompts + 2 * config.warm_ups) * (-(-config.tokens // BLOCK_SIZE) + 1) + 64
     flags = ("--num-blocks", str(blocks), "--threads", str(setup.threads), "--dtype", setup.dtype)
     return Launch(setup.model, scratch, flags)
