@@ -127,8 +127,7 @@ HOME: tuple[Intent, ...] = (
         (turn|switch|put) the {room} (lights|light|lamp) off
         (make it dark in|darken) the {room}
         =it is (too|so|very) bright in the {room}
-        =(no\
-body is|no one is) in the {room}, (lights|light|lamps) off
+        =(nobody is|no one is) in the {room}, (lights|light|lamps) off
         =(I need|we need|give me) (no|less) light in the {room}
         =the {room} (should|must) be (dark|darker)""",
         """=the {room} is too bright, turn off a lamp
