@@ -37,6 +37,7 @@ def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """`headstart serve` as users run it: the command line, the real engine, a tiny random model."""
     room = tmp_path_factory.mktemp("real")
     model = init_model("tiny", room / "tiny", std=0.2, dtype="float32", progress=False)
-    options = ["--port", "0", "--num-blocks", "512", "--max-model-len", "1024"]
+    sizes = ["--num-blocks", "512", "--max-model-len", "1024"]
+    options = ["--port", "0", *sizes, "--heartbeat-timeout", "600"]  # other processes may use all cores for a while
     with spawn([sys.executable, "-m", "headstart", "serve", str(model), *options], room / "log") as running:
         yield running.wait_ready()

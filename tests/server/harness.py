@@ -114,9 +114,10 @@ def spawn(command: list[str], log_path: Path) -> Iterator[Server]:
 def fake_command(model: str, *, constants: dict[str, float] | None = None, **options: Any) -> list[str]:
     """The command that serves a fake engine; `model` as in fake_engine.py.
 
-    `constants` are those of modules of `headstart.server` that are to have another value, as "serve.DEAD_SECONDS".
+    `constants` of modules that are to have another value, as "server.run_server.DEAD_SECONDS". The heartbeat is not
+    missed unless a test sets `heartbeat_timeout`: other processes may take all cores for seconds.
     """
-    settings = asdict(ServerOptions(**{"port": 0, **options}))
+    settings = asdict(ServerOptions(**{"port": 0, "heartbeat_timeout": PATIENCE, **options}))
     return [sys.executable, "-c", _RUN_FAKE, model, json.dumps(settings), json.dumps(constants or {})]
 
 
@@ -145,7 +146,7 @@ async def inside(
 ) -> AsyncIterator[Inside]:
     """Everything of a server but its sockets; prefixes of the options are warmed first."""
     engine = EngineClient()
-    settings = ServerOptions(**{"access_log": "none", **options})
+    settings = ServerOptions(**{"access_log": "none", "heartbeat_timeout": PATIENCE, **options})
     try:
         info = await engine.start(build, EngineOptions(model=model, generation_config=generation_config))
         state = ServerState(settings, engine, Log())
