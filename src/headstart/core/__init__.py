@@ -1,1 +1,1 @@
-"""The floor everyone stands on: requests, blocks, the scheduler. Standard library only, no clock, no randomness."""
+"""The engine core: requests, KV blocks, the scheduler. Standard library only, no clock, no randomness."""

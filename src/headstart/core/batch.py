@@ -1,4 +1,4 @@
-"""Chunk, Batch, Row, StepResult, Output: all that crosses the executor seam, and what comes out of the engine."""
+"""Data that crosses the executor seam (Chunk, Batch, Row, StepResult) and leaves the engine (Output)."""
 
 from array import array
 from enum import Enum
@@ -11,7 +11,7 @@ class Chunk(NamedTuple):
     """Tokens `[start, start + len(token_ids))` of one sequence, computed in one step; a decode is a chunk of 1.
 
     KV of `[0, start)` is already in `block_ids`. Positions below `write_from` are there too, in shared blocks: compute
-    them, but never write them. `num_logits` trailing positions are sampled: 0 in a non-final chunk, else 1.
+    them, but never write them. The last `num_logits` positions are sampled: 0 in a non-final chunk, else 1.
     """
 
     request_id: str
@@ -21,13 +21,13 @@ class Chunk(NamedTuple):
     write_from: int
     num_logits: int
     sampling: SamplingParams
-    num_prompt_tokens: int  # of the sequence: outputs are what lies behind
+    num_prompt_tokens: int  # of the sequence: tokens from this position on are output
     history: "array[int]"  # all tokens known so far (prompt + output), >= start + n; read-only, valid during execute()
     adapter: str | None = None
 
 
 class Batch(NamedTuple):
-    """One forward pass, and the ids of requests whose per-row state an executor may drop."""
+    """One forward pass, and the ids of requests whose per-row state the executor may drop."""
 
     chunks: tuple[Chunk, ...]
     finished: tuple[str, ...] = ()
@@ -42,24 +42,24 @@ class TokenLogprob(NamedTuple):
 
 
 class RowErrorKind(Enum):
-    """Where the fault of a failed row may lie, which decides what becomes of the KV blocks it used."""
+    """Cause of a row's failure; it decides whether the KV blocks the row used are discarded."""
 
-    NON_FINITE = "non-finite"  # hidden states, or logits before any edit: the KV that was read or written is suspect
-    REQUEST = "request"  # ids out of bounds, sampling: the KV is as good as that of any other row
+    NON_FINITE = "non-finite"  # hidden states, or unedited logits: the KV that was read or written may be corrupt
+    REQUEST = "request"  # token ids out of bounds, sampling: the KV is valid
 
 
 class RowError(NamedTuple):
-    """Why a row failed. `message` goes to the client."""
+    """The failure of one row. `message` is sent to the client."""
 
     kind: RowErrorKind
     message: str
 
 
 class Row(NamedTuple):
-    """What became of one chunk. A row fails alone: `error` is set and the others are unharmed.
+    """The result of one chunk. A row fails alone: `error` is set and the other rows are valid.
 
-    `prompt_logprobs` (only if asked) holds one entry per position of the chunk, for the *next* prompt token of each;
-    positions whose next token is not a prompt token have none.
+    `prompt_logprobs` (only if requested) holds one entry per position of the chunk, for the *next* prompt token of
+    each; positions whose next token is not a prompt token have none.
     """
 
     token_ids: tuple[int, ...] = ()  # sampled: num_logits of them
@@ -76,10 +76,11 @@ class StepResult(NamedTuple):
 
 
 class PromptTokenBreakdown(NamedTuple):
-    """Where a prompt's KV came from, in tokens; always pinned + shared + store + followed + computed = prompt.
+    """Sources of a prompt's KV, in tokens; always pinned + shared + store + followed + computed = prompt.
 
-    `pinned`, `shared` and `store` are what was there when its turn came; `followed` is what others computed while it
-    waited for them or ran beside them; `computed` is the rest, counted once: replays after a preemption are apart.
+    `pinned`, `shared` and `store` were cached at the request's first turn in the waiting queue. `followed` was computed
+    by other requests while this one waited for them or ran beside them. `computed` is the rest, counted once: tokens
+    recomputed after a preemption are not included.
     """
 
     pinned: int = 0
@@ -90,12 +91,12 @@ class PromptTokenBreakdown(NamedTuple):
 
     @property
     def cached(self) -> int:
-        """What clients are told as cached_tokens."""
+        """Tokens reported to clients as cached_tokens."""
         return self.pinned + self.shared + self.store + self.followed
 
 
 class Output(NamedTuple):
-    """News of one request after a step: tokens since the last Output, and why it ended if it did."""
+    """The result of one step for one request: tokens since the last Output, and the finish reason if it finished."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -106,4 +107,4 @@ class Output(NamedTuple):
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     ledger: PromptTokenBreakdown | None = None  # with the first output token
-    scheduled_at: float = 0.0  # when it was admitted first, on the clock given to the scheduler
+    scheduled_at: float = 0.0  # first admission, on the clock given to the scheduler

@@ -14,15 +14,15 @@ from headstart.core.request import NO_DEFAULTS, Request, SamplingDefaults
 from headstart.core.sched.scheduler import Scheduler
 from headstart.explain.recent_requests import RecentRequests
 
-LONG_STEP_SECONDS = 1.0  # a step that is expected to take longer is announced before it begins
-LOAD_WAIT_SECONDS = 0.002  # for blocks on their way, while there is nothing else to do; then others may be heard
+LONG_STEP_SECONDS = 1.0  # a step expected to take longer is announced before it begins
+LOAD_WAIT_SECONDS = 0.002  # wait for blocks being loaded when there is nothing else to do; then messages are read
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a front end must know of an engine that it does not run itself; crosses the process border as msgpack."""
+    """Properties of an engine that runs in another process; crosses the process border as msgpack."""
 
-    model: str  # folder that was loaded: the front end reads the tokenizer from it
+    model: str  # model folder: the front end reads the tokenizer from it
     served_name: str
     vocab_size: int  # rows of the logits: token ids must lie in [0, vocab_size)
     max_model_len: int  # tokens
@@ -45,45 +45,45 @@ class EngineStats(NamedTuple):
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0  # usable
-    num_free_blocks: int = 0  # to be had: scratch + idle
-    num_scratch_blocks: int = 0  # free, nothing in them that anybody could find
-    num_idle_blocks: int = 0  # free, to be found until they are evicted
-    num_pinned_idle_blocks: int = 0  # kept for pinned prefixes, not in use now
-    num_pinned_blocks: int = 0  # names that are pinned, in use or not, computed or not
+    num_free_blocks: int = 0  # allocatable: scratch + idle
+    num_scratch_blocks: int = 0  # free and not in the block index
+    num_idle_blocks: int = 0  # free, and in the block index until they are evicted
+    num_pinned_idle_blocks: int = 0  # pinned, not in use now
+    num_pinned_blocks: int = 0  # pinned hashes, in use or not, computed or not
     num_published_blocks: int = 0
     num_steps: int = 0
-    step_seconds: float = 0.0  # spent in the executor, in all
+    step_seconds: float = 0.0  # in the executor, total
     last_batch_tokens: int = 0
     prompt_tokens: int = 0  # of requests whose first token is out
-    cached_tokens: int = 0  # of those, taken over: pinned + shared + store + followed
+    cached_tokens: int = 0  # of those, reused: pinned + shared + store + followed
     pinned_tokens: int = 0
     shared_tokens: int = 0
     store_tokens: int = 0
-    followed_tokens: int = 0  # computed by others while they waited for them or ran beside them
+    followed_tokens: int = 0  # computed by other requests while these waited for them or ran beside them
     prompt_computed_tokens: int = 0  # the rest of prompt_tokens
     computed_tokens: int = 0  # tokens computed in chunks, replays and decodes included
     prefill_tokens: int = 0  # of those, all but decodes
-    replayed_tokens: int = 0  # of those, what had been computed before and was lost to a preemption
-    ideal_tokens: int = 0  # what a perfect, infinite, shared cache would have computed of all prompts that came
+    replayed_tokens: int = 0  # of those, computed before and lost to a preemption
+    ideal_tokens: int = 0  # computed by a perfect, infinite, shared cache, of all prompts that arrived
     generation_tokens: int = 0
     prefix_queries: int = 0  # tokens looked up at first admission
     prefix_hits: int = 0  # tokens found at first admission
     num_preemptions: int = 0
-    num_promise_skips: int = 0  # times that work was left to another sequence that computes the same
+    num_promise_skips: int = 0  # times that a sequence waited for another that computes the same blocks
     num_adoptions: int = 0  # times that a running sequence took over blocks
-    num_evictions: int = 0  # published blocks whose content was given up, for any of these causes:
-    num_evictions_capacity: int = 0  # their room was needed
-    num_evictions_failed: int = 0  # a request whose hidden states were not finite wrote them, or shared them: trust.py
+    num_evictions: int = 0  # published blocks evicted or discarded, for any of these causes:
+    num_evictions_capacity: int = 0  # the space was needed
+    num_evictions_failed: int = 0  # written or shared by a request whose hidden states were not finite: trust.py
     num_evictions_reset: int = 0  # the cache was reset
     num_row_errors: int = 0
-    num_recomputes: int = 0  # requests that were computed again because blocks of others might not be finite
-    num_loading_blocks: int = 0  # on their way from the store
+    num_recomputes: int = 0  # requests computed again because shared blocks might not be finite
+    num_loading_blocks: int = 0  # in flight from the store
     compute_tokens_per_s: float = 0.0  # of steps that mostly prefill; 0: not measured yet
     store: StoreStats | None = None
 
 
 class Engine:
-    """Owns a scheduler and an executor; every call comes from one thread."""
+    """A scheduler and an executor; every call comes from one thread."""
 
     def __init__(
         self,
@@ -93,15 +93,15 @@ class Engine:
         event_sink: EventSink | None = None,
         store: BlockStore | None = None,
     ) -> None:
-        """`event_sink` is told what happens to the prefix index, once per step that changes it; None costs nothing.
+        """Connect scheduler and executor. `event_sink` gets the KV events of each step, if any; None costs nothing.
 
-        `store` is the one the scheduler was built with; the engine starts it, and ends it with `close`.
+        `store` is the one the scheduler was built with; the engine starts it, and stops it in `close`.
         """
         assert executor.num_blocks == scheduler.pool.num_blocks and executor.block_size == scheduler.block_size
         self.scheduler = scheduler
         self.executor = executor
         self.recent = RecentRequests()
-        self.on_long_step: Callable[[float], None] | None = None  # is told before a step how many seconds it may take
+        self.on_long_step: Callable[[float], None] | None = None  # called before a long step with its duration, s
         self._num_steps = 0
         self._step_seconds = 0.0
         self._last_batch_tokens = 0
@@ -115,12 +115,12 @@ class Engine:
             store.start(_source(scheduler, executor))
 
     def add_request(self, request: Request) -> None:
-        """Queues it. Raises RequestTooLargeError for what can never fit and ValueError for a request id in use."""
+        """Queue a request. Raises RequestTooLargeError if it can never fit and ValueError for a request id in use."""
         self.scheduler.add(request)
         self.recent.queued(request.request_id)
 
     def abort(self, request_id: str) -> bool:
-        """Forgets a request and frees its blocks at once; False if there is none. No Output follows."""
+        """Drop a request and free its blocks at once; return False if there is none. No Output follows."""
         self.recent.aborted(request_id)
         return self.scheduler.abort(request_id)
 
@@ -130,10 +130,10 @@ class Engine:
         return self.scheduler.has_work
 
     def step(self, now: float = 0.0) -> list[Output]:
-        """One schedule-execute-update; news of the requests it concerned. Without work: nothing happens.
+        """Run one schedule-execute-update; return the outputs of its requests. Without work: nothing happens.
 
-        If all there is to do waits for the store, so does this, for a moment. `now` in seconds, on any clock that does
-        not go back: for retention times, statistics, and how long to wait for the store.
+        If all work waits for the store, wait a moment for it. `now` in seconds, on any clock that does not go back: for
+        retention times, statistics and load deadlines.
         """
         if not self.scheduler.has_work:
             return []
@@ -160,10 +160,10 @@ class Engine:
         return self._tend_prefixes(outputs)
 
     def reset_prefix_cache(self, *, pinned: bool = False, external: bool = False) -> bool:
-        """Forgets every published block; False (and nothing changes) while any sequence holds blocks.
+        """Remove all published blocks from the index; return False, and change nothing, while sequences hold blocks.
 
-        Pinned prefixes stay, unless `pinned`: then they are forgotten too, and computed anew. `external`: the store
-        forgets everything as well, for all who use it.
+        Pinned prefixes stay, unless `pinned`: then they are removed too, and computed again. `external`: the store is
+        cleared as well, for all processes that use it.
         """
         if self.scheduler.running:
             return False
@@ -176,7 +176,7 @@ class Engine:
         return True
 
     def add_prefix(self, name: str, token_ids: Iterable[int], *, tenant: str = "", domain: bytes = b"") -> PrefixInfo:
-        """Pins the whole blocks of `token_ids` and begins to compute them: it is warm after some steps.
+        """Pin the whole blocks of `token_ids` and begin to compute them: the prefix is warm after some steps.
 
         Raises InvalidRequestError, and then there is no such prefix.
         """
@@ -191,7 +191,7 @@ class Engine:
         return info
 
     def remove_prefix(self, name: str) -> bool:
-        """Unpins a prefix, whose blocks become ordinary cache; False if there is none. Raises InvalidRequestError."""
+        """Unpin a prefix: its blocks become ordinary cache; return False if there is none. Raises InvalidRequestError."""
         removed = self.scheduler.prefixes.remove(name)
         self._keep_prefixes()
         self._warm_prefixes()
@@ -200,16 +200,16 @@ class Engine:
         return removed
 
     def list_prefixes(self) -> list[PrefixInfo]:
-        """Every pinned prefix as it stands, oldest first."""
+        """Return a snapshot of every pinned prefix, oldest first."""
         return self.scheduler.prefixes.list()
 
     def close(self) -> None:
-        """Ends the store, which writes what is pending if that is soon done. Twice does no harm."""
+        """Stop the store, which writes pending blocks within some seconds. Idempotent."""
         if self._store is not None:
             self._store.close()
 
     def _announce(self, batch: Batch) -> None:
-        """Tells of a step that is expected to be long, before it begins."""
+        """Announce a step that is expected to be long, before it begins."""
         num_single = sum(1 for chunk in batch.chunks if len(chunk.token_ids) == 1)
         expected = self.scheduler.step_times.expected(self._last_batch_tokens - num_single, num_single)
         if expected > LONG_STEP_SECONDS:
@@ -222,7 +222,7 @@ class Engine:
             self._event_sink(events)
 
     def _tend_prefixes(self, outputs: list[Output]) -> list[Output]:
-        """Keeps the news of requests that compute prefixes to itself, and runs those that are due."""
+        """Remove the outputs of prefix requests, and run prefix requests that are due."""
         prefixes = self.scheduler.prefixes
         if not prefixes.is_active:
             return outputs
@@ -233,7 +233,7 @@ class Engine:
         return others
 
     def _keep_prefixes(self) -> None:
-        """Tells the store what is pinned, and offers it again what is there of it."""
+        """Make the store keep the pinned blocks, and offer it those that are published."""
         self.scheduler.transfers.keep(self.scheduler.prefixes.names)
 
     def _warm_prefixes(self) -> None:
@@ -248,7 +248,7 @@ class Engine:
                 prefixes.fail(request.request_id, str(error))
 
     def stats(self) -> EngineStats:
-        """A snapshot of counters and gauges. Changes nothing."""
+        """Return a snapshot of counters and gauges. Changes nothing."""
         scheduler, pool, counters = self.scheduler, self.scheduler.pool, self.scheduler.counters
         return EngineStats(
             num_running=len(scheduler.running),
@@ -293,13 +293,13 @@ class Engine:
 
 
 def _source(scheduler: Scheduler, executor: Executor) -> BlockSource:
-    """Reads blocks for the store, from its thread. Knows pool and executor only, so that an engine can be dropped."""
+    """Return the function with which the store's thread reads blocks. It holds no reference to the engine."""
     pool = scheduler.pool
 
     def read(block: int, version: int) -> Data | None:
         if pool.version(block) != version:
             return None
         data = executor.read_block(block)
-        return data if pool.version(block) == version else None  # else it was written while it was read
+        return data if pool.version(block) == version else None  # else it was overwritten while it was read
 
     return read

@@ -1,23 +1,23 @@
-"""The exception tree: every mistake a caller can make has a class here; our own mistakes are assertions.
+"""Exceptions: one class for every mistake a caller can make. Internal errors are assertions.
 
 HeadstartError
-├── InvalidRequestError       the request itself is wrong: HTTP 400, never retried
+├── InvalidRequestError       the request itself is invalid: HTTP 400, never retried
 │   └── RequestTooLargeError  it can never fit: longer than the model's context or than the whole pool
-├── QueueFullError            too much is waiting already: HTTP 429, retry later
+├── QueueFullError            the waiting queue is full: HTTP 429, retry later
 ├── DrainingError             shutting down, nothing new is admitted: HTTP 503
-├── NoReplicaError           the router has nobody to send a request to: HTTP 503
-├── RequestFailedError        the engine could not do this one request; the others are unharmed: HTTP 500
+├── NoReplicaError            the router has no replica for a request: HTTP 503
+├── RequestFailedError        the engine could not execute this one request; others are unaffected: HTTP 500
 ├── EngineDeadError           the engine process or its executor failed: HTTP 503
 └── ConfigError               options that cannot work together, or a model that cannot be loaded; exit code 2
 """
 
 
 class HeadstartError(Exception):
-    """Any error Headstart raises on purpose."""
+    """The base class of all errors that Headstart raises on purpose."""
 
 
 class InvalidRequestError(HeadstartError):
-    """A request that is wrong in itself.
+    """An invalid request.
 
     `param` names the offending field, `code` is one of OpenAI's string codes.
     """
@@ -29,14 +29,14 @@ class InvalidRequestError(HeadstartError):
 
 
 class RequestTooLargeError(InvalidRequestError):
-    """A request that can never run here, whatever else finishes."""
+    """A request that can never run here, even on an idle engine."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str = "context_length_exceeded") -> None:
         super().__init__(message, param=param, code=code)
 
 
 class QueueFullError(HeadstartError):
-    """The bounded queue is full; `retry_after` is in seconds."""
+    """The bounded waiting queue is full; `retry_after` is in seconds."""
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -44,11 +44,11 @@ class QueueFullError(HeadstartError):
 
 
 class DrainingError(HeadstartError):
-    """The server is shutting down and admits nothing new."""
+    """The server is shutting down and admits no new requests."""
 
 
 class NoReplicaError(HeadstartError):
-    """No replica may serve this request now; `reasons` says of each why not."""
+    """No replica may serve this request now; `reasons` maps each replica to the reason."""
 
     def __init__(self, message: str, *, reasons: dict[str, str] | None = None) -> None:
         super().__init__(message)
@@ -56,11 +56,11 @@ class NoReplicaError(HeadstartError):
 
 
 class RequestFailedError(HeadstartError):
-    """The engine could not do this one request or call; the others are unharmed."""
+    """The engine could not execute this one request or call; others are unaffected."""
 
 
 class EngineDeadError(HeadstartError):
-    """The engine cannot compute any more; every request it held has failed."""
+    """The engine can no longer compute; every request it held has failed."""
 
 
 class ConfigError(HeadstartError):

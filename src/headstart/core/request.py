@@ -1,4 +1,4 @@
-"""What was asked (`SamplingParams`, `Request`: frozen) and what is happening (`Sequence`: mutable, the scheduler's)."""
+"""Requests and sequences: `SamplingParams` and `Request` are frozen; `Sequence` is the scheduler's mutable state."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -9,30 +9,30 @@ from headstart.core.cache.hashing import BlockHash
 
 
 class CacheMode(Enum):
-    """How one request uses the prefix cache."""
+    """Use of the prefix cache by one request."""
 
     READ_WRITE = "read-write"
-    READ_ONLY = "read-only"  # takes over what is there, leaves nothing behind: one-off prompts
+    READ_ONLY = "read-only"  # reuses cached blocks, publishes none: one-off prompts
     BYPASS = "bypass"  # neither
 
 
 class FinishReason(Enum):
-    """Why a sequence ended."""
+    """The cause of a sequence's end."""
 
     STOP = "stop"  # an end-of-sequence or stop token, or (decided by the front end) a stop string
     LENGTH = "length"  # max_tokens, or the model's context is full
-    ABORT = "abort"  # the client went away
-    ERROR = "error"  # this row failed alone; `Output.error` says why
+    ABORT = "abort"  # the client disconnected
+    ERROR = "error"  # this row failed alone; `Output.error` has the message
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose output tokens; every value is already validated and in range (openai/generation_params.py).
+    """Sampling parameters of a request; every value is already validated and in range (openai/generation_params.py).
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch those filters off. `logprobs` is the number of
     alternatives to report beside the sampled token (0: the sampled token only; None: nothing), `prompt_logprobs` the
     same for every prompt token but the first. `stop_token_ids` includes the model's end-of-sequence ids unless
-    `ignore_eos`; stop strings are the front end's business, since the engine knows tokens only.
+    `ignore_eos`; the front end handles stop strings, since the engine processes tokens only.
     """
 
     max_tokens: int = 16
@@ -56,7 +56,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Values that a model's generation_config.json sets for parameters that a request leaves out; None: it sets none.
+    """Defaults from a model's generation_config.json for parameters that a request omits; None: not set there.
 
     `max_tokens` is a default too, never a cap: less if less fits into the context.
     """
@@ -73,10 +73,10 @@ NO_DEFAULTS = SamplingDefaults()
 
 
 class Retention(NamedTuple):
-    """A hint how long the blocks of a request are worth keeping; best effort, never a promise.
+    """A retention hint for the blocks of a request; best effort, no guarantee.
 
-    Of idle blocks those of lower `priority` (0 to 100) are evicted first; a block keeps the highest of its users'.
-    With a `ttl` (seconds after its last use; 0: none) the priority falls back to the default when that is over.
+    Of idle blocks those of lower `priority` (0 to 100) are evicted first; a block has the highest of its users'. With a
+    `ttl` (seconds after its last use; 0: none) the priority falls back to the default when that is over.
     """
 
     priority: int = 50
@@ -88,27 +88,27 @@ DEFAULT_RETENTION = Retention()
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate; never changes. A client's n > 1 or list of prompts becomes several of these."""
+    """One sequence to generate; immutable. A client's n > 1 or list of prompts becomes several of these."""
 
-    request_id: str  # ours; a client's id is only a label
-    prompt: "array[int]"  # packed int32, at least one token; not modified by anyone
+    request_id: str  # generated here; a client's id is only a label
+    prompt: "array[int]"  # packed int32, at least one token; never modified
     sampling: SamplingParams = GREEDY
     arrival: float = 0.0  # seconds, caller's clock
-    domain: bytes = b""  # isolation domain, part of the name of every block behind the longest public pinned prefix
+    domain: bytes = b""  # isolation domain, part of the hash of every block after the longest public pinned prefix
     adapter: str | None = None
     priority: int = 0  # smaller is more important, as in vLLM
     cache: CacheMode = CacheMode.READ_WRITE
-    tenant: str = ""  # whose share of the pool its blocks count against; several domains may belong to one tenant
+    tenant: str = ""  # the tenant whose share its blocks count against; a tenant may have several domains
     retention: Retention = DEFAULT_RETENTION
 
 
 def empty_table() -> "array[int]":
-    """A block table without blocks, packed int32."""
+    """Return an empty block table, packed int32."""
     return array("i")
 
 
 class Suspect(NamedTuple):
-    """A published block that a failed sequence shared: it is the same one as long as name, block and version agree."""
+    """A published block that a failed sequence shared; it is the same one while hash, block and version agree."""
 
     name: BlockHash
     block: int
@@ -116,14 +116,14 @@ class Suspect(NamedTuple):
 
 
 class Recompute(NamedTuple):
-    """The second run of a sequence whose row was not finite, in blocks of its own; see trust.py."""
+    """The second run of a sequence whose row was not finite, in private blocks; see trust.py."""
 
     suspects: tuple[Suspect, ...]
-    until: int  # tokens; if it computes so many, the suspects are at fault
+    until: int  # tokens; if it computes this many, the suspects are corrupt
 
 
 class Status(Enum):
-    """Where a sequence stands in the scheduler."""
+    """The scheduling state of a sequence."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -132,7 +132,7 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The scheduler's private working copy of a request.
+    """The scheduler's mutable state of a request.
 
     0 ── num_cached_tokens ── num_computed_tokens ── + num_scheduled_tokens ── len(token_ids)
     """
@@ -141,28 +141,28 @@ class Sequence:
     token_ids: "array[int]"  # prompt + output
     root: BlockHash  # parent of its first block
     region: BlockHash  # parent of its first private block: model, adapter, isolation domain, and the public prefix
-    order: int = 0  # place in the order of arrival
+    order: int = 0  # arrival order
     status: Status = Status.WAITING
     num_computed_tokens: int = 0  # KV of token_ids[:this] is in block_ids
     num_scheduled_tokens: int = 0  # of the chunk in flight
-    num_covered_tokens: int = 0  # computed or taken over before a preemption: what is below is replayed
-    admitted: bool = False  # ever
-    scheduled_at: float = 0.0  # when it was admitted first
-    num_hit_tokens: int | None = None  # found when its turn came first; what it finds later was followed
+    num_covered_tokens: int = 0  # computed or reused before a preemption: positions below it are recomputed
+    admitted: bool = False  # at least once
+    scheduled_at: float = 0.0  # first admission
+    num_hit_tokens: int | None = None  # cached at its first turn; what it reuses beyond that was followed
     num_pinned_tokens: int = 0  # of the hit of its first admission
-    num_cached_tokens: int = 0  # taken over at first admission, what it waited for not counted; never changes after
+    num_cached_tokens: int = 0  # reused at first admission, except blocks it waited for; constant after
     num_followed_tokens: int = 0  # computed by others while this one waited for them or ran beside them
-    num_store_tokens: int = 0  # came from the store while this one waited for them
+    num_store_tokens: int = 0  # loaded from the store while this one waited for them
     num_loads: int = 0  # begun for it
     num_preemptions: int = 0
-    num_prompt_logprobs: int = 0  # reported so far; what is recomputed after a preemption is not reported again
+    num_prompt_logprobs: int = 0  # reported so far; not reported again after a preemption
     block_ids: "array[int]" = field(default_factory=empty_table)  # block table, packed as an executor takes it
     block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])  # of full blocks, each computed once
-    num_public_blocks: int = 0  # leading blocks that lie in a public pinned prefix: every domain may share them
-    num_published_blocks: int = 0  # leading blocks that were taken over, or published, or lost to an equal one
-    taken: list[range] = field(default_factory=list[range])  # indices of the blocks that it took over from others
-    recompute: Recompute | None = None  # it runs a second time, or waits to: it neither reads nor writes the cache
-    was_recomputed: bool = False  # a second run has begun, or was waited for; there is no third
+    num_public_blocks: int = 0  # leading blocks of a public pinned prefix: shared by all domains
+    num_published_blocks: int = 0  # leading blocks that are taken over, published, or equal to a published one
+    taken: list[range] = field(default_factory=list[range])  # indices of the blocks taken over from others
+    recompute: Recompute | None = None  # its second run, waiting or running: it neither reads nor writes the cache
+    was_recomputed: bool = False  # its second run has been requested; there is no third
 
     @property
     def request_id(self) -> str:

@@ -1,4 +1,4 @@
-"""Warm-up: a few steps of no request, before the first one, so that it is known what steps take."""
+"""Warm-up: steps of a dummy request, run before the first real one to measure step durations."""
 
 from array import array
 
@@ -27,7 +27,7 @@ def measure_steps(executor: Executor, times: StepTimes, *, max_tokens: int) -> N
     tokens = array("i", bytes(4 * (num_prompt + NUM_DECODES)))
     sampling = SamplingParams(max_tokens=NUM_DECODES, temperature=0.0)
     starts = [0, *range(num_prompt, num_prompt + NUM_DECODES)]
-    for is_again in (False, True):  # the first pass pays for what a process does once
+    for is_again in (False, True):  # the first pass includes one-time costs of the process
         for start in starts:
             end = start + 1 if start else num_prompt
             chunk = Chunk(_NAME, tokens[start:end], start, blocks, start, 1, sampling, num_prompt, tokens)

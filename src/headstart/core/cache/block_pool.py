@@ -1,13 +1,14 @@
-"""BlockPool: block ids, reference counts, names, pins, and the free blocks in the order in which they are used.
+"""BlockPool: block ids, reference counts, block hashes, pins, and the eviction order of free blocks.
 
-It knows neither sequences nor tensors. Invariants (law 8), after every operation:
+It holds no sequences and no tensors. Invariant 8 holds after every operation:
 
     scratch + idle + referenced + idle pinned = num_blocks - 1, pairwise disjoint; block 0 is in none of them
-    every name belongs to one block, and only full, computed, finite blocks have one
+    every published hash belongs to one block, and only full, computed, finite blocks have one
 
-Free order: unpublished *scratch* first, last in first out; then published *idle* blocks in the order of free_blocks.py.
-A table is released from its end, so a chain loses its tail before its head. Every operation is O(1) per block, and
-O(tenants) per allocation. What has a pinned name is never evicted and, while nobody uses it, not free either.
+Allocation order: unpublished *scratch* blocks first, last in first out; then published *idle* blocks in the order of
+free_blocks.py. A block table is released from its end, so a chain loses its tail before its head. Every operation is
+O(1) per block, and O(tenants) per allocation. A block with a pinned hash is never evicted; while it is unreferenced it
+is not free either.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,28 +22,28 @@ from headstart.core.cache.history import Evicted, EvictionHistory
 from headstart.core.request import DEFAULT_RETENTION, Retention
 from headstart.core.sched.queued_block_refs import QueuedBlockRefs
 
-HISTORY_POOLS = 8  # evicted names remembered at most, in pools; at least half as many
+HISTORY_POOLS = 8  # upper bound of the eviction history, in pools; at least half as many hashes are remembered
 
 
 class BlockListener(Protocol):
-    """Hears of every change of the index as it happens; must not call the pool back."""
+    """Receiver of every change of the block index, called synchronously; must not call the pool."""
 
     def published(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> None:
-        """A block can be found from now on."""
+        """Handle a block that can now be found."""
 
     def removed(self, name: BlockHash) -> None:
-        """A block cannot be found any more."""
+        """Handle a block that can no longer be found."""
 
     def cleared(self) -> None:
-        """No block can be found any more; not told block by block."""
+        """Handle the removal of all blocks; `removed` is not called for each."""
 
 
 class BlockPool:
-    """Hands out blocks `1 .. num_blocks - 1`. Block 0 is reserved: padding may point there.
+    """The allocator of blocks `1 .. num_blocks - 1`. Block 0 is reserved: padding may point to it.
 
-    `tenant_floor` is the share of the pool, split evenly among the tenants seen, that nobody else can evict. The public
-    tenant, "", has none. Of `history_pools` times the pool's size it remembers what was evicted. A pool that
-    is to `grow` to `max_blocks` has the shares and the history of that size from the start.
+    `tenant_floor` is the share of the pool, split evenly among the tenants seen, that other tenants cannot evict. The
+    public tenant, "", has none. The eviction history holds up to `history_pools` times the pool's size. A pool that
+    will `grow` to `max_blocks` has the shares and the history of that size from the start.
     """
 
     def __init__(
@@ -57,12 +58,12 @@ class BlockPool:
         assert num_blocks >= 2, f"a pool of {num_blocks} blocks has none to hand out: block 0 is reserved"
         self.num_blocks = num_blocks
         self.listeners: list[BlockListener] = []
-        self.now = 0.0  # seconds; whoever drives the pool sets it, retention times are measured by it
-        self.evictions = {"capacity": 0, "failed": 0, "reset": 0}  # published blocks given up, by cause
+        self.now = 0.0  # seconds; set by the pool's owner; retention times are measured by it
+        self.evictions = {"capacity": 0, "failed": 0, "reset": 0}  # published blocks evicted or discarded, by cause
         self._refs = [0] * num_blocks
         self._versions = [0] * num_blocks
         self._names: list[BlockHash | None] = [None] * num_blocks
-        self._entries: dict[BlockHash, tuple[int, BlockHash, bytes]] = {}  # name -> (block, parent's name, tokens)
+        self._entries: dict[BlockHash, tuple[int, BlockHash, bytes]] = {}  # block hash -> (block, parent hash, tokens)
         self._scratch = list(range(num_blocks - 1, 0, -1))
         size = max(num_blocks, max_blocks)
         self._idle = FreeBlocks(num_blocks, eviction_policy, tenant_floor, size)
@@ -82,7 +83,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Scratch and idle blocks; idle pinned ones are not free."""
+        """Scratch and idle blocks; idle pinned blocks are not free."""
         return len(self._scratch) + len(self._idle)
 
     @property
@@ -99,21 +100,21 @@ class BlockPool:
 
     @property
     def num_pinned_names(self) -> int:
-        """Names that are pinned, published or not."""
+        """Pinned block hashes, published or not."""
         return len(self._pins)
 
     @property
     def num_evictions(self) -> int:
-        """Published blocks that gave way to others."""
+        """Published blocks evicted for lack of space."""
         return self.evictions["capacity"]
 
     # ------------------------------------------------------------------------------------------------- questions
 
     def lookup(self, names: Sequence[BlockHash], root: BlockHash, tokens: bytes, stride: int) -> list[int]:
-        """Blocks of the longest run of `names` that is published, from the first on. Changes nothing.
+        """Return the blocks of the longest published prefix of `names` (block hashes). Changes nothing.
 
-        `tokens` are the packed ids the names stand for, `stride` bytes per block. Each entry's own tokens and its
-        parent's name are compared too: a colliding name is a miss, never a wrong hit.
+        `tokens` are the packed token ids of those blocks, `stride` bytes per block. The tokens and the parent hash of
+        each entry are compared too: a hash collision is a miss, never a wrong hit.
         """
         found = list(takewhile(bool, map(self._entries.get, names)))
         while found:
@@ -121,43 +122,44 @@ class BlockPool:
             as_named = parents[0] == root and parents[1:] == tuple(names[: len(found) - 1])
             if as_named and b"".join(contents) == tokens[: len(found) * stride]:
                 return list(blocks)
-            found.pop()  # two chains under one name: nobody has seen that yet
+            found.pop()  # a hash collision, never observed
         return []
 
     def contains(self, name: BlockHash) -> bool:
-        """Whether a block of this name is published."""
+        """Return whether a block with this hash is published."""
         return name in self._entries
 
     def is_pinned(self, name: BlockHash) -> bool:
-        """Whether the name is pinned, published or not."""
+        """Return whether the hash is pinned, published or not."""
         return name in self._pins
 
     def refs(self, block: int) -> int:
-        """References to a block; 0: free, or idle and pinned."""
+        """Return the number of references to a block; 0: free, or idle and pinned."""
         return self._refs[block]
 
     def version(self, block: int) -> int:
-        """Grows whenever the block is handed out or distrusted: as long as it stays, a published block's content does.
+        """Return the version of a block's content. Callable from any thread.
 
-        May be asked from any thread.
+        It increases when the block is allocated or distrusted. While it is unchanged, so is the content of a published
+        block.
         """
         return self._versions[block]
 
     def entry(self, name: BlockHash) -> tuple[int, BlockHash, bytes] | None:
-        """Block, parent's name and tokens of what is published under a name."""
+        """Return block, parent hash and tokens of the entry published under a hash."""
         return self._entries.get(name)
 
     def num_idle(self, block_ids: Sequence[int]) -> int:
-        """How many of these would leave the free blocks when acquired; idle pinned ones are not free to begin with."""
+        """Return how many of these free blocks `acquire` would take; idle pinned ones are not free."""
         unused = list(map(self._refs.__getitem__, block_ids)).count(0)
         if unused and self._idle_pinned:
             unused -= sum(1 for block in block_ids if block in self._idle_pinned)
         return unused
 
     def num_available(self, block_ids: Sequence[int], tenant: str = "", *, last_resort: bool = False) -> int:
-        """Free blocks that `tenant` may allocate once it has acquired these (vLLM #3402: a hit is not also free).
+        """Return the free blocks left to `tenant` after it acquires these (vLLM #3402: a hit is not also free).
 
-        Other tenants' shares are not available, unless as a last resort.
+        Other tenants' shares are not available, except as a last resort.
         """
         available = self.num_free - self.num_idle(block_ids)
         if last_resort or not self._idle.has_shares:
@@ -165,17 +167,17 @@ class BlockPool:
         return available - self._idle.num_protected([b for b in block_ids if self._is_idle(b)], tenant)
 
     def eviction_of(self, name: BlockHash) -> Evicted | None:
-        """What became of a block that is not published any more; None if that is not known (any more)."""
+        """Return why a block was evicted; None if it is unknown or no longer remembered."""
         return self._history.get(name)
 
     def in_eviction_order(self) -> Iterator[int]:
-        """Idle blocks, the next to be evicted first, if nobody wants one. The pool must not change meanwhile."""
+        """Iterate idle blocks in eviction order, ignoring queued references. The pool must not change meanwhile."""
         return iter(self._idle)
 
     # ------------------------------------------------------------------------------------------------- use
 
     def acquire(self, block_ids: Sequence[int]) -> None:
-        """Takes one more reference to published blocks."""
+        """Add one reference to each of these published blocks."""
         refs = self._refs
         assert all(map(self._names.__getitem__, block_ids)), "a block is not published: nobody may share it"
         unused = block_ids
@@ -198,10 +200,10 @@ class BlockPool:
     def allocate(
         self, num: int, tenant: str = "", *, by: str = "", last_resort: bool = False, zeroed: bool = False
     ) -> list[int]:
-        """`num` blocks for one owner of `tenant`, evicting idle ones when scratch is used up.
+        """Allocate `num` blocks for one owner of `tenant`, evicting idle blocks when no scratch blocks are left.
 
-        `by` names the request it is for. `zeroed`: all of them are reported by `take_blocks_to_zero`. The caller has
-        checked `num_available`.
+        `by` is the id of the request. `zeroed`: `take_blocks_to_zero` reports all of them. The caller has checked
+        `num_available`.
         """
         if num > len(self._scratch):
             free = self.num_available((), tenant, last_resort=last_resort)
@@ -221,9 +223,9 @@ class BlockPool:
         return blocks
 
     def release(self, block_ids: Sequence[int], retention: Retention = DEFAULT_RETENTION) -> None:
-        """Gives one reference to each block back, from the end: a chain's tail is evicted before its head.
+        """Drop one reference to each block, from the end: a chain's tail is evicted before its head.
 
-        `retention` is what their user asks for published ones.
+        `retention` is what the releasing request asks for its published blocks.
         """
         refs, names, scratch = self._refs, self._names, self._scratch
         idle: list[int] = []
@@ -246,9 +248,9 @@ class BlockPool:
             self._idle.note_users(held, retention, self.now, hot)
 
     def publish(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes, tenant: str = "") -> bool:
-        """Makes a full, computed block findable; False if an equal one is already, and this one stays private.
+        """Publish a full, computed block; return False, and keep it private, if an equal one is published.
 
-        It counts against the share of `tenant`.
+        The block counts against the share of `tenant`.
         """
         assert self._refs[block] > 0, f"block {block} is published without an owner"
         assert self._names[block] is None, f"block {block} is published twice"
@@ -266,7 +268,7 @@ class BlockPool:
         return True
 
     def grow(self, num: int) -> None:
-        """Adds `num` blocks, all of them scratch."""
+        """Add `num` scratch blocks."""
         start = self.num_blocks
         self.num_blocks += num
         self._refs += [0] * num
@@ -278,9 +280,9 @@ class BlockPool:
         self._history.resize(self._max_history)
 
     def dismantle(self, num: int) -> int:
-        """Frees up to `num` entries of a pool that is no longer used, and returns how many: 0, and nothing is left.
+        """Free up to `num` entries of a pool that is no longer used; return the number freed, 0 when nothing is left.
 
-        The end of a large pool frees everything at once, which takes a while.
+        Dropping a large pool at once would block for a while.
         """
         freed = 0
         for table in (self._entries, *self._history.tables, *self._idle.tables):
@@ -296,14 +298,14 @@ class BlockPool:
     # ------------------------------------------------------------------------------------------------- keeping
 
     def want(self, names: Sequence[BlockHash]) -> None:
-        """Counts a queued request that is about to use these blocks: while idle they are evicted after all others.
+        """Count a queued request that will use these blocks: while idle they are evicted after all others.
 
-        Names of one chain, published or not, from its head on.
+        `names` are the block hashes of one chain, published or not, from its head on.
         """
         self._wants.add(names)
 
     def unwant(self, names: Sequence[BlockHash]) -> None:
-        """Takes back what `want` counted, in one call or several."""
+        """Undo `want` for these block hashes, in one call or several."""
         self._wants.discard(names)
         if self._idle.num_aside:
             self._wants.count()
@@ -311,7 +313,7 @@ class BlockPool:
             self._idle.unwanted([block for block in blocks if self._is_idle(block)], self._is_wanted)
 
     def pin(self, names: Iterable[BlockHash]) -> None:
-        """Keeps what has or will have these names from eviction, once more for each call."""
+        """Keep the blocks that have or will have these hashes from eviction; calls are counted."""
         for name in names:
             self._pins[name] = self._pins.get(name, 0) + 1
             entry = self._entries.get(name)
@@ -320,7 +322,7 @@ class BlockPool:
                 self._idle_pinned.add(entry[0])
 
     def unpin(self, names: Sequence[BlockHash]) -> None:
-        """Takes back one `pin` of each name; the last one makes the blocks ordinary cache, just used."""
+        """Undo one `pin` of each hash; the last one makes the blocks ordinary cache, most recently used."""
         for name in reversed(names):
             count = self._pins.get(name, 0)
             assert count > 0, f"block {name.hex()} is unpinned more often than pinned"
@@ -336,7 +338,7 @@ class BlockPool:
     # ------------------------------------------------------------------------------------------------- forgetting
 
     def distrust(self, block_ids: Sequence[int]) -> None:
-        """Blocks that may not be finite: nobody finds them any more, and they are zeroed before they are used again."""
+        """Withdraw blocks that may not be finite: they can no longer be found, and are zeroed before their next use."""
         self._suspect.update(block_ids)
         for block in block_ids:
             self._versions[block] += 1
@@ -345,14 +347,14 @@ class BlockPool:
         self._forget(published, Evicted("failed", "", self.now))
 
     def take_blocks_to_zero(self) -> list[int]:
-        """Newly allocated blocks that must be cleared; each is reported once, before its first use."""
+        """Return newly allocated blocks that must be cleared; each is reported once, before its first use."""
         blocks, self._to_zero = self._to_zero, []
         return blocks
 
     def clear(self, *, pinned: bool = False) -> None:
-        """Forgets every published block; those in use stay with their owners, pinned ones stay published.
+        """Remove all published blocks from the index; used blocks stay with their owners, pinned ones published.
 
-        `pinned`: these are forgotten too. Their names stay pinned, and may be computed again.
+        `pinned`: these are removed too. Their hashes stay pinned, and may be computed again.
         """
         kept = {name for name in self._pins if name in self._entries} if not pinned else set[BlockHash]()
         blocks = [block for name, (block, _, _) in reversed(self._entries.items()) if name not in kept]
@@ -363,7 +365,7 @@ class BlockPool:
                 listener.cleared()
 
     def check(self) -> None:
-        """Asserts law 8; O(num_blocks), for tests and post-mortems."""
+        """Assert invariant 8; O(num_blocks), for tests and post-mortems."""
         scratch, idle, pinned = set(self._scratch), set(self._idle), self._idle_pinned
         referenced = {block for block, refs in enumerate(self._refs) if refs > 0}
         states = (scratch, idle, referenced, pinned)
@@ -400,7 +402,7 @@ class BlockPool:
         return blocks
 
     def _vacate(self, blocks: Iterable[int]) -> None:
-        """Makes those of these published blocks scratch that nobody uses, pinned or not."""
+        """Turn those of these published blocks that are unreferenced, pinned or not, into scratch blocks."""
         for block in blocks:
             if block in self._idle_pinned:
                 self._idle_pinned.remove(block)
@@ -411,7 +413,7 @@ class BlockPool:
             self._scratch.append(block)
 
     def _forget(self, blocks: Iterable[int], evicted: Evicted, *, tell: bool = True) -> None:
-        """Takes their names from published blocks that are idle no more."""
+        """Remove the hashes of published blocks that are no longer idle."""
         names, entries, remember = self._names, self._entries, self._history.add
         listeners = self.listeners if tell else ()
         retentions = self._idle.retentions if self._idle.retentions else None

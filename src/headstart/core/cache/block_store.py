@@ -1,8 +1,8 @@
-"""The seam to blocks outside the pool: what the engine asks of a store, and what it tells it. No disk, no threads.
+"""The seam between the engine and a block store outside the pool. No disk, no threads.
 
-A store is a cache, never the truth: whatever is odd about a block is a counted miss and the block is computed. Loads
-are asked for by name, parent and tokens, and only a block that agrees in all three comes back. Every method is called
-from the engine's thread, returns at once (`wait` apart) and never raises.
+A store is a cache, never the source of truth: any irregularity of a block is a counted miss, and the block is
+computed. A load names hash, parent hash and tokens, and returns only a block that agrees in all three. Every method is
+called from the engine's thread, returns at once (except `wait`) and never raises.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,12 +13,13 @@ from headstart.core.cache.hashing import BlockHash
 
 Data = bytes | bytearray | memoryview
 BlockSource = Callable[[int, int], Data | None]
-"""(block, version) -> its content in canonical form, or None if the block has been handed to somebody else since.
-May be called from any thread, while the engine computes."""
+"""Map (block, version) to the block's content in canonical form, or to None if the block has been reallocated since.
+Callable from any thread, while the engine computes.
+"""
 
 
 class BlockKey(NamedTuple):
-    """All that tells a block from every other: its name, its parent's name, and its packed token ids."""
+    """The full identity of a block: its hash, its parent's hash, and its packed token ids."""
 
     name: BlockHash
     parent: BlockHash
@@ -26,7 +27,7 @@ class BlockKey(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The next blocks of one load, verified and in order. After `is_last` no more come: what is missing is a miss."""
+    """The next blocks of one load, verified and in order. After `is_last` the remaining ones are misses."""
 
     load_id: int
     data: tuple[Data, ...]  # one per block, canonical form; valid until `BlockStore.done_with`
@@ -40,9 +41,9 @@ class StoreStats:
     `misses` and `lost_writes` are counted by reason; see docs/api.md for what each means.
     """
 
-    num_blocks: int = 0  # that could be loaded: of this model and block size
-    num_bytes: int = 0  # of all files in the folder, whosever they are
-    max_bytes: int = 0  # what they may grow to now: the size asked for, or less on a disk that is nearly full
+    num_blocks: int = 0  # loadable: of this model and block size
+    num_bytes: int = 0  # of all files in the folder, of all processes
+    max_bytes: int = 0  # current size limit: the configured one, or less on a disk that is nearly full
     num_segments: int = 0
     num_pending: int = 0  # blocks waiting to be written
     loaded_blocks: int = 0  # the hits
@@ -50,77 +51,77 @@ class StoreStats:
     misses: dict[str, int] = field(default_factory=dict[str, int])
     written_blocks: int = 0
     written_bytes: int = 0
-    lost_writes: dict[str, int] = field(default_factory=dict[str, int])  # blocks that were to be written and were not
-    evicted_blocks: int = 0  # given up to stay below max_bytes
-    degraded: str = ""  # why it is not used right now; empty: it is
-    num_degraded: int = 0  # times that this began
+    lost_writes: dict[str, int] = field(default_factory=dict[str, int])  # blocks that were offered and not written
+    evicted_blocks: int = 0  # removed to stay below max_bytes
+    degraded: str = ""  # why the store is not used at present; empty: it is used
+    num_degraded: int = 0  # times that the store became degraded
     load_bytes_per_s: float = 0.0  # while loading; 0: not measured yet
     write_bytes_per_s: float = 0.0  # while writing
 
 
 class BlockStore(Protocol):
-    """Blocks outside the pool, of one model in one canonical form."""
+    """A store of blocks outside the pool, of one model in one canonical form."""
 
     def start(self, source: BlockSource) -> None:
-        """Begins to write behind what is offered, reading it from `source`."""
+        """Start write-behind of offered blocks, which are read from `source`."""
         ...
 
     def contains(self, name: BlockHash) -> bool:
-        """Whether a load of it would probably succeed; from memory, O(1)."""
+        """Return whether a load of this block would probably succeed; from memory, O(1)."""
         ...
 
     def expected_seconds(self, num_blocks: int) -> float:
-        """How long a load of so many blocks that began now would take, those before it included; inf: do not ask.
+        """Return the expected duration of a load of `num_blocks` begun now, queued loads included; inf: do not load.
 
-        0.0 as long as nothing has been measured.
+        0.0 until something has been measured.
         """
         ...
 
     def load(self, keys: Sequence[BlockKey]) -> int:
-        """Begins to load these, in order, and stops at the first that cannot be had. Returns the load's id."""
+        """Begin to load these blocks, in order, up to the first that is not available. Returns the load's id."""
         ...
 
     def cancel(self, load_id: int, *, is_late: bool) -> None:
-        """Nobody waits for it any more: nothing further comes of it. `is_late`: because it took too long."""
+        """Cancel a load: it returns nothing more. `is_late`: because it took too long."""
         ...
 
     def poll(self) -> list[Loaded]:
-        """What has been loaded since the last call, in the order of its loads."""
+        """Return the blocks loaded since the last call, in the order of their loads."""
         ...
 
     def done_with(self, loaded: Loaded) -> None:
-        """Its data have been copied and may be overwritten."""
+        """Release the data, which have been copied and may be overwritten."""
         ...
 
     def wait(self, timeout: float) -> None:
-        """Returns as soon as `poll` would give something, or after `timeout` seconds."""
+        """Block until `poll` would return something, or for `timeout` seconds."""
         ...
 
     def offer(self, block: int, version: int, key: BlockKey) -> None:
-        """A block was published: write it if there is room and time. O(1)."""
+        """Offer a published block, which is written if there is space and time. O(1)."""
         ...
 
     def touch(self, names: Sequence[BlockHash]) -> None:
-        """A request takes these over now, loaded or not: they are in use. O(1).
+        """Mark these blocks as used: a request takes them over now, loaded or not. O(1).
 
-        Names of one chain, in a list that is not modified later.
+        `names` are the block hashes of one chain, in a list that is not modified later.
         """
         ...
 
     def keep(self, names: Iterable[BlockHash]) -> None:
-        """From now on these, and only these, are pinned: written before all others and not given up."""
+        """Pin only these block hashes: their blocks are written first and never removed for space."""
         ...
 
     def distrust(self, names: Sequence[BlockHash]) -> None:
-        """These are corrupt, or may be: they must not come back, neither from here nor in another process."""
+        """Discard blocks that are or may be corrupt: they are never loaded again, by this or any other process."""
         ...
 
     def clear(self) -> None:
-        """Forgets every block, of every model and process that uses the folder."""
+        """Remove every block, of every model and process that uses the folder."""
         ...
 
     def stats(self) -> StoreStats: ...
 
     def close(self) -> None:
-        """Writes what is pending as far as that takes no more than some seconds, and ends. Twice does no harm."""
+        """Write pending blocks as far as that takes no more than some seconds, and stop. Idempotent."""
         ...

@@ -1,8 +1,8 @@
-"""What happens to the prefix index, as events: replayed in order they reproduce it exactly.
+"""KV events: changes of the prefix index; replayed in order they reproduce it exactly.
 
-Field names are vLLM's, so that routers and dashboards made for it read ours; the wire format is
-server/kv_events/kv_event_publisher.py's. An event tells of one chain and never crosses the border between a public
-prefix and what is private behind it.
+Field names are vLLM's, so that routers and dashboards made for vLLM can read them; the wire format is in
+server/kv_events/kv_event_publisher.py. The blocks of an event belong to one chain, and never to both a public prefix
+and the private part after it.
 """
 
 from array import array
@@ -15,7 +15,7 @@ from headstart.core.request import Sequence
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Blocks, one chain, that others can find from now on."""
+    """Blocks of one chain that can now be found."""
 
     block_hashes: tuple[BlockHash, ...]
     parent_block_hash: BlockHash | None  # of the block before the first one, None at position 0
@@ -27,7 +27,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks that nobody can find any more."""
+    """Blocks that can no longer be found."""
 
     block_hashes: tuple[BlockHash, ...]
 
@@ -42,7 +42,7 @@ EventSink = Callable[[list[Event]], None]  # must neither block nor raise: it is
 
 
 class _Chain:
-    """A BlockStored that may still grow."""
+    """A BlockStored event that may still grow."""
 
     __slots__ = ("adapter", "domain", "names", "parent", "tokens")
 
@@ -57,8 +57,8 @@ class _Chain:
 class EventLog:
     """A BlockListener (core/cache/block_pool.py) that collects events until they are drained.
 
-    Blocks published one after the other of one chain become one event, and so do blocks removed one after the other.
-    The order of everything else is kept. Whoever publishes blocks says first, with `publishing`, whose they are.
+    Consecutively published blocks of one chain become one event, and so do consecutively removed blocks. All other
+    order is kept. Call `publishing` before blocks of a sequence are published.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -67,11 +67,11 @@ class EventLog:
         self._seq: Sequence | None = None
 
     def publishing(self, seq: Sequence) -> None:
-        """The blocks published from now on are this sequence's: it knows what lies before its first ones."""
+        """Set the sequence whose blocks are published next; it supplies the parent of the first block."""
         self._seq = seq
 
     def published(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> None:
-        """Notes a block that can be found from now on."""
+        """Record a published block."""
         last = self._pending[-1] if self._pending else None
         if isinstance(last, _Chain) and last.names[-1] == parent:
             last.names.append(name)
@@ -80,7 +80,7 @@ class EventLog:
             self._pending.append(self._begin(name, parent, tokens))
 
     def removed(self, name: BlockHash) -> None:
-        """Notes a block that cannot be found any more."""
+        """Record a removed block."""
         last = self._pending[-1] if self._pending else None
         if isinstance(last, list):
             last.append(name)
@@ -88,18 +88,18 @@ class EventLog:
             self._pending.append([name])
 
     def cleared(self) -> None:
-        """Notes that the index is empty."""
+        """Record that the index is empty."""
         self._pending.append(AllBlocksCleared())
 
     def drain(self) -> list[Event]:
-        """What happened since the last call, in order; [] if nothing did."""
+        """Return the events since the last call, in order; [] if there are none."""
         if not self._pending:
             return []
         pending, self._pending, self._seq = self._pending, [], None
         return [self._event(item) for item in pending]
 
     def _begin(self, name: BlockHash, parent: BlockHash, tokens: bytes) -> _Chain:
-        """A new event; the hash that stands for a border is replaced by what lies before it."""
+        """Begin a new event; the hash of a region border is replaced by the hash of the block before it."""
         seq = self._seq
         assert seq is not None, "a block was published and nobody said whose it is"
         chain = _Chain(name, parent, tokens)

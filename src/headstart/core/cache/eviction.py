@@ -1,17 +1,17 @@
-"""The order in which idle blocks lose their content: `lru`, and `2q`, which survives a scan of one-off prompts.
+"""Eviction orders of idle blocks: `lru`, and `2q`, which is resistant to scans of prompts used once.
 
-An order holds the idle blocks of one class (one tenant, one retention priority), every operation O(1) per block. What
-it knows about a block beyond that lies in `marks`, one byte per block of the pool, shared by all orders and the pool.
+An order holds the idle blocks of one class (one tenant, one retention priority); every operation is O(1) per block.
+Further state of a block is in `marks`, one byte per block of the pool, shared by all orders and the pool.
 
-Blocks come in tails first, so a chain loses its tail before its head.
+Blocks are added tails first, so a chain loses its tail before its head.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-HOT = 1  # used again after it had been idle or evicted: not a one-off
-SEEN = 2  # somebody who gave no hint has stopped using it: hints of others cannot lower its priority
+HOT = 1  # used again after it had been idle or evicted: not used only once
+SEEN = 2  # released by a request without retention hints: hints of others cannot lower its priority
 
 _REVIVED = HOT | SEEN
 
@@ -19,27 +19,27 @@ PROTECTED_SHARE = 0.5  # of the pool; decided in benchmarks/eviction
 
 
 class EvictionOrder(Protocol):
-    """Idle blocks, the next to be evicted first."""
+    """The idle blocks of one class, next to be evicted first."""
 
     def add(self, blocks: Sequence[int], hot: int = 0) -> int:
-        """Takes in blocks of one chain, tails first. `hot`: HOT if a block behind them is; HOT if the last one is."""
+        """Add blocks of one chain, tails first; return HOT if the last is hot. `hot`: HOT if a later block is."""
         ...
 
     def remove(self, block: int) -> None:
-        """Takes out one block. Raises KeyError if it is not here."""
+        """Remove one block. Raises KeyError if it is not here."""
         ...
 
     def revive(self, blocks: Sequence[int]) -> None:
-        """Takes out blocks that are used again. Raises KeyError if one is not here."""
+        """Remove blocks that are used again. Raises KeyError if one is not here."""
         ...
 
     def pop(self) -> int:
-        """Takes out the block whose turn it is. Raises KeyError if there is none."""
+        """Remove and return the next block to evict. Raises KeyError if there is none."""
         ...
 
     @property
     def tables(self) -> "tuple[OrderedDict[int, None], ...]":
-        """All that holds its blocks."""
+        """The tables that hold the blocks."""
         ...
 
     def __len__(self) -> int: ...
@@ -48,7 +48,7 @@ class EvictionOrder(Protocol):
 
 
 class Lru:
-    """Least recently released first."""
+    """An order that evicts the least recently released block first."""
 
     __slots__ = ("_marks", "_queue")
 
@@ -89,15 +89,15 @@ class Lru:
 
 
 class TwoQueue:
-    """Blocks used once go before blocks used again, each kind least recently released first.
+    """Order that evicts blocks used once before blocks used again; in each class, least recently released first.
 
-    After 2Q (Johnson and Shasha, VLDB 1994) and segmented LRU: what is published for the first time is on probation.
-    What is used again while idle, or published again while its name is remembered (the pool's history is the ghost
-    list), is protected; the least recent of more than `max_protected` protected blocks go back on probation. So a scan,
-    however long, only displaces what was used once, and what is in use at an interval longer than the pool lasts still
-    comes to be protected.
+    After 2Q (Johnson and Shasha, VLDB 1994) and segmented LRU. A block published for the first time is on probation. A
+    block used again while idle, or published again while its hash is remembered (the pool's history is the ghost list),
+    is protected; beyond `max_protected` protected blocks the least recent ones return to probation. So a scan of any
+    length only evicts blocks used once, and blocks whose reuse interval is longer than the pool's lifetime still become
+    protected.
 
-    A head is never on probation while its tail is protected: heat spreads from the tail of a chain to its head.
+    A head is never on probation while its tail is protected: HOT spreads from the tail of a chain to its head.
     """
 
     __slots__ = ("_marks", "_max_protected", "_probation", "_protected")

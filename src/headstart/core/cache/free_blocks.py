@@ -1,8 +1,8 @@
-"""FreeBlocks: published blocks that nobody uses, and which of them loses its content next.
+"""FreeBlocks: published blocks without references, and the order in which they are evicted.
 
-From the outside in: a tenant whose share is not protected and who has most of them; there the lowest retention
-priority; there the order of the eviction policy. Blocks that queued requests want go after all others that may go at
-all. One tenant, no hints and no wishes, the usual case, is one queue and costs no more than that.
+The order has three levels: first the tenant with the most blocks beyond its protected share; then the lowest retention
+priority; then the eviction policy. Blocks referenced by queued requests are evicted after all other evictable ones.
+One tenant without hints or queued references, the usual case, is one queue with no extra cost.
 """
 
 from collections import OrderedDict
@@ -24,7 +24,7 @@ class _Shelf:
     def __init__(self, new_order: Callable[[], EvictionOrder]) -> None:
         self._new_order = new_order
         self.levels: dict[int, EvictionOrder] = {DEFAULT_PRIORITY: new_order()}
-        self.aside: OrderedDict[int, None] = OrderedDict()  # it was their turn, but somebody wanted them
+        self.aside: OrderedDict[int, None] = OrderedDict()  # next to be evicted, but referenced by queued requests
 
     def __len__(self) -> int:
         return sum(map(len, self.levels.values())) + len(self.aside)
@@ -35,14 +35,14 @@ class _Shelf:
         yield from self.aside
 
     def order(self, level: int) -> EvictionOrder:
-        """The blocks of one retention priority."""
+        """Return the order of one retention priority."""
         order = self.levels.get(level)
         if order is None:
             order = self.levels[level] = self._new_order()
         return order
 
     def take(self, num: int, wanted: Wanted | None) -> list[int]:
-        """Takes out the next `num` blocks that nobody wants, or all there are; sets aside those that were spared."""
+        """Remove up to `num` blocks in order; those that queued requests reference are moved to `aside`."""
         found: list[int] = []
         for level in sorted(self.levels):
             order = self.levels[level]
@@ -60,7 +60,7 @@ class _Shelf:
 
 
 class FreeBlocks:
-    """The idle blocks of a pool. `marks` and `tenants` hold what is known of each block, idle or not.
+    """The idle blocks of a pool. `marks` and `tenants` hold the state of each block, idle or not.
 
     Shares are those of a pool of `size` blocks, to which this one may grow.
     """
@@ -68,29 +68,29 @@ class FreeBlocks:
     def __init__(self, num_blocks: int, policy: str, tenant_floor: float, size: int) -> None:
         make, max_protected = EVICTION_POLICIES[policy], int(PROTECTED_SHARE * (size - 1))
         self.marks = bytearray(num_blocks)  # see eviction.py
-        self.tenants = [""] * num_blocks  # whose share a published block counts against
+        self.tenants = [""] * num_blocks  # the tenant whose share a published block counts against
         self.retentions = Retentions(self.marks)
         self._size = 0
-        self.num_aside = 0  # idle blocks that were spared because they are wanted
+        self.num_aside = 0  # idle blocks skipped because queued requests reference them
         self._protected_share = tenant_floor * (size - 1)
         self._seen: set[str] = set()  # tenants other than the public one
         self._new_order: Callable[[], EvictionOrder] = lambda: make(self.marks, max_protected)
         self._shelves = {"": _Shelf(self._new_order)}
-        self._queue = self._shelves[""].levels[DEFAULT_PRIORITY]  # all there is, in the usual case
+        self._queue = self._shelves[""].levels[DEFAULT_PRIORITY]  # the only order, in the usual case
 
     @property
     def has_shares(self) -> bool:
-        """Whether there may be blocks that not everybody can evict."""
+        """Whether some blocks may be protected from other tenants."""
         return bool(self._seen) and self._protected_share > 0
 
     @property
     def tables(self) -> list[OrderedDict[int, None]]:
-        """All that holds idle blocks, for a pool that is dismantled."""
+        """All tables that hold idle blocks, for a pool that is dismantled."""
         levels = (order for shelf in self._shelves.values() for order in shelf.levels.values())
         return [table for order in levels for table in order.tables] + [s.aside for s in self._shelves.values()]
 
     def grow(self, num: int) -> None:
-        """Makes room for `num` more blocks, none of them idle."""
+        """Add state for `num` more blocks, none of them idle."""
         self.marks += bytes(num)
         self.tenants += [""] * num
 
@@ -102,11 +102,11 @@ class FreeBlocks:
             yield from shelf
 
     def sees(self, tenant: str) -> None:
-        """Notes that there is such a tenant, not the public one: from now on it has a share."""
+        """Record a tenant other than the public one: from now on it has a share."""
         self._seen.add(tenant)
 
     def add(self, blocks: Sequence[int], retention: Retention, now: float) -> int:
-        """Takes in blocks of one chain, tails first; HOT if the last one turns out to be worth protecting."""
+        """Add idle blocks of one chain, tails first; return HOT if the last one is worth protecting."""
         self._size += len(blocks)
         if self._is_plain and retention == DEFAULT_RETENTION:
             return self._queue.add(blocks)
@@ -117,9 +117,9 @@ class FreeBlocks:
         return hot
 
     def note_users(self, blocks: Sequence[int], retention: Retention, now: float, hot: int) -> None:
-        """Notes that one user stops using blocks, of one chain, tails first, that others or pins still hold.
+        """Record that one request releases blocks of one chain, tails first, that other requests or pins still hold.
 
-        `hot`: HOT if a block behind them is worth protecting; then so are they.
+        `hot`: HOT if a block after them in the chain is worth protecting; then so are they.
         """
         marks = self.marks
         if retention == DEFAULT_RETENTION and not self.retentions:
@@ -133,12 +133,12 @@ class FreeBlocks:
             self.retentions.note(block, retention, now)
 
     def put(self, block: int) -> None:
-        """Takes in a block as if it had just been released: one that was pinned, or set aside."""
+        """Add a block as most recently released: one that was pinned, or set aside."""
         self._size += 1
         self._order_of(block).add((block,))
 
     def revive(self, blocks: Sequence[int]) -> None:
-        """Takes out blocks that are used again."""
+        """Remove blocks that are used again."""
         self._size -= len(blocks)
         if self._is_plain:
             self._queue.revive(blocks)
@@ -148,13 +148,13 @@ class FreeBlocks:
                 self._order_of(block).revive((block,))
 
     def remove(self, block: int) -> None:
-        """Takes out a block that is idle and shall not be."""
+        """Remove an idle block that must not be idle."""
         self._size -= 1
         if not self._leave_aside(block):
             self._order_of(block).remove(block)
 
     def num_protected(self, leaving: Sequence[int], tenant: str) -> int:
-        """Blocks of other tenants that `tenant` may not evict, once those `leaving` are idle no more."""
+        """Return the blocks of other tenants that `tenant` may not evict, once those `leaving` are no longer idle."""
         gone: dict[str, int] = {}
         for block in leaving:
             gone[self.tenants[block]] = gone.get(self.tenants[block], 0) + 1
@@ -163,7 +163,7 @@ class FreeBlocks:
         return sum(min(size, floor) for name, size in others if name and name != tenant)
 
     def evict(self, num: int, tenant: str, last_resort: bool, now: float, wanted: Wanted | None) -> list[int]:
-        """Takes out `num` blocks for `tenant`; those that others are promised to keep only as a last resort."""
+        """Remove and return `num` blocks for `tenant`; protected blocks of other tenants only as a last resort."""
         self._expire(now)
         if len(self._shelves) == 1:
             found = self._evict_from([(-self._size, "", self._shelves[""])], num, wanted)
@@ -178,8 +178,11 @@ class FreeBlocks:
         return found
 
     def unwanted(self, blocks: Sequence[int], wanted: Wanted) -> None:
-        """Puts blocks that were set aside back in line, if nobody wants them any more; `blocks` of one chain, tails
-        first. All heads of such a block follow it, wanted or not, so that they stay behind it in line."""
+        """Return blocks that were set aside to their order if no queued request references them any more.
+
+        `blocks` are of one chain, tails first. All heads of such a block are moved after it, referenced or not, so that
+        they are evicted after it.
+        """
         moved = False
         for block in blocks:
             aside = block in self._shelves[self.tenants[block]].aside
@@ -189,7 +192,7 @@ class FreeBlocks:
                 self.put(block)
 
     def check(self) -> None:
-        """Asserts that counts and places agree; for tests."""
+        """Assert that counts and places agree; for tests."""
         shelves = self._shelves
         assert self._size == sum(map(len, shelves.values())), "idle blocks are miscounted"
         assert self.num_aside == sum(len(shelf.aside) for shelf in shelves.values()), "blocks set aside are miscounted"
@@ -207,7 +210,7 @@ class FreeBlocks:
 
     @property
     def _floor(self) -> int:
-        """Idle blocks that each tenant keeps whatever others do; the public one has no such share."""
+        """Idle blocks protected for each tenant; the public one has none."""
         return int(self._protected_share / len(self._seen)) if self._seen else 0
 
     def _order_of(self, block: int) -> EvictionOrder:
@@ -228,7 +231,7 @@ class FreeBlocks:
         return True
 
     def _expire(self, now: float) -> None:
-        """Moves blocks whose retention time is over, as if they had just been released."""
+        """Move blocks whose retention time is over, as if they had just been released."""
         for block, level in self.retentions.expired(now):
             shelf = self._shelves.get(self.tenants[block])
             order = shelf.levels.get(level) if shelf is not None else None
@@ -237,7 +240,7 @@ class FreeBlocks:
                 self._order_of(block).add((block,))
 
     def _spare(self, tenant: str, floor: int) -> list[tuple[int, str, _Shelf]]:
-        """Heap of the tenants that can spare blocks, who can spare most first: (-spare, tenant, its blocks)."""
+        """Return a heap of the tenants with evictable blocks, most first: (-number, tenant, its blocks)."""
         heap: list[tuple[int, str, _Shelf]] = []
         for name, shelf in self._shelves.items():
             size = len(shelf)
@@ -248,7 +251,7 @@ class FreeBlocks:
         return heap
 
     def _evict_from(self, heap: list[tuple[int, str, _Shelf]], num: int, wanted: Wanted | None) -> list[int]:
-        """Up to `num` blocks, each from whoever can spare most then; wanted ones only when there are no others."""
+        """Take up to `num` blocks, each from the tenant with most to spare; referenced blocks come last."""
         found: list[int] = []
         only_wanted: list[tuple[int, str, _Shelf]] = []
         while heap and len(found) < num:

@@ -1,8 +1,8 @@
-"""Block names: chained SHA-256 over packed token ids, the one key space of engine, router, events and simulator.
+"""Block hashes: chained SHA-256 over packed token ids, the one key space of engine, router, events and simulator.
 
-A block's name depends on everything before it, so equal names mean equal prefixes. Invariants: never Python's `hash()`
-(predictable: CVE-2025-25183); every field of the root is length-prefixed, so ("m", "xs") and ("mx", "s") differ; each
-block is hashed once (vLLM #3402: the naive form is O(L^2)).
+A block's hash depends on all tokens before it, so equal hashes mean equal prefixes. Invariants: Python's `hash()` is
+never used (predictable: CVE-2025-25183); every field of the root is length-prefixed, so ("m", "xs") and ("mx", "s")
+differ; each block is hashed once (vLLM #3402: the naive form is O(L^2)).
 """
 
 import hashlib
@@ -16,9 +16,9 @@ FORMAT_VERSION = b"headstart-block-1"
 
 
 def pack(token_ids: Iterable[int]) -> "array[int]":
-    """Returns `token_ids` as packed int32; what is packed already is returned as it is.
+    """Return `token_ids` as packed int32; packed input is returned as it is.
 
-    Raises OverflowError for an id outside int32 and TypeError for what is not an int.
+    Raises OverflowError for an id outside int32 and TypeError for anything but an int.
     """
     if isinstance(token_ids, array) and token_ids.typecode == "i":
         return token_ids
@@ -27,7 +27,7 @@ def pack(token_ids: Iterable[int]) -> "array[int]":
 
 @lru_cache(maxsize=256)
 def root_hash(model: bytes, *, adapter: str | None = None, domain: bytes = b"") -> BlockHash:
-    """Names the empty prefix of one model, adapter and isolation domain: the parent of every first block."""
+    """Return the hash of the empty prefix of one model, adapter and domain: the parent of every first block."""
     digest = hashlib.sha256(FORMAT_VERSION)
     for field in (model, b"" if adapter is None else b"=" + adapter.encode(), domain):
         digest.update(len(field).to_bytes(8, "little"))
@@ -36,7 +36,7 @@ def root_hash(model: bytes, *, adapter: str | None = None, domain: bytes = b"") 
 
 
 def region_hash(parent: BlockHash, domain: bytes) -> BlockHash:
-    """Names the border behind a public prefix: the parent of the first block that belongs to one domain alone."""
+    """Return the parent hash of the first private block after a public prefix, for one isolation domain."""
     digest = hashlib.sha256(FORMAT_VERSION + b"/region")
     for field in (parent, domain):
         digest.update(len(field).to_bytes(8, "little"))
@@ -53,9 +53,9 @@ def extend_hashes(
     until: int | None = None,
     parent: BlockHash | None = None,
 ) -> None:
-    """Appends to `hashes` the names of the full blocks of `token_ids[:until]` that it does not hold yet.
+    """Append to `hashes` the hashes of the full blocks of `token_ids[:until]` that it does not hold yet.
 
-    The first of them hangs on the last name there is, or on `root` if there is none, or on `parent` if one is given.
+    The parent of the first of them is `parent` if given, else the last element of `hashes`, else `root`.
     """
     end = len(token_ids) if until is None else until
     last: bytes = parent or (hashes[-1] if hashes else root)
@@ -67,4 +67,4 @@ def extend_hashes(
         digest.update(last + raw[start : start + stride])
         last = digest.digest()
         names.append(last)
-    hashes += cast("list[BlockHash]", names)  # a cast for all: calling BlockHash for each costs a tenth of the naming
+    hashes += cast("list[BlockHash]", names)  # one cast: calling BlockHash for each costs a tenth of the hashing

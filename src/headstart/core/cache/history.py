@@ -1,7 +1,6 @@
-"""EvictionHistory: the names of blocks that were given up, why, and for whom. Names only, bounded.
+"""EvictionHistory: hashes of evicted blocks, with the cause and the request that needed the space. Bounded.
 
-The eviction order asks it whether a block that is published was here before (a ghost list, as in ARC and 2Q), the
-explainer asks it why a prompt missed.
+It serves as ghost list of the eviction order (as in ARC and 2Q), and explains misses.
 """
 
 from typing import NamedTuple
@@ -10,18 +9,18 @@ from headstart.core.cache.hashing import BlockHash
 
 
 class Evicted(NamedTuple):
-    """Why a block is not there any more."""
+    """The cause of a block's eviction."""
 
-    cause: str  # "capacity": its place was needed; "failed": it may not be finite; "reset": the cache was cleared
-    by: str  # id of the request that needed its place; empty for other causes
+    cause: str  # "capacity": the space was needed; "failed": it may not be finite; "reset": the cache was cleared
+    by: str  # id of the request that needed the space; empty for other causes
     at: float  # seconds, the scheduler's clock
 
 
 class EvictionHistory:
-    """Remembers at least the last `capacity // 2` names and at most `capacity`, each O(1).
+    """A map of at least the last `capacity // 2` evicted hashes and at most `capacity`; each operation is O(1).
 
-    Two generations: when the younger is full the older one is dropped as a whole. That takes half the memory of an
-    ordered dictionary, and being exact about the oldest names is worth nothing here.
+    Two generations: when the younger is full, the older one is dropped as a whole. That takes half the memory of an
+    ordered dictionary, and exact age of the oldest hashes is not needed.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -30,27 +29,27 @@ class EvictionHistory:
         self._old: dict[BlockHash, Evicted] = {}
 
     def resize(self, capacity: int) -> None:
-        """Remembers another number of names from now on; not less than before."""
+        """Change the capacity, which must not shrink."""
         self._generation = max(capacity // 2, 1)
 
     @property
     def tables(self) -> tuple[dict[BlockHash, Evicted], dict[BlockHash, Evicted]]:
-        """All that it remembers."""
+        """Both generations."""
         return self._young, self._old
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
     def add(self, name: BlockHash, evicted: Evicted) -> None:
-        """Remembers a name that is not there any more."""
+        """Add the hash of an evicted block."""
         if len(self._young) >= self._generation:
             self._old, self._young = self._young, {}
         self._young[name] = evicted
 
     def get(self, name: BlockHash) -> Evicted | None:
-        """What became of a name; None if it is not remembered."""
+        """Return the eviction of a block hash; None if it is not remembered."""
         return self._young.get(name) or self._old.get(name)
 
     def forget(self, name: BlockHash) -> Evicted | None:
-        """Drops a name that is there again; what had become of it."""
+        """Remove and return the eviction of a block hash that is published again; None if it is not remembered."""
         return self._young.pop(name, None) or self._old.pop(name, None)

@@ -1,8 +1,8 @@
-"""KVCache: name, match, extend, publish and release the blocks of one sequence.
+"""KVCache: hash, match, extend, publish and release the blocks of one sequence.
 
-The only place where tokens become blocks. Reuse is contiguous from position 0 or it is nothing, in whole blocks, and
-leaves at least one token to compute (law 3). Names: leading blocks that lie in a public pinned prefix are named as
-anybody's, all that follow belong to the request's isolation domain.
+The only place where tokens become blocks. A reused prefix is contiguous from position 0, consists of whole blocks, and
+leaves at least one token to compute (invariant 3). Leading blocks that belong to a public pinned prefix have hashes
+without an isolation domain; all blocks after them are hashed with the request's domain.
 """
 
 from array import array
@@ -17,9 +17,9 @@ from headstart.core.request import CacheMode, Request, Sequence, empty_table
 
 
 class Hit(NamedTuple):
-    """Published blocks a sequence could take over, in place of its own from block `start_block` on.
+    """Published blocks that can replace a sequence's own from block `start_block` on.
 
-    `num_tokens` is how many of its tokens would then be computed.
+    `num_tokens` is the number of its tokens that are computed after that.
     """
 
     block_ids: tuple[int, ...] = ()
@@ -37,12 +37,12 @@ class KVCache:
         self.pool = pool
         self.block_size = block_size
         self.enabled = enabled
-        self.public_names: Container[BlockHash] = frozenset()  # of the blocks of public pinned prefixes
+        self.public_names: Container[BlockHash] = frozenset()  # block hashes of public pinned prefixes
         self.event_log: EventLog | None = None
         self._model = model
 
     def new_sequence(self, request: Request, order: int) -> Sequence:
-        """A sequence with its blocks named: on arrival, off the step's path."""
+        """Create a sequence with its blocks hashed: on arrival, outside the step."""
         root = root_hash(self._model, adapter=request.adapter, domain=request.domain)
         seq = Sequence(request, request.prompt[:], root, root, order)
         if self.enabled and request.cache is not CacheMode.BYPASS:
@@ -52,18 +52,18 @@ class KVCache:
         return seq
 
     def name_blocks(self, seq: Sequence, until: int | None = None) -> None:
-        """Names every full block of `token_ids[:until]` that has no name yet."""
+        """Hash every full block of `token_ids[:until]` that has no hash yet."""
         hashes = seq.block_hashes
         at_border = len(hashes) == seq.num_public_blocks
         parent = seq.region if at_border else None
         extend_hashes(hashes, seq.token_ids, self.block_size, seq.root, until=until, parent=parent)
 
     def match(self, seq: Sequence) -> Hit:
-        """The longest run of published blocks from the first that the sequence still needs. Changes nothing.
+        """Return the longest run of published blocks from the first still needed on. Changes nothing.
 
-        For a waiting sequence that is a prefix; for one in mid prefill it is what others have published meanwhile, and
-        taking it over drops the last block it has, if that is partly filled. When every token is cached, the last block
-        is in the hit and its last token is not: that one is recomputed without being written, for its logits.
+        For a waiting sequence that is a prefix. For one in mid prefill it is what others have published meanwhile;
+        taking it over drops its last block if that is partly filled. When every token is cached, the hit includes the
+        last block but not its last token, which is recomputed for its logits and not written.
         """
         if not self.reads(seq):
             return NO_HIT
@@ -75,24 +75,24 @@ class KVCache:
         return Hit(tuple(blocks), num_tokens, index) if num_tokens > seq.num_computed_tokens else NO_HIT
 
     def num_new_blocks(self, seq: Sequence, hit: Hit, num_tokens: int) -> int:
-        """Blocks to allocate so that the table covers `num_tokens`. Changes nothing."""
+        """Return the number of blocks to allocate so that the table covers `num_tokens`. Changes nothing."""
         covered = hit.start_block + len(hit.block_ids) if hit.block_ids else len(seq.block_ids)
         return max(-(-num_tokens // self.block_size) - covered, 0)
 
     def num_available(self, seq: Sequence, hit: Hit, *, last_resort: bool = False) -> int:
-        """Free blocks left to the sequence once the hit is taken over: an idle hit is not also free (vLLM #3402)."""
+        """Return the free blocks left after the hit is taken over: an idle hit is not also free (vLLM #3402)."""
         return self.pool.num_available(hit.block_ids, seq.request.tenant, last_resort=last_resort)
 
     def extend(self, seq: Sequence, hit: Hit, num_tokens: int, *, last_resort: bool = False) -> bool:
-        """Takes over `hit` and makes the table cover `num_tokens`; or changes nothing and says False.
+        """Take over `hit` and extend the table to cover `num_tokens`; otherwise return False and change nothing.
 
-        `last_resort` lets it evict what other tenants are promised to keep.
+        `last_resort` permits the eviction of other tenants' protected blocks.
         """
         if not hit.block_ids and num_tokens <= len(seq.block_ids) * self.block_size:
             return True
         new = self.num_new_blocks(seq, hit, num_tokens)
         dropped = seq.block_ids[hit.start_block :] if hit.block_ids else empty_table()
-        enough = new <= self.pool.num_scratch  # that is anybody's, whatever is taken over
+        enough = new <= self.pool.num_scratch  # scratch blocks count against no share and are in no hit
         if not enough and new > self.num_available(seq, hit, last_resort=last_resort) + len(dropped):
             return False
         if hit.block_ids:
@@ -106,7 +106,7 @@ class KVCache:
             seq.taken.append(range(hit.start_block, len(seq.block_ids)))
         if new:
             request = seq.request
-            zeroed = seq.recompute is not None  # no NaN of a former owner may reach the second run
+            zeroed = seq.recompute is not None  # no NaN of an earlier owner may reach the second run
             new_blocks = self.pool.allocate(
                 new, request.tenant, by=request.request_id, last_resort=last_resort, zeroed=zeroed
             )
@@ -114,7 +114,7 @@ class KVCache:
         return True
 
     def publish(self, seq: Sequence) -> None:
-        """Publishes what has become full and computed. Only after the forward pass that wrote it has returned."""
+        """Publish blocks that are now full and computed. Call only after the forward pass has returned."""
         full = seq.num_computed_tokens // self.block_size
         if full <= seq.num_published_blocks or not self.writes(seq):
             return
@@ -126,9 +126,9 @@ class KVCache:
         seq.num_published_blocks = full
 
     def share(self, seq: Sequence) -> None:
-        """Use, in place of full blocks of its own, equal ones that others have published meanwhile.
+        """Replace full blocks of its own by equal ones that others have published meanwhile.
 
-        For one that reads the cache but has computed what it could have taken over: pinned blocks have room once.
+        For a sequence that reads the cache but has computed what was cached: pinned blocks fit in the pool once only.
         """
         if not self.reads(seq):
             return
@@ -143,22 +143,22 @@ class KVCache:
             seq.taken.append(range(index, index + 1))
 
     def publish_block(self, seq: Sequence, index: int, block: int) -> bool:
-        """Publishes `block`, which is not in its table, as what block `index` of the sequence should hold.
+        """Publish `block`, which is not in the block table, as block `index` of the sequence.
 
-        False if there is one already, and this one stays private.
+        Return False if an equal block is published already; then this one stays private.
         """
         if self.event_log is not None:
             self.event_log.publishing(seq)
         return self._publish(seq, index, block)
 
     def key(self, seq: Sequence, index: int) -> BlockKey:
-        """All that tells one of its named blocks from every other."""
+        """Return the full identity of one hashed block."""
         start = index * self.block_size
         tokens = seq.token_ids[start : start + self.block_size].tobytes()
         return BlockKey(seq.block_hashes[index], self.parent(seq, index), tokens)
 
     def release(self, seq: Sequence) -> None:
-        """Gives the whole table back."""
+        """Release the whole block table."""
         self.pool.release(seq.block_ids, seq.request.retention)
         seq.block_ids = empty_table()
         seq.taken = []
@@ -166,22 +166,22 @@ class KVCache:
         seq.num_published_blocks = 0
 
     def reads(self, seq: Sequence) -> bool:
-        """Whether it takes over what others computed. Log-probabilities of the prompt have to be computed."""
+        """Return whether it reuses cached blocks. Log-probabilities of the prompt have to be computed."""
         request = seq.request
         if not self.enabled or seq.recompute is not None:
             return False
         return request.cache is not CacheMode.BYPASS and request.sampling.prompt_logprobs is None
 
     def writes(self, seq: Sequence) -> bool:
-        """Whether others may take over what it computes."""
+        """Return whether others may reuse what it computes."""
         return self.enabled and seq.recompute is None and seq.request.cache is CacheMode.READ_WRITE
 
     def num_pinned_blocks(self, names: list[BlockHash]) -> int:
-        """How many leading `names` are pinned."""
+        """Return the number of leading `names` (block hashes) that are pinned."""
         return next((index for index, name in enumerate(names) if not self.pool.is_pinned(name)), len(names))
 
     def parent(self, seq: Sequence, index: int) -> BlockHash:
-        """Parent's name of one of its named blocks."""
+        """Return the parent hash of one hashed block."""
         if index == seq.num_public_blocks:
             return seq.region
         return seq.block_hashes[index - 1] if index else seq.root
@@ -191,7 +191,7 @@ class KVCache:
         return self.pool.publish(block, *self.key(seq, index), owner)
 
     def _name_public_blocks(self, seq: Sequence) -> None:
-        """Names leading blocks as anybody's, as long as these names are those of a public pinned prefix."""
+        """Hash leading blocks without a domain for as long as they belong to a public pinned prefix."""
         size, public = self.block_size, self.public_names
         root = root_hash(self._model, adapter=seq.request.adapter)
         hashes = seq.block_hashes
@@ -205,7 +205,7 @@ class KVCache:
             seq.region = region_hash(hashes[-1], seq.request.domain)
 
     def _lookup(self, seq: Sequence, index: int) -> list[int]:
-        """Published blocks from block `index` on, verified; the chain of parents changes at the border."""
+        """Return published blocks from block `index` on, verified; the region hash is the first private one's parent."""
         names, border = seq.block_hashes, seq.num_public_blocks
         raw, stride = seq.token_ids.tobytes(), self.block_size * seq.token_ids.itemsize
         if not index and not border:

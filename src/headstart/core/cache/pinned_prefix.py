@@ -1,4 +1,4 @@
-"""Prefix: one prefix that an operator wants kept, how far it is, and what it has saved."""
+"""Prefix: one pinned prefix, its state and its usage counters."""
 
 import re
 from array import array
@@ -14,7 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class PrefixState(Enum):
-    """How far a prefix is. Failed ones hold no blocks."""
+    """The state of a prefix. Failed ones hold no blocks."""
 
     WARMING = "warming"
     READY = "ready"
@@ -22,7 +22,7 @@ class PrefixState(Enum):
 
 
 class PrefixInfo(NamedTuple):
-    """A pinned prefix as it stands. Units: tokens, blocks, seconds of the engine's clock."""
+    """A snapshot of a pinned prefix. Units: tokens, blocks, seconds of the engine's clock."""
 
     name: str
     tenant: str  # empty: public
@@ -30,20 +30,20 @@ class PrefixInfo(NamedTuple):
     error: str | None  # why it failed
     num_tokens: int
     num_blocks: int
-    hits: int  # requests that took over some of it
-    tokens_saved: int  # by those
+    hits: int  # requests that reused some of it
+    tokens_saved: int  # reused by those requests
     last_used: float | None  # when the last of them was admitted
 
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """The registry's working copy. `domain` is empty for a public one."""
+    """The registry's mutable record. `domain` is empty for a public prefix."""
 
     name: str
     tenant: str
     domain: bytes
     token_ids: "array[int]"  # whole blocks
-    names: list[BlockHash] = field(default_factory=list[BlockHash])  # of its blocks
+    names: list[BlockHash] = field(default_factory=list[BlockHash])  # block hashes
     state: PrefixState = PrefixState.WARMING
     error: str | None = None
     request_id: str = ""  # of the request that computes it, while there is one
@@ -57,7 +57,7 @@ class Prefix:
         return self.state is not PrefixState.FAILED
 
     def info(self) -> PrefixInfo:
-        """A snapshot. Changes nothing."""
+        """Return a snapshot. Changes nothing."""
         return PrefixInfo(
             self.name,
             self.tenant,
@@ -72,10 +72,10 @@ class Prefix:
 
 
 def new_prefix(name: str, token_ids: Iterable[int], block_size: int, tenant: str = "", domain: bytes = b"") -> Prefix:
-    """A prefix of the whole blocks of `token_ids`. Raises InvalidRequestError if that cannot be one."""
+    """Create a prefix of the whole blocks of `token_ids`. Raises InvalidRequestError (name, length)."""
     if _NAME.fullmatch(name) is None:
         raise InvalidRequestError(
-            f"{name[:80]!a} is no name for a prefix; use up to 64 letters, digits, '.', '_' and '-'", param="name"
+            f"{name[:80]!a} is not a valid prefix name; use up to 64 letters, digits, '.', '_' and '-'", param="name"
         )
     assert bool(tenant) == bool(domain), f"tenant {tenant!r} and its isolation domain go together"
     tokens = array("i", token_ids)

@@ -1,12 +1,12 @@
-"""PinnedPrefixes: prefixes that operators keep in the pool for good.
+"""PinnedPrefixes: prefixes that operators keep in the pool permanently.
 
-A pin holds *names*, not blocks (law 8: an idle pinned block is a state of its own): whatever block carries a pinned
-name stays until the name is unpinned, and a name whose content is gone is computed again. Prefixes are whole blocks, so
-all requests share their memory and nothing is copied. They are computed by ordinary requests through the ordinary
-scheduler, which the engine keeps to itself.
+A pin refers to block *hashes*, not to blocks (invariant 8 has a separate state for idle pinned blocks): a block with a
+pinned hash stays until the hash is unpinned, and a pinned hash whose block is lost is computed again. Prefixes are
+whole blocks, so all requests share their memory and nothing is copied. They are computed by internal requests through
+the ordinary scheduler; the engine does not output them.
 
-A public prefix is anybody's: its names are the border in front of which isolation domains share blocks. So a change of
-the public ones may rename what tenants have pinned, and then that is computed anew.
+Hashes of a public prefix contain no isolation domain; all domains share its blocks. So a change of the public prefixes
+may change the hashes of prefixes that tenants have pinned, and these are then computed again.
 """
 
 from collections.abc import Callable, Iterable, Set
@@ -19,13 +19,13 @@ from headstart.core.cache.pinned_prefix import Prefix, PrefixInfo, PrefixState, 
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import FinishReason, Request, SamplingParams, Sequence
 
-REQUEST_PREFIX = "prefix:"  # of the ids of the requests that compute prefixes
-MAX_ATTEMPTS = 3  # to compute one whose blocks were lost before it was ready
+REQUEST_PREFIX = "prefix:"  # of the ids of internal requests that compute prefixes
+MAX_ATTEMPTS = 3  # to compute a prefix whose blocks were lost before it was ready
 _ONCE = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 class Demand(NamedTuple):
-    """Blocks that a live request may come to need in all; `stays`: it was promised not to give way again."""
+    """The blocks that a live request may need in all; `stays`: it must not be preempted again."""
 
     seq: Sequence
     num_blocks: int
@@ -33,9 +33,9 @@ class Demand(NamedTuple):
 
 
 class PinnedPrefixes:
-    """The registry over one cache; a listener of its pool. The engine runs the requests that `take_requests` gives.
+    """The registry of one cache; a listener of its pool. The engine runs the requests that `take_requests` returns.
 
-    `demands` tells what must still fit beside the pins.
+    `demands` iterates over what must still fit beside the pins.
     """
 
     def __init__(self, cache: KVCache, demands: Callable[[], Iterable[Demand]], *, max_share: float = 0.5) -> None:
@@ -44,33 +44,33 @@ class PinnedPrefixes:
         self._max_share = max_share
         self._demands = demands
         self._prefixes: dict[str, Prefix] = {}
-        self._owners: dict[BlockHash, list[Prefix]] = {}  # of every pinned name
+        self._owners: dict[BlockHash, list[Prefix]] = {}  # prefixes of every pinned hash
         self._warming: dict[str, Prefix] = {}  # by request id
         self._requests: list[Request] = []
         self._aborted: list[str] = []
         self._num_requests = 0
-        self._lost = False  # a pinned name may have lost its block
+        self._lost = False  # a pinned hash may have lost its block
         self._pool.listeners.append(self)
 
     @property
     def max_blocks(self) -> int:
-        """Names that may be pinned in all."""
+        """Upper bound of pinned hashes."""
         return int(self._pool.num_usable * self._max_share)
 
     @property
     def names(self) -> Set[BlockHash]:
-        """All that is pinned."""
+        """All pinned hashes."""
         return self._owners.keys()
 
     @property
     def is_active(self) -> bool:
-        """Whether the engine has to tend prefixes: something is warming, was lost, or is to be aborted."""
+        """Whether the engine has to run prefix requests: something is warming, was lost, or must be aborted."""
         return bool(self._warming or self._lost or self._aborted)
 
     def add(self, name: str, token_ids: Iterable[int], *, tenant: str = "", domain: bytes = b"") -> PrefixInfo:
-        """Pins the whole blocks of `token_ids` and asks for their computation; one that failed may be added again.
+        """Pin the whole blocks of `token_ids` and request their computation; a failed prefix may be added again.
 
-        Raises InvalidRequestError (prefix_exists, prefix_too_large), and nothing has changed.
+        Raises InvalidRequestError (prefix_exists, prefix_too_large) and changes nothing.
         """
         if not self._cache.enabled:
             raise InvalidRequestError("prefix caching is off, so nothing can be pinned; serve with it on")
@@ -85,7 +85,7 @@ class PinnedPrefixes:
         return prefix.info()
 
     def remove(self, name: str) -> bool:
-        """Unpins a prefix: its blocks become ordinary cache; False if there is none of that name.
+        """Unpin a prefix: its blocks become ordinary cache; return False if there is none of that name.
 
         Raises InvalidRequestError if tenants' prefixes that build on it would then exceed the cap on their own.
         """
@@ -97,24 +97,24 @@ class PinnedPrefixes:
         return True
 
     def get(self, name: str) -> PrefixInfo | None:
-        """One prefix, or None. Changes nothing."""
+        """Return one prefix, or None. Changes nothing."""
         prefix = self._prefixes.get(name)
         return None if prefix is None else prefix.info()
 
     def list(self) -> "list[PrefixInfo]":
-        """All of them, oldest first. Changes nothing."""
+        """Return all prefixes, oldest first. Changes nothing."""
         return [prefix.info() for prefix in self._prefixes.values()]
 
-    # ------------------------------------------------------------------------------------------ what the scheduler says
+    # ------------------------------------------------------------------------------------------ called by the scheduler
 
     def is_warming(self, request_id: str) -> bool:
-        """Whether the request is one of ours: nobody's hit, and nobody's tokens."""
+        """Return whether the request computes a prefix; such requests count neither hits nor tokens."""
         return request_id in self._warming
 
     def admitted(self, seq: Sequence) -> None:
-        """Counts a request at its first admission, with the pinned tokens that it took over.
+        """Count a request at its first admission, with the pinned tokens that it reuses.
 
-        They count for the shortest prefix that all these blocks belong to, so that savings add up.
+        They count for the shortest prefix that contains all these blocks, so that savings add up.
         """
         if not seq.num_pinned_tokens or seq.request_id in self._warming:
             return
@@ -124,24 +124,24 @@ class PinnedPrefixes:
         prefix.tokens_saved += seq.num_pinned_tokens
         prefix.last_used = self._pool.now
 
-    # ----------------------------------------------------------------------------------------------- what the pool says
+    # ----------------------------------------------------------------------------------------------- called by the pool
 
     def published(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> None:
-        """Nothing to do: who computed a pinned name does not matter."""
+        """Do nothing: a pinned hash may be computed by any request."""
 
     def removed(self, name: BlockHash) -> None:
-        """Notes that a pinned name has lost its block, as one that is corrupt does."""
+        """Note that a pinned hash has lost its block, for example because it was corrupt."""
         if name in self._owners:
             self._lost = True
 
     def cleared(self) -> None:
-        """Notes that pinned names may have lost their blocks."""
+        """Note that pinned hashes may have lost their blocks."""
         self._lost = bool(self._owners)
 
-    # --------------------------------------------------------------------------------------------- what the engine does
+    # --------------------------------------------------------------------------------------------- called by the engine
 
     def take_requests(self) -> "tuple[list[str], list[Request]]":
-        """Ids to abort, and then requests to run, so that every pinned name gets its block. Each is given once."""
+        """Return ids to abort and requests to run, so that every pinned hash gets its block. Each is returned once."""
         if self._lost:
             self._lost = False
             for prefix in self._prefixes.values():
@@ -153,7 +153,7 @@ class PinnedPrefixes:
         return aborted, wanted
 
     def sift(self, outputs: "list[Output]") -> "list[Output]":
-        """Takes the news of its own requests out of `outputs`."""
+        """Remove the outputs of its own requests from `outputs`."""
         if not self._warming:
             return outputs
         others: list[Output] = []
@@ -166,13 +166,13 @@ class PinnedPrefixes:
         return others
 
     def fail(self, request_id: str, error: str) -> None:
-        """Gives a prefix up whose request cannot be run; it stays listed, and holds no blocks."""
+        """Fail a prefix whose request cannot be run; it stays listed and holds no blocks."""
         self._give_up(self._warming[request_id], error)
 
     # ---------------------------------------------------------------------------------------------------------- private
 
     def _settle(self, prefixes: "list[Prefix]", cause: Prefix) -> None:
-        """Makes these the prefixes, names and all; or raises InvalidRequestError and changes nothing."""
+        """Make these the prefixes and update their hashes; otherwise raise InvalidRequestError and change nothing."""
         before = self._cache.public_names
         chains = self._named(prefixes)
         try:
@@ -184,7 +184,7 @@ class PinnedPrefixes:
         fresh = [prefix for prefix in chains if chains[prefix] != prefix.names]
         for prefix in fresh:
             if prefix.is_pinned:
-                self._pool.pin(chains[prefix])  # before anything is unpinned: what both hold stays
+                self._pool.pin(chains[prefix])  # before anything is unpinned: hashes in both sets stay pinned
         for prefix in stale:
             self._drop(prefix)
         for prefix in fresh:
@@ -195,7 +195,7 @@ class PinnedPrefixes:
                 self._warm(prefix)
 
     def _named(self, prefixes: "list[Prefix]") -> "dict[Prefix, list[BlockHash]]":
-        """Every prefix with the names it gets if there are these; leaves the cache with their public names."""
+        """Return the block hashes of every prefix, given this set; sets the cache's public hashes accordingly."""
         public = [prefix for prefix in prefixes if not prefix.domain]
         chains = {prefix: prefix.names or self._names_of(prefix) for prefix in public}
         self._cache.public_names = {name for chain in chains.values() for name in chain}
@@ -206,7 +206,7 @@ class PinnedPrefixes:
         return self._cache.new_sequence(request, 0).block_hashes
 
     def _check(self, chains: "dict[Prefix, list[BlockHash]]", cause: Prefix) -> None:
-        """Raises InvalidRequestError for more than may be pinned, or more than live requests can spare."""
+        """Raise InvalidRequestError if the pins exceed the cap, or leave too little for live requests."""
         pinned = {name for prefix, chain in chains.items() if prefix.is_pinned for name in chain}
         if pinned <= self._owners.keys():
             return
@@ -221,13 +221,13 @@ class PinnedPrefixes:
         hindered = self._hindered(pinned)
         if hindered is not None:
             raise InvalidRequestError(
-                f"{change} makes {len(pinned)} pinned blocks of {usable}, and request {hindered}, which is under way, "
+                f"{change} makes {len(pinned)} pinned blocks of {usable}, and request {hindered}, which is in flight, "
                 f"could no longer be finished; try again when it is done",
                 code="prefix_too_large",
             )
 
     def _hindered(self, pinned: Set[BlockHash]) -> str | None:
-        """Id of a live request that would not find room beside these names even alone, or as was promised to it."""
+        """Return the id of a live request that would not fit beside these pins even alone, or as guaranteed to it."""
         room, stay = self._pool.num_usable - len(pinned), 0
         for seq, num_blocks, stays in self._demands():
             names = seq.block_hashes if self._cache.reads(seq) and not stays else ()
@@ -242,7 +242,7 @@ class PinnedPrefixes:
             self._owners.setdefault(name, []).append(prefix)
 
     def _drop(self, prefix: Prefix) -> None:
-        """Unpins what the prefix holds, and gives up computing it."""
+        """Unpin the blocks of the prefix and abort its computation."""
         if prefix.request_id:
             del self._warming[prefix.request_id]
             self._aborted.append(prefix.request_id)
@@ -258,7 +258,7 @@ class PinnedPrefixes:
                 del self._owners[name]
 
     def _warm(self, prefix: Prefix) -> None:
-        """Asks for the computation of a prefix, under an id that was never used before."""
+        """Request the computation of a prefix, under a new request id."""
         self._num_requests += 1
         prefix.num_attempts += 1
         prefix.state = PrefixState.WARMING

@@ -1,8 +1,8 @@
-"""Retentions: how long blocks are worth keeping, as their users asked. Blocks nobody asked about cost nothing.
+"""Retentions: the retention hints of blocks. Blocks without hints cost nothing.
 
-A block has the highest priority of its users. One that was asked for a time only (`ttl`) falls back to the highest of
-the others when the latest such time is over, and to the default if there were no others. So the head of a chain, which
-is used by everybody who uses its tail, never has a lower priority than the tail.
+A block has the highest priority of its users. A priority with a time limit (`ttl`) falls back to the highest of the
+others when the latest such limit is over, and to the default if there are no others. So the head of a chain, which
+every user of its tail uses too, never has a lower priority than the tail.
 """
 
 from heapq import heapify, heappop, heappush
@@ -14,13 +14,13 @@ DEFAULT_PRIORITY = DEFAULT_RETENTION.priority
 
 
 class _Hint:
-    """What was asked for one block."""
+    """The hints for one block."""
 
     __slots__ = ("base", "deadline", "last_use", "priority", "queued")
 
     def __init__(self, base: int) -> None:
-        self.base = base  # for good; -1: nothing yet
-        self.priority = -1  # until `deadline`; -1: nothing
+        self.base = base  # without a time limit; -1: none yet
+        self.priority = -1  # until `deadline`; -1: none
         self.deadline = 0.0
         self.last_use = 0  # in the order of all uses
         self.queued = False
@@ -31,24 +31,24 @@ class _Hint:
 
 
 class Retentions:
-    """The hints of all blocks that have some other priority than the default."""
+    """The hints of all blocks whose priority differs from the default."""
 
     def __init__(self, marks: bytearray) -> None:
         self._marks = marks
         self._hints: dict[int, _Hint] = {}
         self._due: list[tuple[float, int, int, _Hint]] = []  # heap of (deadline, use, block, hint); some are void
-        self._count = 0  # of uses that had a hint
+        self._count = 0  # of uses with a hint
 
     def __len__(self) -> int:
         return len(self._hints)
 
     def level(self, block: int) -> int:
-        """Priority of a block, as of the last `expired`."""
+        """Return the priority of a block, as of the last `expired`."""
         hint = self._hints.get(block)
         return DEFAULT_PRIORITY if hint is None else hint.level
 
     def note(self, block: int, retention: Retention, now: float) -> None:
-        """Takes in what a user of the block asks as it stops using it. Call this only while the block is not idle."""
+        """Record the hint of a request that releases the block. Call only while the block is not idle."""
         hint, marks = self._hints.get(block), self._marks
         if retention == DEFAULT_RETENTION and hint is None:
             marks[block] |= SEEN
@@ -69,11 +69,11 @@ class Retentions:
             del self._hints[block]
 
     def drop(self, block: int) -> None:
-        """Forgets everything about a block that lost its content."""
+        """Drop the hints of a block that lost its content."""
         self._hints.pop(block, None)
 
     def expired(self, now: float) -> list[tuple[int, int]]:
-        """Blocks whose time is over by `now`, each with the priority it had; in the order of their last use."""
+        """Return blocks whose time limit has passed, each with the priority it had; in the order of their last use."""
         found: list[tuple[int, int, int]] = []
         while self._due and self._due[0][0] <= now:
             _, _, block, hint = heappop(self._due)
@@ -92,7 +92,7 @@ class Retentions:
         return [(block, priority) for _, block, priority in sorted(found)]
 
     def _enqueue(self, block: int, hint: _Hint) -> None:
-        """One entry per hint; entries of dropped ones are swept out when they are the majority."""
+        """Add one entry per hint; entries of dropped hints are removed when they are the majority."""
         if len(self._due) > 2 * len(self._hints) + 64:
             self._due = [entry for entry in self._due if self._hints.get(entry[2]) is entry[3]]
             heapify(self._due)

@@ -1,10 +1,10 @@
-"""Transfers: what moves between the pool and a store of blocks outside it, and whether loading beats computing.
+"""Transfers: moves blocks between the pool and an external store, and decides whether to load or to compute.
 
-Blocks on their way are *promised*, like those that another sequence computes in this step: who misses one of them
-waits, takes it over once it is published, and costs nobody's turn. The rule: load the run of blocks that a sequence
-misses and the store has if the store expects to bring it sooner than computing it would take, both as measured here and
-now; give up if it takes much longer than that. Data arrive beside the pool and get blocks only when they are there and
-verified, so a disk that hangs holds nothing but the promise, and that no longer than its deadline.
+Blocks being loaded are *promised*, like those that another sequence computes in this step: a sequence that misses one
+waits, takes it over once it is published, and costs no other sequence its turn. The rule: load the run of blocks that a
+sequence misses and the store has, if the expected load time is less than the time to compute them, both as measured on
+this machine; cancel if it takes much longer than expected. Data arrive outside the pool and get blocks only when they
+are complete and verified, so a hanging disk holds nothing but the promise, and that only until its deadline.
 """
 
 from collections.abc import Iterable
@@ -17,26 +17,26 @@ from headstart.core.cache.kv_cache import Hit, KVCache
 from headstart.core.executor import Executor
 from headstart.core.request import Sequence
 
-MAX_LOADS = 8  # of one sequence: after that it computes, whatever the store says
-PATIENCE = 2.0  # times the expected time
-GRACE_SHARE, GRACE_SECONDS = 0.1, 0.05  # at least so much of the time that computing would take, and a little
-BLIND_SECONDS = 1.0  # patience while nobody knows what computing takes
-FADING_TOKENS = 4096  # prefill tokens over which the measured speed fades
+MAX_LOADS = 8  # of one sequence; after that it computes
+PATIENCE = 2.0  # times the expected duration
+GRACE_SHARE, GRACE_SECONDS = 0.1, 0.05  # minimum patience: this share of the compute time, plus a constant
+BLIND_SECONDS = 1.0  # minimum patience while the compute rate is unknown
+FADING_TOKENS = 4096  # prefill tokens over which the measured rate decays
 
 
 class ComputeRate:
-    """Seconds per token of steps that mostly prefill; 0.0 until there was one."""
+    """The measured seconds per token of steps that mostly prefill; 0.0 until there was one."""
 
     def __init__(self) -> None:
         self.seconds_per_token = 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """The same the other way round; 0.0 until there was a step."""
+        """The inverse; 0.0 until there was a step."""
         return 1 / self.seconds_per_token if self.seconds_per_token else 0.0
 
     def learn(self, num_tokens: int, num_prefill: int, elapsed: float) -> None:
-        """Takes in one step; one that mostly decodes says nothing about prefill."""
+        """Update from one step; a step that mostly decodes is ignored."""
         if 2 * num_prefill <= num_tokens or num_prefill < 16:
             return
         seen = elapsed / num_tokens
@@ -45,7 +45,7 @@ class ComputeRate:
 
 
 class _Load:
-    """Blocks `[index, end)` of one sequence on their way; `index` moves on as they arrive."""
+    """Blocks `[index, end)` of one sequence being loaded; `index` advances as they arrive."""
 
     __slots__ = ("deadline", "end", "index", "patience", "seq")
 
@@ -55,7 +55,10 @@ class _Load:
 
 
 class Transfers:
-    """Between one pool and one store, or none. Each step begins with `take_in`; planning asks `awaits` and `begin`s."""
+    """The transfers between one pool and one store, or none. Each step begins with `take_in`.
+
+    While it plans, the scheduler calls `awaits`, `finds` and `begin`.
+    """
 
     def __init__(self, cache: KVCache, store: BlockStore | None) -> None:
         self.rate = ComputeRate()
@@ -65,18 +68,18 @@ class Transfers:
         self._store = store
         self._loads: dict[int, _Load] = {}
         self._promised: set[BlockHash] = set()
-        self._loaded: set[BlockHash] = set()  # names that came from the store and are still published
-        self._offered: set[BlockHash] = set()  # published names that the store did not have then
+        self._loaded: set[BlockHash] = set()  # published hashes that came from the store
+        self._offered: set[BlockHash] = set()  # published hashes that the store did not have when they were offered
         if store is not None:
             self._pool.listeners.append(self)
 
     def awaits(self, seq: Sequence, index: int) -> bool:
-        """Whether block `index` of the sequence is on its way. Changes nothing."""
+        """Return whether block `index` of the sequence is being loaded. Changes nothing."""
         names = seq.block_hashes
         return index < len(names) and names[index] in self._promised and self._cache.reads(seq)
 
     def finds(self, seq: Sequence, index: int) -> int:
-        """How many blocks of the sequence, from `index` on, the store has and nobody else does. Changes nothing."""
+        """Return the number of blocks from `index` on that only the store has. Changes nothing."""
         store, names = self._store, seq.block_hashes
         if store is None or index >= len(names) or seq.num_loads >= MAX_LOADS or not self._cache.reads(seq):
             return 0
@@ -88,11 +91,11 @@ class Transfers:
         return end - index
 
     def holds(self, name: BlockHash) -> bool:
-        """Return whether the pool or the store has a block of this name. Changes nothing."""
+        """Return whether the pool or the store has a block with this hash. Changes nothing."""
         return self._pool.contains(name) or (self._store is not None and self._store.contains(name))
 
     def begin(self, seq: Sequence, index: int, num: int, now: float) -> bool:
-        """Begins to load `num` blocks from `index` on if that beats computing them; else changes nothing."""
+        """Begin to load `num` blocks from `index` on if that is faster than computing; else change nothing."""
         store, cache = self._store, self._cache
         assert store is not None and num > 0
         expected = store.expected_seconds(num)
@@ -110,7 +113,7 @@ class Transfers:
         return True
 
     def take_in(self, executor: Executor, now: float) -> None:
-        """Puts what has arrived into the pool, where its sequences will find it, and gives up what is overdue."""
+        """Publish the blocks that have arrived, so that their sequences find them, and cancel overdue loads."""
         store = self._store
         if store is None:
             return
@@ -126,12 +129,12 @@ class Transfers:
                 self._forget(load_id)
 
     def wait(self, timeout: float) -> None:
-        """Waits for something to arrive, if anything is on its way."""
+        """Wait for loaded blocks, if any load is in flight."""
         if self._store is not None and self._loads:
             self._store.wait(timeout)
 
     def num_loaded_tokens(self, seq: Sequence, start: int, end: int) -> int:
-        """How many of the tokens `[start, end)`, which it takes over, came from the store."""
+        """Return how many of the tokens `[start, end)`, which the sequence takes over, came from the store."""
         if not self._loaded or start >= end:
             return 0
         size, names, total = self._cache.block_size, seq.block_hashes, 0
@@ -141,12 +144,12 @@ class Transfers:
         return total
 
     def used(self, seq: Sequence, hit: Hit) -> None:
-        """Tells the store what a sequence takes over: that is in use, and not to be given up."""
+        """Mark the blocks that a sequence takes over as used in the store, so that they are not removed."""
         if self._store is not None and hit.block_ids:
             self._store.touch(seq.block_hashes[: hit.start_block + len(hit.block_ids)])
 
     def keep(self, names: Iterable[BlockHash]) -> None:
-        """These are pinned: the store is to have them for good. What it has not yet it is offered again."""
+        """Make the store keep these pinned blocks, and offer it those that it lacks."""
         if self._store is None:
             return
         pinned = list(names)
@@ -157,27 +160,27 @@ class Transfers:
                 self._offer(entry[0], name, entry[1], entry[2])
 
     def offered(self, names: list[BlockHash]) -> list[BlockHash]:
-        """Those of these names whose content in the store, if there is any, comes from what is published here now."""
+        """Return those of these hashes whose content in the store, if any, came from the blocks published now."""
         return [name for name in names if name in self._offered]
 
     def distrust(self, names: list[BlockHash]) -> None:
-        """These are corrupt, or may be: they must not come back from the store."""
+        """Discard blocks that are or may be corrupt from the store."""
         if self._store is not None and names:
             self._store.distrust(names)
 
-    # ------------------------------------------------------------------------------------------- what the pool says
+    # ------------------------------------------------------------------------------------------- called by the pool
 
     def published(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> None:
-        """Offers it to the store."""
+        """Offer the block to the store."""
         self._offer(block, name, parent, tokens)
 
     def removed(self, name: BlockHash) -> None:
-        """Forgets where it came from."""
+        """Drop the block's origin."""
         self._loaded.discard(name)
         self._offered.discard(name)
 
     def cleared(self) -> None:
-        """Forgets where they came from."""
+        """Drop the origin of all blocks."""
         self._loaded.clear()
         self._offered.clear()
 
@@ -190,18 +193,18 @@ class Transfers:
             self._store.offer(block, self._pool.version(block), BlockKey(name, parent, tokens))
 
     def _take_in(self, load: _Load, loaded: Loaded, executor: Executor, now: float) -> None:
-        """Blocks, content and names for what arrived; the rest of the load is given up if there is no room for it."""
+        """Write and publish the blocks that arrived; cancel the rest of the load if there is no space for it."""
         assert self._store is not None
         blocks = self._allocate(load.seq, len(loaded.data))
         dirty = self._pool.take_blocks_to_zero()
-        if dirty:  # before they are written: nobody may clear them after
+        if dirty:  # before they are written, never after
             executor.zero_blocks(dirty)
         for block, data in zip(blocks, loaded.data, strict=False):
             executor.write_block(block, data)
         self._publish(load, blocks)
         load.deadline = now + load.patience
         if len(blocks) < len(loaded.data):
-            load.seq.num_loads = MAX_LOADS  # there is no room, so it computes what it has room for
+            load.seq.num_loads = MAX_LOADS  # out of space: the sequence computes as much as fits
             if not loaded.is_last:
                 self._store.cancel(loaded.load_id, is_late=False)
             self._forget(loaded.load_id)
@@ -209,7 +212,7 @@ class Transfers:
             self._forget(loaded.load_id)
 
     def _allocate(self, seq: Sequence, num: int) -> list[int]:
-        """At most `num` blocks, without evicting what the sequence is about to take over."""
+        """Allocate at most `num` blocks, without evicting blocks that the sequence is about to take over."""
         pool, request = self._pool, seq.request
         if num <= pool.num_scratch:
             return pool.allocate(num, request.tenant, by=request.request_id)

@@ -1,13 +1,13 @@
-"""IdealCache: what a perfect, infinite, shared cache would have had to compute; the floor of prefill redundancy.
+"""IdealCache: counts what a perfect, infinite, shared cache would have computed; the lower bound of prefill work.
 
-It remembers names only, in two generations: those used since the current generation began, and those used in the
-generation before. A generation ends when it holds half of `max_names`; then the older one is forgotten as a whole. So a
-name is remembered at least until `max_names / 2` other names were used after it, and memory is bounded by `max_names`
+It remembers block hashes only, in two generations: those used since the current generation began, and those used in the
+generation before. A generation ends when it holds half of `max_names`; then the older one is dropped as a whole. So a
+hash is remembered at least until `max_names / 2` other hashes were used after it, and memory is bounded by `max_names`
 and the two longest chains.
 
-Using a block uses all blocks in front of it, so each generation holds, with a name, every name in front of it in its
-chain. Forgetting a generation keeps that true; forgetting single names, oldest first, would not: heads would go before
-tails. So the leading names that are known are found by bisection, with the same result as one by one.
+Use of a block implies use of all blocks before it, so each generation holds, with a hash, every hash before it in its
+chain. Dropping a whole generation keeps that true; dropping single hashes, oldest first, would not: heads would go
+before tails. So the number of leading known hashes is found by bisection, with the same result as a linear search.
 """
 
 from headstart.core.cache.hashing import BlockHash
@@ -17,12 +17,12 @@ MIN_NAMES = 65_536
 
 
 def max_names(num_blocks: int) -> int:
-    """Return how many names to remember for a pool of `num_blocks`: several pools of them."""
+    """Return how many block hashes to remember for a pool of `num_blocks`."""
     return max(POOLS * num_blocks, MIN_NAMES)
 
 
 class IdealCache:
-    """The names used lately, by chain: from its first use on, a perfect cache holds a block."""
+    """The block hashes used lately: a perfect cache holds a block from its first use on."""
 
     def __init__(self, max_names: int) -> None:
         self._generation = max(max_names // 2, 1)
@@ -33,14 +33,14 @@ class IdealCache:
         return len(self._young | self._old)
 
     def num_known(self, names: list[BlockHash]) -> int:
-        """Return how many leading `names` of one chain are remembered. Changes nothing."""
+        """Return the number of leading `names` (block hashes of one chain) that are remembered. Changes nothing."""
         known = _num_leading(names, self._young, 0)
         if known < len(names) and names[known] in self._old:
             known = _num_leading(names, self._old, known + 1)
         return known
 
     def learn(self, names: list[BlockHash]) -> None:
-        """Remember `names`, the blocks of one chain from its first on, as used now."""
+        """Record the use of `names`, the block hashes of one chain from its first on."""
         if not names or names[-1] in self._young:
             return
         if len(self._young) >= self._generation:
@@ -49,7 +49,7 @@ class IdealCache:
 
 
 def _num_leading(names: list[BlockHash], held: set[BlockHash], low: int) -> int:
-    """Return how many leading `names` are in `held`, by bisection; at least `low` of them are."""
+    """Return the number of leading `names` in `held`, by bisection; at least `low` of them are."""
     high = len(names)
     while low < high:
         middle = (low + high) // 2

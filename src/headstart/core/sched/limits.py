@@ -1,4 +1,4 @@
-"""Every per-sequence constraint of a step, in two pure functions (asked for by the reviewer of vLLM #19878)."""
+"""Limits: all per-sequence constraints of a step, in two pure functions (requested by the reviewer of vLLM #19878)."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ from headstart.core.sched.step_time import StepBound
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one step may hold. Raises ConfigError, which names the flags, for combinations that could wait for ever."""
+    """Limits of one step. Raises ConfigError, which names the flags, for combinations that could stall."""
 
     max_batched_tokens: int = 2048  # token budget of a step, charged by `charge`
     max_seqs: int = 256  # running sequences
     max_model_len: int = 4096  # prompt + output tokens of one sequence
-    long_prefill_threshold: int = 0  # cap on a chunk while others want the step too; 0: none
-    align: int = 1  # chunks that are not the last end on a multiple of this; 1: anywhere
+    long_prefill_threshold: int = 0  # cap on a chunk while other sequences want the step too; 0: none
+    align: int = 1  # non-final chunks end on a multiple of this; 1: anywhere
     charge_ceil: bool = False  # charge whole blocks of `align` tokens instead of exact tokens
-    min_followed_tokens: int = 1  # a sequence waits a step for promised blocks that save it at least this; 1: any block
-    step_bound: StepBound | None = None  # how long a step with prompt tokens may last; None: as long as it takes
+    min_followed_tokens: int = 1  # a sequence waits for promised blocks that save at least this many; 1: any block
+    step_bound: StepBound | None = None  # maximum duration of a step with prompt tokens; None: unbounded
 
     def __post_init__(self) -> None:
         for name in ("max_batched_tokens", "max_seqs", "max_model_len", "align"):
@@ -45,13 +45,13 @@ class Limits:
 
 
 def chunk_len(want: int, start: int, budget: int, limits: Limits, *, alone: bool, cap: int | None = None) -> int:
-    """Tokens of one sequence to compute now, of the `want` it still needs from position `start`; 0: not in this step.
+    """Return how many of the `want` tokens it still needs from `start` on to compute now; 0: none in this step.
 
-    The only place where request-state limits meet. `alone` lifts the long-prefill cap: nobody else is waiting for room.
-    `cap`: what the step has time for; None: any number. It is raised to one aligned block, unless it is 0.
+    All request-state limits are applied here. `alone` lifts the long-prefill cap: no other sequence is waiting. `cap`:
+    the number of tokens the step has time for; None: any. A `cap` above 0 is raised to one aligned block.
     """
     if want == 1:
-        return 1 if budget > 0 else 0  # a decode, most often: there is nothing to cut
+        return 1 if budget > 0 else 0  # usually a decode: there is nothing to cut
     n = want
     if limits.long_prefill_threshold and not alone:
         n = min(n, limits.long_prefill_threshold)
@@ -64,7 +64,7 @@ def chunk_len(want: int, start: int, budget: int, limits: Limits, *, alone: bool
 
 
 def charge(start: int, n: int, limits: Limits, *, decode: bool) -> int:
-    """What a chunk costs the budget: `n` for a decode or with exact charging, else the whole blocks it touches."""
+    """Return the budget cost of a chunk: `n` for a decode or with exact charging, else the whole blocks it touches."""
     if decode or not limits.charge_ceil:
         return n
     align = limits.align
@@ -72,7 +72,7 @@ def charge(start: int, n: int, limits: Limits, *, decode: bool) -> int:
 
 
 def _affordable(start: int, budget: int, limits: Limits) -> int:
-    """The longest n with charge(start, n) <= budget."""
+    """Return the largest n with charge(start, n) <= budget."""
     if not limits.charge_ceil:
         return budget
     return max(start // limits.align * limits.align + budget // limits.align * limits.align - start, 0)

@@ -1,4 +1,4 @@
-"""Plan: what one step will compute so far, what is left of its budget, and which blocks it promises."""
+"""Plan: the chunks of one step so far, its remaining budget, and the blocks it promises."""
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.request import Sequence
@@ -9,30 +9,30 @@ class Plan:
     """The chunks of one step while it is being planned.
 
     A block is *promised* if a planned chunk touches it and its sequence will publish it. A sequence whose first missing
-    block is promised waits a step and takes it over, instead of computing it too: leader and followers, without a
-    registry. If the leader fails, is aborted or gives way, the promise is simply not made again.
+    block is promised waits a step and takes it over instead of computing it too: leader and followers, without a
+    registry. If the leader fails, is aborted or is preempted, the promise is not repeated in the next step.
     """
 
     def __init__(
         self, limits: Limits, block_size: int, *, num_decodes: int, max_prompt_tokens: int | None = None
     ) -> None:
-        """`max_prompt_tokens`: what the step has time for beside its decodes; None: any number."""
+        """Begin a plan. `max_prompt_tokens`: limit set by the step's time bound; None: no limit."""
         self.limits = limits
         self.budget = limits.max_batched_tokens
         self.entries: list[tuple[Sequence, int]] = []
         self._block_size = block_size
         self._prompt_tokens_left = max_prompt_tokens
-        self._num_decodes = num_decodes  # running sequences with one token to go, not planned yet
+        self._num_decodes = num_decodes  # running decodes that are not planned yet
         self._promised: set[BlockHash] = set()
 
     def chunk_len(self, seq: Sequence, start: int, *, alone: bool) -> int:
-        """Tokens of `seq` from `start` on to compute now; a prefill leaves a token to every decode behind it."""
+        """Return how many tokens of `seq` to compute from `start` on; prefills leave one for each unplanned decode."""
         want = len(seq.token_ids) - start
         budget = self.budget if want == 1 else self.budget - self._num_decodes
         return chunk_len(want, start, budget, self.limits, alone=alone, cap=self._prompt_tokens_left)
 
     def add(self, seq: Sequence, start: int, n: int, *, writes: bool, extra: int = 0) -> None:
-        """Plans `n` tokens of `seq`; `writes`: it publishes what it computes. `extra` is charged on top."""
+        """Plan `n` tokens of `seq`; `writes`: it publishes what it computes. `extra` is charged on top."""
         decode = len(seq.token_ids) - start == 1
         self.budget -= charge(start, n, self.limits, decode=decode) + extra
         self.entries.append((seq, n))
@@ -41,11 +41,11 @@ class Plan:
         if not decode and self._prompt_tokens_left is not None:
             self._prompt_tokens_left = max(self._prompt_tokens_left - n, 0)
         first = start // self._block_size
-        if writes and first < len(seq.block_hashes):  # a block of output tokens has no name before it is full
+        if writes and first < len(seq.block_hashes):  # a block of output tokens has no hash before it is full
             self._promised.update(seq.block_hashes[first : (start + n - 1) // self._block_size + 1])
 
     def promises(self, seq: Sequence, index: int) -> bool:
-        """Whether the next blocks of `seq`, from `index` on, are promised, and enough of them to be worth a step."""
+        """Return whether enough blocks of `seq` from `index` on are promised to be worth waiting a step."""
         names, promised = seq.block_hashes, self._promised
         if index >= len(names) or names[index] not in promised:
             return False

@@ -1,7 +1,7 @@
-"""Wants: how many queued requests are about to use a block of each name.
+"""QueuedBlockRefs: for each block hash, the number of queued requests that reference it.
 
-Most requests are admitted at once: what they want is taken back before anybody asks. So wishes are counted name by name
-only when somebody does, which is when blocks have to be evicted.
+Most requests are admitted at once, and their references are removed before they are read. So references are counted
+hash by hash only when they are read, which is when blocks have to be evicted.
 """
 
 from collections import Counter
@@ -13,11 +13,11 @@ MAX_UNCOUNTED = 256
 
 
 class QueuedBlockRefs:
-    """A bag of names; `name in wants` once `count` has been called since the last change."""
+    """A multiset of block hashes; membership is valid once `count` has been called since the last change."""
 
     def __init__(self) -> None:
         self._counts: Counter[BlockHash] = Counter()
-        self._uncounted: dict[BlockHash, list[Sequence[BlockHash]]] = {}  # by last name: of a chain, it tells all
+        self._uncounted: dict[BlockHash, list[Sequence[BlockHash]]] = {}  # by the last hash, which determines the chain
         self._num_uncounted = 0
 
     def __len__(self) -> int:
@@ -27,7 +27,7 @@ class QueuedBlockRefs:
         return name in self._counts
 
     def add(self, names: Sequence[BlockHash]) -> None:
-        """Counts every name once more."""
+        """Add one reference to every hash."""
         if names:
             self._uncounted.setdefault(names[-1], []).append(names[:])
             self._num_uncounted += 1
@@ -35,7 +35,7 @@ class QueuedBlockRefs:
                 self.count()
 
     def discard(self, names: Sequence[BlockHash]) -> None:
-        """Takes one count of every name back, however they were added."""
+        """Remove one reference from every hash, in any grouping."""
         alike = self._uncounted.get(names[-1]) if names else None
         if alike is not None and names in alike:
             alike.remove(names)
@@ -46,14 +46,14 @@ class QueuedBlockRefs:
         self.count()
         counts = self._counts
         for name in names:
-            assert name in counts, f"block {name.hex()} is unwanted more often than wanted"
+            assert name in counts, f"block {name.hex()} is dereferenced more often than referenced"
             if counts[name] == 1:
                 counts.pop(name)  # `del` of a Counter runs in Python
             else:
                 counts[name] -= 1
 
     def count(self) -> None:
-        """Counts what has been added since the last time."""
+        """Count the references added since the last call."""
         for alike in self._uncounted.values():
             for names in alike:
                 self._counts.update(names)

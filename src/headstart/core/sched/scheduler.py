@@ -1,10 +1,10 @@
 """The scheduler: add, abort, schedule, update. The one state machine of engine, simulator and benchmarks.
 
-There is no prefill phase and no decode phase: every sequence only has a count to catch up with. Admission and the
-token budget count only what is not cached (vLLM #7883). Sequences are planned from the head of the order and give
-way from its tail, so a victim is never already in the batch (law 7). A sequence whose next block is computed by another
-one in this very step, or on its way from a store, waits and takes it over (promised blocks), so a prefix is computed
-once, however many want it.
+There is no prefill phase and no decode phase: every sequence has a number of computed tokens and a number of known
+tokens, and the difference is to be computed. Admission and the token budget count only what is not cached (vLLM #7883).
+Sequences are planned from the head of the order and preempted from its tail, so a preempted sequence is never already
+in the batch (invariant 7). A sequence whose next block is computed by another one in this very step, or being loaded
+from a store, waits and takes it over (promised blocks), so a prefix is computed once for any number of requests.
 """
 
 from collections.abc import Iterator
@@ -27,10 +27,10 @@ from headstart.core.sched.waiting_queue import POLICIES, Group, OrderedSequences
 
 
 class Scheduler:
-    """Plans steps over one pool of KV blocks.
+    """The scheduler of one pool of KV blocks.
 
-    `cache_aware_accounting` False is the "before" of vLLM #3402, for the benchmark only: cached tokens and blocks are
-    charged as if they had to be computed.
+    `cache_aware_accounting` False reproduces vLLM #3402 before its fix, for the benchmark only: cached tokens and
+    blocks are charged as if they had to be computed.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Scheduler:
         return bool(self._sequences)
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises RequestTooLargeError for what can never run, ValueError for an id in use."""
+        """Queue a request. Raises RequestTooLargeError if it can never run, ValueError for an id in use."""
         if request.request_id in self._sequences:
             raise ValueError(f"request id {request.request_id!r} is in use")
         self._check_length(request)
@@ -88,7 +88,7 @@ class Scheduler:
         self.waiting.add(seq)
 
     def abort(self, request_id: str) -> bool:
-        """Forgets a request and frees its blocks at once; False if there is none."""
+        """Drop a request and free its blocks at once; return False if there is none."""
         seq = self._sequences.get(request_id)
         if seq is None:
             return False
@@ -98,10 +98,10 @@ class Scheduler:
         return True
 
     def schedule(self, now: float = 0.0) -> Batch:
-        """Plans one step: running sequences first, in order; then newcomers while anything is left.
+        """Plan one step: running sequences first, in order; then waiting ones while budget and blocks are left.
 
-        Without chunks if all that could be computed is on its way from the store. `now` in seconds, any clock that does
-        not go back: for retention times, statistics, and how long to wait for the store.
+        The batch has no chunks if everything that could be computed is being loaded from the store. `now` in seconds,
+        on any clock that does not go back: for retention times, statistics and load deadlines.
         """
         assert not self._planned, "the step before this one was not updated"
         self._now = self.pool.now = now
@@ -122,7 +122,7 @@ class Scheduler:
         return Batch(tuple(chunk for _, chunk in self._planned), tuple(finished))
 
     def update(self, result: StepResult) -> list[Output]:
-        """Takes in what a step computed; news of every sequence that has some."""
+        """Apply the result of a step; return the outputs of all sequences that have any."""
         planned, self._planned = self._planned, []
         assert len(result.rows) == len(planned), f"{len(planned)} chunks but {len(result.rows)} rows"
         self._learn(planned, result.elapsed)
@@ -137,12 +137,12 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------- planning
 
     def _plan_running(self, plan: Plan) -> bool:
-        """Plans the running sequences; True if one of them had to give way."""
+        """Plan the running sequences; return whether one of them was preempted."""
         preempted = False
         alone = len(self._sequences) == 1
         for seq in list(self.running):
             if seq.status is not Status.RUNNING:
-                continue  # gave way to a more important one, below
+                continue  # preempted below, for a sequence earlier in the order
             start = before = seq.num_computed_tokens
             hit = NO_HIT
             if len(seq.token_ids) - start > 1:
@@ -163,7 +163,7 @@ class Scheduler:
         return preempted
 
     def _plan_waiting(self, plan: Plan) -> None:
-        """Admits newcomers in the queue's order; stops at the first that finds no room."""
+        """Admit waiting sequences in the queue's order; stop at the first that does not fit."""
         self.waiting.refresh()
         owed = sum(map(self.room.blocks_owed, self.running))
         while plan.budget > 0 and len(self.running) < self.limits.max_seqs:
@@ -187,9 +187,9 @@ class Scheduler:
         self.waiting.end_of_turn()
 
     def _may_recompute(self, seq: Sequence, group: Group) -> bool:
-        """Whether the second run of a waiting sequence may begin; only one runs at a time.
+        """Return whether the second run of a waiting sequence may begin; only one runs at a time.
 
-        If all its suspects are gone by then, there is nothing to find out, and it goes on as others do.
+        If all its suspects are gone by then, the second run is cancelled and the sequence is queued as usual.
         """
         if any(other.recompute is not None for other in self.running):
             self.waiting.pass_over(group, 0)
@@ -202,16 +202,17 @@ class Scheduler:
         return False
 
     def _is_promised(self, plan: Plan, seq: Sequence, index: int) -> bool:
-        """Whether to leave the step to another that computes the next blocks of `seq`, from block `index` on."""
+        """Return whether to wait a step for another sequence that computes block `index` of `seq`, and count that."""
         if not plan.promises(seq, index) or not self.cache.reads(seq):
             return False
         self.counters.num_promise_skips += 1
         return True
 
     def _is_loading(self, seq: Sequence, hit: Hit, index: int, owed: int | None = None) -> bool:
-        """Whether its next blocks, from `index` on, are on their way from the store, perhaps from now on.
+        """Return whether its next blocks, from `index` on, are being loaded from the store; begins a load if it helps.
 
-        Loads begin for what could run now: for a newcomer if all of it fits beside what others are `owed`.
+        Loads begin only for what could run now: for a waiting sequence if all of it fits beside the reservations
+        `owed`.
         """
         transfers = self.transfers
         if transfers.awaits(seq, index):
@@ -226,7 +227,7 @@ class Scheduler:
         return fits and transfers.begin(seq, index, num, self._now)
 
     def _admit(self, plan: Plan, seq: Sequence, hit: Hit, owed: int) -> bool:
-        """Lets a waiting sequence run and plans its first chunk, or changes nothing and says False."""
+        """Admit a waiting sequence and plan its first chunk; otherwise return False and change nothing."""
         n = plan.chunk_len(seq, hit.num_tokens, alone=len(self._sequences) == 1)
         if not n or not self._fits(seq, hit, owed) or not self._affords(plan, hit, n):
             return False
@@ -244,20 +245,20 @@ class Scheduler:
         return True
 
     def _fits(self, seq: Sequence, hit: Hit, owed: int) -> bool:
-        """Whether there is room for all of it beside what others, and what is on its way from the store, will take."""
+        """Return whether all of it fits beside the reservations of others and the blocks being loaded."""
         hit, coming = hit if self._cache_aware else NO_HIT, self.transfers.num_outstanding
-        if coming:  # it will not be long, so even where nothing runs yet
+        if coming:  # loads take little time, so this applies even if nothing runs yet
             new = self.cache.num_new_blocks(seq, hit, len(seq.token_ids))
             if new + coming > self.cache.num_available(seq, hit):
                 return False
         return self.room.fits(seq, hit, self.running, owed + coming)
 
     def _affords(self, plan: Plan, hit: Hit, n: int) -> bool:
-        """Whether the budget pays for it; always, unless cached tokens are charged too (see the class)."""
+        """Return whether the budget suffices; always, unless cached tokens are charged too (see the class)."""
         return self._cache_aware or not plan.entries or hit.num_tokens + n <= plan.budget
 
     def _behind(self, seq: Sequence) -> list[Sequence]:
-        """Running sequences that may give way for `seq`: the last ones behind it, equal in importance."""
+        """Return the preemption candidates for `seq`: the last running sequences after it, all of one priority."""
         behind: list[Sequence] = []
         for index in range(len(self.running) - 1, -1, -1):
             other = self.running[index]
@@ -269,7 +270,7 @@ class Scheduler:
         return behind
 
     def _preempt(self, seq: Sequence) -> Sequence:
-        """Takes all blocks from a running sequence; it waits and will recompute (often it hits)."""
+        """Preempt a running sequence: release all its blocks and queue it; it is recomputed (often from cache)."""
         seq.num_covered_tokens = max(seq.num_covered_tokens, seq.num_computed_tokens)
         self._requeue(seq)
         seq.num_preemptions += 1  # not before: it is part of the order of the running ones
@@ -277,7 +278,7 @@ class Scheduler:
         return seq
 
     def _requeue(self, seq: Sequence) -> None:
-        """Take all blocks from a running sequence and let it wait."""
+        """Release all blocks of a running sequence and queue it."""
         self.running.remove(seq)
         if self.cache.reads(seq):
             self.cache.name_blocks(seq, until=seq.num_computed_tokens)
@@ -303,10 +304,10 @@ class Scheduler:
             request.adapter,
         )
 
-    # ------------------------------------------------------------------------------------------------- taking in
+    # ------------------------------------------------------------------------------------------------- results
 
     def _learn(self, planned: list[tuple[Sequence, Chunk]], elapsed: float) -> None:
-        """What computing a prompt costs: the other side of the rule of transfers.py."""
+        """Update the compute rate (the rule of transfers.py) and the step durations."""
         num_tokens = sum(seq.num_scheduled_tokens for seq, _ in planned)
         num_decodes = sum(1 for _, chunk in planned if chunk.start >= chunk.num_prompt_tokens)
         self.transfers.rate.learn(num_tokens, num_tokens - num_decodes, elapsed)
@@ -343,7 +344,7 @@ class Scheduler:
         return self._output(seq, row, reason, ledger)
 
     def _row_failed(self, seq: Sequence, chunk: Chunk, row: Row, kind: RowErrorKind) -> Output | None:
-        """End a sequence whose row failed, or compute it once more if blocks of others may be at fault."""
+        """Finish a sequence whose row failed, or compute it once more if shared blocks may be corrupt."""
         if kind is RowErrorKind.NON_FINITE and self.trust.row_failed(seq, chunk.start + len(chunk.token_ids)):
             self.accounts.recomputes(seq)
             self._requeue(seq)
@@ -386,12 +387,12 @@ class Scheduler:
         )
 
     def _demands(self) -> Iterator[Demand]:
-        """What must still fit beside pinned blocks."""
+        """Iterate over what must still fit beside pinned blocks."""
         for seq in self._sequences.values():
             yield Demand(seq, self.room.most_blocks(seq), stays(seq) and seq.status is Status.RUNNING)
 
     def _check_length(self, request: Request) -> None:
-        """Refuses at once what could never run, so that nothing waits for ever."""
+        """Raise RequestTooLargeError for a prompt that could never run, so that no request waits for ever."""
         length, limit = len(request.prompt), self.limits.max_model_len
         assert length > 0, "an empty prompt has nothing to compute; the front end refuses it"
         if length + 1 > limit:

@@ -1,9 +1,9 @@
-"""Who is next: the order of running and giving way, and the queue of those waiting.
+"""The waiting queue, and the order in which sequences run and are preempted.
 
-The queue is an index: sequences wait in groups that share the name of their first missing block, so publishing a block
-touches only those concerned, and a group whose missing block is promised is passed over as one. A group's match may be
-stale in one direction: after an eviction it claims more than there is, and is put right when its turn comes
-(`regroup`); it never claims less, since published names are taken in before every step (`refresh`).
+The queue is an index: sequences wait in groups that share the hash of their first missing block. So publishing a block
+touches only the group concerned, and a group whose missing block is promised is skipped as a whole. A group's match may
+be stale in one direction: after an eviction it is longer than what is published, which is corrected at the group's turn
+(`regroup`). It is never shorter, since published hashes are processed before every step (`refresh`).
 """
 
 from bisect import bisect_left, insort
@@ -18,17 +18,17 @@ Key = Callable[[Sequence], tuple[float, ...]]
 
 
 def fcfs(seq: Sequence) -> tuple[float, ...]:
-    """First come, first served. A preempted sequence keeps its place, so it resumes before newcomers."""
+    """Order by arrival. A preempted sequence keeps its place, so it resumes before newer ones."""
     return (seq.order,)
 
 
 def priority(seq: Sequence) -> tuple[float, ...]:
-    """Smaller `priority` first, then the earlier arrival."""
+    """Order by smaller `priority`, then by arrival."""
     return (seq.request.priority, seq.order)
 
 
 def resumed_first(seq: Sequence) -> tuple[float, ...]:
-    """By arrival, but those that ran before come first."""
+    """Order by arrival, preempted sequences first."""
     return (not seq.admitted, seq.order)
 
 
@@ -53,14 +53,14 @@ class OrderedSequences:
         return self._items[index]
 
     def add(self, seq: Sequence) -> None:
-        """Puts it in its place; at the end, as most are, in O(1)."""
+        """Insert a sequence; at the end, the usual case, in O(1)."""
         if self._items and self._key(self._items[-1]) > self._key(seq):
             insort(self._items, seq, key=self._key)
         else:
             self._items.append(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """Takes it out; asserts that it was there."""
+        """Remove a sequence; asserts that it is here."""
         index = bisect_left(self._items, self._key(seq), key=self._key)
         assert index < len(self._items) and self._items[index] is seq, f"{seq.request_id} is not in this queue"
         del self._items[index]
@@ -69,8 +69,8 @@ class OrderedSequences:
 class Group:
     """Waiting sequences with the same first missing block, hence with the same `depth` of published blocks before it.
 
-    `missing` is that block's name; where nothing full is missing, or nothing may be read, a name of the sequence's own.
-    Sequences that are to be computed a second time (trust.py) are one group.
+    `missing` is the hash of that block; if no full block is missing, or nothing may be read, it is a key unique to the
+    sequence. Sequences that wait for a second run (trust.py) are one group.
     """
 
     __slots__ = ("age", "common", "depth", "match", "members", "missing", "num_told", "wanted")
@@ -79,26 +79,26 @@ class Group:
         self.missing = missing
         self.depth = depth
         self.members = OrderedSequences(key)
-        self.common = common  # leading blocks that all members are known to have in common
-        self.num_told = 0  # members when it was passed over last
-        self.wanted: list[BlockHash] = []  # names asked to be kept for it
-        self.age: tuple[float, ...] = ()  # its place in the two heaps; an entry with another place is void
+        self.common = common  # leading blocks known to be common to all members
+        self.num_told = 0  # number of members when it was last skipped
+        self.wanted: list[BlockHash] = []  # hashes referenced in the pool for this group
+        self.age: tuple[float, ...] = ()  # its current key in the two heaps; an entry with another key is void
         self.match: tuple[float, ...] = ()
 
     def __lt__(self, other: "Group") -> bool:
-        return False  # entries of one place in a heap are of one group
+        return False  # entries with equal keys in a heap belong to one group
 
 
 Entry = tuple[tuple[float, ...], Group]
-_RECOMPUTE = BlockHash(b"//recompute")  # no name of a block: those are digests, and a request's own begins with one /
+_RECOMPUTE = BlockHash(b"//recompute")  # not a block hash (a digest); keys of single sequences begin with one /
 
 
 class WaitingQueue:
     """The waiting sequences in the order of a policy.
 
-    `lpm` is k-LPM: in every `k` admissions the first is the oldest waiting sequence, the other k - 1 are those with the
-    longest match, so that one with r older ones ahead of it is admitted within k(r + 1) admissions (arXiv 2502.04677).
-    Sequences that were preempted go before all others and are not counted.
+    `lpm` is k-LPM: of every `k` admissions the first is the oldest waiting sequence, the other k - 1 are those with the
+    longest match, so that a sequence with r older ones is admitted within k(r + 1) admissions (arXiv 2502.04677).
+    Preempted sequences go before all others and are not counted.
     """
 
     def __init__(self, pool: BlockPool, policy: str, k: int, reads: Callable[[Sequence], bool]) -> None:
@@ -119,15 +119,15 @@ class WaitingQueue:
         return len(self._of)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All of them, by age."""
+        """Iterate over all sequences, by age."""
         return iter(sorted((seq for group in self._groups.values() for seq in group.members), key=self._key))
 
     def add(self, seq: Sequence) -> None:
-        """Takes in a sequence that has no blocks."""
+        """Add a sequence that has no blocks."""
         self._insert(seq, self._depth(seq, 0))
 
     def remove(self, seq: Sequence) -> None:
-        """Takes it out, admitted or aborted."""
+        """Remove a sequence that is admitted or aborted."""
         group = self._of.pop(seq.request_id)
         first = group.members[0] is seq
         group.members.remove(seq)
@@ -137,12 +137,12 @@ class WaitingQueue:
             self._enqueue(group)
 
     def admitted(self, seq: Sequence) -> None:
-        """Takes it out, and counts it towards the turns of k-LPM."""
+        """Remove an admitted sequence, and count the admission for k-LPM."""
         self.remove(seq)
         self._num_admissions += not seq.admitted
 
     def next(self) -> Group | None:
-        """The group whose first member is next, those that were passed over left out."""
+        """Return the group whose first member is next; skipped groups are left out."""
         oldest = self._num_admissions % self._k == 0
         heap = self._by_age if oldest else self._by_match
         while heap:
@@ -153,9 +153,9 @@ class WaitingQueue:
         return None
 
     def pass_over(self, group: Group, num_hit_tokens: int) -> None:
-        """Leaves the group out until `end_of_turn`; this is no admission and costs nobody's turn.
+        """Skip the group until `end_of_turn`; this is no admission and costs no other sequence its turn.
 
-        What its members find now is noted with them: whatever they take over beyond it they will have followed.
+        `num_hit_tokens`, which its members find now, is stored with them: what they reuse beyond it counts as followed.
         """
         group.age = group.match = ()
         self._passed.append(group)
@@ -166,14 +166,14 @@ class WaitingQueue:
                     seq.num_hit_tokens = num_hit_tokens
 
     def end_of_turn(self) -> None:
-        """Those that were passed over may be next again."""
+        """Make the skipped groups eligible again."""
         passed, self._passed = self._passed, []
         for group in passed:
             if self._groups.get(group.missing) is group:
                 self._enqueue(group)
 
     def refresh(self) -> None:
-        """Moves those whose first missing block has been published; called before each step is planned."""
+        """Move the groups whose first missing block has been published; called before each step is planned."""
         names, self._published = self._published, []
         for name in names:
             group = self._groups.get(name)
@@ -181,32 +181,34 @@ class WaitingQueue:
                 self._advance(group)
 
     def regroup(self, seq: Sequence, depth: int) -> None:
-        """Puts a sequence right whose match turned out to be only `depth` blocks long."""
+        """Move a sequence whose match is only `depth` blocks long to its right group."""
         group = self._of[seq.request_id]
         assert depth < group.depth
         self.remove(seq)
         self._insert(seq, depth)
 
     def depth_of(self, seq: Sequence) -> int:
-        """Published leading blocks it is listed with; at least what there is."""
+        """Return its number of published leading blocks as recorded; at least the actual number."""
         return self._of[seq.request_id].depth
 
     def published(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> None:
-        """Told by the pool; taken in by `refresh`."""
+        """Record a published block, for `refresh`."""
         if name in self._groups:
             self._published.append(name)
 
     def removed(self, name: BlockHash) -> None:
-        """Told by the pool; those concerned are put right when their turn comes."""
+        """Do nothing: the match is corrected at the group's turn."""
 
     def cleared(self) -> None:
-        """Told by the pool: the whole index is empty."""
+        """Do nothing: matches are corrected at the groups' turns."""
 
     # ------------------------------------------------------------------------------------------------------------
 
     def _depth(self, seq: Sequence, start: int) -> int:
-        """Leading blocks that are published, `start` of which are known to be: by bisection, since names are chained
-        and a published block's parents usually still are."""
+        """Return the number of leading published blocks; `start` of them are known to be published.
+
+        By bisection, since hashes are chained and the parents of a published block are usually published.
+        """
         if not self._reads(seq):
             return 0
         names, contains = seq.block_hashes, self._pool.contains
@@ -240,13 +242,13 @@ class WaitingQueue:
         self._of[seq.request_id] = group
 
     def _advance(self, group: Group) -> None:
-        """The group's missing block is there: its members go on to what they miss now, most often together."""
+        """Move members of a group whose missing block is published to their next one, usually together."""
         first, known = group.members[0], group.depth + 1
         depth = self._depth(first, known)
         del self._groups[group.missing]
         if depth < len(first.block_hashes) and first.block_hashes[depth] not in self._groups:
             missing, apart = first.block_hashes[depth], list[Sequence]()
-            if depth >= group.common:  # equal names stand for equal prefixes: who misses the same block stays
+            if depth >= group.common:  # equal hashes mean equal prefixes: members that miss the same block stay
                 apart = [s for s in group.members if len(s.block_hashes) <= depth or s.block_hashes[depth] != missing]
                 for seq in apart:
                     group.members.remove(seq)
@@ -263,7 +265,7 @@ class WaitingQueue:
             self._insert(seq, self._depth(seq, known))
 
     def _enqueue(self, group: Group) -> None:
-        """Gives the group its place by its first member."""
+        """Update the group's heap keys from its first member."""
         first = group.members[0]
         age = self._key(first)
         if age != group.age:
@@ -277,7 +279,7 @@ class WaitingQueue:
             self._compact()
 
     def _compact(self) -> None:
-        """Drops void entries."""
+        """Remove void entries."""
         self._by_age = [(group.age, group) for group in self._groups.values() if group.age]
         self._by_match = [(group.match, group) for group in self._groups.values() if group.match]
         heapify(self._by_age)
@@ -289,7 +291,7 @@ class WaitingQueue:
         self._unwant(group)
 
     def _want(self, group: Group) -> None:
-        """Asks the pool to keep what the group is about to take over."""
+        """Add references in the pool to the blocks that the group will take over."""
         names = group.members[0].block_hashes[len(group.wanted) : group.depth]
         self._pool.want(names)
         group.wanted += names
@@ -300,7 +302,7 @@ class WaitingQueue:
 
 
 def _num_common(a: Sequence, b: Sequence, low: int, high: int) -> int:
-    """Leading blocks, `low` to `high`, that two sequences have in common; by bisection, since names are chained."""
+    """Return the number of common leading blocks, `low` to `high`; by bisection, since hashes are chained."""
     high = min(high, len(a.block_hashes), len(b.block_hashes))
     while low < high:
         middle = (low + high) // 2
