@@ -113,7 +113,7 @@ def test_messages_come_from_a_json_file_and_a_tenant_may_be_named(
         (["add", "x"], "give exactly one of TEXT, --file and --messages"),
         (["add", "x", "text", "--file", "y"], "give exactly one of"),
         (["add", "x", "--file", "/nowhere/y"], "cannot read /nowhere/y"),
-        (["add", "a/b", SENTENCE], "'a/b' is no name for a prefix"),
+        (["add", "a/b", SENTENCE], "'a/b' is not a valid prefix name"),
         (["add", "x", SENTENCE, "--tenant", "stranger"], "tenant 'stranger' is not one of those"),
         (["add", "intent", SENTENCE], "there is a prefix 'intent' already"),
     ],

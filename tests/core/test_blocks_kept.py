@@ -120,7 +120,7 @@ def test_two_requests_want_one_block_until_both_have_it() -> None:
     pool.unwant(names)
     assert pool.allocate(1) == other
     pool.unwant(names)
-    with pytest.raises(AssertionError, match="unwanted more often"):
+    with pytest.raises(AssertionError, match="dereferenced more often"):
         pool.unwant(names)
     assert pool.allocate(1) == wanted
 

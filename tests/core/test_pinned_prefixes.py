@@ -121,7 +121,7 @@ def test_what_two_prefixes_share_stays_until_both_are_gone() -> None:
     ("name", "tokens", "complaint"),
     [
         ("fixed", OTHER, "there is a prefix 'fixed' already"),
-        ("a/b", OTHER, "'a/b' is no name for a prefix"),
+        ("a/b", OTHER, "'a/b' is not a valid prefix name"),
         ("", OTHER, "is no name"),
         ("short", [1, 2, 3], "has 3 tokens that later prompts can share: less than one block of 4"),
         ("long", range(64), "at most 4 may be pinned"),
@@ -150,7 +150,7 @@ def test_without_prefix_caching_nothing_can_be_pinned() -> None:
 def test_it_is_refused_while_a_live_request_could_no_longer_be_finished() -> None:
     engine = make_engine()
     engine.add_request(make_request("big", range(100, 124), max_tokens=5))  # 7 of 8 blocks
-    with pytest.raises(InvalidRequestError, match="request big, which is under way, could no longer be finished"):
+    with pytest.raises(InvalidRequestError, match="request big, which is in flight, could no longer be finished"):
         engine.add_prefix("fixed", FIXED)
     engine.step()
     with pytest.raises(InvalidRequestError, match="under way"):

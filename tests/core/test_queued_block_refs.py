@@ -40,7 +40,7 @@ def test_what_was_added_is_a_copy() -> None:
 def test_taking_back_too_much_is_noticed() -> None:
     wants = QueuedBlockRefs()
     wants.add([A])
-    with pytest.raises(AssertionError, match="unwanted more often than wanted"):
+    with pytest.raises(AssertionError, match="dereferenced more often than referenced"):
         wants.discard([A, A])
 
 

@@ -191,7 +191,7 @@ class Engine:
         return info
 
     def remove_prefix(self, name: str) -> bool:
-        """Unpin a prefix: its blocks become ordinary cache; return False if there is none. Raises InvalidRequestError."""
+        """Unpin a prefix; its blocks become ordinary cache. Return False if unknown. Raises InvalidRequestError."""
         removed = self.scheduler.prefixes.remove(name)
         self._keep_prefixes()
         self._warm_prefixes()

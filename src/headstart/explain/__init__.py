@@ -1,1 +1,1 @@
-"""Explanations: why a prompt was reused as far as it was. Standard library only."""
+"""Explanations of cache reuse and cache misses. Standard library only."""

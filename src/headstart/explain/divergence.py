@@ -1,11 +1,11 @@
-"""Divergence: what kind of difference it is where two prompts part, by how it looks. Pure; a likely kind, no proof."""
+"""Divergence: classifies the difference between two prompts by its appearance. Pure; a likely kind, not a proof."""
 
 import re
 from collections import Counter
 from typing import NamedTuple
 
-REACH = 80  # characters on either side that are looked at for a value
-REST = 4000  # and behind it, to tell another order from other content
+REACH = 80  # characters on either side that are searched for a value
+REST = 4000  # characters after it, to distinguish reordering from other content
 
 _ROLE = re.compile(r"^<(system|developer|user|assistant|tool|function)>\n", re.MULTILINE)
 _WORDS = re.compile(r'"[^"\\]*"|\w+')
@@ -22,24 +22,24 @@ _IDS = re.compile(r"\b(?=[\w-]*\d)[A-Za-z]*[_-]?[0-9a-zA-Z]{8,}\b")
 _NUMBERS = re.compile(r"[-+]?\d[\d,.]*")
 
 KINDS = {
-    "timestamp": "a time or date, which changes with every request: put it behind what stays the same",
-    "uuid": "a UUID: put it behind what stays the same",
-    "identifier": "what looks like an id: put it behind what stays the same",
+    "timestamp": "a time or date, which changes with every request: move it after the constant part",
+    "uuid": "a UUID: move it after the constant part",
+    "identifier": "an apparent id: move it after the constant part",
     "number": "a number",
     "whitespace": "white space only",
     "json_order": "the same JSON in another order: serialize keys and tools sorted",
     "order": "the same words in another order",
     "message_order": "the same messages in another order",
-    "messages_dropped": "messages that this one has no more: a conversation cut at its beginning loses its cache",
-    "messages_inserted": "messages that the other one did not have there",
-    "system_prompt": "the system prompt, which is another one",
+    "messages_dropped": "messages missing from this request: a conversation truncated at its start loses its cache",
+    "messages_inserted": "messages that the other request does not have there",
+    "system_prompt": "the system prompt",
     "role": "the role of a message",
-    "content": "what they say",
+    "content": "the content",
 }
 
 
 class Message(NamedTuple):
-    """One message in the text of a conversation: the place of its content."""
+    """The role of one message in the text of a conversation, and the range of its content."""
 
     role: str
     start: int
@@ -47,14 +47,14 @@ class Message(NamedTuple):
 
 
 def messages_of(text: str) -> list[Message]:
-    """The messages of a text that `reading.conversation` made; one of an unknown role belongs to the one before."""
+    """Split a text made by `reading.conversation` into messages; one of an unknown role belongs to the one before."""
     heads = list(_ROLE.finditer(text))
     ends = [*(head.start() - 1 for head in heads[1:]), len(text)][: len(heads)]
     return [Message(head[1], head.end(), max(end, head.end())) for head, end in zip(heads, ends, strict=True)]
 
 
 def message_at(messages: list[Message], position: int) -> int | None:
-    """Index of the message in which a character lies, or whose head does; None: before the first."""
+    """Return the index of the message whose content or head contains a character; None: before the first."""
     found = None
     for index, message in enumerate(messages):
         if position < message.start - len(message.role) - 3:  # "<role>" and a line's end
@@ -64,7 +64,7 @@ def message_at(messages: list[Message], position: int) -> int | None:
 
 
 def kind_of(this: str, that: str, at: int, *, is_chat: bool = False) -> str | None:
-    """What differs from character `at` on: a key of KINDS; None where one of them ends."""
+    """Classify the difference at character `at`: return a key of KINDS, or None where one of the texts ends."""
     if at >= len(this) or at >= len(that):
         return None
     if is_chat:
@@ -87,7 +87,7 @@ def kind_of(this: str, that: str, at: int, *, is_chat: bool = False) -> str | No
             if index == twin == 0 and own[0].role in ("system", "developer"):
                 return "system_prompt"
             return "content"
-        if index is None and twin is None:  # the tools stand there
+        if index is None and twin is None:  # in the tools, before the first message
             rest, other = this[at : own[0].start if own else None], that[at : others[0].start if others else None]
     if _same_words(rest, other):
         return "json_order" if _is_json(rest) else "order"
@@ -95,7 +95,7 @@ def kind_of(this: str, that: str, at: int, *, is_chat: bool = False) -> str | No
 
 
 def _kind_of_messages(this: str, that: str, at: int) -> str | None:
-    """Whether it is whole messages that are others."""
+    """Return the kind if whole messages differ, else None."""
     own, others = messages_of(this), messages_of(that)
     index = message_at(own, at)
     if index is None or message_at(others, at) != index:
@@ -113,7 +113,7 @@ def _kind_of_messages(this: str, that: str, at: int) -> str | None:
 
 
 def _kind_of_value(this: str, that: str, at: int) -> str | None:
-    """Whether both have a value of one kind there."""
+    """Return the kind of value that both texts have there, if it is the same kind."""
     for kind, pattern in (("uuid", _UUIDS), ("timestamp", _TIMES), ("identifier", _IDS), ("number", _NUMBERS)):
         if _covers(pattern, this, at) and _covers(pattern, that, at):
             return kind
@@ -121,7 +121,7 @@ def _kind_of_value(this: str, that: str, at: int) -> str | None:
 
 
 def _covers(pattern: re.Pattern[str], text: str, at: int) -> bool:
-    """Whether a match includes character `at`, or ends there."""
+    """Return whether a match includes character `at`, or ends there."""
     start = max(at - REACH, 0)
     window = text[start : at + REACH]
     return any(found.start() <= at - start <= found.end() for found in pattern.finditer(window))

@@ -1,10 +1,10 @@
-"""RecentRequests: what came lately, for the explainer alone. Bounded in requests and in prompt tokens.
+"""RecentRequests: the latest requests, for the explainer only. Bounded in requests and in prompt tokens.
 
-Nothing is copied: an entry points at the scheduler's own Sequence, whose tokens and names stay after it has finished.
-What cannot be found out later is noted when it happens: where reuse stopped at first admission and whether the first
-missing block had been evicted by then (once per request), and what its prompt came from (once per request). Requests
-that computed pinned prefixes outlast the others, one for each prefix until that is removed: prompts are meant to begin
-like them.
+Nothing is copied: an entry refers to the scheduler's own Sequence, whose tokens and hashes remain after it has
+finished. Facts that cannot be reconstructed later are recorded when they occur: where reuse stopped at first admission,
+whether the first missing block had been evicted by then, and the prompt token breakdown (each once per request).
+Requests that computed pinned prefixes are kept longer than the others, one for each prefix until it is removed: other
+prompts are expected to begin like them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,14 +24,14 @@ MAX_PREFIXES = 64
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """One request and what became of it. `admitted` and `answered` are numbers of steps."""
+    """One request and its outcome. `admitted` and `answered` are numbers of steps."""
 
     seq: Sequence
     order: int
-    start: int  # first token computed at its first admission: reuse stopped there
+    start: int  # first token computed at its first admission: where reuse stopped
     admitted: int
-    evicted: Evicted | None = None  # what had happened by then to the block in which that token lies
-    answered: int | None = None  # its first token came: the whole prompt is computed
+    evicted: Evicted | None = None  # eviction, by then, of the block that contains that token
+    answered: int | None = None  # step of its first output token: the whole prompt is computed
     ledger: PromptTokenBreakdown | None = None
 
     @property
@@ -46,7 +46,7 @@ class RecentRequests:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self._seen: dict[str, Seen] = {}  # in order of admission
-        self._prefixes: dict[str, Seen] = {}  # the same of requests that compute pinned prefixes; not in _seen
+        self._prefixes: dict[str, Seen] = {}  # requests that compute pinned prefixes; not in _seen
         self._queued: set[str] = set()  # not admitted yet
         self._open: dict[str, Seen] = {}  # admitted, no token yet
         self._num_tokens = 0
@@ -57,19 +57,19 @@ class RecentRequests:
         return len(self._seen) + len(self._prefixes)
 
     def __iter__(self) -> Iterator[Seen]:
-        """Newest first, those of pinned prefixes last."""
+        """Iterate newest first, requests of pinned prefixes last."""
         return chain(reversed(self._seen.values()), reversed(self._prefixes.values()))
 
     def find(self, request_id: str) -> Seen | None:
-        """The request of that id, or None if it was not admitted or too much came since."""
+        """Return the request with that id; None if it was not admitted or has been dropped since."""
         return self._seen.get(request_id) or self._prefixes.get(request_id)
 
     def queued(self, request_id: str) -> None:
-        """Expects a request that was queued."""
+        """Record that a request was queued."""
         self._queued.add(request_id)
 
     def planned(self, chunks: Iterable[Chunk], running: Iterable[Sequence], pool: BlockPool, block_size: int) -> None:
-        """Takes in the requests that are in a batch for the first time, before it is computed."""
+        """Record the requests that are in a batch for the first time, before it is computed."""
         self._num_steps += 1
         if not self._queued:
             return
@@ -83,7 +83,7 @@ class RecentRequests:
                 self._add(seq, start, pool.eviction_of(names[index]) if index < len(names) else None)
 
     def answered(self, outputs: Iterable[Output]) -> None:
-        """Notes what the prompts came from whose first token is among the outputs of a step."""
+        """Record the prompt token breakdown of requests whose first token is among the outputs of a step."""
         if not self._open:
             return
         for output in outputs:
@@ -94,17 +94,17 @@ class RecentRequests:
                 seen.ledger, seen.answered = output.ledger, self._num_steps
 
     def aborted(self, request_id: str) -> None:
-        """Expects nothing more of a request; what is known of it stays."""
+        """Record that a request was aborted; its entry stays."""
         self._queued.discard(request_id)
         self._open.pop(request_id, None)
 
     def forget_prefix(self, name: str) -> None:
-        """Forgets the request that computed a pinned prefix, which is ordinary cache from now on."""
+        """Drop the request that computed a pinned prefix, which is ordinary cache from now on."""
         for request_id in [other for other in self._prefixes if _prefix_name(other) == name]:
             del self._prefixes[request_id]
 
     def _add(self, seq: Sequence, start: int, evicted: Evicted | None) -> None:
-        """Remembers a request, and forgets the oldest ones if it must."""
+        """Add a request, and drop the oldest ones beyond the limits."""
         request_id = seq.request.request_id
         self._forget(request_id)
         self._queued.discard(request_id)
@@ -120,7 +120,7 @@ class RecentRequests:
             self._forget(next(iter(self._seen)))
 
     def _add_prefix(self, seen: Seen) -> None:
-        """Keeps the last request of each prefix."""
+        """Add a prefix request, replacing the earlier one of the same prefix."""
         self.forget_prefix(_prefix_name(seen.request_id))
         if len(self._prefixes) >= MAX_PREFIXES:
             del self._prefixes[next(iter(self._prefixes))]
@@ -134,5 +134,5 @@ class RecentRequests:
 
 
 def _prefix_name(request_id: str) -> str:
-    """Return the name of the prefix that the request computes; its id ends in a number of its own."""
+    """Return the name of the prefix that the request computes; its id ends in a unique number."""
     return request_id.removeprefix(REQUEST_PREFIX).rpartition(":")[0]

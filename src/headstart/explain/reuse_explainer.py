@@ -1,7 +1,7 @@
-"""explain: why a prompt was taken over from the cache so far and no further, by what is known of recent requests.
+"""Reuse explainer: why reuse of a prompt stopped where it did, from the recent requests.
 
-Changes nothing, and costs some milliseconds when someone asks. Whoever asks sees tokens and ids of requests of the own
-tenant only, an administrator those of all; of other tenants one learns at most that one of them evicted a block.
+Changes nothing; a call takes some milliseconds. A viewer sees tokens and ids of requests of its own tenant only, an
+administrator those of all; of other tenants it learns at most that one of them evicted a block.
 """
 
 from array import array
@@ -16,79 +16,78 @@ from headstart.core.request import CacheMode, Request, Sequence
 from headstart.core.sched.scheduler import Scheduler
 from headstart.explain.recent_requests import RecentRequests, Seen
 
-WINDOW = 40  # tokens on either side of a divergence: enough for as many characters
+WINDOW = 40  # tokens shown on either side of a divergence: enough for as many characters
 _ITEM = array("i").itemsize
 
 
 class Reason(Enum):
-    """Why reuse stopped where it did."""
+    """The cause of the end of reuse."""
 
-    COMPLETE = "complete"  # everything was there; the last token is always computed, for its logits
-    TAIL = "tail"  # what is left does not fill a block, and blocks are shared whole
+    COMPLETE = "complete"  # everything was cached; the last token is always computed, for its logits
+    TAIL = "tail"  # the remaining tokens do not fill a block, and only whole blocks are shared
     DISABLED = "disabled"  # the engine runs without prefix caching
     BYPASS = "bypass"  # the request's own cache mode
     UNREAD = "prompt_logprobs"  # log-probabilities of the prompt have to be computed
     EVICTED = "evicted"
-    COMPUTING = "computing"  # another request has the same tokens and was not through with them
-    DIVERGED = "diverged"  # the nearest recent request goes on with another token
+    COMPUTING = "computing"  # another request with the same tokens had not computed them yet
+    DIVERGED = "diverged"  # the nearest recent request continues with another token
     EXTENDS = "extends"  # the nearest recent request ends there
-    ISOLATED = "isolated"  # the same tokens are there, but in another isolation domain or for another adapter
-    NOT_KEPT = "not_kept"  # a recent request had the same tokens and leaves nothing behind: read-only or bypass
-    GONE = "gone"  # a recent request had the same tokens; what became of its blocks is no longer known
+    ISOLATED = "isolated"  # the same tokens are cached, but in another isolation domain or for another adapter
+    NOT_KEPT = "not_kept"  # a recent request had the same tokens and published nothing: read-only or bypass
+    GONE = "gone"  # a recent request had the same tokens; the record of its blocks' eviction is gone
     UNSEEN = "never_seen"  # no recent request begins with the same block
 
 
 class Viewer(NamedTuple):
-    """Who asks."""
+    """The tenant of the caller, and whether it is an administrator."""
 
     tenant: str = ""
     is_admin: bool = False
 
     def may_see(self, seq: Sequence) -> bool:
-        """Whether that request may be told of."""
+        """Return whether the viewer may see that request."""
         return self.is_admin or seq.request.tenant == self.tenant
 
 
 class NearMatch(NamedTuple):
-    """A recent request with the same first tokens, and what lies around the place where they part."""
+    """A recent request with the same first tokens, and the tokens around the point of divergence."""
 
     request_id: str
     common_tokens: int
-    before: tuple[int, ...]  # the last of the common ones
-    this: tuple[int, ...]  # how the prompt in question goes on
-    other: tuple[int, ...]  # how the other one does; empty: it ends there
+    before: tuple[int, ...]  # the last common ones
+    this: tuple[int, ...]  # continuation of the explained prompt
+    other: tuple[int, ...]  # continuation of the other prompt; empty: it ends there
 
 
 class Eviction(NamedTuple):
-    """How the first missing block was lost."""
+    """The eviction of the first missing block."""
 
     cause: str  # "capacity", "failed", "reset"
-    by: str | None  # id of the request that took its place; None: nobody, another tenant's, or no longer known
+    by: str | None  # id of the request that needed the space; None: no request, another tenant's, or no longer known
     by_another_tenant: bool
     seconds_ago: float
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Answer to "why was no more of it cached?"; counts in tokens.
+    """The explanation of one prompt's reuse; counts in tokens.
 
-    For a request of the past `position` and `reason` are those of its first admission, else what a prompt like that
-    would meet now.
+    For a past request `position` and `reason` are those of its first admission; otherwise those of a prompt sent now.
     """
 
     request_id: str | None
     status: str | None
     num_prompt_tokens: int
     block_size: int
-    position: int  # tokens taken over before the first that had to be computed
+    position: int  # reused tokens before the first that had to be computed
     reason: Reason
-    now: PromptTokenBreakdown  # what a prompt like that would find now
-    then: PromptTokenBreakdown | None = None  # what it came from; None: not computed yet, or never asked for
+    now: PromptTokenBreakdown  # for the same prompt, sent now
+    then: PromptTokenBreakdown | None = None  # of the past request; None: not computed yet, or there is none
     near: NearMatch | None = None
     eviction: Eviction | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values only."""
+        """Return plain values only."""
         plain: dict[str, object] = {**asdict(self), "reason": self.reason.value}
         for name, value in (("now", self.now), ("then", self.then), ("near", self.near), ("eviction", self.eviction)):
             plain[name] = None if value is None else value._asdict()
@@ -98,7 +97,7 @@ class Explanation:
 def explain_request(
     scheduler: Scheduler, recent: RecentRequests, request_id: str, viewer: Viewer, now: float
 ) -> Explanation | None:
-    """Explains a recent request; None if it is not known, or not the viewer's to see. `now` in seconds."""
+    """Explain a recent request; None if it is unknown, or hidden from the viewer. `now` in seconds."""
     seen = recent.find(request_id)
     waiting = seen is None and next((seq for seq in scheduler.waiting if seq.request_id == request_id), None)
     seq = seen.seq if seen is not None else waiting
@@ -114,7 +113,7 @@ def explain_request(
 def explain_prompt(
     scheduler: Scheduler, recent: RecentRequests, request: Request, viewer: Viewer, now: float
 ) -> Explanation:
-    """Explains what a request would meet if it came now; it is not queued. `now` in seconds."""
+    """Explain the reuse of a request if it came now; it is not queued. `now` in seconds."""
     fresh = scheduler.cache.new_sequence(request, 0)
     found = _found_now(scheduler, fresh)
     return _Case(scheduler, recent, fresh, found.cached, None, viewer, now).explanation(found)
@@ -122,13 +121,13 @@ def explain_prompt(
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One question."""
+    """One prompt to be explained."""
 
     scheduler: Scheduler
     recent: RecentRequests
     seq: Sequence
     position: int
-    seen: Seen | None  # of the past: the entry in question, else None
+    seen: Seen | None  # the entry of a past request, else None
     viewer: Viewer
     now: float
 
@@ -157,12 +156,12 @@ class _Case:
 
     @property
     def _index(self) -> int:
-        """Of the first block that was not taken over."""
+        """Index of the first block that was not reused."""
         return self.position // self._size
 
     @property
     def _needed(self) -> int:
-        """Tokens that another request must have in common for its blocks to have helped."""
+        """Tokens that another request must have in common for its blocks to be of use."""
         return (self._index + 1) * self._size
 
     def _find_reason(self) -> tuple[Reason, NearMatch | None, Eviction | None]:
@@ -183,13 +182,13 @@ class _Case:
             return Reason.ISOLATED, self._near(other.seq, shared), None
         if near is None or common < max(self.position, 1):
             return Reason.UNSEEN, None, None
-        if common < self._size:  # what a chat template writes before every conversation is no common beginning
+        if common < self._size:  # the text a chat template writes before every conversation does not count
             return Reason.UNSEEN, self._near(near.seq, common), None
         reason = Reason.EXTENDS if common == len(near.seq.token_ids) else Reason.DIVERGED
         return reason, self._near(near.seq, common), None
 
     def _own_reason(self) -> Reason | None:
-        """A reason that lies in the request alone."""
+        """Return a reason that lies in the request alone."""
         request, num_tokens = self.seq.request, len(self._prompt)
         if not self.scheduler.cache.enabled:
             return Reason.DISABLED
@@ -202,7 +201,7 @@ class _Case:
         return Reason.TAIL if self._needed > num_tokens else None
 
     def _running_twin(self) -> Sequence | None:
-        """A running sequence that will publish the missing block."""
+        """Return a running sequence that will publish the missing block."""
         scheduler, index = self.scheduler, self._index
         for seq in scheduler.running:
             names = seq.block_hashes
@@ -224,9 +223,10 @@ class _Case:
         )
 
     def _nearest(self, *, isolated: bool) -> "tuple[Seen | None, int]":
-        """The recent request with most leading tokens in common, the newest of equals, and how many they are.
+        """Return the recent request with most leading tokens in common, the newest of equals, and their number.
 
-        Of those that came before, were admitted and may be seen; `isolated`: of other domains and adapters.
+        Only requests that were admitted earlier and are visible count; `isolated`: only those of other domains and
+        adapters.
         """
         prompt = self._prompt.tobytes()
         found, best = None, b""
@@ -241,17 +241,17 @@ class _Case:
         return found, len(best) // _ITEM
 
     def _would_have_helped(self, near: Seen, common: int) -> bool:
-        """Whether the missing block was among what it computed: all its tokens but the last one of its output."""
+        """Return whether it computed the missing block: all its tokens but the last one of its output."""
         return min(common, len(near.seq.token_ids) - 1) >= self._needed
 
     def _may_share(self, seq: Sequence) -> bool:
-        """Whether blocks of that sequence can be found by the one in question."""
+        """Return whether the explained sequence can find blocks of that sequence."""
         own, other = self.seq.request, seq.request
         public = not other.domain and other.request_id.startswith(REQUEST_PREFIX)
         return own.adapter == other.adapter and (public or own.domain == other.domain)
 
     def _reason_of_equal(self, near: Seen) -> Reason:
-        """Why a request of the past did not help that had every token of the missing block."""
+        """Return why a past request with every token of the missing block was of no use."""
         if not self.scheduler.cache.writes(near.seq):
             return Reason.NOT_KEPT
         begun = None if self.seen is None else self.seen.admitted
@@ -269,7 +269,7 @@ class _Case:
 
 
 def _found_now(scheduler: Scheduler, seq: Sequence) -> PromptTokenBreakdown:
-    """What a new sequence would take over now."""
+    """Return the breakdown of a new sequence if it were admitted now."""
     hit = scheduler.cache.match(seq)
     names = seq.block_hashes[: len(hit.block_ids)]
     pinned = sum(map(scheduler.pool.is_pinned, names)) * scheduler.block_size
@@ -278,7 +278,7 @@ def _found_now(scheduler: Scheduler, seq: Sequence) -> PromptTokenBreakdown:
 
 
 def _common(prompt: bytes, tokens: bytes) -> int:
-    """Leading tokens that two packed lists have in common."""
+    """Return the number of leading tokens that two packed lists have in common."""
     low, high = 0, min(len(prompt), len(tokens)) // _ITEM
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,1 +1,1 @@
-"""The policy core of routing: which replica is asked. No I/O, no clock, no chance of its own; bodies go around it."""
+"""The policy core of the router: the choice of a replica. No I/O, no clock, no randomness of its own."""

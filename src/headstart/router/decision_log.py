@@ -1,6 +1,6 @@
-"""Decision: one line of the decision log. All that is needed to see why, and to decide again with another policy.
+"""DecisionRecord: one line of the decision log, complete enough to replay the decision with another policy.
 
-Names of blocks are cut to eight bytes: enough to tell the prompts of a log apart, and nothing of their text.
+Block hashes are truncated to eight bytes: enough to tell the prompts of a log apart, without their text.
 """
 
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ NAME_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
-    """What was decided about one request, and what came of it. Times in seconds on the body's clock."""
+    """The routing decision for one request, and its outcome. Times in seconds on the caller's clock."""
 
     at: float
     endpoint: str
@@ -23,11 +23,11 @@ class DecisionRecord:
     excluded: dict[str, str]
     prompt_tokens: int
     block_size: int
-    names: str  # of the prompt's blocks at that size, hexadecimal, joined
+    names: str  # block hashes of the prompt at that size, hexadecimal, joined
     output_tokens: int
-    predicted_tokens: int  # believed to be cached there
-    expected_ms: float  # to the first token
-    cached_tokens: int | None = None  # as the replica said
+    predicted_tokens: int  # expected to be cached there
+    expected_ms: float  # time to first token
+    cached_tokens: int | None = None  # as reported by the replica
     first_token: float | None = None
     finish: float | None = None
     ok: bool = True
@@ -35,16 +35,16 @@ class DecisionRecord:
     adapter: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For a line of JSON."""
+        """Return the fields of a line of JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "DecisionRecord":
-        """The decision a line of JSON stands for. Raises TypeError for fields it does not know."""
+        """Return the record of a line of JSON. Raises TypeError for unknown fields."""
         return cls(**fields)
 
     def ask(self) -> RoutingRequest:
-        """The request as it was, to be routed again."""
+        """Return the original routing request, to be routed again."""
         raw = bytes.fromhex(self.names)
         names = [BlockHash(raw[start : start + NAME_BYTES]) for start in range(0, len(raw), NAME_BYTES)]
         prompt = Prompt.of_names(names, self.prompt_tokens, self.block_size)
@@ -52,5 +52,5 @@ class DecisionRecord:
 
 
 def joined(names: list[BlockHash]) -> str:
-    """Names as a decision has them."""
+    """Return block hashes in the format of a record."""
     return b"".join(name[:NAME_BYTES] for name in names).hex()

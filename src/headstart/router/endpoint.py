@@ -1,4 +1,4 @@
-"""Endpoint: the router's view of one replica: what is in its cache, what it has to do, whether it is well."""
+"""Endpoint: the router's state of one replica: prefix index, load, health."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,31 +8,31 @@ from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import Load
 from headstart.router.prefill_model import PrefillModel, Work
 
-LATER = 0.5  # of a prefill: so much others will wait because of it; 0.25 to 2 were tried (docs/routing.md)
-EVICTED = 0.75  # of what has to go: so much others will compute again; 0.25 to 1.5 were tried
-MAX_AGE = 5.0  # seconds after which what a replica said of itself is not true any more
+LATER = 0.5  # share of a prefill that delays later requests; 0.25 to 2 were tried (docs/routing.md)
+EVICTED = 0.75  # share of evicted tokens that will be recomputed; 0.25 to 1.5 were tried
+MAX_AGE = 5.0  # seconds after which a replica's report is stale
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What a replica said of itself: a scrape, a header, or nothing for a while."""
+    """A report of a replica: from a scrape or a response header."""
 
     at: float
     waiting: int = 0
     running: int = 0
-    kv_usage: float = 0.0  # share of its blocks in use, 0..1
+    kv_usage: float = 0.0  # share of blocks in use, 0..1
     adapters: frozenset[str] = frozenset()  # loaded
-    waiting_adapters: frozenset[str] = frozenset()  # asked for and not loaded yet
+    waiting_adapters: frozenset[str] = frozenset()  # requested and not loaded yet
     max_adapters: int = 0
 
 
 class Cost(NamedTuple):
-    """Milliseconds to a first token at one replica, and what they are made of."""
+    """The expected time to first token at one replica in milliseconds, by component."""
 
     backlog: float
     prefill: float
     slowness: float = 1.0
-    eviction: float = 0.0  # prefill of what has to go for it and others should want again
+    eviction: float = 0.0  # prefill of evicted tokens that are likely to be requested again
 
     @property
     def total(self) -> float:
@@ -40,12 +40,12 @@ class Cost(NamedTuple):
 
     @property
     def price(self) -> float:
-        """The same, and what it costs those who come after: they wait for its prefill, and compute what it evicts."""
+        """The total plus the cost to later requests: they wait for this prefill, and recompute what it evicts."""
         return (self.backlog + (1.0 + LATER) * self.prefill + EVICTED * self.eviction) * self.slowness
 
 
 class Endpoint:
-    """One replica. `name` is its address, the same for all routers; `models` empty: it serves any."""
+    """One replica. `name` is its address, the same for all routers; `models` empty: it serves any model."""
 
     __slots__ = ("block_size", "contents", "granule", "health", "load", "miscounted", "models", "name", "reported")
 
@@ -65,36 +65,36 @@ class Endpoint:
         self.health = Health()
         self.load = Load(prior)
         self.reported: Reported | None = None
-        self.granule = 0  # greatest common divisor of the cached tokens it reported: its real block size, soon
-        self.miscounted: set[str] = set()  # forms of prompts whose last report had another number of tokens than ours
+        self.granule = 0  # greatest common divisor of the cached tokens it reported: converges to its real block size
+        self.miscounted: set[str] = set()  # forms of prompts whose last report differed in the number of tokens
 
     def reconfigured(self, block_size: int, contents: PrefixIndex) -> None:
-        """It was started again with other blocks: nothing that was believed of its cache is so any more."""
+        """Reset the state after a restart with another block size: the index and its corrections are void."""
         self.block_size, self.contents, self.granule = block_size, contents, 0
         self.miscounted.clear()
 
     def fresh(self, now: float) -> Reported | None:
-        """What it said of itself, if that is recent."""
+        """Return its last report, if it is recent."""
         reported = self.reported
         return reported if reported is not None and now - reported.at <= MAX_AGE else None
 
     def waiting(self, now: float) -> int:
-        """Requests without a first token: by our own books, or by its own if it knows of more (other routers')."""
+        """Return the requests without a first token: our count, or the reported one if higher (other routers')."""
         reported = self.fresh(now)
         return max(self.load.num_pending, reported.waiting if reported is not None else 0)
 
     def num_requests(self, now: float) -> int:
-        """Requests under way there."""
+        """Return the requests in flight there."""
         reported = self.fresh(now)
         return max(self.load.num_requests, reported.waiting + reported.running if reported is not None else 0)
 
     def backlog_ms(self, now: float) -> float:
-        """Work before ours: what we sent, and what others sent, each of which is taken for one of ours."""
+        """Return the work queued before ours; requests of other routers count as the mean of our own."""
         foreign = self.waiting(now) - self.load.num_pending
         return self.load.backlog_ms(now) + foreign * self.load.mean_prefill_ms
 
     def cost(self, prompt_tokens: int, cached_tokens: int, now: float) -> Cost:
-        """What a prompt would cost here of which so much is cached."""
+        """Return the cost of a prompt of which `cached_tokens` are cached here."""
         work = Work.of(prompt_tokens, cached_tokens, self.load.num_streams)
         rates = self.load.rates
         lost = self.contents.loss(-(-work.tokens // self.block_size)) * self.block_size

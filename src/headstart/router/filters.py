@@ -1,4 +1,4 @@
-"""Filters: who may serve a request at all, and of everybody else why not."""
+"""Filters: the replicas that may serve a request, and for all others the reason why not."""
 
 from collections.abc import Iterable
 
@@ -9,10 +9,10 @@ from headstart.router.routing_request import RoutingRequest
 def eligible(
     endpoints: Iterable[Endpoint], ask: RoutingRequest, now: float, tried: frozenset[str] = frozenset()
 ) -> tuple[list[Endpoint], dict[str, str]]:
-    """Those that may serve `ask`, and the reasons of all others by name.
+    """Return the replicas that may serve `ask`, and the reasons of all others by name.
 
-    If everybody who could serve it is ejected, the one that is back first is asked all the same: a router that asks
-    nobody learns nothing. `tried`: who has failed this very request.
+    If all candidates are ejected, the one that returns first is used: without requests their recovery would not be
+    noticed. `tried`: the replicas that failed this very request.
     """
     found: list[Endpoint] = []
     ejected: list[Endpoint] = []

@@ -1,19 +1,21 @@
-"""Health: whether a replica is asked at all, by what became of the requests sent there; a body may know more.
+"""Health: whether a replica gets requests, from the outcome of earlier requests and from external probes.
 
-One refused connection or three failures in a row eject it; it comes back after a second, and after twice as long each
-time it fails again, up to half a minute. Then it is on trial (half-open): one request goes there, and more only when
-that one found it well, or every TRIAL_SECONDS.
+One refused connection or three failures in a row eject it. It returns after a second, and after twice as long each time
+it fails again, up to half a minute. Then it is on trial (half-open): one request is sent there, and more only after
+that one succeeded, or every TRIAL_SECONDS.
 """
 
 FAILURES = 3
 MIN_AWAY = 1.0  # seconds
 MAX_AWAY = 30.0
-TRIAL_SECONDS = 10.0  # for one request on trial to get its first token; whoever is slower keeps nobody else away
+TRIAL_SECONDS = 10.0  # for the first token of a trial request; a slower one does not block others
 
 
 class Health:
-    """The state of one replica. `draining`: it said itself that it takes nothing new. `absent`: a body looked, and
-    there is nobody, or nobody who is ready."""
+    """The health of one replica. `draining`: it reports that it accepts no new requests.
+
+    `absent`: a probe found no process there, or none that is ready.
+    """
 
     __slots__ = ("_away", "_failures", "_trial_until", "_until", "absent", "draining", "num_ejections")
 
@@ -27,21 +29,24 @@ class Health:
         self._trial_until = 0.0
 
     def is_up(self, now: float) -> bool:
-        """Whether it is not ejected at the moment, and not on trial with another request."""
+        """Return whether it is neither ejected nor on trial with another request."""
         return now >= self._until and now >= self._trial_until
 
     def back_at(self) -> float:
-        """When its ejection or the trial that follows ends, or ended."""
+        """Return when its ejection or the trial that follows ends, or ended."""
         return max(self._until, self._trial_until)
 
     def sent(self, now: float) -> None:
-        """Note that a request goes there: the first after an ejection is a trial."""
+        """Record that a request is sent there: the first after an ejection is a trial."""
         if self._away and now >= self._until:
             self._trial_until = now + TRIAL_SECONDS
 
     def failed(self, now: float, *, refused: bool = False, sent_at: float | None = None) -> bool:
-        """A request failed there; whether that ejects it now. `refused`: there was no connection at all, or the whole
-        replica is silent. Of one that was sent before the last ejection that proves nothing."""
+        """Record a failed request; return whether that ejects the replica.
+
+        `refused`: no connection was possible, or the whole replica is silent. A request sent before the last ejection
+        is ignored.
+        """
         if now < self._until or (sent_at is not None and sent_at < self._until):
             return False
         self._failures += FAILURES if refused or self._away else 1  # on probation one is enough
@@ -54,12 +59,12 @@ class Health:
         return True
 
     def present(self) -> None:
-        """A body looked, and it is there and takes requests; what failed before it was started again is forgotten."""
+        """Record that a probe found the replica ready; failures from before its restart are dropped."""
         if self.absent or self.draining:
             self._failures, self._away, self._until, self._trial_until = 0, 0.0, 0.0, 0.0
         self.absent = self.draining = False
 
     def succeeded(self, now: float, *, sent_at: float | None = None) -> None:
-        """A request was answered; of one that was sent before an ejection that proves nothing."""
+        """Record an answered request; one sent before an ejection is ignored."""
         if now >= self._until and (sent_at is None or sent_at >= self._until):
             self._failures, self._away, self._trial_until = 0, 0.0, 0.0

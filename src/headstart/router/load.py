@@ -1,17 +1,17 @@
-"""Load: what one replica has to do, from what was sent there and what came back; no scraping in the way.
+"""Load: the work in flight at one replica, from the requests sent there and their responses; without scraping.
 
-Prefills are thought of as one line, first come, first served: the backlog is the work of those without a first token,
-less what was done of the one at the head since. A replica that is late is as many times slower as it is late.
+Prefills are modelled as one queue, first come, first served: the backlog is the work of requests without a first token,
+less the part already done of the first one. A late replica is as many times slower as it is late.
 """
 
 from headstart.router.prefill_model import PrefillModel, RateLearner, Work
 
-GRACE_MS = 50.0  # late by less is not late
-LATENESS = 2.0  # nor by less than so many times what was expected
+GRACE_MS = 50.0  # a shorter delay is not late
+LATENESS = 2.0  # nor is one below this multiple of the expected time
 
 
 class Flight:
-    """One request on its way through a replica."""
+    """One request in flight at a replica."""
 
     __slots__ = ("answered_at", "backlog_ms", "output_tokens", "prefill_ms", "sent_at", "took_ms", "work")
 
@@ -19,10 +19,10 @@ class Flight:
         self.work = work
         self.prefill_ms = prefill_ms
         self.backlog_ms = backlog_ms
-        self.output_tokens = output_tokens  # expected at most; 0: not known
+        self.output_tokens = output_tokens  # upper bound; 0: not known
         self.sent_at = 0.0
         self.answered_at: float | None = None
-        self.took_ms: float | None = None  # the prefill alone, once it is done and until it was learned from
+        self.took_ms: float | None = None  # duration of the prefill alone, from its end until it is learned
 
     @property
     def expected_ms(self) -> float:
@@ -31,17 +31,17 @@ class Flight:
 
 
 class Load:
-    """The requests under way at one replica."""
+    """The requests in flight at one replica."""
 
     def __init__(self, prior: PrefillModel | None = None) -> None:
         self.learner = RateLearner(prior)
-        self.last_sent = -1  # in the order of all requests; -1: none was
+        self.last_sent = -1  # sequence number of the last request, over all replicas; -1: none
         self.mean_prefill_ms = 0.0
-        self.num_streams = 0  # answers that are being generated
+        self.num_streams = 0  # responses being generated
         self.inflight_tokens = 0  # to prefill, and to generate
-        self._pending: dict[Flight, None] = {}  # without a first token, in the order in which they were sent
+        self._pending: dict[Flight, None] = {}  # without a first token, in sending order
         self._pending_ms = 0.0
-        self._since = 0.0  # the head of the line has been worked on since
+        self._since = 0.0  # start of work on the first pending request
 
     @property
     def rates(self) -> PrefillModel:
@@ -53,11 +53,11 @@ class Load:
 
     @property
     def num_requests(self) -> int:
-        """Under way, with and without a first token."""
+        """In flight, with and without a first token."""
         return len(self._pending) + self.num_streams
 
     def backlog_ms(self, now: float) -> float:
-        """Time until all that are pending should have their first token."""
+        """Return the time until all pending requests should have their first token."""
         head = next(iter(self._pending), None)
         if head is None:
             return 0.0
@@ -65,7 +65,7 @@ class Load:
         return max(self._pending_ms - done, 0.0)
 
     def slowness(self, now: float) -> float:
-        """How many times slower it is than expected, by the one that waits longest; 1.0 if that is in time."""
+        """Return how many times slower it is than expected, by its oldest pending request; 1.0 if in time."""
         head = next(iter(self._pending), None)
         if head is None:
             return 1.0
@@ -73,7 +73,7 @@ class Load:
         return max(waited / (LATENESS * head.prefill_ms + GRACE_MS), 1.0)
 
     def sent(self, flight: Flight, now: float, order: int) -> None:
-        """A request is on its way there."""
+        """Record a request sent there."""
         flight.sent_at = now
         if not self._pending:
             self._since, self._pending_ms = now, 0.0
@@ -85,7 +85,7 @@ class Load:
         self.mean_prefill_ms += weight * (flight.prefill_ms - self.mean_prefill_ms)
 
     def answered(self, flight: Flight, now: float) -> None:
-        """Its first token is there."""
+        """Record its first token."""
         if flight not in self._pending:
             return
         flight.took_ms = (now - max(flight.sent_at, self._since)) * 1e3
@@ -95,13 +95,13 @@ class Load:
         self.inflight_tokens -= flight.work.tokens
 
     def learn(self, flight: Flight, work: Work) -> None:
-        """Takes the time to its first token as a sample, now that it is known what there was to do. Once."""
+        """Use the time to its first token as a sample, now that the work is known. Once."""
         if flight.took_ms is not None:
             self.learner.learn(work, flight.took_ms)
             flight.took_ms = None
 
     def finished(self, flight: Flight, now: float) -> None:
-        """It is over, well or not."""
+        """Record its end, successful or not."""
         if flight in self._pending:
             self._left(flight, now)
             self.inflight_tokens -= flight.work.tokens + flight.output_tokens

@@ -1,54 +1,54 @@
-"""Rates: how many milliseconds a replica needs for a prompt, learned from its own first tokens.
+"""Prefill model: the milliseconds a replica needs for a prompt, learned from its own times to first token.
 
-A prefill of u tokens behind c cached ones is `base + token * u + pair * u * (c + u / 2) + stream * streams`: a part for
-the step, one for the weights, one for attention (every new token looks at all before it), and one for the answers that
-are generated in the same steps. The four numbers are the least-squares fit of what was seen, older samples counting
-less, none of them negative, drawn to a prior as long as little was seen.
+A prefill of u tokens after c cached ones takes `base + token * u + pair * u * (c + u / 2) + stream * streams`: a part
+for the step, one for the weights, one for attention (every new token attends to all before it), and one for the
+responses generated in the same steps. The four coefficients are a non-negative least-squares fit of the samples; older
+samples weigh less, and a prior dominates while there are few.
 """
 
 from typing import NamedTuple
 
-DECAY = 0.96  # what a sample still counts when the next one comes: half after 17
-PRIOR_WEIGHT = 2.0  # the prior counts like so many samples
+DECAY = 0.96  # weight of a sample relative to the next one: half after 17
+PRIOR_WEIGHT = 2.0  # weight of the prior, in samples
 PRIOR_FADES = 0.9  # per sample
 SWEEPS = 6  # of coordinate descent per sample; it starts from the last result
-MAX_SURPRISE = 8.0  # a sample counts as at most so many times what was expected; a pause is not a rate
-SURPRISE = 3.0  # a sample of more than so many times what was expected makes the older ones doubtful
-DOUBTED = 0.7  # what they still count then
-SCALES = (0.1, 1e-4, 1e-9, 1e-3)  # below these a prior of 0 is as good
-YOUNG = 4  # samples of its own until which a replica is also judged by those of others
+MAX_SURPRISE = 8.0  # a sample counts as at most this multiple of the expected time; a pause is not a rate
+SURPRISE = 3.0  # a sample above this multiple of the expected time makes older ones doubtful
+DOUBTED = 0.7  # the weight of older samples then
+SCALES = (0.1, 1e-4, 1e-9, 1e-3)  # lower bounds of the prior's scale
+YOUNG = 4  # own samples below which samples of other replicas are used too
 MIN_MS = 0.05
 
 
 class PrefillModel(NamedTuple):
-    """Milliseconds: for a prefill at all, per token computed, per pair of tokens that meet, per answer under way."""
+    """Milliseconds: per prefill, per computed token, per pair of attending tokens, per response being generated."""
 
     base: float = 5.0
-    token: float = 0.06  # 16,000 tokens per second, until something is seen
+    token: float = 0.06  # 16,000 tokens per second, until measured
     pair: float = 1e-7
     stream: float = 0.05
 
     def prefill_ms(self, work: "Work") -> float:
-        """What computing `work` takes."""
+        """Return the expected duration of `work`."""
         return self.base + self.token * work.tokens + self.pair * work.pairs + self.stream * work.streams
 
 
 class Work(NamedTuple):
-    """What a prefill has to do."""
+    """The work of a prefill."""
 
     tokens: int  # to compute
     pairs: float  # of a computed token and one before it
-    streams: int  # answers that are generated meanwhile
+    streams: int  # responses generated meanwhile
 
     @classmethod
     def of(cls, prompt_tokens: int, cached_tokens: int, streams: int = 0) -> "Work":
-        """The work of a prompt of which so much is cached; its last token is computed in any case."""
+        """Return the work of a prompt of which `cached_tokens` are cached; its last token is always computed."""
         tokens = max(prompt_tokens - cached_tokens, 1)
         return cls(tokens, tokens * (prompt_tokens - tokens / 2), streams)
 
 
 class RateLearner:
-    """Fits `rates` to samples (work, milliseconds). Each counts by its error relative to what was expected."""
+    """Fits `rates` to samples (work, milliseconds), each weighted by its relative error."""
 
     __slots__ = ("_gram", "_prior", "_target", "num_own", "num_samples", "rates")
 
@@ -61,11 +61,11 @@ class RateLearner:
 
     @property
     def is_young(self) -> bool:
-        """Whether it has seen too little of its own replica to do without what others saw."""
+        """Whether it has too few samples of its own replica, and uses those of others too."""
         return self.num_own < YOUNG
 
     def learn(self, work: Work, ms: float, *, own: bool = True) -> None:
-        """Takes in that `work` took `ms`; `own` False: at another replica."""
+        """Add the sample that `work` took `ms`; `own` False: at another replica."""
         expected = self.rates.prefill_ms(work)
         ms = max(ms, MIN_MS)
         if self.num_samples >= PRIOR_WEIGHT:
@@ -74,7 +74,7 @@ class RateLearner:
         features = (1.0, float(work.tokens), work.pairs, float(work.streams))
         scale = (
             1.0 / max(self._prior.prefill_ms(work), MIN_MS) ** 2
-        )  # never by what was seen: that would favour the fast
+        )  # never by the measured time: that would favour fast samples
         self.num_samples += 1
         self.num_own += own
         for i, x in enumerate(features):
@@ -83,13 +83,13 @@ class RateLearner:
             for j, y in enumerate(features):
                 row[j] = decay * row[j] + weighted * y
         self.rates = self._fit()
-        # Older samples count relative to what is expected now, as new ones do: else one that slows down looks fast.
+        # Reweight older samples by the present expectation, like new ones: else a replica that slows down looks fast.
         level = (max(expected, MIN_MS) / max(self.rates.prefill_ms(work), MIN_MS)) ** 2
         self._gram = [[level * value for value in row] for row in self._gram]
         self._target = [level * value for value in self._target]
 
     def _fit(self) -> PrefillModel:
-        """Non-negative least squares by coordinate descent, each number drawn to its prior."""
+        """Fit by non-negative least squares with coordinate descent, each coefficient regularized to its prior."""
         weight = PRIOR_WEIGHT * PRIOR_FADES ** min(self.num_samples, 200)
         ridges = [weight / max(prior, scale) ** 2 for prior, scale in zip(self._prior, SCALES, strict=True)]
         pulls = [target + ridge * prior for target, ridge, prior in zip(self._target, ridges, self._prior, strict=True)]

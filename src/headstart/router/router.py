@@ -1,8 +1,8 @@
-"""Router: filter, match, choose; then `sent`, `first_token`, `finished`. The same in every body.
+"""Router: filter, match, choose; then `sent`, `first_token`, `finished`. The same in every deployment.
 
-A body asks `pick` whom to ask, and says what happened: `sent` when the request leaves, `failed` when that replica could
-not serve it (then it picks again), `first_token`, and `finished` with what the replica said of it. Every one of these
-calls is short, none waits, and only one may run at a time. Time is the caller's, in seconds.
+The caller calls `pick` for a routing decision, and reports the request's progress: `sent` when it leaves, `failed` when
+the replica could not serve it (then it picks again), `first_token`, and `finished` with the reported usage. Each call
+is short, none waits, and only one may run at a time. Time is the caller's, in seconds.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,17 +26,17 @@ from headstart.router.routing_request import RoutingRequest, Usage
 
 @dataclass(slots=True)
 class Regret:
-    """How another policy would have done, by our own estimate of costs."""
+    """The performance of a shadow policy, by our own cost estimates."""
 
     decisions: int = 0
     agreed: int = 0
-    total_ms: float = 0.0  # above 0: it would have cost so much more
+    total_ms: float = 0.0  # above 0: it would have cost this much more
 
 
 class Router:
-    """Replicas and the policy that chooses among them. `shadow_policies` decide too, and nobody follows them.
+    """The replicas and the policy that chooses among them. `shadow_policies` decide too, without effect.
 
-    `log` is told of every decision when its request has ended.
+    `log` is called with every decision when its request has ended.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class Router:
         self.endpoints: dict[str, Endpoint] = {}
         self.shadow_policies = tuple(shadow_policies)
         self.regrets = {shadow.name: Regret() for shadow in self.shadow_policies}
-        self.num_blind = 0  # replicas whose events were given up, since none was of use
-        self.prediction_error = 0  # tokens believed cached and not, or the reverse, of all that were reported
+        self.num_blind = 0  # replicas whose events are ignored, since none was usable
+        self.prediction_error = 0  # total absolute error of predicted cached tokens, of all reported requests
         self.num_reported = 0
         self._log = log
         self._count = 0
 
     def add(self, endpoint: Endpoint) -> None:
-        """Takes in a replica, or puts another one in the place of the one of that name."""
+        """Add a replica, or replace the one of that name."""
         self.endpoints[endpoint.name] = endpoint
 
     def remove(self, name: str) -> None:
-        """Forgets a replica and all that was believed of it; requests under way there may still end."""
+        """Remove a replica and its state; requests in flight there may still end."""
         self.endpoints.pop(name, None)
 
     # ------------------------------------------------------------------------------------------------------ deciding
@@ -76,10 +76,10 @@ class Router:
     ) -> RoutingDecision:
         """Choose the endpoint that serves the request. Changes nothing.
 
-        `before` is the pick of an earlier attempt of the same request: shadow policies decide once per request.
+        `before` is the decision of an earlier attempt of the same request: shadow policies decide once per request.
 
         Raises:
-            NoReplicaError: nobody may.
+            NoReplicaError: no replica may serve it.
         """
         endpoints, excluded = eligible(self.endpoints.values(), ask, now, tried)
         if not endpoints:
@@ -93,7 +93,7 @@ class Router:
         return pick
 
     def sent(self, pick: RoutingDecision, now: float, endpoint: str | None = None) -> None:
-        """The request leaves, to whom `pick` said or to one of the others it named."""
+        """Record that the request is sent, to the chosen replica or to the named fallback."""
         if endpoint is not None:
             pick.endpoint = pick.candidate_of(endpoint).endpoint
         chosen, view = pick.endpoint, pick.view
@@ -109,10 +109,10 @@ class Router:
         self.policy.picked(pick.choice, chosen)
         self._book(pick)
 
-    # --------------------------------------------------------------------------------------------------- what follows
+    # --------------------------------------------------------------------------------------------------- progress
 
     def first_token(self, pick: RoutingDecision, now: float, usage: Usage | None = None) -> None:
-        """The first token is there; some replicas say by then how much was cached."""
+        """Record the first token; some replicas report the cached tokens with it."""
         assert pick.hold is not None and pick.flight is not None and pick.contents is not None, "it was never sent"
         pick.first_token = now
         pick.endpoint.health.succeeded(now, sent_at=pick.sent_at)
@@ -122,7 +122,7 @@ class Router:
         pick.contents.computed(pick.hold, now)
 
     def assume_first_token(self, pick: RoutingDecision, now: float) -> None:
-        """Its first token should be there, and will not be seen: the answer comes as one piece. Nothing is learned."""
+        """Assume the first token of a response that comes as one piece and does not show it. Nothing is learned."""
         assert pick.flight is not None, "it was never sent"
         if pick.first_token is None and pick.finish is None:
             pick.endpoint.load.answered(pick.flight, now)
@@ -131,7 +131,7 @@ class Router:
     def finished(
         self, pick: RoutingDecision, now: float, usage: Usage | None = None, output: Sequence[int] = ()
     ) -> None:
-        """The whole answer is there. `output` are its token ids, where a body knows them."""
+        """Record the complete response. `output` are its token ids, where the caller knows them."""
         assert pick.hold is not None and pick.flight is not None and pick.contents is not None, "it was never sent"
         if pick.first_token is None:
             self.first_token(pick, now, usage)
@@ -145,9 +145,9 @@ class Router:
         self._end(pick, now, ok=True)
 
     def failed(self, pick: RoutingDecision, now: float, *, refused: bool = False, blame: bool = True) -> bool:
-        """The request ended without an answer, or in the middle of one; whether that ejects the replica.
+        """Record that the request ended without a complete response; return whether that ejects the replica.
 
-        `blame` False: the client went away, which says nothing about the replica.
+        `blame` False: the client disconnected, which says nothing about the replica.
         """
         if pick.hold is None or pick.flight is None or pick.contents is None:
             return pick.endpoint.health.failed(now, refused=refused) if blame else False
@@ -161,7 +161,7 @@ class Router:
     # ------------------------------------------------------------------------------------------------------------
 
     def _reported(self, pick: RoutingDecision, usage: Usage, now: float) -> None:
-        """Corrects contents and rates by what the replica says was cached. Once per request."""
+        """Correct index and rates by the reported cached tokens. Once per request."""
         if pick.cached_tokens is not None:
             return
         assert pick.hold is not None and pick.flight is not None and pick.contents is not None
@@ -177,7 +177,7 @@ class Router:
         pick.contents.observed(pick.hold, min(blocks, len(pick.hold.names)), now)
 
     def _learn(self, endpoint: Endpoint, flight: Flight, work: Work) -> None:
-        """A sample for its rates, and for those of replicas little is known of: they would never be asked otherwise."""
+        """Add a sample to its rates, and to those of replicas with few samples, which might else get no requests."""
         took_ms = flight.took_ms
         endpoint.load.learn(flight, work)
         if took_ms is not None:
@@ -186,14 +186,14 @@ class Router:
                     other.load.learner.learn(work, took_ms, own=False)
 
     def _look_for_events(self, endpoint: Endpoint) -> None:
-        """Guesses instead of listening where nothing of use is heard."""
+        """Replace an event index without usable events by an approximate one."""
         contents = endpoint.contents
         if isinstance(contents, KVEventIndex) and contents.is_blind:
             endpoint.contents = contents.guess or ApproximateIndex()
             self.num_blind += 1
 
     def _compare(self, shadow: Policy, pick: RoutingDecision) -> Comparison:
-        """Return the decision of a shadow policy. Changes nothing but the pick's own regrets."""
+        """Return the decision of a shadow policy. Changes only the regrets of this decision."""
         choice = shadow.choose(pick.view)
         first = choice.ranked[0]
         regret = cost_of(pick.view, first.name).total - cost_of(pick.view, pick.endpoint.name).total
@@ -201,7 +201,7 @@ class Router:
         return Comparison(shadow, choice, regret, first.name == pick.endpoint.name)
 
     def _book(self, pick: RoutingDecision) -> None:
-        """Counts the decisions of shadow policies about a request that leaves. Once per request."""
+        """Count the decisions of shadow policies about a request that is sent. Once per request."""
         for shadow, choice, regret, agrees in pick.comparisons:
             shadow.picked(choice, choice.ranked[0].endpoint)
             known = self.regrets[shadow.name]
@@ -238,10 +238,10 @@ class Router:
 
 
 def _contents_for(endpoint: Endpoint, ask: RoutingRequest) -> PrefixIndex:
-    """Return the contents of a replica in which the blocks of this request can be found.
+    """Return the prefix index of a replica in which the blocks of this request can be found.
 
-    Events name blocks by the engine's own tokens. A prompt counted in text, or in tokens that the replica counts
-    otherwise, has other names: of such prompts the router knows what it sent and nothing else.
+    Events identify blocks by the engine's own tokens. A prompt counted in text, or in tokens that the replica counts
+    otherwise, has other hashes: for such prompts only the approximate index applies.
     """
     contents = endpoint.contents
     if isinstance(contents, KVEventIndex) and (not ask.prompt.exact or ask.form in endpoint.miscounted):
@@ -250,7 +250,7 @@ def _contents_for(endpoint: Endpoint, ask: RoutingRequest) -> PrefixIndex:
 
 
 def _compare_counts(endpoint: Endpoint, ask: RoutingRequest, usage: Usage) -> None:
-    """Note whether a replica counts the tokens of an exact prompt as the router does."""
+    """Record whether a replica counts the tokens of an exact prompt as the router does."""
     if usage.prompt_tokens == ask.prompt.num_tokens:
         endpoint.miscounted.discard(ask.form)
     else:
@@ -258,7 +258,7 @@ def _compare_counts(endpoint: Endpoint, ask: RoutingRequest, usage: Usage) -> No
 
 
 def _view(endpoints: list[Endpoint], ask: RoutingRequest, now: float) -> View:
-    """What each replica has of the prompt, and the name of the first block that none of them has."""
+    """Return the hit of each replica, and the hash of the first block that none of them has."""
     prompt, candidates = ask.prompt, list[Candidate]()
     exact, limit = prompt.exact, max(prompt.num_tokens - 1, 0)
     for endpoint in endpoints:

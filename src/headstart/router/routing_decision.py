@@ -1,6 +1,6 @@
-"""Pick: one request's way through the router. Its holder hands it back with everything that becomes of the request.
+"""RoutingDecision: the decision for one request and its progress. Its owner passes it back with every later event.
 
-That is why the router needs no table of requests, no lock and nothing that cleans up behind those that never came back.
+So the router needs no table of requests, no lock and no cleanup of requests that never return.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from headstart.router.policies.policy import Candidate, Choice, Policy, View
 
 
 class Comparison(NamedTuple):
-    """The decision of a policy that is not followed: `regret` is its estimated cost less ours, in milliseconds."""
+    """The decision of a shadow policy: `regret` is its estimated cost less ours, in milliseconds."""
 
     policy: Policy
     choice: Choice
@@ -22,7 +22,7 @@ class Comparison(NamedTuple):
 
 
 class RoutingDecision:
-    """Who is asked, who else could be, and what was expected; from `Router.sent` on also what is under way."""
+    """The chosen replica, its alternatives and the expectations; from `Router.sent` on also the request's progress."""
 
     __slots__ = (
         "cached_tokens",
@@ -47,8 +47,8 @@ class RoutingDecision:
         self.excluded = excluded
         self.policy = policy
         self.endpoint = choice.ranked[0].endpoint
-        self.regrets: dict[str, tuple[str, float]] = {}  # shadow policy -> whom it would have asked, milliseconds
-        self.comparisons: list[Comparison] = []  # of shadow policies, not booked yet
+        self.regrets: dict[str, tuple[str, float]] = {}  # shadow policy -> (its choice, milliseconds)
+        self.comparisons: list[Comparison] = []  # of shadow policies, not counted yet
         self.contents: PrefixIndex | None = None
         self.hold: Reservation | None = None
         self.flight: Flight | None = None
@@ -59,29 +59,29 @@ class RoutingDecision:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """Names of the others, the next best first."""
+        """Names of the other replicas, next best first."""
         return tuple(candidate.name for candidate in self.choice.ranked[1:])
 
     @property
     def candidate(self) -> Candidate:
-        """What was known of the one that is asked."""
+        """The candidate of the chosen replica."""
         first = self.choice.ranked[0]
         return first if first.endpoint is self.endpoint else self.candidate_of(self.endpoint.name)
 
     @property
     def names(self) -> list[BlockHash]:
-        """Of the prompt's blocks, in the size of the one that is asked."""
+        """Block hashes of the prompt, in the block size of the chosen replica."""
         return self.view.ask.prompt.names(self.endpoint.block_size)
 
     def candidate_of(self, name: str) -> Candidate:
-        """What was known of one candidate. Raises KeyError if it was none."""
+        """Return a candidate by name. Raises KeyError if there is none."""
         for candidate in self.choice.ranked:
             if candidate.name == name:
                 return candidate
         raise KeyError(name)
 
     def explain(self) -> dict[str, Any]:
-        """Why this one: everybody's cost and score. To be asked before the request is sent, while it is still so."""
+        """Return the costs and scores of all candidates. Call before the request is sent, while they are current."""
         scores = {c.name: score for c, score in zip(self.choice.ranked, self.choice.scores, strict=True)}
         rows: list[dict[str, Any]] = []
         for candidate in self.choice.ranked:

@@ -179,7 +179,7 @@ class BlockPool:
     def acquire(self, block_ids: Sequence[int]) -> None:
         """Add one reference to each of these published blocks."""
         refs = self._refs
-        assert all(map(self._names.__getitem__, block_ids)), "a block is not published: nobody may share it"
+        assert all(map(self._names.__getitem__, block_ids)), "a block is not published and cannot be shared"
         unused = block_ids
         if any(map(refs.__getitem__, block_ids)):
             unused = [block for block in block_ids if not refs[block]]
@@ -377,7 +377,7 @@ class BlockPool:
         assert min(self._refs) >= 0, "negative reference count"
         published = {block for block, name in enumerate(self._names) if name is not None}
         assert idle | pinned == published - referenced
-        assert all(self._names[block] in self._pins for block in pinned), "a block is kept that nobody pinned"
+        assert all(self._names[block] in self._pins for block in pinned), "a block is kept that is not pinned"
         assert not any(self._names[block] in self._pins for block in idle), "a pinned block may be evicted"
         for name, (block, _, _) in self._entries.items():
             assert self._names[block] == name, f"block {block} and the index disagree"

@@ -101,7 +101,7 @@ class EventLog:
     def _begin(self, name: BlockHash, parent: BlockHash, tokens: bytes) -> _Chain:
         """Begin a new event; the hash of a region border is replaced by the hash of the block before it."""
         seq = self._seq
-        assert seq is not None, "a block was published and nobody said whose it is"
+        assert seq is not None, "call `publishing` before a block is published"
         chain = _Chain(name, parent, tokens)
         chain.adapter = seq.request.adapter
         if parent == seq.region:

@@ -205,7 +205,7 @@ class KVCache:
             seq.region = region_hash(hashes[-1], seq.request.domain)
 
     def _lookup(self, seq: Sequence, index: int) -> list[int]:
-        """Return published blocks from block `index` on, verified; the region hash is the first private one's parent."""
+        """Return verified blocks from block `index` on; the region hash is the first private block's parent."""
         names, border = seq.block_hashes, seq.num_public_blocks
         raw, stride = seq.token_ids.tobytes(), self.block_size * seq.token_ids.itemsize
         if not index and not border:

@@ -1,1 +1,1 @@
-"""What the router knows of each prefix cache of a replica."""
+"""Prefix indexes: the router's model of the prefix cache of each replica."""

@@ -1,19 +1,18 @@
-"""Shadow: a replica's prefix cache as the router imagines it, from what it sent there and what came back.
+"""ApproximateIndex: an estimate of a replica's prefix cache, from requests sent there and reported cached tokens.
 
 It is the engine's own pool (core/cache/block_pool.py) without KV, so it evicts what the engine evicts: chains lose
-their tails first, blocks of requests under way are not evicted, and there is no more than the engine has. Invariant: if
-a block is in it, so are all before it in its chain; `match` is a bisection.
+their tails first, blocks of requests in flight are not evicted, and the capacity is the engine's. Invariant: if a block
+is in it, so are all before it in its chain; `match` is a bisection.
 
-What an engine reports of a request corrects it. If less was cached than was believed, the first missing block was
-evicted, and so was what had been used before it: the shadow drops that, and learns how much the cache really holds.
-If a block is missing that had been used only just, the cache was emptied, unless a later report says it was not: then
-it is that small. If more was cached than was believed, the shadow was too small. A report that
-stands alone moves no more than a few times what it is off by, since an engine's order of eviction is never quite ours.
-What requests report that were sent before a loss was noticed only repeats it.
+The cached tokens that an engine reports correct it. If fewer were cached than predicted, the first missing block was
+evicted, and so was every block used before it: they are dropped, and the capacity is corrected. If the missing block
+had been used very recently, the cache was emptied, unless a later report contradicts that: then it is small. If more
+were cached than predicted, the capacity is raised. A single report moves at most a few times its error, since an
+engine's order of eviction is never quite the same. Reports of requests sent before a loss was noticed only repeat it.
 
-The pool begins small and grows as blocks come, up to the capacity; that may exceed the size a replica tells, if reports
-prove it (a store or another tier holds more) and `allow` grants it. A cache that is emptied is a new pool, and the old
-one is freed in slices, so that neither takes longer the larger the cache is.
+The pool begins small and grows as blocks come, up to the capacity. That may exceed the size a replica reports, if
+reports of cached tokens prove it (a store or another tier holds more) and `allow` grants it. A cache that is emptied is
+a new pool, and the old one is freed in slices, so that neither takes longer for a larger cache.
 """
 
 from collections.abc import Callable
@@ -25,31 +24,31 @@ from headstart.router.index.discards import Discards
 from headstart.router.index.prefix_index import Reservation
 from headstart.router.index.reuse_estimate import ReuseEstimate
 
-UNKNOWN_BLOCKS = 16_384  # how much a cache is believed to hold whose size nobody told; it learns
+UNKNOWN_BLOCKS = 16_384  # initial capacity for a replica that reports none; it is corrected
 MAX_UNKNOWN_BLOCKS = 65_536
-FLUSHED_SHARE = 0.25  # of what a cache holds: what was used so lately is not evicted; where it is missing, all is
-GROWTH = 0.25  # of the capacity times the step, for a block that was there and should not have been
-REACH = 4  # a report moves so many times the blocks it is off by, twice as many for each that agrees with the last one
-MAX_STEP = 0.5  # towards what a report says of the capacity; halved when the next one says the opposite
+FLUSHED_SHARE = 0.25  # of the capacity: if a block used this recently is missing, the cache was emptied
+GROWTH = 0.25  # of the capacity times the step, for a block that was cached unexpectedly
+REACH = 4  # a report moves this multiple of its error, doubled for each report in the same direction
+MAX_STEP = 0.5  # towards the capacity that a report implies; halved when the direction changes
 MIN_STEP = 1 / 64
 MIN_BLOCKS = 16
-LOOKED_AT = 64  # of the blocks that would be evicted, to tell what they are worth
+LOOKED_AT = 64  # number of next evicted blocks whose value is estimated
 MAX_UNPLACED = 256
-MIN_GROWTH = 1_024  # blocks by which the pool grows at least, and with which it begins
-FREED = 512  # entries of a former pool that are freed with every request, and FREED_PER_BLOCK with each new block
-FREED_PER_BLOCK = 16  # more than a block takes: what is left of former pools never adds up
+MIN_GROWTH = 1_024  # minimum growth of the pool in blocks, and its initial size
+FREED = 512  # entries of a former pool freed with every request, and FREED_PER_BLOCK with each new block
+FREED_PER_BLOCK = 16  # more than a block takes: former pools do not accumulate
 
 Allow = Callable[[int, int], int]
-"""How many blocks a shadow may hold that was granted the first number and asks for the second; at least the first."""
+"""Map (granted blocks, requested blocks) to the number of blocks an index may hold; at least the first."""
 
 _ENDED = -1  # instead of an epoch
 
 
 class ApproximateIndex:
-    """The contents of one cache, guessed. `num_blocks` 0: not known how many it has.
+    """The estimated contents of one cache. `num_blocks` 0: its size is not known.
 
-    `at_pick`: a request's blocks count from the moment it is sent; else from its first token on. `allow` is asked
-    before the shadow outgrows `num_blocks`; without it it never does.
+    `at_pick`: a request's blocks count from the moment it is sent; else from its first token on. `allow` is called
+    before the capacity exceeds `num_blocks`; without it it never does.
     """
 
     def __init__(
@@ -63,10 +62,10 @@ class ApproximateIndex:
     ) -> None:
         self.at_pick = at_pick
         self.corrects = corrects
-        self.num_flushes = 0  # emptied caches it noticed
+        self.num_flushes = 0  # detected resets of the cache
         self.num_trims = 0
         self._max_blocks = num_blocks or MAX_UNKNOWN_BLOCKS
-        self._is_sized = num_blocks > 0  # told how large it is, or found too small a size: else any guess is better
+        self._is_sized = num_blocks > 0  # the size was reported, or found too small: else any estimate is better
         self._step, self._reach, self._direction = MAX_STEP, REACH, 0
         self._eviction_policy = eviction_policy
         self._epoch = 0
@@ -77,23 +76,23 @@ class ApproximateIndex:
 
     @property
     def capacity(self) -> int:
-        """Blocks the cache is believed to hold."""
+        """Estimated number of blocks of the cache."""
         return self._pool.num_usable - len(self._ballast) + self._num_ungrown
 
     @property
     def max_blocks(self) -> int:
-        """Blocks that it may hold at most, unless more are granted."""
+        """Upper bound of the capacity, unless more is granted."""
         return self._max_blocks
 
     def free(self, num: int) -> int:
-        """Free up to `num` entries of former pools; return how many: 0, and nothing is left."""
+        """Free up to `num` entries of former pools; return the number freed, 0 when nothing is left."""
         return self._discards.free(num)
 
     def __len__(self) -> int:
         return self._pool.num_published
 
     def match(self, names: list[BlockHash], now: float = 0.0) -> int:
-        """How many leading blocks are believed to be there. Changes nothing."""
+        """Return the number of leading blocks predicted to be cached. Changes nothing."""
         contains, low, high = self._pool.contains, 0, len(names)
         while low < high:
             middle = (low + high) // 2
@@ -104,7 +103,7 @@ class ApproximateIndex:
         return low
 
     def sent(self, names: list[BlockHash], now: float = 0.0) -> Reservation:
-        """Keeps the blocks of a request from eviction, and takes in those that are new if it learns at the pick."""
+        """Reserve the blocks of a request against eviction; add new ones if `at_pick`."""
         if self._discards:
             self._discards.free(FREED)
         hold = Reservation(names, self.match(names))
@@ -123,7 +122,7 @@ class ApproximateIndex:
         return hold
 
     def computed(self, hold: Reservation, now: float = 0.0) -> None:
-        """The prompt is computed: its blocks are there."""
+        """Add the blocks of the computed prompt."""
         if not self._is_open(hold):
             return
         for block in hold.blocks[hold.sure :]:
@@ -132,7 +131,7 @@ class ApproximateIndex:
         self._see(hold.blocks)
 
     def finished(self, hold: Reservation, names: list[BlockHash], now: float = 0.0) -> None:
-        """Prompt and answer are there, and may be evicted from now on."""
+        """Add the blocks of prompt and output, which may be evicted from now on."""
         if not self._is_open(hold):
             return
         self.computed(hold)
@@ -141,7 +140,7 @@ class ApproximateIndex:
         self._release(hold)
 
     def failed(self, hold: Reservation) -> None:
-        """Lets its blocks go; those it was to compute are forgotten."""
+        """Release the blocks; those the request was to compute are dropped."""
         if not self._is_open(hold):
             return
         self._pool.take_blocks_to_zero()  # there is nothing to zero here
@@ -151,20 +150,20 @@ class ApproximateIndex:
         self._release(hold)
 
     def observed(self, hold: Reservation, num_blocks: int, now: float = 0.0) -> None:
-        """Corrects what is believed by what was really cached. Once per request."""
+        """Correct the index by the number of blocks that were cached. Once per request."""
         if hold.epoch != self._epoch or hold.reported or not self.corrects:
             return
         hold.reported = True
         if num_blocks < min(hold.sure, hold.hit):
             if hold.num_losses == self._num_losses or hold.serials[num_blocks] > self._lost_until:
-                self._lost(hold, num_blocks)  # else it went with what is known to be lost since this one was sent
+                self._lost(hold, num_blocks)  # else it is part of a loss noticed since this one was sent
         elif hold.doubtful and self._flushed is not None:
             self._settle(self._flushed, num_blocks > hold.hit)
         elif num_blocks > hold.hit and hold.evicted:
             self._kept(num_blocks - hold.hit, hold.names[hold.hit] in self._unplaced)
 
     def loss(self, num_blocks: int) -> float:
-        """How many of the blocks that are evicted for so many new ones should be wanted again. Changes nothing."""
+        """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
         pool = self._pool
         num = min(num_blocks - pool.num_scratch - self._num_ungrown, pool.num_free - pool.num_scratch)
         if num <= 0:
@@ -177,7 +176,7 @@ class ApproximateIndex:
         return self._worth[looked_at - 1] * num / looked_at
 
     def clear(self) -> None:
-        """Empties it, as after a restart. What requests under way compute is taken in when they answer."""
+        """Empty the index, as after a restart. Blocks of requests in flight are added when they are answered."""
         self._forget_flush()
         capacity = self.capacity
         self._discards.add(self._pool, self._names, self._serials, *self._reuse.tables)
@@ -186,34 +185,34 @@ class ApproximateIndex:
         self._start(capacity)
 
     def check(self) -> None:
-        """Asserts that it keeps its promises; O(blocks), for tests."""
+        """Assert the invariants; O(blocks), for tests."""
         self._pool.check()
         assert len(self) <= self.capacity, f"{len(self)} blocks in a cache of {self.capacity}"
 
     # ------------------------------------------------------------------------------------------------------------
 
     def _start(self, capacity: int) -> None:
-        self._now = 0  # counts uses
-        self._held = capacity  # blocks that seemed to be there when one was missing last: more is not proven
-        self._lost_until = 0  # blocks seen last until then are known to be lost
-        self._flushed: _Flushed | None = None  # the last time it was emptied by a report, if that is still in doubt
-        self._unplaced: dict[BlockHash, None] = {}  # there was no room for these, nor for what hangs on them
+        self._now = 0  # number of uses so far
+        self._held = capacity  # blocks apparently cached at the last loss: more is not proven
+        self._lost_until = 0  # blocks last used up to then are known to be lost
+        self._flushed: _Flushed | None = None  # the last reset inferred from a report, while in doubt
+        self._unplaced: dict[BlockHash, None] = {}  # no space for these blocks, nor for those after them
         self._renew(capacity)
 
     def _renew(self, capacity: int) -> None:
-        """Begins with an empty pool."""
+        """Begin with an empty pool."""
         usable, size = min(MIN_GROWTH, capacity), self._max_blocks + 1  # block 0 of a pool is never used
         self._pool = BlockPool(usable + 1, eviction_policy=self._eviction_policy, history_pools=1, max_blocks=size)
-        self._num_ungrown = capacity - usable  # blocks that the pool is to grow by, once they are needed
-        self._ballast: list[int] = []  # blocks that nobody may use: the cache is smaller than the pool
-        self._serials = [0] * (usable + 1)  # when a block was surely there last; all of one request have the same
+        self._num_ungrown = capacity - usable  # blocks by which the pool is to grow when needed
+        self._ballast: list[int] = []  # blocks held unused: the cache is smaller than the pool
+        self._serials = [0] * (usable + 1)  # last time a block was surely cached; the same for all of one request
         self._reuse = self._reuse.emptied(usable + 1, size)
-        self._names = [BlockHash(b"")] * (usable + 1)  # of what a block holds, or held last
-        self._unsure = bytearray(usable + 1)  # 1: on its way, not computed yet as far as we know
-        self._worth: list[float] | None = None  # of the next blocks to go, added up; None: something has changed
+        self._names = [BlockHash(b"")] * (usable + 1)  # hash of a block's content, present or last
+        self._unsure = bytearray(usable + 1)  # 1: sent, and not known to be computed yet
+        self._worth: list[float] | None = None  # prefix sums of the value of the next evicted blocks; None: outdated
 
     def _grow(self, num: int) -> None:
-        """Makes room for `num` more blocks, as far as the capacity has it."""
+        """Grow the pool by `num` blocks, as far as the capacity allows."""
         num = min(max(num, MIN_GROWTH), self._num_ungrown)
         self._num_ungrown -= num
         self._pool.grow(num)
@@ -223,13 +222,13 @@ class ApproximateIndex:
         self._reuse.grow(num)
 
     def _is_open(self, hold: Reservation) -> bool:
-        """Whether the request is still under way; one from before the cache was emptied holds nothing any more."""
+        """Return whether the request is in flight; one from before a reset holds no blocks any more."""
         if hold.epoch not in (self._epoch, _ENDED):
             hold.blocks, hold.hit, hold.sure, hold.epoch, hold.reported = [], 0, 0, self._epoch, True
         return hold.epoch != _ENDED
 
     def _acquire(self, hold: Reservation, end: int) -> None:
-        """Takes over published blocks up to `end` of its names."""
+        """Acquire published blocks up to `end` of its block hashes."""
         pool, start = self._pool, len(hold.blocks)
         blocks = [entry[0] for name in hold.names[start:end] if (entry := pool.entry(name)) is not None]
         assert len(blocks) == end - start, "a block is there and one before it is not"
@@ -240,7 +239,7 @@ class ApproximateIndex:
         hold.blocks += blocks
 
     def _extend(self, hold: Reservation, unsure: int) -> None:
-        """Takes in those of its names that are missing, head first, as many as there is room for."""
+        """Add the missing blocks, head first, as many as there is space for."""
         pool, names = self._pool, hold.names
         if len(hold.blocks) == len(names):
             return
@@ -272,7 +271,7 @@ class ApproximateIndex:
         hold.epoch = _ENDED
 
     def _see(self, blocks: list[int]) -> None:
-        """Notes that blocks are there now."""
+        """Record that blocks are cached now."""
         self._now += 1
         self._worth = None
         for block in blocks:
@@ -283,9 +282,9 @@ class ApproximateIndex:
         return self.num_trims + self.num_flushes
 
     def _lost(self, hold: Reservation, index: int) -> None:
-        """Block `index` of a request is missing, which was believed to be there; so is all that was seen last before.
+        """Handle the loss of block `index` of a request: every block last used before it is lost too.
 
-        What was seen since says how much the cache holds; those blocks that the request itself computes do not.
+        Blocks used since then prove a part of the capacity, except those that the request itself computes.
         """
         pool, serial = self._pool, hold.serials[index]
         in_order = map(self._serials.__getitem__, pool.in_eviction_order())
@@ -294,7 +293,7 @@ class ApproximateIndex:
         num_kept = len(self) - gone - own
         num_younger = pool.num_free - pool.num_scratch - gone
         is_lately = num_kept < FLUSHED_SHARE * min(self.capacity, self._held) or not (num_younger or index)
-        if is_lately and 2 * index <= hold.hit:  # what is off by little was not emptied
+        if is_lately and 2 * index <= hold.hit:  # an error this small is no reset
             self._flush(serial, num_younger)
             hold.blocks, hold.serials, hold.hit, hold.sure, hold.epoch = [], [], 0, 0, self._epoch
             self._extend(hold, unsure=0)  # it has computed its prompt since
@@ -310,9 +309,9 @@ class ApproximateIndex:
         self._resize(min(max(self.capacity - less, MIN_BLOCKS), self._max_blocks))
 
     def _flush(self, serial: int, num_younger: int) -> None:
-        """Forgets everything: the cache was emptied after `serial`. `num_younger` idle blocks were seen since then.
+        """Drop everything: the cache was emptied after `serial`. `num_younger` idle blocks were used since then.
 
-        What requests under way compute is taken in when they answer.
+        Blocks of requests in flight are added when they are answered.
         """
         self._forget_flush()
         self.num_flushes += 1
@@ -323,19 +322,19 @@ class ApproximateIndex:
         self._renew(self.capacity)
 
     def _forget_flush(self) -> None:
-        """The last flush is in doubt no more."""
+        """Drop the record of the last reset, which is no longer in doubt."""
         if self._flushed is not None:
             self._discards.add(*self._flushed.tables)
             self._flushed = None
 
     def _settle(self, flushed: "_Flushed", is_there: bool) -> None:
-        """A block that went in the last flush is there: the cache was not emptied, it is small. Else it was."""
+        """Decide whether the last reset was real: if a block from before is cached, the cache is just small."""
         if is_there:
             self._resize(max((self.capacity + flushed.num_younger) // 2, min(MIN_BLOCKS, self.capacity)))
         self._forget_flush()
 
     def _kept(self, num_blocks: int, is_unplaced: bool) -> None:
-        """So many blocks are there that had to go: the cache is larger; by all, if it never had room for them."""
+        """Raise the capacity for blocks that are cached unexpectedly; by all, if they never had space."""
         self._turn(1)
         self._is_sized = True
         more = min(int(GROWTH * self._step * self.capacity), self._reach * num_blocks)
@@ -346,7 +345,7 @@ class ApproximateIndex:
         self._held = self.capacity
 
     def _turn(self, direction: int) -> None:
-        """Longer steps as long as reports agree, shorter ones when they contradict each other: it is right then."""
+        """Lengthen the step while reports agree in direction; shorten it when they disagree, near the right value."""
         if direction == -self._direction:
             self._step, self._reach = max(self._step / 2, MIN_STEP), REACH
         elif direction == self._direction:
@@ -354,13 +353,13 @@ class ApproximateIndex:
         self._direction = direction
 
     def _drop(self, num: int) -> None:
-        """Forgets the next `num` blocks in the order of eviction."""
+        """Drop the next `num` blocks in the order of eviction."""
         pool = self._pool
         pool.release(pool.allocate(pool.num_scratch + num))
         self._worth = None
 
     def _resize(self, capacity: int) -> None:
-        """Believes in another capacity, as far as blocks under way let it."""
+        """Set the capacity, as far as blocks in flight allow."""
         pool, change = self._pool, self.capacity - capacity
         self._worth = None
         if change > 0:
@@ -375,22 +374,22 @@ class ApproximateIndex:
 
 
 class _Flushed:
-    """A pool as it was when a report said that the cache was emptied. A name in it may be there all the same."""
+    """The pool at the time of an inferred reset. Its blocks may be cached after all."""
 
     __slots__ = ("_serial", "_serials", "num_younger", "pool")
 
     def __init__(self, pool: BlockPool, serials: list[int], serial: int, num_younger: int) -> None:
         self.pool = pool
-        self.num_younger = num_younger  # idle blocks that were seen after the one that was missing
+        self.num_younger = num_younger  # idle blocks used after the missing one
         self._serials = serials
         self._serial = serial
 
     @property
     def tables(self) -> tuple[BlockPool, list[int]]:
-        """All that it keeps."""
+        """All tables it holds."""
         return self.pool, self._serials
 
     def __contains__(self, name: BlockHash) -> bool:
-        """Whether this block was seen after the one that was missing, and nobody used it."""
+        """Return whether this block was used after the missing one, and is idle."""
         entry = self.pool.entry(name)
         return entry is not None and not self.pool.refs(entry[0]) and self._serials[entry[0]] > self._serial

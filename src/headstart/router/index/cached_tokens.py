@@ -1,7 +1,7 @@
-"""What an engine's `cached_tokens` means in the router's blocks.
+"""Cached tokens: converts an engine's `cached_tokens` into the router's blocks.
 
 Engines count in their own tokens and in whole blocks of their own size, which may have changed with a restart. A
-difference that this rounding explains is none: contents that are right must not be corrected.
+difference within this rounding is not an error: a correct index must not be corrected.
 """
 
 from math import gcd
@@ -10,17 +10,17 @@ from headstart.router.endpoint import Endpoint
 from headstart.router.routing_request import Prompt, Usage
 
 MAX_GRANULE = 256  # tokens; no engine has larger blocks
-INEXACT_SHARE = 0.25  # of the text before or behind a hit, whichever is less: so much its units may differ from tokens
+INEXACT_SHARE = 0.25  # of the text before or after a hit, whichever is shorter: tolerance of its units
 
 
 def cached_blocks(endpoint: Endpoint, prompt: Prompt, usage: Usage, expected: int) -> int:
-    """How many leading blocks of the prompt were cached; `expected` if the report is no reason to think otherwise.
+    """Return the number of leading blocks that were cached; `expected` if the report agrees with it.
 
-    Changes what is known of the replica's real block size.
+    Updates the estimate of the replica's real block size.
     """
     exact = prompt.exact and usage.prompt_tokens == prompt.num_tokens
     if exact and usage.cached_tokens >= prompt.num_tokens - 1:
-        return prompt.num_tokens // endpoint.block_size  # all of it but the token that yields the logits
+        return prompt.num_tokens // endpoint.block_size  # all but the token that yields the logits
     if exact:
         endpoint.granule = gcd(endpoint.granule, usage.cached_tokens)
         cached = usage.cached_tokens

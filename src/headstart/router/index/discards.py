@@ -1,7 +1,7 @@
 """Discards: tables and pools that are no longer used, freed in slices.
 
-Freeing a table of a million entries takes as long as a hundred requests do. A caller that swaps a full table for an
-empty one puts the full one here, and frees a slice of it with everything that is done afterwards.
+Freeing a table of a million entries takes as long as a hundred requests do. A caller that replaces a full table by an
+empty one adds the full one here, and frees a slice of it with every later operation.
 """
 
 from typing import Any
@@ -23,11 +23,11 @@ class Discards:
         return bool(self._items)
 
     def add(self, *items: Discard) -> None:
-        """Take what is to be freed."""
+        """Add objects to be freed."""
         self._items += items
 
     def free(self, num: int) -> int:
-        """Free up to `num` entries; return how many: 0, and nothing is left."""
+        """Free up to `num` entries; return the number freed, 0 when nothing is left."""
         freed = 0
         while self._items and freed < num:
             count = _shrink(self._items[-1], num - freed)

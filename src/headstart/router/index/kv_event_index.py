@@ -1,13 +1,13 @@
-"""Told: a replica's prefix cache as its KV events tell it, and what was sent there since (precise mode).
+"""KVEventIndex: a replica's prefix cache from its KV events, plus the requests just sent there (precise mode).
 
-An engine's block hashes are only handles here: the tokens in an event are hashed again, with the router's own names, so
-any engine's events will do. Invariant: after every event the index is the engine's, unless an event hung on a block
-nobody told us of (`unknown_parents`). What was just sent counts as there until its events come, or for a while
-(`SPECULATION`). Events that never come count as `silence`, since a router that hears nothing routes blindly.
+An engine's block hashes are only handles here: the tokens of an event are hashed again with the router's root, so any
+engine's events can be used. Invariant: after every event the index equals the engine's, unless an event refers to an
+unknown parent block (`unknown_parents`). Blocks just sent count as cached until their events come, or for a while
+(`SPECULATION`). Events that never come are counted as `silence`, since the index is useless without them.
 
-Several handles may stand for one name, and one handle for several copies (a block on two tiers, or computed twice by an
-engine that does not merge equal blocks: vLLM): it is gone when the last of them is. Stored without tokens means another
-copy of a block that is known.
+Several handles may map to one hash, and one handle to several copies (a block on two tiers, or computed twice by an
+engine that does not merge equal blocks: vLLM): it is removed with the last of them. A stored event without tokens
+announces another copy of a known block.
 """
 
 from collections import OrderedDict
@@ -20,24 +20,24 @@ from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.discards import Discards
 from headstart.router.index.prefix_index import PrefixIndex, Reservation
 
-SPECULATION = 60.0  # seconds after a request was sent in which it must be computed
-SPECULATION_COMPUTED = 5.0  # seconds after its first token in which its events must have come
+SPECULATION = 60.0  # seconds after sending in which a request must be computed
+SPECULATION_COMPUTED = 5.0  # seconds after its first token in which its events must arrive
 MAX_SPECULATIVE = 65_536
-NOT_USED = ("unknown_parents", "unknown_copies", "other_block_size")  # events that were of no use
-MAX_BLOCKS = 2**20  # handles, where nobody says how many blocks the cache has: about 300 MB
-FREED = 4_096  # entries of former tables that are freed with every event: more than an event of 256 blocks takes
+NOT_USED = ("unknown_parents", "unknown_copies", "other_block_size")  # events that could not be used
+MAX_BLOCKS = 2**20  # handles, where the number of the cache's blocks is not known: about 300 MB
+FREED = 4_096  # entries of former tables freed with every event: more than an event of 256 blocks adds
 FREED_PER_REQUEST = 512
-SILENCE = 16  # requests that ended since the last event of use: with so many, something is wrong
+SILENCE = 16  # requests ended since the last usable event that indicate a fault
 
 Root = Callable[[str | None, bytes], BlockHash]
 
 
 class KVEventIndex:
-    """The contents of one cache, as told. `root(adapter, domain)` names the empty prefix: routing_request.router_root.
+    """The event-based contents of one cache. `root(adapter, domain)` hashes the empty prefix (router_root).
 
-    `guess` is kept beside them: events say what went, not what goes next, and it is what is left if they stop.
-    `max_blocks` bounds the handles, and with them every table. A publisher that tells of more is wrong about what was
-    removed: the index starts anew, empty, and `over_capacity` counts it.
+    `guess` is an approximate index kept beside it: events report what was evicted, not what will be, and it replaces
+    the index if events stop. `max_blocks` bounds the handles, and with them every table. A publisher that stores more
+    has missed removals: the index starts anew, empty, and `over_capacity` counts it.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class KVEventIndex:
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.guess = guess
-        self.silence = 0  # requests with full blocks that ended since the last event that was of use
+        self.silence = 0  # requests with full blocks that ended since the last usable event
         self.counts = dict.fromkeys(("stored", "removed", "cleared", "over_capacity", *NOT_USED), 0)
         self._root = root
         self._discards = Discards()
@@ -63,11 +63,11 @@ class KVEventIndex:
 
     @property
     def is_blind(self) -> bool:
-        """Whether requests end and nothing of use is heard of them."""
+        """Whether requests end and no usable event arrives."""
         return self.silence >= SILENCE
 
     def match(self, names: list[BlockHash], now: float) -> int:
-        """How many leading blocks are there, or will be because they were just sent."""
+        """Return the number of leading blocks that are cached, or expected since they were just sent."""
         known, speculative = self._match_told(names), self._speculative
         if not speculative or known == len(names):
             return known
@@ -76,7 +76,7 @@ class KVEventIndex:
         return known + sum(1 for _ in rest)
 
     def sent(self, names: list[BlockHash], now: float) -> Reservation:
-        """Counts its blocks as there until their events come."""
+        """Count the request's blocks as cached until their events come."""
         if self._discards:
             self._discards.free(FREED_PER_REQUEST)
         hold = Reservation(names, self.match(names, now))
@@ -91,7 +91,7 @@ class KVEventIndex:
         return hold
 
     def computed(self, hold: Reservation, now: float) -> None:
-        """Expects its events soon."""
+        """Expect its events soon."""
         for name in hold.names[hold.hit :]:
             if name in self._speculative:
                 self._speculative[name] = now + SPECULATION_COMPUTED
@@ -99,50 +99,50 @@ class KVEventIndex:
             self.guess.computed(hold.guess, now)
 
     def finished(self, hold: Reservation, names: list[BlockHash], now: float) -> None:
-        """Expects to have heard something by now."""
+        """Count the request as silent; usable events reset that count."""
         self.silence += len(names) > hold.hit
         if self.guess is not None and hold.guess is not None:
             self.guess.finished(hold.guess, names, now)
 
     def failed(self, hold: Reservation) -> None:
-        """What it was to compute is not expected any more."""
+        """Stop expecting the blocks it was to compute."""
         for name in hold.names[hold.hit :]:
             self._speculative.pop(name, None)
         if self.guess is not None and hold.guess is not None:
             self.guess.failed(hold.guess)
 
     def observed(self, hold: Reservation, num_blocks: int, now: float) -> None:
-        """Corrects the guess alone: the index says what is so, and a report is older than the last event."""
+        """Correct the approximate index only: a report is older than the last event, so the index is right."""
         if self.guess is not None and hold.guess is not None:
             self.guess.observed(hold.guess, num_blocks, now)
 
     def loss(self, num_blocks: int) -> float:
-        """By the guess; 0 without one."""
+        """Return the loss of the approximate index; 0 without one."""
         return 0.0 if self.guess is None else self.guess.loss(num_blocks)
 
     def clear(self) -> None:
-        """Forgets everything: the engine was restarted, or events are lost for good. Frees nothing yet."""
+        """Drop everything: the engine was restarted, or events are lost. Memory is freed later."""
         self._discards.add(self._handles, self._copies, self._uses, self._before, self._after, self._speculative)
         self._empty()
 
     def free(self, num: int) -> int:
-        """Free up to `num` entries of former tables, also of the guess; return how many: 0, and nothing is left."""
+        """Free up to `num` entries of former tables and of `guess`; return the number freed, 0 when nothing is left."""
         freed = self._discards.free(num)
         return freed + (self.guess.free(num - freed) if isinstance(self.guess, ApproximateIndex) and freed < num else 0)
 
     def _empty(self) -> None:
         self._handles: dict[bytes, BlockHash] = {}
-        self._copies: dict[bytes, int] = {}  # of handles that stand for more than one
-        self._uses: dict[BlockHash, int] = {}  # handles per name
-        self._before: dict[BlockHash, BlockHash | None] = {}  # the block before; None: it is the first
-        self._after: dict[BlockHash, int] = {}  # how many present blocks a block, present or not, is the one before of
-        self._num_orphans = 0  # present blocks of which the one before is not; while there are none, bisection is exact
-        self._speculative: OrderedDict[BlockHash, float] = OrderedDict()  # name -> until when
+        self._copies: dict[bytes, int] = {}  # of handles with more than one
+        self._uses: dict[BlockHash, int] = {}  # handles per block hash
+        self._before: dict[BlockHash, BlockHash | None] = {}  # parent block; None: it is the first
+        self._after: dict[BlockHash, int] = {}  # number of present children of a block, present or not
+        self._num_orphans = 0  # present blocks without a present parent; at 0, bisection is exact
+        self._speculative: OrderedDict[BlockHash, float] = OrderedDict()  # block hash -> expiry
 
     # ------------------------------------------------------------------------------------------------------ events
 
     def apply(self, events: Iterable[Event]) -> None:
-        """Takes in events in their order."""
+        """Apply events in their order."""
         for event in events:
             if self._discards:
                 self._discards.free(FREED)
@@ -160,7 +160,7 @@ class KVEventIndex:
                     self.silence = 0
 
     def check(self) -> None:
-        """Asserts that its books agree; for tests."""
+        """Assert the consistency of all tables; for tests."""
         uses, before = self._uses, self._before
         assert uses.keys() == before.keys()
         assert self._num_orphans == sum(1 for name in before.values() if name is not None and name not in uses)
@@ -184,7 +184,7 @@ class KVEventIndex:
         return low
 
     def _stored(self, event: BlockStored) -> None:
-        """Takes in the blocks of one chain, unless it is not known what they hang on."""
+        """Add the blocks of one chain, unless their parent is unknown."""
         if not event.token_ids:
             self._copied(event)
             return
@@ -210,13 +210,13 @@ class KVEventIndex:
         self.silence = 0
 
     def _parent(self, event: BlockStored, before: BlockHash | None) -> BlockHash:
-        """What the names of an event's blocks hang on."""
+        """Return the parent hash of an event's first block."""
         if before is None:
             return self._root(event.adapter, event.domain)
         return region_hash(before, event.domain) if event.domain else before
 
     def _copied(self, event: BlockStored) -> None:
-        """Takes in further copies of blocks that are known."""
+        """Count further copies of known blocks."""
         for handle in event.block_hashes:
             if handle in self._handles:
                 self._copies[handle] = self._copies.get(handle, 1) + 1

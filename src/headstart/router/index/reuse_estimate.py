@@ -1,46 +1,46 @@
-"""Reuse: how often the blocks of a cache were used, and from that how likely one is to be used again.
+"""ReuseEstimate: the probability that a block is used again, from how often blocks were used.
 
-A block that came back every so often and has been away for a while comes back with the chance gap / (gap + away): what
-was used in one burst and then left is soon worth nothing. One that was used once has the chance that blocks had so far
-to be used a second time. Time is a count of uses, as in approximate_index.py.
+A block with a mean interval `gap` between uses that has been idle for `away` is used again with probability
+gap / (gap + away): after a burst of uses its value decays quickly. A block used once has the probability with which
+blocks have had a second use so far. Time is a count of uses, as in approximate_index.py.
 """
 
 
 class ReuseEstimate:
-    """Uses of each block of a pool of `num_blocks`, which may grow to `size`."""
+    """The uses of each block of a pool of `num_blocks`, which may grow to `size`."""
 
     __slots__ = ("_first", "_num_new", "_num_reused", "_remembered", "_uses")
 
     def __init__(self, num_blocks: int, size: int) -> None:
         self._uses = [0] * num_blocks
-        self._first = [0] * num_blocks  # when it was taken in
+        self._first = [0] * num_blocks  # first use
         self._remembered = 2 * size
         self._num_new = 0
         self._num_reused = 0
 
     @property
     def share(self) -> float:
-        """Of the blocks that were taken in, those that were used a second time; older ones count less."""
+        """The share of added blocks that were used a second time; older ones count less."""
         return self._num_reused / max(self._num_new, 1)
 
     def emptied(self, num_blocks: int, size: int) -> "ReuseEstimate":
-        """The same experience with blocks, and none of them there."""
+        """Return an estimate for an empty pool, with the same statistics."""
         fresh = ReuseEstimate(num_blocks, size)
         fresh._num_new, fresh._num_reused = self._num_new, self._num_reused
         return fresh
 
     @property
     def tables(self) -> tuple[list[int], list[int]]:
-        """All that it knows of blocks."""
+        """All tables of blocks."""
         return self._uses, self._first
 
     def grow(self, num: int) -> None:
-        """The pool has so many more blocks."""
+        """Add state for `num` more blocks."""
         self._uses += [0] * num
         self._first += [0] * num
 
     def added(self, blocks: list[int], now: int) -> None:
-        """They are new, and used for the first time."""
+        """Record new blocks, and their first use."""
         uses, first = self._uses, self._first
         for block in blocks:
             uses[block] = 1
@@ -51,14 +51,14 @@ class ReuseEstimate:
             self._num_reused //= 2
 
     def used(self, blocks: list[int]) -> None:
-        """Another request uses them."""
+        """Record a further use of blocks."""
         uses = self._uses
         for block in blocks:
             self._num_reused += uses[block] == 1
             uses[block] += 1
 
     def chance(self, block: int, last: int, now: int) -> float:
-        """That it is used again, if it was used at `last` for the last time."""
+        """Return the probability that a block last used at `last` is used again."""
         uses = self._uses[block]
         if uses < 2:
             return self.share

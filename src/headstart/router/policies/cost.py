@@ -1,23 +1,23 @@
 """The policy `cost`: the replica with the earliest first token, in milliseconds. The default.
 
-A cost is the backlog there, the prefill of what is not cached there, and what the answers under way there take of it;
-its rates are learned (prefill_model.py). Being where the prefix is follows from that, and so does leaving when too many
-are there: there is no threshold to tune. Added is what it costs those who come later: they wait for this prefill, and
-they compute again what has to go for it (approximate_index.py), so that prefixes spread over the caches that have room
-for them. Among replicas that cost about the same, rendezvous hashing decides, bounded by load (Mirrokni et al., 2018),
-so that routers that never talk place the same new prefix at the same replica.
+The cost is the backlog there, the prefill of the uncached tokens, and the slowdown by responses generated there; its
+rates are learned (prefill_model.py). Prefix affinity follows from that, and so does leaving an overloaded replica:
+there is no threshold to tune. The cost to later requests is added: they wait for this prefill, and recompute what it
+evicts (approximate_index.py), so that prefixes spread over the caches that have space for them. Among replicas of about
+equal cost, rendezvous hashing decides, bounded by load (Mirrokni et al., 2018), so that independent routers place the
+same new prefix at the same replica.
 """
 
 from headstart.router.endpoint import Cost, Endpoint
 from headstart.router.policies.policy import Choice, View, by_number
 from headstart.router.policies.rendezvous import weight
 
-SLACK = 0.1  # of the prefill: so much longer a wait is taken for the sake of agreement
-SAME_RATE = 1.25  # replicas that differ by less may only seem to: rates are learned from noisy times
+SLACK = 0.1  # of the prefill: the additional wait accepted for agreement between routers
+SAME_RATE = 1.25  # smaller differences may be noise: rates are learned from noisy times
 
 
 class CostPolicy:
-    """Least milliseconds to the first token. `slack` 0: never anything but the least cost."""
+    """Least milliseconds to the first token. `slack` 0: always the least cost."""
 
     name = "cost"
     lower_is_better = True
@@ -26,7 +26,7 @@ class CostPolicy:
         self.slack = slack
 
     def choose(self, view: View) -> Choice:
-        """By cost, but first of those that are as good as the best the one that goes best with the key."""
+        """Rank by cost; of the replicas about as good as the best, the one with the highest key weight is first."""
         costs = [c.endpoint.cost(view.prompt_tokens, c.hit_tokens, view.now) for c in view.candidates]
         choice = by_number(view, [cost.price for cost in costs], "least cost", tuple(costs))
         best = costs[view.candidates.index(choice.ranked[0])]
@@ -51,10 +51,10 @@ class CostPolicy:
         return Choice(ranked, scores, "placed by its first new block", choice.memo)
 
     def picked(self, choice: Choice, endpoint: Endpoint) -> None:
-        """Nothing to remember."""
+        """Do nothing."""
 
 
 def cost_of(view: View, name: str) -> Cost:
-    """What one candidate would cost, whichever policy chose it."""
+    """Return the cost of one candidate, whichever policy chose it."""
     candidate = next(candidate for candidate in view.candidates if candidate.name == name)
     return candidate.endpoint.cost(view.prompt_tokens, candidate.hit_tokens, view.now)

@@ -1,4 +1,4 @@
-"""Policy: the seam between what is known of the replicas and the order in which they are asked."""
+"""Policy: the seam between the state of the replicas and their ranking."""
 
 from typing import NamedTuple, Protocol
 
@@ -8,7 +8,7 @@ from headstart.router.routing_request import RoutingRequest
 
 
 class Candidate(NamedTuple):
-    """A replica that may serve a request, and how much of the prompt it is believed to have cached."""
+    """A replica that may serve a request, and how much of the prompt is predicted to be cached there."""
 
     endpoint: Endpoint
     hit_blocks: int
@@ -20,7 +20,7 @@ class Candidate(NamedTuple):
 
 
 class View(NamedTuple):
-    """All a policy decides by. `key` is the name of the prompt's first block that no replica has."""
+    """The input of a policy. `key` is the hash of the prompt's first block that no replica has."""
 
     ask: RoutingRequest
     candidates: tuple[Candidate, ...]
@@ -33,9 +33,9 @@ class View(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Candidates in the order in which they are asked: the first, and if that fails the others.
+    """Candidates in ranked order: the first is used, the others are fallbacks.
 
-    `scores` are the policy's own numbers of `ranked`, `memo` what it wants to be given back.
+    `scores` are the policy's own numbers of `ranked`; `memo` is passed back to the policy by `picked`.
     """
 
     ranked: tuple[Candidate, ...]
@@ -45,22 +45,22 @@ class Choice(NamedTuple):
 
 
 class Policy(Protocol):
-    """How a replica is chosen. Nothing changes before `picked`."""
+    """A ranking of replicas. No state changes before `picked`."""
 
     name: str
     lower_is_better: bool
 
     def choose(self, view: View) -> Choice:
-        """The order of all candidates of a view; there is at least one."""
+        """Rank all candidates of a view; there is at least one."""
         ...
 
     def picked(self, choice: Choice, endpoint: Endpoint) -> None:
-        """The request went to this one."""
+        """Record that the request is sent to this replica."""
         ...
 
 
 def by_number(view: View, numbers: list[float], reason: str, memo: object = None) -> Choice:
-    """Candidates by a number, the smallest first; of equal ones that first which goes best with the key."""
+    """Rank candidates by a number, smallest first; ties by the weight of the key."""
     order = sorted(range(len(numbers)), key=numbers.__getitem__)
     best = numbers[order[0]]
     ties = [i for i in order if numbers[i] == best]

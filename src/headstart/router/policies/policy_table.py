@@ -1,4 +1,4 @@
-"""The policies by name, as an option or an explanation has them."""
+"""The policies by name, as used in options and explanations."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 def make_policy(name: str) -> Policy:
-    """A new policy of that name with its default settings. Raises ConfigError."""
+    """Return a new policy of that name with its default settings. Raises ConfigError."""
     if name not in POLICIES:
         raise ConfigError(f"there is no routing policy {name!r}; there are {', '.join(POLICIES)}")
     return POLICIES[name]()

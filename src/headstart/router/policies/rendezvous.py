@@ -1,4 +1,4 @@
-"""Rendezvous hashing: an order of the replicas for every key, on which routers agree that never talk to each other.
+"""Rendezvous hashing: an order of the replicas for every key, the same in all routers without communication.
 
 Thaler and Ravishankar, 1998. When a replica leaves, only the keys move whose first it was.
 """
@@ -8,10 +8,10 @@ from hashlib import sha256
 
 
 def weight(key: bytes, name: str) -> bytes:
-    """How well a replica's name goes with a key; to be compared, the largest first."""
+    """Return the weight of a replica's name for a key; to be compared, the largest first."""
     return sha256(len(key).to_bytes(8, "little") + key + name.encode()).digest()
 
 
 def ranked(key: bytes, names: Iterable[str]) -> list[str]:
-    """The names in the order of the key."""
+    """Return the names in the order of the key."""
     return sorted(names, key=lambda name: weight(key, name), reverse=True)

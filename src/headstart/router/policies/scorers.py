@@ -1,7 +1,8 @@
 """Scorers of the policy `weighted`: each gives every candidate a number from 0 to 1, the largest for the best.
 
-The gateway's (llm-d, formerly the endpoint picker of source 004), by their names there or nearly. Weights are not
-theirs to know. A scorer that remembers something, as `session` does, is told who was picked and given its memo back.
+They follow the gateway's (llm-d, formerly the endpoint picker of gateway-api-inference-extension), with its names or
+similar ones, and are independent of their weights. A stateful scorer, such as `session`, gets its memo and the chosen
+replica in `picked`.
 """
 
 from collections import OrderedDict
@@ -16,14 +17,14 @@ MAX_SESSIONS = 65_536
 
 
 class Scorer(Protocol):
-    """One reason to prefer a replica."""
+    """One criterion for preferring a replica."""
 
     def score(self, view: View) -> tuple[Sequence[float], object]:
-        """A number for each candidate, and a memo that `picked` is given back. Changes nothing."""
+        """Return a number for each candidate, and a memo for `picked`. Changes nothing."""
         ...
 
     def picked(self, memo: object, endpoint: Endpoint) -> None:
-        """The request went to this one."""
+        """Record that the request is sent to this replica."""
         ...
 
 
@@ -37,11 +38,11 @@ class _Stateless:
         return self._function(view), None
 
     def picked(self, memo: object, endpoint: Endpoint) -> None:
-        """Nothing to remember."""
+        """Do nothing."""
 
 
 class SessionScorer:
-    """1 for the replica that served the session last. The oldest sessions are forgotten."""
+    """Scores 1 for the replica that served the session last. The oldest sessions are dropped."""
 
     def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
         self._max_sessions = max_sessions
@@ -51,13 +52,13 @@ class SessionScorer:
         return len(self._last)
 
     def score(self, view: View) -> tuple[Sequence[float], object]:
-        """Its memo is the session."""
+        """Score each candidate; the memo is the session."""
         session = view.ask.session
         last = None if session is None else self._last.get(session)
         return [float(candidate.name == last) for candidate in view.candidates], session
 
     def picked(self, memo: object, endpoint: Endpoint) -> None:
-        """Remembers where the session is."""
+        """Record the replica of the session."""
         if isinstance(memo, str):
             self._last[memo] = endpoint.name
             self._last.move_to_end(memo)
@@ -66,26 +67,26 @@ class SessionScorer:
 
 
 def _prefix(view: View) -> list[float]:
-    """The share of the prompt's blocks that are cached."""
+    """Return the share of the prompt's tokens that are cached."""
     total = max(view.prompt_tokens, 1)
     return [candidate.hit_tokens / total for candidate in view.candidates]
 
 
 def _queue(view: View) -> list[float]:
-    """Least waiting 1, most waiting 0; all the same: 1 each."""
+    """Return 1 for the shortest queue, 0 for the longest, linear between; 1 each if all are equal."""
     waiting = [candidate.endpoint.waiting(view.now) for candidate in view.candidates]
     least, most = min(waiting), max(waiting)
     return [1.0 if most == least else (most - number) / (most - least) for number in waiting]
 
 
 def _kv_usage(view: View) -> list[float]:
-    """The share of the replica's blocks that no request uses, by its own account; 1 if it gives none."""
+    """Return the reported share of the replica's blocks not in use; 1 without a report."""
     reports = [candidate.endpoint.fresh(view.now) for candidate in view.candidates]
     return [1.0 if report is None else min(max(1.0 - report.kv_usage, 0.0), 1.0) for report in reports]
 
 
 def _inflight_tokens(view: View) -> list[float]:
-    """How far it would be from a fixed number of tokens under way."""
+    """Return how far below a fixed number the tokens in flight would be, as a share."""
 
     def score(candidate: Candidate) -> float:
         tokens = candidate.endpoint.load.inflight_tokens + view.prompt_tokens - candidate.hit_tokens
@@ -95,7 +96,7 @@ def _inflight_tokens(view: View) -> list[float]:
 
 
 def _lora(view: View) -> list[float]:
-    """Adapter loaded 1, room for it 0.8, on its way 0.6, else 0; of a request without one 1."""
+    """Return 1 for a loaded adapter or no adapter, 0.8 for a free slot, 0.6 for an adapter being loaded, else 0."""
     adapter = view.ask.adapter
 
     def score(endpoint: Endpoint) -> float:

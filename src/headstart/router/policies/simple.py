@@ -1,11 +1,11 @@
-"""Policies that know nothing of prefixes, or little: `round-robin`, `least-load`, and SGLang's `prefix-threshold`."""
+"""Policies with little or no use of prefixes: `round-robin`, `least-load`, and SGLang's `prefix-threshold`."""
 
 from headstart.router.endpoint import Endpoint
 from headstart.router.policies.policy import Candidate, Choice, View
 
 
 class RoundRobinPolicy:
-    """Whoever was asked longest ago."""
+    """The least recently used replica."""
 
     name = "round-robin"
     lower_is_better = True
@@ -15,13 +15,13 @@ class RoundRobinPolicy:
         self._asked: dict[str, int] = {}
 
     def choose(self, view: View) -> Choice:
-        """By when each was asked last."""
+        """Rank by the last use of each replica."""
         ranked = sorted(view.candidates, key=lambda candidate: self._asked.get(candidate.name, 0))
         scores = tuple(float(self._asked.get(candidate.name, 0)) for candidate in ranked)
         return Choice(tuple(ranked), scores, "next in turn")
 
     def picked(self, choice: Choice, endpoint: Endpoint) -> None:
-        """Puts it at the end of the line."""
+        """Move the replica to the end of the order."""
         self._count += 1
         self._asked.pop(endpoint.name, None)
         self._asked[endpoint.name] = self._count
@@ -31,24 +31,24 @@ class RoundRobinPolicy:
 
 
 class LeastLoadPolicy:
-    """Fewest requests under way; of equal ones whoever was asked longest ago."""
+    """The replica with the fewest requests in flight; ties go to the least recently used one."""
 
     name = "least-load"
     lower_is_better = True
 
     def choose(self, view: View) -> Choice:
-        """By the number of requests."""
+        """Rank by the number of requests."""
         return _by_load(view, "fewest requests")
 
     def picked(self, choice: Choice, endpoint: Endpoint) -> None:
-        """Nothing to remember."""
+        """Do nothing."""
 
 
 class PrefixThresholdPolicy:
     """SGLang's `cache_aware`: the longest match if it is long enough and the load is balanced, else least load.
 
-    Thresholds are those of its command line. Unbalanced: the requests at two replicas differ by more than `balance_abs`
-    and by more than a factor of `balance_rel`.
+    The default thresholds are those of its command line. Unbalanced: the requests at two replicas differ by more than
+    `balance_abs` and by more than a factor of `balance_rel`.
     """
 
     name = "prefix-threshold"
@@ -60,7 +60,7 @@ class PrefixThresholdPolicy:
         self.balance_rel = balance_rel
 
     def choose(self, view: View) -> Choice:
-        """The longest match, or the least load."""
+        """Rank by match or by load."""
         loads = [candidate.endpoint.num_requests(view.now) for candidate in view.candidates]
         least, most = min(loads), max(loads)
         if most - least > self.balance_abs and most > self.balance_rel * least:
@@ -73,7 +73,7 @@ class PrefixThresholdPolicy:
         return Choice(tuple(ranked), tuple(-float(candidate.hit_tokens) for candidate in ranked), "longest match")
 
     def picked(self, choice: Choice, endpoint: Endpoint) -> None:
-        """Nothing to remember."""
+        """Do nothing."""
 
 
 def _by_load(view: View, reason: str) -> Choice:

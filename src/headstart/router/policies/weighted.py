@@ -1,7 +1,7 @@
-"""The policy `weighted`: the sum of scores times weights, as the gateway of source 004 decides.
+"""The policy `weighted`: the weighted sum of scores, like the gateway of gateway-api-inference-extension.
 
-Its default weights are the gateway's own since its chart of 2025: queue 2, kv usage 2, prefix 3. Of equal sums that one
-wins which goes best with the prompt's first new block; the gateway draws lots.
+Its default weights are the gateway's own since its chart of 2025: queue 2, kv usage 2, prefix 3. Ties go to the highest
+key weight for the prompt's first new block; the gateway chooses at random.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ Term = tuple[float, Scorer]
 
 
 class WeightedPolicy:
-    """Highest weighted sum of scores; or, with `rng`, at random with chances in proportion to the sums.
+    """The replica with the highest weighted sum of scores; or, with `rng`, at random in proportion to the sums.
 
     Raises:
         ConfigError: a weight names no scorer, is negative, or there is none.
@@ -39,7 +39,7 @@ class WeightedPolicy:
         self._rng = rng
 
     def choose(self, view: View) -> Choice:
-        """By the sum of scores; the memo is what each scorer wants to be given back."""
+        """Rank by the weighted sum of scores; the memo holds that of each scorer."""
         sums, memos = [0.0] * len(view.candidates), list[object]()
         for factor, scorer in self._terms:
             scores, memo = scorer.score(view)
@@ -52,13 +52,13 @@ class WeightedPolicy:
         return self._draw(view, sums, tuple(memos), self._rng)
 
     def picked(self, choice: Choice, endpoint: Endpoint) -> None:
-        """Gives each scorer its memo back."""
+        """Pass each scorer its memo."""
         memos = cast("tuple[object, ...]", choice.memo)  # as `choose` made it
         for (_, scorer), memo in zip(self._terms, memos, strict=True):
             scorer.picked(memo, endpoint)
 
     def _draw(self, view: View, sums: list[float], memo: object, rng: Random) -> Choice:
-        """A random order in proportion to the sums (Efraimidis and Spirakis, 2006)."""
+        """Draw a random order in proportion to the sums (Efraimidis and Spirakis, 2006)."""
         draws = [log(1.0 - rng.random()) / total if total > 0 else float("-inf") for total in sums]
         order = sorted(range(len(sums)), key=draws.__getitem__, reverse=True)
         ranked = tuple(view.candidates[i] for i in order)
