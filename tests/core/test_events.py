@@ -267,5 +267,5 @@ def test_events_keep_their_order_across_kinds() -> None:
 
 
 def test_who_publishes_without_saying_whose_it_is_is_wrong() -> None:
-    with pytest.raises(AssertionError, match="whose"):
+    with pytest.raises(AssertionError, match="call `publishing`"):
         EventLog(1).published(1, BlockHash(b"a"), BlockHash(b"b"), b"1234")

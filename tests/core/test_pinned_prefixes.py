@@ -122,7 +122,7 @@ def test_what_two_prefixes_share_stays_until_both_are_gone() -> None:
     [
         ("fixed", OTHER, "there is a prefix 'fixed' already"),
         ("a/b", OTHER, "'a/b' is not a valid prefix name"),
-        ("", OTHER, "is no name"),
+        ("", OTHER, "is not a valid prefix name"),
         ("short", [1, 2, 3], "has 3 tokens that later prompts can share: less than one block of 4"),
         ("long", range(64), "at most 4 may be pinned"),
     ],
@@ -153,7 +153,7 @@ def test_it_is_refused_while_a_live_request_could_no_longer_be_finished() -> Non
     with pytest.raises(InvalidRequestError, match="request big, which is in flight, could no longer be finished"):
         engine.add_prefix("fixed", FIXED)
     engine.step()
-    with pytest.raises(InvalidRequestError, match="under way"):
+    with pytest.raises(InvalidRequestError, match="in flight"):
         engine.add_prefix("fixed", FIXED)
     run(engine)
     engine.add_prefix("fixed", FIXED)
