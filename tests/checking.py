@@ -176,7 +176,7 @@ def make_engine(
         store=store,
     )
     for _ in range(300 * expects_short_outputs):
-        scheduler.room.finished(1)
+        scheduler.admission.finished(1)
     return Engine(scheduler, CheckingExecutor(num_blocks, block_size, poison), store=store)
 
 

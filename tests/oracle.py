@@ -103,7 +103,7 @@ class EngineUnderTest:
             num_blocks, block_size, limits, model=self.loaded.fingerprint, enable_prefix_caching=caching
         )
         for _ in range(200 * careless):
-            scheduler.room.finished(1)
+            scheduler.admission.finished(1)
         return Engine(scheduler, ModelRunner(self.loaded, num_blocks=num_blocks, block_size=block_size))
 
     def build_everything(
@@ -134,7 +134,7 @@ class EngineUnderTest:
             store=opened,
         )
         for _ in range(rng.choice([0, 200])):  # admits more than will fit
-            scheduler.room.finished(1)
+            scheduler.admission.finished(1)
         return Engine(scheduler, runner, store=opened)
 
 

@@ -36,13 +36,13 @@ class Index:
         self.removed_names: list[BlockHash] = []
         self.num_clears = 0
 
-    def published(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> None:
-        assert name not in self.names
-        self.names.add(name)
+    def published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+        assert block_hash not in self.names
+        self.names.add(block_hash)
 
-    def removed(self, name: BlockHash) -> None:
-        self.names.remove(name)
-        self.removed_names.append(name)
+    def removed(self, block_hash: BlockHash) -> None:
+        self.names.remove(block_hash)
+        self.removed_names.append(block_hash)
 
     def cleared(self) -> None:
         self.names.clear()

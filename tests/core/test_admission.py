@@ -13,8 +13,8 @@ def running(engine: Engine) -> list[Sequence]:
     return list(engine.scheduler.running)
 
 
-def blocks_owed(engine: Engine) -> int:
-    return sum(map(engine.scheduler.room.blocks_owed, running(engine)))
+def blocks_reserved(engine: Engine) -> int:
+    return sum(map(engine.scheduler.admission.blocks_reserved, running(engine)))
 
 
 def test_an_output_is_expected_to_be_as_long_as_those_before_and_no_longer_than_it_may() -> None:
@@ -23,10 +23,10 @@ def test_an_output_is_expected_to_be_as_long_as_those_before_and_no_longer_than_
     engine.add_request(make_request("long", [2] * 4, 150))
     engine.step()
     # each holds the block of its prompt; the KV of the very last token is never needed
-    assert blocks_owed(engine) == 1 + (4 + FIRST_GUESS - 1) // 4
+    assert blocks_reserved(engine) == 1 + (4 + FIRST_GUESS - 1) // 4
     for _ in range(200):
-        engine.scheduler.room.finished(9)
-    assert blocks_owed(engine) == 1 + 2
+        engine.scheduler.admission.finished(9)
+    assert blocks_reserved(engine) == 1 + 2
 
 
 def test_what_a_stop_string_or_a_client_ended_counts_as_an_output_too() -> None:
@@ -38,7 +38,7 @@ def test_what_a_stop_string_or_a_client_ended_counts_as_an_output_too() -> None:
         assert engine.abort(f"r{number}")
     engine.add_request(make_request("last", [7] * 4, 100))
     engine.step()
-    assert blocks_owed(engine) == 1  # two tokens are expected, and a block of four holds them
+    assert blocks_reserved(engine) == 1  # two tokens are expected, and a block of four holds them
 
 
 def test_the_one_gives_way_that_frees_enough_and_loses_least() -> None:
@@ -47,7 +47,7 @@ def test_the_one_gives_way_that_frees_enough_and_loses_least() -> None:
         engine.add_request(make_request(name, [ord(name[0])] * length, 60))
     engine.step()
     needy, *behind = running(engine)
-    room, cache = engine.scheduler.room, engine.scheduler.cache
+    room, cache = engine.scheduler.admission, engine.scheduler.cache
     hit = cache.match(needy)
     free = cache.num_available(needy, hit)
 

@@ -121,7 +121,7 @@ class Driver:
         """Does all of it, and looks after each whether all is well."""
         kinds: list[Callable[[int, int], None]] = [
             *(self.take, self.take, self.take, self.take, self.give_back, self.give_back, self.give_back),
-            *(self.want, self.unwant, self.pin, self.unpin, self.pass_time, self.fail_or_clear),
+            *(self.add_queued_refs, self.drop_queued_refs, self.pin, self.unpin, self.pass_time, self.fail_or_clear),
         ]
         for what, whom, how in acts:
             kinds[what % len(kinds)](whom, how)
@@ -227,16 +227,16 @@ class Driver:
             self.pool.unpin(names)
             self.pinned -= Counter(names)
 
-    def want(self, whom: int, how: int) -> None:
+    def add_queued_refs(self, whom: int, how: int) -> None:
         names = self.chain(whom).names
         middle = how % (len(names) + 1)
-        self.pool.want(names[:middle])
-        self.pool.want(names[middle:])
+        self.pool.add_queued_refs(names[:middle])
+        self.pool.add_queued_refs(names[middle:])
         self.wanted.append(names)
 
-    def unwant(self, whom: int, how: int) -> None:
+    def drop_queued_refs(self, whom: int, how: int) -> None:
         if self.wanted:
-            self.pool.unwant(self.wanted.pop(whom % len(self.wanted)))
+            self.pool.drop_queued_refs(self.wanted.pop(whom % len(self.wanted)))
 
     def pass_time(self, whom: int, how: int) -> None:
         self.pool.now += how % 4

@@ -24,7 +24,7 @@ def test_pinned_blocks_are_neither_free_nor_evicted_until_unpinned() -> None:
     pool = BlockPool(6)
     pinned, names = store(pool, range(8))
     pool.pin(names)
-    assert (pool.num_free, pool.num_pinned_idle, pool.num_pinned_names) == (3, 2, 2)
+    assert (pool.num_free, pool.num_pinned_idle, pool.num_pinned_hashes) == (3, 2, 2)
     pool.allocate(3)
     with pytest.raises(AssertionError, match="1 blocks wanted, 0 free"):
         pool.allocate(1)
@@ -105,7 +105,7 @@ def test_wanted_blocks_are_evicted_after_all_others_and_still_tails_first(policy
     pool = BlockPool(6, eviction_policy=policy)
     wanted, names = store(pool, range(8))
     others, _ = store(pool, range(20, 32))
-    pool.want(names)
+    pool.add_queued_refs(names)
     assert pool.allocate(3) == list(reversed(others))
     pool.check()
     assert pool.allocate(2) == list(reversed(wanted))
@@ -115,13 +115,13 @@ def test_two_requests_want_one_block_until_both_have_it() -> None:
     pool = BlockPool(3)
     wanted, names = store(pool, range(4))
     other, _ = store(pool, range(20, 24))
-    pool.want(names)
-    pool.want(names)
-    pool.unwant(names)
+    pool.add_queued_refs(names)
+    pool.add_queued_refs(names)
+    pool.drop_queued_refs(names)
     assert pool.allocate(1) == other
-    pool.unwant(names)
+    pool.drop_queued_refs(names)
     with pytest.raises(AssertionError, match="dereferenced more often"):
-        pool.unwant(names)
+        pool.drop_queued_refs(names)
     assert pool.allocate(1) == wanted
 
 
@@ -129,10 +129,10 @@ def test_a_wish_may_grow_with_the_chain_and_be_taken_back_at_once() -> None:
     pool = BlockPool(5)
     blocks, names = store(pool, range(8))
     others, _ = store(pool, range(20, 28))
-    pool.want(names[:1])
-    pool.want(names[1:])
+    pool.add_queued_refs(names[:1])
+    pool.add_queued_refs(names[1:])
     assert pool.allocate(2) == list(reversed(others))
-    pool.unwant(names)
+    pool.drop_queued_refs(names)
     assert pool.allocate(2) == list(reversed(blocks))
     pool.check()
 
@@ -141,9 +141,9 @@ def test_blocks_that_were_spared_go_back_in_line_when_nobody_wants_them() -> Non
     pool = BlockPool(6)
     _, names = store(pool, range(8))
     others, _ = store(pool, range(20, 32))
-    pool.want(names)
+    pool.add_queued_refs(names)
     pool.release(pool.allocate(1))  # the wanted chain was first in line and is set aside
-    pool.unwant(names)
+    pool.drop_queued_refs(names)
     pool.check()
     assert pool.allocate(3) == [others[2], others[1], others[0]]
     assert [pool.contains(name) for name in names] == [True, True]
@@ -153,11 +153,11 @@ def test_a_tail_that_went_back_in_line_stays_before_its_wanted_head() -> None:
     pool = BlockPool(5)
     blocks, names = store(pool, range(8))
     store(pool, range(20, 28))
-    pool.want(names[:1])
-    pool.want(names)
+    pool.add_queued_refs(names[:1])
+    pool.add_queued_refs(names)
     pool.allocate(1)  # both were first in line and are set aside
-    pool.unwant(names)
-    pool.want(names)
+    pool.drop_queued_refs(names)
+    pool.add_queued_refs(names)
     pool.allocate(1)
     pool.check()
     assert pool.allocate(2) == list(reversed(blocks))
@@ -197,10 +197,10 @@ def test_heat_spreads_through_pinned_blocks_to_the_head_of_their_chain() -> None
 def test_wants_of_names_that_are_not_there_do_no_harm() -> None:
     pool = BlockPool(3)
     names = names_of(range(8))
-    pool.want(names)
+    pool.add_queued_refs(names)
     blocks, _ = store(pool, range(4))
     assert pool.allocate(2) and not pool.contains(names[0])
-    pool.unwant(names)
+    pool.drop_queued_refs(names)
     assert pool.refs(blocks[0]) == 1
 
 

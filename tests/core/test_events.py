@@ -156,7 +156,7 @@ class ReplayBehindPublicPrefix(Replay):
         super().__init__()
         self.engine.add_request(make_request("public", PUBLIC))
         finish(self.engine)
-        self.engine.scheduler.cache.public_names = set(index_of(self.engine))
+        self.engine.scheduler.cache.public_hashes = set(index_of(self.engine))
         assert len(index_of(self.engine)) == 2
 
 
@@ -189,7 +189,7 @@ def test_an_event_ends_where_the_public_prefix_ends() -> None:
     engine = make(consumer)
     engine.add_request(make_request("a", PUBLIC))
     finish(engine)
-    engine.scheduler.cache.public_names = set(index_of(engine))
+    engine.scheduler.cache.public_hashes = set(index_of(engine))
     engine.reset_prefix_cache()
     engine._event_sink = events.extend  # type: ignore[reportPrivateUsage]
     engine.add_request(make_request("b", [*PUBLIC, 1, 1, 1, 1, 2, 2, 2, 2, 3], domain=b"x"))

@@ -11,7 +11,7 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.core.engine import Engine
 from headstart.core.request import CacheMode
 from headstart.core.sched import ideal_cache as ideal
-from headstart.core.sched.ideal_cache import MIN_NAMES, POOLS, IdealCache, max_names
+from headstart.core.sched.ideal_cache import MIN_HASHES, POOLS, IdealCache, max_hashes
 
 BLOCK = 4
 
@@ -28,8 +28,8 @@ def chain(*path: int) -> list[BlockHash]:
 class SlowIdealCache:
     """The same by its definition: every use is kept for ever, and names are counted one by one from the first."""
 
-    def __init__(self, max_names: int) -> None:
-        self.max_names = max_names
+    def __init__(self, max_hashes: int) -> None:
+        self.max_hashes = max_hashes
         self.generations: list[list[list[BlockHash]]] = [[]]
 
     def held(self, last: int) -> set[BlockHash]:
@@ -42,7 +42,7 @@ class SlowIdealCache:
 
     def learn(self, names: list[BlockHash]) -> None:
         is_new = bool(set(names) - self.held(1))
-        if is_new and len(self.held(1)) >= max(self.max_names // 2, 1):
+        if is_new and len(self.held(1)) >= max(self.max_hashes // 2, 1):
             self.generations.append([])
         self.generations[-1].append(names)
 
@@ -51,11 +51,11 @@ PATHS = st.lists(st.integers(0, 2), max_size=7).map(tuple)
 
 
 @settings(max_examples=300, deadline=None)
-@given(paths=st.lists(st.tuples(PATHS, st.booleans()), max_size=60), max_names=st.integers(1, 30))
+@given(paths=st.lists(st.tuples(PATHS, st.booleans()), max_size=60), max_hashes=st.integers(1, 30))
 def test_it_knows_what_its_slow_twin_knows_whatever_is_forgotten(
-    paths: list[tuple[tuple[int, ...], bool]], max_names: int
+    paths: list[tuple[tuple[int, ...], bool]], max_hashes: int
 ) -> None:
-    fast, slow = IdealCache(max_names), SlowIdealCache(max_names)
+    fast, slow = IdealCache(max_hashes), SlowIdealCache(max_hashes)
     longest = max((len(path) for path, _ in paths), default=0)
     for path, is_learned in paths:
         asked = chain(*path)
@@ -64,19 +64,19 @@ def test_it_knows_what_its_slow_twin_knows_whatever_is_forgotten(
             fast.learn(asked)
             slow.learn(asked)
             assert fast.num_known(asked) == len(asked)
-        assert len(fast) <= max_names + 2 * longest
+        assert len(fast) <= max_hashes + 2 * longest
 
 
 @settings(max_examples=200, deadline=None)
-@given(paths=st.lists(PATHS, max_size=60), max_names=st.integers(2, 40))
+@given(paths=st.lists(PATHS, max_size=60), max_hashes=st.integers(2, 40))
 def test_what_was_used_before_fewer_names_than_half_of_the_bound_is_known(
-    paths: list[tuple[int, ...]], max_names: int
+    paths: list[tuple[int, ...]], max_hashes: int
 ) -> None:
-    fast = IdealCache(max_names)
+    fast = IdealCache(max_hashes)
     for index, path in enumerate(paths):
         asked, known, since = chain(*path), 0, set[BlockHash]()
         for earlier in reversed(paths[:index]):  # until half of the bound was used since, or more
-            if len(since) >= max_names // 2:
+            if len(since) >= max_hashes // 2:
                 break
             used = set(chain(*earlier))
             since |= used
@@ -110,12 +110,12 @@ def test_a_chain_that_is_forgotten_is_forgotten_from_its_tail() -> None:
 
 
 def test_it_remembers_several_pools_of_names_and_no_more() -> None:
-    assert max_names(10) == MIN_NAMES and max_names(MIN_NAMES) == POOLS * MIN_NAMES
-    cache = IdealCache(max_names(10))
-    for number in range(3 * MIN_NAMES):
+    assert max_hashes(10) == MIN_HASHES and max_hashes(MIN_HASHES) == POOLS * MIN_HASHES
+    cache = IdealCache(max_hashes(10))
+    for number in range(3 * MIN_HASHES):
         cache.learn(names(number))
-        assert cache.num_known(names(max(number - MIN_NAMES // 2 + 1, 0))) == 1
-    assert len(cache) <= MIN_NAMES
+        assert cache.num_known(names(max(number - MIN_HASHES // 2 + 1, 0))) == 1
+    assert len(cache) <= MIN_HASHES
 
 
 def infinite(prompts: list[list[int]]) -> int:
@@ -145,7 +145,7 @@ def test_the_figure_of_a_long_run_is_between_what_is_computed_and_an_infinite_ca
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However little is remembered: what the engine did not compute, a perfect cache did not either."""
-    monkeypatch.setattr(ideal, "MIN_NAMES", 8 * seed)
+    monkeypatch.setattr(ideal, "MIN_HASHES", 8 * seed)
     monkeypatch.setattr(ideal, "POOLS", seed % 2)
     engine = make_engine(num_blocks=17)
     prompts = long_run(engine, seed, 400)
@@ -160,7 +160,7 @@ def test_the_figure_of_a_long_run_is_that_of_an_infinite_cache_as_long_as_nothin
 
 
 def test_a_pinned_prefix_is_no_new_prompt_however_long_nobody_used_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ideal, "MIN_NAMES", 8)
+    monkeypatch.setattr(ideal, "MIN_HASHES", 8)
     monkeypatch.setattr(ideal, "POOLS", 0)
     engine = make_engine(num_blocks=17)
     engine.add_prefix("fixed", range(8))
@@ -172,11 +172,11 @@ def test_a_pinned_prefix_is_no_new_prompt_however_long_nobody_used_it(monkeypatc
 
 
 def test_a_read_only_prompt_uses_blocks_and_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ideal, "MIN_NAMES", 8)
+    monkeypatch.setattr(ideal, "MIN_HASHES", 8)
     monkeypatch.setattr(ideal, "POOLS", 0)
-    cache = IdealCache(max_names(0))
+    cache = IdealCache(max_hashes(0))
     engine = make_engine(num_blocks=17)
-    engine.scheduler.accounts._ideal = cache
+    engine.scheduler.accounting._ideal = cache
     generate(engine, make_request("first", range(16)))
     for request_id in ("reads", "again"):
         before = engine.stats().ideal_tokens

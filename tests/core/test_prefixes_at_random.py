@@ -72,9 +72,9 @@ class Chaos:
 
     def check(self) -> None:
         pool, prefixes = self.engine.scheduler.pool, self.engine.scheduler.prefixes
-        assert pool.num_pinned_names <= prefixes.max_blocks
+        assert pool.num_pinned_hashes <= prefixes.max_blocks
         held = sum(info.num_blocks for info in prefixes.list())
-        assert max((info.num_blocks for info in prefixes.list()), default=0) <= pool.num_pinned_names <= held
+        assert max((info.num_blocks for info in prefixes.list()), default=0) <= pool.num_pinned_hashes <= held
 
     def _corrupt(self) -> None:
         """Spoils a published block, in use or not."""

@@ -181,7 +181,7 @@ def test_blocks_that_find_no_room_are_dropped() -> None:
     """While its blocks are on their way a running one grows into the room that was there."""
     store = stocked([*A, *B], habits=Habits(load_delay=lambda: 8))
     engine = make_engine(num_blocks=7, store=store)
-    engine.scheduler.room._mean = 0.0
+    engine.scheduler.admission._mean = 0.0
     engine.add_request(make_request("grows", [90], max_tokens=16))
     engine.step()
     engine.add_request(make_request("a", [*A, *B]))
@@ -367,7 +367,7 @@ def test_names_in_flight_are_those_of_the_loads() -> None:
 def test_what_finds_no_room_though_more_is_coming_is_called_off_and_not_called_late() -> None:
     store = stocked([*A, *B], habits=Habits(load_delay=lambda: 3, piece=lambda: 1))
     engine = make_engine(num_blocks=7, store=store)
-    engine.scheduler.room._mean = 0.0
+    engine.scheduler.admission._mean = 0.0
     engine.add_request(make_request("grows", [90], max_tokens=20))
     engine.step()
     engine.add_request(make_request("a", [*A, *B]))

@@ -186,12 +186,12 @@ def domains_do_not_count_behind_a_public_prefix() -> None:
 
 
 def no_room_to_grow() -> None:
-    Admission.blocks_owed = lambda self, seq: 0  # type: ignore[method-assign]
+    Admission.blocks_reserved = lambda self, seq: 0  # type: ignore[method-assign]
 
 
 def preemptions_without_a_bound() -> None:
-    scheduler.stays = lambda seq: False  # type: ignore[assignment]
-    room.stays = lambda seq: False  # type: ignore[assignment]
+    scheduler.non_preemptible = lambda seq: False  # type: ignore[assignment]
+    room.non_preemptible = lambda seq: False  # type: ignore[assignment]
 
 
 def floors_are_not_kept() -> None:

@@ -12,7 +12,7 @@ PUBLIC = list(range(10))  # two whole blocks of 4 and a rest that nobody shares
 def engine_with_public_prefix(num_blocks: int = 60) -> Engine:
     engine = make_engine(num_blocks=num_blocks)
     named = engine.scheduler.cache.new_sequence(make_request("names", PUBLIC), 0)
-    engine.scheduler.cache.public_names = frozenset(named.block_hashes)
+    engine.scheduler.cache.public_hashes = frozenset(named.block_hashes)
     assert len(named.block_hashes) == 2
     return engine
 
@@ -46,7 +46,7 @@ def test_the_border_is_part_of_the_name_of_what_follows() -> None:
     prompt = [*PUBLIC, *range(40, 60)]
     generate(engine, make_request("before", prompt, domain=b"A"))
     public = engine.scheduler.cache.new_sequence(make_request("names", PUBLIC), 0).block_hashes
-    engine.scheduler.cache.public_names = frozenset(public)
+    engine.scheduler.cache.public_hashes = frozenset(public)
     assert cached(engine, "after", prompt, b"A") == 0
     assert cached(engine, "after again", prompt, b"A") == 28
 

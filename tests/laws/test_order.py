@@ -64,7 +64,7 @@ def test_what_gave_way_resumes_before_longer_matches() -> None:
 
 def expect_short_outputs(engine: Engine) -> None:
     for _ in range(300):
-        engine.scheduler.room.finished(1)
+        engine.scheduler.admission.finished(1)
 
 
 def test_admission_leaves_running_sequences_room_for_outputs_as_long_as_those_before() -> None:

@@ -234,7 +234,7 @@ class Engine:
 
     def _keep_prefixes(self) -> None:
         """Make the store keep the pinned blocks, and offer it those that are published."""
-        self.scheduler.transfers.keep(self.scheduler.prefixes.names)
+        self.scheduler.transfers.keep(self.scheduler.prefixes.block_hashes)
 
     def _warm_prefixes(self) -> None:
         prefixes = self.scheduler.prefixes
@@ -258,7 +258,7 @@ class Engine:
             num_scratch_blocks=pool.num_scratch,
             num_idle_blocks=pool.num_free - pool.num_scratch,
             num_pinned_idle_blocks=pool.num_pinned_idle,
-            num_pinned_blocks=pool.num_pinned_names,
+            num_pinned_blocks=pool.num_pinned_hashes,
             num_published_blocks=pool.num_published,
             num_steps=self._num_steps,
             step_seconds=self._step_seconds,

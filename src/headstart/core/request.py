@@ -110,7 +110,7 @@ def empty_table() -> "array[int]":
 class Suspect(NamedTuple):
     """A published block that a failed sequence shared; it is the same one while hash, block and version agree."""
 
-    name: BlockHash
+    block_hash: BlockHash
     block: int
     version: int
 

@@ -100,16 +100,16 @@ def _kind_of_messages(this: str, that: str, at: int) -> str | None:
     index = message_at(own, at)
     if index is None or message_at(others, at) != index:
         return None
-    said = [(message.role, this[message.start : message.end]) for message in own]
-    heard = [(message.role, that[message.start : message.end]) for message in others]
-    mine, theirs = said[index], heard[index]
+    own_contents = [(message.role, this[message.start : message.end]) for message in own]
+    other_contents = [(message.role, that[message.start : message.end]) for message in others]
+    mine, theirs = own_contents[index], other_contents[index]
     if mine[0] != theirs[0] and mine[1] == theirs[1]:
         return "role"
-    if len(said) == len(heard) and Counter(said) == Counter(heard):
+    if len(own_contents) == len(other_contents) and Counter(own_contents) == Counter(other_contents):
         return "message_order"
-    if mine in heard[index + 1 :]:
+    if mine in other_contents[index + 1 :]:
         return "messages_dropped"
-    return "messages_inserted" if theirs in said[index + 1 :] else None
+    return "messages_inserted" if theirs in own_contents[index + 1 :] else None
 
 
 def _kind_of_value(this: str, that: str, at: int) -> str | None:

@@ -79,8 +79,8 @@ class RecentRequests:
         for seq in running:
             start = starts.get(seq.request.request_id)
             if start is not None:
-                names, index = seq.block_hashes, start // block_size
-                self._add(seq, start, pool.eviction_of(names[index]) if index < len(names) else None)
+                block_hashes, index = seq.block_hashes, start // block_size
+                self._add(seq, start, pool.eviction_of(block_hashes[index]) if index < len(block_hashes) else None)
 
     def answered(self, outputs: Iterable[Output]) -> None:
         """Record the prompt token breakdown of requests whose first token is among the outputs of a step."""

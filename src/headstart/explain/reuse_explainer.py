@@ -131,11 +131,11 @@ class _Case:
     viewer: Viewer
     now: float
 
-    def explanation(self, found: PromptTokenBreakdown, asked: Sequence | None = None) -> Explanation:
+    def explanation(self, found: PromptTokenBreakdown, explained: Sequence | None = None) -> Explanation:
         reason, near, eviction = self._find_reason()
         return Explanation(
-            request_id=None if asked is None else asked.request_id,
-            status=None if asked is None else asked.status.value,
+            request_id=None if explained is None else explained.request_id,
+            status=None if explained is None else explained.status.value,
             num_prompt_tokens=len(self._prompt),
             block_size=self._size,
             position=self.position,
@@ -204,8 +204,12 @@ class _Case:
         """Return a running sequence that will publish the missing block."""
         scheduler, index = self.scheduler, self._index
         for seq in scheduler.running:
-            names = seq.block_hashes
-            if index < len(names) and names[index] == self.seq.block_hashes[index] and scheduler.cache.writes(seq):
+            block_hashes = seq.block_hashes
+            if (
+                index < len(block_hashes)
+                and block_hashes[index] == self.seq.block_hashes[index]
+                and scheduler.cache.writes(seq)
+            ):
                 return seq
         return None
 
@@ -271,8 +275,8 @@ class _Case:
 def _found_now(scheduler: Scheduler, seq: Sequence) -> PromptTokenBreakdown:
     """Return the breakdown of a new sequence if it were admitted now."""
     hit = scheduler.cache.match(seq)
-    names = seq.block_hashes[: len(hit.block_ids)]
-    pinned = sum(map(scheduler.pool.is_pinned, names)) * scheduler.block_size
+    block_hashes = seq.block_hashes[: len(hit.block_ids)]
+    pinned = sum(map(scheduler.pool.is_pinned, block_hashes)) * scheduler.block_size
     pinned = min(pinned, hit.num_tokens)
     return PromptTokenBreakdown(pinned, hit.num_tokens - pinned, computed=len(seq.token_ids) - hit.num_tokens)
 

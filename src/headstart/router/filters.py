@@ -7,9 +7,9 @@ from headstart.router.routing_request import RoutingRequest
 
 
 def eligible(
-    endpoints: Iterable[Endpoint], ask: RoutingRequest, now: float, tried: frozenset[str] = frozenset()
+    endpoints: Iterable[Endpoint], request: RoutingRequest, now: float, tried: frozenset[str] = frozenset()
 ) -> tuple[list[Endpoint], dict[str, str]]:
-    """Return the replicas that may serve `ask`, and the reasons of all others by name.
+    """Return the replicas that may serve `request`, and the reasons of all others by name.
 
     If all candidates are ejected, the one that returns first is used: without requests their recovery would not be
     noticed. `tried`: the replicas that failed this very request.
@@ -18,7 +18,7 @@ def eligible(
     ejected: list[Endpoint] = []
     reasons: dict[str, str] = {}
     for endpoint in endpoints:
-        reason = _reason(endpoint, ask, now, tried)
+        reason = _reason(endpoint, request, now, tried)
         if reason is None:
             found.append(endpoint)
         else:
@@ -32,10 +32,10 @@ def eligible(
     return found, reasons
 
 
-def _reason(endpoint: Endpoint, ask: RoutingRequest, now: float, tried: frozenset[str]) -> str | None:
-    if ask.subset is not None and endpoint.name not in ask.subset:
+def _reason(endpoint: Endpoint, request: RoutingRequest, now: float, tried: frozenset[str]) -> str | None:
+    if request.subset is not None and endpoint.name not in request.subset:
         return "not in the subset"
-    if ask.model and endpoint.models and ask.model not in endpoint.models:
+    if request.model and endpoint.models and request.model not in endpoint.models:
         return "other models"
     if endpoint.name in tried:
         return "tried"

@@ -68,7 +68,7 @@ class Router:
 
     def pick(
         self,
-        ask: RoutingRequest,
+        request: RoutingRequest,
         now: float,
         *,
         tried: frozenset[str] = frozenset(),
@@ -81,100 +81,110 @@ class Router:
         Raises:
             NoReplicaError: no replica may serve it.
         """
-        endpoints, excluded = eligible(self.endpoints.values(), ask, now, tried)
+        endpoints, excluded = eligible(self.endpoints.values(), request, now, tried)
         if not endpoints:
             raise NoReplicaError(f"none of {len(self.endpoints)} replicas may serve this request", reasons=excluded)
-        view = _view(endpoints, ask, now)
-        pick = RoutingDecision(view, self.policy.choose(view), excluded, self.policy.name)
+        view = _view(endpoints, request, now)
+        decision = RoutingDecision(view, self.policy.choose(view), excluded, self.policy.name)
         if before is not None:
-            pick.regrets = before.regrets
+            decision.regrets = before.regrets
         else:
-            pick.comparisons = [self._compare(shadow, pick) for shadow in self.shadow_policies]
-        return pick
+            decision.comparisons = [self._compare(shadow, decision) for shadow in self.shadow_policies]
+        return decision
 
-    def sent(self, pick: RoutingDecision, now: float, endpoint: str | None = None) -> None:
+    def sent(self, decision: RoutingDecision, now: float, endpoint: str | None = None) -> None:
         """Record that the request is sent, to the chosen replica or to the named fallback."""
         if endpoint is not None:
-            pick.endpoint = pick.candidate_of(endpoint).endpoint
-        chosen, view = pick.endpoint, pick.view
+            decision.endpoint = decision.candidate_of(endpoint).endpoint
+        chosen, view = decision.endpoint, decision.view
         cost = cost_of(view, chosen.name)
-        work = Work.of(view.prompt_tokens, pick.candidate.hit_tokens, chosen.load.num_streams)
-        pick.flight = Flight(work, cost.prefill, cost.backlog, view.ask.max_tokens)
-        pick.contents = _contents_for(chosen, view.ask)
-        pick.hold = pick.contents.sent(pick.names, now)
-        pick.sent_at = now
-        chosen.load.sent(pick.flight, now, self._count)
+        work = Work.of(view.prompt_tokens, decision.candidate.hit_tokens, chosen.load.num_streams)
+        decision.flight = Flight(work, cost.prefill, cost.backlog, view.ask.max_tokens)
+        decision.contents = _contents_for(chosen, view.ask)
+        decision.reservation = decision.contents.sent(decision.names, now)
+        decision.sent_at = now
+        chosen.load.sent(decision.flight, now, self._count)
         chosen.health.sent(now)
         self._count += 1
-        self.policy.picked(pick.choice, chosen)
-        self._book(pick)
+        self.policy.picked(decision.choice, chosen)
+        self._book(decision)
 
     # --------------------------------------------------------------------------------------------------- progress
 
-    def first_token(self, pick: RoutingDecision, now: float, usage: Usage | None = None) -> None:
+    def first_token(self, decision: RoutingDecision, now: float, usage: Usage | None = None) -> None:
         """Record the first token; some replicas report the cached tokens with it."""
-        assert pick.hold is not None and pick.flight is not None and pick.contents is not None, "it was never sent"
-        pick.first_token = now
-        pick.endpoint.health.succeeded(now, sent_at=pick.sent_at)
-        pick.endpoint.load.answered(pick.flight, now)
+        assert decision.reservation is not None and decision.flight is not None and decision.contents is not None, (
+            "it was never sent"
+        )
+        decision.first_token = now
+        decision.endpoint.health.succeeded(now, sent_at=decision.sent_at)
+        decision.endpoint.load.answered(decision.flight, now)
         if usage is not None:
-            self._reported(pick, usage, now)
-        pick.contents.computed(pick.hold, now)
+            self._reported(decision, usage, now)
+        decision.contents.computed(decision.reservation, now)
 
-    def assume_first_token(self, pick: RoutingDecision, now: float) -> None:
+    def assume_first_token(self, decision: RoutingDecision, now: float) -> None:
         """Assume the first token of a response that comes as one piece and does not show it. Nothing is learned."""
-        assert pick.flight is not None, "it was never sent"
-        if pick.first_token is None and pick.finish is None:
-            pick.endpoint.load.answered(pick.flight, now)
-            pick.flight.took_ms = None
+        assert decision.flight is not None, "it was never sent"
+        if decision.first_token is None and decision.finish is None:
+            decision.endpoint.load.answered(decision.flight, now)
+            decision.flight.took_ms = None
 
     def finished(
-        self, pick: RoutingDecision, now: float, usage: Usage | None = None, output: Sequence[int] = ()
+        self, decision: RoutingDecision, now: float, usage: Usage | None = None, output: Sequence[int] = ()
     ) -> None:
         """Record the complete response. `output` are its token ids, where the caller knows them."""
-        assert pick.hold is not None and pick.flight is not None and pick.contents is not None, "it was never sent"
-        if pick.first_token is None:
-            self.first_token(pick, now, usage)
+        assert decision.reservation is not None and decision.flight is not None and decision.contents is not None, (
+            "it was never sent"
+        )
+        if decision.first_token is None:
+            self.first_token(decision, now, usage)
         elif usage is not None:
-            self._reported(pick, usage, now)
-        self._learn(pick.endpoint, pick.flight, pick.flight.work)
-        pick.endpoint.load.finished(pick.flight, now)
-        names = pick.view.ask.prompt.names_with(output, pick.endpoint.block_size) if output else pick.hold.names
-        pick.contents.finished(pick.hold, names, now)
-        self._look_for_events(pick.endpoint)
-        self._end(pick, now, ok=True)
+            self._reported(decision, usage, now)
+        self._learn(decision.endpoint, decision.flight, decision.flight.work)
+        decision.endpoint.load.finished(decision.flight, now)
+        names = (
+            decision.view.ask.prompt.names_with(output, decision.endpoint.block_size)
+            if output
+            else decision.reservation.names
+        )
+        decision.contents.finished(decision.reservation, names, now)
+        self._look_for_events(decision.endpoint)
+        self._end(decision, now, ok=True)
 
-    def failed(self, pick: RoutingDecision, now: float, *, refused: bool = False, blame: bool = True) -> bool:
+    def failed(self, decision: RoutingDecision, now: float, *, refused: bool = False, blame: bool = True) -> bool:
         """Record that the request ended without a complete response; return whether that ejects the replica.
 
         `blame` False: the client disconnected, which says nothing about the replica.
         """
-        if pick.hold is None or pick.flight is None or pick.contents is None:
-            return pick.endpoint.health.failed(now, refused=refused) if blame else False
-        pick.flight.took_ms = None
-        pick.endpoint.load.finished(pick.flight, now)
-        pick.contents.failed(pick.hold)
-        ejected = blame and pick.endpoint.health.failed(now, refused=refused, sent_at=pick.sent_at)
-        self._end(pick, now, ok=False)
+        if decision.reservation is None or decision.flight is None or decision.contents is None:
+            return decision.endpoint.health.failed(now, refused=refused) if blame else False
+        decision.flight.took_ms = None
+        decision.endpoint.load.finished(decision.flight, now)
+        decision.contents.failed(decision.reservation)
+        ejected = blame and decision.endpoint.health.failed(now, refused=refused, sent_at=decision.sent_at)
+        self._end(decision, now, ok=False)
         return ejected
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _reported(self, pick: RoutingDecision, usage: Usage, now: float) -> None:
+    def _reported(self, decision: RoutingDecision, usage: Usage, now: float) -> None:
         """Correct index and rates by the reported cached tokens. Once per request."""
-        if pick.cached_tokens is not None:
+        if decision.cached_tokens is not None:
             return
-        assert pick.hold is not None and pick.flight is not None and pick.contents is not None
-        pick.cached_tokens = usage.cached_tokens
-        prompt = pick.view.ask.prompt
+        assert decision.reservation is not None and decision.flight is not None and decision.contents is not None
+        decision.cached_tokens = usage.cached_tokens
+        prompt = decision.view.ask.prompt
         if prompt.exact:
-            _compare_counts(pick.endpoint, pick.view.ask, usage)
+            _compare_counts(decision.endpoint, decision.view.ask, usage)
         scaled = usage.cached_tokens * prompt.num_tokens // max(usage.prompt_tokens, 1)
-        self._learn(pick.endpoint, pick.flight, Work.of(prompt.num_tokens, scaled, pick.flight.work.streams))
-        self.prediction_error += abs(pick.candidate.hit_tokens - scaled)
+        self._learn(
+            decision.endpoint, decision.flight, Work.of(prompt.num_tokens, scaled, decision.flight.work.streams)
+        )
+        self.prediction_error += abs(decision.candidate.hit_tokens - scaled)
         self.num_reported += 1
-        blocks = cached_blocks(pick.endpoint, prompt, usage, pick.hold.hit)
-        pick.contents.observed(pick.hold, min(blocks, len(pick.hold.names)), now)
+        blocks = cached_blocks(decision.endpoint, prompt, usage, decision.reservation.hit)
+        decision.contents.observed(decision.reservation, min(blocks, len(decision.reservation.names)), now)
 
     def _learn(self, endpoint: Endpoint, flight: Flight, work: Work) -> None:
         """Add a sample to its rates, and to those of replicas with few samples, which might else get no requests."""
@@ -192,81 +202,81 @@ class Router:
             endpoint.contents = contents.guess or ApproximateIndex()
             self.num_blind += 1
 
-    def _compare(self, shadow: Policy, pick: RoutingDecision) -> Comparison:
+    def _compare(self, shadow: Policy, decision: RoutingDecision) -> Comparison:
         """Return the decision of a shadow policy. Changes only the regrets of this decision."""
-        choice = shadow.choose(pick.view)
+        choice = shadow.choose(decision.view)
         first = choice.ranked[0]
-        regret = cost_of(pick.view, first.name).total - cost_of(pick.view, pick.endpoint.name).total
-        pick.regrets[shadow.name] = (first.name, regret)
-        return Comparison(shadow, choice, regret, first.name == pick.endpoint.name)
+        regret = cost_of(decision.view, first.name).total - cost_of(decision.view, decision.endpoint.name).total
+        decision.regrets[shadow.name] = (first.name, regret)
+        return Comparison(shadow, choice, regret, first.name == decision.endpoint.name)
 
-    def _book(self, pick: RoutingDecision) -> None:
+    def _book(self, decision: RoutingDecision) -> None:
         """Count the decisions of shadow policies about a request that is sent. Once per request."""
-        for shadow, choice, regret, agrees in pick.comparisons:
+        for shadow, choice, regret, agrees in decision.comparisons:
             shadow.picked(choice, choice.ranked[0].endpoint)
             known = self.regrets[shadow.name]
             known.decisions += 1
             known.agreed += agrees
             known.total_ms += regret
-        pick.comparisons = []
+        decision.comparisons = []
 
-    def _end(self, pick: RoutingDecision, now: float, *, ok: bool) -> None:
-        pick.finish = now
-        if self._log is None or pick.flight is None or pick.sent_at is None:
+    def _end(self, decision: RoutingDecision, now: float, *, ok: bool) -> None:
+        decision.finish = now
+        if self._log is None or decision.flight is None or decision.sent_at is None:
             return
-        choice, ask = pick.choice, pick.view.ask
-        decision = DecisionRecord(
-            at=pick.sent_at,
-            endpoint=pick.endpoint.name,
+        choice, request = decision.choice, decision.view.ask
+        record = DecisionRecord(
+            at=decision.sent_at,
+            endpoint=decision.endpoint.name,
             reason=choice.reason,
             scores={c.name: score for c, score in zip(choice.ranked, choice.scores, strict=True)},
-            excluded=pick.excluded,
-            prompt_tokens=ask.prompt.num_tokens,
-            block_size=pick.endpoint.block_size,
-            names=joined(pick.names),
-            output_tokens=ask.max_tokens,
-            predicted_tokens=pick.candidate.hit_tokens,
-            expected_ms=pick.flight.expected_ms,
-            cached_tokens=pick.cached_tokens,
-            first_token=pick.first_token,
+            excluded=decision.excluded,
+            prompt_tokens=request.prompt.num_tokens,
+            block_size=decision.endpoint.block_size,
+            names=joined(decision.names),
+            output_tokens=request.max_tokens,
+            predicted_tokens=decision.candidate.hit_tokens,
+            expected_ms=decision.flight.expected_ms,
+            cached_tokens=decision.cached_tokens,
+            first_token=decision.first_token,
             finish=now,
             ok=ok,
-            session=ask.session,
-            adapter=ask.adapter,
+            session=request.session,
+            adapter=request.adapter,
         )
-        self._log(decision)
+        self._log(record)
 
 
-def _contents_for(endpoint: Endpoint, ask: RoutingRequest) -> PrefixIndex:
+def _contents_for(endpoint: Endpoint, request: RoutingRequest) -> PrefixIndex:
     """Return the prefix index of a replica in which the blocks of this request can be found.
 
     Events identify blocks by the engine's own tokens. A prompt counted in text, or in tokens that the replica counts
     otherwise, has other hashes: for such prompts only the approximate index applies.
     """
     contents = endpoint.contents
-    if isinstance(contents, KVEventIndex) and (not ask.prompt.exact or ask.form in endpoint.miscounted):
+    if isinstance(contents, KVEventIndex) and (not request.prompt.exact or request.form in endpoint.miscounted):
         return contents.guess or contents
     return contents
 
 
-def _compare_counts(endpoint: Endpoint, ask: RoutingRequest, usage: Usage) -> None:
+def _compare_counts(endpoint: Endpoint, request: RoutingRequest, usage: Usage) -> None:
     """Record whether a replica counts the tokens of an exact prompt as the router does."""
-    if usage.prompt_tokens == ask.prompt.num_tokens:
-        endpoint.miscounted.discard(ask.form)
+    if usage.prompt_tokens == request.prompt.num_tokens:
+        endpoint.miscounted.discard(request.form)
     else:
-        endpoint.miscounted.add(ask.form)
+        endpoint.miscounted.add(request.form)
 
 
-def _view(endpoints: list[Endpoint], ask: RoutingRequest, now: float) -> View:
+def _view(endpoints: list[Endpoint], request: RoutingRequest, now: float) -> View:
     """Return the hit of each replica, and the hash of the first block that none of them has."""
-    prompt, candidates = ask.prompt, list[Candidate]()
+    prompt, candidates = request.prompt, list[Candidate]()
     exact, limit = prompt.exact, max(prompt.num_tokens - 1, 0)
     for endpoint in endpoints:
         size = endpoint.block_size
-        contents = endpoint.contents if exact and not endpoint.miscounted else _contents_for(endpoint, ask)
+        contents = endpoint.contents if exact and not endpoint.miscounted else _contents_for(endpoint, request)
         blocks = contents.match(prompt.names(size), now)
         candidates.append(Candidate(endpoint, blocks, min(blocks * size, limit)))
     best = max(candidates, key=lambda candidate: candidate.hit_tokens)
     names = prompt.names(best.endpoint.block_size)
     key = names[min(best.hit_blocks, len(names) - 1)] if names else prompt.tail_key()
-    return View(ask, tuple(candidates), key, now)
+    return View(request, tuple(candidates), key, now)

@@ -34,9 +34,9 @@ class RoutingDecision:
         "finish",
         "first_token",
         "flight",
-        "hold",
         "policy",
         "regrets",
+        "reservation",
         "sent_at",
         "view",
     )
@@ -50,7 +50,7 @@ class RoutingDecision:
         self.regrets: dict[str, tuple[str, float]] = {}  # shadow policy -> (its choice, milliseconds)
         self.comparisons: list[Comparison] = []  # of shadow policies, not counted yet
         self.contents: PrefixIndex | None = None
-        self.hold: Reservation | None = None
+        self.reservation: Reservation | None = None
         self.flight: Flight | None = None
         self.sent_at: float | None = None
         self.first_token: float | None = None

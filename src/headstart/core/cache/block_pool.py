@@ -28,10 +28,10 @@ HISTORY_POOLS = 8  # upper bound of the eviction history, in pools; at least hal
 class BlockListener(Protocol):
     """Receiver of every change of the block index, called synchronously; must not call the pool."""
 
-    def published(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+    def published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         """Handle a block that can now be found."""
 
-    def removed(self, name: BlockHash) -> None:
+    def removed(self, block_hash: BlockHash) -> None:
         """Handle a block that can no longer be found."""
 
     def cleared(self) -> None:
@@ -62,7 +62,7 @@ class BlockPool:
         self.evictions = {"capacity": 0, "failed": 0, "reset": 0}  # published blocks evicted or discarded, by cause
         self._refs = [0] * num_blocks
         self._versions = [0] * num_blocks
-        self._names: list[BlockHash | None] = [None] * num_blocks
+        self._block_hashes: list[BlockHash | None] = [None] * num_blocks
         self._entries: dict[BlockHash, tuple[int, BlockHash, bytes]] = {}  # block hash -> (block, parent hash, tokens)
         self._scratch = list(range(num_blocks - 1, 0, -1))
         size = max(num_blocks, max_blocks)
@@ -70,7 +70,7 @@ class BlockPool:
         self._marks, self._tenants = self._idle.marks, self._idle.tenants
         self._pins: dict[BlockHash, int] = {}
         self._idle_pinned: set[int] = set()
-        self._wants = QueuedBlockRefs()
+        self._queued_refs = QueuedBlockRefs()
         self._history_pools = history_pools
         self._max_history = history_pools * size
         self._history = EvictionHistory(self._max_history)
@@ -99,7 +99,7 @@ class BlockPool:
         return len(self._entries)
 
     @property
-    def num_pinned_names(self) -> int:
+    def num_pinned_hashes(self) -> int:
         """Pinned block hashes, published or not."""
         return len(self._pins)
 
@@ -110,28 +110,28 @@ class BlockPool:
 
     # ------------------------------------------------------------------------------------------------- questions
 
-    def lookup(self, names: Sequence[BlockHash], root: BlockHash, tokens: bytes, stride: int) -> list[int]:
-        """Return the blocks of the longest published prefix of `names` (block hashes). Changes nothing.
+    def lookup(self, block_hashes: Sequence[BlockHash], root: BlockHash, tokens: bytes, stride: int) -> list[int]:
+        """Return the blocks of the longest published prefix of `block_hashes`. Changes nothing.
 
         `tokens` are the packed token ids of those blocks, `stride` bytes per block. The tokens and the parent hash of
         each entry are compared too: a hash collision is a miss, never a wrong hit.
         """
-        found = list(takewhile(bool, map(self._entries.get, names)))
+        found = list(takewhile(bool, map(self._entries.get, block_hashes)))
         while found:
             blocks, parents, contents = zip(*found, strict=True)
-            as_named = parents[0] == root and parents[1:] == tuple(names[: len(found) - 1])
+            as_named = parents[0] == root and parents[1:] == tuple(block_hashes[: len(found) - 1])
             if as_named and b"".join(contents) == tokens[: len(found) * stride]:
                 return list(blocks)
             found.pop()  # a hash collision, never observed
         return []
 
-    def contains(self, name: BlockHash) -> bool:
+    def contains(self, block_hash: BlockHash) -> bool:
         """Return whether a block with this hash is published."""
-        return name in self._entries
+        return block_hash in self._entries
 
-    def is_pinned(self, name: BlockHash) -> bool:
+    def is_pinned(self, block_hash: BlockHash) -> bool:
         """Return whether the hash is pinned, published or not."""
-        return name in self._pins
+        return block_hash in self._pins
 
     def refs(self, block: int) -> int:
         """Return the number of references to a block; 0: free, or idle and pinned."""
@@ -145,9 +145,9 @@ class BlockPool:
         """
         return self._versions[block]
 
-    def entry(self, name: BlockHash) -> tuple[int, BlockHash, bytes] | None:
+    def entry(self, block_hash: BlockHash) -> tuple[int, BlockHash, bytes] | None:
         """Return block, parent hash and tokens of the entry published under a hash."""
-        return self._entries.get(name)
+        return self._entries.get(block_hash)
 
     def num_idle(self, block_ids: Sequence[int]) -> int:
         """Return how many of these free blocks `acquire` would take; idle pinned ones are not free."""
@@ -166,9 +166,9 @@ class BlockPool:
             return available
         return available - self._idle.num_protected([b for b in block_ids if self._is_idle(b)], tenant)
 
-    def eviction_of(self, name: BlockHash) -> Evicted | None:
+    def eviction_of(self, block_hash: BlockHash) -> Evicted | None:
         """Return why a block was evicted; None if it is unknown or no longer remembered."""
-        return self._history.get(name)
+        return self._history.get(block_hash)
 
     def in_eviction_order(self) -> Iterator[int]:
         """Iterate idle blocks in eviction order, ignoring queued references. The pool must not change meanwhile."""
@@ -179,7 +179,7 @@ class BlockPool:
     def acquire(self, block_ids: Sequence[int]) -> None:
         """Add one reference to each of these published blocks."""
         refs = self._refs
-        assert all(map(self._names.__getitem__, block_ids)), "a block is not published and cannot be shared"
+        assert all(map(self._block_hashes.__getitem__, block_ids)), "a block is not published and cannot be shared"
         unused = block_ids
         if any(map(refs.__getitem__, block_ids)):
             unused = [block for block in block_ids if not refs[block]]
@@ -227,19 +227,19 @@ class BlockPool:
 
         `retention` is what the releasing request asks for its published blocks.
         """
-        refs, names, scratch = self._refs, self._names, self._scratch
+        refs, block_hashes, scratch = self._refs, self._block_hashes, self._scratch
         idle: list[int] = []
         held: list[int] = []
         for block in reversed(block_ids):
             count = refs[block] - 1
             assert count >= 0, f"block {block} is released twice"
             refs[block] = count
-            if names[block] is not None:
+            if block_hashes[block] is not None:
                 (held if count else idle).append(block)
             elif not count:
                 scratch.append(block)
         if idle and self._pins:
-            pinned = [block for block in idle if names[block] in self._pins]
+            pinned = [block for block in idle if block_hashes[block] in self._pins]
             self._idle_pinned.update(pinned)
             held = pinned + held
             idle = [block for block in idle if block not in self._idle_pinned] if pinned else idle
@@ -247,24 +247,24 @@ class BlockPool:
         if held:
             self._idle.note_users(held, retention, self.now, hot)
 
-    def publish(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes, tenant: str = "") -> bool:
+    def publish(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes, tenant: str = "") -> bool:
         """Publish a full, computed block; return False, and keep it private, if an equal one is published.
 
         The block counts against the share of `tenant`.
         """
         assert self._refs[block] > 0, f"block {block} is published without an owner"
-        assert self._names[block] is None, f"block {block} is published twice"
-        if name in self._entries:
+        assert self._block_hashes[block] is None, f"block {block} is published twice"
+        if block_hash in self._entries:
             return False
-        self._entries[name] = (block, parent, tokens)
-        self._names[block] = name
-        evicted = self._history.forget(name)
+        self._entries[block_hash] = (block, parent, tokens)
+        self._block_hashes[block] = block_hash
+        evicted = self._history.forget(block_hash)
         self._marks[block] = HOT if evicted is not None and evicted.cause == "capacity" else 0
         self._tenants[block] = tenant
         if tenant:
             self._idle.sees(tenant)
         for listener in self.listeners:
-            listener.published(block, name, parent, tokens)
+            listener.published(block, block_hash, parent, tokens)
         return True
 
     def grow(self, num: int) -> None:
@@ -273,7 +273,7 @@ class BlockPool:
         self.num_blocks += num
         self._refs += [0] * num
         self._versions += [0] * num
-        self._names += [None] * num
+        self._block_hashes += [None] * num
         self._scratch += range(self.num_blocks - 1, start - 1, -1)
         self._idle.grow(num)
         self._max_history = max(self._max_history, self._history_pools * self.num_blocks)
@@ -289,7 +289,7 @@ class BlockPool:
             while table and freed < num:
                 table.popitem()
                 freed += 1
-        for items in (self._names, self._idle.tenants, self._refs, self._versions, self._scratch):
+        for items in (self._block_hashes, self._idle.tenants, self._refs, self._versions, self._scratch):
             count = min(num - freed, len(items))
             del items[len(items) - count :]
             freed += count
@@ -297,40 +297,42 @@ class BlockPool:
 
     # ------------------------------------------------------------------------------------------------- keeping
 
-    def want(self, names: Sequence[BlockHash]) -> None:
+    def add_queued_refs(self, block_hashes: Sequence[BlockHash]) -> None:
         """Count a queued request that will use these blocks: while idle they are evicted after all others.
 
-        `names` are the block hashes of one chain, published or not, from its head on.
+        `block_hashes` are the block hashes of one chain, published or not, from its head on.
         """
-        self._wants.add(names)
+        self._queued_refs.add(block_hashes)
 
-    def unwant(self, names: Sequence[BlockHash]) -> None:
-        """Undo `want` for these block hashes, in one call or several."""
-        self._wants.discard(names)
+    def drop_queued_refs(self, block_hashes: Sequence[BlockHash]) -> None:
+        """Undo `add_queued_refs` for these block hashes, in one call or several."""
+        self._queued_refs.discard(block_hashes)
         if self._idle.num_aside:
-            self._wants.count()
-            blocks = [self._entries[name][0] for name in reversed(names) if name in self._entries]
-            self._idle.unwanted([block for block in blocks if self._is_idle(block)], self._is_wanted)
+            self._queued_refs.count()
+            blocks = [
+                self._entries[block_hash][0] for block_hash in reversed(block_hashes) if block_hash in self._entries
+            ]
+            self._idle.unwanted([block for block in blocks if self._is_idle(block)], self._is_queued)
 
-    def pin(self, names: Iterable[BlockHash]) -> None:
+    def pin(self, block_hashes: Iterable[BlockHash]) -> None:
         """Keep the blocks that have or will have these hashes from eviction; calls are counted."""
-        for name in names:
-            self._pins[name] = self._pins.get(name, 0) + 1
-            entry = self._entries.get(name)
+        for block_hash in block_hashes:
+            self._pins[block_hash] = self._pins.get(block_hash, 0) + 1
+            entry = self._entries.get(block_hash)
             if entry is not None and self._is_idle(entry[0]):
                 self._idle.remove(entry[0])
                 self._idle_pinned.add(entry[0])
 
-    def unpin(self, names: Sequence[BlockHash]) -> None:
+    def unpin(self, block_hashes: Sequence[BlockHash]) -> None:
         """Undo one `pin` of each hash; the last one makes the blocks ordinary cache, most recently used."""
-        for name in reversed(names):
-            count = self._pins.get(name, 0)
-            assert count > 0, f"block {name.hex()} is unpinned more often than pinned"
+        for block_hash in reversed(block_hashes):
+            count = self._pins.get(block_hash, 0)
+            assert count > 0, f"block {block_hash.hex()} is unpinned more often than pinned"
             if count > 1:
-                self._pins[name] = count - 1
+                self._pins[block_hash] = count - 1
                 continue
-            del self._pins[name]
-            entry = self._entries.get(name)
+            del self._pins[block_hash]
+            entry = self._entries.get(block_hash)
             if entry is not None and entry[0] in self._idle_pinned:
                 self._idle_pinned.remove(entry[0])
                 self._idle.put(entry[0])
@@ -342,7 +344,7 @@ class BlockPool:
         self._suspect.update(block_ids)
         for block in block_ids:
             self._versions[block] += 1
-        published = [block for block in block_ids if self._names[block] is not None]
+        published = [block for block in block_ids if self._block_hashes[block] is not None]
         self._vacate(published)
         self._forget(published, Evicted("failed", "", self.now))
 
@@ -356,8 +358,10 @@ class BlockPool:
 
         `pinned`: these are removed too. Their hashes stay pinned, and may be computed again.
         """
-        kept = {name for name in self._pins if name in self._entries} if not pinned else set[BlockHash]()
-        blocks = [block for name, (block, _, _) in reversed(self._entries.items()) if name not in kept]
+        kept = (
+            {block_hash for block_hash in self._pins if block_hash in self._entries} if not pinned else set[BlockHash]()
+        )
+        blocks = [block for block_hash, (block, _, _) in reversed(self._entries.items()) if block_hash not in kept]
         self._vacate(blocks)
         self._forget(blocks, Evicted("reset", "", self.now), tell=bool(kept))
         if not kept:
@@ -375,13 +379,13 @@ class BlockPool:
         assert sum(map(len, states)) == len(everything), "a block is in two states"
         assert everything == set(range(1, self.num_blocks)), "a block is lost, or block 0 in use"
         assert min(self._refs) >= 0, "negative reference count"
-        published = {block for block, name in enumerate(self._names) if name is not None}
+        published = {block for block, block_hash in enumerate(self._block_hashes) if block_hash is not None}
         assert idle | pinned == published - referenced
-        assert all(self._names[block] in self._pins for block in pinned), "a block is kept that is not pinned"
-        assert not any(self._names[block] in self._pins for block in idle), "a pinned block may be evicted"
-        for name, (block, _, _) in self._entries.items():
-            assert self._names[block] == name, f"block {block} and the index disagree"
-            assert self._history.get(name) is None, f"block {block} is published and evicted"
+        assert all(self._block_hashes[block] in self._pins for block in pinned), "a block is kept that is not pinned"
+        assert not any(self._block_hashes[block] in self._pins for block in idle), "a pinned block may be evicted"
+        for block_hash, (block, _, _) in self._entries.items():
+            assert self._block_hashes[block] == block_hash, f"block {block} and the index disagree"
+            assert self._history.get(block_hash) is None, f"block {block} is published and evicted"
         assert len(published) == len(self._entries)
         assert len(self._history) <= self._max_history
         self._idle.check()
@@ -389,14 +393,14 @@ class BlockPool:
     # ------------------------------------------------------------------------------------------------------------
 
     def _is_idle(self, block: int) -> bool:
-        return not self._refs[block] and self._names[block] is not None and block not in self._idle_pinned
+        return not self._refs[block] and self._block_hashes[block] is not None and block not in self._idle_pinned
 
-    def _is_wanted(self, block: int) -> bool:
-        return self._names[block] in self._wants
+    def _is_queued(self, block: int) -> bool:
+        return self._block_hashes[block] in self._queued_refs
 
     def _evict(self, num: int, tenant: str, by: str, last_resort: bool) -> list[int]:
-        self._wants.count()
-        wanted: Callable[[int], bool] | None = self._is_wanted if self._wants else None
+        self._queued_refs.count()
+        wanted: Callable[[int], bool] | None = self._is_queued if self._queued_refs else None
         blocks = self._idle.evict(num, tenant, last_resort, self.now, wanted)
         self._forget(blocks, Evicted("capacity", by, self.now))
         return blocks
@@ -414,18 +418,18 @@ class BlockPool:
 
     def _forget(self, blocks: Iterable[int], evicted: Evicted, *, tell: bool = True) -> None:
         """Remove the hashes of published blocks that are no longer idle."""
-        names, entries, remember = self._names, self._entries, self._history.add
+        block_hashes, entries, remember = self._block_hashes, self._entries, self._history.add
         listeners = self.listeners if tell else ()
         retentions = self._idle.retentions if self._idle.retentions else None
         num_before = len(entries)
         for block in blocks:
-            name = names[block]
-            assert name is not None, f"block {block} has no name to forget"
-            del entries[name]
-            names[block] = None
-            remember(name, evicted)
+            block_hash = block_hashes[block]
+            assert block_hash is not None, f"block {block} has no name to forget"
+            del entries[block_hash]
+            block_hashes[block] = None
+            remember(block_hash, evicted)
             if retentions is not None:
                 retentions.drop(block)
             for listener in listeners:
-                listener.removed(name)
+                listener.removed(block_hash)
         self.evictions[evicted.cause] += num_before - len(entries)

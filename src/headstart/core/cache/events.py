@@ -44,10 +44,10 @@ EventSink = Callable[[list[Event]], None]  # must neither block nor raise: it is
 class _Chain:
     """A BlockStored event that may still grow."""
 
-    __slots__ = ("adapter", "domain", "names", "parent", "tokens")
+    __slots__ = ("adapter", "block_hashes", "domain", "parent", "tokens")
 
-    def __init__(self, name: BlockHash, parent: BlockHash | None, tokens: bytes) -> None:
-        self.names = [name]
+    def __init__(self, block_hash: BlockHash, parent: BlockHash | None, tokens: bytes) -> None:
+        self.block_hashes = [block_hash]
         self.parent = parent
         self.tokens = [tokens]
         self.adapter: str | None = None
@@ -70,22 +70,22 @@ class EventLog:
         """Set the sequence whose blocks are published next; it supplies the parent of the first block."""
         self._seq = seq
 
-    def published(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+    def published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         """Record a published block."""
         last = self._pending[-1] if self._pending else None
-        if isinstance(last, _Chain) and last.names[-1] == parent:
-            last.names.append(name)
+        if isinstance(last, _Chain) and last.block_hashes[-1] == parent:
+            last.block_hashes.append(block_hash)
             last.tokens.append(tokens)
         else:
-            self._pending.append(self._begin(name, parent, tokens))
+            self._pending.append(self._begin(block_hash, parent, tokens))
 
-    def removed(self, name: BlockHash) -> None:
+    def removed(self, block_hash: BlockHash) -> None:
         """Record a removed block."""
         last = self._pending[-1] if self._pending else None
         if isinstance(last, list):
-            last.append(name)
+            last.append(block_hash)
         else:
-            self._pending.append([name])
+            self._pending.append([block_hash])
 
     def cleared(self) -> None:
         """Record that the index is empty."""
@@ -98,11 +98,11 @@ class EventLog:
         pending, self._pending, self._seq = self._pending, [], None
         return [self._event(item) for item in pending]
 
-    def _begin(self, name: BlockHash, parent: BlockHash, tokens: bytes) -> _Chain:
+    def _begin(self, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> _Chain:
         """Begin a new event; the hash of a region border is replaced by the hash of the block before it."""
         seq = self._seq
         assert seq is not None, "call `publishing` before a block is published"
-        chain = _Chain(name, parent, tokens)
+        chain = _Chain(block_hash, parent, tokens)
         chain.adapter = seq.request.adapter
         if parent == seq.region:
             chain.domain = seq.request.domain
@@ -114,5 +114,7 @@ class EventLog:
     def _event(self, item: _Chain | list[BlockHash] | AllBlocksCleared) -> Event:
         if isinstance(item, _Chain):
             token_ids = array("i", b"".join(item.tokens))
-            return BlockStored(tuple(item.names), item.parent, token_ids, self._block_size, item.adapter, item.domain)
+            return BlockStored(
+                tuple(item.block_hashes), item.parent, token_ids, self._block_size, item.adapter, item.domain
+            )
         return BlockRemoved(tuple(item)) if isinstance(item, list) else item

@@ -61,10 +61,10 @@ def extend_hashes(
     last: bytes = parent or (hashes[-1] if hashes else root)
     new, stride = hashlib.sha256().copy, token_ids.itemsize * block_size
     raw = token_ids[len(hashes) * block_size : end].tobytes()
-    names: list[bytes] = []
+    new_hashes: list[bytes] = []
     for start in range(0, len(raw) - stride + 1, stride):
         digest = new()  # copying an empty digest is cheaper than making one
         digest.update(last + raw[start : start + stride])
         last = digest.digest()
-        names.append(last)
-    hashes += cast("list[BlockHash]", names)  # one cast: calling BlockHash for each costs a tenth of the hashing
+        new_hashes.append(last)
+    hashes += cast("list[BlockHash]", new_hashes)  # one cast: calling BlockHash for each costs a tenth of the hashing

@@ -40,16 +40,16 @@ class EvictionHistory:
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
-    def add(self, name: BlockHash, evicted: Evicted) -> None:
+    def add(self, block_hash: BlockHash, evicted: Evicted) -> None:
         """Add the hash of an evicted block."""
         if len(self._young) >= self._generation:
             self._old, self._young = self._young, {}
-        self._young[name] = evicted
+        self._young[block_hash] = evicted
 
-    def get(self, name: BlockHash) -> Evicted | None:
+    def get(self, block_hash: BlockHash) -> Evicted | None:
         """Return the eviction of a block hash; None if it is not remembered."""
-        return self._young.get(name) or self._old.get(name)
+        return self._young.get(block_hash) or self._old.get(block_hash)
 
-    def forget(self, name: BlockHash) -> Evicted | None:
+    def forget(self, block_hash: BlockHash) -> Evicted | None:
         """Remove and return the eviction of a block hash that is published again; None if it is not remembered."""
-        return self._young.pop(name, None) or self._old.pop(name, None)
+        return self._young.pop(block_hash, None) or self._old.pop(block_hash, None)

@@ -37,7 +37,7 @@ class KVCache:
         self.pool = pool
         self.block_size = block_size
         self.enabled = enabled
-        self.public_names: Container[BlockHash] = frozenset()  # block hashes of public pinned prefixes
+        self.public_hashes: Container[BlockHash] = frozenset()  # block hashes of public pinned prefixes
         self.event_log: EventLog | None = None
         self._model = model
 
@@ -46,12 +46,12 @@ class KVCache:
         root = root_hash(self._model, adapter=request.adapter, domain=request.domain)
         seq = Sequence(request, request.prompt[:], root, root, order)
         if self.enabled and request.cache is not CacheMode.BYPASS:
-            if request.domain and self.public_names:
-                self._name_public_blocks(seq)
-            self.name_blocks(seq)
+            if request.domain and self.public_hashes:
+                self._hash_public_blocks(seq)
+            self.hash_blocks(seq)
         return seq
 
-    def name_blocks(self, seq: Sequence, until: int | None = None) -> None:
+    def hash_blocks(self, seq: Sequence, until: int | None = None) -> None:
         """Hash every full block of `token_ids[:until]` that has no hash yet."""
         hashes = seq.block_hashes
         at_border = len(hashes) == seq.num_public_blocks
@@ -67,8 +67,8 @@ class KVCache:
         """
         if not self.reads(seq):
             return NO_HIT
-        index, names = seq.num_computed_tokens // self.block_size, seq.block_hashes
-        if index >= len(names) or not self.pool.contains(names[index]):
+        index, block_hashes = seq.num_computed_tokens // self.block_size, seq.block_hashes
+        if index >= len(block_hashes) or not self.pool.contains(block_hashes[index]):
             return NO_HIT
         blocks = self._lookup(seq, index)
         num_tokens = min((index + len(blocks)) * self.block_size, len(seq.token_ids) - 1)
@@ -118,7 +118,7 @@ class KVCache:
         full = seq.num_computed_tokens // self.block_size
         if full <= seq.num_published_blocks or not self.writes(seq):
             return
-        self.name_blocks(seq, until=full * self.block_size)
+        self.hash_blocks(seq, until=full * self.block_size)
         if self.event_log is not None:
             self.event_log.publishing(seq)
         for index in range(seq.num_published_blocks, full):
@@ -176,9 +176,12 @@ class KVCache:
         """Return whether others may reuse what it computes."""
         return self.enabled and seq.recompute is None and seq.request.cache is CacheMode.READ_WRITE
 
-    def num_pinned_blocks(self, names: list[BlockHash]) -> int:
-        """Return the number of leading `names` (block hashes) that are pinned."""
-        return next((index for index, name in enumerate(names) if not self.pool.is_pinned(name)), len(names))
+    def num_pinned_blocks(self, block_hashes: list[BlockHash]) -> int:
+        """Return the number of leading `block_hashes` that are pinned."""
+        return next(
+            (index for index, block_hash in enumerate(block_hashes) if not self.pool.is_pinned(block_hash)),
+            len(block_hashes),
+        )
 
     def parent(self, seq: Sequence, index: int) -> BlockHash:
         """Return the parent hash of one hashed block."""
@@ -190,9 +193,9 @@ class KVCache:
         owner = seq.request.tenant if index >= seq.num_public_blocks else ""
         return self.pool.publish(block, *self.key(seq, index), owner)
 
-    def _name_public_blocks(self, seq: Sequence) -> None:
+    def _hash_public_blocks(self, seq: Sequence) -> None:
         """Hash leading blocks without a domain for as long as they belong to a public pinned prefix."""
-        size, public = self.block_size, self.public_names
+        size, public = self.block_size, self.public_hashes
         root = root_hash(self._model, adapter=seq.request.adapter)
         hashes = seq.block_hashes
         for end in range(size, len(seq.token_ids) + 1, size):
@@ -206,15 +209,15 @@ class KVCache:
 
     def _lookup(self, seq: Sequence, index: int) -> list[int]:
         """Return verified blocks from block `index` on; the region hash is the first private block's parent."""
-        names, border = seq.block_hashes, seq.num_public_blocks
+        block_hashes, border = seq.block_hashes, seq.num_public_blocks
         raw, stride = seq.token_ids.tobytes(), self.block_size * seq.token_ids.itemsize
         if not index and not border:
-            return self.pool.lookup(names, seq.root, raw, stride)
+            return self.pool.lookup(block_hashes, seq.root, raw, stride)
         found: list[int] = []
-        for start, end in ((index, border), (max(index, border), len(names))):
+        for start, end in ((index, border), (max(index, border), len(block_hashes))):
             if start < end:
                 tokens = raw[start * stride : end * stride]
-                found += self.pool.lookup(names[start:end], self.parent(seq, start), tokens, stride)
+                found += self.pool.lookup(block_hashes[start:end], self.parent(seq, start), tokens, stride)
                 if len(found) < end - index:
                     break
         return found

@@ -43,7 +43,7 @@ class Prefix:
     tenant: str
     domain: bytes
     token_ids: "array[int]"  # whole blocks
-    names: list[BlockHash] = field(default_factory=list[BlockHash])  # block hashes
+    block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])  # block hashes
     state: PrefixState = PrefixState.WARMING
     error: str | None = None
     request_id: str = ""  # of the request that computes it, while there is one
@@ -64,7 +64,7 @@ class Prefix:
             self.state,
             self.error,
             len(self.token_ids),
-            len(self.names) if self.is_pinned else 0,
+            len(self.block_hashes) if self.is_pinned else 0,
             self.hits,
             self.tokens_saved,
             self.last_used,

@@ -25,11 +25,11 @@ _ONCE = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 class Demand(NamedTuple):
-    """The blocks that a live request may need in all; `stays`: it must not be preempted again."""
+    """The blocks that a live request may need in all; `non_preemptible`: it must not be preempted again."""
 
     seq: Sequence
     num_blocks: int
-    stays: bool = False
+    non_preemptible: bool = False
 
 
 class PinnedPrefixes:
@@ -58,7 +58,7 @@ class PinnedPrefixes:
         return int(self._pool.num_usable * self._max_share)
 
     @property
-    def names(self) -> Set[BlockHash]:
+    def block_hashes(self) -> Set[BlockHash]:
         """All pinned hashes."""
         return self._owners.keys()
 
@@ -119,19 +119,19 @@ class PinnedPrefixes:
         if not seq.num_pinned_tokens or seq.request_id in self._warming:
             return
         last = -(-seq.num_pinned_tokens // self._cache.block_size) - 1
-        prefix = min(self._owners[seq.block_hashes[last]], key=lambda owner: len(owner.names))
+        prefix = min(self._owners[seq.block_hashes[last]], key=lambda owner: len(owner.block_hashes))
         prefix.hits += 1
         prefix.tokens_saved += seq.num_pinned_tokens
         prefix.last_used = self._pool.now
 
     # ----------------------------------------------------------------------------------------------- called by the pool
 
-    def published(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+    def published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         """Do nothing: a pinned hash may be computed by any request."""
 
-    def removed(self, name: BlockHash) -> None:
+    def removed(self, block_hash: BlockHash) -> None:
         """Note that a pinned hash has lost its block, for example because it was corrupt."""
-        if name in self._owners:
+        if block_hash in self._owners:
             self._lost = True
 
     def cleared(self) -> None:
@@ -173,41 +173,41 @@ class PinnedPrefixes:
 
     def _settle(self, prefixes: "list[Prefix]", cause: Prefix) -> None:
         """Make these the prefixes and update their hashes; otherwise raise InvalidRequestError and change nothing."""
-        before = self._cache.public_names
-        chains = self._named(prefixes)
+        before = self._cache.public_hashes
+        chains = self._chains_of(prefixes)
         try:
             self._check(chains, cause)
         except InvalidRequestError:
-            self._cache.public_names = before
+            self._cache.public_hashes = before
             raise
-        stale = [prefix for prefix in self._prefixes.values() if chains.get(prefix) != prefix.names]
-        fresh = [prefix for prefix in chains if chains[prefix] != prefix.names]
+        stale = [prefix for prefix in self._prefixes.values() if chains.get(prefix) != prefix.block_hashes]
+        fresh = [prefix for prefix in chains if chains[prefix] != prefix.block_hashes]
         for prefix in fresh:
             if prefix.is_pinned:
                 self._pool.pin(chains[prefix])  # before anything is unpinned: hashes in both sets stay pinned
         for prefix in stale:
             self._drop(prefix)
         for prefix in fresh:
-            prefix.names = chains[prefix]
+            prefix.block_hashes = chains[prefix]
             if prefix.is_pinned:
                 self._own(prefix)
                 prefix.num_attempts = 0
                 self._warm(prefix)
 
-    def _named(self, prefixes: "list[Prefix]") -> "dict[Prefix, list[BlockHash]]":
+    def _chains_of(self, prefixes: "list[Prefix]") -> "dict[Prefix, list[BlockHash]]":
         """Return the block hashes of every prefix, given this set; sets the cache's public hashes accordingly."""
         public = [prefix for prefix in prefixes if not prefix.domain]
-        chains = {prefix: prefix.names or self._names_of(prefix) for prefix in public}
-        self._cache.public_names = {name for chain in chains.values() for name in chain}
-        return {prefix: chains.get(prefix) or self._names_of(prefix) for prefix in prefixes}
+        chains = {prefix: prefix.block_hashes or self._hashes_of(prefix) for prefix in public}
+        self._cache.public_hashes = {block_hash for chain in chains.values() for block_hash in chain}
+        return {prefix: chains.get(prefix) or self._hashes_of(prefix) for prefix in prefixes}
 
-    def _names_of(self, prefix: Prefix) -> "list[BlockHash]":
+    def _hashes_of(self, prefix: Prefix) -> "list[BlockHash]":
         request = Request("", prefix.token_ids, _ONCE, domain=prefix.domain, tenant=prefix.tenant)
         return self._cache.new_sequence(request, 0).block_hashes
 
     def _check(self, chains: "dict[Prefix, list[BlockHash]]", cause: Prefix) -> None:
         """Raise InvalidRequestError if the pins exceed the cap, or leave too little for live requests."""
-        pinned = {name for prefix, chain in chains.items() if prefix.is_pinned for name in chain}
+        pinned = {block_hash for prefix, chain in chains.items() if prefix.is_pinned for block_hash in chain}
         if pinned <= self._owners.keys():
             return
         usable, most = self._pool.num_usable, self.max_blocks
@@ -218,28 +218,30 @@ class PinnedPrefixes:
                 f"(max_pinned_share {self._max_share:g}): pin less, remove other prefixes, or raise --max-pinned-share",
                 code="prefix_too_large",
             )
-        hindered = self._hindered(pinned)
-        if hindered is not None:
+        blocked = self._blocked(pinned)
+        if blocked is not None:
             raise InvalidRequestError(
-                f"{change} makes {len(pinned)} pinned blocks of {usable}, and request {hindered}, which is in flight, "
+                f"{change} makes {len(pinned)} pinned blocks of {usable}, and request {blocked}, which is in flight, "
                 f"could no longer be finished; try again when it is done",
                 code="prefix_too_large",
             )
 
-    def _hindered(self, pinned: Set[BlockHash]) -> str | None:
+    def _blocked(self, pinned: Set[BlockHash]) -> str | None:
         """Return the id of a live request that would not fit beside these pins even alone, or as guaranteed to it."""
-        room, stay = self._pool.num_usable - len(pinned), 0
-        for seq, num_blocks, stays in self._demands():
-            names = seq.block_hashes if self._cache.reads(seq) and not stays else ()
-            own = next((index for index, name in enumerate(names) if name not in pinned), len(names))
-            stay += num_blocks if stays else 0
-            if max(num_blocks - own, stay) > room:
+        left, reserved = self._pool.num_usable - len(pinned), 0
+        for seq, num_blocks, non_preemptible in self._demands():
+            block_hashes = seq.block_hashes if self._cache.reads(seq) and not non_preemptible else ()
+            own = next(
+                (index for index, block_hash in enumerate(block_hashes) if block_hash not in pinned), len(block_hashes)
+            )
+            reserved += num_blocks if non_preemptible else 0
+            if max(num_blocks - own, reserved) > left:
                 return seq.request_id
         return None
 
     def _own(self, prefix: Prefix) -> None:
-        for name in prefix.names:
-            self._owners.setdefault(name, []).append(prefix)
+        for block_hash in prefix.block_hashes:
+            self._owners.setdefault(block_hash, []).append(prefix)
 
     def _drop(self, prefix: Prefix) -> None:
         """Unpin the blocks of the prefix and abort its computation."""
@@ -248,14 +250,14 @@ class PinnedPrefixes:
             self._aborted.append(prefix.request_id)
             self._requests = [request for request in self._requests if request.request_id != prefix.request_id]
             prefix.request_id = ""
-        if not prefix.is_pinned or not prefix.names:
+        if not prefix.is_pinned or not prefix.block_hashes:
             return
-        self._pool.unpin(prefix.names)
-        for name in prefix.names:
-            owners = self._owners[name]
+        self._pool.unpin(prefix.block_hashes)
+        for block_hash in prefix.block_hashes:
+            owners = self._owners[block_hash]
             owners.remove(prefix)
             if not owners:
-                del self._owners[name]
+                del self._owners[block_hash]
 
     def _warm(self, prefix: Prefix) -> None:
         """Request the computation of a prefix, under a new request id."""
@@ -289,4 +291,4 @@ class PinnedPrefixes:
         prefix.state, prefix.error = PrefixState.FAILED, error
 
     def _is_computed(self, prefix: Prefix) -> bool:
-        return all(map(self._pool.contains, prefix.names))
+        return all(map(self._pool.contains, prefix.block_hashes))

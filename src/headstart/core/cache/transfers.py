@@ -75,24 +75,24 @@ class Transfers:
 
     def awaits(self, seq: Sequence, index: int) -> bool:
         """Return whether block `index` of the sequence is being loaded. Changes nothing."""
-        names = seq.block_hashes
-        return index < len(names) and names[index] in self._promised and self._cache.reads(seq)
+        block_hashes = seq.block_hashes
+        return index < len(block_hashes) and block_hashes[index] in self._promised and self._cache.reads(seq)
 
     def finds(self, seq: Sequence, index: int) -> int:
         """Return the number of blocks from `index` on that only the store has. Changes nothing."""
-        store, names = self._store, seq.block_hashes
-        if store is None or index >= len(names) or seq.num_loads >= MAX_LOADS or not self._cache.reads(seq):
+        store, block_hashes = self._store, seq.block_hashes
+        if store is None or index >= len(block_hashes) or seq.num_loads >= MAX_LOADS or not self._cache.reads(seq):
             return 0
         end = index
-        while end < len(names) and store.contains(names[end]):
-            if self._pool.contains(names[end]) or names[end] in self._promised:
+        while end < len(block_hashes) and store.contains(block_hashes[end]):
+            if self._pool.contains(block_hashes[end]) or block_hashes[end] in self._promised:
                 break
             end += 1
         return end - index
 
-    def holds(self, name: BlockHash) -> bool:
+    def holds(self, block_hash: BlockHash) -> bool:
         """Return whether the pool or the store has a block with this hash. Changes nothing."""
-        return self._pool.contains(name) or (self._store is not None and self._store.contains(name))
+        return self._pool.contains(block_hash) or (self._store is not None and self._store.contains(block_hash))
 
     def begin(self, seq: Sequence, index: int, num: int, now: float) -> bool:
         """Begin to load `num` blocks from `index` on if that is faster than computing; else change nothing."""
@@ -103,11 +103,11 @@ class Transfers:
         if not expected < computing:
             return False
         grace = BLIND_SECONDS if computing == inf else GRACE_SHARE * computing
-        names = seq.block_hashes[index : index + num]
+        block_hashes = seq.block_hashes[index : index + num]
         load_id = store.load([cache.key(seq, at) for at in range(index, index + num)])
         patience = max(PATIENCE * expected, grace) + GRACE_SECONDS
         self._loads[load_id] = _Load(seq, index, index + num, patience, now)
-        self._promised.update(names)
+        self._promised.update(block_hashes)
         self.num_outstanding += num
         seq.num_loads += 1
         return True
@@ -137,9 +137,9 @@ class Transfers:
         """Return how many of the tokens `[start, end)`, which the sequence takes over, came from the store."""
         if not self._loaded or start >= end:
             return 0
-        size, names, total = self._cache.block_size, seq.block_hashes, 0
+        size, block_hashes, total = self._cache.block_size, seq.block_hashes, 0
         for index in range(start // size, -(-end // size)):
-            if index < len(names) and names[index] in self._loaded:
+            if index < len(block_hashes) and block_hashes[index] in self._loaded:
                 total += min(end, (index + 1) * size) - max(start, index * size)
         return total
 
@@ -148,36 +148,36 @@ class Transfers:
         if self._store is not None and hit.block_ids:
             self._store.touch(seq.block_hashes[: hit.start_block + len(hit.block_ids)])
 
-    def keep(self, names: Iterable[BlockHash]) -> None:
+    def keep(self, block_hashes: Iterable[BlockHash]) -> None:
         """Make the store keep these pinned blocks, and offer it those that it lacks."""
         if self._store is None:
             return
-        pinned = list(names)
+        pinned = list(block_hashes)
         self._store.keep(pinned)
-        for name in pinned:
-            entry = self._pool.entry(name)
+        for block_hash in pinned:
+            entry = self._pool.entry(block_hash)
             if entry is not None:
-                self._offer(entry[0], name, entry[1], entry[2])
+                self._offer(entry[0], block_hash, entry[1], entry[2])
 
-    def offered(self, names: list[BlockHash]) -> list[BlockHash]:
+    def offered(self, block_hashes: list[BlockHash]) -> list[BlockHash]:
         """Return those of these hashes whose content in the store, if any, came from the blocks published now."""
-        return [name for name in names if name in self._offered]
+        return [block_hash for block_hash in block_hashes if block_hash in self._offered]
 
-    def distrust(self, names: list[BlockHash]) -> None:
+    def distrust(self, block_hashes: list[BlockHash]) -> None:
         """Discard blocks that are or may be corrupt from the store."""
-        if self._store is not None and names:
-            self._store.distrust(names)
+        if self._store is not None and block_hashes:
+            self._store.distrust(block_hashes)
 
     # ------------------------------------------------------------------------------------------- called by the pool
 
-    def published(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+    def published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         """Offer the block to the store."""
-        self._offer(block, name, parent, tokens)
+        self._offer(block, block_hash, parent, tokens)
 
-    def removed(self, name: BlockHash) -> None:
+    def removed(self, block_hash: BlockHash) -> None:
         """Drop the block's origin."""
-        self._loaded.discard(name)
-        self._offered.discard(name)
+        self._loaded.discard(block_hash)
+        self._offered.discard(block_hash)
 
     def cleared(self) -> None:
         """Drop the origin of all blocks."""
@@ -186,11 +186,11 @@ class Transfers:
 
     # ------------------------------------------------------------------------------------------------------ private
 
-    def _offer(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+    def _offer(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         assert self._store is not None
-        if not self._store.contains(name):
-            self._offered.add(name)
-            self._store.offer(block, self._pool.version(block), BlockKey(name, parent, tokens))
+        if not self._store.contains(block_hash):
+            self._offered.add(block_hash)
+            self._store.offer(block, self._pool.version(block), BlockKey(block_hash, parent, tokens))
 
     def _take_in(self, load: _Load, loaded: Loaded, executor: Executor, now: float) -> None:
         """Write and publish the blocks that arrived; cancel the rest of the load if there is no space for it."""
@@ -226,12 +226,12 @@ class Transfers:
     def _publish(self, load: _Load, blocks: list[int]) -> None:
         seq, start = load.seq, load.index
         load.index += len(blocks)
-        names = seq.block_hashes[start : load.index]
-        self._promised.difference_update(names)
+        block_hashes = seq.block_hashes[start : load.index]
+        self._promised.difference_update(block_hashes)
         self.num_outstanding -= len(blocks)
         for index, block in enumerate(blocks, start):
             if self._cache.publish_block(seq, index, block):
-                self._loaded.add(names[index - start])
+                self._loaded.add(block_hashes[index - start])
         self._pool.release(blocks, seq.request.retention)
 
     def _forget(self, load_id: int) -> None:

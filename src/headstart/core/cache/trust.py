@@ -21,11 +21,11 @@ from headstart.core.sched.admission import Admission
 class Trust:
     """The decisions about suspect blocks of one cache and its store."""
 
-    def __init__(self, cache: KVCache, transfers: Transfers, room: Admission) -> None:
+    def __init__(self, cache: KVCache, transfers: Transfers, admission: Admission) -> None:
         self._cache = cache
         self._pool = cache.pool
         self._transfers = transfers
-        self._room = room
+        self._admission = admission
 
     def row_failed(self, seq: Sequence, end: int) -> bool:
         """Discard the blocks the sequence wrote itself; return whether the sequence is to be computed again.
@@ -37,10 +37,10 @@ class Trust:
         found = (self._published(seq, index) for index in sorted(shared))
         suspects = tuple(suspect for suspect in found if suspect is not None)
         own = [index for index in range(len(seq.block_ids)) if index not in shared]
-        names = [suspect.name for index in own if (suspect := self._published(seq, index)) is not None]
-        self._transfers.distrust(self._transfers.offered(names))
+        block_hashes = [suspect.block_hash for index in own if (suspect := self._published(seq, index)) is not None]
+        self._transfers.distrust(self._transfers.offered(block_hashes))
         self._pool.distrust([seq.block_ids[index] for index in own])
-        if seq.was_recomputed or not shared or not self._room.holds_copy(seq):
+        if seq.was_recomputed or not shared or not self._admission.fits_copy(seq):
             return False
         seq.was_recomputed = True
         seq.recompute = Recompute(suspects, end)
@@ -60,7 +60,7 @@ class Trust:
         if seq.num_computed_tokens < recompute.until:
             return False
         seq.recompute = None
-        self._transfers.distrust([suspect.name for suspect in recompute.suspects])
+        self._transfers.distrust([suspect.block_hash for suspect in recompute.suspects])
         self._pool.distrust([suspect.block for suspect in recompute.suspects if self._is_there(suspect)])
         return True
 
@@ -76,11 +76,13 @@ class Trust:
         """Return block `index` of its table if that block is published under its hash in the sequence."""
         if index >= seq.num_published_blocks:
             return None
-        name, block = seq.block_hashes[index], seq.block_ids[index]
-        entry = self._pool.entry(name)
-        return Suspect(name, block, self._pool.version(block)) if entry is not None and entry[0] == block else None
+        block_hash, block = seq.block_hashes[index], seq.block_ids[index]
+        entry = self._pool.entry(block_hash)
+        return (
+            Suspect(block_hash, block, self._pool.version(block)) if entry is not None and entry[0] == block else None
+        )
 
     def _is_there(self, suspect: Suspect) -> bool:
         """Return whether the block is still published under its hash, with unchanged content."""
-        entry = self._pool.entry(suspect.name)
+        entry = self._pool.entry(suspect.block_hash)
         return entry is not None and entry[0] == suspect.block and self._pool.version(suspect.block) == suspect.version

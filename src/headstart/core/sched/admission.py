@@ -13,7 +13,7 @@ from headstart.core.sched.waiting_queue import OrderedSequences
 MAX_PREEMPTIONS = 3
 FIRST_GUESS = 64  # output tokens, until a sequence has finished
 MEMORY = 64  # finished sequences over which the mean decays
-VICTIMS = 8  # number of preemption candidates that are compared
+MAX_CANDIDATES = 8  # number of preemption candidates that are compared
 
 
 class Admission:
@@ -30,47 +30,46 @@ class Admission:
         self._num_finished = min(self._num_finished + 1, MEMORY)
         self._mean += (num_output_tokens - self._mean) / (self._num_finished + 1)
 
-    def fits(self, seq: Sequence, hit: Hit, running: OrderedSequences, owed: int) -> bool:
+    def fits(self, seq: Sequence, hit: Hit, running: OrderedSequences, reserved: int) -> bool:
         """Return whether the whole prompt, less its hit, fits; beside running ones also all expected growth.
 
-        `owed` is the growth of the running sequences: the sum of their `blocks_owed`.
+        `reserved` is the growth of the running sequences: the sum of their `blocks_reserved`.
         """
         cache = self._cache
         if not running:
             new = cache.num_new_blocks(seq, hit, len(seq.token_ids))
             return new <= cache.pool.num_scratch or new <= cache.num_available(seq, hit, last_resort=True)
-        if stays(seq) and not self._can_stay(seq, running):
+        if non_preemptible(seq) and not self._fits_to_end(seq, running):
             return False
-        needed = self._final_blocks(seq) - len(hit.block_ids) + owed
+        needed = self._final_blocks(seq) - len(hit.block_ids) + reserved
         return needed <= cache.pool.num_scratch or needed <= cache.num_available(seq, hit)
 
     def most_blocks(self, seq: Sequence) -> int:
         """Return the length of its block table if its output becomes as long as allowed."""
         return self._blocks_at(self._longest(seq))
 
-    def blocks_owed(self, seq: Sequence) -> int:
+    def blocks_reserved(self, seq: Sequence) -> int:
         """Return the blocks a running sequence is expected to take yet, or may take if it must not be preempted."""
         return max(self._final_blocks(seq) - len(seq.block_ids), 0)
 
-    def victim(self, seq: Sequence, hit: Hit, num_tokens: int, behind: list[Sequence]) -> Sequence:
+    def victim(self, seq: Sequence, hit: Hit, num_tokens: int, candidates: list[Sequence]) -> Sequence:
         """Return the sequence to preempt so that `seq` can cover `num_tokens`: the candidate that loses least.
 
-        The candidates `behind` it are not planned in this step yet, and none is non-preemptible. If there are none, it
-        is `seq` itself.
+        None of the `candidates` is planned in this step yet or non-preemptible. If there are none, it is `seq` itself.
         """
-        if not behind:
-            assert not stays(seq), f"{seq.request_id} is non-preemptible and does not fit"
+        if not candidates:
+            assert not non_preemptible(seq), f"{seq.request_id} is non-preemptible and does not fit"
             return seq
         cache = self._cache
         missing = cache.num_new_blocks(seq, hit, num_tokens) - cache.num_available(seq, hit)
-        freed = [(self._num_exclusive_blocks(other), -other.order, other) for other in behind]
+        freed = [(self._num_exclusive_blocks(other), -other.order, other) for other in candidates]
         enough = [entry for entry in freed if entry[0] >= missing]
-        return min(enough, key=lambda entry: entry[:2])[2] if enough else behind[0]
+        return min(enough, key=lambda entry: entry[:2])[2] if enough else candidates[0]
 
     def check(self, seq: Sequence) -> None:
         """Raise RequestTooLargeError if it would not fit even alone, beside the blocks pinned for others."""
         cache, pool = self._cache, self._cache.pool
-        blocks, pinned = self._blocks_at(self._longest(seq)), pool.num_pinned_names
+        blocks, pinned = self._blocks_at(self._longest(seq)), pool.num_pinned_hashes
         own = cache.num_pinned_blocks(seq.block_hashes) if pinned and cache.reads(seq) else 0
         usable = pool.num_usable - pinned + own
         if blocks > usable:
@@ -81,24 +80,24 @@ class Admission:
                 param="max_tokens",
             )
 
-    def holds_copy(self, seq: Sequence) -> bool:
+    def fits_copy(self, seq: Sequence) -> bool:
         """Return whether the pool can hold all its tokens so far beside all pinned blocks, its own included.
 
         A sequence that does not write to the cache keeps its copy to its end, so that must fit too.
         """
         num_tokens = len(seq.token_ids) + 1 if self._cache.writes(seq) else self._longest(seq)
-        return self._blocks_at(num_tokens) <= self._cache.pool.num_usable - self._cache.pool.num_pinned_names
+        return self._blocks_at(num_tokens) <= self._cache.pool.num_usable - self._cache.pool.num_pinned_hashes
 
-    def _can_stay(self, seq: Sequence, running: OrderedSequences) -> bool:
+    def _fits_to_end(self, seq: Sequence, running: OrderedSequences) -> bool:
         """Return whether the pool can hold it to its end beside all other non-preemptible sequences."""
-        staying = [other for other in running if stays(other)]
-        blocks = sum(self._final_blocks(other) for other in (seq, *staying))
-        return not staying or blocks <= self._cache.pool.num_usable - self._cache.pool.num_pinned_names
+        others = [other for other in running if non_preemptible(other)]
+        blocks = sum(self._final_blocks(other) for other in (seq, *others))
+        return not others or blocks <= self._cache.pool.num_usable - self._cache.pool.num_pinned_hashes
 
     def _final_blocks(self, seq: Sequence) -> int:
         """Return the length of its block table at its end: as expected, or the maximum if it is non-preemptible."""
         longest = self._longest(seq)
-        expected = longest if stays(seq) else min(longest, len(seq.request.prompt) + int(self._mean))
+        expected = longest if non_preemptible(seq) else min(longest, len(seq.request.prompt) + int(self._mean))
         return self._blocks_at(max(expected, len(seq.token_ids) + 1))
 
     def _longest(self, seq: Sequence) -> int:
@@ -113,6 +112,6 @@ class Admission:
         return sum(1 for block in seq.block_ids if self._cache.pool.refs(block) == 1)
 
 
-def stays(seq: Sequence) -> bool:
+def non_preemptible(seq: Sequence) -> bool:
     """Return whether the sequence is non-preemptible, having been preempted MAX_PREEMPTIONS times."""
     return seq.num_preemptions >= MAX_PREEMPTIONS

@@ -46,11 +46,11 @@ class Plan:
 
     def promises(self, seq: Sequence, index: int) -> bool:
         """Return whether enough blocks of `seq` from `index` on are promised to be worth waiting a step."""
-        names, promised = seq.block_hashes, self._promised
-        if index >= len(names) or names[index] not in promised:
+        block_hashes, promised = seq.block_hashes, self._promised
+        if index >= len(block_hashes) or block_hashes[index] not in promised:
             return False
         end = index + 1
         least = index + -(-self.limits.min_followed_tokens // self._block_size)
-        while end < least and end < len(names) and names[end] in promised:
+        while end < least and end < len(block_hashes) and block_hashes[end] in promised:
             end += 1
         return end >= least

@@ -23,39 +23,39 @@ class QueuedBlockRefs:
     def __len__(self) -> int:
         return len(self._counts)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._counts
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self._counts
 
-    def add(self, names: Sequence[BlockHash]) -> None:
+    def add(self, block_hashes: Sequence[BlockHash]) -> None:
         """Add one reference to every hash."""
-        if names:
-            self._uncounted.setdefault(names[-1], []).append(names[:])
+        if block_hashes:
+            self._uncounted.setdefault(block_hashes[-1], []).append(block_hashes[:])
             self._num_uncounted += 1
             if self._num_uncounted > MAX_UNCOUNTED:
                 self.count()
 
-    def discard(self, names: Sequence[BlockHash]) -> None:
+    def discard(self, block_hashes: Sequence[BlockHash]) -> None:
         """Remove one reference from every hash, in any grouping."""
-        alike = self._uncounted.get(names[-1]) if names else None
-        if alike is not None and names in alike:
-            alike.remove(names)
+        alike = self._uncounted.get(block_hashes[-1]) if block_hashes else None
+        if alike is not None and block_hashes in alike:
+            alike.remove(block_hashes)
             if not alike:
-                del self._uncounted[names[-1]]
+                del self._uncounted[block_hashes[-1]]
             self._num_uncounted -= 1
             return
         self.count()
         counts = self._counts
-        for name in names:
-            assert name in counts, f"block {name.hex()} is dereferenced more often than referenced"
-            if counts[name] == 1:
-                counts.pop(name)  # `del` of a Counter runs in Python
+        for block_hash in block_hashes:
+            assert block_hash in counts, f"block {block_hash.hex()} is dereferenced more often than referenced"
+            if counts[block_hash] == 1:
+                counts.pop(block_hash)  # `del` of a Counter runs in Python
             else:
-                counts[name] -= 1
+                counts[block_hash] -= 1
 
     def count(self) -> None:
         """Count the references added since the last call."""
         for alike in self._uncounted.values():
-            for names in alike:
-                self._counts.update(names)
+            for block_hashes in alike:
+                self._counts.update(block_hashes)
         self._uncounted.clear()
         self._num_uncounted = 0

@@ -18,7 +18,7 @@ from headstart.core.cache.transfers import Transfers
 from headstart.core.cache.trust import Trust
 from headstart.core.errors import RequestTooLargeError
 from headstart.core.request import FinishReason, Request, Sequence, Status
-from headstart.core.sched.admission import VICTIMS, Admission, stays
+from headstart.core.sched.admission import MAX_CANDIDATES, Admission, non_preemptible
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.plan import Plan
 from headstart.core.sched.step_time import StepTimes
@@ -55,14 +55,14 @@ class Scheduler:
         self.cache = KVCache(self.pool, block_size, model=model, enabled=enable_prefix_caching)
         self.waiting = WaitingQueue(self.pool, policy, lpm_k, self.cache.reads)
         order = POLICIES[policy]
-        self.running = OrderedSequences(lambda seq: (not stays(seq), *order(seq)))
-        self.room = Admission(self.cache, limits.max_model_len)
+        self.running = OrderedSequences(lambda seq: (not non_preemptible(seq), *order(seq)))
+        self.admission = Admission(self.cache, limits.max_model_len)
         self.prefixes = PinnedPrefixes(self.cache, self._demands, max_share=max_pinned_share)
         self.transfers = Transfers(self.cache, store)
-        self.trust = Trust(self.cache, self.transfers, self.room)
+        self.trust = Trust(self.cache, self.transfers, self.admission)
         self.step_times = StepTimes(limits.step_bound)
-        self.accounts = TokenAccounting(self.cache, self.transfers, self.prefixes.is_warming)
-        self.counters = self.accounts.counters
+        self.accounting = TokenAccounting(self.cache, self.transfers, self.prefixes.is_warming)
+        self.counters = self.accounting.counters
         self._by_priority = policy == "priority"
         self._cache_aware = cache_aware_accounting
         self._sequences: dict[str, Sequence] = {}
@@ -81,9 +81,9 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id!r} is in use")
         self._check_length(request)
         seq = self.cache.new_sequence(request, self._num_arrivals)
-        self.room.check(seq)
+        self.admission.check(seq)
         self._num_arrivals += 1
-        self.accounts.arrived(seq)
+        self.accounting.arrived(seq)
         self._sequences[request.request_id] = seq
         self.waiting.add(seq)
 
@@ -93,7 +93,7 @@ class Scheduler:
         if seq is None:
             return False
         if seq.num_output_tokens:  # a stop string ends a sequence like this too
-            self.room.finished(seq.num_output_tokens)
+            self.admission.finished(seq.num_output_tokens)
         self._finish(seq)
         return True
 
@@ -154,18 +154,18 @@ class Scheduler:
             n = plan.chunk_len(seq, start, alone=alone)
             while n and not self.cache.extend(seq, hit, start + n, last_resort=len(self.running) == 1):
                 preempted = True
-                if self._preempt(self.room.victim(seq, hit, start + n, self._behind(seq))) is seq:
+                if self._preempt(self.admission.victim(seq, hit, start + n, self._candidates(seq))) is seq:
                     n = 0
             if n:
                 if hit.block_ids:
-                    self.accounts.adopted(seq, hit, before)
+                    self.accounting.adopted(seq, hit, before)
                 plan.add(seq, start, n, writes=self.cache.writes(seq))
         return preempted
 
     def _plan_waiting(self, plan: Plan) -> None:
         """Admit waiting sequences in the queue's order; stop at the first that does not fit."""
         self.waiting.refresh()
-        owed = sum(map(self.room.blocks_owed, self.running))
+        reserved = sum(map(self.admission.blocks_reserved, self.running))
         while plan.budget > 0 and len(self.running) < self.limits.max_seqs:
             group = self.waiting.next()
             if group is None:
@@ -178,12 +178,12 @@ class Scheduler:
             if depth < group.depth:
                 self.waiting.regroup(seq, depth)
                 continue
-            if self._is_promised(plan, seq, depth) or self._is_loading(seq, hit, depth, owed):
+            if self._is_promised(plan, seq, depth) or self._is_loading(seq, hit, depth, reserved):
                 self.waiting.pass_over(group, hit.num_tokens)
                 continue
-            if not self._admit(plan, seq, hit, owed):
+            if not self._admit(plan, seq, hit, reserved):
                 break
-            owed += self.room.blocks_owed(seq)
+            reserved += self.admission.blocks_reserved(seq)
         self.waiting.end_of_turn()
 
     def _may_recompute(self, seq: Sequence, group: Group) -> bool:
@@ -208,11 +208,11 @@ class Scheduler:
         self.counters.num_promise_skips += 1
         return True
 
-    def _is_loading(self, seq: Sequence, hit: Hit, index: int, owed: int | None = None) -> bool:
+    def _is_loading(self, seq: Sequence, hit: Hit, index: int, reserved: int | None = None) -> bool:
         """Return whether its next blocks, from `index` on, are being loaded from the store; begins a load if it helps.
 
         Loads begin only for what could run now: for a waiting sequence if all of it fits beside the reservations
-        `owed`.
+        `reserved`.
         """
         transfers = self.transfers
         if transfers.awaits(seq, index):
@@ -220,22 +220,22 @@ class Scheduler:
         num = transfers.finds(seq, index)
         if not num:
             return False
-        if owed is None:
+        if reserved is None:
             fits = num + transfers.num_outstanding <= self.cache.num_available(seq, hit)
         else:
-            fits = self._fits(seq, hit, owed)
+            fits = self._fits(seq, hit, reserved)
         return fits and transfers.begin(seq, index, num, self._now)
 
-    def _admit(self, plan: Plan, seq: Sequence, hit: Hit, owed: int) -> bool:
+    def _admit(self, plan: Plan, seq: Sequence, hit: Hit, reserved: int) -> bool:
         """Admit a waiting sequence and plan its first chunk; otherwise return False and change nothing."""
         n = plan.chunk_len(seq, hit.num_tokens, alone=len(self._sequences) == 1)
-        if not n or not self._fits(seq, hit, owed) or not self._affords(plan, hit, n):
+        if not n or not self._fits(seq, hit, reserved) or not self._affords(plan, hit, n):
             return False
         extended = self.cache.extend(seq, hit, hit.num_tokens + n, last_resort=not self.running)
         assert extended, f"{seq.request_id} fits but cannot be extended"
         self.waiting.admitted(seq)
         is_first = not seq.admitted
-        self.accounts.admitted(seq, hit, self._now)
+        self.accounting.admitted(seq, hit, self._now)
         if is_first:
             self.prefixes.admitted(seq)
         self.running.add(seq)
@@ -244,30 +244,30 @@ class Scheduler:
         plan.add(seq, hit.num_tokens, n, writes=self.cache.writes(seq), extra=extra)
         return True
 
-    def _fits(self, seq: Sequence, hit: Hit, owed: int) -> bool:
+    def _fits(self, seq: Sequence, hit: Hit, reserved: int) -> bool:
         """Return whether all of it fits beside the reservations of others and the blocks being loaded."""
         hit, coming = hit if self._cache_aware else NO_HIT, self.transfers.num_outstanding
         if coming:  # loads take little time, so this applies even if nothing runs yet
             new = self.cache.num_new_blocks(seq, hit, len(seq.token_ids))
             if new + coming > self.cache.num_available(seq, hit):
                 return False
-        return self.room.fits(seq, hit, self.running, owed + coming)
+        return self.admission.fits(seq, hit, self.running, reserved + coming)
 
     def _affords(self, plan: Plan, hit: Hit, n: int) -> bool:
         """Return whether the budget suffices; always, unless cached tokens are charged too (see the class)."""
         return self._cache_aware or not plan.entries or hit.num_tokens + n <= plan.budget
 
-    def _behind(self, seq: Sequence) -> list[Sequence]:
+    def _candidates(self, seq: Sequence) -> list[Sequence]:
         """Return the preemption candidates for `seq`: the last running sequences after it, all of one priority."""
-        behind: list[Sequence] = []
+        candidates: list[Sequence] = []
         for index in range(len(self.running) - 1, -1, -1):
             other = self.running[index]
-            if other is seq or len(behind) == VICTIMS:
+            if other is seq or len(candidates) == MAX_CANDIDATES:
                 break
-            if behind and self._by_priority and other.request.priority != behind[0].request.priority:
+            if candidates and self._by_priority and other.request.priority != candidates[0].request.priority:
                 break
-            behind.append(other)
-        return behind
+            candidates.append(other)
+        return candidates
 
     def _preempt(self, seq: Sequence) -> Sequence:
         """Preempt a running sequence: release all its blocks and queue it; it is recomputed (often from cache)."""
@@ -281,7 +281,7 @@ class Scheduler:
         """Release all blocks of a running sequence and queue it."""
         self.running.remove(seq)
         if self.cache.reads(seq):
-            self.cache.name_blocks(seq, until=seq.num_computed_tokens)
+            self.cache.hash_blocks(seq, until=seq.num_computed_tokens)
         self.cache.release(seq)
         seq.status = Status.WAITING
         self.waiting.add(seq)
@@ -318,7 +318,7 @@ class Scheduler:
 
     def _update_row(self, seq: Sequence, chunk: Chunk, row: Row) -> Output | None:
         seq.num_scheduled_tokens = 0
-        self.accounts.computed(seq, chunk)
+        self.accounting.computed(seq, chunk)
         if row.error is not None:
             return self._row_failed(seq, chunk, row, row.error.kind)
         assert len(row.token_ids) == chunk.num_logits, f"{chunk.num_logits} tokens due, {len(row.token_ids)} came"
@@ -334,19 +334,19 @@ class Scheduler:
             row = row._replace(prompt_logprobs=fresh)
         if not row.token_ids:
             return self._output(seq, row, None) if row.prompt_logprobs else None
-        ledger = self.accounts.close(seq) if len(seq.token_ids) == chunk.num_prompt_tokens else None
+        ledger = self.accounting.close(seq) if len(seq.token_ids) == chunk.num_prompt_tokens else None
         seq.token_ids.extend(row.token_ids)
         self.counters.generation_tokens += len(row.token_ids)
         reason = self._finish_reason(seq)
         if reason is not None:
-            self.room.finished(seq.num_output_tokens)
+            self.admission.finished(seq.num_output_tokens)
             self._finish(seq)
         return self._output(seq, row, reason, ledger)
 
     def _row_failed(self, seq: Sequence, chunk: Chunk, row: Row, kind: RowErrorKind) -> Output | None:
         """Finish a sequence whose row failed, or compute it once more if shared blocks may be corrupt."""
         if kind is RowErrorKind.NON_FINITE and self.trust.row_failed(seq, chunk.start + len(chunk.token_ids)):
-            self.accounts.recomputes(seq)
+            self.accounting.recomputes(seq)
             self._requeue(seq)
             return None
         self.counters.num_row_errors += 1
@@ -365,7 +365,7 @@ class Scheduler:
     def _finish(self, seq: Sequence) -> None:
         (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
         self.cache.release(seq)
-        self.accounts.finished(seq)
+        self.accounting.finished(seq)
         seq.status = Status.FINISHED
         del self._sequences[seq.request_id]
         self._finished.append(seq.request_id)
@@ -389,7 +389,7 @@ class Scheduler:
     def _demands(self) -> Iterator[Demand]:
         """Iterate over what must still fit beside pinned blocks."""
         for seq in self._sequences.values():
-            yield Demand(seq, self.room.most_blocks(seq), stays(seq) and seq.status is Status.RUNNING)
+            yield Demand(seq, self.admission.most_blocks(seq), non_preemptible(seq) and seq.status is Status.RUNNING)
 
     def _check_length(self, request: Request) -> None:
         """Raise RequestTooLargeError for a prompt that could never run, so that no request waits for ever."""

@@ -14,7 +14,7 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.core.cache.kv_cache import Hit, KVCache
 from headstart.core.cache.transfers import Transfers
 from headstart.core.request import Sequence
-from headstart.core.sched.ideal_cache import IdealCache, max_names
+from headstart.core.sched.ideal_cache import IdealCache, max_hashes
 
 
 @dataclass(slots=True)
@@ -52,14 +52,14 @@ class TokenAccounting:
         self._cache = cache
         self._transfers = transfers
         self._is_internal = is_internal
-        self._ideal = IdealCache(max_names(cache.pool.num_blocks))
+        self._ideal = IdealCache(max_hashes(cache.pool.num_blocks))
 
     def arrived(self, seq: Sequence) -> None:
         """Count what a perfect cache would compute of its prompt: at least one token."""
-        names = seq.block_hashes
-        known = self._num_ideal(names) if self._cache.reads(seq) else 0
+        block_hashes = seq.block_hashes
+        known = self._num_ideal(block_hashes) if self._cache.reads(seq) else 0
         self.counters.ideal_tokens += max(len(seq.token_ids) - known * self._cache.block_size, 1)
-        self._ideal.learn(names if self._cache.writes(seq) else names[:known])
+        self._ideal.learn(block_hashes if self._cache.writes(seq) else block_hashes[:known])
 
     def finished(self, seq: Sequence) -> None:
         """Add its output to the perfect cache."""
@@ -77,7 +77,7 @@ class TokenAccounting:
         cached = hit.num_tokens if seq.num_hit_tokens is None else min(seq.num_hit_tokens, hit.num_tokens)
         seq.num_cached_tokens = cached
         self._late(seq, cached, hit.num_tokens)
-        if self._cache.pool.num_pinned_names:
+        if self._cache.pool.num_pinned_hashes:
             pinned = self._cache.num_pinned_blocks(seq.block_hashes[: len(hit.block_ids)])
             seq.num_pinned_tokens = min(pinned * self._cache.block_size, cached)
         if not self._is_internal(seq.request_id):
@@ -127,10 +127,10 @@ class TokenAccounting:
         counters.prompt_computed_tokens += ledger.computed
         return ledger
 
-    def _num_ideal(self, names: list[BlockHash]) -> int:
-        """Return the number of leading `names` (block hashes) that a perfect cache or the real one holds."""
-        known = self._ideal.num_known(names)
-        while known < len(names) and self._transfers.holds(names[known]):
+    def _num_ideal(self, block_hashes: list[BlockHash]) -> int:
+        """Return the number of leading `block_hashes` that a perfect cache or the real one holds."""
+        known = self._ideal.num_known(block_hashes)
+        while known < len(block_hashes) and self._transfers.holds(block_hashes[known]):
             known += 1
         return known
 

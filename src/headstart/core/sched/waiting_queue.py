@@ -73,15 +73,15 @@ class Group:
     sequence. Sequences that wait for a second run (trust.py) are one group.
     """
 
-    __slots__ = ("age", "common", "depth", "match", "members", "missing", "num_told", "wanted")
+    __slots__ = ("age", "common", "depth", "match", "members", "missing", "num_skipped", "referenced")
 
     def __init__(self, missing: BlockHash, depth: int, common: int, key: Key) -> None:
         self.missing = missing
         self.depth = depth
         self.members = OrderedSequences(key)
         self.common = common  # leading blocks known to be common to all members
-        self.num_told = 0  # number of members when it was last skipped
-        self.wanted: list[BlockHash] = []  # hashes referenced in the pool for this group
+        self.num_skipped = 0  # number of members when it was last skipped
+        self.referenced: list[BlockHash] = []  # hashes referenced in the pool for this group
         self.age: tuple[float, ...] = ()  # its current key in the two heaps; an entry with another key is void
         self.match: tuple[float, ...] = ()
 
@@ -159,8 +159,8 @@ class WaitingQueue:
         """
         group.age = group.match = ()
         self._passed.append(group)
-        if group.num_told != len(group.members):
-            group.num_told = len(group.members)
+        if group.num_skipped != len(group.members):
+            group.num_skipped = len(group.members)
             for seq in group.members:
                 if seq.num_hit_tokens is None:
                     seq.num_hit_tokens = num_hit_tokens
@@ -174,10 +174,10 @@ class WaitingQueue:
 
     def refresh(self) -> None:
         """Move the groups whose first missing block has been published; called before each step is planned."""
-        names, self._published = self._published, []
-        for name in names:
-            group = self._groups.get(name)
-            if group is not None and self._pool.contains(name):
+        block_hashes, self._published = self._published, []
+        for block_hash in block_hashes:
+            group = self._groups.get(block_hash)
+            if group is not None and self._pool.contains(block_hash):
                 self._advance(group)
 
     def regroup(self, seq: Sequence, depth: int) -> None:
@@ -191,12 +191,12 @@ class WaitingQueue:
         """Return its number of published leading blocks as recorded; at least the actual number."""
         return self._of[seq.request_id].depth
 
-    def published(self, block: int, name: BlockHash, parent: BlockHash, tokens: bytes) -> None:
+    def published(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes) -> None:
         """Record a published block, for `refresh`."""
-        if name in self._groups:
-            self._published.append(name)
+        if block_hash in self._groups:
+            self._published.append(block_hash)
 
-    def removed(self, name: BlockHash) -> None:
+    def removed(self, block_hash: BlockHash) -> None:
         """Do nothing: the match is corrected at the group's turn."""
 
     def cleared(self) -> None:
@@ -211,11 +211,11 @@ class WaitingQueue:
         """
         if not self._reads(seq):
             return 0
-        names, contains = seq.block_hashes, self._pool.contains
-        low, high = start, len(names)
+        block_hashes, contains = seq.block_hashes, self._pool.contains
+        low, high = start, len(block_hashes)
         while low < high:
             middle = (low + high) // 2
-            if contains(names[middle]):
+            if contains(block_hashes[middle]):
                 low = middle + 1
             else:
                 high = middle
@@ -232,7 +232,7 @@ class WaitingQueue:
         if group is None:
             group = self._groups[missing] = Group(missing, depth, len(seq.block_hashes), self._key)
             group.members.add(seq)
-            self._want(group)
+            self._add_refs(group)
             self._enqueue(group)
         else:
             group.common = _num_common(group.members[0], seq, depth, group.common)
@@ -255,11 +255,11 @@ class WaitingQueue:
                 group.common = depth + 1
             group.missing, group.depth = missing, depth
             self._groups[missing] = group
-            self._want(group)
+            self._add_refs(group)
             self._enqueue(group)
         else:
             apart = list(group.members)
-            self._unwant(group)
+            self._drop_refs(group)
             group.age = group.match = ()
         for seq in apart:
             self._insert(seq, self._depth(seq, known))
@@ -288,17 +288,17 @@ class WaitingQueue:
     def _dissolve(self, group: Group) -> None:
         del self._groups[group.missing]
         group.age = group.match = ()
-        self._unwant(group)
+        self._drop_refs(group)
 
-    def _want(self, group: Group) -> None:
+    def _add_refs(self, group: Group) -> None:
         """Add references in the pool to the blocks that the group will take over."""
-        names = group.members[0].block_hashes[len(group.wanted) : group.depth]
-        self._pool.want(names)
-        group.wanted += names
+        block_hashes = group.members[0].block_hashes[len(group.referenced) : group.depth]
+        self._pool.add_queued_refs(block_hashes)
+        group.referenced += block_hashes
 
-    def _unwant(self, group: Group) -> None:
-        self._pool.unwant(group.wanted)
-        group.wanted = []
+    def _drop_refs(self, group: Group) -> None:
+        self._pool.drop_queued_refs(group.referenced)
+        group.referenced = []
 
 
 def _num_common(a: Sequence, b: Sequence, low: int, high: int) -> int:

@@ -106,61 +106,65 @@ class ApproximateIndex:
         """Reserve the blocks of a request against eviction; add new ones if `at_pick`."""
         if self._discards:
             self._discards.free(FREED)
-        hold = Reservation(names, self.match(names))
-        hold.epoch = self._epoch
-        hold.num_losses = self._num_losses
-        if hold.hit < len(names):
-            name = names[hold.hit]
+        reservation = Reservation(names, self.match(names))
+        reservation.epoch = self._epoch
+        reservation.num_losses = self._num_losses
+        if reservation.hit < len(names):
+            name = names[reservation.hit]
             evicted = self._pool.eviction_of(name)
-            hold.evicted = name in self._unplaced or (evicted is not None and evicted.cause == "capacity")
-            hold.doubtful = self._flushed is not None and name in self._flushed
-        self._acquire(hold, hold.hit)
-        unsure = bytes(map(self._unsure.__getitem__, hold.blocks)).find(1)
-        hold.sure = hold.hit if unsure < 0 else unsure
+            reservation.evicted = name in self._unplaced or (evicted is not None and evicted.cause == "capacity")
+            reservation.doubtful = self._flushed is not None and name in self._flushed
+        self._acquire(reservation, reservation.hit)
+        unsure = bytes(map(self._unsure.__getitem__, reservation.blocks)).find(1)
+        reservation.sure = reservation.hit if unsure < 0 else unsure
         if self.at_pick:
-            self._extend(hold, unsure=1)
-        return hold
+            self._extend(reservation, unsure=1)
+        return reservation
 
-    def computed(self, hold: Reservation, now: float = 0.0) -> None:
+    def computed(self, reservation: Reservation, now: float = 0.0) -> None:
         """Add the blocks of the computed prompt."""
-        if not self._is_open(hold):
+        if not self._is_open(reservation):
             return
-        for block in hold.blocks[hold.sure :]:
+        for block in reservation.blocks[reservation.sure :]:
             self._unsure[block] = 0
-        self._extend(hold, unsure=0)
-        self._see(hold.blocks)
+        self._extend(reservation, unsure=0)
+        self._see(reservation.blocks)
 
-    def finished(self, hold: Reservation, names: list[BlockHash], now: float = 0.0) -> None:
+    def finished(self, reservation: Reservation, names: list[BlockHash], now: float = 0.0) -> None:
         """Add the blocks of prompt and output, which may be evicted from now on."""
-        if not self._is_open(hold):
+        if not self._is_open(reservation):
             return
-        self.computed(hold)
-        hold.names = names
-        self._extend(hold, unsure=0)
-        self._release(hold)
+        self.computed(reservation)
+        reservation.names = names
+        self._extend(reservation, unsure=0)
+        self._release(reservation)
 
-    def failed(self, hold: Reservation) -> None:
+    def failed(self, reservation: Reservation) -> None:
         """Release the blocks; those the request was to compute are dropped."""
-        if not self._is_open(hold):
+        if not self._is_open(reservation):
             return
         self._pool.take_blocks_to_zero()  # there is nothing to zero here
-        unsure = [block for block in hold.blocks[hold.sure :] if self._unsure[block] and self._pool.refs(block) == 1]
+        unsure = [
+            block
+            for block in reservation.blocks[reservation.sure :]
+            if self._unsure[block] and self._pool.refs(block) == 1
+        ]
         if unsure:
             self._pool.distrust(unsure)
-        self._release(hold)
+        self._release(reservation)
 
-    def observed(self, hold: Reservation, num_blocks: int, now: float = 0.0) -> None:
+    def observed(self, reservation: Reservation, num_blocks: int, now: float = 0.0) -> None:
         """Correct the index by the number of blocks that were cached. Once per request."""
-        if hold.epoch != self._epoch or hold.reported or not self.corrects:
+        if reservation.epoch != self._epoch or reservation.reported or not self.corrects:
             return
-        hold.reported = True
-        if num_blocks < min(hold.sure, hold.hit):
-            if hold.num_losses == self._num_losses or hold.serials[num_blocks] > self._lost_until:
-                self._lost(hold, num_blocks)  # else it is part of a loss noticed since this one was sent
-        elif hold.doubtful and self._flushed is not None:
-            self._settle(self._flushed, num_blocks > hold.hit)
-        elif num_blocks > hold.hit and hold.evicted:
-            self._kept(num_blocks - hold.hit, hold.names[hold.hit] in self._unplaced)
+        reservation.reported = True
+        if num_blocks < min(reservation.sure, reservation.hit):
+            if reservation.num_losses == self._num_losses or reservation.serials[num_blocks] > self._lost_until:
+                self._lost(reservation, num_blocks)  # else it is part of a loss noticed since this one was sent
+        elif reservation.doubtful and self._flushed is not None:
+            self._settle(self._flushed, num_blocks > reservation.hit)
+        elif num_blocks > reservation.hit and reservation.evicted:
+            self._kept(num_blocks - reservation.hit, reservation.names[reservation.hit] in self._unplaced)
 
     def loss(self, num_blocks: int) -> float:
         """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
@@ -221,30 +225,36 @@ class ApproximateIndex:
         self._unsure += bytes(num)
         self._reuse.grow(num)
 
-    def _is_open(self, hold: Reservation) -> bool:
+    def _is_open(self, reservation: Reservation) -> bool:
         """Return whether the request is in flight; one from before a reset holds no blocks any more."""
-        if hold.epoch not in (self._epoch, _ENDED):
-            hold.blocks, hold.hit, hold.sure, hold.epoch, hold.reported = [], 0, 0, self._epoch, True
-        return hold.epoch != _ENDED
+        if reservation.epoch not in (self._epoch, _ENDED):
+            reservation.blocks, reservation.hit, reservation.sure, reservation.epoch, reservation.reported = (
+                [],
+                0,
+                0,
+                self._epoch,
+                True,
+            )
+        return reservation.epoch != _ENDED
 
-    def _acquire(self, hold: Reservation, end: int) -> None:
+    def _acquire(self, reservation: Reservation, end: int) -> None:
         """Acquire published blocks up to `end` of its block hashes."""
-        pool, start = self._pool, len(hold.blocks)
-        blocks = [entry[0] for name in hold.names[start:end] if (entry := pool.entry(name)) is not None]
+        pool, start = self._pool, len(reservation.blocks)
+        blocks = [entry[0] for name in reservation.names[start:end] if (entry := pool.entry(name)) is not None]
         assert len(blocks) == end - start, "a block is there and one before it is not"
-        hold.serials += map(self._serials.__getitem__, blocks)
+        reservation.serials += map(self._serials.__getitem__, blocks)
         pool.acquire(blocks)
         self._worth = None
         self._reuse.used(blocks)
-        hold.blocks += blocks
+        reservation.blocks += blocks
 
-    def _extend(self, hold: Reservation, unsure: int) -> None:
+    def _extend(self, reservation: Reservation, unsure: int) -> None:
         """Add the missing blocks, head first, as many as there is space for."""
-        pool, names = self._pool, hold.names
-        if len(hold.blocks) == len(names):
+        pool, names = self._pool, reservation.names
+        if len(reservation.blocks) == len(names):
             return
-        self._acquire(hold, self.match(names))
-        start = len(hold.blocks)
+        self._acquire(reservation, self.match(names))
+        start = len(reservation.blocks)
         wanted = len(names) - start
         if wanted > pool.num_scratch and self._num_ungrown:
             self._grow(wanted - pool.num_scratch)
@@ -257,18 +267,18 @@ class ApproximateIndex:
             self._unsure[block] = unsure
             self._names[block] = parent = name
         self._reuse.added(blocks, self._now)
-        hold.blocks += blocks
-        if len(hold.blocks) < len(names):
-            self._unplaced[names[len(hold.blocks)]] = None
+        reservation.blocks += blocks
+        if len(reservation.blocks) < len(names):
+            self._unplaced[names[len(reservation.blocks)]] = None
             if len(self._unplaced) > MAX_UNPLACED:
                 del self._unplaced[next(iter(self._unplaced))]
 
-    def _release(self, hold: Reservation) -> None:
-        self._see(hold.blocks)
-        self._pool.release(hold.blocks)
+    def _release(self, reservation: Reservation) -> None:
+        self._see(reservation.blocks)
+        self._pool.release(reservation.blocks)
         self._worth = None
-        hold.blocks = []
-        hold.epoch = _ENDED
+        reservation.blocks = []
+        reservation.epoch = _ENDED
 
     def _see(self, blocks: list[int]) -> None:
         """Record that blocks are cached now."""
@@ -281,28 +291,34 @@ class ApproximateIndex:
     def _num_losses(self) -> int:
         return self.num_trims + self.num_flushes
 
-    def _lost(self, hold: Reservation, index: int) -> None:
+    def _lost(self, reservation: Reservation, index: int) -> None:
         """Handle the loss of block `index` of a request: every block last used before it is lost too.
 
         Blocks used since then prove a part of the capacity, except those that the request itself computes.
         """
-        pool, serial = self._pool, hold.serials[index]
+        pool, serial = self._pool, reservation.serials[index]
         in_order = map(self._serials.__getitem__, pool.in_eviction_order())
         gone = len(list(takewhile(serial.__ge__, in_order)))
-        own = sum(1 for block in hold.blocks[index:] if pool.refs(block) == 1)
+        own = sum(1 for block in reservation.blocks[index:] if pool.refs(block) == 1)
         num_kept = len(self) - gone - own
         num_younger = pool.num_free - pool.num_scratch - gone
         is_lately = num_kept < FLUSHED_SHARE * min(self.capacity, self._held) or not (num_younger or index)
-        if is_lately and 2 * index <= hold.hit:  # an error this small is no reset
+        if is_lately and 2 * index <= reservation.hit:  # an error this small is no reset
             self._flush(serial, num_younger)
-            hold.blocks, hold.serials, hold.hit, hold.sure, hold.epoch = [], [], 0, 0, self._epoch
-            self._extend(hold, unsure=0)  # it has computed its prompt since
+            reservation.blocks, reservation.serials, reservation.hit, reservation.sure, reservation.epoch = (
+                [],
+                [],
+                0,
+                0,
+                self._epoch,
+            )
+            self._extend(reservation, unsure=0)  # it has computed its prompt since
             return
         self.num_trims += 1
         self._lost_until, self._held = serial, num_kept
         self._forget_flush()
         self._turn(-1)
-        most = self._reach * (hold.hit - index)
+        most = self._reach * (reservation.hit - index)
         self._drop(min(gone, most))
         less = int(self._step * (self.capacity - num_kept))
         less = min(less, most) if self._is_sized else less

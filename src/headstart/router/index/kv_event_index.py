@@ -68,7 +68,7 @@ class KVEventIndex:
 
     def match(self, names: list[BlockHash], now: float) -> int:
         """Return the number of leading blocks that are cached, or expected since they were just sent."""
-        known, speculative = self._match_told(names), self._speculative
+        known, speculative = self._match_events(names), self._speculative
         if not speculative or known == len(names):
             return known
         uses = self._uses
@@ -79,42 +79,42 @@ class KVEventIndex:
         """Count the request's blocks as cached until their events come."""
         if self._discards:
             self._discards.free(FREED_PER_REQUEST)
-        hold = Reservation(names, self.match(names, now))
-        hold.sure = self._match_told(names)
+        reservation = Reservation(names, self.match(names, now))
+        reservation.sure = self._match_events(names)
         speculative = self._speculative
-        for name in names[hold.hit :]:
+        for name in names[reservation.hit :]:
             speculative[name] = now + SPECULATION
         while len(speculative) > MAX_SPECULATIVE or (speculative and next(iter(speculative.values())) <= now):
             speculative.popitem(last=False)
         if self.guess is not None:
-            hold.guess = self.guess.sent(names, now)
-        return hold
+            reservation.guess = self.guess.sent(names, now)
+        return reservation
 
-    def computed(self, hold: Reservation, now: float) -> None:
+    def computed(self, reservation: Reservation, now: float) -> None:
         """Expect its events soon."""
-        for name in hold.names[hold.hit :]:
+        for name in reservation.names[reservation.hit :]:
             if name in self._speculative:
                 self._speculative[name] = now + SPECULATION_COMPUTED
-        if self.guess is not None and hold.guess is not None:
-            self.guess.computed(hold.guess, now)
+        if self.guess is not None and reservation.guess is not None:
+            self.guess.computed(reservation.guess, now)
 
-    def finished(self, hold: Reservation, names: list[BlockHash], now: float) -> None:
+    def finished(self, reservation: Reservation, names: list[BlockHash], now: float) -> None:
         """Count the request as silent; usable events reset that count."""
-        self.silence += len(names) > hold.hit
-        if self.guess is not None and hold.guess is not None:
-            self.guess.finished(hold.guess, names, now)
+        self.silence += len(names) > reservation.hit
+        if self.guess is not None and reservation.guess is not None:
+            self.guess.finished(reservation.guess, names, now)
 
-    def failed(self, hold: Reservation) -> None:
+    def failed(self, reservation: Reservation) -> None:
         """Stop expecting the blocks it was to compute."""
-        for name in hold.names[hold.hit :]:
+        for name in reservation.names[reservation.hit :]:
             self._speculative.pop(name, None)
-        if self.guess is not None and hold.guess is not None:
-            self.guess.failed(hold.guess)
+        if self.guess is not None and reservation.guess is not None:
+            self.guess.failed(reservation.guess)
 
-    def observed(self, hold: Reservation, num_blocks: int, now: float) -> None:
+    def observed(self, reservation: Reservation, num_blocks: int, now: float) -> None:
         """Correct the approximate index only: a report is older than the last event, so the index is right."""
-        if self.guess is not None and hold.guess is not None:
-            self.guess.observed(hold.guess, num_blocks, now)
+        if self.guess is not None and reservation.guess is not None:
+            self.guess.observed(reservation.guess, num_blocks, now)
 
     def loss(self, num_blocks: int) -> float:
         """Return the loss of the approximate index; 0 without one."""
@@ -171,7 +171,7 @@ class KVEventIndex:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _match_told(self, names: list[BlockHash]) -> int:
+    def _match_events(self, names: list[BlockHash]) -> int:
         uses, low, high = self._uses, 0, len(names)
         if self._num_orphans:
             return sum(1 for _ in takewhile(uses.__contains__, names))

@@ -47,19 +47,19 @@ class PrefixIndex(Protocol):
         """Record a request sent to the replica."""
         ...
 
-    def computed(self, hold: Reservation, now: float) -> None:
+    def computed(self, reservation: Reservation, now: float) -> None:
         """Record its first token: its prompt is computed."""
         ...
 
-    def finished(self, hold: Reservation, names: list[BlockHash], now: float) -> None:
+    def finished(self, reservation: Reservation, names: list[BlockHash], now: float) -> None:
         """Record its successful end; `names` include the blocks of its output, where known."""
         ...
 
-    def failed(self, hold: Reservation) -> None:
+    def failed(self, reservation: Reservation) -> None:
         """Record its failure; which blocks were computed is not known."""
         ...
 
-    def observed(self, hold: Reservation, num_blocks: int, now: float) -> None:
+    def observed(self, reservation: Reservation, num_blocks: int, now: float) -> None:
         """Record the reported number of its leading blocks that were cached."""
         ...
 
