@@ -52,7 +52,7 @@ def test_it_survives_a_reset_and_may_be_removed() -> None:
     [
         ([1, 2, 3], "short", "less than one block"),
         ([], "empty", "has 0 tokens"),
-        (FIXED, "a b", "is no name"),
+        (FIXED, "a b", "is not a valid prefix name"),
         (FIXED, "", "name is missing"),
         ([10_000] * 8, "strange", "token_ids is 10000"),
         ([{"role": "owner", "content": "x"}], "chat", "role is 'owner'"),
