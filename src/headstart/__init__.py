@@ -1,4 +1,4 @@
-"""Headstart serves language models without ever computing the same prefix twice."""
+"""Headstart: an LLM inference server with prefix caching."""
 
 from importlib import import_module
 from typing import Any
@@ -9,7 +9,7 @@ _LAZY = {"LLM": "headstart.llm", "Completion": "headstart.llm", "SamplingParams"
 
 
 def __getattr__(name: str) -> Any:
-    """Gives LLM, Completion and SamplingParams, imported on first use: `import headstart` itself costs nothing."""
+    """Return LLM, Completion or SamplingParams, imported on first use; `import headstart` alone imports none of them."""
     if name not in _LAZY:
         raise AttributeError(f"module 'headstart' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)

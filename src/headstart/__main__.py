@@ -1,6 +1,6 @@
-"""The `headstart` command, also as `python -m headstart`: imports the command line, and sets the exit code of Ctrl-C.
+"""The `headstart` command, also as `python -m headstart`: imports the command line and sets the exit code of Ctrl-C.
 
-Imports next to nothing itself: Ctrl-C ends without a traceback also while the command line is imported.
+This module imports almost nothing, so Ctrl-C prints no traceback even while the command line is being imported.
 """
 
 import os
@@ -10,7 +10,7 @@ from headstart.config.interrupt import INTERRUPT_VARIABLE, INTERRUPTED
 
 
 def main() -> int:
-    """Runs the command of `sys.argv` and returns its exit code; INTERRUPT_VARIABLE replaces that of Ctrl-C."""
+    """Run the command of `sys.argv` and return its exit code; INTERRUPT_VARIABLE overrides the exit code of Ctrl-C."""
     try:
         from headstart.cli.main import main as run
 

@@ -1,4 +1,7 @@
-"""Where the concrete pieces meet: options in, a running engine out. Imports torch: prepare the threads before."""
+"""Construction of the engine from its options: model, KV pool, scheduler, runner, store, event publisher.
+
+Imports torch: call `prepare_threads` before importing this module.
+"""
 
 from pathlib import Path
 
@@ -31,15 +34,15 @@ from headstart.store.format import Shape
 def build_engine(
     options: EngineOptions, folder: Path | None = None, *, cache_aware_accounting: bool = True
 ) -> tuple[Engine, EngineInfo]:
-    """Loads the model (progress on stderr), sizes the KV pool, and puts scheduler and runner on it.
+    """Load the model (progress on stderr), size the KV pool, and build the scheduler and the runner.
 
-    `folder` is what `model_folder(options)` gives, if the caller has asked already. `cache_aware_accounting` is the
-    benchmarks' switch, see Scheduler. Raises ConfigError, in one line, for whatever cannot work.
+    `folder` is the result of `model_folder(options)` if the caller has it already. `cache_aware_accounting` is a switch
+    for benchmarks, see Scheduler. Raises ConfigError with a one-line message for options that cannot work.
     """
     check_options(options)
     threads = prepare_threads(options.threads)
     apply_threads(threads)
-    store_folder = _store_folder(options)  # before the model, as is the port: what cannot be used is found at once
+    store_folder = _store_folder(options)  # before loading the model, so that an unusable folder is reported at once
     publisher = _event_publisher(options)
     folder = folder or model_folder(options)
     defaults = read_sampling_defaults(folder, options.generation_config)
@@ -85,7 +88,7 @@ def build_engine(
 
 
 def _load(options: EngineOptions, folder: Path) -> tuple[LoadedModel, KVPlan, int]:
-    """The model, the pool beside it, and the longest sequence; refuses before loading what cannot fit."""
+    """Return the model, the plan of the KV pool and max_model_len. Raises ConfigError before loading what cannot fit."""
     device = str(resolve_device(options.device))
     available = memory(device).available
     if options.memory_limit is not None:
@@ -116,7 +119,7 @@ def _load(options: EngineOptions, folder: Path) -> tuple[LoadedModel, KVPlan, in
 
 
 def _store_folder(options: EngineOptions) -> Path | None:
-    """The folder of --kv-store, ready to be used. Raises ConfigError."""
+    """Return the folder of --kv-store, ready for use, or None without one. Raises ConfigError."""
     if options.kv_store is None:
         return None
     folder = Path(options.kv_store).expanduser()
@@ -136,7 +139,7 @@ def _event_publisher(options: EngineOptions) -> KVEventPublisher | None:
 
 
 def _served_name(model: str) -> str:
-    """A hub id as it is; a folder by its own name, without the path that leads there."""
+    """Return the name to serve a model under: a hub id unchanged, a folder's own name without its path."""
     if not model:
         return BUNDLED_NAME
     return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model

@@ -1,4 +1,4 @@
-"""Checks of engine options and of the model's folder that need no torch: mistakes are reported before it is imported.
+"""Checks of engine options and of the model's folder that need no torch, so errors are reported before it is imported.
 
 Importing torch and Transformers takes five seconds of CPU time; these checks take milliseconds.
 """
@@ -21,7 +21,7 @@ _DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 
 
 def check_engine(options: EngineOptions) -> None:
-    """Raise ConfigError for options, a folder or a config.json that no engine can start with. Asks no hub."""
+    """Raise ConfigError for options, a folder or a config.json that no engine can start with. Does not use the hub."""
     check_options(options)
     folder = local_folder(options.model) if options.model else None
     if folder is not None:
@@ -29,7 +29,7 @@ def check_engine(options: EngineOptions) -> None:
 
 
 def checked_model_folder(options: EngineOptions) -> Path:
-    """`model_folder` of options and a config.json that were checked. Raises ConfigError."""
+    """Check the options and config.json, and return `model_folder(options)`. Raises ConfigError."""
     check_engine(options)
     folder = model_folder(options)
     check_model_folder(folder)
@@ -37,7 +37,7 @@ def checked_model_folder(options: EngineOptions) -> Path:
 
 
 def model_folder(options: EngineOptions) -> Path:
-    """The folder to load: the bundled model's if no model is named, else a folder, else a download from the hub."""
+    """Return the folder to load: the bundled model if none is named, else a local folder, else a hub download."""
     if not options.model:
         return bundled_model()
     return resolve_model(
@@ -50,7 +50,7 @@ def model_folder(options: EngineOptions) -> Path:
 
 
 def check_options(options: EngineOptions) -> None:
-    """Raises ConfigError for values that no model could be served with; asked before anything is loaded."""
+    """Raise ConfigError for option values that are invalid for any model. Called before anything is loaded."""
     check_values(options)
     if not _DEVICE.fullmatch(options.device):
         raise ConfigError(f"device {options.device!r} is not supported; choose auto, cpu or cuda[:N]")
@@ -70,11 +70,11 @@ def check_options(options: EngineOptions) -> None:
         raise ConfigError(
             "--page-charge ceil needs --page-aligned-scheduling: without it no chunk is aligned; add it, or use exact"
         )
-    limits_of(options, max_model_len=1, on_cpu=True)  # no limit depends on the model's
+    limits_of(options, max_model_len=1, on_cpu=True)  # raises for invalid limits; none of them depends on the model
 
 
 def store_bytes(options: EngineOptions) -> int:
-    """Return the limit of the folder of --kv-store, in bytes. Raises ConfigError for no size, or one too small."""
+    """Return the size limit of --kv-store in bytes. Raises ConfigError for an invalid or too small size."""
     size = _parse_option_bytes("kv_store_size", options.kv_store_size)
     if size < MIN_STORE_BYTES:
         raise ConfigError(
@@ -85,9 +85,9 @@ def store_bytes(options: EngineOptions) -> int:
 
 
 def limits_of(options: EngineOptions, max_model_len: int, *, on_cpu: bool) -> Limits:
-    """Limits of a step, by the flags; sequences are limited by the model or by --max-model-len.
+    """Return the limits of a step from the options; `max_model_len` limits a sequence.
 
-    On a GPU no step is bounded in time unless --max-step-time says so.
+    On a GPU the duration of a step is unbounded unless --max-step-time sets a bound.
     """
     seconds = options.max_step_time
     is_bounded = seconds > 0 if seconds is not None else on_cpu

@@ -1,12 +1,12 @@
-"""LLM: the engine in this very process, for scripts and notebooks.
+"""LLM: offline inference with the engine in the caller's process, for scripts and notebooks.
 
     from headstart import LLM
 
     llm = LLM("Qwen/Qwen3-0.6B")
     print(llm.generate("The capital of France is", {"max_tokens": 8, "temperature": 0})[0].text)
 
-Parameters have the names, limits and errors of the HTTP API (openai/generation_params.py). Importing this module does
-not import torch: building an LLM does, after the thread settings that torch reads on import.
+Sampling parameters have the names, limits and errors of the HTTP API (openai/generation_params.py). Importing this
+module does not import torch. Constructing an LLM does, after setting the thread variables that torch reads on import.
 """
 
 import dataclasses
@@ -48,36 +48,36 @@ Sampling = SamplingParams | Mapping[str, Any] | None
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Completion:
-    """What became of one prompt. With n > 1 this is the first choice, and `outputs` holds all of them, it included.
+    """The result of one prompt. With n > 1 this is the first choice, and `outputs` holds all choices including it.
 
-    `finish_reason` is "stop", "length", or "error": then this prompt alone failed, `error` says why, and the others of
-    the batch are unharmed. `token_ids` includes the token that ended the text; `logprobs`, if asked for, has one entry
-    per token (and, before them, one per prompt token with `echo`).
+    `finish_reason` is "stop", "length" or "error". With "error" only this prompt failed, `error` holds the reason, and
+    the other prompts of the batch are unaffected. `token_ids` includes the token that ended the text. `logprobs`, if
+    requested, has one entry per token (and, before them, one per prompt token with `echo`).
     """
 
     prompt_token_ids: list[int]
     text: str
     token_ids: list[int]
-    num_cached_tokens: int  # of the prompt, taken over from the prefix cache
+    num_cached_tokens: int  # prompt tokens read from the prefix cache
     finish_reason: str
     stop_reason: int | str | None = None
     logprobs: list[TokenEntry] | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None  # of every prompt token but the first, if asked for
+    prompt_logprobs: list[TokenLogprob] | None = None  # of every prompt token but the first, if requested
     error: str | None = None
     outputs: tuple["Completion", ...] = ()  # of n choices, in order; () for n = 1
 
 
 class LLM:
-    """A loaded model and its engine. Not thread-safe; every call runs to its end and leaves the prefix cache warm.
+    """A loaded model and its engine. Not thread-safe. A call runs to completion and leaves its KV in the prefix cache.
 
-    With `kv_store`, what was computed is written to disk behind the scenes: `close` it, or use it in a `with`, and what
-    is left of that is done at once. Else it is when the LLM is dropped, or the interpreter ends.
+    With `kv_store`, computed blocks are written to disk in the background. `close`, or the end of a `with` block,
+    writes the blocks that are still pending; otherwise this happens on garbage collection or at interpreter exit.
     """
 
     def __init__(self, model: str = "", **engine_options: Any) -> None:
         """Load `model`, a folder or hub id (empty: the bundled one). Options: `EngineOptions` in config/options.py.
 
-        Steps are not bounded in time unless `max_step_time` says so: a call returns when all of it is done.
+        The duration of a step is unbounded unless `max_step_time` is set, since a call returns only when all is done.
         Raises ConfigError for unknown options and for a model that cannot be served.
         """
         options = _engine_options(model, engine_options)
@@ -87,7 +87,7 @@ class LLM:
 
     @classmethod
     def from_engine(cls, engine: Engine, info: EngineInfo, tokenizer: Tokenizer) -> "LLM":
-        """Returns an LLM around an engine that exists already."""
+        """Return an LLM that uses an existing engine."""
         llm = cls.__new__(cls)
         llm._adopt(engine, info, tokenizer)
         return llm
@@ -115,14 +115,14 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends the engine, which takes some seconds if its store has much to write. Afterwards nothing can be asked."""
+        """Stop the engine; takes some seconds if its store has many pending writes. Later calls raise an error."""
         self._closing()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns what `generate` samples with if nothing is said: the model's generation_config.json, else the API's.
+        """Return the default sampling parameters: those of the model's generation_config.json, else the API's.
 
-        For `dataclasses.replace(llm.get_default_sampling_params(), max_tokens=64)`. A SamplingParams that is passed
-        wins as a whole; a mapping leaves the defaults to the parameters that it does not name.
+        For `dataclasses.replace(llm.get_default_sampling_params(), max_tokens=64)`. A SamplingParams passed to
+        `generate` replaces all defaults; a mapping replaces only those it names.
         """
         set_by_model = dataclasses.asdict(self._bounds.defaults)
         return SamplingParams(**{name: value for name, value in set_by_model.items() if value is not None})
@@ -134,11 +134,11 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[Completion]:
-        """Returns one Completion per prompt, in order. A prompt is a text or a list of token ids.
+        """Return one Completion per prompt, in order. A prompt is a text or a list of token ids.
 
         `sampling` is a SamplingParams or a mapping such as {"temperature": 0, "max_tokens": 64, "stop": ["\\n"]}, by
-        default {}; for what a mapping leaves out the model's defaults hold (`get_default_sampling_params`). Raises
-        InvalidRequestError before anything runs if any prompt or parameter is wrong. Ctrl-C aborts all of them and
+        default {}. Parameters that a mapping omits have the model's defaults (`get_default_sampling_params`). Raises
+        InvalidRequestError before anything runs if a prompt or a parameter is invalid. Ctrl-C aborts all prompts and
         leaves the engine usable.
         """
         params = self._params(sampling, Kind.COMPLETION)
@@ -152,10 +152,10 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[Completion]:
-        """Returns one Completion per conversation, in order; one conversation (a list of messages) gives one.
+        """Return one Completion per conversation, in order. A single conversation is a list of messages.
 
-        As `generate`, but rendered by the model's chat template, and without max_tokens, be it the caller's or the
-        model's default, as long as the context allows.
+        Like `generate`, but prompts are rendered by the model's chat template. If neither the caller nor the model's
+        defaults set max_tokens, the output is limited by the context only.
         """
         params = self._params(sampling, Kind.CHAT)
         several = bool(messages) and isinstance(messages[0], list | tuple)
@@ -169,10 +169,10 @@ class LLM:
     def add_prefix(
         self, prefix: str | Sequence[Mapping[str, Any]] | Sequence[int], name: str, *, progress: bool = True
     ) -> PrefixInfo:
-        """Computes a text, a conversation or token ids, and keeps them: no prompt that begins so computes them again.
+        """Compute and pin a prefix: a text, a conversation or token ids. Prompts that begin with it read it from cache.
 
-        Returns when it is warm. Of a text and a conversation, what every continuation shares is kept, in whole blocks.
-        Raises InvalidRequestError if that cannot be, and then nothing is kept.
+        Returns when the prefix is computed. Of a text or a conversation, the tokens that every continuation shares are
+        pinned, in whole blocks. Raises InvalidRequestError if the prefix cannot be pinned; then nothing is kept.
         """
         self._check_open()
         check_depth(prefix)
@@ -189,17 +189,18 @@ class LLM:
         raise InvalidRequestError(f"prefix {name!r} could not be computed: {info.error}")
 
     def remove_prefix(self, name: str) -> bool:
-        """Makes a prefix ordinary cache again; False if there is none of that name."""
+        """Unpin a prefix: its blocks become evictable. Return False if there is no prefix of that name."""
         return self.engine.remove_prefix(name)
 
     def list_prefixes(self) -> list[PrefixInfo]:
-        """Returns the prefixes that are kept, and what each of them has saved."""
+        """Return the pinned prefixes with their hits and saved tokens."""
         return self.engine.list_prefixes()
 
     def reset_prefix_cache(self, *, external: bool = False) -> bool:
-        """Forgets everything that could be reused but added prefixes; False if something is still running.
+        """Drop all cached blocks except pinned prefixes; return False if requests are still running.
 
-        `external`: the store too, for everybody who uses its folder; without it, prompts come back from there.
+        `external` also clears the store, for every process that uses its folder; without it, prompts can still be
+        loaded from the store.
         """
         return self.engine.reset_prefix_cache(external=external)
 
@@ -247,7 +248,7 @@ class LLM:
         bar: GenerationProgress,
         interrupted: Callable[[], bool],
     ) -> None:
-        """Steps the engine until every generation is finished; whatever goes wrong, nothing of it stays behind."""
+        """Step the engine until every generation is finished. On an exception, abort the unfinished requests."""
         unfinished: set[str] = set()
         try:
             for request in requests:
@@ -284,7 +285,7 @@ def _engine_options(model: str, values: Mapping[str, Any]) -> EngineOptions:
         for field in dataclasses.fields(EngineOptions)
         if "alias" in field.metadata
     }
-    defaults: dict[str, Any] = {"model": model, "max_step_time": 0.0}  # a batch: nobody reads between two steps
+    defaults: dict[str, Any] = {"model": model, "max_step_time": 0.0}  # offline: no client reads between two steps
     named = defaults | {aliases.get(name, name): value for name, value in values.items()}
     known = {field.name for field in dataclasses.fields(EngineOptions)}
     unknown = sorted(set(named) - known)
@@ -296,7 +297,7 @@ def _engine_options(model: str, values: Mapping[str, Any]) -> EngineOptions:
 
 
 def _plain_sampling(sampling: object, kind: Kind) -> Mapping[str, Any]:
-    """As a request body would say it: a SamplingParams is validated like anything else."""
+    """Return the sampling parameters as fields of a request body, so that a SamplingParams is validated like one."""
     if sampling is None:
         return {}
     if not isinstance(sampling, SamplingParams):
@@ -334,9 +335,9 @@ def _prompt_logprobs(generation: Generation) -> list[TokenLogprob]:
 
 @contextmanager
 def _interruptible() -> Generator[Callable[[], bool]]:
-    """Turns Ctrl-C into a question asked between steps, since half a step would leave the engine in pieces.
+    """Yield a function that returns whether Ctrl-C was pressed, to check between steps: a step must not be interrupted.
 
-    A second Ctrl-C interrupts at once. Outside the main thread, where signals cannot be handled, nothing changes.
+    A second Ctrl-C interrupts at once. Outside the main thread signals cannot be handled, and nothing changes.
     """
     pressed = False
 

@@ -1,4 +1,4 @@
-"""GenerationProgress: one line on stderr while many prompts are being answered."""
+"""GenerationProgress: a progress bar on stderr while prompts are processed."""
 
 from types import TracebackType
 
@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class GenerationProgress:
-    """A bar of finished requests with tokens per second; a context manager. Silent unless stderr is a terminal."""
+    """A context manager that shows finished requests and tokens per second. Silent unless stderr is a terminal."""
 
     def __init__(
         self, num_requests: int, *, show: bool = True, console: Console | None = None, label: str = "generating"
@@ -35,12 +35,12 @@ class GenerationProgress:
         self._progress.stop()
 
     def tokens(self, count: int) -> None:
-        """Counts generated tokens."""
+        """Count generated tokens."""
         self._num_tokens += count
         self._progress.update(self._task, rate=self._rate())
 
     def finished(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """Counts one request as done."""
+        """Count one finished request."""
         self._num_prompt_tokens += num_prompt_tokens
         self._num_cached_tokens += num_cached_tokens
         self._progress.update(self._task, advance=1, rate=self._rate())

@@ -15,13 +15,13 @@ TIMEOUT = 60.0  # seconds
 
 
 def key_from(environ: Mapping[str, str]) -> str | None:
-    """Returns the key to send: keys come from the environment, since everybody on a machine can read argv."""
+    """Return the key to send: keys come from the environment, since everybody on a machine can read argv."""
     values = (environ.get(variable, "").split(",")[0].strip() for variable in KEY_VARIABLES)
     return next((value for value in values if value), None)
 
 
 def ask(url: str, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """Returns the JSON that a server answers. Raises HeadstartError with what it says, or why it cannot be reached."""
+    """Return the JSON that a server answers. Raises HeadstartError with what it says, or why it cannot be reached."""
     address = url.rstrip("/").removesuffix("/v1")
     headers = {"content-type": "application/json"}
     if key := key_from(os.environ):

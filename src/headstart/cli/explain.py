@@ -51,7 +51,7 @@ def explain(
 
 
 def wrapped(message: str) -> str:
-    """Returns the paragraph in lines of a readable length, and what is set below it as it is."""
+    """Return the paragraph in lines of a readable length, and what is set below it as it is."""
     paragraph, *rest = message.split("\n")
     return "\n".join([textwrap.fill(paragraph, _WIDTH, break_long_words=False, break_on_hyphens=False), *rest])
 

@@ -21,11 +21,11 @@ class GroupedCommand(TyperCommand):
     """A command whose options are listed by their panel, in the order in which they are defined."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses argv; options that are switches too may stand without a value."""
+        """Parse argv; options that are switches too may stand without a value."""
         return super().parse_args(ctx, expand_switches(args, {flag for p in self.params for flag in p.opts}))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Writes usage, the docstring, the options and the examples."""
+        """Write usage, the docstring, the options and the examples."""
         width = min(shutil.get_terminal_size().columns, 110)
         parameters: list[Any] = list(self.get_params(ctx))
         arguments = [p for p in parameters if p.param_type_name == "argument"]

@@ -63,7 +63,7 @@ _USAGE_ERROR = typer.BadParameter.__mro__[1]  # the parent of every complaint ab
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and gives its exit code: 0, 1 for an invalid run or a bug, 2 for a mistake, 130 for Ctrl-C."""
+    """Run one command and gives its exit code: 0, 1 for an invalid run or a bug, 2 for a mistake, 130 for Ctrl-C."""
     debug = bool(os.environ.get(DEBUG_VARIABLE))
     try:
         code = app(args=None if argv is None else list(argv), prog_name="headstart", standalone_mode=False)

@@ -47,7 +47,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> int:
-    """Serves until it is told to end; the exit codes of server.serve."""
+    """Serve until it is told to end; the exit codes of server.serve."""
     engine, server, on_terminal = read_options()
     return serve(build_engine, engine, server, Log(is_terminal=on_terminal))
 

@@ -21,7 +21,7 @@ REPLICA_HOST = "127.0.0.1"
 
 
 def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterOptions) -> int:
-    """Serves until SIGTERM or Ctrl-C; the exit codes of server.serve. Raises ConfigError.
+    """Serve until SIGTERM or Ctrl-C; the exit codes of server.serve. Raises ConfigError.
 
     The router ends first, so that nothing it has admitted is lost; then the replicas, and nothing of them is left.
     """

@@ -255,7 +255,7 @@ def flag_of(name: str) -> str:
 
 
 def check_values(options: EngineOptions | ServerOptions | RouterOptions) -> None:
-    """Raises ConfigError for the first value outside its field's choices, minimum or maximum."""
+    """Raise ConfigError for the first value outside its field's choices, minimum or maximum."""
     for option in fields(options):
         value, allowed = getattr(options, option.name), option.metadata
         if value is None:

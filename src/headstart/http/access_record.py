@@ -36,7 +36,7 @@ class RequestRecord:
 
     @classmethod
     def of(cls, scope: Any) -> "RequestRecord":
-        """Returns the record of a request that has just come, and leaves it in the scope for `record_of`."""
+        """Return the record of a request that has just come, and leaves it in the scope for `record_of`."""
         label = dict(scope["headers"][::-1]).get(b"x-request-id", b"")  # the first of them
         cleaned = _UNSAFE.sub("", label[: 4 * _MAX_LABEL_CHARS].decode("latin-1"))[:_MAX_LABEL_CHARS] if label else ""
         record = cls(cleaned or f"req-{os.urandom(16).hex()}", scope["method"], scope["path"])
@@ -66,7 +66,7 @@ class RequestRecord:
         return f"{outcome}{tokens}, {self._since_arrival(now):,} ms, {self.request_id}"
 
     def fields(self, now: float) -> dict[str, object]:
-        """Returns the fields of the access line."""
+        """Return the fields of the access line."""
         first, ledger = self.first_token_at, self.ledger
         named = {f"{name}_tokens": value for name, value in ledger._asdict().items()} if ledger else {}
         return {
@@ -92,5 +92,5 @@ class RequestRecord:
 
 
 def record_of(scope: Any) -> RequestRecord:
-    """Returns the record that RequestRecord.of left in the scope."""
+    """Return the record that RequestRecord.of left in the scope."""
     return scope[_SCOPE_KEY]

@@ -96,7 +96,7 @@ class Authenticator:
         ]
 
     def domain_of(self, tenant: str) -> bytes:
-        """Returns the isolation domain of a [[tenant]]. Raises InvalidRequestError for a name that is none."""
+        """Return the isolation domain of a [[tenant]]. Raises InvalidRequestError for a name that is none."""
         if tenant not in self._domains:
             known = ", ".join(self._domains) or "none"
             raise InvalidRequestError(
@@ -105,7 +105,7 @@ class Authenticator:
         return self._domains[tenant]
 
     def authorise(self, scope: Scope) -> Principal:
-        """Returns who is asking for `scope["path"]`. Raises HttpError 401 or 403 if they may not."""
+        """Return who is asking for `scope["path"]`. Raises HttpError 401 or 403 if they may not."""
         access = (
             Access.ADMIN if scope["path"].startswith(_ADMIN_TREE) else self._access.get(scope["path"], Access.TENANT)
         )
@@ -146,7 +146,7 @@ class Authenticator:
         return principal
 
     def _identify(self, headers: list[tuple[bytes, bytes]]) -> Principal | None:
-        """Returns whose key it is; looks at every key whatever matches, so that time tells nothing."""
+        """Return whose key it is; looks at every key whatever matches, so that time tells nothing."""
         values = [value for name, value in headers if name == b"authorization"]
         if len(values) != 1:
             return None
@@ -179,7 +179,7 @@ def _keys_by_tenant(tenants: Iterable[TenantEntry]) -> list[tuple[str, tuple[str
 
 
 def _check_keys(groups: Iterable[tuple[str, tuple[str, ...]]]) -> None:
-    """Raises ConfigError for an empty key and for one that stands in two places: whose would it be?"""
+    """Raise ConfigError for an empty key and for one that stands in two places: whose would it be?"""
     holders: dict[str, str] = {}
     for holder, keys in groups:
         for key in keys:

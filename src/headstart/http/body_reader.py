@@ -100,7 +100,7 @@ _CLOSE = {"connection": "close"}
 
 
 async def _next_piece(request: Request, deadline: float) -> tuple[bytes, bool]:
-    """Returns some bytes, and whether they are the last; `deadline` is that of the whole body so far."""
+    """Return some bytes, and whether they are the last; `deadline` is that of the whole body so far."""
     seconds = min(BODY_SECONDS, deadline - time.monotonic())
     try:
         async with asyncio.timeout(seconds):

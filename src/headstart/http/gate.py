@@ -21,7 +21,7 @@ class Host(Protocol):
     def log(self) -> Log: ...
 
     def note(self, record: RequestRecord, error: Exception) -> None:
-        """Puts `error` on the record, and on the log what is not the client's own."""
+        """Put `error` on the record, and on the log what is not the client's own."""
         ...
 
     def answered(self, record: RequestRecord) -> bool:

@@ -29,7 +29,7 @@ class ClientGoneError(Exception):
 
 
 def rendered(error: Exception) -> tuple[int, Json, Headers]:
-    """Returns HTTP status, error object and headers for any exception."""
+    """Return HTTP status, error object and headers for any exception."""
     if isinstance(error, HttpError):
         body = error_object(str(error), status=error.status, code=error.code, param=error.param)
         return error.status, body, error.headers
@@ -52,11 +52,11 @@ def rendered(error: Exception) -> tuple[int, Json, Headers]:
 
 
 def json_response(value: object, status: int = 200, headers: Headers | None = None) -> Response:
-    """Returns a response of one JSON document."""
+    """Return a response of one JSON document."""
     return Response(encode(value), status, headers, media_type="application/json")
 
 
 def error_response(error: Exception) -> Response:
-    """Returns the response that tells a client of `error`."""
+    """Return the response that tells a client of `error`."""
     status, body, headers = rendered(error)
     return json_response(body, status, headers)

@@ -23,7 +23,7 @@ CUT_SECONDS = 3.0  # for connections that are still open when everything was ans
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Takes the port before anything is loaded. Raises ConfigError."""
+    """Take the port before anything is loaded. Raises ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -116,7 +116,7 @@ def uvicorn_config(app: ASGIApp, table: ConnectionTable | None = None) -> uvicor
 
 
 async def first_of(*works: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
-    """Returns what the first of `works` returns if it is the first to end, else None; the rest is cancelled."""
+    """Return what the first of `works` returns if it is the first to end, else None; the rest is cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

@@ -35,7 +35,7 @@ class Log:
         return False
 
     def event(self, name: str, fields: Mapping[str, object], *, level: str = "info", text: str | None = None) -> None:
-        """Writes one line: time (UTC), level, event and the fields that are not None. JSON escapes control bytes.
+        """Write one line: time (UTC), level, event and the fields that are not None. JSON escapes control bytes.
 
         On a terminal it is `text` behind the local time instead, if there is a text.
         """
@@ -48,18 +48,18 @@ class Log:
         self.line(json.dumps(line, default=str))
 
     def failure(self, name: str, error: BaseException, request_id: str) -> None:
-        """Writes an error that is ours, with its traceback, for the operator alone."""
+        """Write an error that is ours, with its traceback, for the operator alone."""
         text = "".join(traceback.format_exception(error))
         fields = {"request_id": request_id, "error": f"{type(error).__name__}: {error}", "traceback": text}
         self.event(name, fields, level="error")
 
     def line(self, text: str) -> None:
-        """Writes a line for people, above the status line if there is one."""
+        """Write a line for people, above the status line if there is one."""
         with self._lock:
             self._write(f"{_CLEAR}{text}\n{self._status}\r" if self._status else f"{text}\n")
 
     def status(self, text: str) -> None:
-        """Shows `text` below all lines on a terminal, until it is replaced; an empty text removes it."""
+        """Show `text` below all lines on a terminal, until it is replaced; an empty text removes it."""
         if not self.is_terminal:
             return
         with self._lock:

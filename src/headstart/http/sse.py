@@ -10,12 +10,12 @@ WRITE_SECONDS = 60.0  # a client that takes nothing for so long is gone
 
 
 def event(value: object) -> bytes:
-    """Returns one event."""
+    """Return one event."""
     return b"data: " + encode(value) + b"\n\n"
 
 
 def error_event(error: Exception) -> bytes:
-    """Returns the event that ends a failed stream; named, since some clients look at the name and others at the data.
+    """Return the event that ends a failed stream; named, since some clients look at the name and others at the data.
 
     The stream's DONE still follows.
     """

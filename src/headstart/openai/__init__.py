@@ -1,1 +1,1 @@
-"""The OpenAI API without HTTP: requests, responses, text. Also used by `headstart.LLM`."""
+"""The OpenAI API without HTTP: request parsing, responses, tokenization, text. Also used by `headstart.LLM`."""

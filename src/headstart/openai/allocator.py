@@ -1,24 +1,24 @@
-"""Settings of the C allocator for processes that hold large bodies for a moment, as fronts do.
+"""Settings of the C allocator for processes that briefly hold large request bodies, as API servers do.
 
-glibc raises its threshold for mmap with every large block that is freed and keeps an arena per thread, so after a few
-bodies of some megabytes, read on several threads, a process keeps all that they needed for good. With fixed thresholds
-it still keeps what is free between blocks in use, until it is trimmed.
+glibc raises its mmap threshold with every large block that is freed and keeps an arena per thread. After a few bodies
+of some megabytes, read on several threads, a process would keep that memory forever. With fixed thresholds it still
+keeps free memory between blocks in use, until the heap is trimmed.
 """
 
 import asyncio
 import ctypes
 import resource
 
-MMAP_BYTES = 1 << 20  # blocks from here on go back to the system when they are freed
+MMAP_BYTES = 1 << 20  # larger blocks are returned to the system when they are freed
 MAX_ARENAS = 2
-TRIM_SECONDS = 1.0  # between two looks at the process
-TRIM_BYTES = 8 << 20  # of pages touched anew, from which on it is trimmed
+TRIM_SECONDS = 1.0  # between two checks of the process
+TRIM_BYTES = 8 << 20  # of newly touched pages; above this the heap is trimmed
 _PAGE_BYTES = resource.getpagesize()
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 
 
 def give_memory_back() -> bool:
-    """Set fixed thresholds and few arenas; return whether this process has an allocator that can be told so."""
+    """Set fixed thresholds and few arenas; return whether this process's allocator supports it."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # musl, macOS
         return False
@@ -27,9 +27,9 @@ def give_memory_back() -> bool:
 
 
 async def trim_regularly() -> None:
-    """Give back what is free inside the heap once a second while much memory comes and goes, and once behind that.
+    """Trim the heap once a second while much memory is allocated and freed, and once more afterwards.
 
-    Ends with its task. A look takes about 2 us; trimming takes some milliseconds, on a thread.
+    Runs until its task is cancelled. A check takes about 2 us; trimming takes some milliseconds, on a thread.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None:
@@ -45,5 +45,5 @@ async def trim_regularly() -> None:
 
 
 def _num_faults() -> int:
-    """Return how many pages this process has touched anew in its life."""
+    """Return the number of minor page faults of this process: pages touched for the first time."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

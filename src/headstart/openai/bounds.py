@@ -1,8 +1,8 @@
-"""Bounds of requests: the one table of limits that validation compares a request with.
+"""Bounds of requests: the single table of limits for request validation.
 
-`Bounds` holds what depends on the model and on the server's options; NUMBERS and INTEGERS hold the ranges of single
-parameters, the same everywhere. Nothing else in the package may hold a limit of a request: generation_params.py,
-request_bodies.py and the OpenAPI document read it from here, and so will typed request models.
+`Bounds` holds limits that depend on the model and the server's options. NUMBERS and INTEGERS hold the ranges of single
+parameters, the same everywhere. No other module of the package may define a limit of a request: generation_params.py,
+request_bodies.py and the OpenAPI document read them from here.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from headstart.core.request import NO_DEFAULTS, SamplingDefaults
 
 INT31_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
-FLOAT32_MAX = 2.0**128 - 2.0**104  # what logits are computed with
+FLOAT32_MAX = 2.0**128 - 2.0**104  # logits are computed in float32
 
 
 class NumberRange(NamedTuple):
-    """The finite numbers from `low` to `high`; `low` itself is outside if `above_low`."""
+    """The finite numbers from `low` to `high`, inclusive; with `above_low`, `low` itself is excluded."""
 
     low: float
     high: float
@@ -28,13 +28,13 @@ class NumberRange(NamedTuple):
 
 
 class IntegerRange(NamedTuple):
-    """The integers from `low` to `high`, both inside."""
+    """The integers from `low` to `high`, inclusive."""
 
     low: int
     high: int
 
 
-# As vLLM documents them; the sampler gives a token for every combination (tests/model/test_sampler_extremes.py).
+# As in vLLM's documentation; the sampler returns a token for every combination (tests/model/test_sampler_extremes.py).
 NUMBERS: Mapping[str, NumberRange] = {
     "temperature": NumberRange(0.0, 2.0, 1.0),
     "top_p": NumberRange(0.0, 1.0, 1.0, above_low=True),
@@ -58,7 +58,7 @@ MAX_JSON_VALUES = 128 * 1024  # strings, lists and objects of a body: each is a 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits of one server; each of them appears in the message of its error."""
+    """The limits of one server; the error message of each limit contains its value."""
 
     vocab_size: int  # rows of the logits
     max_model_len: int  # tokens
@@ -73,15 +73,15 @@ class Bounds:
     max_label_chars: int = 256
     max_messages: int = 2048
     max_sequence_tokens: int = 4 << 20  # prompt tokens of a request, once per choice: each is a sequence in the engine
-    max_answer_entries: int = 16 << 20  # see request_limits.py; 200 MB while they are held, 500 MB of JSON
+    max_answer_entries: int = 16 << 20  # see request_limits.py; 200 MB in memory, 500 MB of JSON
     scheduling_policy: str = "lpm"
-    defaults: SamplingDefaults = NO_DEFAULTS  # of the model, for parameters that a request leaves out
+    defaults: SamplingDefaults = NO_DEFAULTS  # of the model, for parameters that a request omits
 
     @classmethod
     def of(cls, info: EngineInfo, options: ServerOptions) -> "Bounds":
-        """Return the limits of one engine behind one server.
+        """Return the limits of one server with its engine.
 
-        Whatever the context, FULL_CHOICES choices of a full prompt pass, and so does one choice with every logprob.
+        For any context length, FULL_CHOICES choices of a full prompt are accepted, and one choice with all logprobs.
         """
         return cls(
             vocab_size=info.vocab_size,

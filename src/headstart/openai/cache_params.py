@@ -1,6 +1,6 @@
-"""How one request wants to use the prefix cache: our own fields, and OpenAI's, which become the same two values.
+"""Cache parameters of a request: Headstart's own fields and OpenAI's, both mapped to a mode and a retention.
 
-Hints, never promises: they order the blocks of the tenant that sent them, and evict nobody else's.
+They are hints, not guarantees: they order the eviction of the sending tenant's blocks and never affect other tenants.
 """
 
 import re
@@ -12,16 +12,16 @@ from headstart.openai.bounds import MAX_SALT_CHARS
 from headstart.openai.fields import Fields, bad_value, check_number, shown
 
 MAX_TTL = 24 * 3600  # seconds
-DEFAULT_TTL = 1800.0  # what OpenAI's cache lives at least, if nothing is said
-KEYED_PRIORITY = 60  # somebody expects similar requests
-TIMED_PRIORITY = 75  # somebody asks for a lifetime
+DEFAULT_TTL = 1800.0  # minimum lifetime of OpenAI's cache by default
+KEYED_PRIORITY = 60  # with a prompt_cache_key: similar requests are expected
+TIMED_PRIORITY = 75  # with a requested lifetime
 _MODES = tuple(mode.value for mode in CacheMode)
 _TTL = re.compile(r"([0-9]{1,6})([smh]?)")
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class CacheWishes(NamedTuple):
-    """Whether a request reads and writes the cache, how long its blocks are worth keeping, and who may share them."""
+    """The cache parameters of a request: cache mode, retention of its blocks, and salt that restricts sharing."""
 
     mode: CacheMode = CacheMode.READ_WRITE
     retention: Retention = DEFAULT_RETENTION
@@ -29,9 +29,9 @@ class CacheWishes(NamedTuple):
 
 
 def cache_wishes(fields: Fields, max_label_chars: int) -> CacheWishes:
-    """Returns what the cache fields of one request come to. Raises InvalidRequestError.
+    """Return the cache parameters from the fields of a request. Raises InvalidRequestError.
 
-    `cache` wins over OpenAI's mode; `cache_priority` or `cache_ttl` set OpenAI's hints aside altogether.
+    `cache` overrides OpenAI's mode; `cache_priority` or `cache_ttl` override all of OpenAI's retention hints.
     """
     cache = _choice("cache", fields.take("cache"), *_MODES)
     own = _own_retention(fields)
@@ -55,7 +55,7 @@ def _own_retention(fields: Fields) -> Retention | None:
 
 
 def _openai(fields: Fields, max_label_chars: int) -> tuple[CacheMode, Retention]:
-    """OpenAI's fields: the strongest hint decides, a lifetime before a policy before a key."""
+    """Return mode and retention from OpenAI's fields. A lifetime overrides a policy, a policy overrides a key."""
     key = fields.string("prompt_cache_key", max_label_chars)
     policy = _choice("prompt_cache_retention", fields.take("prompt_cache_retention"), "in_memory", "in-memory", "24h")
     options = fields.mapping("prompt_cache_options", 16) or {}
@@ -63,7 +63,7 @@ def _openai(fields: Fields, max_label_chars: int) -> tuple[CacheMode, Retention]
     breakpoints = list(_breakpoints(fields.values.get("messages")))
     lifetimes = [_seconds("prompt_cache_options.ttl", options.get("ttl"))]
     lifetimes += [_seconds(f"{name}.ttl", mark.get("ttl")) for name, mark in breakpoints]
-    uncached = mode == "explicit" and not breakpoints  # by OpenAI's word such a request does not use the cache
+    uncached = mode == "explicit" and not breakpoints  # by OpenAI's documentation such a request does not use the cache
     ttl = max(lifetimes)
     retention = DEFAULT_RETENTION
     if ttl:
@@ -76,7 +76,7 @@ def _openai(fields: Fields, max_label_chars: int) -> tuple[CacheMode, Retention]
 
 
 def _breakpoints(messages: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields name and value of every explicit breakpoint in a conversation, whose shape is checked elsewhere."""
+    """Yield name and value of every explicit breakpoint in a conversation. Other shapes are checked elsewhere."""
     for number, message in enumerate(messages if isinstance(messages, list | tuple) else ()):
         content = message.get("content") if isinstance(message, Mapping) else None
         for index, part in enumerate(content if isinstance(content, list | tuple) else ()):
@@ -90,7 +90,7 @@ def _breakpoints(messages: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _salt(fields: Fields) -> str | None:
-    """Return the salt: any text, since it is only ever hashed (`narrow_domain`)."""
+    """Return the salt: any text, since it is only hashed (`narrow_domain`)."""
     salt = fields.string("cache_salt", MAX_SALT_CHARS)
     if salt == "":
         bad_value("cache_salt", "is empty", f"use 1 to {MAX_SALT_CHARS} characters, or leave it out")
@@ -104,7 +104,7 @@ def _choice(name: str, value: object, *allowed: str) -> str | None:
 
 
 def _seconds(name: str, value: object) -> float:
-    """Returns a lifetime in seconds, 0 if there is none."""
+    """Return a lifetime in seconds, 0 for None. Raises InvalidRequestError."""
     if value is None:
         return 0.0
     if isinstance(value, str):

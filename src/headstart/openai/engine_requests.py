@@ -1,4 +1,4 @@
-"""From a validated body to engine requests: tokens, one request per prompt and choice, tenant and domain, seeds."""
+"""Conversion of a validated body to engine requests: tokens, one request per prompt and choice, domain, seeds."""
 
 import hashlib
 from array import array
@@ -18,17 +18,17 @@ PROBE_CHARS_PER_TOKEN = 8
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a client request comes from: what its engine requests have in common beside the parameters."""
+    """Origin of a client request: the values that its engine requests share beside the parameters."""
 
-    request_id: str  # ours, unique
+    request_id: str  # generated, unique
     arrival: float = 0.0  # seconds, the engine's clock
     domain: bytes = b""  # isolation domain of the tenant
-    tenant: str = ""  # whose share of the cache it uses
+    tenant: str = ""  # the tenant whose share of the cache it uses
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A client request, ready for the engine: the requests of its choices, and what the choices of a prompt share."""
+    """A client request ready for submission: its engine requests, and the SharedPrompt of each prompt."""
 
     params: GenerationParams
     requests: list[Request]
@@ -36,18 +36,18 @@ class Prepared:
 
 
 def tokenizer_of(tokenizer: Tokenizer, origin: Origin, params: GenerationParams) -> Tokenizer:
-    """Returns the tokenizer as one client request may use it: with what its own isolation domain sent before."""
+    """Return the tokenizer for one client request, with the cached segments of its own isolation domain."""
     return tokenizer.within(origin.tenant, narrow_domain(origin.domain, params.cache_salt), params.cache)
 
 
 def encode_completion(body: CompletionBody, tokenizer: Tokenizer, bounds: Bounds) -> "list[array[int]]":
-    """Returns one list of token ids per prompt. Thread-safe and slow for long texts: call it off the event loop."""
+    """Return one list of token ids per prompt. Thread-safe and slow for long texts: call it off the event loop."""
     special = body.params.add_special_tokens
     return [encode_prompt(prompt, tokenizer, bounds, special is None or special) for prompt in body.prompts]
 
 
 def encode_chat(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
-    """Returns the token ids of the rendered conversation; the template writes its own special tokens."""
+    """Return the token ids of the rendered conversation. By default only the template adds special tokens."""
     text = tokenizer.render_chat(
         body.messages,
         add_generation_prompt=body.params.add_generation_prompt,
@@ -62,9 +62,9 @@ def encode_chat(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, bounds: Bounds, add_special_tokens: bool) -> "array[int]":
-    """Returns the token ids of one prompt, at least one. Raises InvalidRequestError.
+    """Return the token ids of one prompt, at least one. Raises InvalidRequestError.
 
-    A text that cannot fit however well it compresses is refused without being tokenized.
+    A text that is too long for the context even with the longest tokens is refused without being tokenized.
     """
     if isinstance(prompt, array):
         return prompt
@@ -83,10 +83,10 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, bounds: Bounds, add_spec
 
 
 def _probe_length(text: str, tokenizer: Tokenizer, bounds: Bounds) -> None:
-    """Raise RequestTooLargeError if the beginning of a very long text exceeds the context already.
+    """Raise RequestTooLargeError if the beginning of a very long text already exceeds the context.
 
-    Tokenizing holds about 200 bytes a character, so it begins with what would fit if tokens were twice as long as
-    usual. An eighth more than the context is certain: where the beginning is cut changes a few tokens at most.
+    Tokenizing needs about 200 bytes per character, so the first probe is a text that fits if tokens are twice as long
+    as usual. The margin of an eighth of the context covers the few tokens that the cut may change.
     """
     limit = bounds.max_model_len
     size = max(PROBE_CHARS, PROBE_CHARS_PER_TOKEN * limit)
@@ -104,11 +104,11 @@ def _probe_length(text: str, tokenizer: Tokenizer, bounds: Bounds) -> None:
 def build_requests(
     prompts: "list[array[int]]", params: GenerationParams, bounds: Bounds, origin: Origin
 ) -> list[Request]:
-    """Returns len(prompts) * n engine requests, the n choices of a prompt side by side (choice index = position).
+    """Return len(prompts) * n engine requests; the n choices of a prompt are adjacent (choice index = position).
 
-    Raises RequestTooLargeError if a prompt and its output exceed the context. With a seed, choice i is seeded seed + i.
-    Only the first choice of a prompt asks for the prompt's log-probabilities, which are the same for all of them.
-    A cache_salt narrows the domain and not the tenant: it opens no second share of the cache.
+    Raises RequestTooLargeError if a prompt and its output exceed the context. With a seed, choice i uses seed + i.
+    Only the first choice of a prompt requests the prompt's log-probabilities, which are the same for all choices.
+    A cache_salt narrows the domain, not the tenant: it does not add a second share of the cache.
     """
     requests: list[Request] = []
     domain = narrow_domain(origin.domain, params.cache_salt)
@@ -142,7 +142,7 @@ def build_requests(
 
 
 def narrow_domain(domain: bytes, cache_salt: str | None) -> bytes:
-    """Returns the isolation domain inside the tenant's own that `cache_salt` names; a salt can only narrow sharing."""
+    """Return the isolation domain of `cache_salt` inside the tenant's domain; a salt can only narrow sharing."""
     if cache_salt is None:
         return domain
     return hashlib.sha256(b"salt" + len(domain).to_bytes(8, "little") + domain + cache_salt.encode()).digest()

@@ -1,7 +1,7 @@
-"""Fields: typed, bounded values read out of a plain mapping, with errors that name value, limit and remedy.
+"""Fields: typed, bounded values read from a plain mapping, with errors that name value, limit and remedy.
 
-Every value is hostile until it was read through here: `null` means the default, `true` is not 1, a number must be
-finite, a string must be encodable. Names that nobody read are what the client sent in vain (`unread`).
+No value is trusted before it is read through this module: `null` means the default, `true` is not 1, a number must be
+finite, a string must be encodable. `unread` returns the names that were sent but never read.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _SHOWN_CHARS = 60
 
 
 def shown(value: object) -> str:
-    """Returns `value` as a short text that is safe to send to a client: no addresses, no megabytes."""
+    """Return `value` as a short ASCII text that is safe in a message to a client: no addresses, bounded length."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, int) and value.bit_length() > 128:
@@ -29,24 +29,24 @@ def shown(value: object) -> str:
 
 
 def plain(number: float) -> str:
-    """Returns a limit as people write it: 2 and not 2.0, and 3.40282e+38 instead of 39 digits."""
+    """Return a limit in readable form: 2 and not 2.0, 3.40282e+38 and not 39 digits."""
     if abs(number) >= 1e15:
         return f"{number:g}"
     return str(int(number)) if float(number).is_integer() else str(number)
 
 
 def bad_value(name: str, problem: str, remedy: str) -> NoReturn:
-    """Raises InvalidRequestError saying "name problem; remedy"."""
+    """Raise InvalidRequestError with the message "name problem; remedy"."""
     raise InvalidRequestError(f"{name} {problem}; {remedy}", param=name)
 
 
 def unsupported(name: str, why: str) -> NoReturn:
-    """Raises InvalidRequestError for a parameter that this server knows of and does not do."""
+    """Raise InvalidRequestError for a known parameter that this server does not support."""
     raise InvalidRequestError(f"{name} is not supported: {why}", param=name, code="unsupported_parameter")
 
 
 def check_text(name: str, text: str) -> str:
-    """Returns `text` if it is encodable as UTF-8 (no lone surrogates), else raises InvalidRequestError."""
+    """Return `text` if it is encodable as UTF-8 (no lone surrogates), else raise InvalidRequestError."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -55,7 +55,7 @@ def check_text(name: str, text: str) -> str:
 
 
 def check_int(name: str, value: object, low: int, high: int) -> int:
-    """Returns `value` if it is an integer in [low, high], else raises InvalidRequestError."""
+    """Return `value` if it is an integer in [low, high], else raise InvalidRequestError."""
     if isinstance(value, bool) or not isinstance(value, int):
         bad_value(name, f"is {shown(value)}", f"it must be an integer between {low} and {high}")
     if not low <= value <= high:
@@ -64,7 +64,7 @@ def check_int(name: str, value: object, low: int, high: int) -> int:
 
 
 def check_number(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> float:
-    """Returns `value` as a finite float in [low, high], or (low, high] with `above_low`; else InvalidRequestError."""
+    """Return `value` as a finite float in [low, high], or (low, high] with `above_low`. Raises InvalidRequestError."""
     limits = f"{'above ' if above_low else 'between '}{plain(low)} and {'at most ' if above_low else ''}{plain(high)}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         bad_value(name, f"is {shown(value)}", f"it must be a number {limits}")
@@ -74,29 +74,29 @@ def check_number(name: str, value: object, low: float, high: float, *, above_low
 
 
 class Fields:
-    """One mapping under inspection. A missing name and `null` both read as None."""
+    """A mapping whose values are checked when read. A missing name and `null` both read as None."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
         self._read: set[str] = set()
 
     def take(self, name: str) -> Any:
-        """Returns the raw value, or None, and counts the name as known."""
+        """Return the raw value or None, and mark the name as read."""
         self._read.add(name)
         return self.values.get(name)
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        """Returns an integer in [low, high], or None if there is none."""
+        """Return an integer in [low, high], or None if absent. Raises InvalidRequestError, as do the methods below."""
         value = self.take(name)
         return None if value is None else check_int(name, value, low, high)
 
     def number(self, name: str, low: float, high: float, default: float, *, above_low: bool = False) -> float:
-        """Returns a finite number in [low, high]."""
+        """Return a finite number in [low, high], or `default` if absent."""
         value = self.take(name)
         return default if value is None else check_number(name, value, low, high, above_low=above_low)
 
     def boolean(self, name: str, default: bool = False) -> bool:
-        """Returns true or false; 0, 1 and texts are refused."""
+        """Return a boolean, or `default` if absent; 0, 1 and texts are refused."""
         value = self.take(name)
         if value is None:
             return default
@@ -105,7 +105,7 @@ class Fields:
         return value
 
     def string(self, name: str, max_chars: int) -> str | None:
-        """Returns a text of at most `max_chars` characters, or None if there is none."""
+        """Return a text of at most `max_chars` characters, or None if absent."""
         value = self.take(name)
         if value is None:
             return None
@@ -116,7 +116,7 @@ class Fields:
         return check_text(name, value)
 
     def items(self, name: str, max_items: int) -> list[Any]:
-        """Returns a list of at most `max_items` values, empty if there is none."""
+        """Return a list of at most `max_items` values, empty if absent."""
         value = self.take(name)
         if value is None:
             return []
@@ -127,7 +127,7 @@ class Fields:
         return list(value)
 
     def mapping(self, name: str, max_items: int) -> dict[Any, Any] | None:
-        """Returns an object of at most `max_items` entries, or None if there is none."""
+        """Return an object of at most `max_items` entries, or None if absent."""
         value = self.take(name)
         if value is None:
             return None
@@ -138,5 +138,5 @@ class Fields:
         return dict(value)
 
     def unread(self) -> tuple[str, ...]:
-        """Returns the names that were sent and that nobody read, sorted."""
+        """Return the names in the mapping that were not read, sorted."""
         return tuple(sorted(str(name) for name in self.values if name not in self._read))

@@ -1,8 +1,8 @@
-"""The one validation layer: plain values (a JSON object, keyword arguments) become GenerationParams, or a clear error.
+"""Validation of generation parameters: plain values (a JSON object, keyword arguments) become GenerationParams.
 
-Every front end (HTTP, `headstart.LLM`) goes through here, so a limit exists once. What is not built is refused by name;
-what is unknown is ignored, since clients send fields that are newer than any server, but reported in `ignored`.
-Only InvalidRequestError comes out of here, whatever goes in.
+HTTP and `headstart.LLM` both use it, so each limit exists once. Known but unsupported parameters are refused by name.
+Unknown ones are ignored, since clients send fields that are newer than the server, and listed in `ignored`. For any
+input, the only exception raised is InvalidRequestError.
 """
 
 from dataclasses import dataclass, replace
@@ -24,12 +24,12 @@ from headstart.openai.fields import (
 )
 from headstart.openai.unsupported import refuse_unbuilt
 
-GREEDY_BELOW = 1e-5  # a temperature smaller than this would only overflow on the way to the same token
+GREEDY_BELOW = 1e-5  # a smaller temperature would only overflow, with the same token as the result
 DEFAULT_COMPLETION_TOKENS = 16
 
 
 class Kind(Enum):
-    """Which API the values come from; names and defaults differ."""
+    """The API that the values come from; names and defaults differ."""
 
     COMPLETION = "completion"
     CHAT = "chat"
@@ -37,7 +37,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GenerationParams:
-    """One client request's wishes, validated. `sampling` is complete but for max_tokens: see `fit`."""
+    """The validated parameters of one client request. `sampling` is complete except for max_tokens: see `fit`."""
 
     sampling: SamplingParams
     max_tokens: int | None = None  # None: the model's default, else as many as fit; 0: only echo the prompt
@@ -53,14 +53,14 @@ class GenerationParams:
     return_token_ids: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool | None = None  # None: yes for a completion, no behind a chat template
+    add_special_tokens: bool | None = None  # None: yes for a completion, no for a chat
     template_options: tuple[tuple[str, str | int | bool], ...] = ()
     priority: int = 0
     cache: CacheMode = CacheMode.READ_WRITE
     retention: Retention = DEFAULT_RETENTION
     cache_salt: str | None = None
     user: str | None = None
-    ignored: tuple[str, ...] = ()  # names sent in vain, sorted
+    ignored: tuple[str, ...] = ()  # unknown names in the request, sorted
 
     @property
     def wants_logprobs(self) -> bool:
@@ -68,9 +68,9 @@ class GenerationParams:
 
 
 def parse_params(fields: Fields, bounds: Bounds, kind: Kind) -> GenerationParams:
-    """Returns the validated parameters of one request body; prompt, messages and model are the caller's to take first.
+    """Return the validated parameters of one request body. The caller reads prompt, messages and model before.
 
-    Raises InvalidRequestError, with `param` set, for the first value that is wrong.
+    Raises InvalidRequestError, with `param` set, for the first invalid value.
     """
     refuse_unbuilt(fields)
     max_tokens = _max_tokens(fields, bounds, kind)
@@ -109,12 +109,12 @@ def parse_params(fields: Fields, bounds: Bounds, kind: Kind) -> GenerationParams
         retention=wishes.retention,
         cache_salt=wishes.salt,
         user=labels[0],
-        ignored=fields.unread(),  # the last: all others have been read
+        ignored=fields.unread(),  # last: after all other fields are read
     )
 
 
 def fit(params: GenerationParams, num_prompt_tokens: int, bounds: Bounds) -> SamplingParams:
-    """Returns the sampling parameters for one prompt of that length, with max_tokens settled.
+    """Return the sampling parameters for a prompt of that length, with max_tokens set.
 
     Raises RequestTooLargeError (context_length_exceeded) if prompt + output exceed the model's context.
     """
@@ -138,7 +138,7 @@ def fit(params: GenerationParams, num_prompt_tokens: int, bounds: Bounds) -> Sam
         default = bounds.defaults.max_tokens
         max_tokens = room if default is None else min(max(default, params.sampling.min_tokens), room)
     else:
-        max_tokens = max(wanted, 1)  # the engine always samples one: front ends drop it on 0
+        max_tokens = max(wanted, 1)  # the engine always samples at least one token; it is dropped for 0
     if params.sampling.min_tokens > max_tokens:
         bad_value("min_tokens", f"is {params.sampling.min_tokens}", f"only {max_tokens} output tokens fit here")
     sampling = params.sampling
@@ -146,7 +146,7 @@ def fit(params: GenerationParams, num_prompt_tokens: int, bounds: Bounds) -> Sam
 
 
 def check_token_ids(name: str, values: object, bounds: Bounds, *, max_items: int) -> tuple[int, ...]:
-    """Returns `values` if it is a list of at most `max_items` token ids of the vocabulary; else InvalidRequestError."""
+    """Return `values` as a tuple of at most `max_items` token ids of the vocabulary. Raises InvalidRequestError."""
     if not isinstance(values, list | tuple):
         bad_value(name, f"is {shown(values)}", "it must be a list of token ids")
     if len(values) > max_items:
@@ -190,7 +190,7 @@ def _sampling(fields: Fields, bounds: Bounds, kind: Kind, max_tokens: int | None
 
 
 def _number(fields: Fields, name: str, of_model: float | None = None) -> float:
-    """Return the number `name`, within its range in the table; by default the model's own default or the table's."""
+    """Return the number `name`, checked against NUMBERS; if absent, the model's default or that of the table."""
     low, high, default, above_low = NUMBERS[name]
     return fields.number(name, low, high, default if of_model is None else of_model, above_low=above_low)
 
@@ -284,7 +284,10 @@ def _echo(fields: Fields, kind: Kind) -> bool:
 
 
 def _priority(fields: Fields, bounds: Bounds) -> int:
-    """As in vLLM, whose words the second sentence has, since clients look for them and send the request again."""
+    """Return the priority. Raises InvalidRequestError without priority scheduling.
+
+    The message contains vLLM's text, since clients match it and retry without a priority.
+    """
     priority = fields.integer("priority", *INTEGERS["priority"]) or 0
     if priority and bounds.scheduling_policy != "priority":
         unsupported(

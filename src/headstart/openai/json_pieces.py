@@ -1,8 +1,8 @@
-"""JSON in pieces: a document whose long lists are shaped and encoded a slice at a time, when they are sent.
+"""JSON in pieces: documents whose long lists are built and encoded one slice at a time while they are sent.
 
-`encode` gives the whole document at once and `pieces` the same bytes a piece at a time. A long list stands in the
-document as a `Sliced`, so its items exist only while their slice is encoded. `Turns` lets one slice be encoded per turn
-of the event loop, however many long answers there are, so that everything else goes on between two slices.
+`encode` returns the whole document, `pieces` yields the same bytes in pieces. A long list is a `Sliced` in the
+document, so its items exist only while their slice is encoded. `Turns` encodes one piece per iteration of the event
+loop, over all long responses of the process, so that other tasks run between two pieces.
 """
 
 import asyncio
@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 SLICE_ITEMS = 128  # of a list whose items may be objects of 20 alternatives: some milliseconds of work
-PIECE_BYTES = 64 * 1024  # smaller pieces are joined to about that much
+PIECE_BYTES = 64 * 1024  # smaller pieces are joined up to about this size
 
 
 class Sliced:
-    """A JSON list of `shape(item)` for every item of some sequences, one behind the other."""
+    """A JSON list of `shape(item)` for every item of the concatenated sequences."""
 
     __slots__ = ("_kept", "_key", "_parts", "_shape")
 
@@ -28,7 +28,7 @@ class Sliced:
         kept: dict[str, bytes] | None = None,
         key: str = "",
     ) -> None:
-        """With `kept`, the JSON of the first sequence is stored there under `key`, and taken from there if it is."""
+        """With `kept`, the JSON of the first sequence is stored in it under `key`, and reused if present."""
         self._parts = parts
         self._shape = shape
         self._kept = kept
@@ -39,7 +39,7 @@ class Sliced:
         return [self._shape(item) for part in self._parts for item in part]
 
     def slices(self) -> Iterator[bytes]:
-        """Yield the JSON of the items without the brackets around them, a slice at a time."""
+        """Yield the JSON of the items without the enclosing brackets, one slice at a time."""
         is_first = True
         for number, part in enumerate(self._parts):
             for text in self._slices_of(part, is_kept=number == 0 and self._kept is not None):
@@ -76,7 +76,7 @@ def encode(value: Any) -> bytes:
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """Yield the bytes of `encode(value)` in pieces of about PIECE_BYTES, each made when it is asked for."""
+    """Yield the bytes of `encode(value)` in pieces of about PIECE_BYTES, each built on demand."""
     gathered = bytearray()
     for text in _texts(value):
         gathered += text
@@ -99,7 +99,7 @@ def _texts(value: Any) -> Iterator[bytes]:
             yield from _texts(inner)
             sign = b","
         yield b"}" if value else b"{}"
-    elif isinstance(value, Iterator):  # of the items of a list, each made when its turn comes
+    elif isinstance(value, Iterator):  # over the items of a list, each built on demand
         sign = b"["
         for item in value:
             yield sign
@@ -111,13 +111,13 @@ def _texts(value: Any) -> Iterator[bytes]:
 
 
 class Turns:
-    """Long work in slices: of all of it in this process one slice per turn of the event loop."""
+    """A lock for encoding in pieces: one piece per iteration of the event loop, over all responses of the process."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def pieces(self, value: Any) -> AsyncIterator[bytes]:
-        """Yield the bytes of `encode(value)` in pieces."""
+        """Yield the bytes of `encode(value)` in pieces, and let other tasks run between them."""
         source = pieces(value)
         while True:
             async with self._lock:

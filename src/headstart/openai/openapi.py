@@ -1,4 +1,4 @@
-"""Schemas of request bodies in /openapi.json, with the ranges of bounds.py; request_bodies.py validates."""
+"""Schemas of request bodies for /openapi.json, with the ranges of bounds.py. Validation is in request_bodies.py."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def _body(properties: Schema, *required: str) -> Schema:
 
 
 def _number(name: str) -> Schema:
-    """Return the schema of a number with a range in the table of bounds; null stands for its default."""
+    """Return the schema of a number with its range from NUMBERS; null means its default."""
     low, high, _, above_low = NUMBERS[name]
     return {"type": ["number", "null"], "exclusiveMinimum" if above_low else "minimum": low, "maximum": high}
 

@@ -1,8 +1,8 @@
-"""What of a text or a conversation later prompts will share: the tokens that do not depend on what follows.
+"""Tokens of a prefix: those tokens of a text or a conversation that do not depend on the continuation.
 
-Tokenizers merge across borders: "Sort: " alone ends in another token than "Sort: apples" has there, and a chat template
-may put a system message into the first user's turn. So the prefix is encoded with several continuations, and what all
-of them begin with is taken. Should a vocabulary merge yet another way, the last block is not hit: no harm but that.
+Tokenizers merge across boundaries: "Sort: " alone ends in another token than "Sort: apples" has at that position, and a
+chat template may put a system message into the first user turn. So the prefix is encoded with several continuations,
+and their common token prefix is used. If a vocabulary merges in yet another way, only the last block is not hit.
 """
 
 from array import array
@@ -20,19 +20,19 @@ CONTINUATIONS = (*"aeilnorst", " a", "The", "7", "\n", "\n\n", "  ", ".", "'s", 
 
 
 def text_tokens(text: str, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
-    """Returns what every prompt has in common that begins with `text`. Raises InvalidRequestError; slow for long ones.
+    """Return the tokens that all prompts beginning with `text` share. Raises InvalidRequestError. Slow for long texts.
 
-    With the special tokens that /v1/completions puts before a text.
+    Includes the special tokens that /v1/completions puts before a text.
     """
     texts = (text, *(text + more for more in CONTINUATIONS))
     return _shared([encode_prompt(text, tokenizer, bounds, True) for text in texts])
 
 
 def chat_tokens(messages: list[Message], tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
-    """Returns what every conversation has in common that begins with `messages`, as /v1/chat/completions renders it.
+    """Return the tokens that all conversations beginning with `messages` share, rendered as in /v1/chat/completions.
 
-    Behind a system or assistant message the user's turn comes next; behind a user's it is the answer, or an answer and
-    more. Raises InvalidRequestError if the model's template takes none of them.
+    After a system or assistant message the continuation is a user message; after a user or tool message it is none, or
+    an assistant and a user message. Raises InvalidRequestError if the model's template rejects all continuations.
     """
     rendered: list[str] = []
     refusal: InvalidRequestError | None = None
@@ -55,7 +55,7 @@ def _tails(last_role: str) -> "list[list[Message]]":
 
 
 def _shared(encodings: "Iterable[array[int]]") -> "array[int]":
-    """The longest common beginning of at least one list of tokens."""
+    """Return the longest common prefix of one or more token lists."""
     first, *others = encodings
     for other in others:
         num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, other, strict=False)))

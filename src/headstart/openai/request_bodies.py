@@ -1,7 +1,7 @@
 """Request bodies: bytes -> JSON -> CompletionBody | ChatBody | TokenizeBody | DetokenizeBody, all validated.
 
-Knows shapes and limits, not tokens: prompts stay text or token ids as they were sent. Only InvalidRequestError comes
-out of here, whatever goes in.
+Checks shapes and limits and does not tokenize: prompts stay text or token ids as sent. For any input, the only
+exception raised is InvalidRequestError.
 """
 
 import json
@@ -21,7 +21,7 @@ from headstart.openai.generation_params import GenerationParams, Kind, check_tok
 
 _VALUE = re.compile(
     rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[{]', re.DOTALL
-)  # a string without an end too: linear time
+)  # also matches an unterminated string, which keeps the time linear
 _SCALARS = frozenset((str, int, float, bool, type(None)))
 _SHORT = 64  # items of a list
 MAX_DEPTH = 64  # of nested lists and objects
@@ -73,7 +73,7 @@ class DetokenizeBody:
 
 
 def parse_json(body: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """Returns the JSON object in `body`. Raises InvalidRequestError (invalid_json) for anything else.
+    """Return the JSON object in `body`. Raises InvalidRequestError (invalid_json) for anything else.
 
     Strict: no NaN, no numbers that overflow, no lone surrogates, at most MAX_DEPTH levels and MAX_JSON_VALUES values.
     """
@@ -94,12 +94,12 @@ def parse_json(body: bytes | bytearray | memoryview) -> dict[str, Any]:
 
 
 def _check_size(body: bytes | bytearray | memoryview) -> None:
-    """Raise InvalidRequestError before anything is built if the body has more than MAX_JSON_VALUES values.
+    """Raise InvalidRequestError, before any object is built, if the body has more than MAX_JSON_VALUES values.
 
-    Numbers do not count: prompts of token ids have as many of them as the body has room for.
+    Numbers do not count: the number of token ids in a prompt is limited by the size of the body only.
     """
     if len(body) <= MAX_JSON_VALUES:
-        return  # each of them takes a byte
+        return  # each value takes at least a byte
     text = bytes(body)
     if text.count(b'"') // 2 + text.count(b"[") + text.count(b"{") <= MAX_JSON_VALUES:
         return
@@ -112,14 +112,14 @@ def _check_size(body: bytes | bytearray | memoryview) -> None:
 
 
 def check_depth(value: object) -> None:
-    """Raises InvalidRequestError if lists and objects are nested deeper than MAX_DEPTH."""
+    """Raise InvalidRequestError if lists and objects are nested deeper than MAX_DEPTH."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         inner: list[object] = []
         for item in level:
             if isinstance(item, Mapping):
                 inner.extend(item.values())
-            elif isinstance(item, list | tuple):  # a prompt may have millions of token ids, which are not copied
+            elif isinstance(item, list | tuple):  # do not copy the token ids of a prompt, which may be millions
                 inner.extend(item if len(item) <= _SHORT else [one for one in item if type(one) not in _SCALARS])
         if not inner:
             return
@@ -129,7 +129,7 @@ def check_depth(value: object) -> None:
 
 
 def parse_completion(values: Mapping[str, Any], bounds: Bounds) -> CompletionBody:
-    """Returns a validated /v1/completions body. Raises InvalidRequestError."""
+    """Return a validated /v1/completions body. Raises InvalidRequestError."""
     fields = Fields(values)
     model = fields.string("model", MAX_MODEL_CHARS)
     prompts = parse_prompts(fields.take("prompt"), bounds)
@@ -137,7 +137,7 @@ def parse_completion(values: Mapping[str, Any], bounds: Bounds) -> CompletionBod
 
 
 def parse_chat(values: Mapping[str, Any], bounds: Bounds) -> ChatBody:
-    """Returns a validated /v1/chat/completions body. Raises InvalidRequestError."""
+    """Return a validated /v1/chat/completions body. Raises InvalidRequestError."""
     fields = Fields(values)
     model = fields.string("model", MAX_MODEL_CHARS)
     messages = parse_messages(fields.take("messages"), bounds)
@@ -145,7 +145,7 @@ def parse_chat(values: Mapping[str, Any], bounds: Bounds) -> ChatBody:
 
 
 def parse_tokenize(values: Mapping[str, Any], bounds: Bounds) -> TokenizeBody:
-    """Returns a validated /tokenize body: exactly one of `prompt` and `messages`. Raises InvalidRequestError."""
+    """Return a validated /tokenize body: exactly one of `prompt` and `messages`. Raises InvalidRequestError."""
     fields = Fields(values)
     prompt = fields.take("prompt")
     messages = fields.take("messages")
@@ -169,14 +169,14 @@ def parse_tokenize(values: Mapping[str, Any], bounds: Bounds) -> TokenizeBody:
 
 
 def parse_detokenize(values: Mapping[str, Any], bounds: Bounds) -> DetokenizeBody:
-    """Returns a validated /detokenize body. Raises InvalidRequestError."""
+    """Return a validated /detokenize body. Raises InvalidRequestError."""
     fields = Fields(values)
     token_ids = check_token_ids("tokens", fields.take("tokens"), bounds, max_items=16 * bounds.max_model_len)
     return DetokenizeBody(fields.string("model", MAX_MODEL_CHARS), array("i", token_ids))
 
 
 def parse_prompts(value: object, bounds: Bounds) -> tuple[Prompt, ...]:
-    """Returns the prompts in any of OpenAI's four forms: text, texts, token ids, lists of token ids."""
+    """Return the prompts from any of OpenAI's four forms: text, texts, token ids, lists of token ids."""
     if value is None:
         raise InvalidRequestError("prompt is missing", param="prompt", code="missing_required_parameter")
     if isinstance(value, str):
@@ -193,7 +193,7 @@ def parse_prompts(value: object, bounds: Bounds) -> tuple[Prompt, ...]:
 
 
 def parse_messages(value: object, bounds: Bounds) -> list[Message]:
-    """Returns the conversation with every content flattened to one string. Raises InvalidRequestError."""
+    """Return the conversation with each message's content as one string. Raises InvalidRequestError."""
     if value is None:
         raise InvalidRequestError("messages is missing", param="messages", code="missing_required_parameter")
     if not isinstance(value, list | tuple) or not value:
@@ -263,7 +263,7 @@ def _message(name: str, value: object) -> Message:
 
 
 def _content(name: str, value: object) -> str:
-    """Text parts are joined by newlines, as other servers do for templates that expect one string."""
+    """Return the content as one string; text parts are joined by newlines, as in other servers."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -288,7 +288,7 @@ def _part(name: str, part: object) -> str:
 
 
 def _tool_calls(name: str, value: object) -> list[dict[str, Any]]:
-    """Calls of earlier turns, for the template; arguments become an object where they are one, as templates expect."""
+    """Return the tool calls of an earlier turn for the template; arguments that are JSON are decoded."""
     if value is None:
         return []
     if not isinstance(value, list | tuple) or len(value) > MAX_TOOL_CALLS:

@@ -1,4 +1,4 @@
-"""What goes back to clients: OpenAI's objects as plain dicts, encoded once by `encode`. Shapes only, no decisions."""
+"""Response bodies: OpenAI's objects as plain dicts, encoded by `encode`. Only shapes, no decisions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -21,7 +21,7 @@ from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 Json = dict[str, Any]
-CACHE_SOURCES = ("pinned", "shared", "store", "followed")  # a prompt is these and what was computed
+CACHE_SOURCES = ("pinned", "shared", "store", "followed")  # sources of cached prompt tokens; the others are computed
 
 # -------------------------------------------------------------------------------------------------------------- errors
 
@@ -34,13 +34,13 @@ _TYPE_OF_STATUS = {
 
 
 def error_object(message: str, *, status: int, code: str | None = None, param: str | None = None) -> Json:
-    """Returns OpenAI's error object; the type follows from the HTTP status."""
+    """Return OpenAI's error object; the type follows from the HTTP status."""
     kind = _TYPE_OF_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_of(error: HeadstartError) -> tuple[int, Json]:
-    """Returns the HTTP status and the error object of one of our own exceptions; no other text reaches a client."""
+    """Return the HTTP status and the error object of a HeadstartError; no other message text reaches a client."""
     if isinstance(error, InvalidRequestError):
         status = 404 if error.code == "model_not_found" else 400
         return status, error_object(str(error), status=status, code=error.code, param=error.param)
@@ -57,7 +57,7 @@ def error_of(error: HeadstartError) -> tuple[int, Json]:
 
 
 def usage(num_prompt_tokens: int, num_tokens: int, ledger: PromptTokenBreakdown) -> Json:
-    """Returns the usage object; cached tokens are always told, and beyond OpenAI's API where they came from."""
+    """Return the usage object; it always has the cached tokens and, beyond OpenAI's API, their sources."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_tokens,
@@ -67,7 +67,7 @@ def usage(num_prompt_tokens: int, num_tokens: int, ledger: PromptTokenBreakdown)
 
 
 def sources(ledger: PromptTokenBreakdown) -> dict[str, int]:
-    """Returns what was taken over, by source; they add up to cached_tokens."""
+    """Return the cached tokens by source; they add up to cached_tokens."""
     return {f"{source}_tokens": getattr(ledger, source) for source in CACHE_SOURCES}
 
 
@@ -75,17 +75,17 @@ def sources(ledger: PromptTokenBreakdown) -> dict[str, int]:
 
 
 def completion(head: Json, choices: list[Json], usage: Json) -> Json:
-    """Returns a whole /v1/completions answer; `head` is from `head_of`."""
+    """Return a whole /v1/completions response; `head` is from `head_of`."""
     return {**head, "object": "text_completion", "choices": choices, "usage": usage}
 
 
 def completion_chunk(head: Json, choices: list[Json], usage: Json | None = None) -> Json:
-    """Returns one event of a streamed /v1/completions answer."""
+    """Return one event of a streamed /v1/completions response."""
     return {**head, "object": "text_completion", "choices": choices, "usage": usage}
 
 
 def completion_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool) -> Json:
-    """Returns a choice: of a chunk from its Delta, of a whole answer from `whole(generation)`."""
+    """Return a choice: of a chunk from its Delta, of a whole response from `whole(generation)`."""
     choice: Json = {
         "index": index,
         "text": delta.text if delta.echo is None else delta.echo.text + delta.text,
@@ -97,7 +97,7 @@ def completion_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprob
 
 
 def completion_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer, echo: SharedPrompt | None = None) -> Json:
-    """Return the completions API's format: four lists, one item per token, those of an echoed prompt first."""
+    """Return log-probabilities in the completions format: four lists, one item per token, an echoed prompt first."""
 
     def name(entry: TokenEntry) -> str:
         return token_name(tokenizer, entry.token_id)
@@ -120,7 +120,7 @@ def completion_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer, ech
 def _listed(
     entries: Sequence[Any], shape: Callable[[Any], Any], echo: SharedPrompt | None = None, key: str = ""
 ) -> list[Any] | Sliced:
-    """Return a JSON list of the shaped entries: all of them, or if they are many, a list that is shaped when sent."""
+    """Return the JSON list of `shape(entry)`; a long list is a Sliced, built while it is sent."""
     if echo is None and len(entries) <= SLICE_ITEMS:
         return [shape(entry) for entry in entries]
     if echo is None:
@@ -129,7 +129,7 @@ def _listed(
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
-    """Returns a token's text, or "bytes:\\xe2\\x80" where its bytes are no text, as OpenAI writes it."""
+    """Return a token's text, or as OpenAI does "bytes:\\xe2\\x80" if its bytes are not valid UTF-8."""
     written = tokenizer.token_bytes(token_id)
     try:
         return written.decode()
@@ -141,12 +141,12 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def chat_completion(head: Json, choices: list[Json], usage: Json) -> Json:
-    """Returns a whole /v1/chat/completions answer."""
+    """Return a whole /v1/chat/completions response."""
     return {**head, "object": "chat.completion", "choices": choices, "usage": usage}
 
 
 def chat_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool) -> Json:
-    """Returns a choice of a whole chat answer from `whole(generation)`."""
+    """Return a choice of a whole chat response from `whole(generation)`."""
     choice: Json = {
         "index": index,
         "message": {"role": "assistant", "content": delta.text, "refusal": None},
@@ -158,18 +158,18 @@ def chat_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprobs: boo
 
 
 def chat_chunk(head: Json, choices: list[Json], usage: Json | None = None) -> Json:
-    """Returns one event of a streamed chat answer."""
+    """Return one event of a streamed chat response."""
     return {**head, "object": "chat.completion.chunk", "choices": choices, "usage": usage}
 
 
 def chat_first_choice(index: int) -> Json:
-    """Returns the choice that opens a streamed message: the role, and no text yet."""
+    """Return the first choice of a streamed message: the role and empty text."""
     delta = {"role": "assistant", "content": ""}
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def chat_chunk_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool) -> Json:
-    """Returns a choice of a streamed chat answer."""
+    """Return a choice of a streamed chat response."""
     choice: Json = {
         "index": index,
         "delta": {"content": delta.text} if delta.text else {},
@@ -182,7 +182,7 @@ def chat_chunk_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprob
 
 
 def chat_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> Json:
-    """Return the chat API's format: an object per token, with its bytes."""
+    """Return log-probabilities in the chat format: an object per token, with its bytes."""
 
     def shape(entry: TokenEntry) -> Json:
         top = [_chat_token(tokenizer, token_id, logprob) for token_id, logprob in entry.top]
@@ -203,12 +203,12 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> J
 
 
 def head_of(request_id: str, created: int, model: str) -> Json:
-    """Returns what every object of one answer repeats: id, created (seconds since 1970), model."""
+    """Return the common fields of all objects of one response: id, created (seconds since 1970), model."""
     return {"id": request_id, "created": created, "model": model, "system_fingerprint": None}
 
 
 def whole(generation: Generation) -> Delta:
-    """Returns a finished generation as one Delta."""
+    """Return a finished generation as one Delta."""
     return Delta(
         generation.output_text,
         tuple(generation.token_ids),
@@ -224,9 +224,9 @@ def whole(generation: Generation) -> Delta:
 def model_object(
     name: str, created: int, max_model_len: int, *, block_size: int, num_blocks: int, defaults: SamplingDefaults
 ) -> Json:
-    """Returns one model; `max_model_len` in tokens, as vLLM tells it; of `defaults` those that the model sets.
+    """Return the object of one model; `max_model_len` in tokens, as in vLLM; of `defaults` those that the model sets.
 
-    The size of the cache is there for routers, which must know it where /metrics is for administrators only.
+    The size of the KV pool is included for routers, which need it also where /metrics is for administrators only.
     """
     return {
         "id": name,
@@ -243,12 +243,12 @@ def model_object(
 
 
 def model_list(models: list[Json]) -> Json:
-    """Returns the answer of /v1/models."""
+    """Return the response of /v1/models."""
     return {"object": "list", "data": models}
 
 
 def tokenize_answer(token_ids: Sequence[int], tokenizer: Tokenizer, max_model_len: int, *, with_texts: bool) -> Json:
-    """Return the answer of /tokenize."""
+    """Return the response of /tokenize."""
     return {
         "count": len(token_ids),
         "max_model_len": max_model_len,
@@ -258,12 +258,12 @@ def tokenize_answer(token_ids: Sequence[int], tokenizer: Tokenizer, max_model_le
 
 
 def detokenize_answer(text: str) -> Json:
-    """Returns the answer of /detokenize."""
+    """Return the response of /detokenize."""
     return {"prompt": text}
 
 
 def prompt_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> list[Json | None] | Sliced:
-    """Return vLLM's format: null for the first token, then by token id what was there and the best alternatives."""
+    """Return vLLM's format: null for the first token, then per position the token and its best alternatives by id."""
 
     def shape(entry: TokenEntry | None) -> Json | None:
         if entry is None:
@@ -277,7 +277,7 @@ def prompt_logprobs(entries: Sequence[TokenEntry], tokenizer: Tokenizer) -> list
 
 
 def _with_extras(choice: Json, delta: Delta, tokenizer: Tokenizer, *, token_ids: bool) -> Json:
-    """Adds what was asked for beyond OpenAI's API, under vLLM's names."""
+    """Add the requested extensions of OpenAI's API to `choice`, under vLLM's names, and return it."""
     if token_ids:
         choice["token_ids"] = delta.token_ids
     if len(delta.prompt_logprobs):

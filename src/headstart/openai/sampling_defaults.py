@@ -1,4 +1,4 @@
-"""Sampling defaults of a model: the values of generation_config.json that a request's own values override."""
+"""Sampling defaults of a model: the values of generation_config.json. Values of a request override them."""
 
 import json
 from collections.abc import Mapping
@@ -13,17 +13,16 @@ from headstart.openai.fields import bad_value, check_int, check_number, shown
 
 FILE = "generation_config.json"
 AUTO = "auto"  # the model's own file, if it has one
-NONE = ("none", "vllm")  # no defaults but the API's; vLLM's word for it is its own name
+NONE = ("none", "vllm")  # the API's defaults only; vLLM's value for this is "vllm"
 MAX_FILE_BYTES = 1 << 20
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 
 
 def read_sampling_defaults(folder: Path, source: str = AUTO) -> SamplingDefaults:
-    """Return the defaults for a model in `folder`, by `--generation-config SOURCE`.
+    """Return the defaults of a model in `folder` for `--generation-config SOURCE`.
 
-    `auto` reads the model's own file and finds none if there is no such file; `none` reads nothing; anything else is a
-    folder with the file, or the file. Raises ConfigError, in one line with file and key, for values that no request
-    could have either.
+    `auto` reads the model's own file if it exists; `none` reads nothing; any other value is the file or a folder with
+    it. Raises ConfigError, in one line with file and key, for values that are invalid in a request.
     """
     if source in NONE:
         return NO_DEFAULTS
@@ -38,7 +37,7 @@ def read_sampling_defaults(folder: Path, source: str = AUTO) -> SamplingDefaults
 
 
 def default_texts(defaults: SamplingDefaults) -> list[str]:
-    """Return the values that a model sets, for people: "temperature 0.6", ..."""
+    """Return the values that a model sets as texts for people: "temperature 0.6", ..."""
     found = ((field.name, getattr(defaults, field.name)) for field in fields(defaults))
     return [f"{name} {value}" for name, value in found if value is not None]
 
@@ -68,7 +67,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _defaults(values: Mapping[str, Any]) -> SamplingDefaults:
-    """Return the defaults; null is as good as left out. Raises InvalidRequestError, which names the key."""
+    """Return the defaults; null counts as absent. Raises InvalidRequestError, which names the key."""
     numbers: dict[str, float | None] = {}
     for name in _NUMBERS:
         low, high, _, above_low = NUMBERS[name]
@@ -77,7 +76,7 @@ def _defaults(values: Mapping[str, Any]) -> SamplingDefaults:
     samples = values.get("do_sample")
     if samples is not None and not isinstance(samples, bool):
         bad_value("do_sample", f"is {shown(samples)}", "it must be true or false")
-    if samples is False:  # greedy, whatever stands beside it
+    if samples is False:  # greedy, regardless of the other values
         numbers["temperature"] = 0.0
     top_k, longest = values.get("top_k"), values.get("max_new_tokens")
     return SamplingDefaults(

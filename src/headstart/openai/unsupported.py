@@ -1,4 +1,4 @@
-"""What clients may ask for and this server does not do: refused by name, since silence would look like an answer."""
+"""Known but unsupported parameters: refused by name, since ignoring them would change the answer unnoticed."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from headstart.openai.fields import Fields, shown, unsupported
 
 
 def refuse_unbuilt(fields: Fields) -> None:
-    """Refuses by name what this server knows of and does not do; the values that mean "off" pass."""
+    """Raise InvalidRequestError for an unsupported parameter; values that mean "off" are accepted."""
     _refuse_formats(fields)
     for name in ("tools", "functions"):
         if fields.items(name, 128):

@@ -1,1 +1,1 @@
-"""The front end: OpenAI's HTTP API, tokenisation and text, around an engine in its own process. Never imports torch."""
+"""The API server: OpenAI's HTTP API and tokenization. The engine runs in its own process; torch is not imported here."""

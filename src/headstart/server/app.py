@@ -1,4 +1,4 @@
-"""The ASGI application: routes, and around them a gate that knows every request, lets it in, and logs it."""
+"""The ASGI application: the routes, wrapped in a Gate that authorizes and logs every request."""
 
 import time
 from array import array
@@ -37,7 +37,7 @@ _Result = TypeVar("_Result")
 
 
 def build_app(state: ServerState) -> ASGIApp:
-    """Returns the whole application for one server."""
+    """Return the ASGI application of one server."""
     app = FastAPI(
         title="Headstart", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, debug=False
     )
@@ -76,7 +76,7 @@ def build_app(state: ServerState) -> ASGIApp:
 
 
 def _guarded(state: ServerState, handler: Handler) -> Handler:
-    """The handler with every exception turned into an answer: nothing of one request leaves that request."""
+    """Return the handler with every exception converted to an error response."""
 
     async def guarded(request: Request) -> Response:
         try:
@@ -90,7 +90,7 @@ def _guarded(state: ServerState, handler: Handler) -> Handler:
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:
-    """What the router itself refuses: unknown paths and methods."""
+    """Return the error response for requests that FastAPI's router refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return error_response(HttpError(404, "there is no such route; see /openapi.json", code="unknown_route"))
@@ -102,17 +102,17 @@ async def _framework_error(request: Request, error: Exception) -> Response:
 
 
 class _Routes:
-    """The handlers. Each may raise HttpError and HeadstartError."""
+    """The route handlers. Each may raise HttpError and HeadstartError. Their docstrings are the OpenAPI summaries."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
     async def completions(self, request: Request) -> Response:
-        """Continue prompts."""
+        """Complete prompts."""
         return await infer(self._state, COMPLETIONS, request)
 
     async def chat_completions(self, request: Request) -> Response:
-        """Answer a conversation."""
+        """Generate the next message of a conversation."""
         return await infer(self._state, CHAT, request)
 
     async def models(self, request: Request) -> Response:
@@ -126,7 +126,7 @@ class _Routes:
         return json_response(self._model_object())
 
     async def tokenize(self, request: Request) -> Response:
-        """Turn a text, or a conversation, into token ids."""
+        """Convert a text or a conversation to token ids."""
         model = self._state.model
         principal = record_of(request.scope).principal
         tokenizer = model.tokenizer.within(principal.tenant, principal.domain)
@@ -145,7 +145,7 @@ class _Routes:
         return StreamingResponse(self._state.turns.pieces(answer), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
-        """Turn token ids into text."""
+        """Convert token ids to text."""
         model = self._state.model
 
         def work(data: bytes) -> protocol.Json:
@@ -156,24 +156,24 @@ class _Routes:
         return json_response(await self._worked(request, work))
 
     async def _worked(self, request: Request, work: Callable[[bytes], _Result], *, renders: bool = False) -> _Result:
-        """Return what `work` makes of the body, off the event loop if it is long, or `renders` a conversation in it."""
+        """Return `work(body)`, run off the event loop if the body is long, or if `renders` and it holds messages."""
         async with self._state.bodies.held(request) as body:
             waits = renders and b'"messages"' in body
             return await self._state.long_work.run(len(body), partial(work, body), waits=waits)
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are admitted: 200, or 503 while loading, draining, broken or without news of the engine."""
+        """Readiness: 200 if requests are admitted; 503 while loading or draining, or with a dead or silent engine."""
         self._state.check_ready()
         return json_response({"status": "ok"})
 
     async def livez(self, request: Request) -> Response:
-        """Whether the engine is alive, be it busy, loading or draining: 200 or 503."""
+        """Liveness: 200 if the engine is alive (also while busy, loading or draining), else 503."""
         if not self._state.is_alive(time.monotonic()):
             raise HttpError(503, "the engine has not been heard for too long", code="engine_dead")
         return json_response({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        """Metrics in Prometheus' text format."""
+        """Metrics in the Prometheus text format."""
         principal = record_of(request.scope).principal
         metrics = self._state.model.metrics
         text = metrics.expose(with_tenants=principal.is_admin, with_store=may_see_store(principal))
@@ -184,7 +184,7 @@ class _Routes:
         return json_response({"version": __version__})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Forget what is reusable; with ?pinned=true prefixes, with ?reset_external=true the store too. 503 if busy."""
+        """Reset the prefix cache; ?pinned=true: also pinned prefixes; ?reset_external=true: also the store; 503: busy."""
         self._state.check_ready()
         asked = {"pinned": _switch(request, "pinned"), "external": _switch(request, "reset_external")}
         if not await self._state.engine.call("reset_prefix_cache", asked):
@@ -193,18 +193,18 @@ class _Routes:
         return json_response({"status": "ok"})
 
     async def list_prefixes(self, request: Request) -> Response:
-        """List the pinned prefixes. For administrators."""
+        """List the pinned prefixes. Administrators only."""
         self._state.check_ready()
         return json_response({"object": "list", "data": await self._state.prefixes.listed()})
 
     async def add_prefix(self, request: Request) -> Response:
-        """Pin a prefix, and answer when it is warm. For administrators."""
+        """Pin a prefix and respond when it is computed. Administrators only."""
         model = self._state.check_ready()
         body = await self._worked(request, lambda data: parse_prefix(parse_json(data), model.bounds))
         return json_response(await self._state.prefixes.add(body, model.tokenizer, model.bounds), 201)
 
     async def remove_prefix(self, request: Request) -> Response:
-        """Unpin a prefix: its blocks become ordinary cache. For administrators."""
+        """Unpin a prefix: its blocks become evictable. Administrators only."""
         self._state.check_ready()
         name = request.path_params["name"]
         if not await self._state.prefixes.remove(name):
@@ -213,15 +213,15 @@ class _Routes:
         return json_response({"name": name, "deleted": True})
 
     async def cache_stats(self, request: Request) -> Response:
-        """What the prefix cache did since the start, and how it stands."""
+        """Counters of the prefix cache since the start, and its current state."""
         return json_response(await cache_stats(self._state, record_of(request.scope).principal))
 
     async def explain_request(self, request: Request) -> Response:
-        """Why a recent request (`request_id`, the id of its answer) was taken over from the cache so far only."""
+        """Explain why a recent request (`request_id`: the id of its response) had no more prefix cache hits."""
         return json_response(await explain(self._state, request))
 
     async def explain_prompt(self, request: Request) -> Response:
-        """Why a completion or chat with this body would be taken over from the cache so far only."""
+        """Explain why a completion or chat with this body would have no more prefix cache hits."""
         return json_response(await explain(self._state, request))
 
     def _model_object(self) -> protocol.Json:
@@ -238,7 +238,7 @@ class _Routes:
 
 
 def _tokenized(body: TokenizeBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
-    """Return the tokens of a text, or of a conversation as one prompt."""
+    """Return the token ids of a text, or of a conversation rendered as one prompt."""
     text, special = body.prompt or "", body.add_special_tokens is None or body.add_special_tokens
     if body.messages is not None:
         special = bool(body.add_special_tokens)
@@ -251,7 +251,7 @@ def _tokenized(body: TokenizeBody, tokenizer: Tokenizer, bounds: Bounds) -> "arr
 
 
 def _switch(request: Request, name: str) -> bool:
-    """A parameter of the query that is true or false, by default false. Raises InvalidRequestError."""
+    """Return a boolean query parameter, by default False. Raises InvalidRequestError."""
     value = request.query_params.get(name, "false")
     if value not in ("true", "false"):
         raise InvalidRequestError(f"{name} is {shown(value)}; it must be true or false", param=name)

@@ -1,4 +1,4 @@
-"""What people read when a server is ready: where it is, what it holds, and a command to try."""
+"""Startup banner of a server: its address, model, KV pool, store and keys, and a curl command to try."""
 
 import ipaddress
 import json
@@ -12,7 +12,7 @@ from headstart.server.server_state import Model
 
 
 def banner(model: Model, options: ServerOptions, host: str, port: int, *, store: str | None = None) -> str:
-    """Returns a few lines for the terminal; `store` is what is said of the store, if there is one."""
+    """Return the banner, several lines for the terminal; `store` is the text of `store_text`, None without a store."""
     info = model.info
     tokens = info.num_blocks * info.block_size
     where = f"[{host}]" if ":" in host else host
@@ -36,7 +36,7 @@ def banner(model: Model, options: ServerOptions, host: str, port: int, *, store:
 
 
 def store_text(folder: str, store: StoreStats) -> str:
-    """Returns what the banner says of a store: where it is, how full, and what of it this model can use."""
+    """Return the banner's text about a store: its folder, its fill level, and the blocks that this model can use."""
     found = f"{store.num_blocks:,} blocks of this model" if store.num_blocks else "nothing of this model yet"
     held = f"{folder}: {found}; {_size(store.num_bytes)} of {_size(store.max_bytes)} used"
     return f"{held}; NOT IN USE: {store.degraded}" if store.degraded else held

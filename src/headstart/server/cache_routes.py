@@ -1,4 +1,4 @@
-"""/v1/cache/stats and /v1/cache/explain: what the prefix cache did, and why a prompt was not taken over any further."""
+"""/v1/cache/stats and /v1/cache/explain: prefix cache counters, and why a prompt had no more prefix cache hits."""
 
 import time
 from collections.abc import Mapping
@@ -28,10 +28,10 @@ _MAX_ID_CHARS = 128
 
 
 async def cache_stats(state: ServerState, principal: Principal) -> Json:
-    """Returns every counter since start and every gauge of now. Raises HttpError, EngineDeadError.
+    """Return the JSON of /v1/cache/stats: counters since start and current gauges. Raises HttpError, EngineDeadError.
 
-    Counters only grow, so the difference of two answers is what lies between them. Counts by tenant are for
-    administrators; a tenant sees its own. So are those of the store.
+    Counters only grow, so the difference of two responses covers the time between them. Counts by tenant are for
+    administrators; a tenant sees its own. Counts of the store are shown as `may_see_store` allows.
     """
     model = state.check_ready()
     stats = stats_of(await state.engine.call("cache_stats"))
@@ -44,7 +44,7 @@ async def cache_stats(state: ServerState, principal: Principal) -> Json:
 def stats_answer(
     stats: EngineStats, model_name: str, block_size: int, tenants: Mapping[str, PromptTokenBreakdown]
 ) -> Json:
-    """Returns the JSON of /v1/cache/stats; tokens unless it says otherwise."""
+    """Return the JSON of /v1/cache/stats without the store. Values are tokens unless the key names another unit."""
     sources = {source: getattr(stats, f"{source}_tokens") for source in CACHE_SOURCES}
     return {
         "object": "cache.stats",
@@ -81,9 +81,9 @@ def stats_answer(
 
 
 async def explain(state: ServerState, request: Request) -> Json:
-    """Returns why a request (`?request_id=`), or a prompt (a body), was or would be reused so far and no further.
+    """Return why a request (`?request_id=`) or a prompt (the body) has no more prefix cache hits.
 
-    Raises HttpError 404 for an id that is not known or another tenant's, InvalidRequestError for a wrong body.
+    Raises HttpError 404 for an id that is unknown or another tenant's, InvalidRequestError for an invalid body.
     """
     model = state.check_ready()
     principal = record_of(request.scope).principal
@@ -91,7 +91,7 @@ async def explain(state: ServerState, request: Request) -> Json:
     if request.method == "GET":
         request_id = _request_id(request)
         found = await state.engine.call("explain", {**asked, "request_id": request_id})
-        if found is None:  # several prompts or choices: the first one stands for all
+        if found is None:  # several prompts or choices: explain the first one
             found = await state.engine.call("explain", {**asked, "request_id": f"{request_id}-0"})
         if found is None:
             raise HttpError(
@@ -118,7 +118,7 @@ def _request_id(request: Request) -> str:
 
 
 async def _parsed(state: ServerState, request: Request) -> EngineRequest:
-    """The engine request that the same body would be as a completion or a chat."""
+    """Return the engine request that this body would produce as a completion or a chat. Raises InvalidRequestError."""
     model, principal = state.model, record_of(request.scope).principal
     origin = Origin("explain", domain=principal.domain, tenant=principal.tenant)
 
@@ -136,7 +136,7 @@ async def _parsed(state: ServerState, request: Request) -> EngineRequest:
 
 
 def _plain(request: EngineRequest) -> Json:
-    """What decides about reuse, as plain values."""
+    """Return the fields of a request that determine prefix cache hits, as plain values."""
     return {
         "tokens": request.prompt.tobytes(),
         "domain": request.domain,

@@ -1,4 +1,4 @@
-"""An Explanation as the engine process sends it, with the texts of its tokens and told in a paragraph for people."""
+"""The response of /v1/cache/explain: the engine's Explanation with the texts of its tokens and a readable message."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _CAUSES = {
 
 
 def explanation_answer(found: Mapping[str, Any], tokenizer: Tokenizer) -> Json:
-    """Returns the JSON of /v1/cache/explain from what the engine's "explain" call gave."""
+    """Return the JSON of /v1/cache/explain from the result of the engine's "explain" call."""
     near, eviction = found["near"], found["eviction"]
     answer: Json = {
         "object": "cache.explanation",
@@ -35,7 +35,7 @@ def explanation_answer(found: Mapping[str, Any], tokenizer: Tokenizer) -> Json:
 
 
 def message(answer: Json) -> str:
-    """Returns what an answer says in plain words: a paragraph, and the two texts below it where prompts part."""
+    """Return a response as plain text: a paragraph, and below it the two texts where the prompts diverge."""
     return f"{_account(answer)} {_why(answer)}{_texts(answer['near_match'])}"
 
 
@@ -65,7 +65,7 @@ def _token(token_ids: Sequence[int], tokenizer: Tokenizer) -> Json | None:
 
 
 def _account(answer: Json) -> str:
-    """How many tokens were taken over, and from where."""
+    """Return a sentence about the number of cached tokens and their sources."""
     then, now, total = answer["sources"], answer["now"], answer["prompt_tokens"]
     if then is None and answer["status"] in (None, "waiting"):
         return f"{_cached(now, total)} would be cached if it began now{_by_source(now)}."
@@ -88,7 +88,7 @@ def _by_source(sources: Json) -> str:
 
 
 def _why(answer: Json) -> str:
-    """Why it was no more."""
+    """Return a sentence about why there were no more prefix cache hits."""
     return _REASONS[answer["reason"]](answer)
 
 
@@ -162,7 +162,7 @@ _REASONS = {
     "diverged": _diverged,
     "extends": _diverged,
     "isolated": _equal("but in another isolation domain: another tenant, cache_salt or adapter"),
-    "not_kept": _equal("but was told to leave nothing in the cache"),
+    "not_kept": _equal("but its cache mode keeps nothing in the cache"),
     "gone": _equal("but its blocks are no longer there, and why is no longer known"),
     "never_seen": _unseen,
 }
@@ -175,7 +175,7 @@ def _texts(near: Json | None) -> str:
 
 
 def _named(request_id: str) -> str:
-    """How people know a request: those that compute pinned prefixes go by the prefix."""
+    """Return the name of a request for people; a request that computes a pinned prefix has the prefix's name."""
     if request_id.startswith(REQUEST_PREFIX):
         return f"the pinned prefix {request_id.removeprefix(REQUEST_PREFIX).rpartition(':')[0]!r}"
     return f"request {request_id}"

@@ -1,4 +1,4 @@
-"""Job: the engine requests of one client request, from the hand-over to the last token."""
+"""GenerationJob: the engine requests of one client request, from submission to the last token."""
 
 import time
 from typing import NamedTuple
@@ -19,14 +19,14 @@ from headstart.server.server_metrics import Metrics
 
 
 class News(NamedTuple):
-    """What is new of one choice."""
+    """A new delta of one choice."""
 
     choice: int
     delta: Delta
 
 
 class GenerationJob:
-    """Hands requests over on creation; whoever creates it closes it, and then the engine works on none of them."""
+    """The engine requests of one client request, submitted on creation. Its creator calls `close`, which aborts them."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class GenerationJob:
         metrics: Metrics,
         lease: Lease,
     ) -> None:
-        """`lease` is on the bytes the request holds; it is the job's from now on."""
+        """`lease` covers the bytes that the request holds; the job owns and releases it."""
         params, requests = prepared.params, prepared.requests
         self.params = params
         self.record = record
@@ -53,7 +53,7 @@ class GenerationJob:
         self._reserved_tokens = sum(min(request.sampling.max_tokens, RESERVED_TOKENS) for request in requests)
         self._num_tokens = 0
         self._ledger = PromptTokenBreakdown()
-        self._early: dict[int, list[tuple[float, Output]]] = {}  # of choices whose echo is not all there yet
+        self._early: dict[int, list[tuple[float, Output]]] = {}  # outputs of choices whose echo is still incomplete
         self._max_tokens = requests[0].sampling.max_tokens
         self._engine = engine
         self._metrics = metrics
@@ -66,18 +66,18 @@ class GenerationJob:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every choice has ended."""
+        """Whether every choice has finished."""
         return not self._open
 
     @property
     def num_entries(self) -> int:
-        """Entries of a whole answer as it stands; see request_limits.py."""
+        """Number of entries of a whole response so far; see request_limits.py."""
         return shown_entries(sum(len(prompt.token_ids) for prompt in self.prompts), self._num_tokens, self.params)
 
     async def news(self, timeout: float) -> list[News]:
-        """Returns what has come since the last call, [] after `timeout` seconds of silence.
+        """Return the deltas since the last call, [] after `timeout` seconds without any.
 
-        Raises RequestFailedError if one of the choices failed, EngineDeadError, and whatever `cancel` was given.
+        Raises RequestFailedError if a choice failed, EngineDeadError, and the error passed to `cancel`.
         """
         found: list[News] = []
         for at, output in await self._stream.batch(timeout):
@@ -94,15 +94,15 @@ class GenerationJob:
         return found
 
     def cancel(self, error: Exception) -> None:
-        """Makes the next `news` raise `error`."""
+        """Make the next `news` raise `error`."""
         self._stream.fail(error)
 
     def usage(self) -> Json:
-        """Returns OpenAI's usage object as of now."""
+        """Return OpenAI's usage object for the output so far."""
         return usage(sum(len(prompt.token_ids) for prompt in self.prompts), self._num_tokens, self._ledger)
 
     def close(self) -> None:
-        """Aborts what has not finished and settles the record."""
+        """Abort unfinished requests, release the lease, and complete the record and the metrics."""
         for _ in self._open:
             self._metrics.finished("abort")
         self._engine.abort(tuple(self._open))
@@ -116,7 +116,7 @@ class GenerationJob:
         self.record.finish_reason = self.generations[0].finish_reason or "abort"
 
     def _take(self, index: int, output: Output, at: float, found: list[News]) -> None:
-        """Add what is new of one choice to `found`. Raises RequestFailedError."""
+        """Process one output of a choice and append its delta to `found`. Raises RequestFailedError."""
         generation = self.generations[index]
         before, was = generation.num_tokens, generation.ledger
         delta = generation.update(output)
@@ -135,15 +135,15 @@ class GenerationJob:
             found.append(News(index, delta))
 
     def _waits(self, index: int, output: Output) -> bool:
-        """Return whether a choice must wait for the prompt's logprobs, which its first choice brings.
+        """Return whether a choice must wait for the prompt's logprobs, which only the prompt's first choice receives.
 
-        Only a stream shows them with the first token; a whole answer is written at the end.
+        Only a stream sends them with the first token; a whole response is written at the end.
         """
         failed = output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
         return self.params.stream and self.params.echo and index % self.params.n != 0 and not failed
 
     def _catch_up(self, first: int, found: list[News]) -> None:
-        """Take what came early of the choices of a prompt that is complete now."""
+        """Process the outputs that were held until the prompt of these choices was complete."""
         for index in range(first, first + self.params.n):
             for at, output in self._early.pop(index, ()):
                 self._take(index, output, at, found)
@@ -159,7 +159,10 @@ class GenerationJob:
         self._last_token_at[index] = at
 
     def _begin(self, index: int, scheduled_at: float, at: float) -> None:
-        """Notes the first token of a choice; the engine's clock is ours, and it may have been read a little before."""
+        """Record the first token of a choice.
+
+        Both processes read the same clock. `scheduled_at` is clamped, since the engine may have read it before arrival.
+        """
         record = self.record
         scheduled_at = self._scheduled_at[index] = max(scheduled_at, record.arrival)
         self._first_token_at[index] = at

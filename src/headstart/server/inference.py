@@ -1,7 +1,7 @@
-"""/v1/completions and /v1/chat/completions: body -> engine requests -> one answer, or a stream of events.
+"""/v1/completions and /v1/chat/completions: body -> engine requests -> one response, or a stream of events.
 
-The status of a stream is decided when its first token is there, or after PING_SECONDS of waiting: until then an error
-is an HTTP error. Whoever hangs up is aborted, whether streaming or not.
+The status of a stream is sent with its first token, or after PING_SECONDS of waiting. An error before that is an HTTP
+error response. When a client disconnects, its request is aborted, whether streaming or not.
 """
 
 import asyncio
@@ -40,15 +40,15 @@ from headstart.server.request_limits import check_size
 from headstart.server.server_state import Model, ServerState
 
 PING_SECONDS = 15.0
-LONG_PROMPT_TOKENS = 1024  # from here on, reading the text of an echoed prompt leaves the event loop
-LARGE_ANSWER_ENTRIES = 4096  # from here on, an answer is encoded and sent in pieces
-KEPT_ECHO_ENTRIES = 512 * 1024  # the JSON of an echo that is no larger than this is made once for all choices
-FEW_CHUNKS = 32  # that many events are encoded at once
+LONG_PROMPT_TOKENS = 1024  # longer echoed prompts are detokenized off the event loop
+LARGE_ANSWER_ENTRIES = 4096  # larger responses are encoded and sent in pieces
+KEPT_ECHO_ENTRIES = 512 * 1024  # up to this size, the JSON of an echo is built once for all choices
+FEW_CHUNKS = 32  # events that are encoded without yielding to the event loop
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """How one of the two APIs names and shapes things."""
+    """The names and JSON builders of one of the two APIs."""
 
     id_prefix: str
     prepare: Callable[[Mapping[str, Any], Model, Origin], tuple[GenerationParams, list[EngineRequest]]]
@@ -102,7 +102,7 @@ CHAT = Api(
 
 
 def check_model(name: str | None, model: Model) -> None:
-    """Raises InvalidRequestError (model_not_found) for another model's name; leaving it out is fine."""
+    """Raise InvalidRequestError (model_not_found) for another model's name; None is accepted."""
     if name is not None and name != model.name:
         shown = ascii(name if len(name) <= 60 else name[:60] + "...")
         raise InvalidRequestError(
@@ -111,7 +111,7 @@ def check_model(name: str | None, model: Model) -> None:
 
 
 async def infer(state: ServerState, api: Api, request: Request) -> Response:
-    """Answers one request. Raises HttpError, HeadstartError and ClientGoneError until anything was sent."""
+    """Return the response of one request. Raises HttpError, HeadstartError, ClientGoneError before anything is sent."""
     model = state.check_ready()
     record = record_of(request.scope)
     origin = Origin(api.id_prefix + uuid4().hex, record.arrival, record.principal.domain, record.principal.tenant)
@@ -136,7 +136,7 @@ async def infer(state: ServerState, api: Api, request: Request) -> Response:
 
 
 async def _prepared(state: ServerState, api: Api, model: Model, origin: Origin, request: Request) -> Prepared:
-    """Return the client request in a form the engine takes; of its body and JSON nothing is left behind."""
+    """Return the client request in the engine's form; its body and JSON are not referenced afterwards."""
 
     def prepare(body: bytes) -> tuple[GenerationParams, list[EngineRequest]]:
         params, requests = api.prepare(parse_json(body), model, origin)
@@ -155,14 +155,14 @@ async def _prepared(state: ServerState, api: Api, model: Model, origin: Origin, 
 
 
 async def _watch(receive: Receive, job: GenerationJob) -> None:
-    """Cancels the job when the client hangs up."""
+    """Cancel the job when the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
     job.cancel(ClientGoneError())
 
 
 class _Answer:
-    """Shapes what a job brings."""
+    """Builder of the response of one job, whole or as a stream."""
 
     def __init__(self, state: ServerState, model: Model, api: Api, job: GenerationJob, head: Json) -> None:
         self.state = state
@@ -172,7 +172,7 @@ class _Answer:
         self._head = head
 
     async def whole(self) -> "Response | AsyncIterator[bytes]":
-        """Wait for everything; return it in one document, which comes in pieces if it is large."""
+        """Wait for all choices and return one JSON document; a large one as an iterator of pieces."""
         job = self.job
         while not job.is_finished:
             await job.news(PING_SECONDS)
@@ -181,7 +181,7 @@ class _Answer:
         return self.state.turns.pieces(self._api.answer(self._head, self._choices(), job.usage()))
 
     def _choices(self) -> Iterator[Json]:
-        """Yield the choices of a whole answer. While those of one prompt are encoded, the JSON of its echo is kept."""
+        """Yield the choices of a whole response. The JSON of an echo is kept while its prompt's choices are encoded."""
         n = self.job.params.n
         for index, generation in enumerate(self.job.generations):
             prompt = self.job.prompts[index // n]
@@ -192,7 +192,7 @@ class _Answer:
                 prompt.kept = None
 
     async def next_news(self) -> list[News]:
-        """News worth an event, or [] after PING_SECONDS without any."""
+        """Return the next deltas to send, or [] after PING_SECONDS without any."""
         deadline = time.monotonic() + PING_SECONDS
         while True:
             news = await self.job.news(max(deadline - time.monotonic(), 0.001))
@@ -200,9 +200,9 @@ class _Answer:
                 return news
 
     async def events(self, news: list[News]) -> AsyncIterator[bytes]:
-        """Yields the events of a stream that begins with `news`; never raises but for its consumer's reasons."""
+        """Yield the events of a stream that begins with `news`. Exceptions but ClientGoneError become an error event."""
         job, opened = self.job, False
-        if _keeps_echo(job, job.prompts):  # choices of all prompts come at the same time
+        if _keeps_echo(job, job.prompts):  # choices of all prompts are interleaved
             for prompt in job.prompts:
                 prompt.kept = {}
         try:
@@ -228,7 +228,7 @@ class _Answer:
         yield DONE
 
     async def _many_chunks(self, news: list[News], data: bytes) -> AsyncIterator[bytes]:
-        """Yield `data` and an event for each of the news; those with an echo of the prompt may be long."""
+        """Yield `data` and an event per delta; a delta with an echo of the prompt may be long and comes in pieces."""
         for number, (choice, delta) in enumerate(news):
             if delta.echo is None:
                 data += self._chunk(choice, delta)
@@ -267,13 +267,13 @@ class _Answer:
 
 
 def _keeps_echo(job: GenerationJob, prompts: Sequence[SharedPrompt]) -> bool:
-    """Return whether the JSON of the echo of these prompts is kept, to be made once for all choices."""
+    """Return whether to keep the JSON of the echo of these prompts, so that it is built once for all choices."""
     width = 1 + (job.params.sampling.prompt_logprobs or 0)
     return job.params.n > 1 and sum(map(len, prompts)) * width <= KEPT_ECHO_ENTRIES
 
 
 class _Sent(Response):
-    """A response whose body comes in pieces; releases the job however it ends."""
+    """A response whose body comes in pieces; releases the job at the end, also after an error."""
 
     def __init__(
         self,

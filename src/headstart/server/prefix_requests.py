@@ -1,7 +1,7 @@
-"""Pinned prefixes of a server: what headstart.toml and POST /v1/prefixes ask for, as tokens, in the engine.
+"""Pinned prefixes of a server: requests from headstart.toml and POST /v1/prefixes, tokenized and sent to the engine.
 
-The engine owns the registry (core/cache/pinned_prefixes.py) and is asked by name (engine_calls.py). Here are texts,
-tenants, and the entries that never came as far as the engine: they are listed too, with the reason, and stop nobody.
+The engine owns the registry (core/cache/pinned_prefixes.py) and is called by name (engine_calls.py). This module holds
+texts, tenants, and the entries that were rejected before the engine saw them: they are listed with the reason.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ WARMING, FAILED, MALFORMED = "warming", "failed", "malformed"
 
 @dataclass(frozen=True, slots=True)
 class PrefixBody:
-    """A validated POST /v1/prefixes: exactly one of text, messages and token_ids. `wait`: answer when it is warm."""
+    """A validated POST /v1/prefixes body: exactly one of text, messages, token_ids. `wait`: respond when computed."""
 
     name: str
     tenant: str
@@ -40,7 +40,7 @@ class PrefixBody:
 
 
 def parse_prefix(values: Mapping[str, Any], bounds: Bounds) -> PrefixBody:
-    """Returns a validated body. Raises InvalidRequestError, for an unknown field too: a misspelt tenant is public."""
+    """Return a validated body. Raises InvalidRequestError, also for unknown fields: a misspelled tenant means public."""
     fields = Fields(values)
     name = fields.string("name", MAX_NAME_CHARS)
     if not name:
@@ -64,7 +64,7 @@ def parse_prefix(values: Mapping[str, Any], bounds: Bounds) -> PrefixBody:
 
 
 def kind_of(prefix: object) -> str:
-    """Returns which field of a body a prefix belongs to, given as one Python value."""
+    """Return the body field for a prefix given as one Python value: "text", "messages" or "token_ids"."""
     if isinstance(prefix, str):
         return "text"
     is_chat = isinstance(prefix, list | tuple) and len(prefix) > 0 and isinstance(prefix[0], Mapping)
@@ -72,7 +72,7 @@ def kind_of(prefix: object) -> str:
 
 
 def encode_prefix(body: PrefixBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
-    """Returns the tokens that prompts which begin with it share. Thread-safe, and slow. Raises InvalidRequestError."""
+    """Return the token ids that all prompts with this prefix share. Thread-safe, slow. Raises InvalidRequestError."""
     if body.token_ids is not None:
         return body.token_ids
     if body.messages is not None:
@@ -81,15 +81,15 @@ def encode_prefix(body: PrefixBody, tokenizer: Tokenizer, bounds: Bounds) -> "ar
 
 
 class Prefixes:
-    """All prefixes of one server, warm or not. `domain_of` gives a tenant's isolation domain, or refuses it."""
+    """All prefixes of one server, computed or not. `domain_of` returns a tenant's isolation domain, or raises."""
 
     def __init__(self, engine: EngineClient, domain_of: Callable[[str], bytes]) -> None:
         self._engine = engine
         self._domain_of = domain_of
-        self._rejected: list[Json] = []  # never came into the engine
+        self._rejected: list[Json] = []  # not sent to the engine, or refused by it
 
     async def load(self, entries: Iterable[PrefixEntry], tokenizer: Tokenizer, bounds: Bounds) -> None:
-        """Hands the entries of headstart.toml to the engine; one that cannot be is listed with its reason instead."""
+        """Send the entries of headstart.toml to the engine; an invalid entry is listed with its reason instead."""
         for entry in entries:
             try:
                 if entry.error is not None:
@@ -103,9 +103,9 @@ class Prefixes:
                 self._rejected.append({**rejected, **dict.fromkeys(_COUNTS, 0), "last_used": None})
 
     async def add(self, body: PrefixBody, tokenizer: Tokenizer, bounds: Bounds) -> Json:
-        """Returns the prefix, warm unless `body` does not wait for that.
+        """Pin a prefix and return its entry, computed if `body.wait`.
 
-        Raises InvalidRequestError, EngineDeadError, and HttpError if it cannot be computed; then it is gone again.
+        Raises InvalidRequestError, EngineDeadError, and HttpError if it cannot be computed; then it is removed again.
         """
         found = await self._submit(body, tokenizer, bounds)
         self._rejected = [entry for entry in self._rejected if entry["name"] != body.name]
@@ -122,13 +122,13 @@ class Prefixes:
         return found
 
     async def remove(self, name: str) -> bool:
-        """Unpins a prefix; False if there is none of that name. Raises InvalidRequestError, EngineDeadError."""
+        """Unpin a prefix; return False if there is none of that name. Raises InvalidRequestError, EngineDeadError."""
         kept = [entry for entry in self._rejected if entry["name"] != name]
         was_rejected, self._rejected = len(kept) < len(self._rejected), kept
         return await self._engine.call("remove_prefix", name) or was_rejected
 
     async def listed(self) -> list[Json]:
-        """Returns every prefix, those that were rejected last. Raises EngineDeadError."""
+        """Return every prefix, the rejected ones last. Raises EngineDeadError."""
         return [*await self._engine.call("list_prefixes"), *self._rejected]
 
     async def _submit(self, body: PrefixBody, tokenizer: Tokenizer, bounds: Bounds) -> Json:

@@ -1,4 +1,4 @@
-"""Warming the prefixes of headstart.toml before a server is ready: a bar on a terminal, else a line for each."""
+"""Prefix warmup: computes the prefixes of headstart.toml before a server is ready; a progress bar on a terminal."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from headstart.server.server_state import Model, ServerState
 
 
 async def warm_prefixes(state: ServerState, model: Model) -> int:
-    """Pins and computes the entries, and returns how many are warm. Those that cannot be are named, and stop nothing.
+    """Pin and compute the entries; return how many are computed. Failed entries are logged and do not stop the server.
 
     Raises EngineDeadError.
     """
@@ -48,7 +48,7 @@ def _line(entry: Json) -> str:
 
 @contextmanager
 def _bar() -> Generator[Progress]:
-    """A bar on stderr that is gone at the end; nothing where stderr is no terminal."""
+    """Yield a progress bar on stderr that is removed at the end; disabled if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -1,9 +1,9 @@
-"""Admission: how large one request may become, and how much of all requests the server holds at a time.
+"""Admission limits: the maximum size of one request, and the memory that all admitted requests may hold.
 
-Sizes are known once a request is tokenized. An entry is one token of an answer with its log-probability, or one of its
-alternatives; the bytes are estimates of what both processes hold, from measured sizes of what they keep. Output is
-charged up to RESERVED_TOKENS of each choice at admission, and beyond that as it comes: `max_tokens` is only a ceiling,
-and charging all of it would refuse requests that end early.
+Sizes are known once a request is tokenized. An entry is one token of a response with its log-probability, or one of its
+alternatives. Bytes are estimates for both processes, from measured object sizes. Output is charged up to
+RESERVED_TOKENS per choice at admission, and beyond that as it is generated: `max_tokens` is only an upper bound, and
+charging all of it would refuse requests that finish early.
 """
 
 from collections.abc import Sequence
@@ -15,26 +15,26 @@ from headstart.core.request import Request
 from headstart.openai.bounds import Bounds
 from headstart.openai.generation_params import GenerationParams
 
-PROMPT_TOKEN_BYTES = 12  # token id here, its copy on the way to the engine and there, once per prompt
+PROMPT_TOKEN_BYTES = 12  # token id in both processes and in transit to the engine, once per prompt
 SEQUENCE_TOKEN_BYTES = 10  # the engine's own copy of the tokens and the hashes of their blocks, once per choice
 CHOICE_BYTES = 8 * 1024  # objects of one choice in both processes
 OUTPUT_TOKEN_BYTES = 64
 ENTRY_BYTES = 12  # of an alternative in a LogprobTable
-ENTRY_JSON_BYTES = 26  # of an alternative in the JSON of an echo, which is kept while choices share it
-ENTRY_TOKEN_BYTES = 40  # of a token in it
+ENTRY_JSON_BYTES = 26  # of an alternative in the JSON of an echo, kept while choices share it
+ENTRY_TOKEN_BYTES = 40  # of a token in a LogprobTable
 BIAS_BYTES = 240  # of one logit_bias entry in both processes, once per request
 RESERVED_TOKENS = 256
-MIN_HELD_BYTES = 96 << 20  # of all requests, beside what the queue and the KV pool can hold
+MIN_HELD_BYTES = 96 << 20  # of all requests, in addition to the tokens of a full queue and of the KV pool
 
 
 def max_held_bytes(info: EngineInfo, options: ServerOptions) -> int:
-    """Return the budget for admitted requests: twice what the KV pool holds, a full queue, and MIN_HELD_BYTES."""
+    """Return the byte budget for admitted requests: twice the KV pool's tokens, a full queue, and MIN_HELD_BYTES."""
     num_tokens = 2 * info.num_blocks * info.block_size + options.max_num_queued_tokens
     return MIN_HELD_BYTES + num_tokens * (PROMPT_TOKEN_BYTES + SEQUENCE_TOKEN_BYTES)
 
 
 def check_size(requests: Sequence[Request], params: GenerationParams, bounds: Bounds) -> None:
-    """Raise InvalidRequestError if the requests of one client request could become larger than any may."""
+    """Raise InvalidRequestError if one client request could exceed the limits on prompt tokens or response entries."""
     num_tokens = sum(len(request.prompt) for request in requests)
     if num_tokens > bounds.max_sequence_tokens:
         raise InvalidRequestError(
@@ -55,23 +55,23 @@ def check_size(requests: Sequence[Request], params: GenerationParams, bounds: Bo
 
 
 def answer_entries(requests: Sequence[Request], params: GenerationParams) -> int:
-    """Return the most entries that the answer can have.
+    """Return the maximum number of entries of the response.
 
-    Output without log-probabilities does not count: it comes no faster than it is computed and is only text.
+    Output without log-probabilities does not count: it is plain text and grows no faster than it is computed.
     """
     prompt_width, output_width = _widths(params)
     return sum(len(request.prompt) * prompt_width + request.sampling.max_tokens * output_width for request in requests)
 
 
 def shown_entries(num_prompt_tokens: int, num_tokens: int, params: GenerationParams) -> int:
-    """Return the entries of a whole answer to prompts of that many tokens; text alone has none."""
+    """Return the number of entries of a whole response with these token counts; plain text has none."""
     prompt_width, output_width = _widths(params)
     shown = num_prompt_tokens * params.n * prompt_width if params.sampling.prompt_logprobs is not None else 0
     return shown + num_tokens * output_width
 
 
 def initial_bytes(requests: Sequence[Request], params: GenerationParams) -> int:
-    """Return the bytes that are held for one client request from its admission on."""
+    """Return the bytes charged for one client request at admission."""
     prompt_width, _ = _widths(params)
     per_entry = ENTRY_BYTES + (ENTRY_JSON_BYTES if params.n > 1 and params.echo and params.wants_logprobs else 0)
     per_prompt_token = PROMPT_TOKEN_BYTES + (ENTRY_TOKEN_BYTES + per_entry * prompt_width if prompt_width else 0)
@@ -87,13 +87,13 @@ def initial_bytes(requests: Sequence[Request], params: GenerationParams) -> int:
 
 
 def output_token_bytes(params: GenerationParams) -> int:
-    """Return the bytes held for one output token until the answer is sent; a stream keeps no log-probabilities."""
+    """Return the bytes held per output token until the response is sent; a stream keeps no log-probabilities."""
     _, width = _widths(params)
     return OUTPUT_TOKEN_BYTES + (ENTRY_TOKEN_BYTES + ENTRY_BYTES * width if width and not params.stream else 0)
 
 
 def _widths(params: GenerationParams) -> tuple[int, int]:
-    """Entries per token of a prompt and of the output."""
+    """Return the entries per prompt token and per output token."""
     sampling = params.sampling
     prompt = 1 if params.echo else 0
     if sampling.prompt_logprobs is not None:

@@ -1,4 +1,4 @@
-"""serve: one server from start to end. Port, engine process, HTTP, signals, drain, exit code."""
+"""serve: the life of one server. Port, engine process, HTTP, signals, drain, exit code."""
 
 import asyncio
 import secrets
@@ -37,14 +37,14 @@ from headstart.server.server_state import ServerState
 from headstart.server.statistics import write_statistics
 from headstart.store.files import read_secret
 
-DEAD_SECONDS = 1.0  # how long a broken server still answers 503, so that everybody hears of it
+DEAD_SECONDS = 1.0  # a server whose engine died answers 503 for this long, so that clients and probes see it
 
 
 def serve(build: Build, engine_options: EngineOptions, server_options: ServerOptions, log: Log | None = None) -> int:
-    """Serves until SIGTERM or Ctrl-C and returns the exit code.
+    """Serve until SIGTERM or Ctrl-C, and return the exit code.
 
-    0: everything admitted was answered. 1: the engine broke, or requests were cut off at the end of the drain. 2: the
-    options cannot work, said in one line. 130: stopped at once by a second Ctrl-C.
+    0: all admitted requests were answered. 1: the engine died, or requests were cut off at the end of the drain. 2: the
+    options cannot work, reported in one line. 130: stopped at once by a second Ctrl-C.
     """
     log = log or Log()
     give_memory_back()
@@ -53,13 +53,13 @@ def serve(build: Build, engine_options: EngineOptions, server_options: ServerOpt
     except ConfigError as error:
         log.line(f"headstart: {error}")
         return EXIT_CONFIG
-    disable_created_metrics()  # a second series per counter that nobody reads
+    disable_created_metrics()  # no extra `_created` series per counter
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Run(build, engine_options, server_options, listener, log).run())
 
 
 class _Run:
-    """One life of a server."""
+    """One run of a server."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class _Run:
         self._log = log
 
     async def run(self) -> int:
-        """Starts everything, waits, and ends everything."""
+        """Start HTTP and engine, serve until a signal or the engine's death, and stop both. Return the exit code."""
         engine = EngineClient()
         try:
             state = ServerState(self._options, engine, self._log, self._domain_secret())
@@ -99,9 +99,9 @@ class _Run:
             await self._close(engine)
 
     def _domain_secret(self) -> bytes:
-        """What tenants' domains are derived from: the folder's, if blocks are to be found again by other processes.
+        """Return the secret that tenants' domains derive from: random, or with a store that of its folder.
 
-        Raises ConfigError for a folder that cannot be used.
+        With the folder's secret, other processes find the same blocks. Raises ConfigError for an unusable folder.
         """
         if self._engine_options.kv_store is None:
             return secrets.token_bytes(32)
@@ -134,13 +134,13 @@ class _Run:
                 task.cancel()
 
     async def _store_text(self, engine: EngineClient) -> str | None:
-        """What the banner says of the store, None without one. Raises EngineDeadError."""
+        """Return the banner's text about the store, None without one. Raises EngineDeadError."""
         stats = stats_of(await engine.call("cache_stats"))
         folder = self._engine_options.kv_store
         return None if stats.store is None or folder is None else store_text(folder, stats.store)
 
     async def _drain(self, state: ServerState, engine: EngineClient) -> int:
-        """Answers what was admitted, for as long as there is time."""
+        """Wait for the admitted requests up to the drain timeout, cancel the rest, and return the exit code."""
         if engine.dead is not None:
             self._log.line(f"headstart: the engine has stopped ({engine.dead}); so does the server")
             await first_of(self._shutdown.at_once.wait(), timeout=DEAD_SECONDS)
@@ -161,7 +161,7 @@ class _Run:
         return EXIT_INTERRUPTED if self._shutdown.at_once.is_set() else EXIT_BROKEN
 
     async def _close(self, engine: EngineClient) -> None:
-        """Ends the engine, which first writes what waits for its store, unless somebody is in a hurry."""
+        """Stop the engine, which first writes its pending blocks to the store; a second Ctrl-C kills it instead."""
         store = engine.stats.store
         if store is not None and store.num_pending and engine.dead is None and not self._shutdown.at_once.is_set():
             self._log.line(f"headstart: writing {store.num_pending:,} blocks to the store; Ctrl-C stops at once")
@@ -174,5 +174,5 @@ class _Run:
         await closing
 
     async def _until_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Returns the result of `work`, or None if a signal came first."""
+        """Return the result of `work`, or None if a signal arrived first."""
         return await first_of(work, self._shutdown.begun.wait())

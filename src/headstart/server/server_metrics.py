@@ -1,7 +1,7 @@
-"""Metrics in Prometheus' text format: vLLM's names where the meaning is the same, our own under `headstart:`.
+"""Metrics in the Prometheus text format: vLLM's names where the meaning is the same, others under `headstart:`.
 
-Every label comes from a closed set, so that no client can make series grow. Counters and gauges of the engine are read
-from its last heartbeat when someone scrapes; only distributions are kept here.
+Every label value comes from a closed set, so clients cannot create series. Counters and gauges of the engine are read
+from its last heartbeat at scrape time; only histograms and HTTP counters are kept here.
 """
 
 import time
@@ -50,18 +50,18 @@ _HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
     "prompt_tokens": ("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS),
     "prefill_computed": (
         "vllm:request_prefill_kv_computed_tokens",
-        "Tokens of a prompt that were computed, not taken over.",
+        "Tokens of a prompt that were computed, not read from the cache.",
         _TOKENS,
     ),
     "generation_tokens": ("vllm:request_generation_tokens", "Tokens of an answer.", _TOKENS),
-    "params_n": ("vllm:request_params_n", "Choices asked for.", _CHOICES),
+    "params_n": ("vllm:request_params_n", "Choices requested.", _CHOICES),
     "params_max_tokens": ("vllm:request_params_max_tokens", "Tokens allowed for an answer.", _TOKENS),
     "iteration_tokens": ("vllm:iteration_tokens_total", "Tokens computed in a step.", _STEP_TOKENS),
 }
 
 
 class EngineView(Protocol):
-    """What a scrape reads of the engine: an EngineClient, or nothing yet."""
+    """The engine state that a scrape reads; implemented by EngineClient. `info` is None until the engine has loaded."""
 
     info: EngineInfo | None
     stats: EngineStats
@@ -105,32 +105,32 @@ class Metrics:
         self.tenants: dict[str, PromptTokenBreakdown] = {}  # tokens of their prompts, by tenant
 
     def watch(self, engine: EngineView) -> None:
-        """Adds the engine's own counters and gauges to every scrape."""
+        """Add the engine's own counters and gauges to every scrape."""
         self._registry.register(_EngineCollector(engine, self._model_name))
         self._by_tenant.register(_TenantCollector(self._model_name, self.tenants))
         self._of_store.register(StoreCollector(lambda: engine.stats, self._model_name))
 
     def prompts(self, tenant: str, ledger: PromptTokenBreakdown) -> None:
-        """Counts what the prompts of one client request came from; `tenant` is of a configured key, or empty."""
+        """Add the prompt token breakdown of one client request; `tenant` is that of a configured key, or empty."""
         if tenant:
             before = self.tenants.get(tenant, PromptTokenBreakdown())
             self.tenants[tenant] = PromptTokenBreakdown(*map(sum, zip(before, ledger, strict=True)))
 
     def finished(self, reason: str) -> None:
-        """Counts an engine request that ended."""
+        """Count a finished engine request."""
         self._finished.add((self._model_name, reason if reason in FINISH_REASONS else "error"))
 
     def rejected(self) -> None:
-        """Counts a client request refused because too much waits or is held."""
+        """Count a client request rejected at admission: queue or byte budget full."""
         self._rejected.add((self._model_name,))
 
     def answered(self, path: str, method: str, status: int) -> None:
-        """Counts an HTTP request; unknown paths and methods share one label."""
+        """Count an HTTP request; unknown paths and methods share one label."""
         route = path if path in self._routes else "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
         self._http.add((route, method_label(method), str(status)))
 
     def expose(self, *, with_tenants: bool = True, with_store: bool = True) -> bytes:
-        """Returns everything in Prometheus' text format; counts by tenant are for administrators only."""
+        """Return all metrics in the Prometheus text format, with or without those by tenant and of the store."""
         shown = {self._registry: True, self._by_tenant: with_tenants, self._of_store: with_store}
         return b"".join(generate_latest(registry) for registry, is_shown in shown.items() if is_shown)
 
@@ -146,7 +146,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the last heartbeat."""
+    """The engine's counters and gauges, read from its last heartbeat."""
 
     def __init__(self, engine: EngineView, model_name: str) -> None:
         self._engine = engine
@@ -156,18 +156,18 @@ class _EngineCollector(Collector):
         stats = self._engine.stats
         usage = 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
         yield self._gauge("vllm:num_requests_running", "Sequences in the engine's batch.", stats.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait for room in it.", stats.num_waiting)
+        yield self._gauge("vllm:num_requests_waiting", "Requests in the waiting queue.", stats.num_waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", usage)
         yield self._counter(
             "vllm:prompt_tokens", "Prompt tokens of requests whose first token is out.", stats.prompt_tokens
         )
         yield self._counter(
-            "vllm:prompt_tokens_cached", "Prompt tokens taken over from the cache.", stats.cached_tokens
+            "vllm:prompt_tokens_cached", "Prompt tokens read from the prefix cache.", stats.cached_tokens
         )
         yield self._counter("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens)
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries)
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits)
-        yield self._counter("vllm:num_preemptions", "Sequences that had to start again.", stats.num_preemptions)
+        yield self._counter("vllm:num_preemptions", "Preempted sequences.", stats.num_preemptions)
         yield self._counter("vllm:corrupted_requests", "Requests that failed alone.", stats.num_row_errors)
         recomputed = "Requests computed again because KV that they shared with others might not be finite."
         yield self._counter("headstart:recomputed_requests", recomputed, stats.num_recomputes)
@@ -175,13 +175,13 @@ class _EngineCollector(Collector):
         yield self._counter("headstart:step_seconds", "Seconds spent computing.", stats.step_seconds)
         yield self._counter(
             "headstart:promise_skips",
-            "Times work was left to a request that computes the same.",
+            "Times a request waited for blocks that another request was computing.",
             stats.num_promise_skips,
         )
-        yield self._counter("headstart:adoptions", "Times a prefill under way took over blocks.", stats.num_adoptions)
+        yield self._counter("headstart:adoptions", "Times a running prefill reused new blocks.", stats.num_adoptions)
         yield self._counter("headstart:prefill_tokens", "Prompt tokens computed, replays too.", stats.prefill_tokens)
         yield self._counter(
-            "headstart:ideal_tokens", "What a perfect, infinite, shared cache had computed.", stats.ideal_tokens
+            "headstart:ideal_tokens", "Tokens that a perfect, infinite cache would compute.", stats.ideal_tokens
         )
         yield self._counter(
             "headstart:replayed_tokens", "Tokens computed again after preemptions.", stats.replayed_tokens
@@ -210,7 +210,7 @@ class _EngineCollector(Collector):
         tokens = {"computed": stats.computed_tokens, "cached": stats.cached_tokens}
         yield self._labelled("headstart:tokens", "Prompt and output tokens, computed or not.", "source", tokens)
         causes = evictions_by_cause(stats)
-        yield self._labelled("headstart:evictions", "Reusable blocks given up, by cause.", "cause", causes)
+        yield self._labelled("headstart:evictions", "Evicted cached blocks by cause.", "cause", causes)
         family = GaugeMetricFamily("headstart:kv_blocks", "KV blocks by state.", labels=("model_name", "state"))
         for state, value in blocks_by_state(stats).items():
             family.add_metric([*self._model, state], value)
@@ -234,17 +234,17 @@ class _EngineCollector(Collector):
 
 
 def prefill_redundancy(stats: EngineStats) -> float:
-    """Returns what was computed of prompts, over what a perfect cache would have computed of all that came."""
+    """Return the computed prompt tokens divided by those that a perfect cache would compute; 1.0 before any request."""
     return stats.prefill_tokens / stats.ideal_tokens if stats.ideal_tokens else 1.0
 
 
 def evictions_by_cause(stats: EngineStats) -> dict[str, int]:
-    """Returns how many published blocks were given up, and why."""
+    """Return the number of evicted cached blocks by cause."""
     return {cause: getattr(stats, f"num_evictions_{cause}") for cause in ("capacity", "failed", "reset")}
 
 
 def blocks_by_state(stats: EngineStats) -> dict[str, int]:
-    """Returns how many KV blocks are in each state; every usable one is in exactly one."""
+    """Return the number of KV blocks in each state; every usable block is in exactly one state."""
     used = stats.num_blocks - stats.num_free_blocks - stats.num_pinned_idle_blocks
     return {
         "scratch": stats.num_scratch_blocks,
@@ -270,7 +270,7 @@ def _cache_config(info: EngineInfo, model_name: str) -> Metric:
 
 
 class _TenantCollector(Collector):
-    """Where the prompts of each tenant came from."""
+    """Prompt tokens of each tenant by source."""
 
     def __init__(self, model_name: str, tenants: Mapping[str, PromptTokenBreakdown]) -> None:
         self._tenants = tenants

@@ -1,4 +1,4 @@
-"""ServerState: what all requests share. Loading, ready, draining or broken; what is admitted, and how much may wait."""
+"""ServerState: the state that all requests of a server share: phase, model, admitted jobs, and admission limits."""
 
 import asyncio
 import secrets
@@ -30,7 +30,7 @@ from headstart.server.prefix_requests import Prefixes
 from headstart.server.request_limits import MIN_HELD_BYTES, initial_bytes, max_held_bytes
 from headstart.server.server_metrics import Metrics
 
-MAX_UNSENT_BYTES = 16 << 20  # on the way to the engine before another request is taken
+MAX_UNSENT_BYTES = 16 << 20  # queued for sending to the engine; above this, requests are rejected
 ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"),
     *("/health", "/readyz", "/livez", "/metrics", "/version", "/reset_prefix_cache", "/openapi.json"),
@@ -39,7 +39,7 @@ ROUTES = (
 
 
 class Phase(Enum):
-    """Where the server stands; DRAINING still answers what it admitted."""
+    """The phase of the server. In DRAINING, admitted requests are still answered."""
 
     LOADING = "loading"
     READY = "ready"
@@ -48,7 +48,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The loaded model, as requests need it."""
+    """The loaded model with its tokenizer, bounds and metrics."""
 
     name: str
     info: EngineInfo
@@ -59,12 +59,12 @@ class Model:
 
 
 class ServerState:
-    """One server. Raises ConfigError for keys that make no sense."""
+    """The state of one server. Raises ConfigError for invalid keys."""
 
     def __init__(
         self, options: ServerOptions, engine: EngineClient, log: Log, domain_secret: bytes | None = None
     ) -> None:
-        """`domain_secret` is what tenants' domains are derived from; None: one that nobody else will ever have."""
+        """`domain_secret`: the secret that tenants' domains are derived from; None: a random one for this process."""
         self.options = options
         self.engine = engine
         self.log = log
@@ -75,14 +75,14 @@ class ServerState:
         self.turns = Turns()
         self.prefixes = Prefixes(engine, self.auth.domain_of)
         self.phase = Phase.LOADING
-        self.idle = asyncio.Event()  # nothing admitted is unanswered
+        self.idle = asyncio.Event()  # set while no admitted request is unanswered
         self.idle.set()
         self._model: Model | None = None
         self._held = Budget(MIN_HELD_BYTES, "prompts and answers")
         self._jobs: set[GenerationJob] = set()
 
     def prepare(self, info: EngineInfo) -> Model:
-        """Returns the model that the engine has loaded, as requests need it. Raises ConfigError without a tokenizer."""
+        """Return a Model for the engine's loaded model. Raises ConfigError without a tokenizer."""
         name = self.options.served_model_name or info.served_name
         tokenizer = SegmentedTokenizer(Tokenizer.from_folder(Path(info.model)))
         metrics = Metrics(name, ROUTES)
@@ -92,38 +92,38 @@ class ServerState:
         return Model(name, info, tokenizer, bounds, metrics, int(time.time()))
 
     def open(self, model: Model) -> None:
-        """Begins to admit requests."""
+        """Start to admit requests."""
         self._model = model
         self._held.max_bytes = max_held_bytes(model.info, self.options)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
 
     def drain(self) -> None:
-        """Admit nothing new from now on."""
+        """Stop admitting new requests."""
         self.phase = Phase.DRAINING
 
     @property
     def metrics(self) -> Metrics | None:
-        """The metrics, once there is a model."""
+        """The metrics, None until the model is loaded."""
         return None if self._model is None else self._model.metrics
 
     @property
     def model(self) -> Model:
-        """The loaded model. Raises HttpError 503 while there is none."""
+        """The loaded model. Raises HttpError 503 while loading."""
         if self._model is None:
             raise HttpError(503, "the model is still loading", code="loading", headers={"retry-after": "2"})
         return self._model
 
     @property
     def num_jobs(self) -> int:
-        """Client requests admitted and not answered yet."""
+        """The number of client requests that are admitted and not answered yet."""
         return len(self._jobs)
 
     def check_ready(self) -> Model:
         """Return the model if requests are admitted. Raises EngineDeadError, DrainingError, HttpError 503.
 
-        An engine that was not heard for `heartbeat_timeout` admits nothing: requests sent to it would wait without an
-        end. Those it has already are kept, since it may go on; then the server is ready again.
+        Without a heartbeat for `heartbeat_timeout` seconds nothing is admitted: new requests could wait forever.
+        Requests in flight are kept, since the engine may recover; then the server is ready again.
         """
         if self.engine.dead is not None:
             raise self.engine.dead
@@ -141,16 +141,16 @@ class ServerState:
         return model
 
     def is_alive(self, now: float) -> bool:
-        """Return whether the engine was heard lately; while it loads it is not expected to speak."""
+        """Return whether the engine's last heartbeat is recent; while the model loads, none is expected."""
         if self.engine.dead is not None:
             return False
         return self._model is None or self.engine.silent_seconds(now) <= self.options.heartbeat_timeout
 
     def admit(self, prepared: Prepared, record: RequestRecord) -> GenerationJob:
-        """Hands the requests of one client request to the engine, all or none.
+        """Submit the requests of one client request to the engine, all or none.
 
-        Raises QueueFullError while too much waits or is held. When nothing waits anything is taken, so that whatever is
-        valid gets its turn.
+        Raises QueueFullError if the waiting queue or the byte budget is full. With an empty queue, every valid request
+        is admitted whatever its size.
         """
         model = self.check_ready()
         try:
@@ -165,14 +165,14 @@ class ServerState:
         return job
 
     def release(self, job: GenerationJob) -> None:
-        """Closes a job that was admitted."""
+        """Close an admitted job."""
         job.close()
         self._jobs.discard(job)
         if not self._jobs:
             self.idle.set()
 
     def note(self, record: RequestRecord, error: Exception) -> None:
-        """Puts `error` on the request's record, and on the log with all details if it is not the client's."""
+        """Set `error` on the request's record, and log it with details if it is not the client's mistake."""
         _, body, _ = rendered(error)
         record.error = body["error"]["code"]
         if isinstance(error, RequestFailedError):
@@ -181,20 +181,20 @@ class ServerState:
             self.log.failure("internal_error", error, record.request_id)
 
     def answered(self, record: RequestRecord) -> bool:
-        """Counts a request that is over; whether its access line is wanted."""
+        """Count a finished request; return whether to log its access line."""
         if self.metrics is not None and record.status is not None:
             self.metrics.answered(record.path, record.method, record.status)
         access_log = self.options.access_log
         return record.is_logged(access_log, on_terminal=access_log == "auto" and self.log.is_terminal)
 
     def cancel_all(self, error: Exception) -> None:
-        """Ends every job with `error`."""
+        """Cancel every job with `error`."""
         for job in list(self._jobs):
             job.cancel(error)
 
     def _check_queue(self, requests: Sequence[Request]) -> None:
         engine, options = self.engine, self.options
-        if engine.num_unsent_bytes > MAX_UNSENT_BYTES:  # of requests that were given up again, perhaps
+        if engine.num_unsent_bytes > MAX_UNSENT_BYTES:  # may belong to requests that were aborted since
             raise QueueFullError(
                 f"{engine.num_unsent_bytes} bytes wait for the engine and {MAX_UNSENT_BYTES} may: try again later"
             )

@@ -1,6 +1,6 @@
-"""The statistics line: every few seconds what the engine did, as long as it did anything.
+"""The statistics line: the engine's activity, logged every few seconds unless it is idle.
 
-A JSON object with every figure; on a terminal a text of the most important ones, at most MAX_COLUMNS wide.
+A JSON object with all figures; on a terminal a text with the most important ones, at most MAX_COLUMNS wide.
 """
 
 import asyncio
@@ -11,12 +11,12 @@ from headstart.openai.responses import CACHE_SOURCES
 from headstart.server.server_state import ServerState
 from headstart.server.store_metrics import statistics_fields
 
-MAX_COLUMNS = 120 - len("[r99] ")  # lines of replicas have their names before them
+MAX_COLUMNS = 120 - len("[r99] ")  # lines of replicas are prefixed with their names
 _UNITS = ("", "k", "M", "G", "T")
 
 
 async def write_statistics(state: ServerState) -> None:
-    """Writes a line every `stats_interval` seconds with traffic, for ever; returns at once if that is 0."""
+    """Log a line every `stats_interval` seconds with activity, until cancelled; return at once if it is 0."""
     interval = state.options.stats_interval
     if interval <= 0:
         return
@@ -58,7 +58,7 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def statistics_text(last: EngineStats, stats: EngineStats, elapsed: float) -> str:
-    """Return what the engine did in the `elapsed` seconds since `last`, for people; the time is not part of it."""
+    """Return the engine's activity in the `elapsed` seconds since `last` as text for people, without the time."""
     steps, prompts = stats.num_steps - last.num_steps, stats.prompt_tokens - last.prompt_tokens
     outputs, cached = stats.generation_tokens - last.generation_tokens, stats.cached_tokens - last.cached_tokens
     preempted = stats.num_preemptions - last.num_preemptions

@@ -1,6 +1,6 @@
-"""What is told of the store: its metrics, and its part of /v1/cache/stats and of the statistics line.
+"""Figures of the store: its metrics, and its part of /v1/cache/stats and of the statistics line.
 
-Reasons come from a closed set, so that every series is there from the first scrape. Whom it is told: `may_see_store`.
+Reasons come from a closed set, so that every series exists from the first scrape. Access: `may_see_store`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,12 +18,12 @@ from headstart.store.writer import LOST
 
 
 def may_see_store(principal: Principal) -> bool:
-    """Whether figures of the store may be told: they are about every tenant, and every server on the folder."""
+    """Return whether a caller may see figures of the store: they cover all tenants and all servers on the folder."""
     return principal.is_admin or not principal.tenant
 
 
 class StoreCollector(Collector):
-    """The store of the last heartbeat; nothing without one."""
+    """Metrics of the store from the last heartbeat; none without a store."""
 
     def __init__(self, latest: Callable[[], EngineStats], model_name: str) -> None:
         self._latest = latest
@@ -37,17 +37,17 @@ class StoreCollector(Collector):
         families = self._families
         yield families.gauge("blocks", "Blocks in the store that this model could load.", store.num_blocks)
         yield families.gauge("bytes", "Bytes of all files in its folder.", store.num_bytes)
-        yield families.gauge("max_bytes", "What they may grow to now, on a full disk too.", store.max_bytes)
+        yield families.gauge("max_bytes", "Current size limit of the folder, also on a full disk.", store.max_bytes)
         yield families.gauge("segments", "Files with blocks in its folder.", store.num_segments)
-        yield families.gauge("pending_blocks", "Blocks that wait to be written.", store.num_pending)
-        yield families.gauge("loading_blocks", "Blocks on their way from the store.", stats.num_loading_blocks)
+        yield families.gauge("pending_blocks", "Blocks waiting to be written.", store.num_pending)
+        yield families.gauge("loading_blocks", "Blocks being loaded from the store.", stats.num_loading_blocks)
         yield families.gauge("degraded", "1 while the store is not used, in full or in part.", bool(store.degraded))
-        yield families.counter("degradations", "Times that this began.", store.num_degraded)
+        yield families.counter("degradations", "Times that the store became degraded.", store.num_degraded)
         yield families.counter("loaded_blocks", "Blocks loaded.", store.loaded_blocks)
         yield families.counter("loaded_bytes", "Bytes loaded.", store.loaded_bytes)
         yield families.counter("written_blocks", "Blocks written.", store.written_blocks)
         yield families.counter("written_bytes", "Bytes written.", store.written_bytes)
-        yield families.counter("evicted_blocks", "Blocks given up for room.", store.evicted_blocks)
+        yield families.counter("evicted_blocks", "Blocks evicted for space.", store.evicted_blocks)
         yield families.by_reason("misses", "Loads that ended early, and damage found.", misses(store))
         yield families.by_reason("lost_writes", "Blocks that were to be written and were not.", lost_writes(store))
         yield families.gauge("load_bytes_per_second", "While loading; 0: not measured.", store.load_bytes_per_s)
@@ -58,7 +58,7 @@ class StoreCollector(Collector):
 
 @dataclass(frozen=True, slots=True)
 class _Families:
-    """Makes metrics of one sample, or one per reason."""
+    """Constructors of metric families with one sample, or one per reason."""
 
     model: list[str]
 
@@ -80,17 +80,17 @@ class _Families:
 
 
 def misses(store: StoreStats) -> dict[str, int]:
-    """Returns how often blocks could not be loaded, by every reason there is."""
+    """Return the number of failed loads by reason, with all reasons present."""
     return dict.fromkeys(MISSES, 0) | store.misses
 
 
 def lost_writes(store: StoreStats) -> dict[str, int]:
-    """Returns how many blocks were not written, by every reason there is."""
+    """Return the number of blocks that were not written by reason, with all reasons present."""
     return dict.fromkeys(LOST, 0) | store.lost_writes
 
 
 def store_answer(stats: EngineStats) -> Json | None:
-    """Returns the store's part of /v1/cache/stats, None without a store: blocks and bytes unless it says otherwise."""
+    """Return the store's part of /v1/cache/stats, None without a store. Blocks and bytes unless the key says otherwise."""
     store = stats.store
     if store is None:
         return None
@@ -117,7 +117,7 @@ def store_answer(stats: EngineStats) -> Json | None:
 
 
 def statistics_fields(last: EngineStats, stats: EngineStats) -> dict[str, object]:
-    """Returns the store's part of a statistics line: what was done since `last`; {} without a store."""
+    """Return the store's part of a statistics line: the changes since `last`; {} without a store."""
     store, before = stats.store, last.store or StoreStats()
     if store is None:
         return {}
