@@ -9,7 +9,7 @@ _LAZY = {"LLM": "headstart.llm", "Completion": "headstart.llm", "SamplingParams"
 
 
 def __getattr__(name: str) -> Any:
-    """Return LLM, Completion or SamplingParams, imported on first use; `import headstart` alone imports none of them."""
+    """Return LLM, Completion or SamplingParams, imported on first use; `import headstart` imports none of them."""
     if name not in _LAZY:
         raise AttributeError(f"module 'headstart' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)

@@ -88,7 +88,7 @@ def build_engine(
 
 
 def _load(options: EngineOptions, folder: Path) -> tuple[LoadedModel, KVPlan, int]:
-    """Return the model, the plan of the KV pool and max_model_len. Raises ConfigError before loading what cannot fit."""
+    """Return the model, the KV pool plan and max_model_len. Raises ConfigError before loading what cannot fit."""
     device = str(resolve_device(options.device))
     available = memory(device).available
     if options.memory_limit is not None:

@@ -1,1 +1,1 @@
-"""HTTP for the server and the gateway: limits, keys, access lines, errors."""
+"""HTTP code shared by server and gateway: protocol limits, API keys, access log, errors, lifecycle."""

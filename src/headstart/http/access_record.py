@@ -1,4 +1,4 @@
-"""RequestRecord: what is known of one HTTP request, for its access line and its metrics. No prompt, no key."""
+"""RequestRecord: the facts of one HTTP request for its access line and metrics. Contains no prompt and no key."""
 
 import os
 import re
@@ -12,14 +12,14 @@ from headstart.http.auth import ANYONE, Principal
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 _MAX_LABEL_CHARS = 128
 _SCOPE_KEY = "headstart.record"
-_PROBES = ("/health", "/readyz", "/livez", "/metrics")  # asked all the time by those who look after servers
+_PROBES = ("/health", "/readyz", "/livez", "/metrics")  # polled regularly by monitoring
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Filled in while the request is served. Times are monotonic seconds."""
+    """Record of one HTTP request, filled in while it is served. Times are monotonic seconds."""
 
-    request_id: str  # the client's label, cleaned, or ours
+    request_id: str  # the client's x-request-id, sanitized, or a generated one
     method: str
     path: str
     arrival: float = field(default_factory=time.monotonic)
@@ -28,15 +28,15 @@ class RequestRecord:
     num_prompt_tokens: int | None = None
     ledger: PromptTokenBreakdown | None = None  # of its prompts
     num_tokens: int | None = None
-    scheduled_at: float | None = None  # when the engine began the first of its prompts
+    scheduled_at: float | None = None  # when the engine scheduled the first of its prompts
     first_token_at: float | None = None
     finish_reason: str | None = None
     error: str | None = None  # code
-    route: dict[str, object] | None = None  # what a router has to say of it
+    route: dict[str, object] | None = None  # the router's fields of the access line
 
     @classmethod
     def of(cls, scope: Any) -> "RequestRecord":
-        """Return the record of a request that has just come, and leaves it in the scope for `record_of`."""
+        """Return a record for a new request, and store it in the scope for `record_of`."""
         label = dict(scope["headers"][::-1]).get(b"x-request-id", b"")  # the first of them
         cleaned = _UNSAFE.sub("", label[: 4 * _MAX_LABEL_CHARS].decode("latin-1"))[:_MAX_LABEL_CHARS] if label else ""
         record = cls(cleaned or f"req-{os.urandom(16).hex()}", scope["method"], scope["path"])
@@ -44,7 +44,7 @@ class RequestRecord:
         return record
 
     def is_logged(self, access_log: str, *, on_terminal: bool) -> bool:
-        """Whether it gets an access line under this value of the option `access_log`."""
+        """Return whether to log an access line for this value of the option `access_log`."""
         has_failed, is_probe = self.status is None or self.status >= 400, self.path in _PROBES
         match ("errors" if on_terminal else "requests") if access_log == "auto" else access_log:
             case "all":
@@ -57,7 +57,7 @@ class RequestRecord:
                 return False
 
     def text(self, now: float) -> str:
-        """Return the access line for people."""
+        """Return the access line as text for a terminal."""
         outcome = f"{self.method[:16]} {self.path[:_MAX_LABEL_CHARS]} {self.status or '-'} {self.error or ''}".rstrip()
         tokens = ""
         if self.num_prompt_tokens is not None:
@@ -66,7 +66,7 @@ class RequestRecord:
         return f"{outcome}{tokens}, {self._since_arrival(now):,} ms, {self.request_id}"
 
     def fields(self, now: float) -> dict[str, object]:
-        """Return the fields of the access line."""
+        """Return the fields of the JSON access line."""
         first, ledger = self.first_token_at, self.ledger
         named = {f"{name}_tokens": value for name, value in ledger._asdict().items()} if ledger else {}
         return {
@@ -92,5 +92,5 @@ class RequestRecord:
 
 
 def record_of(scope: Any) -> RequestRecord:
-    """Return the record that RequestRecord.of left in the scope."""
+    """Return the record that RequestRecord.of stored in the scope."""
     return scope[_SCOPE_KEY]

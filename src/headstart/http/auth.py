@@ -1,11 +1,11 @@
-"""Who is asking: API keys, administrator keys, and the tenant and isolation domain that a key stands for.
+"""Authentication: API keys, administrator keys, and the tenant and isolation domain of a key.
 
-Decides on the raw ASGI path, never on a URL rebuilt from headers, and denies what it does not know: a new route needs a
-key until it is listed here. Keys are compared by digest in constant time. A tenant is a [[tenant]] of headstart.toml
-with all its keys, or one --api-key alone. Tenants never share cache blocks but public ones: each one's domain is an
-HMAC of its name, or key, with a secret, so no client can compute or guess it. The secret lives as long as the process,
-or as the store: whoever is to find a tenant's blocks again must come to the same domain. Logs name a key by an HMAC
-with another secret, which no process leaves behind.
+Decisions use the raw ASGI path, never a URL rebuilt from headers. Unknown paths are denied by default: a new route
+needs a key until it is listed here. Keys are compared by digest in constant time. A tenant is a [[tenant]] of
+headstart.toml with all its keys, or a single --api-key. Tenants share no cache blocks except public ones: a tenant's
+domain is an HMAC of its name or key with a secret, so clients cannot compute or guess it. The secret lives as long as
+the process, or as the store: a process that is to find a tenant's stored blocks must derive the same domain. Logs
+identify a key by an HMAC with another secret, which is never persisted.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ _FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"origin
 
 
 class Access(Enum):
-    """What a route asks for."""
+    """The access level that a route requires."""
 
     PUBLIC = "public"
     TENANT = "tenant"  # any key, if keys are configured
-    OWN = "own"  # any tenant's key, for what is its own; as ADMIN, if no tenant has a key: then nothing is anybody's
-    OPERATOR = "operator"  # an administrator key, if such are configured; else as TENANT
+    OWN = "own"  # any tenant's key, for the tenant's own data; as ADMIN if no tenant has a key
+    OPERATOR = "operator"  # an administrator key if any is configured; else as TENANT
     MONITOR = "monitor"  # as OPERATOR; without any keys at all as ADMIN
-    ADMIN = "admin"  # an administrator key; without any keys at all, a caller on this machine
+    ADMIN = "admin"  # an administrator key; without any keys at all, a client on this machine
 
 
 ACCESS = {
@@ -43,31 +43,31 @@ ACCESS = {
     "/readyz": Access.PUBLIC,
     "/livez": Access.PUBLIC,
     "/version": Access.PUBLIC,
-    "/metrics": Access.OPERATOR,  # its global hit counters tell tenants of each other
+    "/metrics": Access.OPERATOR,  # its global hit counters reveal the traffic of other tenants
     "/reset_prefix_cache": Access.ADMIN,
-    "/v1/prefixes": Access.ADMIN,  # public prefixes are everyone's
+    "/v1/prefixes": Access.ADMIN,  # public prefixes affect all tenants
     "/v1/cache/stats": Access.OPERATOR,  # as /metrics
-    "/v1/cache/explain": Access.OWN,  # it shows prompts
-    "/v1/fleet": Access.ADMIN,  # a router's: where replicas are, and what they have to do
+    "/v1/cache/explain": Access.OWN,  # shows parts of prompts
+    "/v1/fleet": Access.ADMIN,  # of a router: addresses and load of replicas
 }
-_ADMIN_TREE = "/v1/prefixes/"  # and whatever lies below
+_ADMIN_TREE = "/v1/prefixes/"  # and all paths below
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """A caller whose key is known, or anyone where no keys are configured."""
+    """An authenticated client, or any client if no keys are configured."""
 
-    label: str = ""  # for logs: the tenant's name, or what says nothing about the key
+    label: str = ""  # for logs: the tenant's name, or an HMAC of the key
     domain: bytes = b""  # isolation domain of the cache
     is_admin: bool = False
-    tenant: str = ""  # whose share of the cache it uses: the label, or "" where no tenant has a key
+    tenant: str = ""  # the tenant whose share of the cache it uses: the label, or "" if no tenant has a key
 
 
 ANYONE = Principal()
 
 
 class Authenticator:
-    """The configured keys. Raises ConfigError for keys that could not protect anything, and for ambiguous ones."""
+    """The configured keys. Raises ConfigError for empty keys and for keys that are given twice."""
 
     def __init__(
         self,
@@ -79,9 +79,9 @@ class Authenticator:
         label_secret: bytes | None = None,
         access: Mapping[str, Access] = ACCESS,
     ) -> None:
-        """Domains come from `secret`, what logs show of a key from `label_secret` (by default the same).
+        """Domains derive from `secret`, labels of keys in logs from `label_secret` (default: the same).
 
-        `access` says what each path needs; paths that it does not name need a tenant's key.
+        `access` is the access level by path; paths that are not in it need a tenant's key.
         """
         labels = secret if label_secret is None else label_secret
         self._access = access
@@ -96,7 +96,7 @@ class Authenticator:
         ]
 
     def domain_of(self, tenant: str) -> bytes:
-        """Return the isolation domain of a [[tenant]]. Raises InvalidRequestError for a name that is none."""
+        """Return the isolation domain of a [[tenant]]. Raises InvalidRequestError for an unknown name."""
         if tenant not in self._domains:
             known = ", ".join(self._domains) or "none"
             raise InvalidRequestError(
@@ -105,7 +105,7 @@ class Authenticator:
         return self._domains[tenant]
 
     def authorise(self, scope: Scope) -> Principal:
-        """Return who is asking for `scope["path"]`. Raises HttpError 401 or 403 if they may not."""
+        """Return the client's Principal for `scope["path"]`. Raises HttpError 401 or 403 if access is denied."""
         access = (
             Access.ADMIN if scope["path"].startswith(_ADMIN_TREE) else self._access.get(scope["path"], Access.TENANT)
         )
@@ -125,7 +125,7 @@ class Authenticator:
         return self._authorise_admin(principal, scope)
 
     def is_admin(self, principal: Principal, scope: Scope) -> bool:
-        """Return whether a caller that was let in may do what Access.ADMIN asks for. Changes nothing."""
+        """Return whether an authorized client also has Access.ADMIN. Changes nothing."""
         return principal.is_admin or (not self._known and _is_local(scope))
 
     def _of_tenant(self, name: str) -> Principal:
@@ -146,7 +146,7 @@ class Authenticator:
         return principal
 
     def _identify(self, headers: list[tuple[bytes, bytes]]) -> Principal | None:
-        """Return whose key it is; looks at every key whatever matches, so that time tells nothing."""
+        """Return the Principal of the request's key. Compares all keys, so that timing reveals no match."""
         values = [value for name, value in headers if name == b"authorization"]
         if len(values) != 1:
             return None
@@ -165,7 +165,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _keys_by_tenant(tenants: Iterable[TenantEntry]) -> list[tuple[str, tuple[str, ...]]]:
-    """The keys of each tenant behind its name. Raises ConfigError for a name or a tenant that cannot be."""
+    """Return name and keys of each tenant. Raises ConfigError for invalid or duplicate names, and without keys."""
     groups: dict[str, tuple[str, ...]] = {}
     for entry in tenants:
         if not _TENANT_NAME.fullmatch(entry.name):
@@ -173,13 +173,13 @@ def _keys_by_tenant(tenants: Iterable[TenantEntry]) -> list[tuple[str, tuple[str
         if f"tenant {entry.name}" in groups:
             raise ConfigError(f"tenant {entry.name} is there twice; give all its api_keys in one [[tenant]]")
         if not entry.api_keys:
-            raise ConfigError(f"tenant {entry.name} has no api_keys, so nobody could be it; give it at least one")
+            raise ConfigError(f"tenant {entry.name} has no api_keys, so no client can use it; give it at least one")
         groups[f"tenant {entry.name}"] = entry.api_keys
     return list(groups.items())
 
 
 def _check_keys(groups: Iterable[tuple[str, tuple[str, ...]]]) -> None:
-    """Raise ConfigError for an empty key and for one that stands in two places: whose would it be?"""
+    """Raise ConfigError for an empty key and for a key that is given twice, whose tenant would be ambiguous."""
     holders: dict[str, str] = {}
     for holder, keys in groups:
         for key in keys:
@@ -191,7 +191,7 @@ def _check_keys(groups: Iterable[tuple[str, tuple[str, ...]]]) -> None:
 
 
 def _of_key(key: str, secret: bytes, labels: bytes, *, separate: bool) -> Principal:
-    """Sub-keys per purpose: what a log shows cannot be turned into a domain."""
+    """Return the Principal of a single key. Its label and its domain cannot be derived from each other."""
     name = _digest(key.encode())
     label = hmac.digest(labels, b"label" + name, "sha256").hex()[:12]
     domain = _domain(secret, b"key", name) if separate else b""
@@ -203,7 +203,7 @@ def _domain(secret: bytes, kind: bytes, name: bytes) -> bytes:
 
 
 def _is_local(scope: Scope) -> bool:
-    """Whether the connection comes from this machine and nothing says that it was passed on, or sent by a web page."""
+    """Return whether the client is on this machine, and no header shows a proxy or a web page as the origin."""
     client = scope.get("client")
     if client is None or not _is_loopback(client[0]):
         return False

@@ -1,4 +1,4 @@
-"""Reading a request's body: limits on its bytes, on the time between two pieces of it, and on the time of the whole."""
+"""BodyReader: reads request bodies with limits on their size, the time between two pieces, and the total time."""
 
 import asyncio
 import time
@@ -10,30 +10,30 @@ from starlette.requests import Request
 from headstart.http.byte_budget import Budget, Lease
 from headstart.http.http_errors import ClientGoneError, HttpError
 
-BODY_SECONDS = 30.0  # between two pieces of a body, and for the whole of it beside its size over MIN_BODY_RATE
+BODY_SECONDS = 30.0  # limit between two pieces of a body; for the whole body plus size / MIN_BODY_RATE
 MIN_BODY_RATE = 16 * 1024  # bytes per second
 HELD_BYTES = 24 << 20  # of all bodies that are being read, parsed and tokenized
-ROOM_SECONDS = 5.0  # how long a body waits, half read, while others hold all of that
+ROOM_SECONDS = 5.0  # how long a partially read body waits while others hold the whole budget
 ROOM_POLL_SECONDS = 0.02
 MAX_WAITING = 64  # bodies; the others are refused at once
 
 
 class BodyReader:
-    """Reads bodies of at most `max_bytes`, and holds at most `held_bytes` of all of them, or two of the largest.
+    """A reader of bodies of at most `max_bytes`; all together hold at most max(`held_bytes`, 2 * `max_bytes`).
 
-    One body more goes on beyond that; others wait for room, and are refused after ROOM_SECONDS.
+    One more body may exceed this budget; others wait for free bytes, and are refused after ROOM_SECONDS.
     """
 
     def __init__(self, max_bytes: int, held_bytes: int = HELD_BYTES) -> None:
-        """`held_bytes`: of all bodies that are being read or worked on."""
+        """`held_bytes`: the budget for all bodies that are being read or processed."""
         self._max_bytes = max_bytes
         self._budget = Budget(max(held_bytes, 2 * max_bytes), "request bodies")
-        self._beyond: Lease | None = None  # of the one body that may exceed it, lest all wait half read
+        self._beyond: Lease | None = None  # of the one body that may exceed the budget, so that one always completes
         self._num_waiting = 0
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all bodies that are being read or worked on."""
+        """Bytes of all bodies that are being read or processed."""
         return self._budget.held_bytes
 
     async def read(self, request: Request) -> bytes:
@@ -46,7 +46,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def held(self, request: Request) -> AsyncGenerator[bytes]:
-        """Give the body, which counts as held until the block ends. Raises as `read`."""
+        """Yield the body, which counts as held until the block ends. Raises as `read`."""
         lease = self._budget.lease()
         try:
             yield await self._collect(request, lease)
@@ -70,9 +70,9 @@ class BodyReader:
                 return bytes(body)
 
     async def _hold(self, lease: Lease, more: int) -> float:
-        """Hold `more` bytes once there is room; return the seconds that passed. Raises QueueFullError.
+        """Wait until `more` bytes fit in the budget and hold them; return the seconds waited. Raises QueueFullError.
 
-        Nothing more is read of its connection meanwhile, so its client waits too.
+        Meanwhile nothing is read from the connection, so its client waits too.
         """
         began = time.monotonic()
         while not self._budget.has_room(more, lease.num_bytes):
@@ -100,7 +100,7 @@ _CLOSE = {"connection": "close"}
 
 
 async def _next_piece(request: Request, deadline: float) -> tuple[bytes, bool]:
-    """Return some bytes, and whether they are the last; `deadline` is that of the whole body so far."""
+    """Return the next bytes, and whether they are the last; `deadline` is the deadline of the body read so far."""
     seconds = min(BODY_SECONDS, deadline - time.monotonic())
     try:
         async with asyncio.timeout(seconds):
@@ -114,7 +114,7 @@ async def _next_piece(request: Request, deadline: float) -> tuple[bytes, bool]:
 
 
 def _check_headers(headers: Sequence[tuple[bytes, bytes]], max_bytes: int) -> None:
-    """Judge the first header of each name; `headers` as in an ASGI scope."""
+    """Raise HttpError 413 or 415 by the first header of each name; `headers` as in an ASGI scope."""
     found = dict(headers[::-1])
     kind = found.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
     if kind != b"application/json" and not (kind.startswith(b"application/") and kind.endswith(b"+json")):

@@ -1,10 +1,10 @@
-"""Budget: a number of bytes that the requests of one process may hold together; each request holds a Lease."""
+"""Budget: a limit on the bytes that all requests of one process hold together; each request holds a Lease."""
 
 from headstart.core.errors import QueueFullError
 
 
 class Budget:
-    """A number of bytes that all requests share. Each holds a Lease on its part."""
+    """A limit on bytes shared by all requests; `what` names the bytes in error messages."""
 
     def __init__(self, max_bytes: int, what: str) -> None:
         self.max_bytes = max_bytes
@@ -12,18 +12,18 @@ class Budget:
         self._what = what
 
     def lease(self, num_bytes: int = 0) -> "Lease":
-        """Return a lease of that size. Raises QueueFullError, but not while nothing is held: all that is valid runs."""
+        """Return a lease of that size. Raises QueueFullError unless nothing is held: then any size is granted."""
         lease = Lease(self)
         if num_bytes:
             lease.grow(num_bytes)
         return lease
 
     def has_room(self, more: int, own: int) -> bool:
-        """Return whether `more` bytes fit in the budget, or nothing but the `own` bytes is held."""
+        """Return whether `more` bytes fit in the budget, or only the caller's `own` bytes are held."""
         return self.held_bytes <= own or self.held_bytes + more <= self.max_bytes
 
     def check(self, more: int, own: int) -> None:
-        """Raise QueueFullError if `more` bytes exceed the budget and others than the `own` bytes are held."""
+        """Raise QueueFullError if `more` bytes exceed the budget while others than the caller's `own` are held."""
         if not self.has_room(more, own):
             raise QueueFullError(
                 f"{self.held_bytes} bytes of {self._what} are held, this one needs {more} more and the limit is "
@@ -39,15 +39,15 @@ class Lease:
         self.num_bytes = 0
 
     def grow(self, num_bytes: int) -> None:
-        """Hold that much more. Raises QueueFullError, and then nothing has changed."""
+        """Hold `num_bytes` more. Raises QueueFullError, and then nothing has changed."""
         self._budget.check(num_bytes, self.num_bytes)
         self.resize(self.num_bytes + num_bytes)
 
     def resize(self, num_bytes: int) -> None:
-        """Hold that much, over the budget or not."""
+        """Hold exactly `num_bytes`, even over the budget."""
         self._budget.held_bytes += num_bytes - self.num_bytes
         self.num_bytes = num_bytes
 
     def release(self) -> None:
-        """Hold nothing. Twice does no harm."""
+        """Hold nothing. Idempotent."""
         self.resize(0)

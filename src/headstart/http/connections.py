@@ -1,15 +1,15 @@
 """ConnectionTable: the open connections of one server, and the cap on them.
 
-A connection on which no request is being answered is idle. At the cap the connection that has been idle longest is
-closed in favour of a new one, so that silent clients cannot keep others out; a new one is refused only if every open
-connection has a request under way.
+A connection without a request in flight is idle. At the cap, the connection that has been idle longest is closed in
+favour of a new one, so that silent clients cannot block others. A new connection is refused only if every open one has
+a request in flight.
 """
 
 import resource
 from typing import Protocol
 
-MIN_CONNECTIONS = 4096  # room for this many streams, however small the queue is
-OWN_FILES = 256  # descriptors that are not connections of clients: logs, stores, the engine, health looks
+MIN_CONNECTIONS = 4096  # the minimum cap, whatever the size of the queue
+OWN_FILES = 256  # descriptors that are not client connections: logs, stores, the engine, health probes
 MAX_OPEN_FILES = 65_536
 
 
@@ -17,12 +17,12 @@ class Connection(Protocol):
     """An open connection."""
 
     def close_idle(self) -> None:
-        """Close the connection, on which nothing is being answered."""
+        """Close the connection, which has no request in flight."""
         ...
 
 
 class ConnectionTable:
-    """At most `max_connections` open connections."""
+    """The open connections, at most `max_connections`."""
 
     def __init__(self, max_connections: int) -> None:
         self.max_connections = max_connections
@@ -33,7 +33,7 @@ class ConnectionTable:
         return len(self._open)
 
     def admit(self, connection: Connection) -> bool:
-        """Enter a new connection, idle; an idle one gives up its place if there is none. False: there is no place."""
+        """Add a new connection as idle, closing the longest idle one at the cap. Return False if none is idle."""
         if len(self._open) >= self.max_connections:
             if not self._idle:
                 return False
@@ -45,25 +45,25 @@ class ConnectionTable:
         return True
 
     def set_busy(self, connection: Connection) -> None:
-        """Note that a request is being answered on the connection."""
+        """Mark the connection as having a request in flight."""
         self._idle.pop(connection, None)
 
     def set_idle(self, connection: Connection) -> None:
-        """Note that nothing is being answered on the connection any more."""
+        """Mark the connection as idle."""
         if connection in self._open:
             self._idle[connection] = None
 
     def remove(self, connection: Connection) -> None:
-        """Forget a connection; one that is not in the table is ignored."""
+        """Remove a connection; one that is not in the table is ignored."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
 
 
 def connection_cap(max_queued_requests: int, *, files_each: int) -> int:
-    """Return how many connections a server takes, which needs `files_each` descriptors for each.
+    """Return the cap on connections of a server that needs `files_each` file descriptors per connection.
 
-    Twice as many as requests may wait, at least MIN_CONNECTIONS, and never more than this process may open files: its
-    soft limit is raised to the hard one first, since 1024, a usual soft limit, is less than the streams of one server.
+    Twice the requests that may wait, at least MIN_CONNECTIONS, and no more than the process's limit on open files
+    allows. The soft limit is raised to the hard one first: the usual 1024 is too few for the streams of one server.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)

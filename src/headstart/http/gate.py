@@ -1,4 +1,4 @@
-"""The gate in front of an application: every request gets a record and an id, is authorised, and is logged."""
+"""Gate: ASGI middleware that gives every request a record and an id, authorizes it, and logs it."""
 
 import time
 from typing import Protocol
@@ -12,7 +12,7 @@ from headstart.http.logs import Log
 
 
 class Host(Protocol):
-    """Whose gate it is: a server, or a router in front of servers."""
+    """The state that a gate needs, implemented by the server and the router."""
 
     @property
     def auth(self) -> Authenticator: ...
@@ -21,16 +21,16 @@ class Host(Protocol):
     def log(self) -> Log: ...
 
     def note(self, record: RequestRecord, error: Exception) -> None:
-        """Put `error` on the record, and on the log what is not the client's own."""
+        """Set `error` on the record, and log it if it is not the client's mistake."""
         ...
 
     def answered(self, record: RequestRecord) -> bool:
-        """A request is over; whether its access line is wanted."""
+        """Count a finished request; return whether to log its access line."""
         ...
 
 
 class Gate:
-    """Gives every request a record and an id, checks its key, and writes its access line."""
+    """ASGI middleware: creates each request's record and id, checks its key, and writes its access line."""
 
     def __init__(self, app: ASGIApp, state: Host) -> None:
         self._app = app
@@ -62,10 +62,10 @@ class Gate:
             return
         try:
             await self._app(scope, receive, send)
-        except Exception as error:  # nobody below was meant to let it through
+        except Exception as error:  # not expected: handlers convert their exceptions
             self._state.note(record, error)
             if record.status is not None:
-                raise  # half an answer is out: the server must cut the connection
+                raise  # the response has started: the server must cut the connection
             await error_response(error)(scope, receive, send)
 
     def _settle(self, record: RequestRecord) -> None:

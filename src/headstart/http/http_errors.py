@@ -1,6 +1,6 @@
-"""HttpError and how any error is told to a client: one renderer, so that no text of ours leaks on the way.
+"""HttpError, and the conversion of any exception to an error response: in one place, so no internal text leaks.
 
-Nothing that a client did not send itself is in the message, except limits: no paths, no addresses, no tracebacks.
+Messages contain only limits and what the client itself sent: no paths, no addresses, no tracebacks.
 """
 
 from starlette.responses import Response
@@ -12,7 +12,7 @@ Headers = dict[str, str]
 
 
 class HttpError(Exception):
-    """An answer that is an error, and that only HTTP knows of."""
+    """An error response of the HTTP layer, with status, code and headers."""
 
     def __init__(
         self, status: int, message: str, *, code: str, param: str | None = None, headers: Headers | None = None
@@ -25,11 +25,11 @@ class HttpError(Exception):
 
 
 class ClientGoneError(Exception):
-    """Nobody is there any more to be answered."""
+    """The client closed the connection."""
 
 
 def rendered(error: Exception) -> tuple[int, Json, Headers]:
-    """Return HTTP status, error object and headers for any exception."""
+    """Return the HTTP status, error object and headers for any exception."""
     if isinstance(error, HttpError):
         body = error_object(str(error), status=error.status, code=error.code, param=error.param)
         return error.status, body, error.headers
@@ -47,16 +47,16 @@ def rendered(error: Exception) -> tuple[int, Json, Headers]:
     elif isinstance(error, DrainingError):
         headers["retry-after"] = "1"
     elif status == 500:
-        headers["x-should-retry"] = "false"  # the work may have been done: a retry would multiply it
+        headers["x-should-retry"] = "false"  # the work may have been done; a retry would repeat it
     return status, body, headers
 
 
 def json_response(value: object, status: int = 200, headers: Headers | None = None) -> Response:
-    """Return a response of one JSON document."""
+    """Return a JSON response."""
     return Response(encode(value), status, headers, media_type="application/json")
 
 
 def error_response(error: Exception) -> Response:
-    """Return the response that tells a client of `error`."""
+    """Return the error response for `error`."""
     status, body, headers = rendered(error)
     return json_response(body, status, headers)

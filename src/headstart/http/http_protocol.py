@@ -1,8 +1,8 @@
-"""BoundedHttpProtocol: uvicorn's HTTP/1.1 parser with limits on everything that is not the body of a request.
+"""BoundedHttpProtocol: uvicorn's HTTP/1.1 protocol with limits on everything except the body of a request.
 
-Limited in bytes and in time: the head of a request, trailers and the framing of chunks, requests sent ahead
-(pipelining), what is still read once a request was refused, and answers that a client does not read. The body itself is
-limited by its reader (body_reader.py). Trailers are dropped: a header counts only if it comes before the body.
+Limited in bytes and in time: the head of a request, trailers and chunk framing, pipelined requests, data read after a
+refusal, and responses that a client does not read. The body is limited by body_reader.py. Trailers are dropped: a
+header counts only if it comes before the body.
 """
 
 import asyncio
@@ -16,19 +16,19 @@ from headstart.http.connections import ConnectionTable
 from headstart.http.http_refusals import FRAMING, INVALID, MAX_HEAD_BYTES, MAX_HEADERS, TOO_LARGE, TOO_MANY, refusal
 from headstart.http.write_watch import WriteWatch
 
-HEAD_SECONDS = 10.0  # from the first moment of a connection, or of a further request, to the end of its headers
-HEAD_SLICE, CHUNKED_SLICE = 1024, 4096  # bytes parsed at a time: few requests fit into them
-CHUNK_BYTES = 16  # what the framing of a chunk may cost beside twice its data, as in Go's net/http (CVE-2023-39326)
-LINGER_SECONDS = 2.0  # how long a refused request is still read, so that the refusal reaches its sender
+HEAD_SECONDS = 10.0  # from the start of a connection, or of its next request, to the end of the headers
+HEAD_SLICE, CHUNKED_SLICE = 1024, 4096  # bytes parsed at a time; few requests fit into a slice
+CHUNK_BYTES = 16  # allowed framing per chunk beside twice its data, as in Go's net/http (CVE-2023-39326)
+LINGER_SECONDS = 2.0  # how long data is read after a refusal, so that the refusal reaches the client
 LINGER_BYTES = 8 * 1024 * 1024
 
 
 class _RefusedError(Exception):
-    """Stops the parser."""
+    """An exception that stops the parser."""
 
 
 class _Flow(FlowControl):
-    """Flow control that reads nothing more while bytes are held that were received already."""
+    """Flow control that does not resume reading while received bytes are held unparsed."""
 
     is_holding = False
 
@@ -38,7 +38,7 @@ class _Flow(FlowControl):
 
 
 class _Line:
-    """The transport that a request's cycle sees: closing it is up to the connection."""
+    """The transport passed to a request's cycle; `close` calls the connection's own handler instead."""
 
     __slots__ = ("close", "is_closing", "write")
 
@@ -49,22 +49,22 @@ class _Line:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection. What is no HTTP, or too much of it, gets an OpenAI error object and the connection closed.
+    """One connection. Invalid or too large HTTP gets an OpenAI error object, and the connection is closed.
 
-    A connection is closed behind an answer that came before the end of the request's body.
+    A connection is also closed after a response that was sent before the end of the request's body.
     """
 
     def __init__(self, *args: Any, table: ConnectionTable, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._table = table
         self._running: RequestResponseCycle | None = None  # the request that is being answered
-        self._in_body = False  # else in a head, or between two requests
-        self._has_begun = False  # a head
-        self._body_left: int | None = None  # of a body of announced length
-        self._keep_alive = False  # whether the client wants to send more behind the request in self.cycle
-        self._held = b""  # received and not parsed
-        self._is_last = False  # nothing behind the request in self.cycle is read
-        self._is_refused = False  # what came behind the request in self.cycle
+        self._in_body = False  # False: in a head, or between two requests
+        self._has_begun = False  # a head has begun
+        self._body_left: int | None = None  # bytes left of a body with a Content-Length
+        self._keep_alive = False  # whether the client keeps the connection open after the request in self.cycle
+        self._held = b""  # received bytes that are not parsed yet
+        self._is_last = False  # nothing after the request in self.cycle is read
+        self._is_refused = False  # the data after the request in self.cycle is refused
         self._closing = False
         self._overhead = self._dropped = 0  # bytes
         self._slice = self._slice_body = self._slice_chunks = 0
@@ -97,11 +97,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def close_idle(self) -> None:
-        """Close the connection, on which nothing is being answered."""
+        """Close the connection, which has no request in flight."""
         self._close()
 
     def shutdown(self) -> None:
-        """Close the connection behind the answer that is under way. Called by uvicorn when the server ends."""
+        """Close the connection after the response in flight. Called by uvicorn when the server stops."""
         self._keep_alive = False
         if self._running is None:
             self._close()
@@ -109,7 +109,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def timeout_keep_alive_handler(self) -> None:
-        """Called by uvicorn when no further request came."""
+        """Close the connection. Called by uvicorn when no further request arrives in time."""
         self._close()
 
     def pause_writing(self) -> None:
@@ -154,10 +154,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._overhead > MAX_HEAD_BYTES:
             self._refuse(*(FRAMING if self._in_body else TOO_LARGE))
         elif self._running is None and not self._in_body:
-            self._arm()  # bytes between two requests, such as empty lines, have the time of a head
+            self._arm()  # bytes between two requests, such as empty lines, have the time limit of a head
 
     def _hold(self, data: bytes) -> None:
-        """Keep bytes that were sent ahead until it is their turn."""
+        """Keep pipelined bytes until the requests before them are answered."""
         self._held += data
         self._flow.is_holding = True
         self._flow.pause_reading()
@@ -199,14 +199,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._disarm()
         super().on_headers_complete()
         self._in_body = True
-        self.cycle.transport = self._line  # type: ignore[assignment]  # it calls these three alone
+        self.cycle.transport = self._line  # type: ignore[assignment]  # it calls only these three
         self._keep_alive = self.cycle.keep_alive and not self._is_upgrade()
-        self.cycle.keep_alive = False  # as long as there is more of the body: an answer now closes the connection
+        self.cycle.keep_alive = False  # until the body is complete: a response before that closes the connection
         length = dict(self.headers).get(b"content-length")  # the parser refuses a second one
         self._body_left = None if length is None else int(length)
 
     def _is_upgrade(self) -> bool:
-        """Whether the parser reads nothing behind this head. It is answered without its body, as HTTP/1.1."""
+        """Return whether the parser stops after this head; the request is then answered as HTTP/1.1 without a body."""
         return self.parser is not None and self.parser.should_upgrade()
 
     def on_chunk_header(self) -> None:
@@ -245,11 +245,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # ------------------------------------------------------------------------------------------------ refusing, closing
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for whatever its parser does not accept."""
+        """Refuse the request. Called by uvicorn when the parser fails."""
         self._refuse(*self._refusal)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer with an error and close; but whole requests that came earlier are answered first."""
+        """Respond with an error and close the connection; complete requests before it are answered first."""
         running = self._running
         if running is not None and not self.cycle.more_body:
             self.cycle.keep_alive, self._is_last, self._is_refused = False, True, True
@@ -263,7 +263,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._close()
 
     def _disconnect(self) -> None:
-        """Tell every request of this connection that its client is gone."""
+        """Mark all requests of this connection as disconnected, and wake their handlers."""
         self.pipeline.clear()
         for cycle in (self._running, self.cycle):
             if cycle is not None and not cycle.response_complete:
@@ -271,16 +271,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 cycle.message_event.set()
 
     def _close_behind_answer(self) -> None:
-        """Called by a cycle whose answer is the last of this connection."""
+        """Close the connection. Called by a cycle whose response is the last of this connection."""
         if self._is_refused or (self._running is not None and self._running.more_body):
             self._linger()
         else:
             self._close()
 
     def _linger(self) -> None:
-        """Close for writing, and read and drop a bounded rest: closed on unread data, a connection is reset.
+        """Close for writing, then read and drop a bounded amount of data before closing the connection.
 
-        A reset may overtake the answer.
+        Closing with unread data resets the connection, and the client may lose the response.
         """
         if self._closing or self.transport.is_closing():
             return
@@ -297,7 +297,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._lingering = None
 
     def _close(self) -> None:
-        """Close once everything is written, which a client must read in time."""
+        """Close after all data is written; WriteWatch aborts if the client does not read it in time."""
         self._closing = True
         self._disarm()
         self._stop_lingering()
@@ -319,7 +319,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _expire(self) -> None:
         self._deadline = None
         if self._running is not None:
-            self._arm()  # the rest may be held back here
+            self._arm()  # the rest of the head may be among the held bytes
         elif self._has_begun:
             self._refuse(408, f"the headers did not come within {HEAD_SECONDS:.0f} s")
         else:

@@ -1,10 +1,10 @@
-"""Refusals of the HTTP protocol itself, before there is a request: what is limited, and the bytes of the answers."""
+"""Refusals by the HTTP protocol itself, before there is a request: the limits, and the bytes of the responses."""
 
 from uuid import uuid4
 
 from headstart.openai.responses import encode, error_object
 
-MAX_HEAD_BYTES = 64 * 1024  # request line and headers; trailers; excess of the framing of chunks
+MAX_HEAD_BYTES = 64 * 1024  # of request line and headers; of trailers; of excess chunk framing
 MAX_HEADERS = 256
 TOO_LARGE = (431, f"the request line and headers are longer than {MAX_HEAD_BYTES} bytes; send less")
 TOO_MANY = (431, f"the request has more than {MAX_HEADERS} headers; send fewer")
@@ -24,7 +24,7 @@ _CODES = {408: "timeout", 431: "headers_too_large", 503: "too_many_connections"}
 
 
 def refusal(status: int, message: str) -> bytes:
-    """Return a whole answer with an OpenAI error object, behind which the connection is closed."""
+    """Return a whole response with an OpenAI error object and `connection: close`."""
     body = encode(error_object(message, status=status, code=_CODES.get(status, "invalid_http")))
     retry = "retry-after: 1\r\n" if status == 503 else ""
     head = (

@@ -1,4 +1,4 @@
-"""The lifecycle of an HTTP process: port, HTTP server, signals, drain, exit code. Shared by server and gateway."""
+"""Lifecycle of an HTTP process: port, HTTP server, signals, drain, exit code. Shared by server and gateway."""
 
 import asyncio
 import contextlib
@@ -18,12 +18,12 @@ from headstart.http.http_protocol import BoundedHttpProtocol
 from headstart.http.logs import Log
 
 EXIT_OK, EXIT_BROKEN, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
-INTERRUPT_SECONDS = 10.0  # what Ctrl-C leaves for the requests under way
-CUT_SECONDS = 3.0  # for connections that are still open when everything was answered
+INTERRUPT_SECONDS = 10.0  # limit of the drain after Ctrl-C
+CUT_SECONDS = 3.0  # for connections that are still open when all requests are answered
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take the port before anything is loaded. Raises ConfigError."""
+    """Return a listening socket. Called before anything is loaded. Raises ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -53,12 +53,12 @@ class HttpServer(uvicorn.Server):
 
 
 class Shutdown:
-    """The signals that end a process: SIGTERM drains, Ctrl-C drains with less patience, Ctrl-C again stops at once."""
+    """Shutdown signals of a process: SIGTERM drains, Ctrl-C drains for a shorter time, a second Ctrl-C stops at once."""
 
     def __init__(
         self, drain_seconds: float, log: Log, *, num_requests: Callable[[], int], on_drain: Callable[[], None]
     ) -> None:
-        """`num_requests` returns how many are under way; `on_drain` is called when nothing new is to be admitted."""
+        """`num_requests` returns the number of requests in flight; `on_drain` is called to stop admission."""
         self.begun = asyncio.Event()
         self.at_once = asyncio.Event()
         self.drain_seconds = drain_seconds
@@ -73,7 +73,7 @@ class Shutdown:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
 
     def _terminate(self) -> None:
-        """SIGTERM: nothing new is admitted, everything admitted is answered. Again: no change."""
+        """Begin to drain: no new requests are admitted, admitted ones are answered. A second SIGTERM changes nothing."""
         if not self.begun.is_set():
             self._tell("SIGTERM: ", "")
         self._begin()
@@ -97,11 +97,11 @@ class Shutdown:
 
 
 def uvicorn_config(app: ASGIApp, table: ConnectionTable | None = None) -> uvicorn.Config:
-    """How an application of ours is served; `table` holds its connections."""
+    """Return uvicorn's config for an application; `table` holds its connections."""
     table = ConnectionTable(MIN_CONNECTIONS) if table is None else table
     return uvicorn.Config(
         app,
-        http=functools.partial(BoundedHttpProtocol, table=table),  # type: ignore[arg-type]  # it is called, no more
+        http=functools.partial(BoundedHttpProtocol, table=table),  # type: ignore[arg-type]  # it is only called
         ws="none",
         lifespan="off",
         loop="none",
@@ -116,7 +116,7 @@ def uvicorn_config(app: ASGIApp, table: ConnectionTable | None = None) -> uvicor
 
 
 async def first_of(*works: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
-    """Return what the first of `works` returns if it is the first to end, else None; the rest is cancelled."""
+    """Return the result of `works[0]` if it ends first or together with others, else None; cancel the rest."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Logs: one JSON object per line on stderr, on a terminal text. Never prompts, completions, keys or salts."""
+"""Logs on stderr: one JSON object per line, or text on a terminal. Never prompts, completions, keys or salts."""
 
 import json
 import shutil
@@ -10,34 +10,34 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TextIO
 
-_CLEAR = "\r\x1b[2K"  # to the first column, and erases the line
+_CLEAR = "\r\x1b[2K"  # moves to the first column and erases the line
 
 
 class Log:
-    """Writes events to `stream`, by default whatever sys.stderr is when an event happens.
+    """A log that writes to `stream`, by default to the current sys.stderr.
 
-    `is_terminal` tells that the lines end in a terminal, though the stream is a pipe; None: asks the stream.
+    `is_terminal` overrides the stream's isatty(), for pipes whose lines are passed on to a terminal.
     """
 
     def __init__(self, stream: TextIO | None = None, *, is_terminal: bool | None = None) -> None:
         self._stream = stream
         self._is_terminal = is_terminal
         self._status = ""
-        self._lock = threading.Lock()  # lines of replicas come from threads
+        self._lock = threading.Lock()  # lines of replicas are written from threads
 
     @property
     def is_terminal(self) -> bool:
-        """Whether people read the lines as they are written."""
+        """Whether the lines go to a terminal."""
         if self._is_terminal is not None:
             return self._is_terminal
-        with suppress(ValueError):  # it is closed
+        with suppress(ValueError):  # the stream is closed
             return (self._stream or sys.stderr).isatty()
         return False
 
     def event(self, name: str, fields: Mapping[str, object], *, level: str = "info", text: str | None = None) -> None:
-        """Write one line: time (UTC), level, event and the fields that are not None. JSON escapes control bytes.
+        """Write one JSON line: time (UTC), level, event and the fields that are not None. JSON escapes control bytes.
 
-        On a terminal it is `text` behind the local time instead, if there is a text.
+        On a terminal, write the local time and `text` instead, if `text` is given.
         """
         if text is not None and self.is_terminal:
             self.line(f"{datetime.now():%H:%M:%S} {printable(text)}")
@@ -48,7 +48,7 @@ class Log:
         self.line(json.dumps(line, default=str))
 
     def failure(self, name: str, error: BaseException, request_id: str) -> None:
-        """Write an error that is ours, with its traceback, for the operator alone."""
+        """Write an internal error with its traceback, for the operator only."""
         text = "".join(traceback.format_exception(error))
         fields = {"request_id": request_id, "error": f"{type(error).__name__}: {error}", "traceback": text}
         self.event(name, fields, level="error")
@@ -59,7 +59,7 @@ class Log:
             self._write(f"{_CLEAR}{text}\n{self._status}\r" if self._status else f"{text}\n")
 
     def status(self, text: str) -> None:
-        """Show `text` below all lines on a terminal, until it is replaced; an empty text removes it."""
+        """Show `text` as the status line below all lines on a terminal; an empty text removes it."""
         if not self.is_terminal:
             return
         with self._lock:
@@ -69,11 +69,11 @@ class Log:
 
     def _write(self, text: str) -> None:
         stream = self._stream or sys.stderr
-        with suppress(OSError, ValueError):  # nobody reads it any more: no reason to fail requests
+        with suppress(OSError, ValueError):  # a closed log stream must not fail requests
             stream.write(text)
             stream.flush()
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with what is not printable escaped: clients choose paths and labels."""
+    """Return `text` with non-printable characters escaped, since clients choose paths and labels."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -1,7 +1,7 @@
-"""Counters and histograms whose values lie in arrays; prometheus_client keeps each value as a Python float.
+"""Counters and histograms with their values in arrays; prometheus_client keeps each value as a Python float.
 
-A new float lies wherever small objects have room. Those counted while much memory was in use would lie in arenas of
-1 MiB that are empty otherwise, and keep each of them from going back to the system. For one thread.
+Python allocates a new float in any arena (1 MiB) with free space. Floats created under high memory use would keep
+otherwise empty arenas from being returned to the system. Not thread-safe.
 """
 
 from array import array
@@ -18,18 +18,18 @@ _METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
 
 
 def method_label(method: str) -> str:
-    """Return the label of an HTTP method, from a closed set."""
+    """Return the label value of an HTTP method, from a closed set."""
     return method if method in _METHODS else "other"
 
 
 class Histogram(Collector):
-    """A distribution of one label set; the same text as prometheus_client's own."""
+    """A histogram with one label set; exposes the same text as prometheus_client's."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], labels: dict[str, str]) -> None:
-        """`bounds`: the greatest value of each bucket, ascending and without infinity."""
+        """`bounds`: the upper bound of each bucket, ascending and without infinity."""
         self._name, self._text, self._labels = name, text, labels
         self._bounds = (*bounds, inf)
-        self._counts = array("q", bytes(8 * len(self._bounds)))  # of each bucket alone
+        self._counts = array("q", bytes(8 * len(self._bounds)))  # per bucket, not cumulative
         self._sum = array("d", (0.0,))
 
     def observe(self, value: float) -> None:
@@ -48,14 +48,14 @@ class Histogram(Collector):
 
 
 class Counter(Collector):
-    """Counts by the values of some labels."""
+    """A counter by label values."""
 
     def __init__(self, name: str, text: str, labels: tuple[str, ...]) -> None:
         self._name, self._text, self._labels = name, text, labels
         self._counts: dict[tuple[str, ...], array[int]] = {}
 
     def add(self, values: tuple[str, ...], amount: int = 1) -> None:
-        """Count `amount` more under these values of the labels; 0 shows them from now on."""
+        """Add `amount` for these label values; 0 makes the series exist."""
         if values not in self._counts:
             self._counts[values] = array("q", (0,))
         self._counts[values][0] += amount

@@ -1,4 +1,4 @@
-"""Server-sent events as OpenAI's clients read them: `data: <JSON on one line>` and an empty line, LF only."""
+"""Server-sent events in OpenAI's format: `data: <JSON on one line>` and an empty line, LF only."""
 
 from headstart.http.http_errors import rendered
 from headstart.openai.responses import encode
@@ -6,7 +6,7 @@ from headstart.openai.responses import encode
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"  # a comment: keeps the connection alive while the request waits
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-WRITE_SECONDS = 60.0  # a client that takes nothing for so long is gone
+WRITE_SECONDS = 60.0  # a client that reads nothing for this long is disconnected
 
 
 def event(value: object) -> bytes:
@@ -15,9 +15,9 @@ def event(value: object) -> bytes:
 
 
 def error_event(error: Exception) -> bytes:
-    """Return the event that ends a failed stream; named, since some clients look at the name and others at the data.
+    """Return the last event of a failed stream, before DONE.
 
-    The stream's DONE still follows.
+    It has an event name and an error object, since some clients check the name and others the data.
     """
     _, body, _ = rendered(error)
     return b"event: error\ndata: " + encode(body) + b"\n\n"

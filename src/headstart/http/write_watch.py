@@ -8,7 +8,7 @@ MIN_WRITE_BYTES = 16 * 1024  # what a client must read in WRITE_SECONDS
 
 
 class WriteWatch:
-    """Watches the write buffer of one transport between `start` and `stop`."""
+    """A timer on the write buffer of one transport, active between `start` and `stop`."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
@@ -16,7 +16,7 @@ class WriteWatch:
         self._unwritten = 0  # bytes, when the timer was started
 
     def start(self) -> None:
-        """Start anew: from now on the buffer must shrink, or be empty and the connection closed."""
+        """Start or restart: abort unless the buffer shrinks by MIN_WRITE_BYTES every WRITE_SECONDS, until `stop`."""
         self.stop()
         self._unwritten = self._transport.get_write_buffer_size()
         self._timer = self._loop.call_later(WRITE_SECONDS, self._check)

@@ -1,1 +1,1 @@
-"""The API server: OpenAI's HTTP API and tokenization. The engine runs in its own process; torch is not imported here."""
+"""The API server: OpenAI's HTTP API and tokenization. The engine runs in its own process; no torch here."""

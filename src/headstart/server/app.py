@@ -184,7 +184,7 @@ class _Routes:
         return json_response({"version": __version__})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Reset the prefix cache; ?pinned=true: also pinned prefixes; ?reset_external=true: also the store; 503: busy."""
+        """Reset the prefix cache; ?pinned=true: prefixes too; ?reset_external=true: the store too. 503 if busy."""
         self._state.check_ready()
         asked = {"pinned": _switch(request, "pinned"), "external": _switch(request, "reset_external")}
         if not await self._state.engine.call("reset_prefix_cache", asked):

@@ -26,7 +26,7 @@ class News(NamedTuple):
 
 
 class GenerationJob:
-    """The engine requests of one client request, submitted on creation. Its creator calls `close`, which aborts them."""
+    """The engine requests of one client request, submitted on creation; `close` aborts them and must be called."""
 
     def __init__(
         self,

@@ -200,7 +200,7 @@ class _Answer:
                 return news
 
     async def events(self, news: list[News]) -> AsyncIterator[bytes]:
-        """Yield the events of a stream that begins with `news`. Exceptions but ClientGoneError become an error event."""
+        """Yield the events of a stream that begins with `news`. Errors but ClientGoneError become an error event."""
         job, opened = self.job, False
         if _keeps_echo(job, job.prompts):  # choices of all prompts are interleaved
             for prompt in job.prompts:

@@ -40,7 +40,7 @@ class PrefixBody:
 
 
 def parse_prefix(values: Mapping[str, Any], bounds: Bounds) -> PrefixBody:
-    """Return a validated body. Raises InvalidRequestError, also for unknown fields: a misspelled tenant means public."""
+    """Return a validated body. Raises InvalidRequestError, also for unknown fields, such as a misspelled `tenant`."""
     fields = Fields(values)
     name = fields.string("name", MAX_NAME_CHARS)
     if not name:
