@@ -1,1 +1,1 @@
-"""The command line: one verb per file."""
+"""The command line of `headstart`: main.py and a file per verb or group of verbs."""

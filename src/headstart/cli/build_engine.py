@@ -1,4 +1,4 @@
-"""What builds the engine in its own process: importing this is cheap, so that the HTTP process stays free of torch."""
+"""build_engine: the function that the engine process calls. Importing this module does not import torch."""
 
 from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine, EngineInfo
@@ -6,7 +6,7 @@ from headstart.model.setup.threads import prepare_threads
 
 
 def build_engine(options: EngineOptions) -> tuple[Engine, EngineInfo]:
-    """assembly.build_engine, imported only when called, after thread settings and the checks that need no torch."""
+    """Call assembly.build_engine, imported here after setting the threads and after the checks that need no torch."""
     prepare_threads(options.threads)
     from headstart.engine_checks import checked_model_folder
 

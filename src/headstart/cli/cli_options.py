@@ -1,4 +1,4 @@
-"""Flags made from the fields of options.py, and what flags, environment and file come to together."""
+"""Command-line flags generated from the fields of options.py, and option values from flags, environment and file."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from headstart.config.config_file import (
 from headstart.config.options import OptionClass, flag_fields, flag_of
 
 Sources = tuple[Mapping[str, Any], ...]
-"""Option values by field name; the first source that has one wins."""
+"""Option values by field name; the first source with a value wins."""
 
 COMPLETION_VARIABLE = "_HEADSTART_COMPLETE"  # set by the scripts that --install-completion installs
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
@@ -40,7 +40,7 @@ _CONFIG = Annotated[
 def takes_options(
     *classes: OptionClass, skip: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorates a verb: gives it a flag for each field of `classes`, and calls it with their values as `sources`."""
+    """Return a decorator that adds a flag per field of `classes` to a verb and passes their values as `sources`."""
     options = [field for options in classes for field in flag_fields(options) if field.name not in skip]
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
@@ -61,7 +61,10 @@ def takes_options(
 
 
 def expand_switches(arguments: list[str], flags: Collection[str]) -> list[str]:
-    """Give options of `flags` that are switches too their values: `--access-log`, `--no-access-log`."""
+    """Return the arguments with explicit values for options also usable as switches: `--access-log`, `--no-access-log`.
+
+    Only options in `flags` are expanded.
+    """
     switches = {
         flag_of(f.name): f.metadata for f in all_fields() if "switch" in f.metadata and flag_of(f.name) in flags
     }
@@ -80,7 +83,7 @@ def expand_switches(arguments: list[str], flags: Collection[str]) -> list[str]:
 
 
 def _surroundings(config: Path | None) -> Sources:
-    """Environment and file; a variable that means nothing gets a line on stderr."""
+    """Return the options of environment and file; print a warning on stderr for each unknown variable."""
     environment, warnings = read_environment(os.environ)
     for warning in warnings:
         print(f"headstart: warning: {warning}", file=sys.stderr)
@@ -89,7 +92,7 @@ def _surroundings(config: Path | None) -> Sources:
 
 
 def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
-    """The field as typer wants to see it. The default is None, so that a flag that was not given can be told."""
+    """Return the parameter for typer. Its default is None, to distinguish a flag that was not given."""
     plain, metadata = plain_type(field), field.metadata
     flags = [flag_of(field.name)]
     if "alias" in metadata:
@@ -111,7 +114,7 @@ def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
 
 
 def complete_folder(incomplete: str) -> list[str]:
-    """Completes a folder in zsh and fish; bash completes files by itself where nothing else is offered."""
+    """Return completions of a folder for zsh and fish; bash completes files itself if none are offered."""
     if os.environ.get(COMPLETION_VARIABLE, "").endswith("bash"):
         return []
     start = incomplete.rpartition("/")[2]
@@ -124,7 +127,7 @@ def complete_folder(incomplete: str) -> list[str]:
 
 
 def _completion(choices: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """Completes a value in the shell."""
+    """Return a function that completes a value from `choices` in the shell."""
 
     def complete(incomplete: str) -> list[str]:
         return [choice for choice in choices if choice.startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""One HTTP call to a running server, for the verbs that ask or administer it. Standard library only."""
+"""One HTTP call to a running server, for the verbs that query or administer it. Standard library only."""
 
 import json
 import os
@@ -10,18 +10,18 @@ from urllib.request import Request, urlopen
 from headstart.core.errors import HeadstartError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-KEY_VARIABLES = ("HEADSTART_ADMIN_API_KEY", "HEADSTART_API_KEY")  # the first that is set; of several keys the first
+KEY_VARIABLES = ("HEADSTART_ADMIN_API_KEY", "HEADSTART_API_KEY")  # the first key of the first that is set
 TIMEOUT = 60.0  # seconds
 
 
 def key_from(environ: Mapping[str, str]) -> str | None:
-    """Return the key to send: keys come from the environment, since everybody on a machine can read argv."""
+    """Return the API key from the environment, None if unset. Not from argv, which every user of a machine can read."""
     values = (environ.get(variable, "").split(",")[0].strip() for variable in KEY_VARIABLES)
     return next((value for value in values if value), None)
 
 
 def ask(url: str, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """Return the JSON that a server answers. Raises HeadstartError with what it says, or why it cannot be reached."""
+    """Return the JSON response of a server. Raises HeadstartError with its message, or why it cannot be reached."""
     address = url.rstrip("/").removesuffix("/v1")
     headers = {"content-type": "application/json"}
     if key := key_from(os.environ):

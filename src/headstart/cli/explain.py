@@ -1,4 +1,4 @@
-"""`headstart explain`: asks a running server why a prompt was, or would be, taken over from the cache so far only."""
+"""`headstart explain`: queries a running server why a prompt had, or would have, no more prefix cache hits."""
 
 import json
 import sys
@@ -21,29 +21,27 @@ _WIDTH = 100
 
 
 def explain(
-    request_id: Annotated[
-        str | None, typer.Argument(metavar="ID", help="The id of an answer, as clients get it.")
-    ] = None,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Ask about this prompt instead.")] = None,
+    request_id: Annotated[str | None, typer.Argument(metavar="ID", help="The id of a response.")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Explain this prompt instead.")] = None,
     file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The same from a file: text, or a JSON request body; '-': stdin."),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the text through the chat template, as a user's.")] = False,
-    url: Annotated[str, typer.Option(metavar="URL", help="Where the server is.")] = DEFAULT_URL,
+    chat: Annotated[bool, typer.Option("--chat", help="Render the text as a user message.")] = False,
+    url: Annotated[str, typer.Option(metavar="URL", help="Address of the server.")] = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="The whole answer as one JSON document.")] = False,
 ) -> None:
-    """Say why a prompt was not taken over from the prefix cache any further.
+    """Explain why a prompt had no more prefix cache hits.
 
-    Names the recent request that is nearest, the first token that differs, or what evicted the blocks. A running
-    server remembers its last thousand requests. The key is read from HEADSTART_ADMIN_API_KEY or HEADSTART_API_KEY.
+    Shows the recent request with the longest common prefix, the first token that differs, or what evicted the blocks.
+    A server keeps its last thousand requests. The key is read from HEADSTART_ADMIN_API_KEY or HEADSTART_API_KEY.
     """
     given = [value for value in (request_id, prompt, file) if value is not None]
     if len(given) != 1:
         raise ConfigError(f"give one of ID, --prompt and --file; {len(given)} were given")
     if request_id is not None:
         if chat:
-            raise ConfigError("--chat is about --prompt or --file; an ID knows what it was")
+            raise ConfigError("--chat applies to --prompt and --file only; leave it out with an ID")
         answer = ask(url, "GET", f"/v1/cache/explain?request_id={quote(request_id, safe='')}")
     else:
         answer = ask(url, "POST", "/v1/cache/explain", _body(prompt if prompt is not None else _read(file), chat))
@@ -51,7 +49,7 @@ def explain(
 
 
 def wrapped(message: str) -> str:
-    """Return the paragraph in lines of a readable length, and what is set below it as it is."""
+    """Return the message with its first paragraph wrapped to a readable width; the lines below stay unchanged."""
     paragraph, *rest = message.split("\n")
     return "\n".join([textwrap.fill(paragraph, _WIDTH, break_long_words=False, break_on_hyphens=False), *rest])
 
@@ -65,7 +63,7 @@ def _read(file: Path | None) -> str:
 
 
 def _body(text: str, chat: bool) -> dict[str, Any]:
-    """The request body: the text in one, or the text itself if it is one."""
+    """Return the request body for a text, or the text itself parsed if it is a JSON request body."""
     if chat:
         return {"messages": [{"role": "user", "content": text}]}
     if text.lstrip().startswith("{"):

@@ -1,6 +1,6 @@
-"""The --help of verbs with many options, and what is said of an option that does not exist.
+"""The --help of verbs with many options, and the error message for an unknown option.
 
-Help is plain text under headings, with flags written out in full, most of them on one line.
+Help is plain text under headings, with full flag names, most of them on one line.
 """
 
 import inspect
@@ -18,10 +18,10 @@ _FLAGS_WIDTH = 34
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose options are listed by their panel, in the order in which they are defined."""
+    """A command whose help lists the options by panel, in the order of their definition."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse argv; options that are switches too may stand without a value."""
+        """Parse argv; options that are also switches may be given without a value."""
         return super().parse_args(ctx, expand_switches(args, {flag for p in self.params for flag in p.opts}))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -45,7 +45,7 @@ class GroupedCommand(TyperCommand):
 
 
 def _lines(parameter: Any, width: int) -> Iterator[str]:
-    """One parameter: flags on the left, help on the right, and below them what does not fit."""
+    """Yield the lines of one parameter: flags on the left, help on the right, wrapped below."""
     left = "  " + (parameter.metavar if parameter.param_type_name == "argument" else _flags(parameter))
     text = parameter.help or ""
     if parameter.show_default and parameter.default is not None and not parameter.is_flag:
@@ -72,7 +72,7 @@ def _flags(parameter: Any) -> str:
 
 
 def usage_message(error: Any, argv: Sequence[str]) -> str:
-    """The message of a complaint about argv; of an unknown option also which verb has it, or what replaces it here."""
+    """Return the message of a usage error; for an unknown option with a hint, or with the verbs that have it."""
     option = getattr(error, "option_name", None)
     if option is None or error.ctx is None or not error.message.startswith("No such option"):
         return error.format_message()
@@ -83,7 +83,7 @@ def usage_message(error: Any, argv: Sequence[str]) -> str:
 
 
 def _as_written(option: str, argv: Sequence[str]) -> str:
-    """The flag that the parser complains of; of several letters behind one hyphen (-ngl) it names the first alone."""
+    """Return the flag as written in argv; of several letters after a hyphen (-ngl) the parser names only the first."""
     if option.startswith("--"):
         return option
     written = (word.partition("=")[0] for word in argv if word.startswith(option) and not word.startswith("--"))
@@ -91,7 +91,7 @@ def _as_written(option: str, argv: Sequence[str]) -> str:
 
 
 def _owners(command: Any, flag: str, path: str = "headstart") -> list[str]:
-    """The verbs that have this flag, as they are called; of benchmarks none."""
+    """Return the verbs that have this flag, with their full names; benchmarks are skipped."""
     if flag in (name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)):
         return [path]
     below = getattr(command, "commands", {}).items()

@@ -1,7 +1,7 @@
 """The command line: `headstart serve | route | generate | prefix | store | doctor | bench | init-model`.
 
-The only place that reads argv and environment. Verbs import what they need when they run: --help stays fast, and the
-thread settings are in the environment before torch is imported. A mistake is one line on stderr and exit code 2.
+The command line is the only code that reads argv and environment. Verbs import their modules when they run: --help
+stays fast, and thread settings are made before torch is imported. A usage error is one line on stderr and exit code 2.
 """
 
 import json
@@ -43,12 +43,12 @@ _INIT_EXAMPLES = """Example:
   headstart init-model --shape llama-100m models/m100 && headstart serve models/m100"""
 
 NOT_OF_A_SERVER = ("replica", "discover", "replica_api_key")
-"""Router options that make no sense where the replicas are its own."""
+"""Router options that do not apply when the router starts its own replicas."""
 NOT_OF_A_ROUTER = (
     *("served_model_name", "max_num_queued_tokens", "max_n", "max_prompts", "max_logprobs", "heartbeat_timeout"),
     *("stats_interval", "replicas"),
 )
-"""Server options that are the replicas' business."""
+"""Server options that apply to replicas, not to a router."""
 
 app = typer.Typer(
     help="Serve language models without ever computing the same prefix twice. Start with: headstart serve",
@@ -58,18 +58,18 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(prefix, name="prefix", short_help="Show and change the pinned prefixes of a running server.")
-app.add_typer(store, name="store", short_help="Look into, check and clear a folder of stored blocks.")
-_USAGE_ERROR = typer.BadParameter.__mro__[1]  # the parent of every complaint about argv, wherever typer keeps it
+app.add_typer(store, name="store", short_help="Inspect, check and clear a folder of stored blocks.")
+_USAGE_ERROR = typer.BadParameter.__mro__[1]  # base class of all usage errors
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and gives its exit code: 0, 1 for an invalid run or a bug, 2 for a mistake, 130 for Ctrl-C."""
+    """Run one command and return its exit code: 0, 1 (invalid run, bug), 2 (usage error), 130 (Ctrl-C), 141 (pipe)."""
     debug = bool(os.environ.get(DEBUG_VARIABLE))
     try:
         code = app(args=None if argv is None else list(argv), prog_name="headstart", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except BrokenPipeError:  # `headstart ... | head`: nobody reads any more
+    except BrokenPipeError:  # `headstart ... | head`: stdout was closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, _USAGE_ERROR):
             message = usage_message(error, sys.argv[1:] if argv is None else argv)
-            return _fail(message, 2) if message else 2  # none: a group without a verb has shown its help
+            return _fail(message, 2) if message else 2  # empty: a group without a verb has printed its help
         if debug:
             raise
         what = f"{type(error).__name__}: {error}"
@@ -141,9 +141,9 @@ def serve(
 @app.command(cls=GroupedCommand, epilog=_ROUTE_EXAMPLES)
 @takes_options(RouterOptions, ServerOptions, skip=NOT_OF_A_ROUTER)
 def route(*, sources: Sources) -> None:
-    """Send each request to the replica where its first token comes soonest.
+    """Route each request to the replica with the earliest expected first token.
 
-    Replicas are servers of the OpenAI API: Headstart's, vLLM's, SGLang's. Clients see one server.
+    Replicas are servers with the OpenAI API: Headstart, vLLM, SGLang. Clients see one server.
     """
     router, server = settle(RouterOptions, *sources), settle(ServerOptions, *sources)
     from headstart.gateway.run_gateway import route as run_router
@@ -158,7 +158,7 @@ def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="One or several; none or '-': all of stdin.")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put prompts through the model's chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Render prompts with the model's chat template.")] = False,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message for --chat; @FILE reads it from FILE.")
     ] = None,
@@ -204,7 +204,7 @@ def doctor(
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")] = False,
 ) -> None:
-    """Show what this machine offers, and what is wrong with it."""
+    """Show the resources of this machine, and problems with them."""
     prepare_threads(threads)
     from headstart.model.setup.doctor import report
 
@@ -224,7 +224,7 @@ def init_model(
         ),
     ],
     std: Annotated[
-        float, typer.Option(metavar="X", help="Spread of the weights: 0.02 as real models, 0.2 for tests.")
+        float, typer.Option(metavar="X", help="Standard deviation of weights: 0.02 as in real models, 0.2 for tests.")
     ] = 0.02,
     seed: Annotated[int, typer.Option(metavar="N", help="Same seed, same weights.")] = 0,
     dtype: Annotated[str, typer.Option(metavar="NAME", help="bfloat16 | float16 | float32.")] = "bfloat16",
@@ -232,7 +232,7 @@ def init_model(
 ) -> None:
     """Write a model with random weights.
 
-    It has a real architecture's shape, which is all that speed and memory depend on, and needs no download.
+    It has the shape of a real architecture, which determines speed and memory, and needs no download.
     """
     check_weights(shape, std=std, dtype=dtype)
     prepare_threads()
@@ -245,7 +245,7 @@ app.command(cls=GroupedCommand, epilog=EXPLAIN_EXAMPLES)(explain)
 
 
 def _check(options: EngineOptions) -> None:
-    """Raise ConfigError for what no engine can be built with, before torch is imported."""
+    """Raise ConfigError for options that no engine can be built with, before torch is imported."""
     from headstart.engine_checks import check_engine
 
     check_engine(options)

@@ -29,13 +29,13 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-Url = Annotated[str, typer.Option("--url", metavar="URL", help="Where the server is.")]
+Url = Annotated[str, typer.Option("--url", metavar="URL", help="Address of the server.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The server's answer as JSON.")]
 
 
 @app.command("list", cls=GroupedCommand)
 def list_prefixes(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """List the prefixes with what each of them has saved."""
+    """List the pinned prefixes with their hits and saved tokens."""
     answer = ask(url, "GET", _ROUTE)
     _show(answer, answer["data"], as_json)
 
@@ -44,18 +44,18 @@ def list_prefixes(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
 def add(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Up to 64 letters, digits, '.', '_' and '-'.")],
     text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The prefix itself; '-': all of stdin.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", metavar="FILE", help="A text file, taken as it is.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", metavar="FILE", help="A text file, used unchanged.")] = None,
     messages: Annotated[
         Path | None, typer.Option("--messages", metavar="FILE", help="JSON: a list of chat messages.")
     ] = None,
     tenant: Annotated[
         str, typer.Option("--tenant", metavar="NAME", help="Visible to this tenant only.", show_default=False)
     ] = "",
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it is warm.")] = True,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it is computed.")] = True,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Pin a text or a conversation, and compute it, so that already the first request that begins with it hits."""
+    """Pin and compute a text or a conversation, so that even the first request that begins with it hits."""
     if sum(source is not None for source in (text, file, messages)) != 1:
         raise ConfigError("give exactly one of TEXT, --file and --messages")
     body: dict[str, Any] = {"name": name, "tenant": tenant, "wait": False}
@@ -74,13 +74,13 @@ def remove(
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Unpin a prefix: its blocks become ordinary cache."""
+    """Unpin a prefix: its blocks become evictable."""
     answer = ask(url, "DELETE", f"{_ROUTE}/{quote(name, safe='')}")
     print(json.dumps(answer) if as_json else f"{name} is no longer pinned")
 
 
 def _wait_until_warm(entry: dict[str, Any], url: str) -> dict[str, Any]:
-    """The prefix as it is when it has been computed. Raises HeadstartError if that failed, or if it is gone."""
+    """Return the entry of a prefix once it is computed. Raises HeadstartError if that fails or if it is removed."""
     with Console(stderr=True).status(f"computing {entry['tokens']:,} tokens"):
         while entry["state"] == "warming":
             time.sleep(POLL_SECONDS)
@@ -110,7 +110,7 @@ def _show(answer: dict[str, Any], prefixes: list[dict[str, Any]], as_json: bool)
 
 
 def ago(used: float | None) -> str:
-    """A time in seconds since 1970, as seen from now; None: never."""
+    """Return a time (seconds since 1970) as text relative to now; "never" for None."""
     if used is None:
         return "never"
     seconds = max(time.time() - used, 0.0)

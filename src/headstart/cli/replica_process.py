@@ -1,7 +1,7 @@
-"""The process of one of the replicas of `headstart serve --replicas N`, started by gateway/replicas/subprocesses.py.
+"""Process of one replica of `headstart serve --replicas N`, started by gateway/replicas/subprocesses.py.
 
-Its options come as one line of JSON on stdin, so that keys are neither in argv nor in the environment nor in a file. It
-ends as after SIGTERM when stdin does: then the process that started it is gone.
+It reads its options as one line of JSON from stdin, so that keys are not in argv, in the environment or in a file. At
+the end of stdin, when its parent is gone, it shuts down as after SIGTERM.
 """
 
 import os
@@ -18,19 +18,19 @@ from headstart.http.logs import Log
 from headstart.server.run_server import serve
 
 _STDIN = 0
-ORPHAN_SECONDS = 30.0  # for a gentle end when nobody is there to be served
+ORPHAN_SECONDS = 30.0  # for a graceful shutdown after the parent is gone; then SIGKILL
 
 
 def encode_options(engine: EngineOptions, server: ServerOptions, on_terminal: bool = False) -> bytes:
-    """The line for stdin, without its end; `on_terminal`: what the process writes is passed on to a terminal."""
+    """Return the line for stdin without its newline; `on_terminal`: the process's output is passed on to a terminal."""
     return msgspec.json.encode((engine, server, on_terminal))
 
 
 def read_options() -> tuple[EngineOptions, ServerOptions, bool]:
-    """The first line of stdin; from then on this process ends when its parent does. Raises EOFError."""
+    """Return the options from the first line of stdin; later, the end of stdin ends this process. Raises EOFError."""
     line = b""
     while not line.endswith(b"\n"):
-        part = os.read(_STDIN, 65536)  # not sys.stdin: its buffer has a lock that the thread would hold at the end
+        part = os.read(_STDIN, 65536)  # not sys.stdin: the thread would hold its buffer's lock at exit
         if not part:
             raise EOFError("no options came on stdin; this is started by headstart serve --replicas")
         line += part
@@ -47,7 +47,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> int:
-    """Serve until it is told to end; the exit codes of server.serve."""
+    """Serve until SIGTERM or the end of stdin; return the exit code of server.run_server.serve."""
     engine, server, on_terminal = read_options()
     return serve(build_engine, engine, server, Log(is_terminal=on_terminal))
 

@@ -1,4 +1,4 @@
-"""`headstart serve --replicas N`: replicas and a router in one command, and what of this machine each of them gets."""
+"""`headstart serve --replicas N`: replicas and a router in one command; the machine's resources are divided."""
 
 import json
 import os
@@ -21,13 +21,13 @@ REPLICA_HOST = "127.0.0.1"
 
 
 def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterOptions) -> int:
-    """Serve until SIGTERM or Ctrl-C; the exit codes of server.serve. Raises ConfigError.
+    """Serve until SIGTERM or Ctrl-C; return the exit code of server.run_server.serve. Raises ConfigError.
 
-    The router ends first, so that nothing it has admitted is lost; then the replicas, and nothing of them is left.
+    The router stops first, so that no admitted request is lost; then all replica processes are stopped.
     """
     share = divided(engine, router.replicas, cores=prepare_threads(engine.threads, environ={**os.environ}))
     command, variables = (sys.executable, "-P", "-m", "headstart.cli.replica_process"), environment(share.threads)
-    with tempfile.TemporaryDirectory(prefix="headstart-") as folder:  # nobody else's: events hold tokens of prompts
+    with tempfile.TemporaryDirectory(prefix="headstart-") as folder:  # private: events contain prompts
 
         def make_launch(name: str) -> Launch:
             events, replay = (
@@ -43,18 +43,18 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
 def _routed(fleet: LocalReplicas, router: RouterOptions, server: ServerOptions) -> int:
     with fleet:
         code = route(router, server, discovery=fleet)
-        if code == EXIT_INTERRUPTED:  # by a second Ctrl-C: nobody is to be waited for
+        if code == EXIT_INTERRUPTED:  # by a second Ctrl-C: do not wait for the replicas
             fleet.kill()
         return code
 
 
 def tells(server: ServerOptions) -> bool:
-    """Whether the router listens to its replicas' KV events. Of tenants' prompts they do not say whose they are."""
+    """Return whether the router subscribes to KV events. Not with tenants, since events do not name the tenant."""
     return not server.api_key and not server.tenants
 
 
 def publishing(engine: EngineOptions, events: str | None, replay: str | None) -> EngineOptions:
-    """The same engine with KV events at these ZMQ endpoints, if there are any."""
+    """Return the engine options with KV events published at these ZMQ endpoints, unchanged if there are none."""
     if events is None:
         return engine
     config = {"enable_kv_cache_events": True, "endpoint": events, "replay_endpoint": replay}
@@ -62,26 +62,26 @@ def publishing(engine: EngineOptions, events: str | None, replay: str | None) ->
 
 
 def with_tokenizer(router: RouterOptions, engine: EngineOptions) -> RouterOptions:
-    """The same router with the model's own tokenizer, where it lies in a folder; else it is found by its name."""
+    """Return the router options with the tokenizer in the model's folder, if any; else it is found by its name."""
     if router.tokenizer != "auto" or not (Path(engine.model).expanduser() / "tokenizer.json").is_file():
         return router
     return replace(router, tokenizer=engine.model)
 
 
 def behind_router(server: ServerOptions) -> ServerOptions:
-    """The same server for the router alone, which writes the access lines: two a request would be one too many."""
+    """Return the server options of a replica: local address, free port, no access lines (the router writes them)."""
     return replace(server, host=REPLICA_HOST, port=0, access_log="none")
 
 
 def divided(engine: EngineOptions, replicas: int, *, cores: int, available: int | None = None) -> EngineOptions:
-    """The options of one replica of several: its part of the cores, and of the memory.
+    """Return the options of one of several replicas, with its share of the cores and of the memory.
 
-    An explicit size of the KV pool is that of all together; else each counts on its part of `available` bytes (None:
-    what this machine has now), or of --memory-limit. --num-blocks is each one's. Raises ConfigError.
+    An explicit size of the KV pool is divided among the replicas; else each has its share of `available` bytes (None:
+    the memory available now) or of --memory-limit. --num-blocks applies to each replica. Raises ConfigError.
     """
     if engine.kv_events_config is not None:
         raise ConfigError(
-            "kv_events_config names one endpoint, and --replicas starts several; the router hears them anyway"
+            "kv_events_config names one endpoint, and --replicas starts several; the router subscribes to all anyway"
         )
     share = replace(engine, threads=max(cores // replicas, 1))
     if engine.memory_limit is not None:
@@ -100,7 +100,7 @@ def _with_pool(engine: EngineOptions, replicas: int) -> EngineOptions:
 
 
 def shown(share: EngineOptions) -> str:
-    """What each replica got, for the banner."""
+    """Return the resources of each replica as text for the banner."""
     threads = f"each with {share.threads} thread{'' if share.threads == 1 else 's'}"
     parts = [threads]
     if share.memory_limit is not None:
@@ -113,7 +113,7 @@ def shown(share: EngineOptions) -> str:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """That of this process, with the modules it found and so many threads for OpenMP."""
+    """Return this process's environment with its sys.path as PYTHONPATH and `threads` for OpenMP and MKL."""
     path = os.pathsep.join(part for part in sys.path if part)
     count = str(threads)
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}

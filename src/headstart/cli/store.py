@@ -1,4 +1,4 @@
-"""`headstart store stat | verify | clear`: a folder of stored blocks, with or without servers that use it."""
+"""`headstart store stat | verify | clear`: inspect a folder of stored blocks, whether or not servers use it."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ from headstart.core.errors import ConfigError
 from headstart.store import inspect
 
 _MIB = 2**20
-_UNHARMED = frozenset({"version"})  # another version of Headstart wrote it, and reads it
+_UNHARMED = frozenset({"version"})  # written by another version of Headstart, which can read it
 _MEANINGS = {
     "corrupt": "blocks are not what was written",
     "mismatch": "blocks are not those that their entries name",
@@ -28,10 +28,10 @@ _MEANINGS = {
     "short": "it is too short to be a segment",
     "magic": "it is no segment at all",
     "checksum": "its header is damaged",
-    "lengths": "its header has lengths that cannot be",
-    "flags": "its header has lengths that cannot be",
+    "lengths": "its header has invalid lengths",
+    "flags": "its header has invalid lengths",
     "swapped": "it has the name of another segment",
-    "version": "it was written by another version, and is left to that",
+    "version": "it was written by another version of Headstart",
     "unsafe": "it is no regular file, or another user's",
     "unreadable": "it cannot be read",
 }
@@ -39,20 +39,20 @@ _VERIFY_EXAMPLES = """Example:
   headstart store verify ~/kv && echo sound"""
 
 app = typer.Typer(
-    help="Look into, check and clear a folder of stored blocks (--kv-store). Servers may go on using it.",
+    help="Inspect, check and clear a folder of stored blocks (--kv-store). Servers may keep using it.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
 )
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="What --kv-store names.")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of --kv-store.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document.")]
 
 
 @app.command(cls=GroupedCommand)
 def stat(folder: Folder, as_json: AsJson = False) -> None:
-    """Show what is stored, by model.
+    """Show the stored blocks by model.
 
-    One row for all blocks of the same weights, dtype and block size: how many, how large, and when they were used.
+    One row for all blocks of the same weights, dtype and block size: their number, size, and last use.
     """
     with _opened(folder) as folder:
         found = inspect.stat(folder)
@@ -78,7 +78,7 @@ def stat(folder: Folder, as_json: AsJson = False) -> None:
 def verify(folder: Folder, as_json: AsJson = False) -> None:
     """Read every block and check it. Exit code 1 if anything is damaged.
 
-    What is damaged is never served, whether or not it was found here.
+    Damaged blocks are never served, even if this command did not find them.
     """
     with _opened(folder) as folder, _bar(f"reading {folder}") as progress:
         report = inspect.verify(folder, progress)
@@ -100,12 +100,12 @@ def verify(folder: Folder, as_json: AsJson = False) -> None:
 @app.command(cls=GroupedCommand)
 def clear(
     folder: Folder,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove the stored blocks of every model.
 
-    The secret that tenants' names hang on stays. Servers on the folder go on, with what they hold in memory.
+    The secret of the tenants' isolation domains is kept. Servers that use the folder keep the blocks in memory.
     """
     with _opened(folder) as folder:
         if not yes:
@@ -120,7 +120,7 @@ def clear(
 
 @contextmanager
 def _opened(folder: Path) -> Generator[Path]:
-    """The folder, if it is a store. Raises ConfigError for what is none, and for what the system refuses."""
+    """Yield the folder. Raises ConfigError if it is not a store, and for operating system errors."""
     folder = folder.expanduser()
     try:
         if not folder.is_dir():
@@ -134,7 +134,7 @@ def _opened(folder: Path) -> Generator[Path]:
 
 @contextmanager
 def _bar(label: str) -> Generator[Callable[[int, int], None]]:
-    """What `inspect.verify` tells its progress to: a bar in MiB on stderr."""
+    """Yield a progress callback for `inspect.verify` that shows a bar in MiB on stderr."""
     with progress_bar() as bar:
         shown: list[int] = []
 
@@ -149,9 +149,9 @@ def _bar(label: str) -> Generator[Callable[[int, int], None]]:
 
 
 def _ask(question: str) -> None:
-    """Goes on if somebody says yes. Raises ConfigError where nobody can, and typer.Exit if they do not."""
+    """Ask for confirmation. Raises ConfigError if stdin is not a terminal, typer.Exit if the answer is not yes."""
     if not sys.stdin.isatty():
-        raise ConfigError("clear asks before it removes anything, and here is nobody to ask; say --yes")
+        raise ConfigError("clear asks for confirmation, and stdin is not a terminal; use --yes")
     print(question, end=" ", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         print("nothing was removed", file=sys.stderr)

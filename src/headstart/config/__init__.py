@@ -1,1 +1,1 @@
-"""Options, and headstart.toml."""
+"""Options, their sources (flags, environment, headstart.toml), and hints for unknown options."""

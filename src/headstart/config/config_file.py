@@ -1,7 +1,7 @@
-"""Options from four places: flags win over HEADSTART_* variables, those over headstart.toml, those over the defaults.
+"""Options from four sources: flags override HEADSTART_* variables, these override headstart.toml, then the defaults.
 
-Pure but for reading the file: argv and the environment come as arguments. Every mistake is a ConfigError that names
-the place it came from, the value and the remedy; a name that nobody knows is never skipped.
+Pure except for reading the file: argv and the environment are arguments. An invalid value or an unknown name in the
+file raises ConfigError with the source, the value and the remedy; an unknown variable gives a warning.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from headstart.core.errors import ConfigError
 
 FILE_NAME = "headstart.toml"
 MAX_BYTES = 2**24
-MAX_DOTS = 1_000  # before the first quote of a line: the parser's memory grows with the square of a key's parts
+MAX_DOTS = 1_000  # before the first quote of a line: the parser's memory is quadratic in the parts of a key
 PREFIX = "HEADSTART_"
 CONFIG_VARIABLE = PREFIX + "CONFIG"
 DEBUG_VARIABLE = PREFIX + "DEBUG"
@@ -39,15 +39,15 @@ _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
 def all_fields() -> list[dataclasses.Field[Any]]:
-    """Every option that is a flag, the engine's first."""
+    """Return every option that is a flag, the engine's first."""
     return [field for options in OPTION_CLASSES for field in flag_fields(options)]
 
 
 def read_file(path: Path | None, folder: Path) -> dict[str, Any]:
-    """The options that `path` holds, by field name; without a path, those of headstart.toml in `folder`, if any.
+    """Return the options in the file `path` by field name; without a path, those of `folder`/headstart.toml, if any.
 
-    A [[prefix]] that makes no sense is among the values with its reason: it must not stop a server. Raises ConfigError
-    if a named file is missing, is no TOML, or holds a name that is no option or a value of the wrong type.
+    An invalid [[prefix]] is returned with its reason, since it must not stop a server. Raises ConfigError if a named
+    file is missing or is not TOML, and for an unknown option or a value of the wrong type.
     """
     found = path or folder / FILE_NAME
     if path is None and not found.is_file():
@@ -76,10 +76,10 @@ def read_file(path: Path | None, folder: Path) -> dict[str, Any]:
 
 
 def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """The options that HEADSTART_* variables hold, by field name, and a warning for each such variable that is none.
+    """Return the options in HEADSTART_* variables by field name, and a warning for each variable that is no option.
 
-    Raises ConfigError for a value of the wrong type. Several keys are separated by commas; an empty value counts as
-    not set.
+    Raises ConfigError for a value of the wrong type. Several keys are separated by commas. An empty value counts as
+    unset.
     """
     known = _spellings()
     values: dict[str, Any] = {}
@@ -97,9 +97,9 @@ def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[s
 
 
 def settle(options: type[Options], *sources: Mapping[str, Any]) -> Options:
-    """The options of one class; of several sources that hold a value the first wins.
+    """Return the options of one class; the first source with a value wins.
 
-    Raises ConfigError for a value out of bounds. Names of the other class are skipped: the sources serve both.
+    Raises ConfigError for a value out of bounds. Names of other classes are skipped: the sources hold all options.
     """
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(options):
@@ -113,7 +113,7 @@ def settle(options: type[Options], *sources: Mapping[str, Any]) -> Options:
 
 
 def plain_type(field: dataclasses.Field[Any]) -> type:
-    """What a value of the field is made of: str, int, float or bool; of a tuple, its items."""
+    """Return the type of the field's value, or of its items for a tuple: str, int, float or bool."""
     annotation: Any = field.type
     if get_origin(annotation) in (Union, types.UnionType):
         annotation = next(part for part in get_args(annotation) if part is not types.NoneType)
@@ -121,12 +121,12 @@ def plain_type(field: dataclasses.Field[Any]) -> type:
 
 
 def takes_several(field: dataclasses.Field[Any]) -> bool:
-    """Whether the option is a tuple of values."""
+    """Return whether the option is a tuple of values."""
     return get_origin(field.type) is tuple
 
 
 def _text(path: Path) -> str:
-    """The content of a file. Raises ConfigError for one that the parser could not read in little memory."""
+    """Return the content of a file. Raises ConfigError for content that needs too much memory to parse."""
     with path.open("rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
@@ -139,7 +139,7 @@ def _text(path: Path) -> str:
 
 
 def _spellings() -> dict[str, dataclasses.Field[Any]]:
-    """Field names and aliases, with underscores."""
+    """Return all fields by name and alias, with underscores."""
     known = {field.name: field for field in all_fields()}
     return known | {f.metadata["alias"].replace("-", "_"): f for f in all_fields() if "alias" in f.metadata}
 
@@ -163,7 +163,7 @@ def _from_toml(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
         return tuple(items)
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if type(value) is not wanted:  # an exact match: True is no number here
+    if type(value) is not wanted:  # exact match: True is not a number here
         raise ConfigError(f"{where} is {_shown(field, value)}; it must be {_NAMES[wanted]}")
     return value
 

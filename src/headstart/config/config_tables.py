@@ -1,7 +1,7 @@
-"""The tables of headstart.toml: [[tenant]], whose mistakes stop the server, and [[prefix]], which fail one by one.
+"""The tables of headstart.toml: [[tenant]], where an error stops the server, and [[prefix]], where it does not.
 
-A wrong tenant could open one customer's cache to another. A wrong prefix costs time only: it is kept with its reason,
-so that the server names it and serves the rest. Keys are never part of a message.
+An invalid tenant could expose one customer's cache to another. An invalid prefix only costs time: it is kept with its
+reason, so that the server reports it and serves the rest. Keys are never part of a message.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ _CONTENTS = ("text", "file", "messages")
 
 
 def read_tables(key: str, value: object, path: Path) -> tuple[TenantEntry, ...] | tuple[PrefixEntry, ...]:
-    """The [[`key`]] tables of the file `path`: tenants or prefixes. Raises ConfigError."""
+    """Return the [[`key`]] tables of the file `path`: tenants or prefixes. Raises ConfigError."""
     if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
         raise ConfigError(f"{path}: {key} must be written as [[{key}]], one table for each")
     if key == "tenant":
@@ -36,7 +36,7 @@ def _tenant(table: dict[str, Any], where: str) -> TenantEntry:
 
 
 def _prefix(table: dict[str, Any], number: int, folder: Path) -> PrefixEntry:
-    """One entry; whatever is wrong with it is in its `error`."""
+    """Return one entry; if it is invalid, its `error` holds the reason."""
     name, tenant = table.get("name"), table.get("tenant", "")
     if not isinstance(name, str) or not name:
         return PrefixEntry(f"#{number}", error="it has no name; give it one, it stands for the prefix everywhere")

@@ -1,7 +1,7 @@
-"""Hints for options of vLLM, SGLang, llama.cpp and others that Headstart lacks: what to use, or why it lacks them.
+"""Hints for options of vLLM, SGLang, llama.cpp and others that Headstart lacks: the replacement, or the reason.
 
-Names that mean the same in Headstart and in vLLM need no hint: they are options. tests/config/test_option_hints.py
-checks that every flag a hint names exists, and that no hint is for an option that exists.
+Names with the same meaning in Headstart and vLLM are options and need no hint. tests/config/test_option_hints.py checks that
+every flag named in a hint exists, and that no hint is for an existing option.
 """
 
 _MODEL = "the model is named without a flag: headstart serve MODEL"
@@ -38,7 +38,7 @@ _REPLICAS = "use --replica URL, once for each server"
 
 _TABLE: dict[tuple[str, ...], str] = {
     ("--model", "--model-path", "--model-id", "--hf-repo", "--model-url", "-m", "-hfr"): _MODEL,
-    # vLLM, and what SGLang and llama.cpp call the same
+    # vLLM, and the equivalents of SGLang and llama.cpp
     ("--gpu-memory-utilization", "--mem-fraction-static", "--kv-cache-memory-bytes"): _MEMORY,
     ("--tensor-parallel-size", "--pipeline-parallel-size", "--decode-context-parallel-size", "-tp", "-pp"): _DEVICES,
     ("--tp-size", "--tp", "--pp-size", "--pp", "--ep-size", "--enable-expert-parallel", "--split-mode"): _DEVICES,
@@ -114,9 +114,9 @@ _TABLE: dict[tuple[str, ...], str] = {
     ("--prefill", "--decode", "--pd-disaggregation", "--disaggregation-mode"): "prefill and decode run in one server",
 }
 HINTS = {flag: hint for flags, hint in _TABLE.items() for flag in flags}
-"""By flag, as it is written in argv."""
+"""Hints by flag, as written in argv."""
 
 
 def hint_of(flag: str) -> str | None:
-    """The hint for a flag that does not exist, None if there is none. Underscores count as hyphens, as in SGLang."""
+    """Return the hint for an unknown flag, None if there is none. Underscores count as hyphens, as in SGLang."""
     return HINTS.get(flag) or HINTS.get(flag.replace("_", "-"))

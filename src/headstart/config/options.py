@@ -1,7 +1,7 @@
-"""Every option of Headstart as plain values: one field = one `--flag` = one `headstart.toml` key = one `HEADSTART_*`.
+"""All options of Headstart as plain values: one field = one `--flag` = one `headstart.toml` key = one `HEADSTART_*`.
 
-Floor 0: standard library only. The help text of a flag lives here, in the field's metadata, so that CLI, docs and file
-cannot drift apart. Reading argv, environment and files is cli/'s business alone.
+Standard library only. The help text of a flag is in the field's metadata, so that CLI, docs and file stay consistent.
+This module does not read argv, environment or files: config_file.py and cli/ do.
 """
 
 from dataclasses import Field, dataclass, field, fields
@@ -22,22 +22,23 @@ MODEL, COMPUTE, SCHEDULING, LISTENING, BOUNDS, LIFE, FLEET, ROUTING = (
 
 
 def _option(default: Any, help_text: str, group: str, **extra: Any) -> Any:  # the type dataclasses.field itself has
-    """A field with metadata: help, group (a panel of --help), and perhaps alias, secret, choices, minimum, maximum.
+    """Return a field with metadata: help and group (a panel of --help); optional in `extra`: alias, secret, choices,
+    minimum, maximum, switch.
 
-    `switch` makes a text work as a switch too: the first value is that of `--flag`, true and 1, the second that of
-    `--no-flag`, false and 0.
+    `switch` lets a text option also be used as a switch: its first value stands for `--flag`, true and 1, its second
+    for `--no-flag`, false and 0.
     """
     return field(default=default, metadata={"help": help_text, "group": group, **extra})
 
 
 def _table(name: str) -> Any:
-    """A field that only the [[name]] tables of headstart.toml can fill: it has no flag and no variable."""
+    """Return a field that is set only by the [[name]] tables of headstart.toml: it has no flag and no variable."""
     return field(default=(), metadata={"table": name})
 
 
 @dataclass(frozen=True, slots=True)
 class TenantEntry:
-    """A [[tenant]] of headstart.toml: several keys that share one isolation domain of the cache."""
+    """A [[tenant]] of headstart.toml: keys that share one isolation domain of the cache."""
 
     name: str  # shown in logs, metrics and /v1/cache/stats
     api_keys: tuple[str, ...] = field(repr=False)
@@ -45,7 +46,7 @@ class TenantEntry:
 
 @dataclass(frozen=True, slots=True)
 class PrefixEntry:
-    """A [[prefix]] of headstart.toml: a text (its file is read already) or messages; or `error`, why it is neither."""
+    """A [[prefix]] of headstart.toml: a text (of its file if one is named) or messages; or `error` if it is invalid."""
 
     name: str
     tenant: str = ""  # empty: public
@@ -56,21 +57,21 @@ class PrefixEntry:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What the engine process needs to know. Names follow vLLM's flags where the meaning is the same."""
+    """Options of the engine process. Names follow vLLM's flags where the meaning is the same."""
 
     model: str = _option("", "Folder, or hub id such as Qwen/Qwen3-0.6B. Empty: the bundled intent model.", MODEL)
     revision: str | None = _option(None, "Branch, tag or commit on the hub.", MODEL)
     hf_token: str | None = _option(None, "Hub access token (else HF_TOKEN).", MODEL, secret=True)
-    offline: bool = _option(False, "Never ask the hub; use what is already downloaded.", MODEL)
-    download_dir: str | None = _option(None, "Where downloads go (default: the hub's own cache).", MODEL)
+    offline: bool = _option(False, "Do not contact the hub; use what is already downloaded.", MODEL)
+    download_dir: str | None = _option(None, "Folder for downloads (default: the hub's own cache).", MODEL)
     generation_config: str = _option(
         "auto",
-        "Where default sampling parameters come from: auto (the model's generation_config.json), none, or a folder.",
+        "Source of default sampling parameters: auto (the model's generation_config.json), none, or a folder.",
         MODEL,
     )
     dtype: str = _option(
         "auto",
-        "auto: the checkpoint's, float16 becoming bfloat16.",
+        "auto: the checkpoint's, with bfloat16 for float16.",
         COMPUTE,
         choices=("auto", "bfloat16", "float32"),
     )
@@ -90,13 +91,13 @@ class EngineOptions:
     )
     block_size: int = _option(16, "Tokens per KV block; a multiple of 16.", COMPUTE, minimum=16)
     num_gpu_blocks_override: int | None = _option(
-        None, "KV blocks, whatever the memory (CPU or GPU).", COMPUTE, alias="num-blocks", minimum=1
+        None, "Number of KV blocks (CPU or GPU); overrides the memory.", COMPUTE, alias="num-blocks", minimum=1
     )
     kv_cache_memory: str | None = _option(
         None, "KV pool size such as 6GiB (default: 40 % of what the weights leave).", COMPUTE
     )
     memory_limit: str | None = _option(
-        None, "Memory to count on, weights included, such as 8GiB (default: all that is free).", COMPUTE
+        None, "Memory to use, weights included, such as 8GiB (default: all that is free).", COMPUTE
     )
     max_model_len: int | None = _option(
         None, "Prompt + output tokens of a request (default: the model's).", SCHEDULING, minimum=2
@@ -110,15 +111,15 @@ class EngineOptions:
     )
     max_step_time: float | None = _option(
         None,
-        "Seconds that a step with prompt tokens may last, so that answers under way go on meanwhile; 0: any time "
-        "(default: 6 x a decode step, 0.03 to 0.3, on a CPU; any time on a GPU, and in headstart.LLM).",
+        "Longest step with prompt tokens, in seconds, so that running requests keep decoding; 0: unbounded "
+        "(default: 6 x a decode step, 0.03 to 0.3, on a CPU; unbounded on a GPU, and in headstart.LLM).",
         SCHEDULING,
         minimum=0,
     )
-    enable_prefix_caching: bool = _option(True, "Take over KV that an earlier request computed.", SCHEDULING)
+    enable_prefix_caching: bool = _option(True, "Reuse KV blocks that earlier requests computed.", SCHEDULING)
     scheduling_policy: str = _option(
         "lpm",
-        "Who is admitted next: lpm (longest cached prefix, with a bound), fcfs, or priority.",
+        "Order of admission: lpm (longest cached prefix, with a bound), fcfs, or priority.",
         SCHEDULING,
         choices=("lpm", "fcfs", "priority"),
     )
@@ -127,7 +128,7 @@ class EngineOptions:
     )
     eviction_policy: str = _option(
         "2q",
-        "Which idle blocks go first: lru, or 2q, which survives a scan of one-off prompts.",
+        "Which idle blocks are evicted first: lru, or 2q, which resists a scan of one-off prompts.",
         SCHEDULING,
         choices=("2q", "lru"),
     )
@@ -136,7 +137,7 @@ class EngineOptions:
     )
     page_charge: str = _option(
         "exact",
-        "What an aligned chunk costs the budget: exact tokens, or ceil: the whole blocks it touches.",
+        "Tokens charged for an aligned chunk: exact, or ceil: the whole blocks that it touches.",
         SCHEDULING,
         choices=("exact", "ceil"),
     )
@@ -151,18 +152,18 @@ class EngineOptions:
         maximum=1,
     )
     kv_store: str | None = _option(
-        None, "Folder for blocks that outlive the process, shared by all that name it.", SCHEDULING
+        None, "Folder for KV blocks on disk, kept across restarts and shared by all that use it.", SCHEDULING
     )
-    kv_store_size: str = _option("20GiB", "What that folder may hold; the least used goes first.", SCHEDULING)
+    kv_store_size: str = _option("20GiB", "Size limit of that folder; the least recently used is evicted.", SCHEDULING)
     kv_events_config: str | None = _option(
         None, "JSON as in vLLM: publish KV events over ZMQ, see docs/api.md.", SCHEDULING
     )
-    seed: int = _option(0, "Seed for sampling of requests that bring none.", SCHEDULING)
+    seed: int = _option(0, "Sampling seed for requests without one.", SCHEDULING)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What the HTTP front needs to know."""
+    """Options of the API server."""
 
     host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0: every interface, then set --api-key.", LISTENING)
     port: int = _option(8000, "Port to listen on; 0: any free one (printed).", LISTENING, minimum=0, maximum=65535)
@@ -183,14 +184,14 @@ class ServerOptions:
     max_n: int = _option(128, "Largest n of a request.", BOUNDS, minimum=1)
     max_prompts: int = _option(64, "Most prompts in one /v1/completions.", BOUNDS, minimum=1)
     max_logprobs: int = _option(20, "Most alternatives per token.", BOUNDS, minimum=0)
-    drain_timeout: float = _option(120.0, "Seconds SIGTERM waits for admitted requests.", LIFE, minimum=0)
+    drain_timeout: float = _option(120.0, "Seconds to wait for admitted requests after SIGTERM.", LIFE, minimum=0)
     heartbeat_timeout: float = _option(
-        5.0, "Seconds without a word from the engine until /health and /livez say 503.", LIFE, minimum=1
+        5.0, "Seconds without an engine heartbeat until /health and /livez return 503.", LIFE, minimum=1
     )
     stats_interval: float = _option(10.0, "Seconds between statistics lines; 0: none.", LIFE, minimum=0)
     access_log: str = _option(
         "auto",
-        "Requests that get a line on stderr; auto: errors on a terminal, else requests (all but successful probes).",
+        "Requests to log on stderr; auto: errors on a terminal, else requests (all but successful probes).",
         LIFE,
         choices=("auto", "all", "requests", "errors", "none"),
         switch=("requests", "none"),
@@ -199,58 +200,58 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
-    """What a router in front of replicas needs to know beside its ServerOptions."""
+    """Options of a router in front of replicas, in addition to its ServerOptions."""
 
     replica: tuple[str, ...] = _option(
         (), "Address of a replica: URL[,events=tcp://...][,replay=tcp://...]; repeat for several.", FLEET
     )
     discover: str | None = _option(
-        None, "Where replicas are listed: file:PATH (watched), or dns:NAME:PORT (asked again).", FLEET
+        None, "List of replicas: file:PATH (watched), or dns:NAME:PORT (resolved repeatedly).", FLEET
     )
     replica_api_key: str | None = _option(None, "Key sent to replicas (default: the client's own).", FLEET, secret=True)
     replicas: int = _option(1, "Servers on this machine behind one router.", FLEET, minimum=1)
-    health_interval: float = _option(1.0, "Seconds between two looks at a replica's /health.", FLEET, minimum=0.05)
+    health_interval: float = _option(1.0, "Seconds between two probes of a replica's /health.", FLEET, minimum=0.05)
     scrape_interval: float = _option(
-        2.0, "Seconds between two looks at a replica's /metrics; 0: never.", FLEET, minimum=0
+        2.0, "Seconds between two scrapes of a replica's /metrics; 0: never.", FLEET, minimum=0
     )
-    connect_timeout: float = _option(2.0, "Seconds until a connection must stand.", FLEET, minimum=0.01)
+    connect_timeout: float = _option(2.0, "Seconds until a connection must be established.", FLEET, minimum=0.01)
     response_timeout: float = _option(
-        600.0, "Seconds without a byte from a replica until it is given up.", FLEET, minimum=0.1
+        600.0, "Seconds without a byte from a replica until the attempt fails.", FLEET, minimum=0.1
     )
-    max_attempts: int = _option(3, "Replicas asked for one request, until its first token.", FLEET, minimum=1)
+    max_attempts: int = _option(3, "Most replicas tried for one request, until its first token.", FLEET, minimum=1)
     retry_budget: float = _option(
-        0.2, "Share of the requests under way that may be retries; those of dead replicas are free.", FLEET, minimum=0
+        0.2, "Share of requests in flight that may be retries; retries from dead replicas are free.", FLEET, minimum=0
     )
     routing_policy: str = _option(
         "cost",
-        "Who is asked: cost (earliest first token), weighted, prefix-threshold, least-load, round-robin.",
+        "Choice of the replica: cost (earliest first token), weighted, prefix-threshold, least-load, round-robin.",
         ROUTING,
         choices=("cost", "weighted", "prefix-threshold", "least-load", "round-robin"),
     )
     shadow_policy: tuple[str, ...] = _option(
-        (), "Policy that decides too and is not followed; /metrics tells its regret. Repeat for several.", ROUTING
+        (), "Policy that is evaluated but not applied; /metrics shows its regret. Repeat for several.", ROUTING
     )
     learn_at: str = _option(
-        "pick", "When a prompt counts as cached where it was sent.", ROUTING, choices=("pick", "response")
+        "pick", "When a routed prompt counts as cached on its replica.", ROUTING, choices=("pick", "response")
     )
     tokenizer: str = _option(
         "auto",
         "Folder or hub id of the replicas' tokenizer; auto: theirs, if it is on this machine; none: count in bytes.",
         ROUTING,
     )
-    decision_log: str | None = _option(None, "File to which every decision is added, one JSON line each.", ROUTING)
+    decision_log: str | None = _option(None, "File to append routing decisions to, one JSON line each.", ROUTING)
 
 
 OptionClass = type[EngineOptions] | type[ServerOptions] | type[RouterOptions]
 
 
 def flag_fields(options: OptionClass) -> list[Field[Any]]:
-    """The fields that are flags, keys and variables; the others are filled by tables of headstart.toml."""
+    """Return the fields that are flags, keys and variables; the others are set by tables of headstart.toml."""
     return [option for option in fields(options) if "table" not in option.metadata]
 
 
 def flag_of(name: str) -> str:
-    """The command-line flag of a field."""
+    """Return the command-line flag of a field."""
     return "--" + name.replace("_", "-")
 
 

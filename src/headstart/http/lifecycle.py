@@ -53,7 +53,7 @@ class HttpServer(uvicorn.Server):
 
 
 class Shutdown:
-    """Shutdown signals of a process: SIGTERM drains, Ctrl-C drains for a shorter time, a second Ctrl-C stops at once."""
+    """Shutdown signals of a process: SIGTERM drains, Ctrl-C drains for a shorter time, again Ctrl-C stops at once."""
 
     def __init__(
         self, drain_seconds: float, log: Log, *, num_requests: Callable[[], int], on_drain: Callable[[], None]
@@ -73,7 +73,7 @@ class Shutdown:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
 
     def _terminate(self) -> None:
-        """Begin to drain: no new requests are admitted, admitted ones are answered. A second SIGTERM changes nothing."""
+        """Begin to drain: admit no new requests, answer the admitted ones. A second SIGTERM changes nothing."""
         if not self.begun.is_set():
             self._tell("SIGTERM: ", "")
         self._begin()
