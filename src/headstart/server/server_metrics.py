@@ -181,7 +181,7 @@ class _EngineCollector(Collector):
         yield self._counter("headstart:adoptions", "Times a running prefill reused new blocks.", stats.num_adoptions)
         yield self._counter("headstart:prefill_tokens", "Prompt tokens computed, replays too.", stats.prefill_tokens)
         yield self._counter(
-            "headstart:ideal_tokens", "Tokens that a perfect, infinite cache would compute.", stats.ideal_tokens
+            "headstart:ideal_tokens", "Tokens that an infinite, shared cache would compute.", stats.ideal_tokens
         )
         yield self._counter(
             "headstart:replayed_tokens", "Tokens computed again after preemptions.", stats.replayed_tokens

@@ -90,7 +90,7 @@ def lost_writes(store: StoreStats) -> dict[str, int]:
 
 
 def store_answer(stats: EngineStats) -> Json | None:
-    """Return the store's part of /v1/cache/stats, None without a store; blocks and bytes unless the key says otherwise."""
+    """Return the store's part of /v1/cache/stats, None without a store; blocks and bytes unless the key says so."""
     store = stats.store
     if store is None:
         return None

@@ -1,11 +1,11 @@
 """The process that renders chat templates: `python -m headstart.openai.chat.chat_process FD`.
 
-A template is a program from the model's folder. Here it can use up neither the memory nor the time of the server: this
-process has a memory limit of its own, its parent kills it when a conversation takes too long, and an alarm ends it
-should the parent be gone by then. It ends with its parent, at the end of the socket FD.
+A template is a program from the model's folder. In this process it cannot exhaust the memory or the time of the server:
+the process has its own memory limit, its parent kills it when a conversation takes too long, and an alarm ends it if
+the parent has died. It exits with its parent, at the end of the socket FD.
 
-Both directions: one byte for the kind, four for the length, and so many bytes. To this process: marshal of plain data.
-From it: text, which is all that its parent reads of a process that may be in a stranger's hands.
+Messages in both directions: one byte for the kind, four for the length, then the data. To this process: marshal of
+plain data. From it: text only, since the parent must not trust a process that runs a possibly hostile template.
 """
 
 import marshal
@@ -25,11 +25,11 @@ from headstart.openai.chat.chat_template import ChatTemplate
 
 HEADER = struct.Struct("!cI")
 READY, DATA, TEXT, ERROR, CONFIG_ERROR = b"R", b"D", b"T", b"E", b"C"
-ALARM_SECONDS = 1.0  # beyond the time of a conversation
+ALARM_SECONDS = 1.0  # in addition to the time limit of a conversation
 
 
 def main() -> None:
-    """Serve one parent until it closes its end."""
+    """Serve the parent process until it closes its end of the socket."""
     give_memory_back()
     stream = socket.socket(fileno=int(sys.argv[1]))
     with stream, suppress(ConnectionError, EOFError):
@@ -79,12 +79,12 @@ def _render(template: ChatTemplate, messages: Any, generate: bool, go_on: bool, 
         return TEXT, encode(text)
     except InvalidRequestError as error:
         return ERROR, encode(f"{error.param or ''}\n{error}")
-    except MemoryError:  # behind the template: the text, encoded
+    except MemoryError:  # after rendering, when the text is encoded
         return ERROR, b"messages\nthe rendered conversation does not fit into memory; shorten the messages"
 
 
 class _Alarm:
-    """Ends this process, by the kernel, if what is inside takes too long: a parent that would kill it may be gone."""
+    """A context manager that lets the kernel end this process if its block takes too long, in case the parent died."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds + ALARM_SECONDS
@@ -97,7 +97,7 @@ class _Alarm:
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """Allow this process `max_bytes` beside what it has mapped already, and no core file."""
+    """Limit this process to `max_bytes` in addition to the memory mapped so far, and disable core files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     statm = Path("/proc/self/statm")
     if statm.exists():

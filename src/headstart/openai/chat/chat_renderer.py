@@ -1,8 +1,8 @@
-"""ChatRenderer: renders conversations by a model's chat template in processes of its own (chat_process.py).
+"""ChatRenderer: renders conversations with a model's chat template in separate processes (chat_process.py).
 
-Gives what ChatTemplate gives in this process, which is its oracle in tests. A template comes from the model's folder
-and may be hostile: `{{ 'a' * 2000000000 }}` or nested loops cannot be bounded from inside. A process that takes too
-long or too much memory is killed; the next conversation has another. `render` waits: call it off the event loop.
+The result equals that of ChatTemplate in this process, which is the oracle in tests. A template comes from the model's
+folder and may be hostile: `{{ 'a' * 2000000000 }}` or nested loops cannot be bounded from inside. A process that takes
+too much time or memory is killed, and a new one is started. `render` blocks: call it off the event loop.
 """
 
 import marshal
@@ -20,22 +20,22 @@ from headstart.core.errors import ConfigError, InvalidRequestError, QueueFullErr
 from headstart.openai.chat.chat_process import CONFIG_ERROR, DATA, ERROR, HEADER, READY, TEXT, send
 from headstart.openai.chat.chat_template import MAX_CHARS, MAX_SECONDS, check_source
 
-MAX_PROCESSES = 2  # one conversation that takes its whole time must not stop all others
+MAX_PROCESSES = 2  # one conversation that uses its whole time limit must not block all others
 MAX_BYTES = 512 * 1024 * 1024  # of one process; 16 Mi characters of a wide text take 64 MiB, several times
-START_SECONDS = 60.0  # of an interpreter, on however busy a machine
-KILL_SECONDS = 0.5  # beyond the time of a conversation: most templates notice by themselves
-WAIT_SECONDS = 10.0  # for a process that is free
+START_SECONDS = 60.0  # of an interpreter, also on a busy machine
+KILL_SECONDS = 0.5  # in addition to the time limit of a conversation, which most templates check themselves
+WAIT_SECONDS = 10.0  # for an idle process
 MAX_FAILURES = 3  # kills in a row, before a pause
 PAUSE_SECONDS = 5.0
 _MAX_ANSWER_BYTES = 4 * MAX_CHARS + 4096
 
 
 class _LostError(Exception):
-    """The process was killed, or is gone; says why."""
+    """The process must be killed or has ended; the message is the reason."""
 
 
 class ChatRenderer:
-    """The chat template of one model. Thread-safe. The processes start with the first conversation, or `start`."""
+    """Renderer for the chat template of one model. Thread-safe. Processes start with a conversation or `start`."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ChatRenderer:
         max_seconds: float = MAX_SECONDS,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """Raises ConfigError for a template that is too long or is no Jinja."""
+        """Raise ConfigError for a template that is too long or is not valid Jinja."""
         check_source(source)
         self._setup = marshal.dumps((source, dict(named_tokens), max_seconds, max_bytes))
         self._max_seconds = max_seconds
@@ -58,7 +58,7 @@ class ChatRenderer:
         self.close: Callable[[], object] = weakref.finalize(self, _kill_all, self._all)
 
     def start(self) -> None:
-        """Start a process, so that the first conversation need not wait. Raises ConfigError if it cannot compile."""
+        """Start a process, so that the first conversation does not wait. Raises ConfigError if it cannot compile."""
         self._give_back(self._take())
 
     def render(
@@ -71,8 +71,8 @@ class ChatRenderer:
     ) -> str:
         """Return the prompt, as ChatTemplate.render does.
 
-        Raises InvalidRequestError for what the template objects to and for what takes too much, and QueueFullError
-        while no process is free, or for a while after several conversations in a row took too much.
+        Raises InvalidRequestError if the template rejects the messages or exceeds its limits. Raises QueueFullError if
+        no process is idle in time, and for PAUSE_SECONDS after MAX_FAILURES consecutive failures.
         """
         try:
             request = marshal.dumps((messages, add_generation_prompt, continue_final_message, dict(options or {})))
@@ -80,7 +80,7 @@ class ChatRenderer:
             raise InvalidRequestError("the messages hold values that are not plain JSON", param="messages") from None
         try:
             process = self._take()
-        except ConfigError as error:  # of a template that nobody started before
+        except ConfigError as error:  # from a template that was not started before
             self._note_failure()
             raise InvalidRequestError(str(error), param="messages") from None
         try:
@@ -89,7 +89,7 @@ class ChatRenderer:
             self._discard(process)
             message = f"the model's chat template {lost} for this conversation; send fewer or shorter messages"
             raise InvalidRequestError(message, param="messages") from None
-        except BaseException:  # an interrupt: what the process would answer belongs to nobody
+        except BaseException:  # an interrupt: the response of the process will not be read
             self._discard(process, is_failure=False)
             raise
         self._give_back(process)
@@ -99,7 +99,7 @@ class ChatRenderer:
         return answer
 
     def _take(self) -> "_Process":
-        """Return a process that only the caller uses now."""
+        """Return a process for the caller's exclusive use."""
         deadline = time.monotonic() + WAIT_SECONDS
         with self._free:
             while True:
@@ -149,7 +149,7 @@ class ChatRenderer:
 
 
 class _Process:
-    """One process that has compiled the template. Raises ConfigError if it cannot."""
+    """A process that has compiled the template. The constructor raises ConfigError if it cannot."""
 
     def __init__(self, setup: bytes, seconds: float) -> None:
         self._stream, theirs = socket.socketpair()
@@ -175,7 +175,7 @@ class _Process:
         return self._process.poll() is None
 
     def ask(self, request: bytes, deadline: float) -> tuple[bytes, str]:
-        """Return kind and text of the answer. Raises _LostError; then the process must be killed."""
+        """Return the kind and the text of the response. Raises _LostError; then the process must be killed."""
         try:
             self._stream.settimeout(max(deadline - time.monotonic(), 0.001))
             send(self._stream, DATA, request)
@@ -193,7 +193,7 @@ class _Process:
     def _receive(self, deadline: float) -> tuple[bytes, str]:
         kind, size = HEADER.unpack(self._exactly(HEADER.size, deadline))
         if kind not in (READY, TEXT, ERROR, CONFIG_ERROR) or size > _MAX_ANSWER_BYTES:
-            raise _LostError("answers what cannot be")
+            raise _LostError("gives an invalid response")
         return kind, self._exactly(size, deadline).decode("utf-8", "surrogatepass")
 
     def _exactly(self, size: int, deadline: float) -> bytes:
@@ -213,7 +213,7 @@ class _Process:
 
 
 def _spawn(descriptor: int) -> "subprocess.Popen[bytes]":
-    """Start the process: same modules, own process group (Ctrl-C is its parent's to handle), no other descriptors."""
+    """Start the process: same modules, own process group (so it gets no Ctrl-C), no other descriptors."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "headstart.openai.chat.chat_process", str(descriptor)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

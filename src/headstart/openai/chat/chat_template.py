@@ -1,8 +1,8 @@
-"""ChatTemplate: messages -> prompt text, by the Jinja template that came with the model.
+"""ChatTemplate: messages -> prompt text, with the Jinja template of the model.
 
-The template is data from the model folder and never from a request; it runs in Jinja's immutable sandbox, bounded in
-time and length between any two pieces of output. It sees what transformers' apply_chat_template shows it. Servers use
-it in a process that can be killed (chat_renderer.py), since nothing here bounds a single expression.
+The template comes from the model folder, never from a request. It runs in Jinja's immutable sandbox; time and length
+are checked between any two pieces of output. Its variables are those of transformers' apply_chat_template. Servers use
+it in a process that can be killed (chat_renderer.py), since this module cannot bound a single expression.
 """
 
 import copy
@@ -25,12 +25,12 @@ from headstart.openai.fields import Fields, bad_value, check_text, shown
 
 MAX_CHARS = 16 * 1024 * 1024
 MAX_SECONDS = 2.0
-MAX_SOURCE_CHARS = 256 * 1024  # the longest templates of the hub have some 30,000
-_MARK = "\ue000headstart-continue\ue001 "  # the last one in the text is ours, whatever the messages hold
+MAX_SOURCE_CHARS = 256 * 1024  # the longest templates on the hub have about 30,000
+_MARK = "\ue000headstart-continue\ue001 "  # the last one in the text is the one added here, even if messages contain it
 
 
 class ChatTemplate:
-    """One compiled template with the special tokens it may print. Thread-safe: rendering changes nothing."""
+    """A compiled template with the special tokens it may print. Thread-safe: rendering changes nothing."""
 
     def __init__(self, source: str, named_tokens: Mapping[str, str], *, max_seconds: float = MAX_SECONDS) -> None:
         try:
@@ -48,9 +48,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns the prompt. With `continue_final_message` it ends where the last message's content ends.
+        """Return the prompt. With `continue_final_message` it ends with the last message's content.
 
-        Raises InvalidRequestError for whatever the template objects to, and for what grows too long.
+        Raises InvalidRequestError if the template rejects the messages, fails, or exceeds the limits.
         """
         if continue_final_message:
             messages = _marked(messages)
@@ -70,7 +70,7 @@ class ChatTemplate:
             raise _refused(f"the model's chat template refuses these messages: {error}") from None
         except MemoryError:
             raise _refused("the model's chat template needs too much memory for these messages") from None
-        except Exception as error:  # a template is a program: any of its mistakes concerns this request alone
+        except Exception as error:  # a template is a program: its errors affect this request only
             raise _refused(f"the model's chat template fails on these messages ({type(error).__name__})") from None
         return _cut_at_mark(text) if continue_final_message else text
 
@@ -89,9 +89,9 @@ class ChatTemplate:
 
 
 def check_source(source: str) -> None:
-    """Raises ConfigError for a template that is too long or is no Jinja. Evaluates nothing of it, unlike compiling.
+    """Raise ConfigError for a template that is too long or is not valid Jinja. Only parses it.
 
-    Jinja's compiler evaluates constant expressions, such as 'a' * 2000000000.
+    Compiling would evaluate constant expressions, such as 'a' * 2000000000.
     """
     if len(source) > MAX_SOURCE_CHARS:
         raise ConfigError(
@@ -116,7 +116,7 @@ def _does_not_compile(error: Exception) -> ConfigError:
 
 
 def template_options(fields: Fields, max_chars: int) -> tuple[tuple[str, str | int | bool], ...]:
-    """Returns chat_template_kwargs, sorted: switches such as Qwen3's enable_thinking; scalars only, and no template."""
+    """Return chat_template_kwargs, sorted: scalars such as Qwen3's enable_thinking. Raises InvalidRequestError."""
     name = "chat_template_kwargs"
     options = fields.mapping(name, 16) or {}
     for key, value in options.items():
@@ -136,7 +136,7 @@ def _refused(message: str) -> InvalidRequestError:
 
 
 def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with a mark behind the last content, to find its end in the rendered text."""
+    """Return the messages with a mark after the last content, to find its end in the rendered text."""
     content = messages[-1].get("content") if messages else None
     if not isinstance(content, str):
         raise InvalidRequestError(
@@ -154,7 +154,7 @@ def _cut_at_mark(text: str) -> str:
             "the model's chat template drops the last message, so it cannot be continued",
             param="continue_final_message",
         )
-    # A template that trims contents has trimmed behind the mark instead: trim here.
+    # A template that trims contents trimmed after the mark instead: trim here.
     return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
 
 
@@ -162,9 +162,9 @@ def _cut_at_mark(text: str) -> str:
 
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}: marks what the assistant wrote, for training; prints its body."""
+    """{% generation %} ... {% endgeneration %}: marks assistant text for training; renders its body unchanged."""
 
-    tags = {"generation"}  # noqa: RUF012 - the name and type jinja2 asks for
+    tags = {"generation"}  # noqa: RUF012 - the name and type that jinja2 requires
 
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
@@ -172,7 +172,7 @@ class _Generation(Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without underscored names, which would reach into the interpreter."""
+    """Jinja's namespace without names that begin with an underscore, which could access interpreter internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # no `self`: a template may use that name
         attributes = dict(*args[1:], **kwargs)
@@ -195,7 +195,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    names: dict[str, Any] = environment.globals  # declared with the types of its defaults alone
+    names: dict[str, Any] = environment.globals  # annotated with the types of its defaults only
     names |= {"namespace": _Namespace, "raise_exception": _raise_exception, "strftime_now": _strftime_now}
     return environment
 
@@ -207,7 +207,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which no model has seen."""
+    """Return `value` as JSON. Jinja's own filter escapes HTML, which models were not trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,1 +1,1 @@
-"""Output tokens as text: detokenization, stop strings, log-probabilities."""
+"""Conversion of output tokens to text: detokenization, stop strings, log-probabilities."""

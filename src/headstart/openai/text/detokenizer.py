@@ -1,9 +1,9 @@
-"""Detokenizer: token ids -> text, one token at a time, never reading the prompt or the past again.
+"""Detokenizer: token ids -> text, one token at a time, without decoding the prompt or earlier output again.
 
-Law: the pieces, joined, are what decoding everything at once adds to the text of the prompt. A piece is held back while
-a later token could still change it: a character whose bytes are not all there, a run of byte tokens that is not over.
-One exception: byte tokens that spell ASCII (a line end, in Llama 2) are shown at once, as stop strings wait for them;
-if the same run then turns out to be broken, they stay, where decoding everything would replace the whole run.
+Invariant: the joined pieces equal the text that decoding all tokens at once adds to the prompt's text. A piece is held
+back while a later token could change it: an incomplete UTF-8 character, an unfinished run of byte tokens. One
+exception: byte tokens of ASCII characters (a newline, in Llama 2) are returned at once, since stop strings need them;
+if that run later proves invalid, they are kept, where decoding all at once would replace the whole run.
 """
 
 import codecs
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
-PROMPT_WINDOW = 5  # tokens of the prompt that decide how the output begins (a leading space, half a character)
-MAX_HELD_TOKENS = 16  # a run of byte tokens is shown after that many, if what it spells so far is valid
+PROMPT_WINDOW = 5  # prompt tokens that affect the start of the output (a leading space, an incomplete character)
+MAX_HELD_TOKENS = 16  # a run of byte tokens is returned after this many, if its bytes so far are valid
 _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """The text of one sequence as it grows."""
+    """Incremental detokenizer of one sequence."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         window = list(prompt[-PROMPT_WINDOW:])
@@ -32,16 +32,16 @@ class Detokenizer:
             self._stream = _Window(tokenizer, _context(tokenizer, window, self._skipped))
 
     def push(self, token_id: int) -> str:
-        """Returns the text that has become certain with this token, possibly none."""
+        """Return the text that is final with this token, possibly empty."""
         return "" if token_id in self._skipped else self._stream.push(token_id)
 
     def finish(self) -> str:
-        """Returns what was still held back; nothing may be pushed after it."""
+        """Return the text that is still held back; `push` must not be called afterwards."""
         return self._stream.finish()
 
 
 def _context(tokenizer: Tokenizer, window: list[int], skipped: frozenset[int]) -> list[int]:
-    """The last prompt tokens that write something, from a whole character on: half of one would spoil its byte run."""
+    """Return the last prompt tokens with text, beginning at a whole character: a part of one would break a byte run."""
     context = [token_id for token_id in window if token_id not in skipped]
     while context and tokenizer.vocabulary.is_byte_token(context[0]):
         if tokenizer.vocabulary.token_bytes(context[0])[0] & 0xC0 != 0x80:  # not a continuation byte
@@ -51,7 +51,7 @@ def _context(tokenizer: Tokenizer, window: list[int], skipped: frozenset[int]) -
 
 
 class _ByteStream:
-    """For byte-level vocabularies: a text is its tokens' bytes, so a streaming UTF-8 decoder is exact."""
+    """Detokenizer for byte-level vocabularies: a text is its tokens' bytes, so a streaming UTF-8 decoder is exact."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._token_bytes = tokenizer.vocabulary.token_bytes
@@ -65,9 +65,9 @@ class _ByteStream:
 
 
 class _Window:
-    """For all others: decodes the last few tokens with and without the newest, and shows the difference.
+    """Detokenizer for other vocabularies: decodes the last tokens with and without the newest, returns the difference.
 
-    `_shown` tokens of the window are text already; they stay as context until the next piece is out.
+    The text of the first `_shown` tokens of the window is returned already; they are context for the next piece.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
@@ -79,7 +79,7 @@ class _Window:
         self._shown_text = self._text(context)
 
     def push(self, token_id: int) -> str:
-        if not self._token_bytes(token_id):  # an id without a token says nothing, and must not widen the window
+        if not self._token_bytes(token_id):  # an id without a token has no text, and must not extend the window
             return ""
         self._tokens.append(token_id)
         num_held = len(self._tokens) - self._shown

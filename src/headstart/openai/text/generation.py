@@ -1,8 +1,8 @@
-"""Generation: what the engine says of one request (Output) becomes text, aligned tokens and an OpenAI finish reason.
+"""Generation: converts the engine's Outputs of one request to text, aligned tokens and an OpenAI finish reason.
 
-Text is shown only when nothing can change it: whole characters, and nothing that may yet become a stop string. Tokens
-and their log-probabilities come out together with the end of their text; in all, there is one entry per token, the one
-that ended the text included (as vLLM counts).
+Text is returned only when it is final: whole characters that cannot become part of a stop string. Tokens and their
+log-probabilities are returned together with the end of their text. In total there is one entry per token, including
+the token that ended the text (as in vLLM).
 """
 
 from array import array
@@ -20,21 +20,21 @@ from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 
 class Delta(NamedTuple):
-    """What is new since the last one."""
+    """New output of a choice since the previous Delta."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    logprobs: Sequence[TokenEntry] = ()  # if asked for: one per token id
-    finish_reason: str | None = None  # "stop", "length"; "abort", "error": never sent as such
+    logprobs: Sequence[TokenEntry] = ()  # if requested: one per token id
+    finish_reason: str | None = None  # "stop", "length"; "abort" and "error" are not sent to clients
     stop_reason: int | str | None = None  # the stop string, or the stop token if it is not the model's own
-    must_abort: bool = False  # it ended here but not in the engine: abort the engine's request
+    must_abort: bool = False  # finished by a stop string or max_tokens=0: the engine's request must be aborted
     error: str | None = None  # of finish_reason "error"
-    echo: SharedPrompt | None = None  # the prompt's text and, if asked for, its logprobs; they come before the others
-    prompt_logprobs: Sequence[TokenEntry] = ()  # of a whole answer only: of every prompt token but the first
+    echo: SharedPrompt | None = None  # the prompt's text and, if requested, its logprobs; before the output
+    prompt_logprobs: Sequence[TokenEntry] = ()  # in a whole response only: of every prompt token but the first
 
     @property
     def has_news(self) -> bool:
-        """Whether a client should see it."""
+        """Whether there is anything to send to the client."""
         return bool(self.text or self.token_ids or self.logprobs or self.finish_reason or self.echo is not None)
 
 
@@ -42,15 +42,15 @@ _NOTHING = Delta()
 
 
 class _Waiting(NamedTuple):
-    """A token whose text is not shown to its end yet."""
+    """A token whose text is not completely returned yet."""
 
-    end: int  # characters of the whole text up to its end
+    end: int  # its end in the whole text, in characters
     token_id: int
     entry: TokenEntry | None
 
 
 class Generation:
-    """One engine request on its way to a client. Accumulates text and logprobs for answers that are not streamed."""
+    """The output of one engine request. Accumulates text and logprobs for responses that are not streamed."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Generation:
         prompt: SharedPrompt | None = None,
         stops: StopPatterns | None = None,
     ) -> None:
-        """`prompt` and `stops` are what it shares with other choices; alone, it has its own."""
+        """`prompt` and `stops` are shared with the other choices of the prompt; None: create them."""
         self.prompt = SharedPrompt(tokenizer, request.prompt, params) if prompt is None else prompt
         self._tokenizer = tokenizer
         self._request = request
@@ -69,9 +69,9 @@ class Generation:
         self._detokenizer = Detokenizer(tokenizer, request.prompt, skip_special_tokens=params.skip_special_tokens)
         self._stops = StopStrings(StopPatterns(params.stop) if stops is None else stops)
         self._prompt_length = len(self.prompt.text)  # characters of the echoed prompt
-        self._length = self._prompt_length  # characters known, echoed prompt included
-        self._held = ""  # of those, the last ones, not shown yet
-        self._waiting: list[_Waiting] = []  # the few tokens of the text that is held; an empty deque takes 700 bytes
+        self._length = self._prompt_length  # characters so far, including the echoed prompt
+        self._held = ""  # the last of these characters, not returned yet
+        self._waiting: list[_Waiting] = []  # the tokens of the held text; few, and an empty deque takes 700 bytes
         self._echoed = not params.echo
         self._parts: list[str] = []
         self.request_id = request.request_id
@@ -85,41 +85,41 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """Everything shown so far, an echoed prompt included."""
+        """The text returned so far, including an echoed prompt."""
         return self.output_text if self.echo is None else self.echo.text + self.output_text
 
     @property
     def output_text(self) -> str:
-        """The output shown so far, without an echoed prompt."""
+        """The output text returned so far, without an echoed prompt."""
         return "".join(self._parts)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of the prompt that were taken over; 0 until the first token."""
+        """Number of cached prompt tokens; 0 until the first token."""
         return self.ledger.cached
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether they were asked for by that name; an echo shows them among the others."""
+        """Whether `prompt_logprobs` was requested; with an echo they are part of `logprobs` instead."""
         return self._params.sampling.prompt_logprobs is not None and not self._params.echo
 
     @property
     def echo(self) -> SharedPrompt | None:
-        """The prompt, if it was shown before the output."""
+        """The prompt, if it was returned before the output."""
         return self.prompt if self._params.echo and self._echoed else None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated, the one that ended the text included."""
+        """Number of generated tokens, including the one that ended the text."""
         return len(self._token_ids)
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens generated."""
+        """The generated token ids."""
         return self._token_ids.tolist()
 
     def update(self, output: Output) -> Delta:
-        """Takes the engine's news and returns what is new for the client; nothing once it has finished."""
+        """Process an engine output and return the new output for the client; an empty Delta once finished."""
         if self.finish_reason is not None:
             return _NOTHING
         self.ledger = output.ledger or self.ledger
@@ -145,7 +145,7 @@ class Generation:
         return self._show("stop", None if last in self._tokenizer.eos_token_ids else last)
 
     def _take(self, output: Output) -> StopMatch | None:
-        """Turns the tokens into text, up to the first stop string; what the finished text still owes comes last."""
+        """Convert the tokens to text up to the first stop string, which is returned; at the end, flush held text."""
         for index, token_id in enumerate(output.token_ids):
             is_last = index == len(output.token_ids) - 1
             is_silent = (
@@ -173,7 +173,7 @@ class Generation:
         return self._stops.feed(piece, armed=armed)
 
     def _cut(self, match: StopMatch) -> None:
-        """Drops the text from the stop string on, or behind it if it is wanted."""
+        """Drop the text from the stop string on, or after it if it is included in the output."""
         keep = self._prompt_length + (match.end if self._params.include_stop_str_in_output else match.start)
         cut = self._length - keep
         assert 0 <= cut <= len(self._held), f"{cut} characters to cut and {len(self._held)} held back"
@@ -183,7 +183,7 @@ class Generation:
     def _show(
         self, finish_reason: str | None, stop_reason: int | str | None = None, *, must_abort: bool = False
     ) -> Delta:
-        """Moves what is certain from held to shown: all of it at the end."""
+        """Return the final part of the held text with its tokens; at the end all of it."""
         num_held = 0 if finish_reason else self._stops.num_held
         text, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
         shown = self._length - len(self._held)
@@ -198,7 +198,7 @@ class Generation:
         del self._waiting[: len(token_ids)]
         if not self._params.stream:
             self._parts.append(text)
-            if finish_reason:  # it may wait for long until it is sent
+            if finish_reason:  # one string takes less memory while the response waits to be sent
                 self._parts = [self.output_text]
             self.logprobs.extend(entries)
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
@@ -207,7 +207,7 @@ class Generation:
         return Delta(text, tuple(token_ids), tuple(entries), finish_reason, stop_reason, must_abort, echo=echo)
 
     def _fail(self, output: Output) -> Delta:
-        """It ended for a reason that is no answer; what was held back stays back."""
+        """Finish with "abort" or "error"; held text is not returned."""
         self.error = output.error
         self.finish_reason = "abort" if output.finish_reason is FinishReason.ABORT else "error"
         return Delta(finish_reason=self.finish_reason, error=output.error)

@@ -1,6 +1,6 @@
 """LogprobTable: log-probabilities of many tokens and of their alternatives, packed in arrays.
 
-12 bytes an alternative, where tuples of Python objects take about 110. Reads like a sequence of TokenEntry.
+12 bytes per alternative; tuples of Python objects take about 110. It is a sequence of TokenEntry.
 """
 
 from array import array
@@ -11,24 +11,24 @@ from headstart.core.batch import TokenLogprob
 
 
 class TokenEntry(NamedTuple):
-    """Log-probability of one token and its best alternatives, and where its text begins in the whole text."""
+    """Log-probabilities of one token and its best alternatives, and the offset of its text in the whole text."""
 
     token_id: int
-    logprob: float | None  # None: the first token of an echoed prompt, which nothing precedes
+    logprob: float | None  # None for the first token of an echoed prompt
     top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
     offset: int  # characters
 
 
 class LogprobTable(Sequence[TokenEntry]):
-    """Grows at its end only.
+    """An append-only table of TokenEntry.
 
-    A token's values lie side by side: its logprob and those of its alternatives; its id, its offset and their ids.
+    The values of a token are adjacent: its logprob and those of its alternatives; its id, its offset and their ids.
     """
 
     def __init__(self) -> None:
         self._logprobs = array("d")
-        self._integers = array("i")  # one more per token than logprobs
-        self._ends = array("i")  # of each token's values in the first
+        self._integers = array("i")  # one more value per token than in _logprobs
+        self._ends = array("i")  # end of each token's values in _logprobs
 
     def append(self, known: TokenLogprob, offset: int = 0) -> None:
         """Add one token, whose text begins at character `offset`."""
@@ -47,7 +47,7 @@ class LogprobTable(Sequence[TokenEntry]):
             self.append(TokenLogprob(entry.token_id, entry.logprob, entry.top), entry.offset)
 
     def known(self, index: int) -> TokenLogprob:
-        """Return one token without its place in the text."""
+        """Return one token without its offset in the text."""
         entry = self._entry(index)
         return TokenLogprob(entry.token_id, self._logprobs[self._start(index)], entry.top)
 
@@ -69,7 +69,7 @@ class LogprobTable(Sequence[TokenEntry]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType] - it grows
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - it is mutable
 
     def _start(self, index: int) -> int:
         return self._ends[index - 1] if index else 0

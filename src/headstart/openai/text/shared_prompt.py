@@ -1,7 +1,7 @@
-"""SharedPrompt: what the n choices of one prompt have in common, built and held once for all of them.
+"""SharedPrompt: the data that the n choices of one prompt share, built and stored once.
 
-These are the text of an echoed prompt and the log-probabilities of its tokens. Only the first choice asks the engine
-for those (engine_requests.py); `is_complete` once they are all there, which is when that choice has its first token.
+It holds the text of an echoed prompt and the log-probabilities of its tokens. Only the first choice requests these from
+the engine (engine_requests.py); `is_complete` when all have arrived, which is with that choice's first token.
 """
 
 from array import array
@@ -16,19 +16,19 @@ from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 
 class SharedPrompt(Sequence[TokenEntry]):
-    """One prompt of a client request; as a sequence: the entry of each of its tokens, for an echo with logprobs."""
+    """One prompt of a client request; a sequence of the entries of its tokens, for an echo with logprobs."""
 
     def __init__(self, tokenizer: Tokenizer, token_ids: "array[int]", params: GenerationParams) -> None:
         """Slow for a long echoed prompt: call it off the event loop."""
         self.token_ids = token_ids
-        self.logprobs = LogprobTable()  # of every token but the first, if they were asked for
+        self.logprobs = LogprobTable()  # of every token but the first, if requested
         self.is_complete = params.sampling.prompt_logprobs is None
         self.kept: dict[str, bytes] | None = None  # JSON of the echo, while choices that share it are encoded
-        self._offsets = array("i")  # where each token's text begins, if entries are wanted
+        self._offsets = array("i")  # start of each token's text, if logprobs are requested
         self.text = self._read(tokenizer, params) if params.echo else ""
 
     def learn(self, known: tuple[TokenLogprob, ...]) -> None:
-        """Take the next log-probabilities."""
+        """Append the next log-probabilities."""
         for one in known:
             self.logprobs.append(one)
 

@@ -1,8 +1,8 @@
-"""StopStrings: finds the first stop string in a growing text, and says how much of the text is safe to show.
+"""StopStrings: finds the first stop string in a growing text, and the length of the text that must be held back.
 
-One Knuth-Morris-Pratt automaton per stop string: constant work per character and string, and the answer does not
-depend on how the text is cut into tokens. The string whose last character comes first wins; of two that end together,
-the longer.
+One Knuth-Morris-Pratt automaton per stop string: constant work per character and string, and the result does not
+depend on how the text is split into tokens. The string that ends first matches; of two that end at the same character,
+the longer one.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class StopMatch(NamedTuple):
-    """A stop string found: it occupies [start, end) of the whole text."""
+    """A stop string that was found at [start, end) of the whole text."""
 
     text: str
     start: int
@@ -18,7 +18,7 @@ class StopMatch(NamedTuple):
 
 
 class StopPatterns:
-    """The automata of some stop strings: built once, used by every choice of a request. Changes nothing later."""
+    """The automata of the stop strings of a request: immutable, shared by all its choices."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = sorted(stops, key=len, reverse=True)
@@ -31,16 +31,16 @@ class StopStrings:
     def __init__(self, patterns: StopPatterns) -> None:
         self._stops = patterns.stops
         self._failures = patterns.failures
-        self._matched = [0] * len(self._stops)  # leading characters of each that end the text so far
+        self._matched = [0] * len(self._stops)  # per string: length of its longest prefix that is a suffix of the text
         self._length = 0
 
     @property
     def num_held(self) -> int:
-        """How many trailing characters may yet become part of a stop string."""
+        """Number of trailing characters that may become part of a stop string."""
         return max(self._matched, default=0)
 
     def feed(self, text: str, *, armed: bool = True) -> StopMatch | None:
-        """Takes the next piece of text; the match at which to stop, if there is one. Not `armed`: nothing matches."""
+        """Process the next piece of text and return the first match, if any; None unless `armed`."""
         if not self._stops:
             return None
         for char in text:
@@ -63,7 +63,7 @@ class StopStrings:
 
 
 def _failure_links(pattern: str) -> list[int]:
-    """For each prefix, the length of its longest proper prefix that is also its suffix (Knuth, Morris, Pratt 1977)."""
+    """Return for each prefix the length of its longest proper prefix that is also its suffix (Knuth et al. 1977)."""
     links = [0] * len(pattern)
     matched = 0
     for index in range(1, len(pattern)):

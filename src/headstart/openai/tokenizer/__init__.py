@@ -1,1 +1,1 @@
-"""Tokenizers of model folders, and the memory of segments already tokenized."""
+"""Tokenizers of model folders, and a cache of tokenized segments."""

@@ -1,9 +1,8 @@
-"""SegmentMemory: the tokens of text segments that tenants sent before, bounded in bytes per tenant and in all.
+"""SegmentMemory: a cache of the tokens of text segments, bounded in bytes per tenant and in total.
 
-What is remembered of one isolation domain (a tenant, narrowed by a `cache_salt`) is found by requests of that domain
-only, so that the time it takes to tokenize a text says nothing about what other tenants sent. The domains of a tenant
-share its bytes, so salts open no second share. Texts are not kept: entries are found by a SHA-256 of domain and text.
-May be used by many threads.
+Entries of one isolation domain (a tenant, narrowed by a `cache_salt`) are found by requests of that domain only, so
+that tokenization times reveal nothing about other tenants. The domains of a tenant share its byte limit, so salts add
+no second share. Texts are not stored: the key of an entry is a SHA-256 of domain and text. Thread-safe.
 """
 
 import hashlib
@@ -15,20 +14,20 @@ from typing import NamedTuple
 
 MAX_TENANT_BYTES = 8 << 20  # the tokens of about 6 million characters
 MAX_BYTES = 64 << 20
-ENTRY_BYTES = 320  # of an entry beside its tokens: key, array, and its place in the table
-TENANT_BYTES = 1024  # of a tenant beside its entries
+ENTRY_BYTES = 320  # overhead per entry: key, array object, table slot
+TENANT_BYTES = 1024  # overhead per tenant
 
 
 class Scope(NamedTuple):
-    """The isolation domain whose segments are looked up, and whether new ones are remembered."""
+    """The isolation domain whose segments are looked up, and whether new ones are stored."""
 
-    tenant: str = ""  # whose bytes they count against
+    tenant: str = ""  # whose byte limit the segments count against
     domain: bytes = b""
     remembers: bool = True
 
 
 class _Segments:
-    """The segments remembered for one tenant, least recently used first."""
+    """The cached segments of one tenant, least recently used first."""
 
     __slots__ = ("entries", "num_bytes")
 
@@ -38,7 +37,7 @@ class _Segments:
 
 
 class SegmentMemory:
-    """The segments of all tenants. Above `max_bytes` the least recently used tenant's oldest ones are evicted."""
+    """The cached segments of all tenants. Above `max_bytes`, the least recently used tenant's oldest are evicted."""
 
     def __init__(self, max_tenant_bytes: int = MAX_TENANT_BYTES, max_bytes: int = MAX_BYTES) -> None:
         self.num_hits = 0
@@ -54,7 +53,7 @@ class SegmentMemory:
             return sum(len(segments.entries) for segments in self._tenants.values())
 
     def find(self, scope: Scope, texts: Sequence[str]) -> "list[tuple[bytes, array[int] | None]]":
-        """Return the key of each text, and its token ids if they are remembered; they must not be changed."""
+        """Return the key of each text, and its token ids if they are cached. The arrays must not be modified."""
         hashed = hashlib.sha256(len(scope.domain).to_bytes(8, "little") + scope.domain)
         found: list[tuple[bytes, array[int] | None]] = []
         for text in texts:
@@ -76,7 +75,7 @@ class SegmentMemory:
         return found
 
     def remember(self, scope: Scope, key: bytes, token_ids: "array[int]") -> None:
-        """Keep the token ids of a text whose key `find` gave, for requests of the same scope."""
+        """Store the token ids of a text under its key from `find`, for requests of the same scope."""
         num_bytes = _size(token_ids)
         if not scope.remembers or TENANT_BYTES + num_bytes > min(self._max_tenant_bytes, self._max_bytes):
             return

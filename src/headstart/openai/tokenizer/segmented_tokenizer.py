@@ -1,8 +1,8 @@
-"""SegmentedTokenizer: a text is tokenized in segments, and segments that came before are not tokenized again.
+"""SegmentedTokenizer: tokenizes texts in segments and caches the tokens of each segment.
 
-Tokenizers that first split a text into words, and merge within words only, give the tokens of a text as those of its
-parts, if it is cut where words end. Where word_borders.py cannot show that of a tokenizer, it is given whole texts.
-Segments end at the first border after SEGMENT_CHARS characters, so texts that begin alike are cut alike.
+For tokenizers that first split a text into words and merge only within words, the tokens of a text are those of its
+parts if it is cut at word ends. If word_borders.py cannot prove this for a tokenizer, texts are tokenized whole.
+Segments end at the first border after SEGMENT_CHARS characters, so texts with a common beginning are cut alike.
 """
 
 from array import array
@@ -16,12 +16,12 @@ from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tokenizer.word_borders import BORDER, has_safe_borders
 
 SEGMENT_CHARS = 1024
-BATCH_SEGMENTS = 64  # tokenized by one call of the library, for which the interpreter lock is given up once
+BATCH_SEGMENTS = 64  # per call of the library, which releases the interpreter lock once
 _PROBES = ("", "a", "the end of it", " A\n1 <>")
 
 
 class SegmentedTokenizer(Tokenizer):
-    """The same tokens as `base` gives, sooner for texts whose beginnings came before. May be used by many threads."""
+    """A tokenizer with the same tokens as `base`, faster for texts whose beginnings are cached. Thread-safe."""
 
     def __init__(
         self, base: Tokenizer, memory: SegmentMemory | None = None, *, segment_chars: int = SEGMENT_CHARS
@@ -34,15 +34,15 @@ class SegmentedTokenizer(Tokenizer):
 
     @property
     def is_segmented(self) -> bool:
-        """Whether texts are cut at all: it was shown that this changes no token."""
+        """Whether texts are cut into segments: proven to leave the tokens unchanged."""
         return self._around is not None
 
     def within(self, tenant: str, domain: bytes, mode: CacheMode = CacheMode.READ_WRITE) -> Tokenizer:
-        """Return this tokenizer with what `domain` of `tenant` sent before.
+        """Return this tokenizer with the cached segments of `domain` of `tenant`.
 
-        As with blocks of KV, READ_ONLY leaves nothing behind, and BYPASS neither reads nor writes.
+        As with KV blocks, READ_ONLY stores nothing, and BYPASS neither reads nor stores.
         """
-        own = object.__new__(SegmentedTokenizer)  # copy.copy takes five times as long, which short prompts feel
+        own = object.__new__(SegmentedTokenizer)  # copy.copy takes five times as long, which matters for short prompts
         own.__dict__ = self.__dict__.copy()
         own._scope = Scope(tenant, domain, remembers=mode is CacheMode.READ_WRITE)
         if mode is CacheMode.BYPASS:
@@ -50,7 +50,7 @@ class SegmentedTokenizer(Tokenizer):
         return own
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> "array[int]":
-        """Returns packed int32 token ids, as the base does."""
+        """Return packed int32 token ids, the same as the base tokenizer's."""
         if self._around is None or len(text) < 2 * self._segment_chars:
             return super().encode(text, add_special_tokens=add_special_tokens)
         *segments, rest = self._parts(text)
@@ -59,13 +59,13 @@ class SegmentedTokenizer(Tokenizer):
         for start in range(0, len(segments), BATCH_SEGMENTS):
             for part in self._encoded(segments[start : start + BATCH_SEGMENTS]):
                 token_ids += part
-        if rest:  # it ends nowhere: it will look different when the text goes on
+        if rest:  # not cached: it does not end at a border, and differs when the text continues
             token_ids += super().encode(rest, add_special_tokens=False)
         token_ids.extend(after)
         return token_ids
 
     def _parts(self, text: str) -> Iterator[str]:
-        """Yield the segments of a text, and last what is behind them."""
+        """Yield the segments of a text, and last the rest, possibly empty."""
         start = 0
         while (border := BORDER.search(text, start + self._segment_chars)) is not None:
             yield text[start : border.end()]
@@ -73,7 +73,7 @@ class SegmentedTokenizer(Tokenizer):
         yield text[start:]
 
     def _encoded(self, segments: list[str]) -> "list[array[int]]":
-        """Return the token ids of each segment, and remember those that are new."""
+        """Return the token ids of each segment, and store those of new segments."""
         found = self.memory.find(self._scope, segments)
         new = [index for index, (_, token_ids) in enumerate(found) if token_ids is None]
         encodings = self.backend.encode_batch_fast([segments[index] for index in new], add_special_tokens=False)
@@ -85,7 +85,7 @@ class SegmentedTokenizer(Tokenizer):
 
 
 def _around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the special tokens put before and behind a text; None if they are not the same for every text."""
+    """Return the special tokens added before and after a text; None if they are not the same for every text."""
     pairs = [[backend.encode(text, add_special_tokens=special).ids for special in (False, True)] for text in _PROBES]
     inner, whole = pairs[1]
     for at in range(len(whole) - len(inner) + 1):

@@ -1,9 +1,9 @@
-"""Tokenizer: text <-> token ids of one model folder, by the `tokenizers` library alone (no transformers, no torch).
+"""Tokenizer: text <-> token ids of one model folder, with the `tokenizers` library only (no transformers, no torch).
 
-Reads tokenizer.json for the tokens, and tokenizer_config.json, special_tokens_map.json, generation_config.json and
-chat_template.jinja for what stands around them. Behaves like transformers' AutoTokenizer on the same folder, save that
-it never tidies spaces before punctuation. No code from the folder is ever run. Encoding releases the interpreter lock
-and may be called from several threads at once.
+It reads tokenizer.json for the tokens, and tokenizer_config.json, special_tokens_map.json, generation_config.json and
+chat_template.jinja for special tokens and the chat template. It behaves like transformers' AutoTokenizer on the same
+folder, except that it never removes spaces before punctuation. No code from the folder is run. Encoding releases the
+interpreter lock and is thread-safe.
 """
 
 import json
@@ -48,7 +48,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> "Tokenizer":
-        """Returns the tokenizer of a model folder. Raises ConfigError if there is none that can be read."""
+        """Return the tokenizer of a model folder. Raises ConfigError if there is none or it cannot be read."""
         folder = Path(folder)
         config = _read_json(folder / "tokenizer_config.json")
         backend = _load_backend(folder)
@@ -63,28 +63,28 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> "array[int]":
-        """Returns packed int32 token ids; `add_special_tokens` adds what the model wants around a text (often <s>)."""
-        # "fast": without the places in the text that each token comes from, which takes a third of the time
+        """Return packed int32 token ids; `add_special_tokens` adds the model's own around the text (often <s>)."""
+        # "fast": without offsets of the tokens in the text, which takes a third of the time
         return array("i", self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def within(self, tenant: str, domain: bytes, mode: CacheMode = CacheMode.READ_WRITE) -> "Tokenizer":
-        """Returns the tokenizer for requests of one isolation domain; this one remembers nothing of anybody."""
+        """Return the tokenizer for requests of one isolation domain: itself, since this class caches nothing."""
         return self
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of all the tokens; ids that no token has say nothing."""
+        """Return the text of the tokens; ids without a token have no text."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns what one token writes, special tokens included; b"" for an id that no token has."""
+        """Return the bytes of one token, also of special tokens; b"" for an id without a token."""
         return self.vocabulary.token_bytes(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """Returns what one token writes as text; bytes that are no whole character become U+FFFD."""
+        """Return the text of one token; bytes that are not valid UTF-8 become U+FFFD."""
         return self.vocabulary.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def start_chat(self) -> None:
-        """Start what renders conversations before the first one comes. Raises ConfigError if the template is wrong."""
+        """Start the chat renderer ahead of the first conversation. Raises ConfigError for an invalid template."""
         if self._template is not None:
             self._template.start()
 
@@ -96,9 +96,9 @@ class Tokenizer:
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns the conversation as one prompt text, by the model's own template, in a process of its own.
+        """Return the conversation as one prompt text, rendered by the model's template in a separate process.
 
-        Waits for it: call it off the event loop. Raises InvalidRequestError, and QueueFullError as ChatRenderer does.
+        Blocks: call it off the event loop. Raises InvalidRequestError and QueueFullError as ChatRenderer does.
         """
         if self._template is None:
             raise InvalidRequestError(
@@ -126,14 +126,14 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
             return tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"tokenizer.json of {folder.name!r} cannot be read: {error}") from error
-    # Old checkpoints hold a sentencepiece model only. transformers can convert it but imports torch on the way, which
-    # costs this process half a gigabyte: so only here, and only then.
+    # Old checkpoints have a sentencepiece model only. transformers can convert it but imports torch, which costs this
+    # process half a gigabyte: so it is imported only in this case.
     try:
         from transformers import AutoTokenizer
 
         converted = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         return tokenizers.Tokenizer.from_str(converted.backend_tokenizer.to_str())
-    except Exception as error:  # whatever transformers makes of an unknown folder
+    except Exception as error:  # transformers may raise anything for an unknown folder
         raise ConfigError(
             f"no tokenizer in {folder.name!r}: there is no tokenizer.json, and converting another kind failed "
             f"({type(error).__name__}); save one with transformers' tokenizer.save_pretrained"
@@ -155,7 +155,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: object) -> str | None:
-    """A token is written as a text or as {"content": text, ...}."""
+    """Return the text of a token, which is a string or {"content": text, ...}; else None."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -171,7 +171,7 @@ def _named_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> 
 
 
 def _extra_tokens(config: Mapping[str, Any]) -> list[str]:
-    """Special tokens the configuration names beyond the usual ones, and its own list of added tokens."""
+    """Return the special tokens of the configuration beyond _NAMED_TOKENS, and those of its added tokens."""
     extra: list[str] = []
     for name in ("additional_special_tokens", "extra_special_tokens"):
         tokens = config.get(name)
@@ -185,7 +185,7 @@ def _extra_tokens(config: Mapping[str, Any]) -> list[str]:
 
 
 def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, named: Mapping[str, str]) -> tuple[int, ...]:
-    """Every id that ends a text: the generation configuration's (else the model's), and the tokenizer's own."""
+    """Return all end-of-text ids: those of generation_config.json (else of config.json), and the tokenizer's own."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
@@ -207,17 +207,17 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path.name} is not UTF-8: {error}") from error
     template = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(template, list):  # several named ones
+    if isinstance(template, list):  # several named templates
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
         template = named.get("default")
     return template if isinstance(template, str) else None
 
 
 def _max_token_chars(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> int:
-    """The most characters one token can stand for; 0 where there is no such bound (unknown runs, tidied spaces)."""
+    """Return the maximum characters per token; 0 if unbounded (runs of unknown characters, removed spaces)."""
     tidied = any(part["type"] != "NFC" for part in parts_of(backend.normalizer))
     stripping = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
     if tidied or stripping or not vocabulary.byte_level:
         return 0
     longest = max((len(token) for token in backend.get_vocab(with_added_tokens=True)), default=0)
-    return 4 * longest  # NFC can make one character of up to four
+    return 4 * longest  # NFC can compose one character from up to four

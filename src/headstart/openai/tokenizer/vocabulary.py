@@ -1,4 +1,4 @@
-"""Vocabulary: what each single token writes, in bytes, and which tokens are special."""
+"""Vocabulary: the bytes of each single token, and the ids of special tokens."""
 
 import json
 import re
@@ -11,7 +11,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Vocabulary:
-    """Bytes of tokens, looked up once each. `byte_level` says that a text is exactly its tokens' bytes, one by one."""
+    """The bytes of tokens, computed once each. `byte_level`: a text is exactly its tokens' bytes, concatenated."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -19,10 +19,10 @@ class Vocabulary:
         self.byte_level = kinds == ["ByteLevel"]
         self.byte_fallback = "ByteFallback" in kinds
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self._bytes: dict[int, bytes] = {}  # filled as tokens are met
+        self._bytes: dict[int, bytes] = {}  # filled on demand
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns what the token writes in the middle of a text; b"" for an id that no token has."""
+        """Return the token's bytes in the middle of a text; b"" for an id without a token."""
         written = self._bytes.get(token_id)
         if written is None:
             token = self._backend.id_to_token(token_id)
@@ -31,7 +31,7 @@ class Vocabulary:
         return written
 
     def is_byte_token(self, token_id: int) -> bool:
-        """Whether the token is one raw byte, <0x00> to <0xFF>, of a vocabulary that falls back to bytes."""
+        """Return whether the token is one raw byte, <0x00> to <0xFF>, of a vocabulary with byte fallback."""
         if not self.byte_fallback:
             return False
         token = self._backend.id_to_token(token_id)
@@ -39,7 +39,7 @@ class Vocabulary:
 
     def _written(self, token: str) -> bytes:
         if self.byte_level:
-            # As the decoder does it: a token with any character outside the table is plain text (added tokens).
+            # As in the decoder: a token with any character outside the table is plain text (added tokens).
             if all(char in _BYTE_OF_CHAR for char in token):
                 return bytes(_BYTE_OF_CHAR[char] for char in token)
             return token.encode()
@@ -53,7 +53,7 @@ class Vocabulary:
 
 
 def parts_of(component: Any) -> list[dict[str, Any]]:
-    """Returns the settings of a decoder or normalizer of the library, its sequences laid flat; [] for None."""
+    """Return the settings of a decoder or normalizer of the library, with sequences flattened; [] for None."""
     return [] if component is None else list(_flat(json.loads(component.__getstate__())))
 
 
@@ -66,7 +66,7 @@ def _flat(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _byte_table() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the other 68 for the characters from U+0100 on."""
+    """Return GPT-2's alphabet: printable bytes map to themselves, the other 68 to the characters from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     table = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if chr(byte) not in table)

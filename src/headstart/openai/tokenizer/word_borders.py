@@ -1,16 +1,16 @@
-"""Borders at which a text may be cut so that its tokens are those of its parts: shown from a tokenizer's settings.
+"""Borders at which a text may be cut without changing its tokens: proven from the settings of a tokenizer.
 
-A border lies between an ASCII letter and a space that is followed by an ASCII letter. Cutting there changes nothing if
+A border is between an ASCII letter and a space that is followed by an ASCII letter. Cutting there changes no token if
 
-- no added token reaches over a border, or depends on what lies behind it;
-- the normalizer is one of Unicode's four forms, none of which composes over a border;
+- no added token spans a border, or depends on the text after it;
+- the normalizer is one of Unicode's four forms, none of which composes across a border;
 - no pattern that splits texts can read a letter and then a space, whether that leads to a match or not, or look around
-  by more than one character, or at a space: so each match is the same with and without the text behind the border;
+  by more than one character, or at a space: so each match is the same with and without the text after the border;
 - one of these patterns matches every single ASCII letter: so a match, and with it a word, ends at each border;
-- the model works within words.
+- the model merges within words only.
 
-Patterns are read by a small parser of their syntax, which refuses whatever it does not know. What is refused here may
-well be safe: such a tokenizer is given whole texts.
+Patterns are read by a small parser, which refuses unknown syntax. A refused tokenizer may be safe nevertheless; its
+texts are tokenized whole.
 """
 
 import json
@@ -35,7 +35,7 @@ _MAX_DEPTH = 32
 
 
 def has_safe_borders(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether any text may be cut at any BORDER; False where that cannot be shown."""
+    """Return whether any text may be cut at any BORDER; False if this cannot be proven."""
     parts: dict[str, Any] = json.loads(backend.to_str())
     model, splitter = parts["model"], parts.get("pre_tokenizer")
     if splitter is None or model.get("type") not in _MODELS or model.get("dropout"):
@@ -48,21 +48,21 @@ def has_safe_borders(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _keeps_forms(normalizer: dict[str, Any] | None) -> bool:
-    """Return whether a normalizer leaves borders as they are, whatever stands around them."""
+    """Return whether a normalizer leaves borders unchanged, in any context."""
     if normalizer is None:
         return True
     return all(step["type"] in _FORMS for step in normalizer.get("normalizers", [normalizer]))
 
 
 def _stays_between_borders(token: tokenizers.AddedToken) -> bool:
-    """Return whether an added token can neither hold a border nor take, or look at, a space at one."""
+    """Return whether an added token can neither contain a border nor consume, or look at, a space at one."""
     contents = {token.content, *(getattr(normalizers, form)().normalize_str(token.content) for form in _FORMS)}
     takes = token.single_word or (token.rstrip and any(text[-1:].isalpha() for text in contents))
     return not takes and not any(_CROSSING.search(text) or text.startswith(" ") for text in contents)
 
 
 def _ends_words(splitter: dict[str, Any]) -> bool:
-    """Return whether the steps of a pre-tokenizer are the same at both sides of a border, and one ends words there."""
+    """Return whether no step of a pre-tokenizer reads across a border, and one of them ends words there."""
     steps: list[dict[str, Any]] = splitter.get("pretokenizers", [splitter])
     ended = False
     for index, step in enumerate(steps):
@@ -93,19 +93,19 @@ def _pattern_ends_words(pattern: str) -> bool:
 
 
 class _UnknownSyntaxError(ValueError):
-    """A pattern that the parser does not know in every detail."""
+    """A pattern with syntax that the parser does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Properties of what a part of a pattern may match; `letters` alone says what it matches for certain."""
+    """Properties of the possible matches of a part of a pattern; only `letters` is about certain matches."""
 
-    is_empty: bool  # it may match nothing
-    is_optional: bool  # it matches nothing wherever it is tried, if it is not to match more
+    is_empty: bool  # may match the empty string
+    is_optional: bool  # can match the empty string at any position
     starts_with_space: bool
     ends_with_letter: bool
     crosses: bool  # an attempt at a match may read a letter and then a space
-    letters: frozenset[str] = frozenset()  # that it matches alone, whatever follows
+    letters: frozenset[str] = frozenset()  # letters that it matches alone, in any context
 
 
 _NOTHING = _Part(True, True, False, False, False)
@@ -137,7 +137,7 @@ def _either(first: _Part, second: _Part) -> _Part:
 
 
 def _parse(pattern: str) -> _Part:
-    """Return what a pattern may match. Raises _UnknownSyntaxError."""
+    """Return the properties of a pattern. Raises _UnknownSyntaxError."""
     parser = _Parser(pattern)
     found = parser.alternatives(0, ignores_case=False)
     if parser.position != len(pattern):
@@ -146,11 +146,10 @@ def _parse(pattern: str) -> _Part:
 
 
 class _Parser:
-    """Reads the syntax that splitting patterns use: no anchors, look-behind, back-references, or possessive repeats.
+    """Parser of the syntax of splitting patterns, without anchors, look-behind, back-references, possessive repeats.
 
-    Between two characters that are read one after the other there may lie nothing but parts that may be empty: so if a
-    part that may end with a letter never comes right before one that may start with a space, nothing reads over a
-    border, whether it leads to a match or not.
+    Between two characters that are read consecutively there are only parts that may be empty. So if a part that may end
+    with a letter never directly precedes one that may start with a space, no attempt at a match reads across a border.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -189,7 +188,7 @@ class _Parser:
         return found
 
     def _look_ahead(self, ignores_case: bool) -> _Part:
-        """Read a look at one character. If that is no space, a border and the end of a text look the same."""
+        """Parse a look-ahead of one character, not a space: for it a border and the end of a text are the same."""
         looked_at = _character(self._character_text(), ignores_case=False)
         self._expect(")")
         if looked_at.starts_with_space or ignores_case:
@@ -223,7 +222,7 @@ class _Parser:
         )
 
     def _character_text(self) -> str:
-        """Return the text of a pattern of one character, and go on behind it."""
+        """Return the text of a pattern of one character, and advance past it."""
         start, pattern = self.position, self._pattern
         first = pattern[start : start + 1]
         if first == "[":
@@ -251,7 +250,7 @@ class _Parser:
             if pattern[at] == "[":
                 depth += 1
                 at += 2 if pattern[at + 1 : at + 2] == "^" else 1
-                if pattern[at : at + 1] == "]":  # empty, or a bracket that stands for itself
+                if pattern[at : at + 1] == "]":  # an empty class, or a literal bracket
                     raise _UnknownSyntaxError
                 continue
             at += 1
@@ -274,13 +273,13 @@ class _Parser:
 
 
 def _character(pattern: str, ignores_case: bool) -> _Part:
-    """Return what a pattern of one character matches, by asking the library that will use it."""
+    """Return the properties of a pattern of one character, tested with the library that will use it."""
     try:
         others = normalizers.Replace(Regex(pattern), "").normalize_str(_LETTERS + " ")
     except Exception as error:  # the library raises bare Exception
         raise _UnknownSyntaxError from error
     letters = frozenset(_LETTERS) - set(others)
     space = " " not in others
-    if ignores_case:  # the case of other scripts' letters may fold to ours: assume the worst
+    if ignores_case:  # letters of other scripts may fold to ASCII letters: assume the worst
         return _Part(False, False, space, True, False)
     return _Part(False, False, space, bool(letters), False, letters)

@@ -1,1 +1,1 @@
-"""The engine process, and the channel between it and the HTTP process."""
+"""The engine process, and its channel to the HTTP process."""

@@ -1,8 +1,8 @@
-"""What may be asked of a running engine from outside, by name: a closed table, done between two steps.
+"""Calls that the HTTP process may make on a running engine, by name: a closed table, executed between two steps.
 
-Arguments and answers are plain values (None, bool, int, float, str, bytes, list, dict), since they cross the process
-border as msgpack. A call that raises InvalidRequestError refuses; any other exception is our mistake and fails that
-call alone.
+Arguments and results are plain values (None, bool, int, float, str, bytes, list, dict), since they cross the process
+boundary as msgpack. A call that raises InvalidRequestError is refused; any other exception is a bug and fails only
+that call.
 """
 
 import time
@@ -20,37 +20,37 @@ Plain = dict[str, Any]
 
 
 def reset_prefix_cache(engine: Engine, argument: Plain | None) -> bool:
-    """Forgets everything reusable; False if something is running.
+    """Reset the prefix cache; return False if requests are running.
 
-    Pinned prefixes only with {"pinned": true}, and what is in the store, for everybody, only with {"external": true}.
+    {"pinned": true} also drops pinned prefixes; {"external": true} also clears the store, for all its users.
     """
     asked = argument or {}
     return engine.reset_prefix_cache(pinned=asked.get("pinned", False), external=asked.get("external", False))
 
 
 def add_prefix(engine: Engine, argument: Plain) -> Plain:
-    """Pins a prefix, {name, tenant, domain, token_ids: packed int32}, and begins to compute it."""
+    """Pin a prefix, {name, tenant, domain, token_ids: packed int32}, start to compute it, and return its entry."""
     token_ids = array("i", argument["token_ids"])
     return _plain(engine.add_prefix(argument["name"], token_ids, tenant=argument["tenant"], domain=argument["domain"]))
 
 
 def remove_prefix(engine: Engine, name: str) -> bool:
-    """Unpins a prefix; False if there is none of that name."""
+    """Unpin a prefix; return False if there is none of that name."""
     return engine.remove_prefix(name)
 
 
 def list_prefixes(engine: Engine, argument: None) -> list[Plain]:
-    """Every prefix as it stands."""
+    """Return the entries of all prefixes."""
     return [_plain(info) for info in engine.list_prefixes()]
 
 
 def cache_stats(engine: Engine, argument: None) -> dict[str, Any]:
-    """EngineStats by field."""
+    """Return EngineStats as a dict."""
     return plain_stats(engine.stats())
 
 
 def explain(engine: Engine, argument: dict[str, Any]) -> dict[str, Any] | None:
-    """An Explanation by field: of `request_id` (None if that is not known to the asker), or of a `prompt`."""
+    """Return an Explanation as a dict: of `request_id` (None if unknown or of another tenant), or of a `prompt`."""
     viewer = Viewer(argument["tenant"], argument["is_admin"])
     if "request_id" in argument:
         request_id = argument["request_id"]
@@ -84,7 +84,7 @@ CALLS: dict[str, Callable[[Engine, Any], Any]] = {
 
 
 def _plain(info: PrefixInfo) -> Plain:
-    """As GET /v1/prefixes shows it; `last_used` in seconds since 1970."""
+    """Return the entry of a prefix as in GET /v1/prefixes; `last_used` in seconds since 1970."""
     used = info.last_used
     return {
         "name": info.name,

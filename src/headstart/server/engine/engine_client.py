@@ -1,7 +1,7 @@
-"""EngineClient: the HTTP process's end of the channel, for asyncio. Starts the engine process and speaks with it.
+"""EngineClient: the HTTP process's end of the channel, for asyncio. It starts the engine process and talks to it.
 
-Reads whatever the engine says at once, so that no slow client can hold the engine up: what it said waits in the
-OutputStream of its request, which is bounded by that request's own max_tokens.
+Messages of the engine are read at once, so that a slow client cannot block the engine. Outputs wait in the OutputStream
+of their request, whose size is bounded by the request's max_tokens.
 """
 
 import asyncio
@@ -39,12 +39,12 @@ from headstart.server.engine.wire import (
 )
 
 Build = Callable[[EngineOptions], tuple[Engine, EngineInfo]]
-PATIENCE = 3.0  # times the time that a long step was expected to take
-STOP_SECONDS = 8.0  # for the step under way, and for what the store may take to write what is pending
+PATIENCE = 3.0  # factor on the announced duration of a long step
+STOP_SECONDS = 8.0  # for the running step, and for the store to write its pending blocks
 
 
 class OutputStream:
-    """News of the requests of one client request, in the order in which they came out of the engine."""
+    """The engine outputs of the requests of one client request, in order of arrival."""
 
     def __init__(self) -> None:
         self._outputs: list[tuple[float, Output]] = []
@@ -52,9 +52,9 @@ class OutputStream:
         self._arrived = asyncio.Event()
 
     async def batch(self, timeout: float) -> list[tuple[float, Output]]:
-        """Returns what has come since the last call, with the monotonic time at which it came.
+        """Return the outputs since the last call, each with its monotonic time of arrival.
 
-        Returns [] after `timeout` seconds of silence. Raises what `fail` was given.
+        Returns [] after `timeout` seconds without outputs. Raises the error passed to `fail`.
         """
         if not self._arrived.is_set():
             try:
@@ -69,29 +69,29 @@ class OutputStream:
         return outputs
 
     def push(self, output: Output, at: float) -> None:
-        """Adds news that came at monotonic time `at`."""
+        """Add an output that arrived at monotonic time `at`."""
         self._outputs.append((at, output))
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
-        """Makes this and every later `batch` raise `error`; the first error stays."""
+        """Make the current and every later `batch` raise `error`; the first error is kept."""
         self._error = self._error or error
         self._arrived.set()
 
 
 class EngineClient:
-    """An engine in a process of its own. Every method is called from the event loop that started it."""
+    """A client of an engine in its own process. All methods must be called from the event loop that started it."""
 
     def __init__(self) -> None:
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
         self.last_heard = time.monotonic()
-        self.expected_by = self.last_heard  # when it should be heard again at the latest, as far as it said
+        self.expected_by = self.last_heard  # latest time of the next message, as announced by the engine
         self.dead: EngineDeadError | None = None
         self.died = asyncio.Event()
         self.on_step: Callable[[EngineStats], None] | None = None
         self._streams: dict[str, OutputStream] = {}
-        self._waiting: dict[str, int] = {}  # submitted, nothing computed to its end yet: id -> prompt tokens
+        self._waiting: dict[str, int] = {}  # requests without a first token: id -> prompt tokens
         self._waiting_tokens = 0
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
@@ -100,10 +100,10 @@ class EngineClient:
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
 
     async def start(self, build: Build, options: EngineOptions) -> EngineInfo:
-        """Starts the process and waits until the engine is built.
+        """Start the process and wait until the engine is built.
 
-        `build` must be a function at the top of a module: it travels as a name. Raises ConfigError with the reason if
-        the engine cannot be built as asked, EngineDeadError if its process ended otherwise.
+        `build` must be a module-level function, since it is sent by name. Raises ConfigError with the reason if the
+        engine cannot be built with these options, EngineDeadError if its process ends for another reason.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -118,7 +118,7 @@ class EngineClient:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine, None before it was started."""
+        """Process id of the engine, None before it is started."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -127,26 +127,26 @@ class EngineClient:
         return None if self._process is None else self._process.returncode
 
     def silent_seconds(self, now: float) -> float:
-        """Seconds without a word since one was due: 0 during a step that the engine said would be long."""
+        """Return the seconds since a message was due; 0 during a long step that the engine announced."""
         return max(now - max(self.last_heard, self.expected_by), 0.0)
 
     @property
     def num_waiting(self) -> int:
-        """Requests submitted that no token came out of yet."""
+        """Number of submitted requests without a first token."""
         return len(self._waiting)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of those."""
+        """Prompt tokens of the submitted requests without a first token."""
         return self._waiting_tokens
 
     @property
     def num_unsent_bytes(self) -> int:
-        """Bytes that the engine process has not taken yet: it is in a step, or it hangs."""
+        """Bytes that the engine process has not read yet, because it is in a step or hangs."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
-        """Hands the requests over and returns the stream of their news. Raises EngineDeadError."""
+        """Send the requests to the engine and return the stream of their outputs. Raises EngineDeadError."""
         if self.dead is not None:
             raise self.dead
         stream = OutputStream()
@@ -160,15 +160,15 @@ class EngineClient:
         return stream
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Forgets those of the requests that have not finished; their blocks are free after the step under way."""
+        """Abort those of the requests that have not finished; their blocks are freed after the running step."""
         alive = tuple(request_id for request_id in request_ids if self._forget(request_id))
         if alive and self.dead is None:
             self._send(Abort(alive))
 
     async def call(self, name: str, argument: Any = None) -> Any:
-        """Has the engine do one of engine_calls.CALLS between two steps, and returns what it answers: plain values.
+        """Execute one of engine_calls.CALLS in the engine between two steps, and return its result: plain values.
 
-        Raises InvalidRequestError if it refuses, RequestFailedError if it could not, and EngineDeadError.
+        Raises InvalidRequestError if the call is refused, RequestFailedError if it fails, and EngineDeadError.
         """
         if self.dead is not None:
             raise self.dead
@@ -182,17 +182,17 @@ class EngineClient:
             del self._calls[call_id]
 
     def kill(self) -> None:
-        """Ends the engine process at once: whatever it was about to write is lost. To be closed all the same."""
+        """Kill the engine process; pending writes are lost. `close` must still be called."""
         if self._process is not None:
             self._process.kill()
 
     async def close(self) -> None:
-        """Ends the engine process; gently, with time to write what waits for its store, if it listens."""
+        """Stop the engine process. If it has loaded, it has time to write the pending blocks of its store."""
         process, transport = self._process, self._transport
         if process is None:
             return
         if transport is not None and not transport.is_closing():
-            if self.info is None:  # still loading: it would not listen
+            if self.info is None:  # still loading: it does not read messages
                 process.kill()
             else:
                 self._send(Stop())
@@ -201,10 +201,10 @@ class EngineClient:
         if transport is not None:
             transport.close()
 
-    # ------------------------------------------------------------------------------------------------ what comes in
+    # ------------------------------------------------------------------------------------------------ receiving
 
     def receive(self, payload: bytes) -> None:
-        """Takes one frame from the engine."""
+        """Process one frame from the engine."""
         self.last_heard = time.monotonic()
         message = decode_from_engine(payload)
         match message:
@@ -227,7 +227,7 @@ class EngineClient:
         self.expected_by = self.last_heard
 
     def connection_lost(self) -> None:
-        """The engine process is gone, whether or not it said goodbye."""
+        """Mark the engine as dead. Called when the channel is closed, whether or not the engine reported an error."""
         self._die("the engine process ended unexpectedly")
 
     def _take_news(self, outputs: list[Output], stats: EngineStats) -> None:
@@ -236,7 +236,7 @@ class EngineClient:
         self.stats = stats
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            if stream is None:  # aborted while this was on its way
+            if stream is None:  # aborted while this output was in flight
                 continue
             if output.token_ids or output.finish_reason is not None:
                 self._waiting_tokens -= self._waiting.pop(output.request_id, 0)
@@ -246,7 +246,7 @@ class EngineClient:
 
     def _take_answer(self, answer: Answer) -> None:
         waiting = self._calls.get(answer.call_id)
-        if waiting is None or waiting.done():  # whoever asked has given up
+        if waiting is None or waiting.done():  # the caller was cancelled
             return
         if answer.error is None:
             waiting.set_result(answer.value)
@@ -270,7 +270,7 @@ class EngineClient:
         return self._streams.pop(request_id, None) is not None
 
     def _die(self, reason: str) -> None:
-        """Fails everything that waits for the engine; the first reason stays."""
+        """Fail all streams and calls that wait for the engine; the first reason is kept."""
         if self.dead is not None:
             return
         self.dead = EngineDeadError(reason)
@@ -295,7 +295,7 @@ class EngineClient:
 
 
 class _Receiver(asyncio.Protocol):
-    """Hands whole frames to the client."""
+    """The asyncio protocol that passes whole frames to the client."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -311,14 +311,14 @@ class _Receiver(asyncio.Protocol):
                 self._client.receive(payload)
         except (ValueError, msgspec.DecodeError):
             assert self._transport is not None
-            self._transport.close()  # half a frame more and nothing it says makes sense
+            self._transport.close()  # the frame boundaries are lost
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._client.connection_lost()
 
 
 def _spawn(descriptor: int) -> "subprocess.Popen[bytes]":
-    """Starts the engine process: same modules, own process group (Ctrl-C is ours to handle), its stdout on stderr."""
+    """Start the engine process: same modules, own process group (so it gets no Ctrl-C), its stdout on stderr."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "headstart.server.engine.engine_process", str(descriptor)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -330,7 +330,7 @@ def _spawn(descriptor: int) -> "subprocess.Popen[bytes]":
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Waits for the process, and no longer than STOP_SECONDS."""
+    """Wait up to STOP_SECONDS for the process to exit, then kill it."""
     try:
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:

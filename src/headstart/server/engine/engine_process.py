@@ -1,8 +1,8 @@
 """The engine process: `python -m headstart.server.engine.engine_process FD`, one loop around an Engine.
 
-Takes messages without waiting while there is work, waits when idle, steps, sends what came out. A message that cannot
-be handled fails alone; an exception out of a step means that the engine is broken, and the process says so and ends.
-It lives no longer than the process that started it, and leaves signals of the terminal to that one.
+The loop reads messages (it waits for them only when idle), steps, and sends the outputs. A message that cannot be
+handled fails alone. An exception in a step means that the engine is broken: the process reports it and exits. It dies
+with its parent process, and ignores the terminal's signals, which the parent handles.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class EngineLoop:
-    """One engine at one end of a channel."""
+    """The loop that serves one engine over a channel."""
 
     def __init__(self, engine: Engine, channel: Channel) -> None:
         self._engine = engine
@@ -51,7 +51,7 @@ class EngineLoop:
         engine.on_long_step = lambda seconds: channel.send(LongStep(seconds))
 
     def run(self) -> None:
-        """Runs until told to stop or the other side is gone. Lets the exceptions of a step through."""
+        """Run until a Stop message or the end of the channel. Exceptions of a step propagate."""
         engine, channel = self._engine, self._channel
         while True:
             payloads = channel.receive(0.0 if engine.has_work else HEARTBEAT_SECONDS)
@@ -63,11 +63,11 @@ class EngineLoop:
             channel.send(News(outputs, engine.stats()))
 
     def close(self) -> None:
-        """Ends the engine, which takes some seconds if its store has much to write."""
+        """Close the engine; takes some seconds if its store has many pending writes."""
         self._engine.close()
 
     def _handle(self, payload: bytes) -> None:
-        """Does what one message asks; whatever goes wrong concerns this message alone."""
+        """Handle one message; an error affects this message only."""
         try:
             message = decode_to_engine(payload)
         except msgspec.DecodeError as error:
@@ -108,7 +108,7 @@ class EngineLoop:
 
 
 def main(descriptor: int) -> int:
-    """Serves one engine over the socket `descriptor`; returns the exit code: 0, 1 broken, 2 the user's mistake."""
+    """Serve one engine over the socket `descriptor`; return the exit code: 0, 1 (broken), 2 (configuration error)."""
     _belong_to_parent()
     sock = socket.socket(fileno=descriptor)
     sock.set_inheritable(False)
@@ -120,16 +120,16 @@ def main(descriptor: int) -> int:
         engine, info = started
         channel.send(Ready(info))
         gc.collect()
-        gc.freeze()  # what was loaded stays: no collection needs to look at it again
+        gc.freeze()  # loaded objects stay: exclude them from later collections
         return _run(EngineLoop(engine, channel), channel)
-    except PeerGoneError:  # and with it everyone who could be told
+    except PeerGoneError:  # there is no process left to report to
         return 1
     finally:
         sock.close()
 
 
 def _start(channel: Channel) -> "tuple[Engine, EngineInfo] | int":
-    """Builds the engine that the first message asks for, or says why not and returns the exit code."""
+    """Build the engine from the first message and return it; on failure, report the reason and return the exit code."""
     payloads = channel.receive(START_SECONDS)
     message = decode_to_engine(payloads[0]) if payloads else None
     if not isinstance(message, Start):
@@ -155,13 +155,13 @@ def _run(loop: EngineLoop, channel: Channel) -> int:
         traceback.print_exc()
         print(f"headstart: the engine broke in a step ({type(error).__name__}: {error}) and ends", file=sys.stderr)
         channel.send(Failed(f"{type(error).__name__}: {error}", is_config=False))
-        return 1  # without close: what waits to be stored is worth nothing if whatever broke has spoilt it
+        return 1  # without close: blocks pending for the store may be corrupt after the failure
     loop.close()
     return 0
 
 
 def _belong_to_parent() -> None:
-    """Dies with the parent even in the middle of a step, and leaves Ctrl-C and SIGTERM to it."""
+    """Make the kernel kill this process with its parent, even during a step; ignore SIGINT and SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":

@@ -1,6 +1,6 @@
 """Messages between the HTTP process and the engine process: msgpack with a schema, in frames, over a Unix socket.
 
-Nothing here executes data: a frame that does not decode to one of these messages is an error, never code.
+No data is executed: a frame that does not decode to one of these messages is an error.
 """
 
 import socket
@@ -27,11 +27,11 @@ _NO_TOKENS = array("i")
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
-    """Any message; the tag is the class name."""
+    """Base class of all messages; the tag is the class name."""
 
 
 class Start(Message):
-    """To the engine, once and first: how to build it."""
+    """To the engine, first and once: the function and the options to build it with."""
 
     module: str  # of the function that builds it
     function: str
@@ -39,7 +39,7 @@ class Start(Message):
 
 
 class Choice(msgspec.Struct, array_like=True):
-    """The part of one Request in which it differs from the others of a Submit."""
+    """The fields in which one Request differs from the others of a Submit."""
 
     request_id: str
     prompt: int  # index
@@ -49,7 +49,7 @@ class Choice(msgspec.Struct, array_like=True):
 
 
 class Submit(Message):
-    """To the engine: Requests that share everything else. Each prompt is there once, as raw int32."""
+    """To the engine: requests that share all fields but those of Choice. Each prompt is sent once, as raw int32."""
 
     choices: list[Choice]
     prompts: list[bytes]
@@ -64,7 +64,7 @@ class Submit(Message):
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> "list[Submit]":
-        """Return the messages that carry `requests`: one for those of one client request."""
+        """Return the messages for `requests`: one message for the requests of one client request."""
         if len(requests) == 1:
             return [cls._of(requests)]
         return [cls._of(list(group)) for _, group in groupby(requests, _common)]
@@ -72,7 +72,7 @@ class Submit(Message):
     @classmethod
     def _of(cls, requests: Sequence[Request]) -> "Submit":
         first = requests[0]
-        places: dict[int, int] = {}  # of prompts, by identity: the choices of one prompt have the same array
+        places: dict[int, int] = {}  # index of each prompt by identity: the choices of one prompt share its array
         prompts: list[bytes] = []
         choices: list[Choice] = []
         for request in requests:
@@ -95,7 +95,7 @@ class Submit(Message):
         )
 
     def requests(self) -> list[Request]:
-        """Return the requests it carries; those of one prompt share its array."""
+        """Return the requests of this message; the choices of one prompt share its array."""
         prompts = [array("i", prompt) for prompt in self.prompts]
         return [
             Request(
@@ -125,19 +125,19 @@ class Submit(Message):
 
 
 def _common(request: Request) -> Request:
-    """What requests must share to travel in one message."""
+    """Return the fields that requests must share to be sent in one message, as a Request without the others."""
     sampling = replace(request.sampling, max_tokens=1, seed=None, prompt_logprobs=None)
     return replace(request, request_id="", prompt=_NO_TOKENS, sampling=sampling)
 
 
 class Abort(Message):
-    """To the engine: forget these requests; unknown ids are fine, and no Output follows."""
+    """To the engine: abort these requests. Unknown ids are ignored; no Output follows."""
 
     request_ids: tuple[str, ...]
 
 
 class Call(Message):
-    """To the engine: do one of engine_calls.CALLS between two steps; answered by an Answer with the same id."""
+    """To the engine: execute one of engine_calls.CALLS between two steps; the reply is an Answer with the same id."""
 
     call_id: int
     name: str
@@ -149,20 +149,20 @@ class Stop(Message):
 
 
 class Ready(Message):
-    """From the engine, once: it is built."""
+    """From the engine, once: the engine is built."""
 
     info: EngineInfo
 
 
 class Failed(Message):
-    """From the engine, last: it cannot start (`is_config`: by the user's mistake), or it broke."""
+    """From the engine, last: it cannot start (`is_config`: because of its configuration), or it failed in a step."""
 
     message: str
     is_config: bool
 
 
 class Refused(Message):
-    """From the engine: this one request cannot be taken. `code` is OpenAI's if it is the client's mistake."""
+    """From the engine: this request is refused. `code` is OpenAI's error code if it is the client's mistake."""
 
     request_id: str
     message: str
@@ -171,20 +171,20 @@ class Refused(Message):
 
 
 class News(Message):
-    """From the engine after every step, and at least every second: a heartbeat with all that happened."""
+    """From the engine after every step and at least every second: a heartbeat with new outputs and statistics."""
 
     outputs: list[Output]
     stats: EngineStats
 
 
 class LongStep(Message):
-    """From the engine: the step that begins now may take so many seconds, in which nothing will be heard of it."""
+    """From the engine: the step that begins now may take this many seconds without a heartbeat."""
 
     seconds: float
 
 
 class Answer(Message):
-    """From the engine: what a Call came to, or why it was refused. `code` is OpenAI's if it is the client's mistake."""
+    """From the engine: the result or the error of a Call. `code` is OpenAI's if it is the client's mistake."""
 
     call_id: int
     value: Any = None  # of plain values
@@ -202,45 +202,45 @@ _from_engine = msgspec.msgpack.Decoder(FromEngine)
 
 
 def encode_frame(message: Message) -> bytes:
-    """Returns one frame: four bytes of length, then msgpack."""
+    """Return one frame: the length in four bytes, big endian, then msgpack."""
     payload = _encoder.encode(message)
     assert len(payload) <= MAX_FRAME_BYTES, f"frame of {len(payload)} bytes"
     return _LENGTH.pack(len(payload)) + payload
 
 
 def decode_to_engine(payload: bytes) -> ToEngine:
-    """Returns the message of a frame. Raises msgspec.DecodeError for anything else."""
+    """Return the message in a payload for the engine. Raises msgspec.DecodeError for anything else."""
     return _to_engine.decode(payload)
 
 
 def decode_from_engine(payload: bytes) -> FromEngine:
-    """Returns the message of a frame. Raises msgspec.DecodeError for anything else."""
+    """Return the message in a payload from the engine. Raises msgspec.DecodeError for anything else."""
     return _from_engine.decode(payload)
 
 
 class PeerGoneError(HeadstartError):
-    """The process at the other end of the channel is gone."""
+    """The process at the other end of the channel has ended."""
 
 
 def plain_stats(stats: EngineStats) -> dict[str, Any]:
-    """Returns every field by name, as plain values: what a Call can be answered with."""
+    """Return the fields of EngineStats as plain values, for an Answer."""
     return {**stats._asdict(), "store": None if stats.store is None else asdict(stats.store)}
 
 
 def stats_of(values: dict[str, Any]) -> EngineStats:
-    """Returns the EngineStats that `plain_stats` was given."""
+    """Return EngineStats from the values of `plain_stats`."""
     store = values["store"]
     return EngineStats(**{**values, "store": None if store is None else StoreStats(**store)})
 
 
 class FrameSplitter:
-    """Cuts a stream of bytes into the payloads of its frames."""
+    """A splitter of a byte stream into the payloads of its frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Takes bytes as they came and yields every payload that is whole. Raises ValueError for an absurd length."""
+        """Add received bytes and yield every complete payload. Raises ValueError for a length over the limit."""
         buffer = self._buffer
         buffer += data
         start = 0
@@ -260,7 +260,7 @@ class FrameSplitter:
 
 
 class Channel:
-    """The engine's end of the socket: blocking sends, receives that wait no longer than asked."""
+    """The engine's end of the socket: blocking sends, receives with a timeout."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -268,7 +268,7 @@ class Channel:
         self.is_closed = False
 
     def send(self, message: Message) -> None:
-        """Sends one message, waiting while the other side is behind. Raises PeerGoneError if it is gone."""
+        """Send one message; blocks while the socket buffer is full. Raises PeerGoneError if the peer has ended."""
         try:
             self._socket.settimeout(None)
             self._socket.sendall(encode_frame(message))
@@ -276,9 +276,9 @@ class Channel:
             raise PeerGoneError(f"the other end of the channel is gone: {error}") from error
 
     def receive(self, timeout: float) -> list[bytes]:
-        """Returns the payloads that are there, waiting up to `timeout` seconds for the first byte.
+        """Return the available payloads, waiting up to `timeout` seconds for the first byte.
 
-        Sets `is_closed` when the other side is gone.
+        Sets `is_closed` when the peer has closed the channel.
         """
         payloads: list[bytes] = []
         self._socket.settimeout(timeout)

@@ -1,7 +1,7 @@
 """KV events as msgpack, in the format of vLLM 0.32: the payload of one batch.
 
-An array [time, events, data parallel rank]; each event a map whose "type" says what it is. Block hashes are our names
-as bytes, or the last 64 bits of them as int, which is what vLLM sends unless told otherwise.
+An array [time, events, data parallel rank]; each event is a map with its kind in "type". Block hashes are bytes, or
+their last 64 bits as int, which is vLLM's default.
 """
 
 from hashlib import sha256
@@ -15,7 +15,7 @@ BlockKey = bytes | int
 
 
 class BatchEncoder:
-    """Events to msgpack. One KV cache group of full attention, data parallel rank 0."""
+    """Encoder of events to msgpack, for one KV cache group of full attention and data parallel rank 0."""
 
     def __init__(self, medium: str, *, int_block_hashes: bool = False) -> None:
         self._medium = medium
@@ -23,7 +23,7 @@ class BatchEncoder:
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, ts: float, events: list[Event]) -> bytes:
-        """The payload of one batch; `ts` in seconds."""
+        """Return the payload of one batch; `ts` in seconds."""
         return self._encoder.encode([ts, [self._event(event) for event in events], 0])
 
     def _event(self, event: Event) -> "_Stored | _Removed | _Cleared":
@@ -31,7 +31,7 @@ class BatchEncoder:
             case BlockStored():
                 parent = event.parent_block_hash
                 return _Stored(
-                    block_hashes=[self._key(name) for name in event.block_hashes],
+                    block_hashes=[self._key(block_hash) for block_hash in event.block_hashes],
                     parent_block_hash=None if parent is None else self._key(parent),
                     token_ids=event.token_ids.tolist(),
                     block_size=event.block_size,
@@ -43,16 +43,16 @@ class BatchEncoder:
                     kv_cache_spec_kind="full_attention",
                 )
             case BlockRemoved():
-                return _Removed([self._key(name) for name in event.block_hashes], self._medium, group_idx=0)
+                return _Removed([self._key(block_hash) for block_hash in event.block_hashes], self._medium, group_idx=0)
             case AllBlocksCleared():
                 return _Cleared()
 
-    def _key(self, name: BlockHash) -> BlockKey:
-        return int.from_bytes(name[-8:], "big") if self._as_int else name
+    def _key(self, block_hash: BlockHash) -> BlockKey:
+        return int.from_bytes(block_hash[-8:], "big") if self._as_int else block_hash
 
 
 class _Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
-    """Field names, order and defaults are vLLM's (vllm/distributed/kv_events.py, 0.32); so in the classes below."""
+    """Event with vLLM's field names, order and defaults (vllm/distributed/kv_events.py, 0.32), as the classes below."""
 
     block_hashes: list[BlockKey]
     parent_block_hash: BlockKey | None
@@ -61,7 +61,7 @@ class _Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    extra_keys: list[tuple[str, ...] | None] | None = None  # per block: adapter, and where it begins the domain
+    extra_keys: list[tuple[str, ...] | None] | None = None  # per block: the adapter; for a first block also the domain
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
 
@@ -77,9 +77,9 @@ class _Cleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
 
 
 def _extra_keys(event: BlockStored) -> list[tuple[str, ...] | None]:
-    """What is in the blocks' names beside tokens, where vLLM has it: the adapter in each, the domain in the first.
+    """Return the block hash inputs beside tokens, where vLLM puts them: the adapter per block, the domain in the first.
 
-    Of the domain a digest: equal for equal domains, and no tenant's name.
+    The domain is sent as a digest: equal for equal domains, without the tenant's name.
     """
     adapter = () if event.adapter is None else (event.adapter,)
     domain = (sha256(event.domain).hexdigest(),) if event.domain else ()

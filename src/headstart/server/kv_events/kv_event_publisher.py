@@ -1,9 +1,9 @@
-"""KV events for routers: ZMQ PUB and msgpack in the format of vLLM 0.32, with a socket that replays what was missed.
+"""KV events for routers: ZMQ PUB and msgpack in the format of vLLM 0.32, with a socket that replays missed batches.
 
-A message has three frames: topic, sequence number (8 bytes, big endian, from 0), payload. The payload is the array
-[time, events, data parallel rank], each event a map whose "type" says what it is. Whoever misses a number asks the
-replay socket for what follows it. Publishing happens in a thread of its own: a step never waits for a consumer. What
-does not fit into its queue is counted and dropped, and its number with it, so that consumers see the gap.
+A message has three frames: topic, sequence number (8 bytes, big endian, from 0), payload (kv_event_encoding.py). A
+consumer that misses a number requests the batches from that number on from the replay socket. Publishing runs in its
+own thread: a step never waits for a consumer. Batches that do not fit into the queue are counted and dropped with their
+number, so that consumers see the gap.
 """
 
 import queue
@@ -34,18 +34,18 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The keys of --kv-events-config: vLLM's names and defaults, and `int_block_hashes`."""
 
     enable_kv_cache_events: bool = False
-    publisher: Literal["zmq", "null"] | None = None  # None: zmq, if events are enabled
+    publisher: Literal["zmq", "null"] | None = None  # None: zmq if events are enabled
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
     buffer_steps: Count = 10_000  # batches kept for replay
     hwm: Count = 100_000  # messages per slow subscriber, then ZMQ drops its newest; 0: no limit
     max_queue_size: Annotated[int, msgspec.Meta(ge=1)] = 100_000  # batches not yet sent
     topic: str = ""
-    int_block_hashes: bool = False  # the last 64 bits as int, for consumers that know no bytes
+    int_block_hashes: bool = False  # the last 64 bits as int, for consumers that do not support bytes
 
 
 def parse_kv_events_config(text: str | None) -> KVEventsConfig | None:
-    """Returns what --kv-events-config asks for; None if it asks for no events. Raises ConfigError."""
+    """Return the config in --kv-events-config, None if it does not enable events. Raises ConfigError."""
     if text is None:
         return None
     try:
@@ -67,10 +67,10 @@ def parse_kv_events_config(text: str | None) -> KVEventsConfig | None:
 
 
 class KVEventPublisher:
-    """Sends batches of events from a thread of its own; it ends with close(), with the interpreter, or when dropped."""
+    """A publisher of event batches with its own thread, until close(), garbage collection or interpreter exit."""
 
     def __init__(self, config: KVEventsConfig, *, medium: str) -> None:
-        """Binds the sockets; `medium` is "CPU" or "GPU", where the blocks are. Raises ConfigError if that fails."""
+        """Open the sockets; `medium`, "CPU" or "GPU", is the location of the blocks. Raises ConfigError on failure."""
         self._num_batches = 0
         self._num_rejected = 0  # batches that found the queue full
         self._queue: queue.Queue[_Batch | None] = queue.Queue(config.max_queue_size)
@@ -82,22 +82,22 @@ class KVEventPublisher:
 
     @property
     def num_dropped(self) -> int:
-        """Batches that no consumer will see: the queue was full, or they could not be sent."""
+        """Number of batches dropped because the queue was full or sending failed."""
         return self._num_rejected + self._sender.num_failed
 
     def publish(self, events: list[Event]) -> None:
-        """Hands over what one step did to the index. Never waits and never raises."""
+        """Queue the events of one step. Never blocks and never raises."""
         batch = _Batch(self._num_batches, time.time(), events)
         self._num_batches += 1
         try:
             self._queue.put_nowait(batch)
         except queue.Full:
             count = self._num_rejected = self._num_rejected + 1
-            if count & (count - 1) == 0:  # 1, 2, 4, 8 ...: no flood of lines
+            if count & (count - 1) == 0:  # 1, 2, 4, 8 ...: limits the number of log lines
                 _say(f"dropped batch {batch.seq}: {self._queue.maxsize} are waiting; {count} dropped so far")
 
     def close(self) -> None:
-        """Sends what is waiting and closes the sockets; twice does no harm."""
+        """Send the queued batches and close the sockets. Idempotent."""
         self._finalizer()
 
 
@@ -108,7 +108,7 @@ class _Batch(NamedTuple):
 
 
 class _Sender:
-    """The sockets, and the thread's body. It must not refer to the publisher, whose end is what ends it."""
+    """The sockets and the body of the thread. It must not reference the publisher, whose finalizer stops the thread."""
 
     def __init__(self, config: KVEventsConfig, medium: str) -> None:
         self.num_failed = 0  # batches
@@ -120,7 +120,7 @@ class _Sender:
         try:
             self._pub = self._open(zmq.PUB, config.endpoint, config.hwm)
             if config.replay_endpoint is not None:
-                # A whole replay must fit, or a ROUTER drops its tail without a word.
+                # A whole replay must fit, or a ROUTER silently drops the rest.
                 self._replay = self._open(zmq.ROUTER, config.replay_endpoint, config.buffer_steps + 2)
         except ConfigError:
             self._context.destroy(linger=0)
@@ -128,11 +128,11 @@ class _Sender:
         self.endpoint = _last_endpoint(self._pub)
         self.replay_endpoint = None if self._replay is None else _last_endpoint(self._replay)
         replay = "" if self.replay_endpoint is None else f", replay at {self.replay_endpoint}"
-        where = "at" if _is_bound(config.endpoint) else "to whoever binds"
-        _say(f"{where} {self.endpoint}{replay}; they hold the token ids of every prompt, so keep strangers away")
+        where = "at" if _is_bound(config.endpoint) else "to the consumer at"
+        _say(f"{where} {self.endpoint}{replay}; they contain the token ids of all prompts, so restrict access")
 
     def run(self, batches: "queue.Queue[_Batch | None]") -> None:
-        """Sends until the sentinel None, answering replays in between; closes the sockets."""
+        """Send batches until the sentinel None, serving replay requests in between; then close the sockets."""
         timeout = None if self._replay is None else REPLAY_POLL_SECONDS
         try:
             while True:
@@ -153,13 +153,13 @@ class _Sender:
             frames = (self._topic, batch.seq.to_bytes(8, "big"), self._encoder.encode(batch.ts, batch.events))
             self._pub.send_multipart(frames)
             self._sent.append(frames)
-        except Exception as error:  # fails alone: counted, told, and a gap that consumers see
+        except Exception as error:  # only this batch fails: counted, logged, and visible to consumers as a gap
             self.num_failed += 1
             _say(f"batch {batch.seq} could not be sent ({type(error).__name__}: {error})")
             traceback.print_exc()
 
     def _answer_replays(self) -> None:
-        """Sends every kept batch from the number asked for on, then the end marker. As vLLM, topic frame included."""
+        """Send every kept batch from the requested number on, then the end marker. As in vLLM, with the topic frame."""
         while self._replay is not None and self._replay.poll(0):
             request = self._replay.recv_multipart()
             if len(request) != 3 or len(request[2]) != 8:
@@ -172,7 +172,7 @@ class _Sender:
             self._replay.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
 
     def _open(self, kind: int, endpoint: str, hwm: int) -> "zmq.Socket[bytes]":
-        """As vLLM: wildcards and ipc are bound, a PUB at a concrete address connects to a consumer there."""
+        """Return an open socket. As in vLLM, wildcards and ipc are bound; a PUB with another address connects to it."""
         sock = self._context.socket(kind)
         sock.set_hwm(hwm)
         if "[" in endpoint or "::" in endpoint:
@@ -193,7 +193,7 @@ def _stop(batches: "queue.Queue[_Batch | None]", thread: threading.Thread) -> No
     try:
         batches.put(None, timeout=CLOSE_SECONDS)
     except queue.Full:
-        return  # it hangs: a daemon, which ends with the process
+        return  # the thread hangs; as a daemon it ends with the process
     thread.join(CLOSE_SECONDS)
 
 
