@@ -104,7 +104,7 @@ def _load(options: EngineOptions, folder: Path) -> tuple[LoadedModel, KVPlan, in
     )
     max_model_len = loaded.max_model_len if options.max_model_len is None else options.max_model_len
     if max_model_len > loaded.max_model_len:
-        raise ConfigError(f"max_model_len is {max_model_len}, but the model knows {loaded.max_model_len} positions")
+        raise ConfigError(f"max_model_len is {max_model_len}, but the model supports {loaded.max_model_len} positions")
     plan = plan_kv_pool(
         kv_bytes_per_token=loaded.kv_bytes_per_token,
         block_size=options.block_size,

@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server.harness import spawn, wait_for
 
-from headstart.cli.replicas import behind_router, divided, environment, publishing, shown, tells, with_tokenizer
+from headstart.cli.replicas import (
+    behind_router,
+    divided,
+    environment,
+    publishing,
+    resources_text,
+    uses_kv_events,
+    with_tokenizer,
+)
 from headstart.config.options import EngineOptions, PrefixEntry, RouterOptions, ServerOptions, TenantEntry
 from headstart.core.errors import ConfigError
 from headstart.model.weights.init_model import init_model
@@ -82,9 +90,12 @@ def test_one_endpoint_for_events_cannot_be_that_of_several() -> None:
 
 
 def test_the_banner_says_what_each_got() -> None:
-    assert shown(share(2, 2)) == "each with 1 thread, up to 6.0 GiB of memory"
-    assert shown(share(2, 8, kv_cache_memory="2GiB")) == "each with 4 threads, up to 6.0 GiB of memory, 1.0 GiB of KV"
-    assert shown(share(2, 8, num_gpu_blocks_override=9, device="cuda")) == "each with 4 threads, 9 KV blocks"
+    assert resources_text(share(2, 2)) == "each with 1 thread, up to 6.0 GiB of memory"
+    assert (
+        resources_text(share(2, 8, kv_cache_memory="2GiB"))
+        == "each with 4 threads, up to 6.0 GiB of memory, 1.0 GiB of KV"
+    )
+    assert resources_text(share(2, 8, num_gpu_blocks_override=9, device="cuda")) == "each with 4 threads, 9 KV blocks"
 
 
 def test_replicas_find_the_modules_of_this_process_and_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +141,10 @@ def test_a_mistake_is_said_once(tmp_path: Path) -> None:
 
 
 def test_the_router_hears_its_replicas_unless_tenants_have_keys() -> None:
-    assert tells(ServerOptions()) and tells(ServerOptions(admin_api_key=("a",)))
-    assert not tells(ServerOptions(api_key=("k",))) and not tells(ServerOptions(tenants=(TenantEntry("t", ("k",)),)))
+    assert uses_kv_events(ServerOptions()) and uses_kv_events(ServerOptions(admin_api_key=("a",)))
+    assert not uses_kv_events(ServerOptions(api_key=("k",))) and not uses_kv_events(
+        ServerOptions(tenants=(TenantEntry("t", ("k",)),))
+    )
     engine = publishing(EngineOptions(seed=7), "ipc:///x", "ipc:///y")
     found = parse_kv_events_config(engine.kv_events_config)
     assert found is not None and (found.endpoint, found.replay_endpoint) == ("ipc:///x", "ipc:///y")

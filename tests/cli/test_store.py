@@ -154,7 +154,7 @@ def test_clear_removes_nothing_where_nobody_can_be_asked(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     assert store("clear", folder) == 2
-    assert "say --yes" in capsys.readouterr().err and len(list(folder.glob("*.kv"))) == 2
+    assert "use --yes" in capsys.readouterr().err and len(list(folder.glob("*.kv"))) == 2
 
 
 @pytest.mark.parametrize("verb", ["stat", "verify", "clear"])

@@ -83,7 +83,7 @@ def test_mistakes_are_one_line_and_code_2(
             (["--url", "nonsense", "x"], "not an address"),
             ([], "give one of ID, --prompt and --file"),
             (["x", "--prompt", "y"], "2 were given"),
-            (["x", "--chat"], "--chat is about"),
+            (["x", "--chat"], "--chat applies to --prompt and --file only"),
             (["--file", str(tmp_path / "none")], "cannot read"),
         ):
             assert cli.main(["explain", *arguments]) == 2

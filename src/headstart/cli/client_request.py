@@ -20,7 +20,7 @@ def key_from(environ: Mapping[str, str]) -> str | None:
     return next((value for value in values if value), None)
 
 
-def ask(url: str, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+def call_server(url: str, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     """Return the JSON response of a server. Raises HeadstartError with its message, or why it cannot be reached."""
     address = url.rstrip("/").removesuffix("/v1")
     headers = {"content-type": "application/json"}
@@ -32,7 +32,7 @@ def ask(url: str, method: str, path: str, body: Mapping[str, Any] | None = None)
             text = answer.read()
             return json.loads(text) if text else None
     except HTTPError as error:
-        raise HeadstartError(_told(error, bool(key))) from error
+        raise HeadstartError(_error_message(error, bool(key))) from error
     except (URLError, TimeoutError, ConnectionError) as error:
         reason = getattr(error, "reason", error)
         raise HeadstartError(
@@ -42,7 +42,7 @@ def ask(url: str, method: str, path: str, body: Mapping[str, Any] | None = None)
         raise HeadstartError(f"{address} is not a headstart server, or not an address ({error})") from error
 
 
-def _told(error: HTTPError, has_key: bool) -> str:
+def _error_message(error: HTTPError, has_key: bool) -> str:
     try:
         message = json.loads(error.read())["error"]["message"]
     except (ValueError, LookupError, TypeError):

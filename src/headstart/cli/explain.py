@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import typer
 
-from headstart.cli.client_request import DEFAULT_URL, ask
+from headstart.cli.client_request import DEFAULT_URL, call_server
 from headstart.core.errors import ConfigError
 
 EXAMPLES = """Examples:
@@ -42,9 +42,11 @@ def explain(
     if request_id is not None:
         if chat:
             raise ConfigError("--chat applies to --prompt and --file only; leave it out with an ID")
-        answer = ask(url, "GET", f"/v1/cache/explain?request_id={quote(request_id, safe='')}")
+        answer = call_server(url, "GET", f"/v1/cache/explain?request_id={quote(request_id, safe='')}")
     else:
-        answer = ask(url, "POST", "/v1/cache/explain", _body(prompt if prompt is not None else _read(file), chat))
+        answer = call_server(
+            url, "POST", "/v1/cache/explain", _body(prompt if prompt is not None else _read(file), chat)
+        )
     print(json.dumps(answer, ensure_ascii=False) if as_json else wrapped(answer["message"]))
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headstart.cli.client_request import DEFAULT_URL, ask
+from headstart.cli.client_request import DEFAULT_URL, call_server
 from headstart.cli.help_text import GroupedCommand
 from headstart.core.errors import ConfigError, HeadstartError
 
@@ -36,7 +36,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="The server's answer as JSO
 @app.command("list", cls=GroupedCommand)
 def list_prefixes(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """List the pinned prefixes with their hits and saved tokens."""
-    answer = ask(url, "GET", _ROUTE)
+    answer = call_server(url, "GET", _ROUTE)
     _show(answer, answer["data"], as_json)
 
 
@@ -63,7 +63,7 @@ def add(
         body["messages"] = _messages(messages)
     else:
         body["text"] = _read(file) if file is not None else sys.stdin.read() if text == "-" else text
-    answer = ask(url, "POST", _ROUTE, body)
+    answer = call_server(url, "POST", _ROUTE, body)
     answer = _wait_until_warm(answer, url) if wait else answer
     _show(answer, [answer], as_json)
 
@@ -75,7 +75,7 @@ def remove(
     as_json: AsJson = False,
 ) -> None:
     """Unpin a prefix: its blocks become evictable."""
-    answer = ask(url, "DELETE", f"{_ROUTE}/{quote(name, safe='')}")
+    answer = call_server(url, "DELETE", f"{_ROUTE}/{quote(name, safe='')}")
     print(json.dumps(answer) if as_json else f"{name} is no longer pinned")
 
 
@@ -84,7 +84,7 @@ def _wait_until_warm(entry: dict[str, Any], url: str) -> dict[str, Any]:
     with Console(stderr=True).status(f"computing {entry['tokens']:,} tokens"):
         while entry["state"] == "warming":
             time.sleep(POLL_SECONDS)
-            listed = {other["name"]: other for other in ask(url, "GET", _ROUTE)["data"]}
+            listed = {other["name"]: other for other in call_server(url, "GET", _ROUTE)["data"]}
             if entry["name"] not in listed:
                 raise HeadstartError(f"prefix {entry['name']!r} was removed while it was computed")
             entry = listed[entry["name"]]

@@ -31,12 +31,14 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
 
         def make_launch(name: str) -> Launch:
             events, replay = (
-                (f"ipc://{folder}/{name}", f"ipc://{folder}/{name}-replay") if tells(server) else (None, None)
+                (f"ipc://{folder}/{name}", f"ipc://{folder}/{name}-replay") if uses_kv_events(server) else (None, None)
             )
             options = encode_options(publishing(share, events, replay), behind_router(server), Log().is_terminal)
             return Launch(command, options, variables, events, replay)
 
-        fleet = LocalReplicas(make_launch, router.replicas, about=shown(share), drain_seconds=server.drain_timeout)
+        fleet = LocalReplicas(
+            make_launch, router.replicas, about=resources_text(share), drain_seconds=server.drain_timeout
+        )
         return _routed(fleet, with_tokenizer(router, engine), server)
 
 
@@ -48,7 +50,7 @@ def _routed(fleet: LocalReplicas, router: RouterOptions, server: ServerOptions) 
         return code
 
 
-def tells(server: ServerOptions) -> bool:
+def uses_kv_events(server: ServerOptions) -> bool:
     """Return whether the router subscribes to KV events. Not with tenants, since events do not name the tenant."""
     return not server.api_key and not server.tenants
 
@@ -99,7 +101,7 @@ def _with_pool(engine: EngineOptions, replicas: int) -> EngineOptions:
     return replace(engine, kv_cache_memory=str(max(parse_bytes(engine.kv_cache_memory) // replicas, 1)))
 
 
-def shown(share: EngineOptions) -> str:
+def resources_text(share: EngineOptions) -> str:
     """Return the resources of each replica as text for the banner."""
     threads = f"each with {share.threads} thread{'' if share.threads == 1 else 's'}"
     parts = [threads]

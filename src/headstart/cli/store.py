@@ -92,7 +92,7 @@ def verify(folder: Folder, as_json: AsJson = False) -> None:
                 print(f"{folder / name}: {_MEANINGS.get(reason, reason)}" + (f" ({count:,})" if count > 1 else ""))
         print(f"{report.num_good:,} blocks, {_size(report.num_bytes)}, are sound; damaged files: {len(harmed):,}")
         if harmed:
-            print("nothing damaged is ever served; it goes when its file does: delete it, or leave that to the store")
+            print("damaged blocks are never served; delete their files, or leave them to eviction by the store")
     if harmed:
         raise typer.Exit(1)
 
@@ -110,7 +110,7 @@ def clear(
     with _opened(folder) as folder:
         if not yes:
             found = inspect.stat(folder)
-            _ask(f"remove {_size(found.num_bytes)} of blocks (files: {found.num_files:,}) from {folder}? [y/N]")
+            _confirm(f"remove {_size(found.num_bytes)} of blocks (files: {found.num_files:,}) from {folder}? [y/N]")
         num_files, num_bytes = inspect.clear(folder)
     if as_json:
         print(json.dumps({"folder": str(folder), "files": num_files, "bytes": num_bytes}))
@@ -148,7 +148,7 @@ def _bar(label: str) -> Generator[Callable[[int, int], None]]:
         yield show
 
 
-def _ask(question: str) -> None:
+def _confirm(question: str) -> None:
     """Ask for confirmation. Raises ConfigError if stdin is not a terminal, typer.Exit if the answer is not yes."""
     if not sys.stdin.isatty():
         raise ConfigError("clear asks for confirmation, and stdin is not a terminal; use --yes")

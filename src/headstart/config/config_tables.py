@@ -46,8 +46,8 @@ def _prefix(table: dict[str, Any], number: int, folder: Path) -> PrefixEntry:
         return PrefixEntry(name, tenant, error=f"unknown key {unknown[0]!r}; a prefix has name, tenant and its content")
     given = [key for key in _CONTENTS if key in table]
     if len(given) != 1:
-        said = " and ".join(given) or "none of them"
-        return PrefixEntry(name, tenant, error=f"it needs exactly one of text, file and messages, and has {said}")
+        found = " and ".join(given) or "none of them"
+        return PrefixEntry(name, tenant, error=f"it needs exactly one of text, file and messages, and has {found}")
     content = table[given[0]]
     if given == ["messages"]:
         if not isinstance(content, list) or not content or not all(isinstance(message, dict) for message in content):

@@ -1,7 +1,7 @@
 """Hints for options of vLLM, SGLang, llama.cpp and others that Headstart lacks: the replacement, or the reason.
 
-Names with the same meaning in Headstart and vLLM are options and need no hint. tests/config/test_option_hints.py checks that
-every flag named in a hint exists, and that no hint is for an existing option.
+Names with the same meaning in Headstart and vLLM are options and need no hint. tests/config/test_option_hints.py checks
+that every flag named in a hint exists, and that no hint is for an existing option.
 """
 
 _MODEL = "the model is named without a flag: headstart serve MODEL"

@@ -254,9 +254,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if running is not None and not self.cycle.more_body:
             self.cycle.keep_alive, self._is_last, self._is_refused = False, True, True
             return
-        is_told = running is None or (running is self.cycle and not running.response_started)
+        can_respond = running is None or (running is self.cycle and not running.response_started)
         self._disconnect()
-        if is_told:
+        if can_respond:
             self.transport.write(refusal(status, message))
             self._linger()
         else:

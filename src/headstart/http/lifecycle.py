@@ -75,7 +75,7 @@ class Shutdown:
     def _terminate(self) -> None:
         """Begin to drain: admit no new requests, answer the admitted ones. A second SIGTERM changes nothing."""
         if not self.begun.is_set():
-            self._tell("SIGTERM: ", "")
+            self._log_drain("SIGTERM: ", "")
         self._begin()
 
     def _interrupt(self) -> None:
@@ -84,14 +84,14 @@ class Shutdown:
             self.at_once.set()
             return
         self.drain_seconds = min(self.drain_seconds, INTERRUPT_SECONDS)
-        self._tell("", "; Ctrl-C again stops at once")
+        self._log_drain("", "; Ctrl-C again stops at once")
         self._begin()
 
     def _begin(self) -> None:
         self._on_drain()
         self.begun.set()
 
-    def _tell(self, why: str, more: str) -> None:
+    def _log_drain(self, why: str, more: str) -> None:
         count, seconds = self._num_requests(), f"{self.drain_seconds:.0f} s"
         self._log.line(f"headstart: {why}{count} requests under way get up to {seconds} to finish{more}")
 

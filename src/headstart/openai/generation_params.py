@@ -22,7 +22,7 @@ from headstart.openai.fields import (
     shown,
     unsupported,
 )
-from headstart.openai.unsupported import refuse_unbuilt
+from headstart.openai.unsupported import refuse_unsupported
 
 GREEDY_BELOW = 1e-5  # a smaller temperature would only overflow, with the same token as the result
 DEFAULT_COMPLETION_TOKENS = 16
@@ -72,7 +72,7 @@ def parse_params(fields: Fields, bounds: Bounds, kind: Kind) -> GenerationParams
 
     Raises InvalidRequestError, with `param` set, for the first invalid value.
     """
-    refuse_unbuilt(fields)
+    refuse_unsupported(fields)
     max_tokens = _max_tokens(fields, bounds, kind)
     n = _n(fields, bounds)
     stream = fields.boolean("stream")

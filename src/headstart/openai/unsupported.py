@@ -7,7 +7,7 @@ from headstart.core.errors import InvalidRequestError
 from headstart.openai.fields import Fields, shown, unsupported
 
 
-def refuse_unbuilt(fields: Fields) -> None:
+def refuse_unsupported(fields: Fields) -> None:
     """Raise InvalidRequestError for an unsupported parameter; values that mean "off" are accepted."""
     _refuse_formats(fields)
     for name in ("tools", "functions"):
@@ -21,12 +21,12 @@ def refuse_unbuilt(fields: Fields) -> None:
         unsupported("modalities", 'this server writes text only; send ["text"] or leave it out')
     if fields.take("suffix") not in (None, ""):
         unsupported("suffix", "insertion is not built; leave it out")
-    for name in _UNBUILT:
+    for name in _UNSUPPORTED:
         if fields.take(name) not in (None, False, [], {}):
             unsupported(name, "leave it out")
 
 
-_UNBUILT = (
+_UNSUPPORTED = (
     *("audio", "prediction", "web_search_options", "moderation", "documents", "chat_template", "use_beam_search"),
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "prompt_embeds"),
     *("bad_words", "allowed_token_ids", "logits_processors", "truncate_prompt_tokens", "kv_transfer_params"),

@@ -139,7 +139,7 @@ class _Routes:
                 token_ids, model.tokenizer, model.bounds.max_model_len, with_texts=body.return_token_strs
             )
 
-        answer = await self._worked(request, work, renders=True)
+        answer = await self._run_with_body(request, work, renders=True)
         if answer["count"] <= SLICE_ITEMS:
             return json_response(answer)
         return StreamingResponse(self._state.turns.pieces(answer), media_type="application/json")
@@ -153,9 +153,11 @@ class _Routes:
             check_model(body.model, model)
             return protocol.detokenize_answer(model.tokenizer.decode(body.token_ids))
 
-        return json_response(await self._worked(request, work))
+        return json_response(await self._run_with_body(request, work))
 
-    async def _worked(self, request: Request, work: Callable[[bytes], _Result], *, renders: bool = False) -> _Result:
+    async def _run_with_body(
+        self, request: Request, work: Callable[[bytes], _Result], *, renders: bool = False
+    ) -> _Result:
         """Return `work(body)`, run off the event loop if the body is long, or if `renders` and it holds messages."""
         async with self._state.bodies.held(request) as body:
             waits = renders and b'"messages"' in body
@@ -186,8 +188,8 @@ class _Routes:
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Reset the prefix cache; ?pinned=true: prefixes too; ?reset_external=true: the store too. 503 if busy."""
         self._state.check_ready()
-        asked = {"pinned": _switch(request, "pinned"), "external": _switch(request, "reset_external")}
-        if not await self._state.engine.call("reset_prefix_cache", asked):
+        argument = {"pinned": _switch(request, "pinned"), "external": _switch(request, "reset_external")}
+        if not await self._state.engine.call("reset_prefix_cache", argument):
             message = "requests are running, and they hold cached blocks; try again when they are done"
             raise HttpError(503, message, code="busy", headers={"retry-after": "1"})
         return json_response({"status": "ok"})
@@ -200,7 +202,7 @@ class _Routes:
     async def add_prefix(self, request: Request) -> Response:
         """Pin a prefix and respond when it is computed. Administrators only."""
         model = self._state.check_ready()
-        body = await self._worked(request, lambda data: parse_prefix(parse_json(data), model.bounds))
+        body = await self._run_with_body(request, lambda data: parse_prefix(parse_json(data), model.bounds))
         return json_response(await self._state.prefixes.add(body, model.tokenizer, model.bounds), 201)
 
     async def remove_prefix(self, request: Request) -> Response:

@@ -87,12 +87,12 @@ async def explain(state: ServerState, request: Request) -> Json:
     """
     model = state.check_ready()
     principal = record_of(request.scope).principal
-    asked: dict[str, Any] = {"tenant": principal.tenant, "is_admin": principal.is_admin, "now": time.monotonic()}
+    argument: dict[str, Any] = {"tenant": principal.tenant, "is_admin": principal.is_admin, "now": time.monotonic()}
     if request.method == "GET":
         request_id = _request_id(request)
-        found = await state.engine.call("explain", {**asked, "request_id": request_id})
+        found = await state.engine.call("explain", {**argument, "request_id": request_id})
         if found is None:  # several prompts or choices: explain the first one
-            found = await state.engine.call("explain", {**asked, "request_id": f"{request_id}-0"})
+            found = await state.engine.call("explain", {**argument, "request_id": f"{request_id}-0"})
         if found is None:
             raise HttpError(
                 404,
@@ -102,7 +102,7 @@ async def explain(state: ServerState, request: Request) -> Json:
             )
     else:
         prompt = await _parsed(state, request)
-        found = await state.engine.call("explain", {**asked, "prompt": _plain(prompt)})
+        found = await state.engine.call("explain", {**argument, "prompt": _plain(prompt)})
     return explanation_answer(found, model.tokenizer)
 
 

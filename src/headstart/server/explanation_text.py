@@ -36,7 +36,7 @@ def explanation_answer(found: Mapping[str, Any], tokenizer: Tokenizer) -> Json:
 
 def message(answer: Json) -> str:
     """Return a response as plain text: a paragraph, and below it the two texts where the prompts diverge."""
-    return f"{_account(answer)} {_why(answer)}{_texts(answer['near_match'])}"
+    return f"{_cached_sentence(answer)} {_reason_sentence(answer)}{_texts(answer['near_match'])}"
 
 
 def _sources(ledger: Mapping[str, int]) -> Json:
@@ -64,17 +64,17 @@ def _token(token_ids: Sequence[int], tokenizer: Tokenizer) -> Json | None:
     return {"id": token_ids[0], "text": token_name(tokenizer, token_ids[0])} if token_ids else None
 
 
-def _account(answer: Json) -> str:
+def _cached_sentence(answer: Json) -> str:
     """Return a sentence about the number of cached tokens and their sources."""
     then, now, total = answer["sources"], answer["now"], answer["prompt_tokens"]
     if then is None and answer["status"] in (None, "waiting"):
         return f"{_cached(now, total)} would be cached if it began now{_by_source(now)}."
     if then is None:
         return f"{answer['reused_tokens']:,} of {total:,} prompt tokens were cached when it began."
-    told = f"{_cached(then, total)} were cached{_by_source(then)}."
+    text = f"{_cached(then, total)} were cached{_by_source(then)}."
     if now["cached_tokens"] != then["cached_tokens"]:
-        told += f" If it came again now, {now['cached_tokens']:,} would be."
-    return told
+        text += f" If it came again now, {now['cached_tokens']:,} would be."
+    return text
 
 
 def _cached(sources: Json, total: int) -> str:
@@ -87,7 +87,7 @@ def _by_source(sources: Json) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def _why(answer: Json) -> str:
+def _reason_sentence(answer: Json) -> str:
     """Return a sentence about why there were no more prefix cache hits."""
     return _REASONS[answer["reason"]](answer)
 
@@ -125,14 +125,14 @@ def _computing(answer: Json) -> str:
 
 
 def _equal(ending: str) -> Any:
-    def tell(answer: Json) -> str:
+    def sentence(answer: Json) -> str:
         near = answer["near_match"]
         return f"{_sentence(near['request_id'])} had the same first {_tokens(near['common_tokens'])}, {ending}."
 
-    return tell
+    return sentence
 
 
-def _says(text: str) -> Any:
+def _constant(text: str) -> Any:
     return lambda answer: text
 
 
@@ -152,11 +152,13 @@ def _unseen(answer: Json) -> str:
 
 
 _REASONS = {
-    "complete": _says("Everything was there; the last token is always computed, because the answer begins from it."),
+    "complete": _constant(
+        "Everything was there; the last token is always computed, because the answer begins from it."
+    ),
     "tail": _tail,
-    "disabled": _says("The server runs without prefix caching (--no-enable-prefix-caching)."),
-    "bypass": _says("The request asked to bypass the cache."),
-    "prompt_logprobs": _says("Log-probabilities of the prompt were asked for, and these have to be computed."),
+    "disabled": _constant("The server runs without prefix caching (--no-enable-prefix-caching)."),
+    "bypass": _constant("The request bypasses the cache."),
+    "prompt_logprobs": _constant("Log-probabilities of the prompt were requested, and these must be computed."),
     "evicted": _evicted,
     "computing": _computing,
     "diverged": _diverged,

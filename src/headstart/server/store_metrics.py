@@ -37,7 +37,7 @@ class StoreCollector(Collector):
         families = self._families
         yield families.gauge("blocks", "Blocks in the store that this model could load.", store.num_blocks)
         yield families.gauge("bytes", "Bytes of all files in its folder.", store.num_bytes)
-        yield families.gauge("max_bytes", "Current limit of these bytes, lower on a full disk.", store.max_bytes)
+        yield families.gauge("max_bytes", "Current limit of kv_store_bytes, lower on a full disk.", store.max_bytes)
         yield families.gauge("segments", "Files with blocks in its folder.", store.num_segments)
         yield families.gauge("pending_blocks", "Blocks waiting to be written.", store.num_pending)
         yield families.gauge("loading_blocks", "Blocks being loaded from the store.", stats.num_loading_blocks)

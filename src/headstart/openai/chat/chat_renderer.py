@@ -84,10 +84,10 @@ class ChatRenderer:
             self._note_failure()
             raise InvalidRequestError(str(error), param="messages") from None
         try:
-            kind, answer = process.ask(request, time.monotonic() + self._max_seconds + KILL_SECONDS)
-        except _LostError as lost:
+            kind, answer = process.exchange(request, time.monotonic() + self._max_seconds + KILL_SECONDS)
+        except _LostError as error:
             self._discard(process)
-            message = f"the model's chat template {lost} for this conversation; send fewer or shorter messages"
+            message = f"the model's chat template {error} for this conversation; send fewer or shorter messages"
             raise InvalidRequestError(message, param="messages") from None
         except BaseException:  # an interrupt: the response of the process will not be read
             self._discard(process, is_failure=False)
@@ -174,7 +174,7 @@ class _Process:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, request: bytes, deadline: float) -> tuple[bytes, str]:
+    def exchange(self, request: bytes, deadline: float) -> tuple[bytes, str]:
         """Return the kind and the text of the response. Raises _LostError; then the process must be killed."""
         try:
             self._stream.settimeout(max(deadline - time.monotonic(), 0.001))

@@ -24,8 +24,8 @@ def reset_prefix_cache(engine: Engine, argument: Plain | None) -> bool:
 
     {"pinned": true} also drops pinned prefixes; {"external": true} also clears the store, for all its users.
     """
-    asked = argument or {}
-    return engine.reset_prefix_cache(pinned=asked.get("pinned", False), external=asked.get("external", False))
+    options = argument or {}
+    return engine.reset_prefix_cache(pinned=options.get("pinned", False), external=options.get("external", False))
 
 
 def add_prefix(engine: Engine, argument: Plain) -> Plain:
