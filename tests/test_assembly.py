@@ -135,7 +135,7 @@ def test_values_that_cannot_work_are_refused_before_loading(change: dict[str, ob
 
 
 def test_more_positions_than_the_model_knows_are_refused(tiny: Path) -> None:
-    with pytest.raises(ConfigError, match="the model knows"):
+    with pytest.raises(ConfigError, match="the model supports"):
         build_engine(EngineOptions(model=str(tiny), max_model_len=10**6))
 
 
