@@ -212,27 +212,27 @@ def test_kernels_neither_read_nor_write_beside_their_buffers(
 
 @pytest.mark.parametrize("rotary_dim", [20, 12, 2])
 @pytest.mark.parametrize("with_norms", [False, True])
-def test_heads_are_normalised_and_turned_as_by_torch(kernels: Kernels, rotary_dim: int, with_norms: bool) -> None:
+def test_heads_are_normalised_and_rotated_as_by_torch(kernels: Kernels, rotary_dim: int, with_norms: bool) -> None:
     weight, norms = random(140, 30), (RMSNorm(random(20), 1e-5), RMSNorm(random(20, seed=1), 1e-3))
     packed = [norm.packed if with_norms else None for norm in norms]
-    turner = RotaryHeads(
+    rotary_heads = RotaryHeads(
         num_queries=3, num_keys=2, head_dim=20, rotary_dim=rotary_dim, query_norm=packed[0], key_norm=packed[1]
     )
     linear = PackedLinear(kernels, weight)
-    turned = Chain(kernels, [Link(linear, 0, 1, turner=turner)], (30, 140))
+    rotated = Chain(kernels, [Link(linear, 0, 1, rotary=rotary_heads)], (30, 140))
     rotary = Rotary(RopeConfig("default", 1e4, rotary_dim, 512, 512), torch.bfloat16, torch.device("cpu"))
     for count in (1, 5, 40):
         angles = rotary.angles(torch.arange(7, 7 + count))
         buffers = Buffers(count, (30, 140))
         buffers[0] = random(count, 30)
         buffers.fill(1)
-        Chain(kernels, [Link(linear, 0, 1)], (30, 140))(buffers, turned.scratch(count))
+        Chain(kernels, [Link(linear, 0, 1)], (30, 140))(buffers, rotated.scratch(count))
         heads = buffers[1].view(count, 7, 20).clone()
-        turned(buffers, turned.scratch(count), angles)
+        rotated(buffers, rotated.scratch(count), angles)
         queries, keys = heads[:, :3], heads[:, 3:5]
         if with_norms:
             queries, keys = norms[0](queries), norms[1](keys)
-        expected = torch.cat((rotary.turn(torch.cat((queries, keys), dim=1), angles), heads[:, 5:]), dim=1)
+        expected = torch.cat((rotary.apply(torch.cat((queries, keys), dim=1), angles), heads[:, 5:]), dim=1)
         found = buffers[1].view(count, 7, 20)
         torch.testing.assert_close(found, expected, rtol=8e-3, atol=1e-2)
         assert torch.equal(found[:, 5:], heads[:, 5:])
@@ -241,9 +241,9 @@ def test_heads_are_normalised_and_turned_as_by_torch(kernels: Kernels, rotary_di
 def test_heads_beside_their_angles_and_norms_stay_untouched(kernels: Kernels) -> None:
     guards, count = Guards(), 5
     norm = Norm(guards.put(random(20)), 1e-5)
-    turner = RotaryHeads(num_queries=3, num_keys=2, head_dim=20, rotary_dim=12, query_norm=norm, key_norm=norm)
+    rotary_heads = RotaryHeads(num_queries=3, num_keys=2, head_dim=20, rotary_dim=12, query_norm=norm, key_norm=norm)
     linear = PackedLinear(kernels, random(140, 30))
-    chain = Chain(kernels, [Link(linear, 0, 1, turner=turner)], (30, 140))
+    chain = Chain(kernels, [Link(linear, 0, 1, rotary=rotary_heads)], (30, 140))
     buffers = Buffers(count, (30, 140))
     buffers[0], buffers[1] = guards.put(random(count, 30)), guards.put(random(count, 140))
     angles = tuple(guards.put(random(count, 1, 2, 6, seed=seed)) for seed in (1, 2))
@@ -271,7 +271,7 @@ def test_what_does_not_fit_a_kernel_is_refused(kernels: Kernels) -> None:
         (Link(linear, 0, 2), "not 8 wide"),
         (Link(linear, 1, 1), "not 6 wide"),
         (Link(linear, 0, 1, residual=0), "not 8 wide"),
-        (Link(linear, 0, 1, turner=RotaryHeads(num_queries=1, num_keys=1, head_dim=4, rotary_dim=4)), "heads fill 12"),
+        (Link(linear, 0, 1, rotary=RotaryHeads(num_queries=1, num_keys=1, head_dim=4, rotary_dim=4)), "heads fill 12"),
     ]
     for link, message in links:
         with pytest.raises(ValueError, match=message):
@@ -289,13 +289,13 @@ def test_what_does_not_fit_a_kernel_is_refused(kernels: Kernels) -> None:
     buffers.fill(1)
     with pytest.raises(ValueError, match="too few for 3 rows"):
         chain(buffers, chain.scratch(2))
-    turned = Chain(kernels, [Link(PackedLinear(kernels, random(12, 6)), 0, 1, turner=links[3][0].turner)], (6, 12))
+    rotated = Chain(kernels, [Link(PackedLinear(kernels, random(12, 6)), 0, 1, rotary=links[3][0].rotary)], (6, 12))
     buffers = Buffers(3, (6, 12))
     buffers.fill(0, 1)
     with pytest.raises(ValueError, match="without angles"):
-        turned(buffers, turned.scratch(3))
+        rotated(buffers, rotated.scratch(3))
     with pytest.raises(ValueError, match="cosine"):
-        turned(buffers, turned.scratch(3), (random(2, 1, 2, 2), random(3, 1, 2, 2)))
+        rotated(buffers, rotated.scratch(3), (random(2, 1, 2, 2), random(3, 1, 2, 2)))
 
 
 def test_unknown_variant_is_refused() -> None:

@@ -48,17 +48,17 @@ def test_positions_end_where_the_embedding_would_change(kind: str, positions: in
 
 
 @pytest.mark.parametrize("partial", [1.0, 0.5])
-def test_turning_pairs_each_dimension_with_the_one_half_a_head_away(partial: float) -> None:
+def test_rotation_pairs_each_dimension_with_the_one_half_a_head_away(partial: float) -> None:
     rope = read_rope({"partial_rotary_factor": partial}, head_dim=8)
     rotary = Rotary(rope, torch.float32, torch.device("cpu"))
     heads = torch.randn(3, 2, 8)
-    turned = rotary.turn(heads, rotary.angles(torch.tensor([0, 1, 9])))
+    rotated = rotary.apply(heads, rotary.angles(torch.tensor([0, 1, 9])))
     half = rope.rotary_dim // 2
     for row, position in enumerate((0, 1, 9)):
         for pair in range(half):
             angle = position * 10000.0 ** (-2 * pair / rope.rotary_dim)
             rotation = torch.polar(torch.tensor(1.0), torch.tensor(angle))
             expected = torch.complex(heads[row, :, pair], heads[row, :, pair + half]) * rotation
-            torch.testing.assert_close(turned[row, :, pair], expected.real)
-            torch.testing.assert_close(turned[row, :, pair + half], expected.imag)
-    assert torch.equal(turned[..., rope.rotary_dim :], heads[..., rope.rotary_dim :])
+            torch.testing.assert_close(rotated[row, :, pair], expected.real)
+            torch.testing.assert_close(rotated[row, :, pair + half], expected.imag)
+    assert torch.equal(rotated[..., rope.rotary_dim :], heads[..., rope.rotary_dim :])

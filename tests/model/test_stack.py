@@ -105,7 +105,7 @@ def test_a_step_that_was_checked_against_a_larger_pool_is_checked_again(tmp_path
         runner.attention.begin(step)
 
 
-def test_positions_far_behind_the_first_ones_are_turned_too(tmp_path: Path) -> None:
+def test_positions_far_behind_the_first_ones_are_rotated_too(tmp_path: Path) -> None:
     runner, layers = make_runner(tmp_path, max_position_embeddings=4096)
     tokens, table = [Random(1).randrange(3, 128) for _ in range(2200)], list(range(1, 139))
     other = ModelRunner(runner.loaded, num_blocks=140, block_size=16)

@@ -1,1 +1,1 @@
-"""The executor on torch: weights, layers, KV, attention, sampling, and what surrounds them. Import-light on purpose."""
+"""The executor on torch: weights, layers, KV, attention, sampling, setup. This file imports nothing, on purpose."""

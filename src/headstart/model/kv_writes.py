@@ -1,7 +1,7 @@
-"""Where the new KV of a step goes: whole blocks as spans, everything else token by token.
+"""Slots for the new KV of a step: whole blocks as spans, all other tokens one by one.
 
-A span needs no index: it is one copy into adjacent blocks. That every chunk but the last ends on a block boundary (vLLM
-#19878) is not required: a chunk that begins or ends inside a block has its ragged ends written by slot.
+A span needs no index: it is one copy into adjacent blocks. vLLM #19878 ends every chunk but the last on a block
+boundary; this is not required here: the tokens of a partly written block are written by slot.
 """
 
 from itertools import pairwise
@@ -17,7 +17,7 @@ Int64s = NDArray[np.int64]
 
 
 class Span(NamedTuple):
-    """The tokens [begin, end) of a step fill the slots from `slot` on: whole blocks that are adjacent in memory."""
+    """Tokens [begin, end) of a step, which fill the slots from `slot` on: whole blocks that are adjacent in memory."""
 
     begin: int
     end: int
@@ -25,17 +25,17 @@ class Span(NamedTuple):
 
 
 class Writes(NamedTuple):
-    """Said twice, for two ways to write the same: every token's slot, or spans and the slots of the loose tokens."""
+    """The writes of a step in two equivalent forms: the slot of every token, or spans and the slots of loose tokens."""
 
-    slots: Tensor  # [W] int64 on the device: block id * block_size + offset of the tokens that are written
-    tokens: Tensor | None  # [W] int64 on the device: which tokens those are; None: all
+    slots: Tensor  # [W] int64 on the device: block id * block_size + offset, for each written token
+    tokens: Tensor | None  # [W] int64 on the device: indices of the written tokens; None: all
     spans: tuple[Span, ...]
-    loose: Int64s | None  # [L]: which tokens no span has; None: all
+    loose: Int64s | None  # [L]: indices of the written tokens outside all spans; None: all tokens
     loose_slots: Int64s  # [L]
 
 
 class Ranges(NamedTuple):
-    """The chunks of a step, [R] or [R + 1] each; see StepInputs. Positions before `write_from` are not written."""
+    """The chunks of a step as arrays [R] or [R + 1]; see StepInputs. Positions before `write_from` are not written."""
 
     qo_indptr: Int32s
     starts: Int32s
@@ -45,7 +45,7 @@ class Ranges(NamedTuple):
 
 
 def plan_writes(ranges: Ranges, positions: Int64s, block_size: int, device: torch.device) -> Writes:
-    """The writes of chunks with `positions` [T], packed. Changes nothing."""
+    """Return the writes of packed chunks with `positions` [T]. Changes nothing."""
     tables, write_from = ranges.kv_indptr[:-1], ranges.write_from
     single = len(positions) == len(ranges.starts)
     if not single:
@@ -71,7 +71,7 @@ def plan_writes(ranges: Ranges, positions: Int64s, block_size: int, device: torc
 
 
 def _spans(ranges: Ranges, block_size: int) -> tuple[Span, ...]:
-    """Every whole block that is written, runs of adjacent ones together."""
+    """Return one span for each run of adjacent blocks that are written whole."""
     ends = ranges.starts + np.diff(ranges.qo_indptr)
     first = -(-np.maximum(ranges.starts, ranges.write_from) // block_size)
     last = ends // block_size

@@ -1,7 +1,7 @@
-"""ModelRunner: the executor on torch. One batch in, one forward pass, one row per chunk out.
+"""ModelRunner: the executor on torch. It computes a batch in one forward pass and returns one row per chunk.
 
-A row that is out of bounds, whose hidden states are not finite, or that cannot be sampled comes back with an error; the
-rows beside it are as if it had not been there: nothing here mixes rows, and attention reads only a row's own blocks.
+A chunk that is out of bounds, has hidden states that are not finite, or cannot be sampled returns a row with an error.
+It has no effect on the other rows: nothing here mixes rows, and attention reads only the blocks of its own row.
 """
 
 import time
@@ -19,12 +19,12 @@ from headstart.model.sampling.sampler import Sampler
 from headstart.model.step_inputs import StepBounds, StepInputs, build_step
 from headstart.model.weights.model_loader import LoadedModel
 
-PROMPT_LOGITS_BYTES = 64 << 20  # logits of prompt positions held at a time
+PROMPT_LOGITS_BYTES = 64 << 20  # maximum bytes of prompt logits in memory at a time
 _NOT_FINITE = RowError(RowErrorKind.NON_FINITE, "the model computed no finite hidden states")
 
 
 class ModelRunner:
-    """Implements core's Executor over `num_blocks` KV blocks, of which block 0 is never used."""
+    """Implementation of core's Executor over `num_blocks` KV blocks, of which block 0 is never used."""
 
     def __init__(self, loaded: LoadedModel, *, num_blocks: int, block_size: int, seed: int = 0) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -39,7 +39,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
-        """Computes the batch and forgets the finished; `elapsed` is the wall clock of all of it."""
+        """Drop the state of finished requests and compute the batch; `elapsed` is the wall time of the whole call."""
         began = time.perf_counter()
         self.sampler.drop(batch.finished)
         rows: list[Row | None] = [None] * len(batch.chunks)
@@ -55,19 +55,19 @@ class ModelRunner:
         return StepResult(complete, time.perf_counter() - began)
 
     def read_block(self, block_id: int) -> Data:
-        """A copy of one block in canonical form, from any thread, also while `execute` runs; see PagedKV."""
+        """Copy one block in canonical form. Safe from any thread, also while `execute` runs; see PagedKV."""
         return self.attention.kv.read_block(block_id)
 
     def write_block(self, block_id: int, data: Data) -> None:
-        """Takes a block in canonical form, between two steps. Raises ValueError for a wrong length."""
+        """Store a block given in canonical form. Call it between two steps. Raises ValueError for a wrong length."""
         self.attention.kv.write_block(block_id, data)
 
     def zero_blocks(self, block_ids: list[int]) -> None:
-        """Clears blocks whose content may not be finite."""
+        """Set blocks to zero whose content may not be finite."""
         self.attention.kv.zero_blocks(block_ids)
 
     def _compute(self, chunks: list[Chunk], step: StepInputs) -> list[Row]:
-        """Rows of chunks that are in bounds."""
+        """Compute the rows of chunks that are in bounds."""
         hidden = self.loaded.model.forward(step, self.attention.begin(step))
         finite = finite_chunks(self._kernels, hidden, step.qo_indptr)
         rows = [Row() if ok else Row(error=_NOT_FINITE) for ok in finite]
@@ -88,7 +88,7 @@ class ModelRunner:
         return rows
 
     def _with_prompt_logprobs(self, row: Row, hidden: Tensor, chunk: Chunk) -> Row:
-        """`row` with the log-probabilities of the prompt tokens that follow each of the chunk's positions."""
+        """Return `row` with the log-probability of the next prompt token at each position of the chunk."""
         wanted = min(len(hidden), chunk.num_prompt_tokens - 1 - chunk.start)
         piece = max(1, PROMPT_LOGITS_BYTES // (4 * self.loaded.vocab_size))
         entries: list[TokenLogprob] = []

@@ -1,7 +1,8 @@
-"""PackedKV: the keys and values of all blocks in the pages that the kernels of `model/kernels/attention.cpp` read.
+"""PackedKV: the keys and values of all blocks, in the page layout of the kernels in `model/kernels/attention.cpp`.
 
-What PagedKV is to ATen: same blocks, same canonical form, another layout (see kernels/attention.h). Every variant of
-the kernels has the same one. A head size that is no multiple of 16 is padded, a block size likewise; zero at birth.
+It is the counterpart of PagedKV for these kernels: the same blocks and the same canonical form, but another memory
+layout (see kernels/attention.h), which is the same for every kernel variant. Head size and block size are padded to a
+multiple of 16. All memory is zero at the start.
 """
 
 import ctypes
@@ -26,11 +27,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PageWrites(NamedTuple):
-    """The writes of a step for the kernels, checked: pages whose slots are all filled, and single tokens."""
+    """The checked KV writes of a step, for the kernels: pages of which all slots are filled, and single tokens."""
 
-    pages: NDArray[np.int32]  # [P, 2]: first of PAGE tokens that follow each other, page
-    tokens: NDArray[np.int32]  # [L, 2]: token, page * PAGE + place in it
-    num_tokens: int  # that the keys and values written must at least have
+    pages: NDArray[np.int32]  # [P, 2]: first of PAGE consecutive tokens, page
+    tokens: NDArray[np.int32]  # [L, 2]: token, page * PAGE + offset in the page
+    num_tokens: int  # number of tokens in the keys and values of the step
 
 
 class PackedKV:
@@ -62,19 +63,19 @@ class PackedKV:
         self._calls = (AttentionCall * shape.num_layers)(*calls)
 
     def write(self, layer: int, keys: Tensor, values: Tensor, writes: Writes) -> None:
-        """Stores what `writes` says of a step's `keys` and `values` [T, Hkv, D] in one layer."""
+        """Store the `keys` and `values` [T, Hkv, D] of a step in one layer, at the slots given by `writes`."""
         self.write_planned(layer, keys, values, self.plan_writes(writes, len(keys)))
 
     def write_planned(self, layer: int, keys: Tensor, values: Tensor, writes: PageWrites) -> None:
-        """The same with what `plan_writes` made of a step's writes once for all its layers."""
+        """Do the same as `write`, with the result of `plan_writes`, which one step computes once for all layers."""
         call, kept = self.call(layer, keys, values, writes)
         call.plan = NO_PLAN.data.ctypes.data
         self.kernels.library.headstart_attention(ctypes.byref(call))
         del kept
 
     def plan_writes(self, writes: Writes, num_tokens: int) -> PageWrites:
-        """`writes` for the kernels. Raises ValueError for slots outside the pool or tokens that are not there."""
-        if not writes.spans and writes.loose is None and self.block_size % PAGE == 0:  # a step of decodes
+        """Convert `writes` for the kernels. Raises ValueError for slots outside the pool or tokens outside the step."""
+        if not writes.spans and writes.loose is None and self.block_size % PAGE == 0:  # a decode-only step
             slots = writes.loose_slots
             self._check_writes(_NO_IDS, slots, _NO_PAGES, num_tokens)
             if len(slots) > num_tokens:
@@ -105,9 +106,9 @@ class PackedKV:
     def call(
         self, layer: int, keys: Tensor, values: Tensor, writes: PageWrites
     ) -> tuple[AttentionCall, tuple[object, ...]]:
-        """A call that writes one layer, without a plan, and all that must live as long as it does.
+        """Return a call that writes one layer, without a plan, and the objects that must live as long as the call.
 
-        Raises ValueError for keys and values that are not [T, Hkv, D] in this pool's dtype, or of another step.
+        Raises ValueError if keys and values are not [T, Hkv, D] in the dtype of the pool, with T as in `writes`.
         """
         expected = (writes.num_tokens, self.shape.num_kv_heads, self.shape.head_dim)
         for rows in (keys, values):
@@ -123,9 +124,9 @@ class PackedKV:
         return call, (keys, values, writes)
 
     def read_block(self, block_id: int) -> Data:
-        """A copy of one block in canonical form: for each layer keys, then values, [block_size, kv heads, head_dim].
+        """Copy one block in canonical form: for each layer keys, then values, [block_size, kv heads, head_dim].
 
-        From any thread, also while a step writes: a block that is written meanwhile comes out torn.
+        Safe from any thread, also while a step runs; if the step writes to this block, the copy is inconsistent.
         """
         self._check_block(block_id)
         data = np.empty(self.block_bytes, dtype=np.uint8)
@@ -133,7 +134,7 @@ class PackedKV:
         return data.data
 
     def write_block(self, block_id: int, data: Data) -> None:
-        """Takes a block in canonical form, between two steps. Raises ValueError for a wrong length."""
+        """Store a block given in canonical form. Call it between two steps. Raises ValueError for a wrong length."""
         self._check_block(block_id)
         num_bytes = memoryview(data).nbytes
         if num_bytes != self.block_bytes:
@@ -142,12 +143,12 @@ class PackedKV:
         self.kernels.library.headstart_write_block(self._calls, len(self._calls), block_id, address)
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Clears blocks whose content may not be finite."""
+        """Set blocks to zero whose content may not be finite."""
         if block_ids:
             self.pool[:, :, :, list(block_ids)] = 0
 
     def _layer_call(self, layer: int) -> AttentionCall:
-        """A call with the pool of one layer and nothing to do."""
+        """Return a call with the pool of one layer and no work."""
         if not 0 <= layer < self.shape.num_layers:
             raise ValueError(f"layer {layer} is not one of {self.shape.num_layers}")
         base, half = self.pool.ctypes.data, 4 * self.shape.num_kv_heads * self._head_words
@@ -170,7 +171,7 @@ class PackedKV:
     def _check_writes(
         self, token: NDArray[np.int64], slot: NDArray[np.int64], page: NDArray[np.int64], num_tokens: int
     ) -> None:
-        """Raises ValueError unless all tokens and slots exist."""
+        """Raise ValueError unless all tokens and slots exist."""
         last = PAGE - 1
         for first, end, bound in (
             (token, token, num_tokens),
@@ -183,12 +184,12 @@ class PackedKV:
 
 
 def packed(rows: Tensor) -> Tensor:
-    """`rows` [T, H, D], copied if the elements of a head do not follow each other."""
+    """Return `rows` [T, H, D], copied if the elements of a head are not adjacent in memory."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _zeros(size: tuple[int, ...]) -> NDArray[np.uint32]:
-    """Zeroed words in huge pages where the machine has them: a sequence touches many places."""
+    """Return zeroed words, in huge pages if available, because one sequence accesses many separate places."""
     words = Arena().take(size, torch.int32).numpy().view(np.uint32)
-    words.fill(0)  # so that memory that is not there is missed now, not in the middle of a step
+    words.fill(0)  # commits the memory now, so that a shortage shows here and not in the middle of a step
     return words

@@ -1,11 +1,12 @@
-"""PagedKV: the keys and values of all blocks, and the one canonical form in which a block leaves the process.
+"""PagedKV: the keys and values of all blocks, and the canonical form of a block outside the process.
 
-Head-major in memory - [keys | values, kv heads, blocks, block_size, head_dim] per layer - so that gathered pages of a
-head are contiguous and attention is a plain batched matmul. Zero at birth: a masked slot multiplies 0 by what it holds.
+The memory layout is head-major, [keys | values, kv heads, blocks, block_size, head_dim] per layer. The gathered pages
+of a head are therefore contiguous, and attention is a plain batched matmul. All memory is zero at the start, because
+attention multiplies the content of a masked slot by 0, which needs a finite content.
 
 On the host, numpy writes KV and copies blocks: its elements may be as wide as a whole head, while ATen copies 16 bytes
-at a time. Another thread may read blocks while a step runs: numpy gives the GIL back while it copies, and a thread that
-called torch would bring a team of OpenMP threads of its own.
+at a time. Another thread may read blocks while a step runs: numpy releases the GIL while it copies, and a thread that
+calls torch would start its own team of OpenMP threads.
 """
 
 from collections.abc import Sequence
@@ -19,18 +20,18 @@ from torch import Tensor
 from headstart.core.cache.block_store import Data
 from headstart.model.kv_writes import Writes
 
-WIDE_BYTES = 16  # indexed writes cost per element, so they move elements of this size where heads allow it
+WIDE_BYTES = 16  # an indexed write has a cost per element, so it moves elements of this size if the head size allows
 
 
 class KVShape(NamedTuple):
-    """What one token leaves behind: keys and values of `num_layers` x `num_kv_heads` x `head_dim`."""
+    """The KV of one token: keys and values of `num_layers` x `num_kv_heads` x `head_dim`."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's keys and values."""
+        """Return the bytes of one token's keys and values."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
@@ -57,11 +58,11 @@ class PagedKV:
 
     @property
     def layer_token_bytes(self) -> int:
-        """Bytes of one token in one layer."""
+        """The bytes of one token in one layer."""
         return 2 * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
 
     def write(self, layer: int, keys: Tensor, values: Tensor, writes: Writes) -> None:
-        """Stores what `writes` says of a step's `keys` and `values` [T, Hkv, D] in one layer."""
+        """Store the `keys` and `values` [T, Hkv, D] of a step in one layer, at the slots given by `writes`."""
         if self._heads is None:
             return self.write_tokens(layer, keys, values, writes)
         for stored, source in zip(self._heads[layer], (_heads(keys), _heads(values)), strict=True):
@@ -73,16 +74,16 @@ class PagedKV:
                 stored[writes.loose_slots] = source[writes.loose]
 
     def write_tokens(self, layer: int, keys: Tensor, values: Tensor, writes: Writes) -> None:
-        """The same token by token, on any device: the twin and oracle of `write`."""
+        """Do the same as `write` token by token, on any device: the reference implementation for tests."""
         if writes.tokens is not None:
             keys, values = keys[writes.tokens], values[writes.tokens]
         for stored, source in zip(self._slots[layer], (keys, values), strict=True):
             stored.index_copy_(1, writes.slots, self._widened(source))
 
     def read_block(self, block_id: int) -> Data:
-        """A copy of one block in canonical form: for each layer keys, then values, [block_size, kv heads, head_dim].
+        """Copy one block in canonical form: for each layer keys, then values, [block_size, kv heads, head_dim].
 
-        From any thread, also while a step writes: a block that is written meanwhile comes out torn.
+        Safe from any thread, also while a step runs; if the step writes to this block, the copy is inconsistent.
         """
         if self._blocks is None:
             return self.gather_block(block_id)
@@ -92,12 +93,12 @@ class PagedKV:
         return data.data
 
     def gather_block(self, block_id: int) -> bytes:
-        """The same by torch, on any device: the twin and oracle of `read_block`."""
+        """Do the same as `read_block` with torch, on any device: the reference implementation."""
         block = torch.stack([layer[:, :, block_id] for layer in self.layers]).transpose(2, 3)
         return block.contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
     def write_block(self, block_id: int, data: Data) -> None:
-        """Takes a block in canonical form, between two steps. Raises ValueError for a wrong length."""
+        """Store a block given in canonical form. Call it between two steps. Raises ValueError for a wrong length."""
         num_bytes = memoryview(data).nbytes
         if num_bytes != self.block_bytes:
             raise ValueError(f"a block of this model has {self.block_bytes} bytes, got {num_bytes}")
@@ -107,7 +108,7 @@ class PagedKV:
         block[...] = np.frombuffer(data, dtype=block.dtype).reshape(block.shape)
 
     def scatter_block(self, block_id: int, data: Data) -> None:
-        """The same by torch, on any device, of the right length: the twin and oracle of `write_block`."""
+        """Do the same as `write_block` with torch, on any device, for data of the right length: the reference."""
         flat = torch.frombuffer(bytearray(data), dtype=self.dtype)
         heads, head_dim = self.shape.num_kv_heads, self.shape.head_dim
         block = flat.view(len(self.layers), 2, self.block_size, heads, head_dim).transpose(2, 3)
@@ -115,20 +116,20 @@ class PagedKV:
             layer[:, :, block_id] = content
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Clears blocks whose content may not be finite."""
+        """Set blocks to zero whose content may not be finite."""
         if block_ids:
             chosen = torch.tensor(list(block_ids), dtype=torch.int64, device=self.layers[0].device)
             for layer in self.layers:
                 layer.index_fill_(2, chosen, 0)
 
     def _widened(self, heads: Tensor) -> Tensor:
-        """`heads` [W, Hkv, D] in wide elements, head by head; through one dimension, whose stride is always 1."""
+        """View `heads` [W, Hkv, D] in wide elements, head-major; through one dimension, whose stride is always 1."""
         width = heads.shape[2] * heads.itemsize // self._wide.itemsize
         return heads.reshape(-1).view(self._wide).view(*heads.shape[:2], width).transpose(0, 1)
 
 
 def _heads(rows: Tensor) -> NDArray[np.void]:
-    """`rows` [..., D] on the host as an array [...] of whole heads; shares memory if a head is contiguous."""
+    """Return `rows` [..., D] on the host as an array [...] of whole heads; shares memory if a head is contiguous."""
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     head = np.dtype((np.void, rows.shape[-1] * rows.itemsize))
     return rows.view(torch.uint8).numpy().view(head)[..., 0]

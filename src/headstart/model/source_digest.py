@@ -25,7 +25,7 @@ _CPP_PIECE = re.compile(
 
 @functools.cache
 def source_digest(folder: Path = _FOLDER) -> bytes:
-    """SHA-256 over the sources in `folder` and below it. Computed once per process and folder."""
+    """Return the SHA-256 of the sources in `folder` and below it. Computed once per process and folder."""
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES):
         text = file.read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def source_digest(folder: Path = _FOLDER) -> bytes:
 
 
 def _python_code(text: str) -> str:
-    """The syntax tree of `text` without docstrings, as text."""
+    """Return the syntax tree of `text` without docstrings, as text."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
@@ -45,7 +45,7 @@ def _python_code(text: str) -> str:
 
 
 def _cpp_code(text: str) -> str:
-    """`text` without comments, each line without the white space around it, without empty lines."""
+    """Return `text` without comments, surrounding white space of lines, and empty lines."""
     bare = _CPP_PIECE.sub(lambda found: found["keep"] or " ", text)
     lines = (line.strip() for line in bare.splitlines())
     return "\n".join(line for line in lines if line)

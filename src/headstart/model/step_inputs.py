@@ -1,8 +1,8 @@
 """StepInputs: a Batch as tensors, one packed row of tokens without padding.
 
-Batch metadata are FlashInfer's arrays (qo_indptr, kv_indptr, kv_indices, last_page_len), so that each attention backend
-is a thin adapter. Built with numpy for all chunks at once; only if one of them is out of bounds, chunk by chunk: it is
-left out and reported, and the others are as if it had not been there.
+The batch metadata are FlashInfer's arrays (qo_indptr, kv_indptr, kv_indices, last_page_len), so that each attention
+backend is a thin adapter. They are built with numpy for all chunks at once. Chunks are checked one by one only if one
+of them is out of bounds: that chunk is left out and reported, and has no effect on the other chunks.
 """
 
 from array import array
@@ -19,7 +19,7 @@ from headstart.model.kv_writes import Int32s, Int64s, Ranges, Writes, plan_write
 
 
 class StepBounds(NamedTuple):
-    """What ids may be: blocks in (0, num_blocks), tokens in [0, vocab_size), positions below max_positions."""
+    """Valid ranges: blocks in (0, num_blocks), tokens in [0, vocab_size), positions in [0, max_positions)."""
 
     num_blocks: int
     block_size: int
@@ -29,17 +29,17 @@ class StepBounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """`num_rows` chunks with `num_tokens` tokens in all. Tensors lie on the device, arrays on the host."""
+    """`num_rows` chunks with `num_tokens` tokens in total. Tensors are on the device, arrays on the host."""
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    writes: Writes  # where their KV goes
+    writes: Writes  # where the KV of the tokens is stored
     qo_indptr: Int32s  # [R + 1]: chunk r has the tokens qo_indptr[r] : qo_indptr[r + 1]
     starts: Int32s  # [R]: position of each chunk's first token
     kv_indptr: Int32s  # [R + 1]: chunk r reads the blocks kv_indices[kv_indptr[r] : kv_indptr[r + 1]]
     kv_indices: Int32s
-    last_page_len: Int32s  # [R]: tokens of the last of them
-    bounds: StepBounds | None = None  # within which everything above is known to be
+    last_page_len: Int32s  # [R]: number of tokens in the last block of each chunk
+    bounds: StepBounds | None = None  # if given, all values above have been checked against these bounds
 
     @property
     def num_rows(self) -> int:
@@ -53,9 +53,9 @@ class StepInputs:
 def build_step(
     batch: Batch, bounds: StepBounds, device: torch.device
 ) -> tuple[StepInputs | None, list[int], dict[int, str]]:
-    """Tensors of the chunks in bounds, the batch indices of those chunks, and an error for each of the others.
+    """Return the tensors of the chunks in bounds, the batch indices of these chunks, and an error for each other chunk.
 
-    None if no chunk is in bounds.
+    The tensors are None if no chunk is in bounds.
     """
     chunks = batch.chunks
     if chunks and (step := _pack(chunks, bounds, device)) is not None:
@@ -70,7 +70,7 @@ def build_step(
 
 
 def _pack(chunks: Sequence[Chunk], bounds: StepBounds, device: torch.device) -> StepInputs | None:
-    """The step of all `chunks`, or None if anything of any of them is out of bounds."""
+    """Return the step of all `chunks`, or None if any chunk is out of bounds."""
     if any(chunk.num_logits not in (0, 1) or chunk.adapter is not None for chunk in chunks):
         return None
     block_size = bounds.block_size
@@ -88,7 +88,7 @@ def _pack(chunks: Sequence[Chunk], bounds: StepBounds, device: torch.device) -> 
     if not _within(tokens, 0, bounds.vocab_size) or not _within(blocks, 1, bounds.num_blocks):
         return None
     qo_indptr, kv_indptr, first = _offsets(lengths), _offsets(used), starts.astype(np.int32)
-    positions = starts  # of one token each
+    positions = starts  # correct if every chunk has one token
     if len(tokens) > len(chunks):
         positions = np.arange(len(tokens)) - np.repeat(qo_indptr[:-1] - starts, lengths)
     ranges = Ranges(qo_indptr, first, write_from, kv_indptr, blocks)
@@ -110,7 +110,7 @@ def _within(ids: Int32s, low: int, end: int) -> bool:
 
 
 def _problems(chunks: Sequence[Chunk], bounds: StepBounds) -> dict[int, str]:
-    """Why chunks cannot be computed, by their index; those that can be are not in it."""
+    """Return, by index, the reason why a chunk cannot be computed; valid chunks are not included."""
     errors: dict[int, str] = {}
     for index, chunk in enumerate(chunks):
         ids, table = _joined([chunk.token_ids]), _joined([chunk.block_ids])
@@ -122,7 +122,7 @@ def _problems(chunks: Sequence[Chunk], bounds: StepBounds) -> dict[int, str]:
 
 
 def _problem(chunk: Chunk, ids: Int32s, table: Int32s, used: int, bounds: StepBounds) -> str | None:
-    """Why a chunk cannot be computed, or None."""
+    """Return the reason why a chunk cannot be computed, or None."""
     end = chunk.start + len(ids)
     if len(ids) == 0 or chunk.start < 0:
         return f"chunk of {len(ids)} tokens from position {chunk.start}; both must be positive"
@@ -143,7 +143,7 @@ def _problem(chunk: Chunk, ids: Int32s, table: Int32s, used: int, bounds: StepBo
 
 
 def _joined(parts: "Sequence[Sequence[int] | array[int]]") -> Int32s:
-    """All ids as one int32 array; a copy, so that packed ones may grow meanwhile."""
+    """Concatenate all ids into one int32 array; a copy, so that the callers may append to their arrays meanwhile."""
     if all(isinstance(part, array) and part.typecode == "i" for part in parts):
         return np.frombuffer(b"".join(parts), dtype=np.int32)  # pyright: ignore[reportArgumentType]
     return np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])

@@ -1,9 +1,10 @@
-"""TransformersModel: other decoders, run by Transformers' own code with our attention over our paged KV.
+"""TransformersModel: decoders outside the Llama family, run by Transformers' code with our attention over paged KV.
 
-One packed row [1, T] with absolute positions, no mask and no cache object: Transformers makes no mask for an attention
-name that has no mask function. So every layer must do its mixing of tokens through that one attention function, and as
-that does (see transformers_probe.py); models with state-space, convolution, linear or cross attention would mix the
-requests of a batch silently, and are refused. Code from a checkpoint (`trust_remote_code`) is never run.
+A step is one packed row [1, T] with absolute positions, no mask and no cache object: Transformers makes no mask for an
+attention name that has no mask function. Every layer must therefore mix tokens only through that attention function,
+and with the same mask as that function (see transformers_probe.py). Models with state-space, convolution, linear or
+cross attention would mix the requests of a batch silently; they are refused. Code from a checkpoint
+(`trust_remote_code`) is never run.
 """
 
 import copy
@@ -37,14 +38,14 @@ from headstart.model.weights.json_file import one_line, shorten
 ATTENTION_NAME = "headstart"
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 HARMLESS = {"position_ids", "use_cache", "return_dict", "cache_position"}
-OUTPUTS = {"output_attentions", "output_hidden_states", "output_router_logits"}  # switched off when loading
-ELSEWHERE = ("transformers_weights", "extra_files")  # would make Transformers read other files than are identified
-SLACK = 2  # times the weights in the files; some models have fixed parameters that are not saved
+OUTPUTS = {"output_attentions", "output_hidden_states", "output_router_logits"}  # disabled when the model is loaded
+ELSEWHERE = ("transformers_weights", "extra_files")  # make Transformers read files that the fingerprint does not cover
+SLACK = 2  # allowed ratio to the weights in the files; some models have fixed parameters that are not saved
 MAX_BUFFER_BYTES = 1 << 30
 
 
 class TransformersModel:
-    """A model of Transformers as a LanguageModel; `load_transformers` makes and checks it."""
+    """A model of Transformers as a LanguageModel. `load_transformers` creates and checks it."""
 
     def __init__(self, module: PreTrainedModel, kv_shape: KVShape, max_model_len: int) -> None:
         config = module.config.get_text_config()
@@ -59,26 +60,26 @@ class TransformersModel:
         return self.hidden(step.token_ids, step.positions, attend)
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states [T, hidden] of packed tokens."""
+        """Return the final hidden states [T, hidden] of packed tokens."""
         output = self._body(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, headstart_attend=attend
         )
         return output.last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See LanguageModel. Runs the model's own head, with whatever scaling or softcapping it applies."""
+        """See LanguageModel. Runs the model's own head, including its scaling or softcapping."""
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
 
 @dataclass
 class _Final(BaseModelOutputWithPastAndCrossAttentions):
-    """Final hidden states, and all else that some model's forward reads of its body's output."""
+    """Final hidden states, and the other fields that some model's forward reads from the output of its body."""
 
     router_logits: tuple[Tensor, ...] | None = None
 
 
 class _Echo(nn.Module):
-    """Stands for a model's body where the final hidden states are known already."""
+    """Replacement of a model's body that returns its input, the final hidden states."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Final:
         return _Final(last_hidden_state=inputs_embeds)
@@ -99,9 +100,9 @@ def attention_function(
     headstart_attend: Attend | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """What Transformers calls in each layer: [1, H, T, D] in, [1, T, Hq, D] out.
+    """Compute the attention of one layer; Transformers calls this. Inputs are [1, H, T, D], outputs [1, T, Hq, D].
 
-    Raises ConfigError for any request that the backends do not implement; nothing is ignored.
+    Raises ConfigError for any option that the backends do not implement; no option is ignored.
     """
     asked = {name for name, given in keywords.items() if given is not None and not (name in OUTPUTS and not given)}
     unknown = sorted(asked - HARMLESS)
@@ -123,7 +124,7 @@ def attention_function(
 def load_transformers(
     folder: Path, raw: dict[str, Any], dtype: torch.dtype, device: torch.device, checkpoint: Checkpoint
 ) -> TransformersModel:
-    """Loads and probes a decoder. Raises ConfigError, naming the architecture, for what would not be right here."""
+    """Load and probe a decoder. Raises ConfigError, which names the architecture, for a model that is not supported."""
     architecture = architecture_of(raw)
     config = _read_config(folder, raw, architecture)
     _refuse_config(architecture, config)
@@ -143,7 +144,7 @@ def load_transformers(
         )
     except ConfigError as error:
         raise ConfigError(f"{architecture}: {error}") from None
-    except Exception as error:  # whatever foreign code raises
+    except Exception as error:  # third-party code may raise any type
         raise ConfigError(f"{architecture} cannot be loaded: {one_line(error)}") from error
     module, info = loaded
     for what in ("missing_keys", "mismatched_keys"):
@@ -155,13 +156,13 @@ def load_transformers(
         model.kv_shape = probe(model, attention_function, max_model_len)
     except ConfigError as error:
         raise ConfigError(f"{architecture} is not supported: {error}") from error
-    except Exception as error:  # whatever foreign code raises
+    except Exception as error:  # third-party code may raise any type
         raise ConfigError(f"{architecture} is not supported: it fails when probed: {one_line(error)}") from error
     return model
 
 
 def _read_config(folder: Path, raw: dict[str, Any], architecture: str) -> PretrainedConfig:
-    """Transformers' config object, told to give logits and hidden states only. Raises ConfigError."""
+    """Read Transformers' config object and disable all outputs but logits and hidden states. Raises ConfigError."""
     for key in ELSEWHERE:
         if raw.get(key):
             raise ConfigError(f"{architecture}: config.json names {key}; weights are read from the usual files only")
@@ -172,7 +173,7 @@ def _read_config(folder: Path, raw: dict[str, Any], architecture: str) -> Pretra
                 if getattr(part, name, False):
                     setattr(part, name, False)
             part.return_dict = True
-    except Exception as error:  # whatever foreign code raises
+    except Exception as error:  # third-party code may raise any type
         raise ConfigError(
             f"{architecture} is not known; supported are {SUPPORTED} ({one_line(error)})"
             if raw.get("model_type") not in CONFIG_MAPPING
@@ -182,7 +183,7 @@ def _read_config(folder: Path, raw: dict[str, Any], architecture: str) -> Pretra
 
 
 def _check_size(config: PretrainedConfig, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError if `config` describes a far larger model than the files hold, before it is allocated."""
+    """Raise ConfigError, before any allocation, if `config` describes a far larger model than the files hold."""
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if not isinstance(num_layers, int) or not 0 < num_layers <= len(checkpoint.entries):
         raise ConfigError(
@@ -200,7 +201,7 @@ def _check_size(config: PretrainedConfig, checkpoint: Checkpoint) -> None:
 
 
 def _head_only(module: PreTrainedModel) -> PreTrainedModel:
-    """A copy that shares the weights, with the body replaced: its forward applies the model's own head alone."""
+    """Return a copy that shares the weights, with the body replaced: its forward applies only the model's own head."""
     head = copy.copy(module)
     vars(head)["_modules"] = {**dict(module.named_children()), module.base_model_prefix: _Echo()}
     return head
@@ -220,7 +221,7 @@ def _refuse_config(architecture: str, config: PretrainedConfig) -> None:
 
 
 def _max_model_len(architecture: str, text: PretrainedConfig) -> int:
-    """Positions that may be used; if rotary scaling depends on the sequence's length, only those before it starts."""
+    """Return the number of usable positions; if rotary scaling depends on the length, only those before it starts."""
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         raise ConfigError(f"{architecture}: config.json does not say how long a sequence may be")

@@ -1,9 +1,10 @@
-"""Probes of a model of Transformers: does it attend through our attention alone, and as our attention does?
+"""Probes of a Transformers model: they check that it mixes tokens only through our attention, with the same mask.
 
-Two short forward passes are compared with what serving will do. In one, attention mixes nothing: then a changed token
-may change its own row only. In the other, Transformers builds its masks: each layer must be given a mask that allows
-exactly what our attention allows there, causal and within the window it is asked for, at every position that may be
-served. Transformers' cache must not drop what a layer still sees. Anything else is refused by name.
+Two short forward passes are compared with the behaviour in serving. In the first, attention mixes no tokens, so a
+changed token may change only its own row. In the second, Transformers builds its masks: the mask of each layer must
+allow exactly the keys that our attention allows (causal, within the requested window), at every position that may be
+served. Transformers' cache must not drop keys and values that a layer still attends to. Any other model is refused
+with an error that names the problem.
 """
 
 from collections.abc import Callable, Generator
@@ -24,13 +25,13 @@ PROBE_TOKENS = 8
 PROBE_NAME = "headstart_probe"
 FORWARD = "its forward pass needs more than tokens and positions, or fails on them"
 HEAD = "its head cannot run apart from its body"
-_RULE = "headstart_rule"  # attribute of a mask: the function of positions it was made of
+_RULE = "headstart_rule"  # attribute of a mask: the function of positions from which it was built
 
-Rule = Callable[[int, int, Tensor, Tensor], Tensor]  # batch, head, query positions, key positions -> may see
+Rule = Callable[[int, int, Tensor, Tensor], Tensor]  # batch, head, query positions, key positions -> is allowed
 
 
 class ProbedModel(Protocol):
-    """The model in the form in which it will be served."""
+    """A model in the form in which it is served."""
 
     module: PreTrainedModel
 
@@ -40,7 +41,7 @@ class ProbedModel(Protocol):
 
 
 class Recorder:
-    """An Attend that mixes nothing: each row gets its own value. Notes what every layer asked for."""
+    """An Attend that mixes no tokens: each row gets its own value. Records the options each layer passes."""
 
     def __init__(self) -> None:
         self.windows: dict[int, int | None] = {}
@@ -77,9 +78,9 @@ class Recorder:
 
 @torch.inference_mode()
 def probe(model: ProbedModel, attention: Callable[..., Any], max_positions: int) -> KVShape:
-    """The KV of one token. Raises ConfigError for a model that would be served wrongly.
+    """Return the KV shape of one token. Raises ConfigError for a model that would give wrong results.
 
-    `attention` is the function registered for serving, `max_positions` how many positions will be served.
+    `attention` is the function registered for serving, `max_positions` the number of positions that are served.
     """
     module, recorder = model.module, Recorder()
     text = module.config.get_text_config()
@@ -109,16 +110,17 @@ def probe(model: ProbedModel, attention: Callable[..., Any], max_positions: int)
 
 
 def differs(rule: Rule, window: int | None, max_positions: int) -> tuple[int, int] | None:
-    """A query and a key position below `max_positions` at which `rule` is not causal within `window`; None if none.
+    """Return a query and a key position at which `rule` is not causal within `window`, or None.
 
-    Looks at whole rows: around powers of two and multiples of the window, where masks change, and at the last one.
+    Both are below `max_positions`. Checks whole rows near powers of two and near one and two windows, where masks
+    change, and the last row.
     """
     edges = {1 << bit for bit in range(max_positions.bit_length())} | {0, max_positions - 1}
     if window is not None:
         edges |= {window, 2 * window}
     rows = sorted({edge + step for edge in edges for step in (-1, 0, 1) if 0 <= edge + step < max_positions})
     for row in rows:
-        first = max(0, row - 2 * _ROW_KEYS)  # of the keys looked at: all, but of very long rows the ends only
+        first = max(0, row - 2 * _ROW_KEYS)  # checks all keys, but in very long rows only those at both ends
         keys = torch.cat((torch.arange(min(first, _ROW_KEYS)), torch.arange(first, min(row + 65, max_positions))))
         query = torch.tensor([row])
         seen = torch.as_tensor(rule(0, 0, query[:, None], keys[None])).expand(1, len(keys))[0]
@@ -137,7 +139,7 @@ def _run(complaint: str, call: Callable[[], Tensor]) -> Tensor:
         return call()
     except ConfigError:
         raise
-    except Exception as error:  # whatever foreign code raises
+    except Exception as error:  # third-party code may raise any type
         raise ConfigError(f"{complaint} ({one_line(error)})") from error
 
 
@@ -161,7 +163,7 @@ def _check_masks(
     positions: Tensor,
     max_positions: int,
 ) -> None:
-    """Raises ConfigError if the mask that Transformers builds for a layer is not what our attention applies there."""
+    """Raise ConfigError if the mask that Transformers builds for a layer differs from the one our attention applies."""
     rules: dict[int, Rule | None] = {}
 
     def probing(
@@ -191,7 +193,7 @@ def _check_masks(
 
 
 def _mask(*, batch_size: int, q_length: int, kv_length: int, mask_function: Rule, **_: Any) -> Tensor:
-    """An additive mask as Transformers' eager attention takes it, with the rule it was made of as an attribute."""
+    """Return an additive mask for Transformers' eager attention, with the rule it was built from as an attribute."""
     queries, keys = torch.arange(q_length)[:, None], torch.arange(kv_length)[None]
     seen = torch.as_tensor(mask_function(0, 0, queries, keys)).expand(q_length, kv_length)
     mask = torch.zeros(batch_size, 1, q_length, kv_length).masked_fill(~seen, torch.finfo(torch.float32).min)
@@ -201,7 +203,7 @@ def _mask(*, batch_size: int, q_length: int, kv_length: int, mask_function: Rule
 
 @contextmanager
 def _attention(module: PreTrainedModel, name: str) -> Generator[None]:
-    """`module` attends by the function called `name` within."""
+    """Make `module` use the attention function `name` within the context."""
     configs: list[Any] = [child.config for child in module.modules() if hasattr(child, "config")]
     unique = {id(config): config for config in configs}.values()
     before = [(config, config._attn_implementation) for config in unique]
@@ -215,15 +217,16 @@ def _attention(module: PreTrainedModel, name: str) -> Generator[None]:
 
 
 def _check_cache(module: PreTrainedModel, windows: dict[int, int | None], max_positions: int) -> None:
-    """Raises ConfigError if the cache `generate` uses forgets keys and values that a layer's attention still sees.
+    """Raise ConfigError if the cache of `generate` drops keys and values that a layer still attends to.
 
-    Or if it keeps more for one layer than for another that sees as far: Transformers gives both one mask, and fails.
+    Also if it keeps more for one layer than for another layer with the same window: Transformers uses one mask for both
+    and fails.
     """
     try:
         layers: list[Any] = DynamicCache(config=module.config.get_text_config(decoder=True)).layers
-    except Exception as error:  # whatever foreign code raises
+    except Exception as error:  # third-party code may raise any type
         raise ConfigError(f"Transformers makes no cache for it: {one_line(error)}") from error
-    lengths: dict[int | None, tuple[int, int | None]] = {}  # by window: the first layer, and what is kept for it
+    lengths: dict[int | None, tuple[int, int | None]] = {}  # by window: the first layer, and the length kept for it
     for index, layer in enumerate(layers):
         if not isinstance(layer, DynamicLayer):
             raise ConfigError(f"Transformers keeps no keys and values for layer {index} ({type(layer).__name__})")

@@ -1,7 +1,8 @@
-"""What one step reads, worked out once and used by every layer with the same window: pages to gather, and masks.
+"""The read plan of one step: pages to gather and masks, computed once for all layers with the same window.
 
-Rows of one token ("decode rows", wherever they come from) are computed together in buckets of similar length, so that
-one long sequence does not pad the others. Those whose tables begin with the same blocks read these once, as a group.
+Chunks of one token ("decode rows", also if they belong to a prefill) are computed together in buckets of similar
+length, so that one long sequence does not pad the others. Decode rows whose block tables begin with the same blocks
+form a group, which reads these blocks once.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 from headstart.model.paged_kv import PagedKV
 from headstart.model.step_inputs import StepInputs
 
-BUCKET_BYTES = 8 << 20  # KV gathered at a time: stays in a shared cache between gather and matmul
+BUCKET_BYTES = 8 << 20  # KV gathered at a time: small enough to stay in a shared CPU cache between gather and matmul
 MIN_SHARED_BYTES = 1 << 20  # reads a group must save to be worth its extra calls
 FILL = 0.75  # a row shorter than this share of its bucket's longest opens a new bucket
 SMALL_PADDING = 8  # pages of padding that are cheaper than another bucket
@@ -28,11 +29,11 @@ class Bucket(NamedTuple):
     end: int
     num_pages: int
     pages: Tensor  # [2 * Hkv * rows * num_pages] rows of the flat cache
-    masked: Tensor | None  # [rows, 1, num_pages * block_size] bool: keys that are not seen
+    masked: Tensor | None  # [rows, 1, num_pages * block_size] bool: keys that the row does not attend to
 
 
 class Group(NamedTuple):
-    """Decode rows that see all of the same `num_pages` leading pages."""
+    """Decode rows that share the same `num_pages` leading pages and attend to all their tokens."""
 
     rows: Tensor  # int64, in the plan's order
     num_pages: int
@@ -60,7 +61,7 @@ class Plan(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """One decode row: its token, position and the blocks it still has to read itself, from `first_page` on."""
+    """One decode row: its token, its position, and the blocks it reads without a group, from `first_page` on."""
 
     token: int
     position: int
@@ -70,7 +71,7 @@ class _Row(NamedTuple):
 
 
 def make_plan(step: StepInputs, kv: PagedKV, window: int | None) -> Plan:
-    """The reads of `step` under `window` (None: whole prefixes). Changes nothing."""
+    """Plan the reads of `step` with `window` (None: whole prefixes). Changes nothing."""
     pages = _PageRows(kv)
     rows: list[_Row] = []
     prefills: list[Prefill] = []
@@ -109,7 +110,7 @@ def make_plan(step: StepInputs, kv: PagedKV, window: int | None) -> Plan:
 
 
 class _PageRows:
-    """Turns block ids into rows of the cache seen as [2 * Hkv * num_blocks, block_size * D]."""
+    """Conversion of block ids to rows of the cache viewed as [2 * Hkv * num_blocks, block_size * D]."""
 
     def __init__(self, kv: PagedKV) -> None:
         self._heads = np.arange(2 * kv.shape.num_kv_heads, dtype=np.int64)[:, None] * kv.num_blocks
@@ -125,7 +126,7 @@ def _span(step: StepInputs, token: int, num_pages: int) -> slice:
 
 
 def _shared(rows: Sequence[_Row], kv: PagedKV) -> list[tuple[list[int], int]]:
-    """Groups of rows by their first block, with the pages that all of a group share and see completely."""
+    """Group the rows by their first block, with the number of full pages that all rows of a group share."""
     by_block: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         by_block.setdefault(int(row.table[0]), []).append(index)
@@ -134,7 +135,7 @@ def _shared(rows: Sequence[_Row], kv: PagedKV) -> list[tuple[list[int], int]]:
     for members in by_block.values():
         if len(members) < 2:
             continue
-        limit = min(rows[member].position // kv.block_size for member in members)  # own block stays outside
+        limit = min(rows[member].position // kv.block_size for member in members)  # excludes each row's last block
         if limit * page_bytes * (len(members) - 1) < MIN_SHARED_BYTES:
             continue
         tables = np.stack([rows[member].table[:limit] for member in members])
@@ -146,7 +147,7 @@ def _shared(rows: Sequence[_Row], kv: PagedKV) -> list[tuple[list[int], int]]:
 
 
 def _buckets(rows: Sequence[_Row], kv: PagedKV, pages: _PageRows) -> list[Bucket]:
-    """Rows, longest first, cut where the next is much shorter or the bucket is full."""
+    """Cut the rows, longest first, where the next row is much shorter or the bucket is full."""
     page_bytes = kv.block_size * kv.layer_token_bytes
     buckets: list[Bucket] = []
     begin = 0

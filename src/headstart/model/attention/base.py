@@ -1,8 +1,8 @@
-"""The attention seam: what a backend is given, what it gives, and the table of those there are.
+"""The attention interface: the protocols of a backend, and the table of backends.
 
-A backend owns the KV and its layout; blocks leave it in one canonical form, whatever the layout. Per step `begin`
-returns the function that every layer calls: it stores the new keys and values at their slots, then lets each row see
-its whole prefix. The reference is the oracle of others.
+A backend owns the KV and its layout; `read_block` and `write_block` use one canonical form for every layout. For each
+step, `begin` returns the function that every layer calls: it stores the new keys and values at their slots, then
+computes the attention of each row over its whole prefix. Tests compare every backend with the reference backend.
 """
 
 from collections.abc import Sequence
@@ -35,45 +35,46 @@ class Attend(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Queries [T, Hq, D], keys and values [T, Hkv, D] -> [T, Hq, D]; writes this layer's KV.
+        """Write this layer's KV and return the attention outputs [T, Hq, D].
 
-        `window` w: position i sees (i - w, i]. `softcap` c: scores become c * tanh(score / c). `sinks` [Hq]: a score of
-        each head, as is, that counts in the softmax of all its rows and has no value.
+        Queries are [T, Hq, D], keys and values [T, Hkv, D]. `window` w: position i sees (i - w, i]. `softcap` c: scores
+        become c * tanh(score / c). `sinks` [Hq]: one unscaled score per head, which enters the softmax of all rows of
+        that head and has no value.
         """
         ...
 
 
 class KVBlocks(Protocol):
-    """The KV of a backend, block by block; see PagedKV."""
+    """Access to the KV of a backend by block; see PagedKV."""
 
     block_bytes: int  # of one block in canonical form
 
     def read_block(self, block_id: int) -> Data:
-        """A copy of one block: for each layer keys, then values, [block_size, kv heads, head_dim]; from any thread."""
+        """Copy one block: for each layer keys, then values, [block_size, kv heads, head_dim]. Safe from any thread."""
         ...
 
     def write_block(self, block_id: int, data: Data) -> None:
-        """Takes a block in that form, between two steps. Raises ValueError for a wrong length."""
+        """Store a block given in that form. Call it between two steps. Raises ValueError for a wrong length."""
         ...
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
-        """Clears blocks whose content may not be finite."""
+        """Set blocks to zero whose content may not be finite."""
         ...
 
 
 class AttentionBackend(Protocol):
-    """Attention over the KV it owns."""
+    """Attention over KV that the backend owns."""
 
     @property
     def kv(self) -> KVBlocks: ...
 
     def begin(self, step: StepInputs) -> Attend:
-        """The attention of one step; valid until the next call of `begin`."""
+        """Return the attention function of one step; valid until the next call of `begin`."""
         ...
 
 
 class BackendFactory(Protocol):
-    """Makes a backend with zeroed KV of `num_blocks` blocks."""
+    """Constructor of a backend with zeroed KV of `num_blocks` blocks."""
 
     def __call__(
         self, shape: KVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -87,9 +88,9 @@ BACKENDS = {
 
 
 def resolve_backend(name: str, device: str | torch.device = "cpu", head_dim: int = 0) -> str:
-    """The backend that `name` stands for; "auto" is cpu on a CPU that has its kernels for `head_dim`, else reference.
+    """Return the backend for `name`; "auto" is cpu if its kernels run here and support `head_dim`, else reference.
 
-    Raises ConfigError for an unknown one.
+    Raises ConfigError for an unknown name.
     """
     if name == "auto":
         fits = torch.device(device).type == "cpu" and head_dim <= MAX_DIMS
@@ -100,6 +101,6 @@ def resolve_backend(name: str, device: str | torch.device = "cpu", head_dim: int
 
 
 def backend_factory(name: str) -> BackendFactory:
-    """The class behind a resolved name; imported only now."""
+    """Return the class for a resolved name. Imports its module at this call."""
     module, _, attribute = BACKENDS[name].partition(":")
     return getattr(import_module(module), attribute)

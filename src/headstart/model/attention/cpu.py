@@ -1,7 +1,7 @@
-"""Attention by the kernels of `model/kernels/attention.cpp`: one call per layer that writes KV and attends to it.
+"""Attention with the kernels in `model/kernels/attention.cpp`: one call per layer writes KV and computes attention.
 
-Everything is checked here, once per step or by shape; the kernels trust what they are given. What a step reads is
-planned once per window, by the kernels' planner: groups of sequences that share blocks, splits of long rows.
+All arguments are checked here, once per step or by shape; the kernels do not check them. The planner of the kernels
+plans the reads of a step once per window: groups of sequences that share blocks, and splits of long rows.
 """
 
 import ctypes
@@ -18,12 +18,12 @@ from headstart.model.packed_kv import PackedKV, packed
 from headstart.model.paged_kv import KVShape
 from headstart.model.step_inputs import StepInputs
 
-SPLIT_TOKENS = 256  # fewest tokens of a part of a row that is split between threads
+SPLIT_TOKENS = 256  # minimum tokens per part of a row that is split between threads
 SHARING = {"never": 0, "where it pays": 1, "always": 2}
 
 
 class CPUAttention:
-    """Owns the KV of one model; see `AttentionBackend`."""
+    """The attention backend for CPUs, which owns the KV of one model; see `AttentionBackend`."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class CPUAttention:
 
 
 class CPUStep:
-    """The attention of one step; plans are made on first use of each window."""
+    """The attention of one step. The plan for a window is made when a layer first uses that window."""
 
     def __init__(self, backend: CPUAttention, step: StepInputs) -> None:
         self._backend, self._step = backend, step
@@ -78,7 +78,7 @@ class CPUStep:
         sinks: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        """See Attend. `lse` [T, Hq] in fp32, if given, takes the log-sum-exp of each row's scores and its sink."""
+        """See Attend. `lse` [T, Hq] in fp32, if given, receives the log-sum-exp of each row's scores and its sink."""
         queries, keys, values = packed(queries), packed(keys), packed(values)
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         out = torch.empty(queries.shape, dtype=self._backend.kv.dtype)
@@ -90,7 +90,7 @@ class CPUStep:
 
     @property
     def layer_bytes(self) -> int:
-        """From the pages of one layer to those of the next."""
+        """The distance in bytes from the pages of one layer to those of the next."""
         return self._backend.kv.pool.strides[0]
 
     def call(
@@ -107,10 +107,10 @@ class CPUStep:
         sinks: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> AttentionCall:
-        """The kernel's argument for one layer, all checked; it holds addresses of the tensors and of this step.
+        """Return the checked kernel argument for one layer. It holds addresses of the tensors and of this step.
 
-        The elements of a head follow each other; `out` [T, Hq, D] is dense, as are `sinks`, in fp32. Raises ValueError
-        for what does not fit.
+        The elements of a head must be adjacent; `out` [T, Hq, D] must be dense, and so must `sinks`, in fp32. Raises
+        ValueError for arguments that do not fit.
         """
         kv, num_heads = self._backend.kv, queries.shape[1]
         if queries.shape != (len(keys), num_heads, kv.shape.head_dim) or num_heads % kv.shape.num_kv_heads:
@@ -138,7 +138,7 @@ class CPUStep:
         return call
 
     def plan(self, window: int | None, group: int) -> Plan:
-        """What layers with `window` and `group` query heads per kv head read."""
+        """Return the plan of the reads for layers with `window` and `group` query heads per kv head."""
         return self._prepared(window or 0, group).plan
 
     def _prepared(self, window: int, group: int) -> "_Prepared":
@@ -162,7 +162,7 @@ class CPUStep:
 
 
 class _Prepared:
-    """A plan, and the memory for the parts that its items leave to be merged."""
+    """A plan, and the memory for the partial results that are merged at the end."""
 
     def __init__(self, plan: Plan, group: int, shape: KVShape) -> None:
         self.plan, self.group = plan, group
@@ -185,7 +185,7 @@ def _check_tables(
     num_blocks: int,
     block_size: int,
 ) -> None:
-    """Raises ValueError unless every row has tokens, and a table of existing blocks for all its positions."""
+    """Raise ValueError unless every row has tokens, and a table of existing blocks for all its positions."""
     lengths, pages = np.diff(qo_indptr), np.diff(kv_indptr)
     rows = len(starts)
     shaped = rows and len(lengths) == rows and len(pages) == rows and qo_indptr[0] == 0 and kv_indptr[0] >= 0

@@ -1,9 +1,9 @@
-"""Attention in plain ATen: gather the pages, two batched matmuls and a softmax. The oracle of every other backend.
+"""Attention in plain ATen: a gather of pages, two batched matmuls and a softmax. Tests compare other backends with it.
 
-Written for any device, seen on CPUs only. Queries of one kv head are folded into the rows of its matmul, so grouped
-heads read KV once. A full mask is never made: decode rows mask their last page, prefills go through tiles of queries.
-On CPU this beats the fused flash operator (bf16, 12 heads of 64, no gather: prefill of 1000 tokens 13 against 22 ms,
-48 decodes at 1040 tokens 4 against 8 ms).
+It is written for any device, but has run on CPUs only. Queries of one kv head are folded into the rows of its matmul,
+so grouped heads read KV once. No full mask is built: decode rows mask their last page, and a prefill is computed in
+tiles of queries. On CPU this is faster than the fused flash operator (bf16, 12 heads of 64, no gather: prefill of 1000
+tokens 13 against 22 ms, 48 decodes at 1040 tokens 4 against 8 ms).
 """
 
 from typing import NamedTuple
@@ -15,13 +15,13 @@ from headstart.model.attention.attention_plan import Bucket, Plan, Prefill, make
 from headstart.model.paged_kv import KVShape, PagedKV
 from headstart.model.step_inputs import StepInputs
 
-TILE_SCORES = 2 << 20  # scores held at a time in a prefill
+TILE_SCORES = 2 << 20  # maximum number of scores in memory at a time in a prefill
 MIN_TILE = 16  # query rows
 MAX_TILE = 128  # fewer scores above the diagonal: attention of 4 x 512 tokens 24 ms, with tiles of 341 rows 35 ms
 
 
 class Scoring(NamedTuple):
-    """How scores come from queries and keys, and what else counts in their softmax; see Attend."""
+    """Parameters of the attention scores and their softmax; see Attend."""
 
     scale: float
     softcap: float | None
@@ -29,21 +29,21 @@ class Scoring(NamedTuple):
 
 
 class ReferenceAttention:
-    """Owns the KV of one model; see `AttentionBackend`."""
+    """The reference attention backend, which owns the KV of one model; see `AttentionBackend`."""
 
     def __init__(
         self, shape: KVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.kv = PagedKV(shape, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
-        self._scratch = torch.empty(0, dtype=dtype, device=device)  # kept: fresh memory costs more than the copy
-        # added to scores: adding is much cheaper than filling where a mask says so
+        self._scratch = torch.empty(0, dtype=dtype, device=device)  # reused: new memory costs more than the copy
+        # Added to the scores: an addition is much cheaper than a masked fill.
         self.above_diagonal = torch.full((MAX_TILE, MAX_TILE), float("-inf"), dtype=dtype, device=device).triu_(1)
 
     def begin(self, step: StepInputs) -> "ReferenceStep":
         return ReferenceStep(self, step)
 
     def gather(self, layer: int, pages: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of `pages`, [Hkv * batch, S, D] each; valid until the next gather."""
+        """Return the keys and values of `pages`, [Hkv * batch, S, D] each; valid until the next gather."""
         shape, block_size = self.kv.shape, self.kv.block_size
         width = block_size * shape.head_dim
         if self._scratch.numel() < pages.numel() * width:
@@ -55,7 +55,7 @@ class ReferenceAttention:
 
 
 class ReferenceStep:
-    """The attention of one step; plans are made on first use of each window."""
+    """The attention of one step. The plan for a window is made when a layer first uses that window."""
 
     def __init__(self, backend: ReferenceAttention, step: StepInputs) -> None:
         self._backend, self._step = backend, step
@@ -88,7 +88,7 @@ class ReferenceStep:
         return out
 
     def _decode(self, layer: int, queries: Tensor, plan: Plan, scoring: Scoring) -> Tensor:
-        """Queries [Rd, Hq, D] in the plan's order -> [Rd, Hq, D]."""
+        """Return the outputs [Rd, Hq, D] of queries [Rd, Hq, D], both in the order of the plan."""
         num_rows, num_heads, head_dim = queries.shape
         num_kv_heads = self._backend.kv.shape.num_kv_heads
         folded = queries.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1)  # [Hkv, Rd, G, D]
@@ -111,9 +111,10 @@ class ReferenceStep:
     def _bucket(
         self, layer: int, folded: Tensor, bucket: Bucket, scoring: Scoring, want_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Folded queries [Hkv, rows, G, D] -> outputs of that shape, and log-sum-exp [Hkv, rows, G, 1] in fp32.
+        """Return the outputs of folded queries [Hkv, rows, G, D] and their log-sum-exp [Hkv, rows, G, 1] in fp32.
 
-        Sinks count here, in what each row has of its own, and so but once.
+        The outputs have the shape of the queries. Sinks are added here, in the unshared part of each row, so that they
+        count once.
         """
         heads, rows, group, head_dim = folded.shape
         keys, values = self._backend.gather(layer, bucket.pages, rows)
@@ -138,7 +139,7 @@ class ReferenceStep:
         window: int | None,
         scoring: Scoring,
     ) -> None:
-        """Fills `out` [n, Hq, D] for one chunk, tile by tile of its queries."""
+        """Fill `out` [n, Hq, D] for one chunk, one tile of queries at a time."""
         num_rows, num_heads, head_dim = queries.shape
         heads = self._backend.kv.shape.num_kv_heads
         group = num_heads // heads
@@ -162,7 +163,7 @@ class ReferenceStep:
             folded_out[:, :, begin:end] = weighted
 
     def _mask_tile(self, scores: Tensor, window: int | None) -> None:
-        """Hides from row i of `scores` [B, m, S] the keys behind its own, S - m + i, and those that left its window."""
+        """Mask, in row i of `scores` [B, m, S], the keys after its own key S - m + i and the keys before its window."""
         rows, keys = scores.shape[-2:]
         scores[..., keys - rows :] += self._backend.above_diagonal[:rows, :rows]
         if window is not None and keys > window:
@@ -172,16 +173,16 @@ class ReferenceStep:
 
 
 def _scores(queries: Tensor, keys: Tensor, scoring: Scoring) -> Tensor:
-    """Scaled scores [B, M, S] of queries [B, M, D] and keys [B, S, D]."""
+    """Return the scaled scores [B, M, S] of queries [B, M, D] and keys [B, S, D]."""
     scores = torch.baddbmm(queries.new_empty(1, 1, 1), queries, keys.transpose(1, 2), beta=0, alpha=scoring.scale)
     return scores if scoring.softcap is None else torch.tanh_(scores.div_(scoring.softcap)).mul_(scoring.softcap)
 
 
 def _weighted(scores: Tensor, values: Tensor) -> Tensor:
-    """Values [B, S, D] weighted by the softmax of scores [B, M, S], which is computed in fp32 inside."""
+    """Weight the values [B, S, D] by the softmax of scores [B, M, S], which is computed in fp32 inside."""
     return torch.bmm(torch.softmax(scores, -1), values)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """`out` as if the softmax had one score more, without a value; `lse` is of the others."""
+    """Rescale `out` as if the softmax had one more score, without a value; `lse` is that of the other scores."""
     return (out.float() * torch.sigmoid(lse - sinks)).to(out.dtype)

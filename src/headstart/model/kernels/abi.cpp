@@ -1,9 +1,9 @@
 #include "common.h"
 
-// Raised with every change of a signature.
+// Incremented with every change of a signature.
 EXPORT int headstart_abi() { return 1; }
 
-// Reads `size` bytes with `threads` threads and gives a sum of them: what a benchmark holds a kernel's speed against.
+// Reads `size` bytes with `threads` threads and returns their sum. Benchmarks compare the speed of kernels with it.
 EXPORT uint64_t headstart_read(const uint64_t *data, long size, int threads) {
     uint64_t sum = 0;
     long words = size / 8;

@@ -1,14 +1,14 @@
 // Attention of one layer over paged KV: writes the step's keys and values, then computes a plan's items.
 //
-// Decode, chunked prefill and cached prefixes are one case: each row has the range of positions it sees. How the rows of
-// an item meet its pages is in attention_tile.h; here they are read, finished, and merged where a token has several
-// parts.
+// Decode, chunked prefill and cached prefixes are one case: each row has the range of positions it attends to. The
+// products of an item's rows and pages are in attention_tile.h; this file reads the rows, finishes them, and merges them
+// if a token has several parts.
 #include "attention_tile.h"
 #include "pages.h"
 
 namespace {
 
-// The first row of part `index` of `parts` as equal parts of `rows` as can be.
+// Returns the first row of part `index`, if `rows` are divided into `parts` as evenly as possible.
 static inline int part_of(int rows, int index, int parts) { return rows * index / parts; }
 
 template <typename Kind>
@@ -38,7 +38,7 @@ class Layer {
     void write_token(int index) const {
         int token = call.token_writes[2 * index], slot = call.token_writes[2 * index + 1];
         for (int head = 0; head < call.num_kv_heads; head++) {
-            // A key touches every line of its page, and they come from far: all at once, while the last are written.
+            // A key writes to every cache line of its page. They are prefetched together, while the last key is written.
             if (head + 1 < call.num_kv_heads)
                 pages::fetch(pool.keys(head + 1, slot / PAGE), pool.page_words);
             else if (index + 1 < call.num_token_writes)
@@ -48,7 +48,7 @@ class Layer {
         }
     }
 
-    // Computes one item for one kv head, and merges the tokens whose last part it was.
+    // Computes one item for one kv head, and merges the tokens of which all parts are then complete.
     void attend(Tile<Kind> &tile, int head, int index) const {
         const Item &item = items[index];
         open_tile(tile, head, item);
@@ -121,7 +121,7 @@ class Layer {
         memset(tile.out, 0, sizeof(float) * tile.rows * dims);
     }
 
-    // The pages [begin, begin + CHUNK_PAGES) of those of an item from block `low` on.
+    // Sets `piece` to the pages [begin, begin + CHUNK_PAGES) of an item, counted from block `low` on.
     void open_piece(Piece &piece, int head, const Item &item, int low, int begin, int pages) const {
         piece.count = pages - begin < CHUNK_PAGES ? pages - begin : CHUNK_PAGES;
         piece.whole = true;
@@ -138,11 +138,11 @@ class Layer {
             piece.whole = piece.whole && filled >= PAGE;
         }
         if (begin > 0) return;
-        for (int i = 0; i < 2; i++)  // later ones are fetched while these are weighed
+        for (int i = 0; i < 2; i++)  // later ones are prefetched while these are summed
             for (int at = 0; at < pool.page_words; at += PAGE) _mm_prefetch((const char *)(piece.values[i] + at), _MM_HINT_T0);
     }
 
-    // What a head's sink adds to every row, in base 2; see AttentionCall.
+    // Returns the score of a head's sink in base 2; see AttentionCall.
     float sink_of(int query) const { return call.sinks == nullptr ? -INFINITY : call.sinks[query] * LOG2E; }
 
     void close_tile(Tile<Kind> &tile, int head, const Item &item) const {
@@ -151,7 +151,7 @@ class Layer {
             int query = query_head(item, head, row);
             float *out = tile.out + row * dims;
             float total = tile.total[row], most = tile.greatest[row], share = 1.0f;
-            float sink = entry.slot < 0 ? sink_of(query) : -INFINITY;  // of several parts when they are merged
+            float sink = entry.slot < 0 ? sink_of(query) : -INFINITY;  // if there are several parts, it is added when they are merged
             if (sink > most) {
                 share = most == -INFINITY ? 0.0f : exp2f(most - sink);
                 total = total * share + 1.0f;
@@ -177,7 +177,7 @@ class Layer {
         }
     }
 
-    // Counts rows of one token's parts; whoever brings the last ones merges them.
+    // Counts the finished rows of one token's parts; the thread that finishes the last ones merges them.
     void arrive(int index, int head, int rows) const {
         const Merge &merge = merges[index];
         int32_t *arrived = call.arrived + (int64_t)index * call.num_kv_heads + head;
@@ -216,7 +216,7 @@ class Layer {
     }
 };
 
-// Below these, waking threads costs more than they save: elements written, and rows times pages times dims.
+// Below these, waking threads costs more time than they save: elements written, and rows times pages times dims.
 const int64_t FEW_WRITES = 1 << 16, LITTLE_WORK = 1 << 15;
 
 template <typename Kind>
@@ -241,7 +241,7 @@ void run(const AttentionCall &call) {
             for (int i = 0; i < call.num_token_writes; i++) layer.write_token(i);
         }
         Tile<Kind> tile;
-        // by head, then in the order of the plan: neighbours share blocks
+        // By head, then in the order of the plan: neighbouring items share blocks.
 #pragma omp for schedule(dynamic, 1) nowait
         for (int task = 0; task < tasks; task++) layer.attend(tile, task / plan.num_items, task % plan.num_items);
     }
@@ -249,7 +249,7 @@ void run(const AttentionCall &call) {
 
 }  // namespace
 
-// Writes the step's keys and values, then attends. A plan without items only writes.
+// Writes the step's keys and values, then computes the attention. With a plan without items, it only writes.
 EXPORT void headstart_attention(const AttentionCall *call) {
 #if defined(__AVX512BF16__)
     if (call->is_bf16) return run<Paired>(*call);

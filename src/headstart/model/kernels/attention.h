@@ -1,10 +1,10 @@
-// Paged attention: what is passed from Python, and the layout of KV pages.
+// Paged attention: the arguments from Python, and the layout of KV pages.
 //
 // A page holds PAGE token slots of one kv head, in words of four bytes: two bf16 or one fp32.
-//   keys    [dims / W][PAGE][W]   so that a vector is one word of 16 tokens, and a score sums down the page
-//   values  [PAGE / W][dims][W]   so that a vector is 16 dims of a word of tokens, and an output sums down the page
-// with W elements per word and dims = head_dim rounded up to 16; what pads stays zero. A block of B tokens has
-// ceil(B / PAGE) pages, the last partly filled if B is no multiple of PAGE. Per layer the pool is
+//   keys    [dims / W][PAGE][W]   so that a vector is one word of 16 tokens, and a score is a sum down the page
+//   values  [PAGE / W][dims][W]   so that a vector is 16 dims of a word of tokens, and an output is a sum down the page
+// with W elements per word and dims = head_dim rounded up to 16; padding stays zero. A block of B tokens has
+// ceil(B / PAGE) pages, the last partly filled if B is not a multiple of PAGE. Per layer the pool is
 // [keys, values][kv heads][blocks][pages of a block][words of a page].
 #pragma once
 
@@ -19,7 +19,8 @@ struct Item {
     int32_t table, block_begin, block_end;
 };
 
-// One token in an item: it sees positions below `limit`. Its result is final if `slot` is -1, else a part to be merged.
+// One token in an item: it attends to positions below `limit`. Its result is final if `slot` is -1, else a part to be
+// merged.
 struct Entry {
     int32_t token, limit, slot, merge;
 };
@@ -29,10 +30,10 @@ struct Merge {
     int32_t token, slot, count;
 };
 
-// Head of a plan; Items, Entries and Merges follow it, in this order.
+// Header of a plan; Items, Entries and Merges follow it, in this order.
 struct Plan {
     int32_t num_items, num_entries, num_merges, num_slots;
-    int32_t num_groups;    // sets of sequences whose common blocks are read once
+    int32_t num_groups;    // sets of sequences whose shared blocks are read once
     int32_t grouped_blocks;  // blocks that groups read, each counted once
     int64_t cost;          // of one kv head; see attention_plan.cpp
 };
@@ -44,8 +45,8 @@ struct StepTables {
     int32_t window;  // 0: none
     int32_t group;   // query heads per kv head
     int32_t num_kv_heads, threads;
-    int32_t sharing;      // 0: never, 1: where it pays, 2: wherever blocks are shared
-    int32_t split_blocks;  // fewest blocks of a part when a long row is split; 0: never split
+    int32_t sharing;      // 0: never, 1: where it saves time, 2: wherever blocks are shared
+    int32_t split_blocks;  // minimum blocks of a part when a long row is split; 0: never split
 };
 
 // One layer of one step. Strides count elements; the last dimension of queries, keys and values is contiguous.
@@ -60,14 +61,14 @@ struct AttentionCall {
     float *part_lse;   // [slots, query heads], base 2
     int32_t *arrived;  // [merges, kv heads], zero between calls
     const int32_t *page_writes;   // [num_page_writes, 2]: first token, page
-    const int32_t *token_writes;  // [num_token_writes, 2]: token, page * PAGE + place in it
+    const int32_t *token_writes;  // [num_token_writes, 2]: token, page * PAGE + offset in the page
     int64_t query_token, query_head, key_token, key_head, value_token, value_head;
     int64_t head_words;  // words of one kv head in the pool
     int32_t num_page_writes, num_token_writes;
     int32_t head_dim, num_kv_heads, group, block_size;
     int32_t is_bf16, window, threads;
     float scale, softcap;  // softcap 0: none
-    // [query heads], or null: a score in every row of the head that counts in the sum of its weights and has no value.
+    // [query heads], or null: a score that is added to the softmax of every row of the head and has no value.
     const float *sinks;
 };
 

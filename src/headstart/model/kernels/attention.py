@@ -1,4 +1,4 @@
-"""What the attention kernels are called with, as in attention.h, and their plan of a step as Python can read it."""
+"""Argument structures of the attention kernels, as in attention.h, and the planner's plan of a step."""
 
 import ctypes
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ _pointer, _int32, _int64, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int
 
 
 class StepTables(ctypes.Structure):
-    """A step as the planner reads it."""
+    """A step, as input of the planner."""
 
     _fields_ = (
         *((name, _pointer) for name in ("qo_indptr", "starts", "kv_indptr", "kv_indices")),
@@ -22,7 +22,7 @@ class StepTables(ctypes.Structure):
 
 
 class AttentionCall(ctypes.Structure):
-    """One layer of one step."""
+    """The arguments for one layer of one step."""
 
     _fields_ = (
         *((name, _pointer) for name in ("queries", "keys", "values", "out", "lse", "key_pages", "value_pages")),
@@ -38,7 +38,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class PlanHead(ctypes.Structure):
-    """How much a plan holds; `cost` is of one kv head, in rows times pages."""
+    """The sizes of a plan. `cost` is that of one kv head, in rows times pages."""
 
     _fields_ = (
         *((name, _int32) for name in ("num_items", "num_entries", "num_merges", "num_slots")),
@@ -48,13 +48,13 @@ class PlanHead(ctypes.Structure):
 
 
 class Plan(NamedTuple):
-    """The bytes of a plan, and its head."""
+    """The bytes of a plan, and its header."""
 
     data: NDArray[np.int64]
     head: PlanHead
 
     def items(self) -> NDArray[np.int32]:
-        """[items, 6]: first entry, rows from and to, first of its table, blocks from and to."""
+        """Return the items [items, 6]: first entry, row begin and end, table offset, block begin and end."""
         words = self.data.view(np.int32)
         begin = ctypes.sizeof(PlanHead) // 4
         return words[begin : begin + 6 * self.head.num_items].reshape(-1, 6)
@@ -64,7 +64,7 @@ NO_PLAN = Plan(np.zeros(ctypes.sizeof(PlanHead) // 8, np.int64), PlanHead())
 
 
 def make_plan(library: Any, tables: StepTables) -> Plan:
-    """Plans a step with the kernels' own planner. The arrays behind `tables` must be alive and consistent."""
+    """Plan a step with the kernels' planner. The arrays that `tables` points to must be alive and consistent."""
     data = np.empty(64 + 16 * tables.num_rows, np.int64)
     needed = library.headstart_attention_plan(ctypes.byref(tables), data.ctypes.data, data.nbytes)
     if needed > data.nbytes:

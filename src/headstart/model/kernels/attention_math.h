@@ -1,8 +1,8 @@
-// Vectors of fp32 in the width of the variant, and the products that attention is made of.
+// Vectors of fp32 with the width of the variant, and the products of attention.
 //
-// A product sums words of pages times words of rows. How it multiplies a word is a Kind: one fp32, two bf16 widened to
-// fp32, or two bf16 at once where the processor can. It takes PARTS steps; each spreads FACTORS numbers of a row, which
-// lie in memory as they are spread, over one part of a word.
+// A product sums words of pages times words of rows. A Kind defines the multiplication of a word: one fp32, two bf16
+// widened to fp32, or two bf16 at once if the processor supports it. It takes PARTS steps; each broadcasts FACTORS
+// adjacent numbers of a row and multiplies them by one part of a word.
 #pragma once
 
 #include "attention.h"
@@ -22,7 +22,7 @@ static inline vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
 static inline vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
 static inline vec sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
 static inline vec quotient(vec a, vec b) { return _mm512_div_ps(a, b); }
-// The second operand's NaN survives.
+// Returns the second operand if either is NaN.
 static inline vec greater(vec a, vec b) { return _mm512_max_ps(a, b); }
 static inline vec lesser(vec a, vec b) { return _mm512_min_ps(a, b); }
 static inline float sum(vec x) { return _mm512_reduce_add_ps(x); }
@@ -86,7 +86,7 @@ static inline vec between(vec x, vec other, int from, int to) {
 #endif
 enum { PAGE_VECS = PAGE / LANES };
 
-// 2^x for x <= 128, to 2e-7; below -126 it is 2^-126, and a NaN stays one. Coefficients: exp2f of Cephes.
+// 2^x for x <= 128, with an error of 2e-7; 2^-126 for x below -126; a NaN stays a NaN. Coefficients: exp2f of Cephes.
 static inline vec power_of_two(vec x) {
     x = greater(all(-126.0f), x);
     vec n = nearest(x), r = sub(x, n);
@@ -110,7 +110,7 @@ static inline vec capped(vec x, float cap, float twice) {
 struct Single {
     enum { W = 1, PARTS = 1 };
     typedef float element;  // of pages
-    typedef float factor;   // of rows: PARTS times FACTORS of them are one word
+    typedef float factor;   // of rows: a word has PARTS times FACTORS of them
     enum { FACTORS = 1 };
     typedef vec operand;
     static operand take(const uint32_t *p, int) { return load((const float *)p); }
@@ -120,7 +120,7 @@ struct Single {
     static void pack(factor *to, const element *from, int count) { memcpy(to, from, sizeof(float) * count); }
 };
 
-// Two bf16 per word, multiplied as fp32, one after the other.
+// Two bf16 per word, widened to fp32 and multiplied one after the other.
 struct Widened {
     enum { W = 2, PARTS = 2 };
     typedef bf16 element;

@@ -1,21 +1,21 @@
-// Plans the attention of a step: which rows read which blocks, what is read once for many, and what is split.
+// The attention plan of a step: which rows read which blocks, which blocks are read once for many rows, and the splits.
 //
 // Sequences whose tables begin with the same blocks form a tree: a node is a run of blocks and the sequences that share
-// it, a leaf is what one sequence reads alone. A node pays if the tiles of rows that its fusion saves outweigh merging
-// one more part per row; what does not pay is read by its children themselves. With a sliding window a node is what all
-// its sequences see whole from their first token on; what only those see that are behind, they read alone.
+// it, a leaf is the blocks that one sequence reads alone. A node is made if the tiles of rows it saves cost more than
+// merging one more part per row; otherwise its children read these blocks themselves. With a sliding window, a node has
+// only blocks that the first tokens of all its sequences see completely; a sequence reads earlier blocks alone.
 #include "attention.h"
 
 #include <stdlib.h>
 
 namespace {
 
-// Costs in units of one row times one page. Loading a page costs a tile of MICRO_ROWS as much as TILE_COST rows.
+// Costs in units of one row times one page. For a tile of MICRO_ROWS, loading a page costs as much as TILE_COST rows.
 enum { TILE_COST = 3, PARTS_PER_THREAD = 4 };
-// A part costs each row about as much as this many pages: it is written, read back and weighed. Set so that groups of
-// 2 to 32 decoding sequences with 1, 3 and 7 rows per kv head are made only where they were measured to be no slower.
+// A part costs each row about as much as this many pages: it is written, read back and merged. Set so that groups of
+// 2 to 32 decoding sequences with 1, 3 and 7 rows per kv head are made only where measurements show no slowdown.
 enum { PART_COST = 6 };
-// A group costs its items' overhead, too.
+// A group also costs the overhead of its items.
 enum { GROUP_COST = 32 };
 
 struct Node {
@@ -27,9 +27,9 @@ struct Planner {
     const StepTables *step;
     Node *nodes;
     int32_t num_nodes, num_groups, grouped_blocks;
-    uint64_t *keys;  // scratch to sort by
-    int32_t *rows;   // row r is at r: the members of what r reads alone
-    int32_t *begins;  // first block of each row that no node reads yet
+    uint64_t *keys;  // scratch: sort keys
+    int32_t *rows;   // rows[r] is r: the member lists of the leaves
+    int32_t *begins;  // for each row, the first block that no node reads yet
 };
 
 int32_t tokens_of(const StepTables &step, int32_t row) { return step.qo_indptr[row + 1] - step.qo_indptr[row]; }
@@ -40,10 +40,10 @@ int32_t blocks_of(const StepTables &step, int32_t row) {
     return ceil_div(step.starts[row] + tokens_of(step, row), step.block_size);
 }
 
-// Blocks that every token of the row sees whole, none of which the row writes.
+// Returns the number of leading blocks that lie completely before the row's tokens, so that the row writes none of them.
 int32_t seen_whole(const StepTables &step, int32_t row) { return step.starts[row] / step.block_size; }
 
-// First position that the row's first token sees.
+// Returns the first position that the row's first token attends to.
 int32_t first_seen(const StepTables &step, int32_t row) {
     return step.window > 0 && step.starts[row] >= step.window ? step.starts[row] - step.window + 1 : 0;
 }
@@ -59,13 +59,13 @@ void add_node(Planner &planner, const int32_t *members, int32_t count, int32_t b
     if (begin < end) planner.nodes[planner.num_nodes++] = Node{members, count, begin, end, 1};
 }
 
-// What one row reads alone: its blocks up to `end` that no node reads yet.
+// Adds a leaf of one row: its blocks up to `end` that no node reads yet.
 void add_leaf(Planner &planner, int32_t row, int32_t end) {
     add_node(planner, planner.rows + row, 1, planner.begins[row], end);
     if (planner.begins[row] < end) planner.begins[row] = end;
 }
 
-// The first block that no node reads yet and that the first tokens of all of `members` see whole.
+// Returns the first block that no node reads yet and that the first tokens of all `members` see completely.
 int32_t first_common(const Planner &planner, const int32_t *members, int32_t count) {
     int32_t begin = 0;
     for (int32_t i = 0; i < count; i++) {
@@ -76,7 +76,7 @@ int32_t first_common(const Planner &planner, const int32_t *members, int32_t cou
     return begin;
 }
 
-// Whether reading `blocks` once for all of `members` is cheaper than each reading them.
+// Returns whether reading `blocks` once for all `members` is cheaper than once per member.
 bool pays(const Planner &planner, const int32_t *members, int32_t count, int64_t blocks) {
     const StepTables &step = *planner.step;
     if (step.sharing == 2) return true;
@@ -90,7 +90,7 @@ bool pays(const Planner &planner, const int32_t *members, int32_t count, int64_t
     return (apart - tiles_of(rows)) * TILE_COST * pages > PART_COST * rows + GROUP_COST;
 }
 
-// Adds the nodes of `members`, whose tables agree in the first `depth` blocks. Reorders `members`.
+// Adds the nodes of `members`, whose tables are equal in the first `depth` blocks. Reorders `members`.
 void grow(Planner &planner, int32_t *members, int32_t count, int32_t depth) {
     const StepTables &step = *planner.step;
     if (count == 1) return add_leaf(planner, members[0], blocks_of(step, members[0]));
@@ -116,14 +116,14 @@ void grow(Planner &planner, int32_t *members, int32_t count, int32_t depth) {
         planner.num_groups++;
         planner.grouped_blocks += common - begin;
     }
-    // Those that see no further whole block go on alone: key 0, as block 0 is in no table.
+    // Members without another complete block continue alone: key 0, since block 0 is in no table.
     for (int32_t i = 0; i < count; i++) {
         bool ends = seen_whole(step, members[i]) <= common;
         uint64_t block = ends ? 0 : (uint64_t)table_of(step, members[i])[common];
         planner.keys[i] = block << 32 | (uint32_t)members[i];
     }
     qsort(planner.keys, count, sizeof *planner.keys, compare_keys);
-    // A node is a set: its members may be reordered by its children, which are slices of the same array.
+    // The members of a node have no order: its children, which are slices of the same array, may reorder them.
     int32_t *sorted = (int32_t *)malloc(sizeof(int32_t) * count);
     uint32_t *blocks = (uint32_t *)malloc(sizeof(uint32_t) * count);
     for (int32_t i = 0; i < count; i++) {
@@ -139,7 +139,7 @@ void grow(Planner &planner, int32_t *members, int32_t count, int32_t depth) {
     free(blocks);
 }
 
-// The nodes of all sequences, which `members` lists.
+// Adds the nodes of all sequences; `members` lists them.
 void grow_all(Planner &planner, int32_t *members) {
     const StepTables &step = *planner.step;
     for (int32_t row = 0; row < step.num_rows; row++) planner.begins[row] = first_seen(step, row) / step.block_size;
@@ -153,7 +153,7 @@ int32_t node_tokens(const StepTables &step, const Node &node) {
     return tokens;
 }
 
-// Tokens per tile: whole tokens, unless a single one has more rows than a tile.
+// Returns the tokens per tile: whole tokens, unless a single token has more rows than a tile.
 int32_t tile_tokens(int32_t group) { return group > TILE_ROWS ? 1 : TILE_ROWS / group; }
 
 int32_t items_of(const StepTables &step, const Node &node) {
@@ -167,7 +167,7 @@ int64_t cost_of(const StepTables &step, const Node &node) {
     return (rows + TILE_COST * tiles_of(rows)) * pages;
 }
 
-// Splits long nodes where there are too few items for the threads. Gives the cost of one kv head.
+// Splits long nodes if there are too few items for the threads. Returns the cost of one kv head.
 int64_t split(Planner &planner) {
     const StepTables &step = *planner.step;
     int64_t cost = 0, items = 0;
@@ -188,7 +188,7 @@ int64_t split(Planner &planner) {
     return cost;
 }
 
-// Where the next structures of a plan are written; beyond the capacity they are only counted.
+// The output position in a plan. A dry run only counts the structures.
 struct Writer {
     Plan head;
     Item *items;
@@ -228,7 +228,7 @@ void write_node(Writer &out, const StepTables &step, const Node &node, int32_t *
     }
 }
 
-// Writes, or counts, the whole plan. `part_of` [num_rows, 2] is scratch: next slot of a row's first token, and its parts.
+// Writes, or counts, the whole plan. `part_of` [num_rows, 2] is scratch: next slot of a row's first token, its parts.
 void write_plan(Writer &out, const Planner &planner, int32_t *part_of, int32_t *merge_of) {
     const StepTables &step = *planner.step;
     memset(part_of, 0, sizeof(int32_t) * 2 * step.num_rows);
@@ -261,11 +261,11 @@ int64_t bytes_of(const Plan &head) {
 
 }  // namespace
 
-// Writes the plan of `step` into `out` if it fits in `capacity` bytes. Gives the bytes it takes.
+// Writes the plan of `step` into `out` if it fits in `capacity` bytes. Returns the bytes of the plan.
 EXPORT int64_t headstart_attention_plan(const StepTables *step, void *out, int64_t capacity) {
     int32_t rows = step->num_rows, tokens = step->qo_indptr[rows];
-    // Of a tree's nodes fewer than 2 * rows; and what a row reads alone before its first group, whose begin all later
-    // ones share.
+    // The tree has fewer than 2 * rows nodes. Each row adds at most one leaf before its first group, because all later
+    // groups begin where the one before them ends.
     Node *nodes = (Node *)malloc(sizeof(Node) * (3 * rows + 1));
     uint64_t *keys = (uint64_t *)malloc(sizeof(uint64_t) * (rows + 1));
     int32_t *members = (int32_t *)malloc(sizeof(int32_t) * 3 * (rows + 1));

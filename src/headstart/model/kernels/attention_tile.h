@@ -1,9 +1,10 @@
-// Rows of queries against pages of keys and values: scores, softmax, weighted sums, in tiles that fill the registers.
+// Attention of rows of queries to pages of keys and values: scores, softmax, weighted sums, in tiles that fill the
+// registers.
 //
-// An item goes through its pages in pieces of CHUNK_PAGES; of each piece all its rows are computed in turn, up to
-// MICRO_ROWS at a time: scores, weights 2^(score - greatest so far), weighted values. Nothing masked is multiplied:
-// neither scores of slots that a row does not see, nor values of slots that no row of the item sees, so what lies there
-// never matters. A row's numbers do not depend on the rows that it shares a tile with.
+// An item is computed in pieces of CHUNK_PAGES pages; for each piece all rows are computed, up to MICRO_ROWS at a time:
+// scores, weights 2^(score - greatest so far), weighted values. Masked slots do not affect the result: scores of slots
+// that a row does not see are replaced, and values of slots that no row of the item sees are zeroed in a copy. The
+// results of a row do not depend on the other rows of its tile.
 #pragma once
 
 #include "attention_math.h"
@@ -18,48 +19,48 @@ enum { REGISTERS = 16 };
 #endif
 const float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
 
-// Products are functions of their own: inlined into a large one, compilers run out of registers and spill the sums.
+// Products are separate functions: if they are inlined into a large one, compilers run out of registers and spill sums.
 #define SEPARATE __attribute__((noinline))
 
-// As many units of so many vectors as registers hold for `rows` at once, with the sums of each row: `most` at most.
+// Returns how many units of `vectors` fit the registers with the sums of `rows` rows; `most` at most.
 constexpr int at_once(int rows, int vectors, int most) {
     int fit = (REGISTERS - 1) / ((rows + 1) * vectors);
     return fit < most ? fit : most;
 }
 
-// What scores are multiplied by, and capped to; 0: not capped.
+// The factor and the cap of the scores; softcap 0: no cap.
 struct Scaling {
     float scale, softcap;
 };
 
-// The pages of a piece of an item, in order, and a few that follow (or the last again) to be fetched ahead.
+// The pages of a piece of an item, in order, and a few that follow (or the last one again) to be prefetched.
 struct Piece {
     const uint32_t *keys[CHUNK_PAGES + AHEAD], *values[CHUNK_PAGES + AHEAD];
-    int position[CHUNK_PAGES], filled[CHUNK_PAGES];  // position of slot 0; slots that are tokens
+    int position[CHUNK_PAGES], filled[CHUNK_PAGES];  // position of slot 0; number of slots with tokens
     int count;
-    bool whole;  // every slot is a token
+    bool whole;  // every slot has a token
 };
 
-// What a tile of rows has gathered so far.
+// The state of a tile of rows.
 template <typename Kind>
 struct Tile {
     alignas(64) typename Kind::factor queries[TILE_ROWS * MAX_DIMS];
     alignas(64) float out[TILE_ROWS * MAX_DIMS];  // [rows, dims], relative to `greatest`
     float greatest[TILE_ROWS], total[TILE_ROWS];  // of scores in base 2
-    int from[TILE_ROWS], upto[TILE_ROWS];         // positions a row sees
-    int rows, dims, low, high;                    // positions that any row sees
+    int from[TILE_ROWS], upto[TILE_ROWS];         // positions that a row attends to
+    int rows, dims, low, high;                    // positions that any row attends to
     alignas(64) uint32_t masked[PAGE * MAX_DIMS];
 };
 
-// Of the rows that are computed together.
+// Scratch memory for the rows that are computed together.
 template <typename Kind>
 struct Scratch {
     alignas(64) float score[MICRO_ROWS * CHUNK];
     alignas(64) typename Kind::factor weight[MICRO_ROWS * CHUNK];
-    float shrink[MICRO_ROWS];  // what earlier pieces are multiplied by
+    float shrink[MICRO_ROWS];  // factor for the results of earlier pieces
 };
 
-// Scores of R rows against P pages: queries [words][R] words.
+// Computes the scores of R rows and P pages: queries [words][R] words.
 template <typename Kind, int R, int P, bool FETCH>
 static SEPARATE void score_pages(const typename Kind::factor *queries, int num_words, const uint32_t *const *pages,
                                const uint32_t *const *next, float *scores) {
@@ -92,7 +93,7 @@ static SEPARATE void score_pages(const typename Kind::factor *queries, int num_w
         for (int v = 0; v < VECS; v++) store(scores + r * CHUNK + v * LANES, acc[r][v]);
 }
 
-// The same for all pages from `page` on, P at a time while there are so many.
+// The same for all pages from `page` on, P at a time while that many remain.
 template <typename Kind, int R, int P, bool FETCH>
 static inline void score_piece(const typename Kind::factor *queries, int num_words, const Piece &piece, int page,
                                float *scores) {
@@ -102,7 +103,7 @@ static inline void score_piece(const typename Kind::factor *queries, int num_wor
     if constexpr (P > 1) score_piece<Kind, R, P - 1, FETCH>(queries, num_words, piece, page, scores);
 }
 
-// Adds to out [R, dims] the values of `count` pages, weighted; V vectors of columns. What was there shrinks before.
+// Multiplies out [R, dims] by `shrink` and adds the weighted values of `count` pages, for V vectors of columns.
 template <typename Kind, int R, int V, bool FETCH>
 static SEPARATE void weigh_pages(const typename Kind::factor *weights, const uint32_t *const *pages, int count, int dims,
                                int column, const float *shrink, float *out) {
@@ -140,7 +141,7 @@ static SEPARATE void weigh_pages(const typename Kind::factor *weights, const uin
         for (int v = 0; v < V; v++) store(out + r * dims + column + v * LANES, acc[r][v]);
 }
 
-// The same for `width` vectors of columns, V at most.
+// The same for `width` vectors of columns, at most V.
 template <typename Kind, int R, int V, bool FETCH>
 static inline void weigh_width(int width, const typename Kind::factor *weights, const uint32_t *const *pages, int count,
                                int dims, int column, const float *shrink, float *out) {
@@ -154,7 +155,7 @@ static inline void weigh_columns(const typename Kind::factor *weights, const uin
     enum { MOST = at_once(R, 1, 4) };
     int left = dims / LANES;
     for (int column = 0; left > 0;) {
-        // as even as possible: five vectors are three and two
+        // As even as possible: five vectors are divided into three and two.
         int width = ceil_div(left, ceil_div(left, MOST));
         weigh_width<Kind, R, MOST, FETCH>(width, weights, pages, count, dims, column, shrink, out);
         column += width * LANES;
@@ -162,7 +163,7 @@ static inline void weigh_columns(const typename Kind::factor *weights, const uin
     }
 }
 
-// Turns one row's scores of a piece into weights. Gives their sum; updates the greatest and says what to shrink by.
+// Converts one row's scores of a piece to weights. Returns their sum; updates the greatest score and sets `shrink`.
 template <typename Kind>
 static inline float soften(float *scores, const Piece &piece, int from, int upto, Scaling scaling,
                            float *greatest_score, float *shrink, typename Kind::factor *weights) {
@@ -174,7 +175,7 @@ static inline float soften(float *scores, const Piece &piece, int from, int upto
         to_base2 = LOG2E;
     }
     bool all_seen = piece.whole && from <= piece.position[0] && upto >= piece.position[count - 1] + PAGE;
-    // Calls visit(slot of the piece, vector of its scores in base 2 or `other` where the row does not see them).
+    // Calls visit(slot of the piece, vector of its scores in base 2, or of `other` where the row does not see the slot).
     auto each_seen = [&](auto score_of, vec other, auto visit) {
         for (int p = 0; p < count; p++) {
             int seen = upto - piece.position[p] < piece.filled[p] ? upto - piece.position[p] : piece.filled[p];
@@ -189,7 +190,7 @@ static inline float soften(float *scores, const Piece &piece, int from, int upto
     vec most = all(-INFINITY);
     each_seen([&](vec x) { return mul(x, all(to_base2)); }, all(-INFINITY), [&](int, vec x) { most = greater(most, x); });
     float reached = greatest(most), before = *greatest_score;
-    if (!(reached > before) && reached == reached) reached = before;  // a NaN goes on
+    if (!(reached > before) && reached == reached) reached = before;  // a NaN is propagated
     *shrink = 1.0f;
     if (reached == -INFINITY) {  // nothing seen yet
         for (int i = 0; i < count * PAGE; i += LANES) Kind::put(weights + i, zero());
@@ -205,7 +206,7 @@ static inline float soften(float *scores, const Piece &piece, int from, int upto
     return sum(total);
 }
 
-// Values of a page with the slots outside [low, high) zeroed, in `copy`.
+// Returns `copy`, filled with the values of a page with the slots outside [low, high) set to zero.
 template <typename Kind>
 static inline const uint32_t *masked_values(const uint32_t *page, int dims, int low, int high, uint32_t *copy) {
     for (int word = 0; word < PAGE / Kind::W; word++) {
@@ -219,7 +220,7 @@ static inline const uint32_t *masked_values(const uint32_t *page, int dims, int 
     return copy;
 }
 
-// The rows [first, first + R) of a tile against one piece.
+// Computes the rows [first, first + R) of a tile for one piece.
 template <typename Kind, int R, bool FETCH>
 static inline void attend_rows(Tile<Kind> &tile, int first, const Piece &piece, Scaling scaling) {
     Scratch<Kind> scratch;
@@ -233,7 +234,7 @@ static inline void attend_rows(Tile<Kind> &tile, int first, const Piece &piece, 
                                    &tile.greatest[row], &scratch.shrink[r], scratch.weight + r * CHUNK);
         tile.total[row] = tile.total[row] * scratch.shrink[r] + total;
     }
-    // Runs of pages that are seen to the last slot at once, others by a copy.
+    // Runs of pages of which every slot is seen are computed at once, other pages with a masked copy.
     float *out = tile.out + first * dims;
     for (int begin = 0, end; begin < piece.count; begin = end) {
         int low = tile.low - piece.position[begin], high = tile.high - piece.position[begin];
@@ -254,7 +255,7 @@ static inline void attend_rows(Tile<Kind> &tile, int first, const Piece &piece, 
     }
 }
 
-// R rows, or fewer, of a tile against one piece; the first of its rows fetch what comes next for all.
+// Computes R rows, or fewer, of a tile for one piece; the first rows of the tile prefetch the next pages for all.
 template <typename Kind, int R = MICRO_ROWS>
 static inline void attend_some_rows(Tile<Kind> &tile, int first, int rows, const Piece &piece, Scaling scaling) {
     if (rows < R) {

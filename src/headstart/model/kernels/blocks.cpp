@@ -1,10 +1,10 @@
-// Single blocks of the KV pool, copied out and in, in canonical form: for each layer keys, then values, [block_size,
-// kv heads, head_dim]. All on the calling thread alone.
+// Copies of single blocks out of and into the KV pool, in canonical form: for each layer keys, then values,
+// [block_size, kv heads, head_dim]. All work is done on the calling thread.
 #include "pages.h"
 
 namespace {
 
-// Bytes of one layer's keys, or values, of one block.
+// Returns the bytes of one layer's keys, or values, in one block.
 int64_t half_bytes(const AttentionCall &call) {
     return (int64_t)call.block_size * call.num_kv_heads * call.head_dim * (call.is_bf16 ? 2 : 4);
 }
@@ -24,7 +24,7 @@ void read_rows(const AttentionCall &call, int block, void *keys, void *values) {
     }
 }
 
-// Page by page where the block has whole ones, else token by token.
+// Writes page by page if the block consists of whole pages, else token by token.
 template <int W>
 void write_rows(const AttentionCall &call, int block, const void *keys, const void *values) {
     typedef typename pages::Of<W>::element element;

@@ -1,8 +1,8 @@
-"""Compiles the C++ sources beside this file: one shared object per variant, in a wheel or in this machine's cache.
+"""Compilation of the C++ sources in this folder: one shared object per variant, in a wheel or in a local cache.
 
-A variant is an instruction set; its object is compiled whole for it, so the sources ask the compiler's own macros
-(`__AVX512BF16__`, ...) and every variant exports the same names. Which one runs is decided before, in load.py.
-Standard library only and no imports of ours: setup.py runs this file where nothing is installed yet.
+A variant is an instruction set. The whole object is compiled for it, so the sources test the compiler's macros
+(`__AVX512BF16__`, ...) and every variant exports the same names. The choice of the variant is in library.py.
+Uses only the standard library and no other module of this package: setup.py runs this file before installation.
 """
 
 import hashlib
@@ -21,19 +21,19 @@ VARIANT_FLAGS: dict[str, tuple[str, ...]] = {
 }
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fvisibility=hidden")
 SOURCES = Path(__file__).parent
-PACKAGED = SOURCES / "compiled"  # in a wheel that was built where there was a compiler; never in a checkout
+PACKAGED = SOURCES / "compiled"  # exists in a wheel built with a compiler; never in a checkout
 COMPILERS = ("g++", "c++", "clang++")
 TIMEOUT = 300  # seconds for one source
 
 
 class BuildError(Exception):
-    """Why there are no kernels here, in one line."""
+    """The reason why no kernels can be built, in one line."""
 
 
 def build(variant: str, cache: Path, *, extra_flags: tuple[str, ...] = (), environ: Mapping[str, str]) -> Path:
-    """The shared object of `variant`, compiled if `cache` does not hold it yet. Raises BuildError.
+    """Return the shared object of `variant`, compiled if `cache` does not hold it yet. Raises BuildError.
 
-    Several processes may build at once: each compiles into a folder of its own and renames the whole file into place.
+    Several processes may build at once: each compiles into its own folder and renames the complete file into place.
     """
     compiler = find_compiler(environ)
     flags = (*FLAGS, *VARIANT_FLAGS[variant], *extra_flags)
@@ -42,23 +42,23 @@ def build(variant: str, cache: Path, *, extra_flags: tuple[str, ...] = (), envir
 
 
 def build_packaged(variant: str, folder: Path, *, environ: Mapping[str, str]) -> Path:
-    """Compiles `variant` for a wheel, into `folder`, under the name that `packaged` looks for. Raises BuildError."""
+    """Compile `variant` for a wheel, into `folder`, under the name that `packaged` looks for. Raises BuildError."""
     return _build_as(folder / _packaged_name(variant), find_compiler(environ), (*FLAGS, *VARIANT_FLAGS[variant]))
 
 
 def packaged(variant: str) -> Path | None:
-    """The shared object of `variant` that came with the package; None if there is none of just these sources."""
+    """Return the shared object of `variant` in the package; None if none is built from these sources."""
     path = PACKAGED / _packaged_name(variant)
     return path if path.exists() else None
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Where built kernels are kept: XDG_CACHE_HOME, else ~/.cache."""
+    """Return the folder of built kernels, below XDG_CACHE_HOME or else ~/.cache."""
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "kernels"
 
 
 def find_compiler(environ: Mapping[str, str]) -> str:
-    """CXX, else the first C++ compiler on the path. Raises BuildError if there is none."""
+    """Return CXX, else the first C++ compiler on the path. Raises BuildError if there is none."""
     names = (environ["CXX"],) if environ.get("CXX") else COMPILERS
     for name in names:
         found = shutil.which(name, path=environ.get("PATH"))
@@ -68,17 +68,17 @@ def find_compiler(environ: Mapping[str, str]) -> str:
 
 
 def sources() -> list[Path]:
-    """The files that are compiled, each by itself; headers (*.h) only count for the digest."""
+    """Return the source files, which are compiled separately; headers (*.h) are only part of the digest."""
     return sorted(SOURCES.glob("*.cpp"))
 
 
 def _packaged_name(variant: str) -> str:
-    """By the sources and flags alone: who installs a wheel may have another compiler, or none."""
+    """Return a name from sources and flags only: the installing machine may have another compiler, or none."""
     return f"{variant}-{_digest(*FLAGS, *VARIANT_FLAGS[variant])}.so"
 
 
 def _digest(*settings: str) -> str:
-    """Names the sources as they are, compiled with `settings`."""
+    """Return a digest of `settings` and of the content of all sources."""
     digest = hashlib.sha256()
     for part in settings:
         digest.update(part.encode() + b"\0")
@@ -88,7 +88,7 @@ def _digest(*settings: str) -> str:
 
 
 def _build_as(target: Path, compiler: str, flags: tuple[str, ...]) -> Path:
-    """Compiles to `target`, which is there whole or not at all."""
+    """Compile to `target`; the file appears complete or not at all."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
@@ -100,7 +100,7 @@ def _build_as(target: Path, compiler: str, flags: tuple[str, ...]) -> Path:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], scratch: Path) -> Path:
-    """Compiles every source on a core of its own, then links them; gives the shared object in `scratch`."""
+    """Compile all sources in parallel, then link them; return the shared object in `scratch`."""
     objects = [scratch / f"{source.stem}.o" for source in sources()]
     running = [
         subprocess.Popen(

@@ -1,6 +1,6 @@
-"""Chain: matrix products that follow each other, in one call and one parallel region of threads.
+"""Chain: consecutive matrix products in one call and one parallel region of threads.
 
-Between two attentions a decoder layer does nothing but this, row by row, so its threads need to be woken only once.
+All operations of a decoder layer between two attentions form one chain, so the threads are woken only once for them.
 """
 
 import ctypes
@@ -17,20 +17,20 @@ MAX_LINKS = 8  # see linear.cpp
 
 
 class Link(NamedTuple):
-    """linear(buffer `source`), plus buffer `residual` if there is one, into buffer `target`; then heads are turned.
+    """One product: buffer `target` = linear(buffer `source`) + buffer `residual`, if any; then the rotary embedding.
 
-    `residual` may be `target`: rows are then changed in place.
+    `residual` may be `target`: rows are then changed in place. `rotary` None: no rotary embedding.
     """
 
     linear: PackedLinear
     source: int
     target: int
     residual: int | None = None
-    turner: RotaryHeads | None = None
+    rotary: RotaryHeads | None = None
 
 
 class Buffers:
-    """Numbered rows [T, widths[i]] of bf16 that chains read and write. Kept alive, and addresses never go stale."""
+    """Numbered bf16 buffers [T, widths[i]] that chains read and write. Keeps them alive, so addresses stay valid."""
 
     __slots__ = ("_tensors", "addresses", "count", "widths")
 
@@ -45,19 +45,19 @@ class Buffers:
         return tensor
 
     def __setitem__(self, index: int, tensor: Tensor) -> None:
-        """Raises ValueError for rows of another shape or form."""
+        """Set a buffer. Raises ValueError for a tensor of another shape, dtype, layout or device."""
         check(tensor, f"buffer {index}", (self.count, self.widths[index]), torch.bfloat16)
         self._tensors[index] = tensor
         self.addresses[index] = tensor.data_ptr()
 
     def fill(self, *indices: int) -> None:
-        """Gives buffers fresh memory."""
+        """Allocate new memory for these buffers."""
         for index in indices:
             self[index] = torch.empty((self.count, self.widths[index]), dtype=torch.bfloat16)
 
 
 class Chain:
-    """Links in their order. Raises ValueError for too many, or if they do not fit the buffers' widths."""
+    """A sequence of links. Raises ValueError if there are too many or they do not fit the widths of the buffers."""
 
     __slots__ = ("_functions", "_kept", "_links", "_rotary_dim", "_widest", "widths")
 
@@ -68,9 +68,9 @@ class Chain:
         self._functions = kernels.library
         self._kept = links  # the descriptors hold only addresses
         self._widest = max(link.linear.in_features for link in links)
-        dims = {link.turner.rotary_dim for link in links if link.turner is not None}
+        dims = {link.rotary.rotary_dim for link in links if link.rotary is not None}
         if len(dims) > 1:
-            raise ValueError(f"heads are turned by one table of angles, not by those of {sorted(dims)} dimensions")
+            raise ValueError(f"a chain has one table of angles, but its links rotate {sorted(dims)} dimensions")
         self._rotary_dim = dims.pop() if dims else None
         for link in links:
             _check_link(link, widths)
@@ -78,7 +78,7 @@ class Chain:
             *(
                 LinkDescriptor(
                     linear=ctypes.addressof(link.linear.descriptor),
-                    heads=None if link.turner is None else ctypes.addressof(link.turner.descriptor),
+                    heads=None if link.rotary is None else ctypes.addressof(link.rotary.descriptor),
                     x=link.source,
                     y=link.target,
                     residual=-1 if link.residual is None else link.residual,
@@ -89,21 +89,21 @@ class Chain:
 
     @property
     def rotary_dim(self) -> int | None:
-        """Leading dimensions of a head that are turned; None: no heads are."""
+        """The number of leading dimensions of a head that are rotated; None if no heads are rotated."""
         return self._rotary_dim
 
     @property
     def links(self) -> tuple[int, int]:
-        """Address and number of its links, for who runs several chains in one call."""
+        """The address and number of the links, for a call that runs several chains."""
         return ctypes.addressof(self._links), len(self._links)
 
     def scratch(self, count: int) -> Tensor:
-        """Memory for calls with `count` rows, by as many threads as torch has now."""
+        """Allocate memory for calls with `count` rows and the current number of torch's threads."""
         size = self._functions.headstart_scratch(self._widest, count, threads())
         return torch.empty(size, dtype=torch.uint8)
 
     def __call__(self, buffers: Buffers, scratch: Tensor, angles: Angles | None = None) -> None:
-        """Runs all links on `buffers`, all filled. Heads take their `angles` as Rotary.angles gives them.
+        """Run all links on `buffers`, which must all be set. `angles` are the result of Rotary.angles.
 
         Raises ValueError for buffers, scratch or angles that do not fit.
         """
@@ -112,7 +112,7 @@ class Chain:
         cosine = sine = None
         if self._rotary_dim is not None:
             if angles is None:
-                raise ValueError("heads cannot be turned without angles")
+                raise ValueError("heads cannot be rotated without angles")
             for name, tensor in zip(("cosine", "sine"), angles, strict=True):
                 check(tensor, name, (count, 1, 2, self._rotary_dim // 2), torch.bfloat16)
             cosine, sine = angles[0].data_ptr(), angles[1].data_ptr()
@@ -128,7 +128,7 @@ class Chain:
         )
 
     def check(self, buffers: Buffers, scratch: Tensor) -> None:
-        """Raises ValueError unless all links can run on these."""
+        """Raise ValueError unless all links can run on these buffers and this scratch memory."""
         count = buffers.count
         if buffers.widths != self.widths or not all(buffers.addresses):
             raise ValueError(f"buffers are {buffers.widths} wide and all to be filled; this chain needs {self.widths}")
@@ -146,5 +146,5 @@ def _check_link(link: Link, widths: tuple[int, ...]) -> None:
             raise ValueError(f"buffer {index} of {widths} is not {width} wide")
     if link.source == link.target:
         raise ValueError(f"a product cannot write buffer {link.source}, which it reads")
-    if link.turner is not None and link.turner.width != linear.out_features:
-        raise ValueError(f"heads fill {link.turner.width} of {linear.out_features} outputs")
+    if link.rotary is not None and link.rotary.width != linear.out_features:
+        raise ValueError(f"heads fill {link.rotary.width} of {linear.out_features} outputs")

@@ -1,7 +1,7 @@
-// What all kernels share: exported names, bf16 as bits, and its rounding.
+// Common definitions of all kernels: exported names, bf16 as bits, and rounding to bf16.
 //
-// One library is compiled per instruction set, whole; which one is asked by the compiler's macros. No standard library
-// templates and no torch headers: the interface is plain C, and bounds are checked by the Python that calls it.
+// One whole library is compiled per instruction set; the sources test the compiler's macros. They use no standard
+// library templates and no torch headers: the interface is plain C, and the calling Python code checks the bounds.
 #pragma once
 
 #include <immintrin.h>
@@ -22,7 +22,7 @@ static inline float to_float(bf16 value) {
     return result;
 }
 
-// Rounds to nearest, ties to even, as torch does; a NaN stays one.
+// Rounds to nearest, ties to even, as torch does; a NaN stays a NaN.
 static inline bf16 to_bf16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);

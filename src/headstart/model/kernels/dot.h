@@ -1,15 +1,15 @@
 // Sums of 16 outputs over pairs of inputs, for each instruction set: bf16 weights, and int8 weights.
 //
-// A Pair is two inputs of one row. Up to ROWS rows at a time keep their sums in registers: of all 32 outputs of a tile or,
-// where columns(rows) is 1, of half of them. int8 weights meet rows of int16, and their products are summed in int32:
-// exact, for INT_PIECE pairs.
+// A Pair is two inputs of one row. Up to ROWS rows at a time keep their sums in registers: for all 32 outputs of a tile
+// or, where columns(rows) is 1, for half of them. int8 weights are multiplied by rows of int16, and the products are
+// summed in int32, which is exact for INT_PIECE pairs.
 #pragma once
 
 #include "linear.h"
 
 namespace {
 
-// Pairs that are summed in registers at a time, at most. In int32 so many of the largest products just fit.
+// Maximum number of pairs summed in registers at a time. With INT_PIECE, the largest products just fit int32.
 constexpr long FLOAT_PIECE = 1024, INT_PIECE = 256;
 
 #if defined(__AVX512F__)
@@ -86,7 +86,7 @@ struct Int8 : Wide<Int8> {
     static Weights load(const char *at) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)at)); }
     static void add(Sum &sum, Weights weights, const Pair *x) {
 #if defined(__AVX512VNNI__)
-        // As an intrinsic GCC 12 copies every sum in every round of the loop, at half the speed.
+        // With the intrinsic, GCC 12 copies every sum in every iteration, which halves the speed.
         asm("vpdpwssd %2, %1, %0" : "+v"(sum.value) : "v"(weights), "v"(_mm512_set1_epi32((int)*x)));
 #else
         sum.value = _mm512_add_epi32(sum.value, _mm512_madd_epi16(weights, _mm512_set1_epi32((int)*x)));
@@ -115,7 +115,7 @@ struct FloatPair {
     float even, odd;
 };
 
-struct Bf16 {  // widened; the even inputs first, so that six rows' sums and what is multiplied fit sixteen registers
+struct Bf16 {  // widened; the even inputs first, so that the sums of six rows and the operands fit sixteen registers
     typedef Floats Sum;
     typedef FloatPair Pair;
     static constexpr int ROWS = 6, BYTES = 2, PIECE = FLOAT_PIECE;

@@ -1,4 +1,4 @@
-// The greatest number of a row, found by comparing floats as integers that order alike.
+// The greatest number of a row. Floats are mapped to integers of the same order, which are compared.
 #pragma once
 
 #include "common.h"
@@ -9,7 +9,7 @@ template <class Key>  // an integer as wide as the float
 struct Order {
     static constexpr Key SIGN = (Key)(sizeof(Key) == 2 ? 0x8000u : 0x80000000u), REST = (Key)~SIGN;
     static constexpr Key INFINITE = (Key)(sizeof(Key) == 2 ? 0x7f80u : 0x7f800000u);
-    // Negative floats are turned over, so that keys rise with them. -0 comes just below 0.
+    // All bits but the sign of negative floats are inverted, so that keys increase with the floats. -0 is just below 0.
     static Key of(Key bits) { return bits ^ (Key)((bits >> (8 * sizeof(Key) - 1)) & REST); }
     static bool is_nan(Key key) { return key > INFINITE || key < (Key)(INFINITE ^ SIGN ^ REST); }
 };
@@ -22,7 +22,7 @@ float to_number(Key bits) {
     return value;
 }
 
-// Where the greatest number of `row` stands first, and what it is; NaN if there is one anywhere.
+// Returns the first index of the greatest number of `row` and sets `value` to it; NaN if the row contains a NaN.
 template <class Key>
 int64_t greatest(const Key *row, long size, float *value) {
     typedef Order<Key> Order;
@@ -35,7 +35,7 @@ int64_t greatest(const Key *row, long size, float *value) {
 #pragma omp simd reduction(max : high) reduction(min : low)
         for (long i = begin; i < end; i++) {
             Key key = Order::of(row[i]);
-            key = key == (Key)-1 ? (Key)0 : key;  // -0 is 0
+            key = key == (Key)-1 ? (Key)0 : key;  // -0 counts as 0
             high = key > high ? key : high;
             low = key < low ? key : low;
         }

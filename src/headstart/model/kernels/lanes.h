@@ -1,4 +1,4 @@
-// Vectors of fp32 in the width of the variant, and bf16 beside them: for what is done to sums once they are summed.
+// Vectors of fp32 with the width of the variant, and as many bf16: for the operations after the matrix products.
 #pragma once
 
 #include "common.h"
@@ -8,7 +8,7 @@ namespace {
 #if defined(__AVX512F__)
 enum { LANES = 16 };
 typedef __m512 vec;
-typedef __m256i halves;  // as many bf16
+typedef __m256i halves;  // bf16 numbers, one per lane
 inline vec all(float x) { return _mm512_set1_ps(x); }
 inline vec load(const float *p) { return _mm512_loadu_ps(p); }
 inline void store(float *p, vec x) { _mm512_storeu_ps(p, x); }
@@ -17,7 +17,7 @@ inline vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
 inline vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
 inline vec sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
 inline vec quotient(vec a, vec b) { return _mm512_div_ps(a, b); }
-// The second operand's NaN survives.
+// Returns the second operand if either is NaN.
 inline vec greater(vec a, vec b) { return _mm512_max_ps(a, b); }
 inline vec lesser(vec a, vec b) { return _mm512_min_ps(a, b); }
 inline vec nearest(vec x) { return _mm512_roundscale_ps(x, 0); }
@@ -114,7 +114,7 @@ inline long append_between(float *out, vec x, vec least, vec end) {
 }
 #endif
 
-// e^x to about 1e-7 of it, for any float. NaN stays NaN.
+// e^x with a relative error of about 1e-7, for any float. NaN stays NaN.
 inline vec exponential(vec x) {
     x = lesser(all(88.0f), greater(all(-87.0f), x));
     vec whole = nearest(mul(x, all(1.44269504f)));
@@ -127,7 +127,7 @@ inline vec exponential(vec x) {
     return scaled_by_power(fma(power, rest, all(1.0f)), whole);
 }
 
-// silu(gate) * up; gate, up and silu are rounded to bf16, as torch's operators leave them.
+// silu(gate) * up; gate, up and silu are rounded to bf16, as in torch's operators.
 inline vec silu_times(vec gate, vec up) {
     gate = widened(rounded(gate));
     vec silu = quotient(gate, add(all(1.0f), exponential(sub(all(0.0f), gate))));

@@ -1,7 +1,7 @@
-"""Kernels: the compiled functions of one variant, and how the variant is chosen.
+"""Kernels: the compiled functions of one variant, and the choice of the variant.
 
-HEADSTART_KERNELS names a variant (avx512_bf16, avx512, avx2), or `none` for torch's own operators; unset, it is the
-best one this processor has. Import torch first: the library then finds torch's OpenMP loaded and shares its threads.
+HEADSTART_KERNELS names a variant (avx512_bf16, avx512, avx2), or `none` for torch's operators. If it is not set, the
+best variant for this processor is used. Import torch first: the library then shares the threads of torch's OpenMP.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from headstart.model.kernels.memory import Arena
 
 VARIABLE = "HEADSTART_KERNELS"
 VARIANTS = (*VARIANT_FLAGS, "none")
-# what /proc/cpuinfo must list for a variant; the kernel hides what it does not save for its processes
+# Flags that /proc/cpuinfo must list for a variant; Linux hides features whose state it does not save for processes.
 NEEDED = {
     "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "avx2", "fma", "f16c"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"},
@@ -26,7 +26,7 @@ NEEDED = {
 }
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
-# name -> (result, arguments); see the sources for what they mean
+# name -> (result, arguments); the sources document their meaning
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "headstart_abi": (_int, ()),
     "headstart_attention_plan": (_long, (_pointer, _pointer, _long)),
@@ -62,7 +62,7 @@ class LinearDescriptor(ctypes.Structure):
 
 
 class HeadsDescriptor(ctypes.Structure):
-    """`Heads` of rows.h: what a row of heads holds."""
+    """`Heads` of rows.h: the layout of a row of heads."""
 
     _fields_ = (
         ("query_norm", _pointer),
@@ -84,9 +84,9 @@ class LinkDescriptor(ctypes.Structure):
 
 
 class Kernels:
-    """One variant's functions, each an attribute of `library` under its C name. They release the GIL.
+    """The functions of one variant, as attributes of `library` with their C names. They release the GIL.
 
-    `arena` has the memory of the weights that are packed for them.
+    `arena` holds the memory of the weights that are packed for them.
     """
 
     def __init__(self, variant: str, path: Path) -> None:
@@ -98,7 +98,7 @@ class Kernels:
 
 
 class Found(NamedTuple):
-    """The kernels there are, or None; their variant or why there are none, in one line; and where they are from."""
+    """The kernels or None; in one line, their variant or the reason why there are none; and their origin."""
 
     kernels: Kernels | None
     note: str
@@ -106,18 +106,18 @@ class Found(NamedTuple):
 
 
 def kernels() -> Kernels | None:
-    """The kernels this process uses; None: torch's own operators."""
+    """Return the kernels this process uses; None: torch's operators."""
     return find().kernels
 
 
 def find() -> Found:
-    """As `kernels`, with the reason."""
+    """Do the same as `kernels`, and return the reason too."""
     return load(os.environ.get(VARIABLE, ""))
 
 
 @cache
 def load(variant: str = "") -> Found:
-    """The kernels of `variant`; empty: the best this processor has. Raises ConfigError for one it cannot run."""
+    """Load the kernels of `variant`, or the best variant if empty. Raises ConfigError if it cannot run here."""
     flags = cpu_flags()
     runnable = [name for name, needed in NEEDED.items() if needed <= flags]
     if variant and variant not in VARIANTS:
@@ -135,11 +135,11 @@ def load(variant: str = "") -> Found:
 
 
 def _packaged(variant: str) -> Found | None:
-    """What came with the package, if it did and if it can be loaded here."""
+    """Load the kernels in the package, if there are any and they can be loaded here."""
     path = packaged(variant)
     try:
         return None if path is None else Found(Kernels(variant, path), variant, "built with the package")
-    except OSError:  # made for another C library: ours may still be compiled
+    except OSError:  # built for another C library; compiling may still work
         return None
 
 
@@ -152,12 +152,12 @@ def _compiled(variant: str) -> Found:
 
 
 def threads() -> int:
-    """Threads of a kernel's parallel region: torch's own number, in whichever thread this is called."""
+    """Return the number of threads of a kernel's parallel region, which is torch's number in the calling thread."""
     return torch.get_num_threads()
 
 
 def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Features of the processor as the operating system grants them; empty where there is no such file."""
+    """Return the processor features that the operating system reports; empty if there is no such file."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -1,22 +1,22 @@
-// Chains of products: which thread computes what, and the rows as the innermost loops (tiles.h) take them.
+// Chains of products: the division of work between threads, and the row formats of the innermost loops (tiles.h).
 //
-// Of few rows, threads share out the weights, product by product; of many, each takes blocks of rows through all products
-// of the chain, and waits for nobody in between.
+// With few rows, the threads divide the weights of each product. With many rows, each thread computes blocks of rows
+// through all products of the chain, without waiting for other threads in between.
 #include "tiles.h"
 
 namespace {
 
-constexpr long MANY_ROWS = 16;  // so many are prepared once for all threads; of fewer each makes a copy of its own
-constexpr long ROWS_EACH = 64;  // so many for each thread are taken through the chain block by block
+constexpr long MANY_ROWS = 16;  // from here on, rows are prepared once for all threads; below, once per thread
+constexpr long ROWS_EACH = 64;  // from here on per thread, rows are computed through the chain block by block
 
-// ---- rows as an Op takes them -----------------------------------------------------------------------------------------
+// ---- rows in the format of an Op --------------------------------------------------------------------------------------
 
-// What multiplies a normalised row, or 1.
+// Returns the factor of a row's normalisation, or 1.
 float row_factor(const Linear &linear, const bf16 *x) {
     return linear.norm ? inverse_rms(x, linear.in_features, linear.eps) : 1.0f;
 }
 
-// x[i], normalised where the layer asks for it, and rounded to bf16 as the rows between two layers are.
+// Returns x[i], normalised if the layer has a norm, and rounded to bf16 like the rows between two layers.
 inline float element(const bf16 *x, const bf16 *norm, float factor, long i) {
     return norm ? to_float(to_bf16(to_float(x[i]) * factor * to_float(norm[i]))) : to_float(x[i]);
 }
@@ -45,8 +45,8 @@ void prepare(const Linear &linear, const bf16 *x, FloatPair *out, float *) {
 }
 #endif
 
-// Rows for int8 weights become int16 with one scale each: 2^-16 of the row's largest number, finer than bf16 is there.
-// A row that is not finite as a whole gives NaN in all its outputs.
+// Rows for int8 weights become int16 with one scale per row: steps of 2^-15 of the row's largest number, finer than
+// bf16 at that number. A row with a number that is not finite gives NaN in all its outputs.
 void prepare(const Linear &linear, const bf16 *x, int16_t *to, float *scale) {
     long size = linear.in_features;
     float factor = row_factor(linear, x), largest = 0, poison = 0;
@@ -75,7 +75,7 @@ void prepare_row(Int8, const Linear &linear, const bf16 *x, Int8::Pair *to, floa
     prepare(linear, x, (int16_t *)to, scale);
 }
 
-// Whether rows are taken as they lie in their buffer.
+// Returns whether rows are used directly from their buffer.
 inline bool as_is(Int8, const Linear &) { return false; }
 #if defined(__AVX512BF16__)
 inline bool as_is(Bf16, const Linear &linear) { return !linear.norm && linear.in_features % 2 == 0; }
@@ -83,25 +83,26 @@ inline bool as_is(Bf16, const Linear &linear) { return !linear.norm && linear.in
 inline bool as_is(Bf16, const Linear &) { return false; }
 #endif
 
-// Bytes for `count` rows as an Op takes them, at most, and their scales.
+// Returns the maximum bytes of `count` rows in the format of an Op, with their scales.
 inline long prepared_bytes(long in_features, long count) {
     return (count * ((in_features + 1) / 2 * 8 + 4) + 63) / 64 * 64;
 }
 
-// ---- what threads share -----------------------------------------------------------------------------------------------
+// ---- work shared between threads --------------------------------------------------------------------------------------
 
-// Tiles of a product that two threads work off, one from either end: begin and end of what is left, in the halves of a word.
-// Both read weights that lie side by side, neither waits while there is something left, and others may help in the end.
+// Tiles of a product that two threads compute, one from each end: begin and end of the remaining tiles, in the halves
+// of a word. Both threads read adjacent weights, neither waits while tiles remain, and other threads may help at the
+// end.
 struct alignas(64) Share {
     uint64_t left;
 };
 
 struct Taken {
     long begin, end;
-    long next;  // where the next tiles from this end will begin, or -1
+    long next;  // begin of the next tiles from this end, or -1
 };
 
-// How many of `left` tiles are taken at once: ever fewer, but for whole groups.
+// Returns how many of `left` tiles are taken at once: fewer as fewer remain, but whole groups.
 inline long portion(long left, long group) {
     long most = left / 8 / group * group;
     return most > group ? most : left < group ? left : group;
@@ -120,9 +121,9 @@ bool take(Share &share, long group, bool front, Taken &taken) {
     }
 }
 
-constexpr int MAX_LINKS = 8;  // of a chain; chain.py keeps it
+constexpr int MAX_LINKS = 8;  // of a chain; checked by chain.py
 
-// Memory of one call: the shares of each link, for each thread its sums, then the prepared rows.
+// Memory of one call: the shares of each link, the sums of each thread, then the prepared rows.
 struct Scratch {
     static constexpr long FIXED_BYTES = MAX_LINKS * sizeof(Share) + SUMS_BYTES;  // for each thread
     char *start;
@@ -145,9 +146,9 @@ struct Call {
         const Link &at = links[link];
         return {at.linear, buffers[at.x], at.residual < 0 ? nullptr : buffers[at.residual], buffers[at.y]};
     }
-    // The first tile of share `index` of a product, or of the one after the last.
+    // Returns the first tile of share `index` of a product; for index == shares, the number of tiles.
     static long first(const Linear &linear, int index, int shares) { return linear.tiles() * index / shares; }
-    // What a thread will read first of the next product: fetched while the last of this one is computed.
+    // Returns the first weights that a thread reads of the next product; prefetched at the end of this product.
     const char *after(int link, int thread) const {
         const Linear &next = *links[link + 1 < num_links ? link + 1 : link].linear;
         int index = thread / 2 % scratch.shares();
@@ -157,7 +158,7 @@ struct Call {
 
 // ---- few rows: by tiles -----------------------------------------------------------------------------------------------
 
-// One product, by all threads of a parallel region together.
+// Computes one product with all threads of a parallel region.
 template <class Op>
 void by_tiles(const Call &call, int link) {
     typedef typename Op::Pair Pair;
@@ -247,16 +248,16 @@ inline bool is_many(long count, int threads) { return count >= ROWS_EACH * threa
 
 }  // namespace
 
-// Bytes of scratch a chain needs whose widest rows have `in_features`.
+// Returns the bytes of scratch for a chain whose widest rows have `in_features`.
 EXPORT long headstart_scratch(long in_features, long count, int threads) {
     long fixed = threads * Scratch::FIXED_BYTES;
     if (is_many(count, threads)) return fixed + threads * prepared_bytes(in_features, BLOCK);
     return fixed + prepared_bytes(in_features, count) * (count < MANY_ROWS ? threads : 1);
 }
 
-// Runs `num_links` products, at most MAX_LINKS, one after the other in one parallel region; each may read what those
-// before it wrote. cosine and sine [count, 2, rotary_dim / 2] are the angles of heads (see rows.h), null if there are
-// none. scratch: headstart_scratch bytes for the largest K, 64-byte aligned.
+// Runs `num_links` products, at most MAX_LINKS, one after the other in one parallel region; each may read the results
+// of those before it. cosine and sine [count, 2, rotary_dim / 2] are the angles of heads (see rows.h), null if no link
+// has heads. scratch: headstart_scratch bytes for the largest K, 64-byte aligned.
 EXPORT void headstart_chain(const Link *links, int num_links, bf16 *const *buffers, const bf16 *cosine,
                             const bf16 *sine, char *scratch, long count, int threads) {
     Call call{links, num_links, buffers, cosine, sine, count, {scratch, threads}};

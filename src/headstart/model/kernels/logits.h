@@ -1,4 +1,4 @@
-// Access to rows of logits, bf16 or fp32, by one name for both.
+// Access to rows of logits, with the same function names for bf16 and fp32.
 #pragma once
 
 #include "greatest.h"
@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr long PIECE = 256;  // logits whose greatest is found at once
+constexpr long PIECE = 256;  // logits per search for the greatest
 
 inline vec load_floats(const float *p) { return load(p); }
 inline vec load_floats(const bf16 *p) { return widened(load(p)); }
@@ -21,7 +21,7 @@ inline int64_t first_greatest(const bf16 *row, long size, float *value) {
     return greatest((const int16_t *)row, size, value);
 }
 
-// The greatest of `count` logits, none of which is NaN.
+// Returns the greatest of `count` logits, none of which may be NaN.
 template <class Logit>
 float block_greatest(const Logit *x, long count) {
     float most = -INFINITY;
@@ -33,7 +33,7 @@ float block_greatest(const Logit *x, long count) {
     return vectors > most ? vectors : most;
 }
 
-// Where the greatest of a row stands first; `best` is what it is. For memory that this file wrote as floats.
+// Returns the first index of the greatest logit of a row and sets `best` to it. For floats without NaN.
 int64_t first_best(const float *x, long size, float *best) {
     long at = 0;
     *best = -INFINITY;

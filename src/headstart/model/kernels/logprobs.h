@@ -1,4 +1,4 @@
-// Log-probabilities: the greatest logits of a row, and what log-probability a logit has.
+// Log-probabilities: the greatest logits of a row, and the log-probability of a logit.
 #pragma once
 
 #include "logits.h"
@@ -12,7 +12,7 @@ inline float logprob_of(float x, float best, double log_total) {
     return logprob > LEAST_LOGPROB ? (float)logprob : LEAST_LOGPROB;
 }
 
-struct Heap {  // the best of a row so far: a binary heap with the worst of them on top
+struct Heap {  // the best logits of a row so far: a binary heap with the lowest of them on top
     int64_t *ids;
     float *values;
     long count;
@@ -36,7 +36,7 @@ struct Heap {  // the best of a row so far: a binary heap with the worst of them
     }
 };
 
-// The `num` greatest logits, greatest first and of equal ones those with the lower ids.
+// Finds the `num` greatest logits, greatest first; equal ones by ascending id.
 template <class Logit>
 void best_of(const Logit *x, long size, long num, int64_t *ids, float *values) {
     if (num == 0) return;
@@ -55,7 +55,7 @@ void best_of(const Logit *x, long size, long num, int64_t *ids, float *values) {
             }
         }
     }
-    while (heap.count > 1) {  // the worst goes behind all others
+    while (heap.count > 1) {  // the lowest goes to the end
         heap.swap(0, --heap.count);
         heap.sink(0);
     }

@@ -1,9 +1,9 @@
-// Weights [N, K] of bf16 become packed tiles, once; linear.h says what they look like.
+// Packing of weights [N, K] of bf16 into tiles, once at load; linear.h describes the tiles.
 #include "linear.h"
 
 namespace {
 
-// Index in the weight of what a tile holds at `column`; the number of rows or more: padding.
+// Returns the row of the weight that a tile holds at `column`, or -1 for padding.
 long source_row(long tile, int column, long out_features, int gated) {
     if (!gated) return tile * TILE + column < out_features ? tile * TILE + column : -1;
     long output = tile * HALF + column % HALF;

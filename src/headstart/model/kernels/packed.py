@@ -1,4 +1,4 @@
-"""What a chain of products is made of: packed weights, bf16 or int8, and heads that are turned. Run by chain.py."""
+"""The parts of a chain: packed weights in bf16 or int8, and heads with a rotary embedding. Chain.py runs them."""
 
 from dataclasses import dataclass
 
@@ -12,16 +12,16 @@ TILE = 32  # outputs side by side in the packed form; see linear.h
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """RMS normalisation of the rows that go in: weight [K] in bf16."""
+    """RMS normalisation of the input rows: weight [K] in bf16."""
 
     weight: Tensor
     eps: float
 
 
 class PackedLinear:
-    """y = x @ W^T + b on rows [T, K] of bf16, perhaps normalised before and gated after; run by chain.py.
+    """The product x @ W^T + b on rows [T, K] of bf16, with an optional norm before and gate after; run by chain.py.
 
-    `gated`: W holds gates above ups, [2 * out, K], and y is silu(gate) * up. int8: one scale for each row of W.
+    `gated`: W [2 * out, K] holds the gate rows, then the up rows, and y is silu(gate) * up. int8: a scale per W row.
     """
 
     __slots__ = ("_kept", "descriptor", "in_features", "nbytes", "out_features")
@@ -70,9 +70,10 @@ class PackedLinear:
 
 
 class RotaryHeads:
-    """Rows that are heads [heads, head_dim], queries then keys then values: the first two are turned to their position.
+    """The rotary embedding of rows of heads [heads, head_dim]: queries, then keys, then values.
 
-    Before that they are normalised head by head, if there are norms [head_dim] for it (Qwen3).
+    Queries and keys are rotated by their position. Before that, each head is normalised if norms [head_dim] are given
+    (Qwen3). Values do not change.
     """
 
     __slots__ = ("_kept", "descriptor", "rotary_dim", "width")
@@ -109,7 +110,7 @@ class RotaryHeads:
 
 
 def check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raises ValueError unless a kernel may read `tensor` as dense memory of this shape."""
+    """Raise ValueError unless a kernel may read `tensor` as dense memory of this shape."""
     if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(
             f"{name} is {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; "
@@ -118,7 +119,7 @@ def check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype)
 
 
 def _in_tiles(bias: Tensor, tiles: int, *, gated: bool) -> Tensor:
-    """A bias [N] as fp32 [tiles, TILE], in the order in which the tiles hold the outputs."""
+    """Return a bias [N] as fp32 [tiles, TILE], in the order in which the tiles hold the outputs."""
     parts = bias.float().chunk(2) if gated else [bias.float()]
     width = TILE // len(parts)
     laid = torch.zeros(tiles, len(parts), width)

@@ -1,11 +1,11 @@
-// Where pages lie in the pool, and how keys and values are copied between them and rows [tokens, kv heads, head_dim].
+// Addresses of pages in the pool, and copies of keys and values between pages and rows [tokens, kv heads, head_dim].
 #pragma once
 
 #include "attention.h"
 
 namespace pages {
 
-// A word as numbers of W elements each.
+// The element type of words with W elements.
 template <int W>
 struct Of;
 template <>
@@ -17,14 +17,14 @@ struct Of<2> {
     typedef bf16 element;
 };
 
-// What one head's rows look like: row r starts at `rows + r * stride`, in elements.
+// The rows of one head: row r starts at `rows + r * stride`, in elements.
 template <int W>
 struct Rows {
     const typename Of<W>::element *rows;
     int64_t stride;
 };
 
-// Asks for all lines of a page, to be written.
+// Prefetches all cache lines of a page for writing.
 static inline void fetch(const uint32_t *page, int page_words) {
     for (int word = 0; word < page_words; word += PAGE) __builtin_prefetch(page + word, 1);
 }
@@ -33,7 +33,7 @@ static inline void fetch(const uint32_t *page, int page_words) {
 template <int W>
 struct Pool {
     uint32_t *key_pages, *value_pages;
-    int64_t head_words;  // from one kv head to the next
+    int64_t head_words;  // distance from one kv head to the next
     int page_words;
 
     explicit Pool(const AttentionCall &call)
@@ -47,7 +47,7 @@ struct Pool {
 };
 
 #if defined(__AVX512F__)
-// Transposes 16 x 16 words: row r is sixteen words from rows[r].
+// Transposes 16 x 16 words: row r is the sixteen words of rows[r].
 static inline void transpose16(__m512i rows[16]) {
     __m512i t[16];
     for (int i = 0; i < 8; i++) {
@@ -75,7 +75,7 @@ static inline void transpose16(__m512i rows[16]) {
 }
 #endif
 
-// Sixteen rows of `words` words each become `words` vectors of sixteen.
+// Transposes sixteen rows of `words` words into `words` vectors of sixteen.
 static inline void transpose_page(const uint32_t *const rows[PAGE], int words, uint32_t *page) {
     int word = 0;
 #if defined(__AVX512F__)
@@ -94,7 +94,7 @@ static inline void transpose_page(const uint32_t *const rows[PAGE], int words, u
 #endif
 }
 
-// Two rows of bf16 become one of words: element d of the first and of the second.
+// Interleaves two rows of bf16: word d is element d of the first row and element d of the second.
 static inline void interleave(const bf16 *first, const bf16 *second, int dims, bf16 *words) {
     int dim = 0;
 #if defined(__AVX512BW__)
@@ -110,7 +110,7 @@ static inline void interleave(const bf16 *first, const bf16 *second, int dims, b
     }
 }
 
-// Whole rows of PAGE tokens, padded to `dims` with zeros if they are narrower; gives where each begins.
+// Sets `begins` to the rows of PAGE tokens; rows narrower than `dims` are copied to `scratch` and padded with zeros.
 template <int W>
 static inline void pad_rows(Rows<W> from, int head_dim, int dims, typename Of<W>::element *scratch,
                             const typename Of<W>::element *begins[PAGE]) {
@@ -143,7 +143,7 @@ static inline void write_page(Rows<W> keys, Rows<W> values, int head_dim, void *
     }
 }
 
-// One token's slot `place` of a page; the other slots keep what they hold, also beside it in the same words.
+// Writes slot `place` of a page with one token. The other slots do not change, including those in the same words.
 template <int W>
 static inline void write_token(const typename Of<W>::element *key, const typename Of<W>::element *value, int head_dim,
                                int place, uint32_t *key_page, uint32_t *value_page) {

@@ -1,5 +1,5 @@
-// What happens to single rows between two matrix products: normalisation, the gate, rotation. Plain loops, which the compiler
-// vectorises for each instruction set; numbers are rounded to bf16 where torch's own operators round.
+// Operations on single rows between two matrix products: normalisation and the rotary embedding. Plain loops, which the
+// compiler vectorises for each instruction set; numbers are rounded to bf16 where torch's operators round.
 #pragma once
 #include "common.h"
 
@@ -13,7 +13,7 @@ static inline float inverse_rms(const bf16 *x, long size, float eps) {
 
 // ---- queries and keys between their projection and attention ----------------------------------------------------------
 
-struct Heads {  // mirrored by load.py; a row is [heads, head_dim]: queries, then keys, then values
+struct Heads {  // mirrored by library.py; a row is [heads, head_dim]: queries, then keys, then values
     const bf16 *query_norm, *key_norm;  // [head_dim], or null
     float query_eps, key_eps;
     long heads, queries, keys, head_dim, rotary_dim;
@@ -25,7 +25,7 @@ static inline void normalise(bf16 *head, const bf16 *weight, long size, float ep
     for (long i = 0; i < size; i++) head[i] = to_bf16(to_float(head[i]) * factor * to_float(weight[i]));
 }
 
-// Turns the pairs (i, i + half) of a head; products are rounded before the sum, as in Rotary.turn.
+// Rotates the pairs (i, i + half) of a head; products are rounded before the sum, as in Rotary.apply.
 static inline void turn(bf16 *head, const bf16 *cosine, const bf16 *sine, long half) {
 #pragma omp simd
     for (long i = 0; i < half; i++) {
@@ -36,8 +36,9 @@ static inline void turn(bf16 *head, const bf16 *cosine, const bf16 *sine, long h
     }
 }
 
-// Normalises (Qwen3) and turns the queries and keys of one row of `rows` [count, heads, head_dim] in place. cosine and
-// sine [count, 2, rotary_dim / 2] repeat themselves, and the first half of a row's sine is negated: the second is read.
+// Normalises (Qwen3) and rotates the queries and keys of one row of `rows` [count, heads, head_dim] in place. Each row
+// of cosine and sine [count, 2, rotary_dim / 2] has two equal halves, except that the first half of sine is negated:
+// this function reads the second half of sine.
 static inline void turn_heads(const Heads &heads, bf16 *rows, const bf16 *cosine, const bf16 *sine, long row) {
     long half = heads.rotary_dim / 2;
     for (long h = 0; h < heads.queries + heads.keys; h++) {

@@ -1,4 +1,4 @@
-"""Judging the rows that a step computed: are they finite, and which number is the greatest? Kernels and their twins."""
+"""Checks on computed rows: whether they are finite, and their greatest number. In kernels, or in torch without them."""
 
 import ctypes
 
@@ -11,7 +11,7 @@ from headstart.model.kernels.library import Kernels, threads
 
 
 def finite_chunks(kernels: Kernels | None, rows: Tensor, indptr: NDArray[np.int32]) -> list[bool]:
-    """Of `rows` [T, H], in runs [indptr[i], indptr[i + 1]) that are not empty: whether all of a run is finite."""
+    """Return whether each run [indptr[i], indptr[i + 1]) of `rows` [T, H] is finite. Runs must not be empty."""
     if kernels is None or not _ours(rows) or rows.dtype != torch.bfloat16:
         good = torch.isfinite(rows.sum(-1, dtype=torch.float32))  # a sum is finite exactly if its terms are
         return np.logical_and.reduceat(good.cpu().numpy(), indptr[:-1]).tolist()
@@ -23,7 +23,7 @@ def finite_chunks(kernels: Kernels | None, rows: Tensor, indptr: NDArray[np.int3
 
 
 def greatest(kernels: Kernels | None, rows: Tensor) -> tuple[list[int], list[float]]:
-    """Of each row of `rows` [R, V]: where its greatest number stands first, and that number; NaN if there is one."""
+    """Return, for each row of `rows` [R, V], the first index of its greatest number, and that number; NaN if any."""
     if kernels is None or not _ours(rows) or rows.dtype not in (torch.bfloat16, torch.float32):
         values, ids = rows.max(dim=-1)
         return ids.tolist(), values.tolist()

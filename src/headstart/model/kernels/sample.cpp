@@ -1,19 +1,20 @@
-// Sampling: logits in, tokens and log-probabilities out. One thread does all of a row, so a row never depends on those
-// beside it nor on the number of threads. The twin in torch is model/sampling/draw.py, with model/sampling/logit_edits.py.
+// Sampling: from logits to tokens and log-probabilities. One thread computes a whole row, so the result does not depend
+// on other rows or on the number of threads. The reference in torch is model/sampling/draw.py, with
+// model/sampling/logit_edits.py.
 #include "logprobs.h"
 #include "sample.h"
 #include "threshold.h"
 
 namespace {
 
-constexpr long MANY_LOGITS = 1 << 15;   // below, one thread is done before a second is awake
+constexpr long MANY_LOGITS = 1 << 15;   // below, one thread finishes before a second one wakes
 constexpr float LEAST_EXPONENT = -87;   // e^x of less is 0
-constexpr float LEAST_WEIGHT = 1e-38f;  // below every weight that is not 0
+constexpr float LEAST_WEIGHT = 1e-38f;  // less than every weight above 0
 constexpr float FLOAT_MAX = 3.40282347e38f;
 
 struct Scratch {  // of one thread
     float *weights;       // [padded(size, BLOCK)]
-    float *buffer;        // as many, and LANES more
+    float *buffer;        // [padded(size, BLOCK) + LANES]
     float *block_max;     // [number of blocks, padded]: of weights
     double *block_sums;   // [number of blocks]: of weights
     static long blocks(long size) { return padded(padded(size, BLOCK) / BLOCK, LANES); }
@@ -34,12 +35,12 @@ struct Scratch {  // of one thread
 inline vec weight_of(vec x, vec best, vec temperature, bool is_tempered) {
     vec exponent = sub(x, best);
     if (is_tempered) exponent = quotient(exponent, temperature);
-    // 0 where the exponent is too low: it is compared, so that -inf and rounding need no case of their own
+    // 0 where the exponent is too low. The exponent is compared, so that -inf and rounding need no special case.
     return kept_where(exponential(exponent), exponent, all(LEAST_EXPONENT));
 }
 
-// e^((x - best) / temperature) of all logits of a row into `scratch.weights`, padded with zeros, with the sum and the
-// maximum of each BLOCK. Returns the sum. The weight of the best is 1.
+// Writes e^((x - best) / temperature) of all logits of a row to `scratch.weights`, padded with zeros, with the sum and
+// the maximum of each BLOCK. Returns the sum. The weight of the best logit is 1.
 template <class Logit>
 double weigh(const Logit *x, long size, float best, float temperature, const Scratch &scratch) {
     bool is_tempered = temperature != 1;
@@ -68,7 +69,7 @@ double weigh(const Logit *x, long size, float best, float temperature, const Scr
     return total;
 }
 
-// Copies the weights >= least to the buffer, block by block; blocks whose maximum is less are not read.
+// Copies the weights >= least to the buffer, block by block; skips blocks whose maximum is less.
 List candidates(const Scratch &scratch, long size, float least) {
     long count = 0;
     for (long block = 0; block < padded(size, BLOCK) / BLOCK; block++) {
@@ -81,14 +82,14 @@ List candidates(const Scratch &scratch, long size, float least) {
 
 // ---- filters ----------------------------------------------------------------------------------------------------------
 
-// A value that at least k weights reach: the k-th largest maximum of a block. LEAST_WEIGHT where there are fewer blocks.
+// Returns a value that at least k weights reach: the k-th largest block maximum, or LEAST_WEIGHT for fewer blocks.
 float reached_by(long k, const Scratch &scratch, long size) {
     long count = padded(size, BLOCK) / BLOCK;
     if (k > count) return LEAST_WEIGHT;
     return threshold<BY_COUNT>({scratch.block_max, Scratch::blocks(size)}, (double)k, LEAST_WEIGHT, scratch.buffer);
 }
 
-// Where the sum of the weights reaches `needed`, guessed from one vector of each block. 0: no guess.
+// Estimates, from one vector of each block, the weight at which the sum reaches `share` of the total. 0: no estimate.
 float guess_nucleus(const Scratch &scratch, long size, float share, float low) {
     long count = padded(size, BLOCK) / BLOCK, filled = 0;
     if (count < 32) return 0;
@@ -101,7 +102,7 @@ float guess_nucleus(const Scratch &scratch, long size, float share, float low) {
     return threshold<BY_SUM>({scratch.buffer, filled}, share * total, low, scratch.buffer);
 }
 
-// The smallest weight that min_p, top_k and top_p, in this order, leave in a row.
+// Returns the smallest weight that min_p, top_k and top_p, in this order, keep in a row.
 float least_kept(const Row &row, long size, double total, const Scratch &scratch) {
     float least = row.min_p > LEAST_WEIGHT ? row.min_p : LEAST_WEIGHT;  // the greatest weight is 1
     List list = {scratch.weights, padded(size, BLOCK)};
@@ -117,7 +118,7 @@ float least_kept(const Row &row, long size, double total, const Scratch &scratch
         total = amount_from(list, least).sum;
         return threshold<BY_SUM>(list, row.top_p * total, least, scratch.buffer);
     }
-    // Weights below this one sum to less than what may be left out, however many they are.
+    // All weights below this one together are less than the share that may be left out.
     float low = (float)((1 - (double)row.top_p) * 0.999 * total / (double)size);
     if (low < LEAST_WEIGHT) low = LEAST_WEIGHT;
     float guess = guess_nucleus(scratch, size, row.top_p, low);
@@ -126,7 +127,7 @@ float least_kept(const Row &row, long size, double total, const Scratch &scratch
 
 // ---- the draw ---------------------------------------------------------------------------------------------------------
 
-// Sums of the weights >= least of each block, instead of those of all weights. Returns the sum of them.
+// Replaces the sum of each block by the sum of its weights >= least. Returns the total.
 double sum_kept(const Scratch &scratch, long size, float least) {
     double total = 0;
     for (long block = 0; block < padded(size, BLOCK) / BLOCK; block++) {
@@ -137,16 +138,16 @@ double sum_kept(const Scratch &scratch, long size, float least) {
     return total;
 }
 
-// The token at whose weight the running sum of the weights >= least, in token order, exceeds `target`.
+// Returns the token at which the running sum of the weights >= least, in token order, exceeds `target`.
 int64_t token_at(const Scratch &scratch, long size, float least, double target) {
     double before = 0, reached = 0;
-    long chosen = 0;  // the block of the token; the last that has any if the target is never exceeded
+    long chosen = 0;  // the block of the token; the last with a kept token if the target is never exceeded
     for (long block = 0; block < padded(size, BLOCK) / BLOCK; block++) {
         if (scratch.block_max[block] < least) continue;
         chosen = block, before = reached, reached += scratch.block_sums[block];
         if (reached > target) break;
     }
-    // Rounding can lift the target to the very end of a block; its last token that is kept is meant then.
+    // Rounding can raise the target to the end of a block; then the last kept token of the block is correct.
     int64_t token = 0;
     for (long i = chosen * BLOCK; i < size && i < (chosen + 1) * BLOCK; i++) {
         if (scratch.weights[i] < least) continue;
@@ -161,7 +162,7 @@ int64_t token_at(const Scratch &scratch, long size, float least, double target) 
 void edit(float *x, const Edits &edits, bool bans) {
     for (long i = 0; i < edits.num_repeated; i++) {
         float *value = x + edits.repeated[i];
-        if (isinf(*value)) continue;  // the model's own
+        if (isinf(*value)) continue;  // an infinite logit of the model stays as it is
         float scaled = *value > 0 ? *value / edits.repetition : *value * edits.repetition;
         *value = scaled > FLOAT_MAX ? FLOAT_MAX : scaled < -FLOAT_MAX ? -FLOAT_MAX : scaled;
     }
@@ -170,7 +171,7 @@ void edit(float *x, const Edits &edits, bool bans) {
     for (long i = 0; bans && i < edits.num_banned; i++) x[edits.banned[i]] = -INFINITY;
 }
 
-// A copy of a row with its edits, in the buffer. Bans that leave no token are not made.
+// Writes a row with its edits to the buffer and returns the best token. Bans that would leave no token are ignored.
 template <class Logit>
 int64_t edited(const Logit *x, long size, const Edits &edits, const Scratch &scratch, float *best) {
     int64_t token = 0;
@@ -185,7 +186,7 @@ int64_t edited(const Logit *x, long size, const Edits &edits, const Scratch &scr
 
 // ---- one row ----------------------------------------------------------------------------------------------------------
 
-// `log_total`: of the sum of e^(x - best).
+// `log_total` is the logarithm of the sum of e^(x - best).
 template <class Logit>
 void log_probabilities(const Logit *x, long size, float best, double log_total, Row &row) {
     row.logprob = logprob_of(one_float(x[row.token]), best, log_total);
@@ -211,7 +212,7 @@ void sample(const Logit *x, long size, const Scratch &scratch, Row &row) {
     int64_t token = first_greatest(x, size, &row.best);
     if (!isfinite(row.best)) return;
     if (!row.is_given) row.token = token;
-    double total = 0;  // of e^(x - best), once it is known
+    double total = 0;  // the sum of e^(x - best); 0: not computed yet
     if (row.edits) {
         float best;
         row.token = edited(x, size, *row.edits, scratch, &best);
@@ -238,10 +239,11 @@ void sample_all(const Logit *logits, long count, long size, Row *rows, char *scr
 
 // ---- exported ---------------------------------------------------------------------------------------------------------
 
-// Bytes of scratch memory that each thread of a call needs for rows of `size`.
+// Returns the bytes of scratch memory that each thread of a call needs for rows of `size`.
 EXPORT long headstart_sample_scratch(long size) { return Scratch::bytes(size); }
 
-// Chooses a token for each of `count` rows of `size` logits, bf16 or fp32, as `rows` asks, and fills in what it found.
+// Chooses a token for each of `count` rows of `size` logits, bf16 or fp32, with the parameters in `rows`, and fills in
+// the results there.
 EXPORT void headstart_sample(const void *logits, int is_bf16, long count, long size, Row *rows, char *scratch,
                              int threads) {
     if (is_bf16)

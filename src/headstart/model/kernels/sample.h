@@ -5,7 +5,7 @@
 
 namespace {
 
-struct Edits {  // of the logits of one row, applied in this order; ids are in bounds, each once per list
+struct Edits {  // of the logits of one row, applied in this order; ids are in bounds and unique per list
     const int64_t *repeated;  // divided by `repetition`, or multiplied if below 0
     const int64_t *penalised;
     const float *penalties;   // subtracted from `penalised`
@@ -17,17 +17,17 @@ struct Edits {  // of the logits of one row, applied in this order; ids are in b
 };
 
 struct Row {
-    double uniform;     // in [0, 1): decides the draw
+    double uniform;     // in [0, 1): the random number of the draw
     int64_t top_k;      // 0: no limit
     const Edits *edits;  // or null
     int64_t *top_ids;       // [num_top], filled in, most likely first
     float *top_logprobs;    // [num_top], filled in
-    int64_t token;      // filled in; with `is_given`, the token whose log-probability is asked for
+    int64_t token;      // filled in; with `is_given`, the token whose log-probability is requested
     float temperature;  // 0: the best token, no draw
     float top_p, min_p;  // 1 and 0: no limit
-    float best;         // filled in: the greatest logit before edits; NaN, inf or -inf: nothing else was computed
-    float logprob;      // filled in, if asked for
-    int32_t num_top;    // alternatives to report; -1: no log-probability either
+    float best;         // filled in: the greatest logit before edits; if not finite, nothing else is computed
+    float logprob;      // filled in, if requested
+    int32_t num_top;    // number of alternatives to return; -1: no log-probability either
     int32_t is_given;
 };
 

@@ -1,7 +1,7 @@
-"""RowSampler: the sampling kernel, from logits to tokens and log-probabilities. Its twin is torch, in sampler.py.
+"""RowSampler: the sampling kernel, from logits to tokens and log-probabilities. sampler.py does the same with torch.
 
-One call takes all rows of a step. A row is computed by one thread, so what it gives does not depend on the other rows
-or on the number of threads.
+One call computes all rows of a step. Each row is computed by one thread, so its result does not depend on the other
+rows or on the number of threads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,10 +42,10 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(slots=True)
 class RowTask:
-    """Sampling parameters of one row. `temperature` 0: the best token; then the filters and `uniform` do not count.
+    """Sampling parameters of one row. `temperature` 0: the best token; the filters and `uniform` are then ignored.
 
-    `num_top` is the number of alternatives to report beside the token's log-probability (None: neither). With `token`
-    given, nothing is chosen: only that token's log-probability is computed. Of raw logits, as all of them.
+    `num_top` is the number of alternatives to return with the token's log-probability (None: neither). If `token` is
+    given, no token is chosen and only its log-probability is computed. All log-probabilities are of unedited logits.
     """
 
     temperature: float = 0.0
@@ -60,9 +60,9 @@ class RowTask:
 
 @dataclass(slots=True)
 class Sampled:
-    """Of each row: the token, the greatest raw logit, and log-probabilities if they were asked for.
+    """Results per row: the token, the greatest unedited logit, and log-probabilities if requested.
 
-    Where the greatest logit is not finite, nothing else of the row means anything.
+    If the greatest logit of a row is not finite, the other results of that row are undefined.
     """
 
     tokens: list[int]
@@ -71,7 +71,7 @@ class Sampled:
 
 
 class RowSampler:
-    """Samples rows of a vocabulary. Keeps scratch memory for as many threads as there are: not for several callers."""
+    """Sampler of rows of logits. Reuses scratch memory for its threads, so it is not safe for concurrent callers."""
 
     def __init__(self, kernels: Kernels, vocab_size: int) -> None:
         self._library = kernels.library
@@ -80,13 +80,13 @@ class RowSampler:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def takes(self, logits: Tensor) -> bool:
-        """Whether the kernel can read these logits."""
+        """Return whether the kernel can read these logits."""
         return logits.device.type == "cpu" and logits.is_contiguous() and logits.dtype in _DTYPES
 
     def __call__(self, logits: Tensor, tasks: Sequence[RowTask]) -> Sampled:
         """Sample `logits` [R, V], one task per row. Changes nothing.
 
-        Raises ValueError for logits of another shape or kind, and for ids outside the vocabulary.
+        Raises ValueError for logits of another shape or dtype, and for ids outside the vocabulary.
         """
         if not self.takes(logits) or logits.shape != (len(tasks), self._vocab_size) or not self._vocab_size:
             raise ValueError(f"{logits.dtype} logits {tuple(logits.shape)} for {len(tasks)} x {self._vocab_size}")
@@ -118,7 +118,7 @@ class RowSampler:
 
 
 class _Tops:
-    """Memory for the alternatives of rows that ask for `widths` of them; -1: for no log-probability at all."""
+    """Memory for the alternatives of rows, `widths` of them per row; -1: the row needs no log-probability."""
 
     def __init__(self, widths: list[int]) -> None:
         self.is_asked = max(widths, default=-1) >= 0
@@ -128,19 +128,19 @@ class _Tops:
 
     @property
     def addresses(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of the ids and of the log-probabilities of each row."""
+        """The addresses of the ids and of the log-probabilities of each row."""
         begins = self._ends[:-1]
         return self._ids.ctypes.data + 8 * begins, self._logprobs.ctypes.data + 4 * begins
 
     def of(self, index: int) -> tuple[tuple[int, float], ...]:
-        """The alternatives of one row, most likely first, lower ids first among equals."""
+        """Return the alternatives of one row, most likely first; equal ones by ascending id."""
         own = slice(self._ends[index], self._ends[index + 1])
         pairs: list[tuple[int, float]] = list(zip(self._ids[own].tolist(), self._logprobs[own].tolist(), strict=True))
         return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
 
 
 def _rows(tasks: Sequence[RowTask]) -> NDArray[np.void]:
-    """One `Row` per task, without addresses."""
+    """Return one `Row` per task, without addresses."""
     values = [
         (
             task.uniform,
@@ -159,7 +159,7 @@ def _rows(tasks: Sequence[RowTask]) -> NDArray[np.void]:
 
 
 def _edits(tasks: Sequence[RowTask]) -> NDArray[np.void]:
-    """`Edits` of the tasks that have any, in their order. Holds the addresses of arrays that the tasks keep."""
+    """Return the `Edits` of the tasks that have any, in order. Holds the addresses of arrays that the tasks own."""
     values = [
         (
             *(ids.ctypes.data for ids in (e.repeated, e.penalised, e.penalties, e.biased, e.biases, e.banned)),
@@ -173,7 +173,7 @@ def _edits(tasks: Sequence[RowTask]) -> NDArray[np.void]:
 
 
 def _places(tasks: Sequence[RowTask]) -> Iterator[int]:
-    """For each task where its edits stand among those of `_edits`; -1: it has none."""
+    """Yield for each task the index of its edits in the result of `_edits`; -1 if it has none."""
     at = 0
     for task in tasks:
         yield -1 if task.edits is None else at

@@ -1,6 +1,6 @@
-"""Stack: all layers of a decoder in one call, from token ids to the residual stream behind the last of them.
+"""Stack: all layers of a decoder in one call, from token ids to the residual stream after the last layer.
 
-What each layer does is chain.py's and attention's; this is their order, with no Python in between.
+The layers are chains (chain.py) and attentions (attention.py); the stack runs them in order, with no Python in between.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ class StackDescriptor(ctypes.Structure):
 
 
 class Stack:
-    """`chains` with an attention between any two of them; `embedding` [vocab, hidden] fills buffer `stream` first."""
+    """All `chains`, with an attention between two of them. Buffer `stream` starts with `embedding` [vocab, hidden]."""
 
     def __init__(self, kernels: Kernels, chains: Sequence[Chain], embedding: Tensor, *, stream: int) -> None:
         width = chains[0].widths[stream]
@@ -61,16 +61,16 @@ class Stack:
         attentions: Sequence[AttentionCall],
         layer_bytes: int,
     ) -> None:
-        """Runs all layers on `buffers`, all filled, for tokens and positions [T] int64.
+        """Run all layers on `buffers`, which must all be set, for tokens and positions [T] int64.
 
-        `tables` holds the angles of every position, [positions, 1, 2, rotary_dim / 2]. `attentions` has a call for each
-        layer, with the pages of layer 0; those of the others follow by `layer_bytes` each. Raises ValueError for what
-        does not fit together, and for a token or a position outside its table; nothing is written then.
+        `tables` holds the angles of every position, [positions, 1, 2, rotary_dim / 2]. `attentions` has one call per
+        layer, with the pages of layer 0; those of layer i are `i * layer_bytes` further. Raises ValueError for
+        arguments that do not fit together, and for a token or a position outside its table; nothing is written then.
         """
         count, num_positions, half = buffers.count, len(tables[0]), (self._rotary_dim or 0) // 2
         check(token_ids, "token_ids", (count,), torch.int64)
         check(positions, "positions", (count,), torch.int64)
-        for chain in self._kept[0][:2]:  # those behind are like the second
+        for chain in self._kept[0][:2]:  # later chains are like the second
             chain.check(buffers, scratch)
         for name, table in zip(("cosines", "sines"), tables, strict=True):
             check(table, name, (num_positions, 1, 2, half), torch.bfloat16)

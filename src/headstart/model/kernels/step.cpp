@@ -1,7 +1,7 @@
-// What a step does besides its products and attentions: rows are looked up, layers follow each other, results are judged.
+// The parts of a step besides products and attention: embedding lookup, the loop over layers, checks of the results.
 //
-// The whole stack of layers is one call: there is no Python between two parallel regions, so the threads of the one are
-// still awake when the next begins.
+// The whole stack of layers is one call: there is no Python between two parallel regions, so the threads of one region
+// are still awake when the next begins.
 #include "attention.h"
 #include "greatest.h"
 
@@ -12,7 +12,7 @@ EXPORT void headstart_attention(const AttentionCall *call);
 
 namespace {
 
-constexpr long MANY_ROWS = 64, MANY_LOGITS = 1 << 17;  // below these, one thread is done before a second is awake
+constexpr long MANY_ROWS = 64, MANY_LOGITS = 1 << 17;  // below these, one thread finishes before a second one wakes
 
 struct Part {  // mirrored by stack.py: the chain between two attentions
     const void *links;
@@ -21,7 +21,7 @@ struct Part {  // mirrored by stack.py: the chain between two attentions
 
 struct Stack {  // mirrored by stack.py
     const Part *parts;                       // [num_layers + 1]
-    const AttentionCall *const *attentions;  // [num_layers], as for layer 0
+    const AttentionCall *const *attentions;  // [num_layers], with the pages of layer 0
     bf16 *const *buffers;
     bf16 *stream;                    // [count, hidden]: one of the buffers
     const bf16 *embedding;           // [vocab, hidden]
@@ -30,7 +30,7 @@ struct Stack {  // mirrored by stack.py
     const int64_t *token_ids, *positions;  // [count]
     char *scratch;
     long count, hidden, vocab, angles, num_positions;
-    long layer_bytes;  // of the pool: from one layer's keys to the next one's
+    long layer_bytes;  // of the pool: distance from one layer's keys to the next layer's
     int num_layers, threads;
 };
 
@@ -44,7 +44,7 @@ void look_up(const Stack &stack) {
     }
 }
 
-// Whether any number of a row is not finite: 0 times it is not 0 then.
+// Returns whether any number of a row is not finite: then 0 times the number is not 0.
 bool poisoned(const bf16 *row, long width) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -62,8 +62,8 @@ void greatest_of(const Key *rows, long count, long size, int64_t *ids, float *va
 
 // ---- exported ---------------------------------------------------------------------------------------------------------
 
-// Looks up tokens and angles and runs all layers; the residual stream is left in its buffer. False, and nothing was done,
-// if a token or a position lies outside its table.
+// Looks up tokens and angles and runs all layers; leaves the residual stream in its buffer. Returns 0, without any
+// change, if a token or a position is outside its table.
 EXPORT int headstart_stack(const Stack *stack) {
     for (long row = 0; row < stack->count; row++) {
         if (stack->token_ids[row] < 0 || stack->token_ids[row] >= stack->vocab) return 0;
@@ -83,7 +83,7 @@ EXPORT int headstart_stack(const Stack *stack) {
     return 1;
 }
 
-// For each of `num_chunks` runs of rows [indptr[i], indptr[i + 1]) of width `width`: whether all its numbers are finite.
+// Sets `finite` for each of `num_chunks` runs of rows [indptr[i], indptr[i + 1]): whether all its numbers are finite.
 EXPORT void headstart_finite(const bf16 *rows, long width, const int32_t *indptr, long num_chunks, uint8_t *finite) {
     for (long chunk = 0; chunk < num_chunks; chunk++) {
         bool bad = false;
@@ -92,7 +92,7 @@ EXPORT void headstart_finite(const bf16 *rows, long width, const int32_t *indptr
     }
 }
 
-// The greatest number of each of `count` rows of `size`, bf16 or fp32, and where it stands first; NaN if a row has one.
+// Finds the greatest number of each of `count` rows of `size`, bf16 or fp32, and its first index; NaN if a row has one.
 EXPORT void headstart_greatest(const void *rows, int is_bf16, long count, long size, int64_t *ids, float *values,
                                int threads) {
     if (is_bf16)

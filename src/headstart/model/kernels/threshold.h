@@ -1,16 +1,16 @@
-// Threshold search: the largest t such that the weights >= t reach a given count or a given sum, without sorting them.
+// Threshold search: the largest t such that the weights >= t reach a given count or a given sum, without a sort.
 //
-// Weights are floats in [0, 1], whose bit patterns order as they do: t is found by bisection of its bits. Each probe is
-// one pass over the list; as soon as few enough weights lie between the bounds, they are copied out and the others
-// are never read again. Weights that equal t are on the same side of it, so ties never depend on an order.
+// Weights are floats in [0, 1], whose bit patterns have the same order as the floats: t is found by bisection of its
+// bits. Each probe is one pass over the list; as soon as few enough weights lie between the bounds, they are copied out
+// and the others are not read again. Weights equal to t are always on the same side, so ties do not depend on an order.
 #pragma once
 
 #include "lanes.h"
 
 namespace {
 
-constexpr long BLOCK = 256;      // weights whose sum and maximum are kept
-constexpr long SHORT_LIST = 48;  // at most so many are sorted
+constexpr long BLOCK = 256;      // weights per stored sum and maximum
+constexpr long SHORT_LIST = 48;  // maximum number of weights that are sorted
 constexpr float BELOW_GUESS = 0.8f, ABOVE_GUESS = 1.25f;
 
 inline uint32_t bits_of(float value) {
@@ -25,7 +25,7 @@ inline float float_of(uint32_t bits) {
 }
 inline long padded(long size, long unit) { return (size + unit - 1) / unit * unit; }
 
-struct List {  // `size` is a multiple of LANES; what is not a weight is 0
+struct List {  // `size` is a multiple of LANES; padding is 0
     const float *values;
     long size;
 };
@@ -35,7 +35,7 @@ struct Amount {
     long count;
 };
 
-// The sum and the number of the weights >= least. Sums of BLOCK weights are in fp32, the sum of those in fp64.
+// Returns the sum and the number of the weights >= least. Sums of BLOCK weights are in fp32, their total in fp64.
 inline Amount amount_from(List list, float least) {
     Amount amount = {0, 0};
     vec bound = all(least);
@@ -57,7 +57,7 @@ inline Amount amount_from(List list, float least) {
     return amount;
 }
 
-// Copies the weights in [least, end) to `out`, which may be the list itself; padded with zeros. Returns their number.
+// Copies the weights in [least, end) to `out`, padded with zeros; `out` may be the list itself. Returns their number.
 inline long copy_between(List list, float least, float end, float *out) {
     long count = 0;
     vec low = all(least), high = all(end);
@@ -82,15 +82,15 @@ inline double measured(Amount amount) {
     return MEASURE == BY_COUNT ? (double)amount.count : amount.sum;
 }
 
-// The largest t in (0, 1] such that the weights >= t reach `needed`; `low` (above 0) if even those >= low do not.
-// `buffer` has room for the list and LANES more, and may be the list itself. `guess` (0: none): t is probably near it.
+// Returns the largest t in (0, 1] such that the weights >= t reach `needed`; `low` (above 0) if those >= low do not.
+// `buffer` has space for the list and LANES more, and may be the list itself. `guess` (0: none) is an estimate of t.
 template <Measure MEASURE>
 float threshold(List list, double needed, float low, float *buffer, float guess = 0) {
     uint32_t from = bits_of(low), to = bits_of(1.0f) + 1;  // t lies in [from, to)
     Amount upper = {0, 0};       // of the weights of the list >= to
-    double outside = 0;          // what the weights that have left the list at its upper end amount to
-    long inside = list.size;     // weights of the list in [from, to): at most
-    uint32_t probe = to - 1;     // one weight often suffices
+    double outside = 0;          // count or sum of the weights above `to` that were removed from the list
+    long inside = list.size;     // upper bound on the weights of the list in [from, to)
+    uint32_t probe = to - 1;     // one weight is often enough
     long lower_count = list.size;
     if (uint32_t below = bits_of(guess * BELOW_GUESS); below > from) probe = below;
     while (to > from + 1 && inside > SHORT_LIST) {

@@ -1,9 +1,9 @@
-// Rows through tiles: the innermost loops of a product, and what becomes of the sums.
+// Products of rows and tiles: the innermost loops of a product, and the operations on its sums.
 //
-// A pass takes up to ROWS rows through a piece of a tile, all their sums in registers. A tile stays in the second cache
-// while all rows pass over it, and the next one is fetched meanwhile, so that memory and arithmetic overlap. Where the
-// rows themselves do not fit there, a piece of them meets several tiles before the next is taken. Pieces are the same for
-// any number of rows, so a row's outputs do not depend on its neighbours.
+// A pass multiplies up to ROWS rows by a piece of a tile, with all their sums in registers. A tile stays in the L2 cache
+// while all rows are multiplied by it, and the next tile is prefetched meanwhile, so that memory access and arithmetic
+// overlap. If the rows do not fit the L2 cache, a piece of them is multiplied by several tiles before the next piece.
+// Pieces are the same for any number of rows, so a row's outputs do not depend on other rows.
 #pragma once
 
 #include "dot.h"
@@ -12,10 +12,10 @@
 
 namespace {
 
-constexpr long BLOCK = 128;              // rows at a time, at most
-constexpr long GROUP = 8;                // tiles that a piece of many rows meets
-constexpr long PANEL_BYTES = 512 << 10;  // of rows that stay in the second cache
-constexpr long SUMS_BYTES = GROUP * BLOCK * TILE * sizeof(float);  // what one thread needs for them
+constexpr long BLOCK = 128;              // maximum number of rows at a time
+constexpr long GROUP = 8;                // tiles that a piece of many rows is multiplied by
+constexpr long PANEL_BYTES = 512 << 10;  // maximum size of rows that stay in the L2 cache
+constexpr long SUMS_BYTES = GROUP * BLOCK * TILE * sizeof(float);  // memory of one thread for the sums
 
 struct Step {  // a Link with addresses
     const Linear *linear;
@@ -24,14 +24,14 @@ struct Step {  // a Link with addresses
 };
 
 template <class Op>
-struct Rows {  // as an Op takes them, [count][pairs]
+struct Rows {  // rows in the format of an Op, [count][pairs]
     const typename Op::Pair *x;
-    const float *scales;  // of int16 rows, else null
-    long first, count;    // the first one's number in the step's buffers
+    const float *scales;  // for int16 rows, else null
+    long first, count;    // index of the first row in the step's buffers, number of rows
 };
 
-// Adds R rows of x [R][stride] times a piece of a tile, or of half of it, to out [R][TILE]. Each pair of inputs fetches
-// `fetch` bytes from `next` on.
+// Adds R rows of x [R][stride] times a piece of a tile, or of half a tile, to out [R][TILE]. Each pair of inputs
+// prefetches `fetch` bytes, from `next` on.
 template <class Op, int R>
 void pass(const typename Op::Pair *x, long stride, const char *piece, long pairs, const char *next, long fetch,
           float *out) {
@@ -46,7 +46,7 @@ void pass(const typename Op::Pair *x, long stride, const char *piece, long pairs
         if (fetch > 64) _mm_prefetch(next + k * fetch + 64, _MM_HINT_T1);
         Op::step(sums, piece + k * STEP, x + k, stride);
     }
-#pragma GCC unroll 12  // all three: a loop that stays one keeps the sums in memory
+#pragma GCC unroll 12  // all three loops: a loop that is not unrolled keeps the sums in memory
     for (int r = 0; r < R; r++)
         for (int c = 0; c < COLUMNS; c++) sums[r][c].add_to(out + r * TILE + c * HALF);
 }
@@ -90,7 +90,7 @@ void finish(const Step &step, const float *sums, float row_scale, long tile, lon
     if (left < width) memcpy(step.y + at, y, left * sizeof(bf16));
 }
 
-// The passes that rows are shared out among, as evenly as can be.
+// The passes of a number of rows, divided as evenly as possible.
 template <class Op>
 struct Passes {
     long rows, count;
@@ -107,7 +107,7 @@ struct Pieces {
     long length(long piece) const { return begin(piece + 1) - begin(piece); }
 };
 
-// Rows through one tile, which passes over all of them while it is in the cache; `next` is fetched meanwhile.
+// Multiplies all rows by one tile, which stays in the cache; `next` is prefetched meanwhile.
 template <class Op>
 void through_tile(const Step &step, const Rows<Op> &rows, long tile, const char *next) {
     constexpr long STEP = TILE * 2 * Op::BYTES;
@@ -129,8 +129,8 @@ void through_tile(const Step &step, const Rows<Op> &rows, long tile, const char 
     }
 }
 
-// The same for rows that do not fit the cache: a piece of them meets all tiles [begin, end), at most GROUP, before the
-// next is taken. sums: [GROUP][BLOCK][TILE].
+// The same for rows that do not fit the cache: each piece of them is multiplied by all tiles [begin, end), at most
+// GROUP, before the next piece. sums: [GROUP][BLOCK][TILE].
 template <class Op>
 void through_group(const Step &step, const Rows<Op> &rows, long begin, long end, const char *next, float *sums) {
     constexpr long STEP = TILE * 2 * Op::BYTES;
@@ -159,14 +159,14 @@ void through_group(const Step &step, const Rows<Op> &rows, long begin, long end,
                    rows.first + row);
 }
 
-// Tiles that are best taken together.
+// Returns the number of tiles that are best computed together.
 template <class Op>
 long group_of(const Linear &linear, long count) {
     long rows = count < BLOCK ? count : BLOCK;
     return rows * linear.pairs() * (long)sizeof(typename Op::Pair) <= PANEL_BYTES ? 1 : GROUP;
 }
 
-// At most BLOCK rows through tiles [begin, end). `after` is the weight that this thread is likely to need next.
+// Multiplies at most BLOCK rows by tiles [begin, end). `after` are the weights that this thread probably needs next.
 template <class Op>
 void multiply(const Step &step, const Rows<Op> &rows, long begin, long end, const char *after, float *sums) {
     const Linear &linear = *step.linear;

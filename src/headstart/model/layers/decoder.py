@@ -1,7 +1,7 @@
-"""Decoder: the Llama family's forward pass over packed rows, without padding, masks or caches of its own.
+"""Decoder: the forward pass of the Llama family over packed rows. It has no padding, no masks and no KV cache.
 
-Query, key and value projections are one weight, so are gate and up. Where there are kernels, what lies between two
-attentions is one call (fused.py). Numbers follow the eager code of Transformers.
+Query, key and value projections are one weight, and so are gate and up. With compiled kernels, all operations between
+two attentions are one call (fused.py). Results follow the eager code of Transformers.
 """
 
 from dataclasses import dataclass
@@ -24,19 +24,19 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # names in a ch
 
 
 class LanguageModel(Protocol):
-    """What the runner calls; the compact decoder and the Transformers path are two of them."""
+    """The model interface of the runner; implemented by Decoder and TransformersModel."""
 
     weight_bytes: int
 
     def forward(self, step: StepInputs, attend: Attend) -> Tensor:
-        """What `logits` takes [T, hidden], of all tokens of a step; KV is written through `attend`.
+        """Return the hidden states [T, hidden] of all tokens of a step, as input for `logits`.
 
-        Valid until the next step.
+        KV is written through `attend`. The result is valid until the next step.
         """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab] of some rows [n, hidden] of what `forward` gave."""
+        """Return the logits [n, vocab] of rows [n, hidden] of the result of `forward`."""
         ...
 
 
@@ -65,11 +65,11 @@ class Decoder:
         form: Form = PLAIN,
     ) -> None:
         self.config, self.layers = config, layers
-        self.head = head  # begins with the final norm
+        self.head = head  # includes the final norm
         self.embedding = embedding  # [vocab, hidden]
         self.weight_bytes = embedding.nbytes + sum(linear.weight_bytes for linear in self._linears())
         self.rotary = Rotary(config.rope, embedding.dtype, embedding.device)
-        kernels = None if head.packed is None else form.kernels  # kernels take only some weights: all of them, or none
+        kernels = None if head.packed is None else form.kernels  # either all weights are packed for kernels, or none
         self.fused = None if kernels is None else FusedLayers(kernels, config, embedding, layers, self.rotary)
 
     def forward(self, step: StepInputs, attend: Attend) -> Tensor:
@@ -89,14 +89,14 @@ class Decoder:
         return self.head(hidden)
 
     def _linears(self) -> list[Linear]:
-        """Every weight matrix that takes memory of its own."""
+        """Return every weight matrix that has its own memory."""
         head = [] if self.head.weight is self.embedding else [self.head]
         return head + [linear for layer in self.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
 
     def _attention(
         self, index: int, layer: DecoderLayer, rows: Tensor, angles: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
-        """What attention gives for `rows` [T, hidden], as [T, heads * head_dim]."""
+        """Return the attention outputs for `rows` [T, hidden], as [T, heads * head_dim]."""
         config = self.config
         heads = layer.qkv(rows).view(len(rows), -1, config.head_dim)
         queries, keys, values = self._apply_rotary(layer, heads, angles)
@@ -106,26 +106,26 @@ class Decoder:
     def _apply_rotary(
         self, layer: DecoderLayer, heads: Tensor, angles: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [T, its heads, head_dim] of `heads`, the first two normalised and turned."""
+        """Split `heads` into queries, keys and values [T, num heads, head_dim]; normalise and rotate the first two."""
         config = self.config
-        sizes, num_turned = (config.num_heads, config.num_kv_heads), config.num_heads + config.num_kv_heads
-        turning = heads[:, :num_turned]
+        sizes, num_rotated = (config.num_heads, config.num_kv_heads), config.num_heads + config.num_kv_heads
+        rotated = heads[:, :num_rotated]
         if layer.query_norm is not None and layer.key_norm is not None:
-            queries, keys = turning.split(sizes, dim=1)
-            turning = torch.cat((layer.query_norm(queries), layer.key_norm(keys)), dim=1)
-        queries, keys = self.rotary.turn(turning, angles).split(sizes, dim=1)
-        return queries, keys, heads[:, num_turned:]
+            queries, keys = rotated.split(sizes, dim=1)
+            rotated = torch.cat((layer.query_norm(queries), layer.key_norm(keys)), dim=1)
+        queries, keys = self.rotary.apply(rotated, angles).split(sizes, dim=1)
+        return queries, keys, heads[:, num_rotated:]
 
 
 def load_decoder(
     config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, form: Form = PLAIN
 ) -> Decoder:
-    """Reads all weights. Raises ConfigError for a missing tensor or a wrong shape."""
+    """Read all weights. Raises ConfigError for a missing tensor or a wrong shape."""
     reader = _Reader(config, checkpoint, dtype, device, form)
     embedding = reader.tensor(EMBEDDING, config.vocab_size, config.hidden_size)
     layers = [reader.layer(index) for index in range(config.num_layers)]
     norm = reader.norm("model.norm.weight", config.hidden_size)
-    # As in Transformers: what is called tied, but stored twice with different values, is not tied.
+    # As in Transformers: weights declared as tied, but stored twice with different values, are not tied.
     tied = config.tie_word_embeddings is not False and (
         HEAD not in checkpoint or (config.tie_word_embeddings is True and checkpoint.equal(HEAD, EMBEDDING))
     )
@@ -134,7 +134,7 @@ def load_decoder(
 
 
 class _Reader:
-    """Turns names of a checkpoint into layers."""
+    """Reader of layers from a checkpoint, by tensor name."""
 
     def __init__(
         self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, form: Form
@@ -156,7 +156,7 @@ class _Reader:
         norm: RMSNorm | None = None,
         gated: bool = False,
     ) -> Linear:
-        """One Linear of the named projections, rows below each other; names come with their out_features."""
+        """Return one Linear of the named projections, rows concatenated; `names` are (name, out_features)."""
         weights = [self.tensor(f"{name}.weight", rows, in_features) for name, rows in names]
         biases = [self.tensor(f"{name}.bias", rows) for name, rows in names] if bias else []
         return Linear(join(weights), join(biases) if bias else None, norm=norm, gated=gated, form=self.form)

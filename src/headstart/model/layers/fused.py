@@ -1,7 +1,7 @@
-"""FusedLayers: the layers of a decoder as chains of kernels. All that lies between two attentions is one call.
+"""FusedLayers: the layers of a decoder as chains of kernels. All operations between two attentions are one call.
 
-With the attention of attention/cpu.py, all layers together are one call, on rows that are kept from step to step. The
-slow twin is the Decoder's own loop; all round to bfloat16 at the same places.
+With the attention of attention/cpu.py, all layers together are one call, on buffers that are reused in every step. The
+loop in Decoder is the slower reference; all variants round to bfloat16 at the same places.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from headstart.model.layers.rotary import Rotary
 from headstart.model.step_inputs import StepInputs
 from headstart.model.weights.model_config import ModelConfig
 
-# The buffers: what attention gives; the residual stream; silu(gate) * up; queries, keys and values.
+# The buffers: attention outputs; the residual stream; silu(gate) * up; queries, keys and values.
 ATTENDED, STREAM, GATED, HEADS = range(4)
 
 
 class Layer(Protocol):
-    """What is read of a DecoderLayer."""
+    """The fields of a DecoderLayer that are used here."""
 
     @property
     def qkv(self) -> Linear: ...
@@ -47,7 +47,7 @@ class Layer(Protocol):
 
 
 class FusedLayers:
-    """Layers whose weights are all packed; the norms and gates around them are part of their Linears."""
+    """Layers of which all weights are packed. Norms and gates are part of the Linears."""
 
     def __init__(
         self, kernels: Kernels, config: ModelConfig, embedding: Tensor, layers: Sequence[Layer], rotary: Rotary
@@ -68,7 +68,7 @@ class FusedLayers:
         self._resize(1)
 
     def forward(self, step: StepInputs, attend: Attend) -> Tensor:
-        """The residual stream [T, hidden] behind the last layer; valid until the next step."""
+        """Return the residual stream [T, hidden] after the last layer; valid until the next step."""
         if not isinstance(attend, CPUStep):
             return self._forward_by_layer(step, attend)
         count = step.num_tokens
@@ -93,7 +93,7 @@ class FusedLayers:
         return buffers[STREAM]
 
     def _forward_by_layer(self, step: StepInputs, attend: Attend) -> Tensor:
-        """The same for any attention, one call per chain."""
+        """Do the same as `forward` for any attention, with one call per chain."""
         count, angles = step.num_tokens, self._rotary.angles(step.positions)
         buffers = Buffers(count, self._widths)
         buffers[STREAM] = F.embedding(step.token_ids, self._embedding)
@@ -108,7 +108,7 @@ class FusedLayers:
         return buffers[STREAM]
 
     def _resize(self, count: int) -> None:
-        """Makes the kept rows `count` many; memory only grows, so that its pages are faulted in once."""
+        """Resize the reused buffers to `count` rows; memory only grows, so that its pages are faulted in once."""
         if count > len(self._memory[STREAM]):
             size = 1 << (count - 1).bit_length()
             self._memory = [torch.empty((size, width), dtype=torch.bfloat16) for width in self._widths]
@@ -118,16 +118,16 @@ class FusedLayers:
         self._kept_scratch, self._threads = self._scratch(count), threads()
 
     def _scratch(self, count: int) -> Tensor:
-        return max((chain.scratch(count) for chain in self._chains[:2]), key=len)  # those behind are like the second
+        return max((chain.scratch(count) for chain in self._chains[:2]), key=len)  # later chains are like the second
 
     def _heads(self, buffers: Buffers) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [T, its heads, head_dim]."""
+        """Return the queries, keys and values [T, num heads, head_dim]."""
         queries, keys, values = buffers[HEADS].view(buffers.count, -1, self._head_dim).split(self._sizes, dim=1)
         return queries, keys, values
 
     def _before(self, config: ModelConfig, layer: Layer) -> list[Link]:
         norms = (layer.query_norm, layer.key_norm)
-        turner = RotaryHeads(
+        rotary = RotaryHeads(
             num_queries=config.num_heads,
             num_keys=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -135,7 +135,7 @@ class FusedLayers:
             query_norm=None if norms[0] is None else norms[0].packed,
             key_norm=None if norms[1] is None else norms[1].packed,
         )
-        return [Link(_packed(layer.qkv), STREAM, HEADS, turner=turner)]
+        return [Link(_packed(layer.qkv), STREAM, HEADS, rotary=rotary)]
 
 
 def _after(layer: Layer) -> list[Link]:

@@ -1,4 +1,4 @@
-"""The pieces of a decoder layer that are neither attention nor a matrix product."""
+"""The operations of a decoder layer that are neither attention nor a matrix product."""
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,10 @@ class RMSNorm:
 
     @property
     def packed(self) -> Norm:
-        """The same for a kernel that normalises rows as it reads them."""
+        """The same norm for a kernel, which normalises rows as it reads them."""
         return Norm(self.weight, self.eps)
 
 
 def join(tensors: list[Tensor]) -> Tensor:
-    """Rows of several weights below each other, as one weight."""
+    """Concatenate the rows of several weights into one weight."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -1,9 +1,10 @@
-"""Linear: a matrix product with what surrounds it, the weight kept in the fastest form there is, and only in that.
+"""Linear: a matrix product with its norm, gate and residual. The weight is kept only in the fastest form available.
 
-bfloat16 on a CPU goes to our kernels (kernels/chain.py), which do all of it in one call. Without them it is torch's
-own operators one after the other, with the weight prepacked for oneDNN (`torch.ops.mkldnn`, private and therefore
-guarded) where that exists. That is the slow twin and the oracle, and rounds to bfloat16 at the same places. The plain
-weight is dropped, so memory does not double; only a tied embedding keeps its plain copy, for the lookup.
+On a CPU, bfloat16 weights go to our kernels (kernels/chain.py), which do all of it in one call. Without the kernels,
+torch's operators run one after the other, with the weight prepacked for oneDNN (`torch.ops.mkldnn`, a private API and
+therefore guarded) where that exists. The torch path is slower, serves as the reference, and rounds to bfloat16 at the
+same places. The plain weight is dropped, so memory does not double; only a tied embedding keeps its plain copy, for
+the lookup.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ BATCH_HINT = 16  # oneDNN packs for this many rows; measured to make no differen
 
 
 class Form(NamedTuple):
-    """How a model's weights are kept: by whose kernels, and in int8 with a scale per output instead of their dtype."""
+    """The storage form of weights: packed for `kernels` or not; in int8 with a scale per output, or in their dtype."""
 
     kernels: Kernels | None = None
     int8: bool = False
@@ -32,9 +33,9 @@ PLAIN = Form()
 
 
 class Linear:
-    """x -> norm(x) @ W^T + b on [T, in_features], perhaps gated, perhaps added to a residual. Frozen.
+    """The product norm(x) @ W^T + b on rows [T, in_features], with an optional gate and residual. Immutable.
 
-    `gated`: W holds gates above ups, and y is silu(gate) * up. Takes the weight over: do not use it elsewhere.
+    `gated`: W holds the gate rows, then the up rows, and y is silu(gate) * up. Owns the weight; do not reuse it.
     """
 
     __slots__ = ("_alone", "_onto", "_product", "gated", "norm", "out_features", "packed", "weight", "weight_bytes")
@@ -50,7 +51,7 @@ class Linear:
     ) -> None:
         self.out_features = weight.shape[0] // 2 if gated else weight.shape[0]
         self.norm, self.gated = norm, gated
-        self.weight: Tensor | None = None  # as it was given, if it is kept so
+        self.weight: Tensor | None = None  # the plain weight, if it is kept
         self.packed: PackedLinear | None = None  # by our kernels
         self._product: Callable[[Tensor], Tensor] | None = None  # by torch
         if form.kernels is not None and weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
@@ -69,7 +70,7 @@ class Linear:
         self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, rows: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Outputs [T, out_features] of rows [T, in_features]; `residual` has the outputs' shape."""
+        """Return the outputs [T, out_features] of rows [T, in_features]; `residual` has the shape of the outputs."""
         if self.packed is not None:
             chain = self._alone if residual is None else self._onto
             buffers = Buffers(len(rows), chain.widths)
@@ -88,7 +89,7 @@ class Linear:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN's packed form exists here for this weight."""
+    """Return whether oneDNN's packed form is available for this weight."""
     ops = torch.ops.mkldnn
     return (
         weight.device.type == "cpu"
@@ -100,7 +101,7 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def _product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """x @ W^T + b by torch."""
+    """Return a function that computes x @ W^T + b with torch."""
     if not can_pack(weight):
         return lambda rows: F.linear(rows, weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, BATCH_HINT)
@@ -108,9 +109,9 @@ def _product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 
 def _int8_product(weight: Tensor, bias: Tensor | None) -> tuple[Callable[[Tensor], Tensor], int]:
-    """The same with W rounded to int8 times a scale per output, and its bytes. Slow: W is widened every time."""
+    """Return the same with W rounded to int8 times a scale per output, and its bytes. Slow: each call widens W."""
     largest = weight.float().abs().amax(1)
-    # one division, as the kernel does it: `127 / largest` would be a reciprocal and a product
+    # One division, as in the kernel: `127 / largest` would be a reciprocal and a product.
     scales, inverse = largest / 127, torch.where(largest > 0, torch.tensor(127.0).to(largest) / largest, 0)
     rounded = (weight.float() * inverse[:, None]).round_().to(torch.int8)
     offset = 0 if bias is None else bias.float()

@@ -1,7 +1,7 @@
-"""Rotary position embedding: reading its settings, its frequencies, and turning queries and keys.
+"""Rotary position embedding: its settings, its frequencies, and its application to queries and keys.
 
 Scalings that depend on the length of the whole sequence (dynamic NTK, LongRoPE) would change the keys of a cached
-prefix when it grows, so they are served within the range where they do not: `max_positions` is cut accordingly.
+prefix when the sequence grows. `max_positions` is therefore limited to the range in which the keys do not change.
 Formulas: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753), Llama 3.1's model card.
 """
 
@@ -16,7 +16,7 @@ from headstart.core.errors import ConfigError
 from headstart.model.weights.config_bounds import MAX_POSITIONS, finite
 from headstart.model.weights.json_file import one_line, shorten
 
-_LEAST_POSITIONS = 1024  # of the tables of angles
+_LEAST_POSITIONS = 1024  # minimum size of the tables of angles
 _NEEDED = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -32,18 +32,18 @@ SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary settings: `rotary_dim` leading dimensions of a head turn, `scaling` holds what its kind needs."""
+    """Rotary settings: the leading `rotary_dim` dimensions of a head are rotated; `scaling` depends on `kind`."""
 
     kind: str
     theta: float
     rotary_dim: int
-    max_positions: int  # positions that may be used
+    max_positions: int  # number of usable positions
     config_positions: int  # max_position_embeddings as written
     scaling: tuple[tuple[str, Any], ...] = ()
 
 
 def read_rope(config: dict[str, Any], head_dim: int) -> RopeConfig:
-    """Rotary settings of a `config.json`, in its old or new spelling. Raises ConfigError for an unknown kind."""
+    """Read the rotary settings of a `config.json`, in old or new spelling. Raises ConfigError for an unknown kind."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         shown = shorten(repr(given), 200)
@@ -59,7 +59,7 @@ def read_rope(config: dict[str, Any], head_dim: int) -> RopeConfig:
     partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     rotary_dim = int(head_dim * finite(partial, "partial_rotary_factor", above=0.0))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ConfigError(f"{rotary_dim} of {head_dim} dimensions of a head turn; that must be an even part of it")
+        raise ConfigError(f"{rotary_dim} of {head_dim} dimensions of a head are rotated; it must be an even part")
     _require(kind, parameters, rotary_dim)
     theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
     rope = RopeConfig(
@@ -75,7 +75,7 @@ def read_rope(config: dict[str, Any], head_dim: int) -> RopeConfig:
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
-    """Frequencies [rotary_dim / 2] in float32, and the factor that multiplies cosine and sine."""
+    """Return the frequencies [rotary_dim / 2] in float32, and the factor that multiplies cosine and sine."""
     scaling = dict(rope.scaling)
     steps = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
     plain = 1.0 / rope.theta**steps
@@ -88,11 +88,11 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
     if rope.kind == "longrope":
         short = torch.tensor(scaling["short_factor"], dtype=torch.float32)
         return 1.0 / (short * rope.theta**steps), _longrope_factor(rope, scaling)
-    return plain, 1.0  # dynamic too: within max_positions its base is theta itself
+    return plain, 1.0  # also for "dynamic": within max_positions its base is theta
 
 
 class Rotary:
-    """Turns the heads of packed rows. Built once per model, on its device."""
+    """The rotary embedding of one model, for heads of packed rows. Built once per model, on its device."""
 
     def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
         frequencies, self.factor = inverse_frequencies(rope)
@@ -102,29 +102,29 @@ class Rotary:
         self._tables = self.angles(torch.zeros(0, dtype=torch.int64, device=device))
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine for `turn`, [T, 1, 2, rotary_dim / 2] each; the sine's first half is negated."""
+        """Return cosine and sine for `apply`, [T, 1, 2, rotary_dim / 2] each; the sine's first half is negated."""
         angle = positions[:, None].float() * self.frequencies
         cosine = (angle.cos() * self.factor).to(self.dtype)
         sine = (angle.sin() * self.factor).to(self.dtype)
         return torch.stack((cosine, cosine), dim=1)[:, None], torch.stack((-sine, sine), dim=1)[:, None]
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The angles of all positions from 0 on, at least to the last of `positions` [T]. Kept, and grown at need."""
+        """Return the angles of positions 0 to at least the last of `positions` [T]. Cached, grown on demand."""
         last = int(positions.max())
         if last >= len(self._tables[0]):
             size = max(_LEAST_POSITIONS, 1 << last.bit_length())
             self._tables = self.angles(torch.arange(size, device=positions.device))
         return self._tables
 
-    def turn(self, heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """`heads` [T, H, D] with the leading rotary_dim of each head turned; a new tensor."""
+    def apply(self, heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Return `heads` [T, H, D] with the leading rotary_dim of each head rotated, as a new tensor."""
         cosine, sine = angles
         num_rows, num_heads, head_dim = heads.shape
         halves = heads[..., : self.rotary_dim].reshape(num_rows, num_heads, 2, self.rotary_dim // 2)
-        turned = torch.addcmul(halves * cosine, halves.flip(2), sine).view(num_rows, num_heads, self.rotary_dim)
+        rotated = torch.addcmul(halves * cosine, halves.flip(2), sine).view(num_rows, num_heads, self.rotary_dim)
         if self.rotary_dim == head_dim:
-            return turned
-        return torch.cat((turned, heads[..., self.rotary_dim :]), dim=-1)
+            return rotated
+        return torch.cat((rotated, heads[..., self.rotary_dim :]), dim=-1)
 
 
 def _frozen(value: Any) -> Any:
@@ -132,7 +132,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _require(kind: str, parameters: dict[str, Any], rotary_dim: int) -> None:
-    """Raises ConfigError unless the settings that `kind` needs are there, and all that it reads are numbers."""
+    """Raise ConfigError unless all settings that `kind` needs are given and all values it reads are numbers."""
     missing = [key for key in _NEEDED.get(kind, ()) if parameters.get(key) is None]
     if missing:
         raise ConfigError(f"rope type {kind!r} needs {', '.join(missing)}, which config.json does not give")
@@ -150,7 +150,7 @@ def _require(kind: str, parameters: dict[str, Any], rotary_dim: int) -> None:
 
 
 def _refuse_infinite(rope: RopeConfig) -> None:
-    """Raises ConfigError if the settings, each possible for itself, together give no frequencies."""
+    """Raise ConfigError if the settings, each valid by itself, together give no finite frequencies."""
     try:
         frequencies, factor = inverse_frequencies(rope)
     except (ArithmeticError, ValueError, RuntimeError, TypeError) as error:
@@ -173,7 +173,7 @@ def _max_positions(kind: str, parameters: dict[str, Any], positions: int) -> int
 
 
 def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
-    """Long waves are stretched by the factor, short ones stay, those between are blended."""
+    """Divide low frequencies by the factor, keep high frequencies, and blend those between."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / plain
@@ -185,7 +185,7 @@ def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: RopeConfig, scaling: dict[str, Any]) -> tuple[Tensor, float]:
-    """Interpolates slow dimensions, leaves fast ones, ramps between; attention is scaled by the returned factor."""
+    """Interpolate low frequencies, keep high ones, ramp between; the returned factor scales cosine and sine."""
     original = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or rope.config_positions / original
 

@@ -1,9 +1,10 @@
-"""Edits a request makes to single logits: repetition, frequency and presence penalty, logit_bias, min_tokens.
+"""Edits of single logits: repetition, frequency and presence penalty, logit_bias, min_tokens.
 
-All are sparse, so the cost follows the tokens a request has seen, not the vocabulary. Ids are checked on the host, row
-by row, before anything is written: on a GPU a bad index would take the whole process down. A finite logit stays finite
-whatever the parameters: what a repetition penalty makes too large for float32 becomes the largest float32 of its sign,
-and penalties and biases are too small to overflow (the largest float32 plus 1e31 rounds to itself).
+All edits are sparse, so their cost depends on the number of tokens in the request, not on the vocabulary. Ids are
+checked on the host, row by row, before any write: on a GPU an invalid index would end the whole process. A finite
+logit stays finite with any parameters: a result of the repetition penalty that is too large for float32 becomes the
+largest float32 of its sign, and penalties and biases are too small to overflow (the largest float32 plus 1e31 rounds
+to itself).
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,32 +23,32 @@ _FLOAT32 = torch.finfo(torch.float32)
 
 
 class RowEdits(NamedTuple):
-    """Edits of one row, in this order. Ids are in bounds, each once per list; arrays are contiguous."""
+    """Edits of one row, applied in this order. Ids are in bounds and unique per list; arrays are contiguous."""
 
-    repeated: Ids  # divided (or, below zero, multiplied) by
+    repeated: Ids  # first divided (if below zero, multiplied) by `repetition`
     repetition: float
-    penalised: Ids  # then lowered by
+    penalised: Ids  # then lowered by `penalties`
     penalties: Amounts
-    biased: Ids  # then raised by
+    biased: Ids  # then raised by `biases`
     biases: Amounts
-    banned: Ids  # then impossible
+    banned: Ids  # then set to -inf
 
 
 class LogitEdits:
-    """Applies the edits of many rows at once; remembers the distinct prompt tokens of penalised requests."""
+    """Logit edits of many rows at once. Caches the distinct prompt tokens of requests with a repetition penalty."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._prompt_ids: dict[str, Ids] = {}
 
     def wanted(self, chunk: Chunk) -> bool:
-        """Whether this row has any edit to make. Changes nothing."""
+        """Return whether this row needs any edit. Changes nothing."""
         s = chunk.sampling
         penalised = s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0
         return penalised or bool(s.logit_bias) or num_outputs(chunk) < s.min_tokens
 
     def apply(self, logits: Tensor, chunks: Mapping[int, Chunk]) -> dict[int, str]:
-        """Edits `logits` [R, V] (float32) in place at the rows in `chunks`; rows that could not be, and why."""
+        """Edit `logits` [R, V] (float32) in place at the rows in `chunks`; return the errors of rows not edited."""
         errors: dict[int, str] = {}
         edits: dict[int, RowEdits] = {}
         for row, chunk in chunks.items():
@@ -59,7 +60,7 @@ class LogitEdits:
         for where, factor in _flat(repeated, logits):
             old = logits[where]
             new = torch.where(old > 0, old / factor, old * factor).clamp_(-_FLOAT32.max, _FLOAT32.max)
-            logits[where] = torch.where(old.isinf(), old, new)  # the model's own -inf stays
+            logits[where] = torch.where(old.isinf(), old, new)  # an infinite logit of the model stays as it is
         for where, amount in _flat({row: (e.penalised, -e.penalties) for row, e in edits.items()}, logits):
             logits.index_put_(where, amount, accumulate=True)
         for where, amount in _flat({row: (e.biased, e.biases) for row, e in edits.items()}, logits):
@@ -70,19 +71,19 @@ class LogitEdits:
         return errors
 
     def row_edits(self, chunk: Chunk) -> RowEdits:
-        """The edits of one row. Raises ValueError for an id outside the vocabulary."""
+        """Return the edits of one row. Raises ValueError for an id outside the vocabulary."""
         s = chunk.sampling
         outputs, counts = np.unique(np.asarray(chunk.history[chunk.num_prompt_tokens :]), return_counts=True)
         repeated = np.union1d(self._prompt(chunk), outputs) if s.repetition_penalty != 1 else outputs[:0]
         penalised = outputs if s.frequency_penalty != 0 or s.presence_penalty != 0 else outputs[:0]
         penalties = s.frequency_penalty * counts[: len(penalised)] + s.presence_penalty
         bias = dict(s.logit_bias)
-        # A stop id beyond the vocabulary (some tokenizers have them) can never be chosen: nothing to forbid.
+        # A stop id beyond the vocabulary (some tokenizers have them) is never chosen, so it needs no ban.
         unfinished = num_outputs(chunk) < s.min_tokens
         banned = [i for i in s.stop_token_ids if unfinished and 0 <= i < self.vocab_size]
         edits = RowEdits(
             repeated.astype(np.int64),
-            min(max(s.repetition_penalty, _FLOAT32.tiny), _FLOAT32.max),  # rounded to 0 or inf it would give NaN
+            min(max(s.repetition_penalty, _FLOAT32.tiny), _FLOAT32.max),  # 0 or inf after rounding would give NaN
             penalised.astype(np.int64),
             penalties.astype(np.float32),
             np.array(list(bias), np.int64),
@@ -95,7 +96,7 @@ class LogitEdits:
         return edits
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forgets these requests; unknown ids are fine."""
+        """Drop the state of these requests; unknown ids are ignored."""
         for request_id in request_ids:
             self._prompt_ids.pop(request_id, None)
 
@@ -112,12 +113,12 @@ class LogitEdits:
 
 
 def num_outputs(chunk: Chunk) -> int:
-    """How many tokens the sequence has generated so far: the index of the one to choose now."""
+    """Return the number of tokens generated so far, which is the index of the next one."""
     return len(chunk.history) - chunk.num_prompt_tokens
 
 
 def _flat(per_row: Mapping[int, tuple[Ids, Amounts]], like: Tensor) -> Iterable[tuple[tuple[Tensor, Tensor], Tensor]]:
-    """One ((rows, ids), amounts) on `like`'s device for all rows together; nothing if there is nothing to do."""
+    """Yield one ((rows, ids), amounts) for all rows, on the device of `like`; yield nothing if there are no ids."""
     if not any(len(ids) for ids, _ in per_row.values()):
         return
     rows = np.concatenate([np.full(len(ids), row, np.int64) for row, (ids, _) in per_row.items()])

@@ -1,14 +1,15 @@
-"""Chooses the next token of every row of a batch: vectorised over rows, and each row as if it were alone.
+"""Sampler: chooses the next token of every row of a batch. It is vectorised over rows; rows do not affect each other.
 
-Order, as vLLM documents it: penalties, logit_bias, min_tokens; greedy rows take the best; the others go on with
-temperature, min_p, top_k, top_p and one draw. Log-probabilities are of the logits as they came from the model.
+The order is that of vLLM's documentation: penalties, logit_bias, min_tokens; greedy rows take the best token; the
+other rows continue with temperature, min_p, top_k, top_p and one draw. Log-probabilities are those of the model's
+unedited logits.
 
-A row's tokens depend on its logits, its parameters, its history and its key alone, never on its neighbours: the random
-number of output i is a hash of (key, i), filters cut at a *value* (ties of the last token kept are kept too, so the
-order of a sort never matters), and sums run in token order, row by row.
+A row's tokens depend only on its logits, parameters, history and key, never on other rows: the random number of output
+i is a hash of (key, i), filters cut at a *value* (ties with the last kept token are kept too, so the order of a sort
+does not matter), and sums run in token order, row by row.
 
-With compiled kernels one call does all of it (kernels/sampling.py); without them, and on a GPU, torch does. Both give
-the same tokens unless a draw or a filter is decided by less than 1e-6.
+With compiled kernels, one call does all of this (kernels/sampling.py); without them, and on a GPU, torch does it. Both
+give the same tokens unless a draw or a filter depends on a difference below 1e-6.
 """
 
 import hashlib
@@ -27,14 +28,14 @@ from headstart.model.kernels.sampling import RowSampler, RowTask
 from headstart.model.sampling.draw import draw, take
 from headstart.model.sampling.logit_edits import LogitEdits, num_outputs
 
-_GREEDY_BELOW = 1e-5  # temperatures that differ from 0 in name only
+_GREEDY_BELOW = 1e-5  # lower temperatures count as 0
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
 _NOT_FINITE = RowError(RowErrorKind.NON_FINITE, "the model computed no finite logits")
-_SLICE_BYTES = 64 * 2**20  # of float32 log-probabilities held at once for a prompt
+_SLICE_BYTES = 64 * 2**20  # maximum bytes of float32 log-probabilities in memory at once for a prompt
 
 
 class Sampler:
-    """Turns logits into rows. Keeps nothing about a request but its distinct prompt tokens, if it is penalised."""
+    """Sampler from logits to rows. Its only state per request is the distinct prompt tokens, if they are penalised."""
 
     def __init__(self, vocab_size: int, *, seed: int = 0, kernels: Kernels | None = None) -> None:
         self.vocab_size = vocab_size
@@ -44,18 +45,17 @@ class Sampler:
         self._rows = RowSampler(kernels, vocab_size) if kernels is not None else None
 
     def sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
-        """One row per chunk, from logits [R, V] of any float type, which are not modified.
+        """Return one row per chunk, from logits [R, V] of any float type, which are not modified.
 
-        A row with NaN or +inf, or with nothing but -inf, comes back with an error of kind NON_FINITE, and one with a
-        token id that cannot be edited with one of kind REQUEST; the others are as if it had not been there. No legal
-        sampling parameter makes a row fail: edited logits stay finite, and where min_tokens forbids all tokens it is
-        ignored.
+        A row with NaN or +inf, or with only -inf, returns an error of kind NON_FINITE; a row with a token id that
+        cannot be edited returns an error of kind REQUEST. Other rows are not affected. No valid sampling parameter
+        makes a row fail: edited logits stay finite, and min_tokens is ignored where it forbids all tokens.
         """
         if logits.shape != (len(chunks), self.vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)} for {len(chunks)} rows x {self.vocab_size} tokens")
         if self._rows is not None and self._rows.takes(logits) and any(map(self._is_more_than_greedy, chunks)):
             return self._sample_fused(self._rows, logits, chunks)
-        chosen, best = greatest(self._kernels, logits)  # NaN propagates, so `best` alone tells a poisoned row
+        chosen, best = greatest(self._kernels, logits)  # NaN propagates, so `best` is enough to find invalid rows
         errors = [None if isfinite(value) else _NOT_FINITE for value in best]
         edited = [i for i, chunk in enumerate(chunks) if not errors[i] and self._edits.wanted(chunk)]
         drawn = [i for i, chunk in enumerate(chunks) if not errors[i] and not _is_greedy(chunk.sampling)]
@@ -68,10 +68,10 @@ class Sampler:
         ]
 
     def prompt_logprobs(self, logits: Tensor, chunk: Chunk, *, offset: int = 0) -> tuple[TokenLogprob, ...]:
-        """Entries for the next prompt token of each of the chunk's positions `[offset, offset + n)`, logits [n, V].
+        """Return the entries for the next prompt token at the chunk's positions `[offset, offset + n)`; logits [n, V].
 
-        Positions whose next token is not a prompt token give none; `offset` lets a long chunk come in pieces.
-        Raises FloatingPointError if a logit is not finite: the row must fail, alone.
+        Positions whose next token is not a prompt token give no entry. `offset` allows a long chunk to be passed in
+        pieces. Raises FloatingPointError if a logit is not finite; the caller must fail only this row.
         """
         first = chunk.start + offset + 1
         after = chunk.history[first : min(first + len(logits), chunk.num_prompt_tokens)].tolist()
@@ -87,23 +87,23 @@ class Sampler:
         return tuple(entries)
 
     def _entries(self, logits: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprob]:
-        """Log-probability of one token of each row of logits [n, V], with `num_top` alternatives."""
+        """Return the log-probability of one token per row of logits [n, V], with `num_top` alternatives."""
         if self._rows is None or not self._rows.takes(logits):
             return _entries(logits, tokens, [num_top] * len(tokens))
         found = self._rows(logits, [RowTask(token=token, num_top=num_top) for token in tokens]).logprobs
         return [entry for entry in found if entry is not None]
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forgets finished requests; unknown ids are fine."""
+        """Drop the state of finished requests; unknown ids are ignored."""
         self._edits.drop(request_ids)
 
     def _is_more_than_greedy(self, chunk: Chunk) -> bool:
-        """Whether a row needs more than the greatest of its logits."""
+        """Return whether a row needs more than its greatest logit."""
         s = chunk.sampling
         return not _is_greedy(s) or s.logprobs is not None or self._edits.wanted(chunk)
 
     def _sample_fused(self, sampler: RowSampler, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
-        """As `sample`, in one call of a kernel."""
+        """Do the same as `sample` in one kernel call."""
         errors: dict[int, RowError] = {}
         tasks: list[RowTask] = []
         for index, chunk in enumerate(chunks):
@@ -137,11 +137,11 @@ class Sampler:
         chosen: list[int],
         errors: list[RowError | None],
     ) -> None:
-        """Replaces what is `chosen` (the plain best) in edited and drawn rows. Fills in `errors`."""
+        """Replace the tokens in `chosen` (the unedited best) for edited and drawn rows. Fills in `errors`."""
         rows = sorted({*edited, *drawn})
         work = take(logits, rows).float()
         if work.data_ptr() == logits.data_ptr():
-            work = work.clone()  # ours to change
+            work = work.clone()  # the caller's logits must not change
         where = {row: at for at, row in enumerate(rows)}
         if edited:
             failed = self._edits.apply(work, {where[i]: chunks[i] for i in edited})
@@ -180,7 +180,7 @@ def _is_greedy(sampling: SamplingParams) -> bool:
 
 
 def _uniform(key: str, index: int) -> float:
-    """The random number in [0, 1) of output `index`: 53 bits of a hash."""
+    """Return the random number in [0, 1) of output `index`: 53 bits of a hash."""
     digest = hashlib.blake2b(f"{key} output {index}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
@@ -188,7 +188,7 @@ def _uniform(key: str, index: int) -> float:
 def _logprobs(
     logits: Tensor, chosen: list[int], chunks: Sequence[Chunk], errors: list[RowError | None]
 ) -> dict[int, tuple[TokenLogprob, ...]]:
-    """Row -> its one entry, for the rows that ask."""
+    """Return the entry of each row that requests log-probabilities, by row."""
     asked = {i: n for i, c in enumerate(chunks) if (n := c.sampling.logprobs) is not None and not errors[i]}
     if not asked:
         return {}
@@ -198,7 +198,7 @@ def _logprobs(
 
 
 def _entries(logits: Tensor, tokens: list[int], num_tops: list[int]) -> list[TokenLogprob]:
-    """Log-probability of one token of each row of logits [n, V], with its row's number of alternatives."""
+    """Return the log-probability of one token per row of logits [n, V], with the row's number of alternatives."""
     logprobs = logits.float().log_softmax(dim=-1).clamp_(min=_LEAST_LOGPROB)
     own: list[float] = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     width = min(max(num_tops), logits.shape[-1])

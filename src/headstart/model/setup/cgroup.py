@@ -1,7 +1,7 @@
-"""What the control group of this process grants: CPU quota and memory, v1 and v2, nested groups included.
+"""CPU quota and memory limits of this process's control group, v1 and v2, including nested groups.
 
-Reads files below `root` only (a fake tree in tests); standard library only, since it runs before torch is imported.
-A limit of any ancestor binds too, so every question takes the tightest answer from the group up to the mount point.
+Reads only files below `root` (a fake tree in tests). Uses only the standard library, since it runs before torch is
+imported. The limits of all ancestors apply too, so the result is the lowest limit from the group up to the mount point.
 """
 
 from collections.abc import Iterator
@@ -14,34 +14,34 @@ _UNLIMITED_V1 = 1 << 60  # v1 writes "no limit" as the largest page-aligned 63-b
 
 @dataclass(frozen=True, slots=True)
 class MemoryGrant:
-    """Bytes of one group: its limit, and what of it cannot be given back (usage without inactive file cache)."""
+    """Bytes of one group: its limit, and the usage that cannot be reclaimed (usage without inactive file cache)."""
 
     limit: int
     used: int
 
 
 def cpu_quota(root: Path = SYSTEM) -> float | None:
-    """Cores' worth of CPU time granted per period; None without a quota."""
+    """Return the CPU time granted per period, in cores; None without a quota."""
     quotas = [quota for folder, v2 in _folders("cpu", root) if (quota := _quota(folder, v2)) is not None]
     return min(quotas, default=None)
 
 
 def memory_grants(root: Path = SYSTEM) -> list[MemoryGrant]:
-    """Every memory limit this process lives under, innermost first; empty without one."""
+    """Return every memory limit that applies to this process, innermost first; empty if there is none."""
     grants: list[MemoryGrant] = []
     for folder, v2 in _folders("memory", root):
         limit = _number(folder / ("memory.max" if v2 else "memory.limit_in_bytes"))
         used = _number(folder / ("memory.current" if v2 else "memory.usage_in_bytes"))
         if limit is None or used is None or limit >= _UNLIMITED_V1:
             continue
-        # The kernel drops inactive file pages before it refuses memory: they are as good as free.
+        # The kernel drops inactive file pages before it refuses memory, so they count as free.
         reclaimable = _stat(folder / "memory.stat", "inactive_file" if v2 else "total_inactive_file")
         grants.append(MemoryGrant(limit, max(used - reclaimable, 0)))
     return grants
 
 
 def _folders(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
-    """(folder, is v2) of the groups that control `controller`, from this process's own up to each mount point."""
+    """Yield (folder, is v2) for the groups of `controller`, from this process's own group up to each mount point."""
     groups = dict(_groups(root))
     for mount_root, mount_point, fstype, options in _mounts(root):
         v2 = fstype == "cgroup2"
@@ -56,7 +56,7 @@ def _folders(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _groups(root: Path) -> Iterator[tuple[str, str]]:
-    """(controller, or "" for v2; path of the group) from /proc/self/cgroup."""
+    """Yield (controller, or "" for v2; path of the group) from /proc/self/cgroup."""
     for line in _lines(root / "proc/self/cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -65,7 +65,7 @@ def _groups(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, str, str, list[str]]]:
-    """(root, mount point, type, super options) of the cgroup mounts in /proc/self/mountinfo."""
+    """Yield (root, mount point, type, super options) of the cgroup mounts in /proc/self/mountinfo."""
     for line in _lines(root / "proc/self/mountinfo"):
         left, _, right = line.partition(" - ")
         fields, kind = left.split(), right.split()
@@ -74,7 +74,7 @@ def _mounts(root: Path) -> Iterator[tuple[str, str, str, list[str]]]:
 
 
 def _relative(group: str, mount_root: str) -> PurePosixPath:
-    """The group's path below the mount; "." where the namespace hides it (the mount then *is* the group)."""
+    """Return the group's path below the mount; "." if the namespace hides it (then the mount *is* the group)."""
     path = PurePosixPath(group)
     if ".." not in path.parts and path.is_relative_to(mount_root):
         return path.relative_to(mount_root)
@@ -87,7 +87,7 @@ def _quota(folder: Path, v2: bool) -> float | None:
     else:
         words = [*_lines(folder / "cpu.cfs_quota_us"), *_lines(folder / "cpu.cfs_period_us")]
     if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0:
-        return None  # "max", -1, or not there
+        return None  # "max", -1, or a missing file
     return int(words[0]) / int(words[1])
 
 
@@ -108,4 +108,4 @@ def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
     except OSError:
-        return []  # no such controller, or hidden from us
+        return []  # no such controller, or no access

@@ -1,6 +1,6 @@
-"""What `headstart doctor` reports: the machine as this process sees it, the versions, and what to do about bad news.
+"""The report of `headstart doctor`: the machine as this process sees it, the versions, and warnings with remedies.
 
-Measures nothing and changes nothing. Imports torch; whoever wants to see the settings of a real start calls
+Measures nothing and changes nothing. Imports torch; to report the thread settings of a real start, call
 `threads.prepare_threads` before.
 """
 
@@ -37,17 +37,17 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything, plus warnings: what is wrong and the remedy, one line each."""
+    """All sections, and the warnings: problem and remedy, one line each."""
 
     sections: tuple[Section, ...]
     warnings: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain lists and strings for JSON."""
+        """Return plain lists and strings for JSON."""
         return asdict(self)
 
     def text(self) -> str:
-        """For a terminal: aligned columns."""
+        """Return the report as text with aligned columns, for a terminal."""
         width = max(len(name) for section in self.sections for name, _ in section.rows)
         lines: list[str] = []
         for section in self.sections:
@@ -57,7 +57,7 @@ class Report:
 
 
 def report(threads: int = 0, *, root: Path = SYSTEM) -> Report:
-    """The report for a start with `threads` compute threads (0: every core granted)."""
+    """Return the report for a start with `threads` compute threads (0: every core granted)."""
     flags = _cpu_flags(root)
     packs = can_pack(torch.empty(1, 1, dtype=torch.bfloat16))
     return Report(
@@ -162,7 +162,7 @@ def _warnings(flags: set[str], threads: int, *, packs: bool, root: Path) -> list
 
 
 def _cpu_flags(root: Path) -> set[str]:
-    """What /proc/cpuinfo lists; empty where there is none."""
+    """Return the flags listed in /proc/cpuinfo; empty if there is no such file."""
     return set(_cpuinfo(root, "flags", "Features").split())
 
 
@@ -171,7 +171,7 @@ def _cpu_model(root: Path) -> str:
 
 
 def _cpuinfo(root: Path, *names: str) -> str:
-    """The first value under any of `names`; "" if there is none."""
+    """Return the first value with a name in `names`; "" if there is none."""
     try:
         lines = (root / "proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Bytes as people write them, and the memory that is there. Free of torch: for whoever starts engines, too."""
+"""Byte sizes as text, and the available memory. Does not import torch, so that processes without torch can use it."""
 
 import re
 from pathlib import Path
@@ -13,15 +13,15 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 class Memory(NamedTuple):
-    """Bytes this process may have in all (`limit`), and the part that is still free (`available`)."""
+    """Bytes this process may use in total (`limit`), and the part that is still free (`available`)."""
 
     limit: int
     available: int
-    source: str  # what set the limit, for people
+    source: str  # origin of the limit, for messages
 
 
 def cpu_memory(root: Path = SYSTEM) -> Memory:
-    """What the CPU has: the tightest of all cgroup limits and the machine's."""
+    """Return the memory of the CPU: the lowest of all cgroup limits and the machine's memory."""
     total, available = _machine_memory(root)
     found = [Memory(total, available, "machine")]
     found += [Memory(grant.limit, grant.limit - grant.used, "cgroup") for grant in memory_grants(root)]
@@ -30,7 +30,7 @@ def cpu_memory(root: Path = SYSTEM) -> Memory:
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes in "6GiB", "512 MB", "1.5g" or "1073741824". GiB counts in 1024s, GB and G in 1000s."""
+    """Parse "6GiB", "512 MB", "1.5g" or "1073741824" as bytes. GiB is a power of 1024, GB and G are powers of 1000."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(text), re.IGNORECASE)
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"{text!r} is not a size; write a number and a unit, such as 6GiB, 512MiB or 1.5GB")
@@ -41,7 +41,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(size: float) -> str:
-    """`size` for people, in 1024s: "6.2 GiB"."""
+    """Format `size` in powers of 1024: "6.2 GiB"."""
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -50,7 +50,7 @@ def format_bytes(size: float) -> str:
 
 
 def _machine_memory(root: Path) -> tuple[int, int]:
-    """(total, available) bytes of the machine; available counts what the kernel can reclaim."""
+    """Return (total, available) bytes of the machine; available includes what the kernel can reclaim."""
     fields: dict[str, int] = {}
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()

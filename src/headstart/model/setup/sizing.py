@@ -1,8 +1,8 @@
-"""How much memory there is, whether the weights fit, and how large the KV pool becomes.
+"""Memory sizing: the available memory, whether the weights fit, and the size of the KV pool.
 
-The rule of the pool: at most 40 % of what is left beside the weights, and never more than `max_num_seqs` (at least 16)
-sequences of full length could fill, which is what bounds tiny models. What cannot work is refused before anything is
-allocated, with the numbers and the remedy.
+The pool takes at most 40 % of the memory left after the weights, and never more than `max_num_seqs` (at least 16)
+sequences of full length can fill, which limits the pool of tiny models. A configuration that cannot work is refused
+before any allocation, with the numbers and the remedy.
 """
 
 from pathlib import Path
@@ -16,14 +16,14 @@ from headstart.model.setup.sizes import Memory, cpu_memory, format_bytes, parse_
 from headstart.model.weights.checkpoint import read_header, weight_files
 
 KV_SHARE = 0.4  # of the memory left after the weights
-_MIN_FULL_SEQUENCES = 16  # the bound on tiny pools leaves room to cache prefixes even if few sequences run at once
+_MIN_FULL_SEQUENCES = 16  # so that the limit for tiny models leaves space for cached prefixes if max_num_seqs is small
 _ELEMENT_BYTES = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # others: 1
 _DTYPE_BYTES = {"auto": 0, "bfloat16": 2, "float16": 2, "float32": 4}  # 0: as stored
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class KVPlan(NamedTuple):
-    """`num_blocks` includes block 0, which nobody uses; `text` is the line to show at start."""
+    """The size of the KV pool. `num_blocks` includes the unused block 0; `text` is the line to show at start."""
 
     num_blocks: int
     kv_bytes: int
@@ -31,7 +31,7 @@ class KVPlan(NamedTuple):
 
 
 def memory(device: str = "cpu", root: Path = SYSTEM) -> Memory:
-    """What `device` has: of a GPU its own memory, of the CPU the tightest of all cgroup limits and the machine's."""
+    """Return the memory of `device`: a GPU's own, or for the CPU the lowest of all cgroup limits and the machine's."""
     if device.startswith("cuda"):
         free, total = torch.cuda.mem_get_info(torch.device(device))
         return Memory(total, free, "GPU")
@@ -39,14 +39,14 @@ def memory(device: str = "cpu", root: Path = SYSTEM) -> Memory:
 
 
 def apply_threads(threads: int) -> None:
-    """Makes torch compute with `threads` threads (`threads.prepare_threads` says how many)."""
+    """Make torch compute with `threads` threads (the result of `threads.prepare_threads`)."""
     torch.set_num_threads(threads)
 
 
 def checkpoint_bytes(folder: Path, *, dtype: str = "auto", int8: bool = False) -> int:
-    """Bytes the weights in `folder` take once loaded as `dtype` ("auto": as stored, float16 and bfloat16 as they are).
+    """Return the bytes of the weights in `folder` once loaded as `dtype` ("auto": as stored).
 
-    With `int8`, every matrix but the embedding takes a byte per weight. Reads the headers of the files only.
+    With `int8`, every matrix but the embedding takes one byte per weight. Reads only the headers of the files.
     """
     element = _DTYPE_BYTES.get(dtype)
     if element is None:
@@ -63,7 +63,7 @@ def checkpoint_bytes(folder: Path, *, dtype: str = "auto", int8: bool = False) -
 
 
 def check_weights_fit(weight_bytes: int, available_bytes: int, *, replicas: int = 1) -> None:
-    """Raises ConfigError if the weights of all replicas leave no memory, or exceed it; asked before loading."""
+    """Raise ConfigError if the weights of all replicas fill or exceed the memory. Call it before loading."""
     need = weight_bytes * replicas
     if need < available_bytes:
         return
@@ -85,10 +85,10 @@ def plan_kv_pool(
     num_blocks_override: int | None = None,
     max_num_seqs: int = 256,
 ) -> KVPlan:
-    """The pool. `available_bytes` is `memory().available` from *before* the weights were loaded.
+    """Return the size of the pool. `available_bytes` is `memory().available` from *before* the weights were loaded.
 
     `num_blocks_override` counts usable and reserved blocks, and may be smaller than one sequence of `max_model_len`
-    (longer requests are then refused one by one). Raises ConfigError for what cannot fit.
+    (requests that do not fit are then refused one by one). Raises ConfigError for a pool that cannot fit.
     """
     left = available_bytes - weight_bytes
     block_bytes = kv_bytes_per_token * block_size

@@ -1,6 +1,6 @@
-"""How many threads to compute with, and the OpenMP settings that must be in the environment before torch is imported.
+"""The number of compute threads, and the OpenMP settings that must be in the environment before torch is imported.
 
-Not here: telling torch (`sizing.apply_threads`); this module must be importable, and called, before torch is.
+It does not set the threads of torch (`sizing.apply_threads` does): it is imported and called before torch is imported.
 """
 
 import os
@@ -11,19 +11,21 @@ from pathlib import Path
 from headstart.core.errors import ConfigError
 from headstart.model.setup.cgroup import SYSTEM, cpu_quota
 
-# Iterations an idle OpenMP thread spins before it sleeps. libgomp's default keeps the cores of a busy machine for
-# threads that do nothing. Median step in ms of llama-100m on two Zen 5 cores, one stream / 32 streams with one prefix:
+# Iterations an idle OpenMP thread spins before it sleeps. With libgomp's default, idle threads occupy the cores of a
+# busy machine. Median step in ms of llama-100m on two Zen 5 cores, one stream / 32 streams with one prefix:
 #                         0           1000        5000
 #   both cores free    6.4 / 16.3  5.1 / 13.9  5.2 / 13.3
 #   one of them busy   8.5 / 28    11 / 32     20 / 47
-# 1000 iterations outlast the gap between two parallel regions of a step, and not what a server does beside it.
+# 1000 iterations last longer than the gap between two parallel regions of a step, but shorter than the server's work
+# between two steps.
 SPIN_COUNT = 1000
 
 
 def available_cores(root: Path = SYSTEM) -> int:
-    """Cores this process may use: the least of the machine's, its affinity (cpuset) and its CPU quota; at least 1.
+    """Return the cores this process may use: the minimum of the machine's, its affinity (cpuset) and its CPU quota.
 
-    A quota is rounded down (2.5 cores are 2 threads): a thread too many is throttled, and the others wait for it.
+    At least 1. A quota is rounded down (2.5 cores are 2 threads): an extra thread would be throttled, and the others
+    would wait for it.
     """
     cores = os.cpu_count() or 1
     if sys.platform == "linux":
@@ -33,10 +35,10 @@ def available_cores(root: Path = SYSTEM) -> int:
 
 
 def prepare_threads(threads: int = 0, *, environ: MutableMapping[str, str] = os.environ) -> int:
-    """The threads to compute with: `threads`, else the user's OMP_NUM_THREADS, else every core granted.
+    """Return the number of compute threads: `threads`, else the user's OMP_NUM_THREADS, else every core granted.
 
-    Sets OpenMP's variables in `environ` where the user has not; they count only if torch is not imported yet. Raises
-    ConfigError for a negative or unreadable number.
+    Sets OpenMP's variables in `environ` unless the user has set them; they have an effect only if torch is not imported
+    yet. Raises ConfigError for a negative or invalid number.
     """
     count = _positive("threads", str(threads), zero_ok=True)
     if count == 0 and (asked := environ.get("OMP_NUM_THREADS")):
@@ -45,7 +47,7 @@ def prepare_threads(threads: int = 0, *, environ: MutableMapping[str, str] = os.
     environ.setdefault("OMP_NUM_THREADS", str(count))
     environ.setdefault("MKL_NUM_THREADS", str(count))
     environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
-    environ.setdefault("KMP_BLOCKTIME", "1")  # ms; the same for builds of torch on Intel's OpenMP
+    environ.setdefault("KMP_BLOCKTIME", "1")  # ms; the equivalent for builds of torch with Intel's OpenMP
     return count
 
 

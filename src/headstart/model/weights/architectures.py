@@ -1,7 +1,7 @@
-"""The architectures that can be served, by what config.json says: checked before torch is imported.
+"""The supported architectures, checked by config.json before torch is imported.
 
-Not here: whether a supported architecture's numbers make sense (model_config.py), and whether Transformers' code for it
-attends as Headstart does (transformers_probe.py). Both need Transformers, which imports torch.
+It does not check the numbers of a supported architecture (model_config.py), nor whether Transformers' code for it
+computes the same attention as Headstart (transformers_probe.py). Both need Transformers, which imports torch.
 """
 
 import ast
@@ -27,7 +27,7 @@ _CAUSAL_MODELS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise ConfigError if `config.json` in `folder` cannot be read or names what cannot be served."""
+    """Raise ConfigError if `config.json` in `folder` is unreadable or names a model that cannot be served."""
     raw = read_json(folder / "config.json")
     architecture = architecture_of(raw)
     refuse_quantised(raw)
@@ -43,7 +43,7 @@ def check_model_folder(folder: Path) -> None:
 
 
 def architecture_of(config: dict[str, Any]) -> str:
-    """The model class a `config.json` names. Raises ConfigError if it names none."""
+    """Return the model class named in a `config.json`. Raises ConfigError if there is none."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ConfigError(
@@ -54,7 +54,7 @@ def architecture_of(config: dict[str, Any]) -> str:
 
 
 def refuse_quantised(config: dict[str, Any]) -> None:
-    """Raises ConfigError for a checkpoint whose weights are quantised: they would be read as plain numbers."""
+    """Raise ConfigError for a checkpoint with quantised weights, which would be read as plain numbers."""
     quantisation = config.get("quantization_config") or config.get("compression_config")
     if quantisation:
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
@@ -63,7 +63,7 @@ def refuse_quantised(config: dict[str, Any]) -> None:
 
 @functools.cache
 def causal_model_types() -> frozenset[str] | None:
-    """The model_types of Transformers' causal language models, None if its source does not tell.
+    """Return the model_types of Transformers' causal language models, or None if they cannot be read.
 
     Read from the source as text: importing that module imports torch.
     """
@@ -80,7 +80,7 @@ def causal_model_types() -> frozenset[str] | None:
 
 
 def _first_items(table: ast.expr) -> frozenset[str] | None:
-    """The first strings of the pairs in `OrderedDict([("a", ...), ...])`, None if `table` is of another form."""
+    """Return the first strings of the pairs in `OrderedDict([("a", ...), ...])`, or None for another form."""
     pairs = table.args[0] if isinstance(table, ast.Call) and table.args else None
     if not isinstance(pairs, ast.List):
         return None

@@ -1,6 +1,6 @@
-"""Checkpoint: the safetensors of a model folder, single or sharded, read by name with their shape checked.
+"""Checkpoint: the safetensors of a model folder, single or sharded, read by name with a check of the shape.
 
-Never reads pickles. Tensors are copied out of a memory map one by one, so the peak is the model plus one tensor.
+Never reads pickles. Tensors are copied out of a memory map one by one, so peak memory is the model plus one tensor.
 """
 
 import hashlib
@@ -24,12 +24,12 @@ from headstart.core.errors import ConfigError
 from headstart.model.weights.json_file import one_line, read_json
 
 MAX_HEADER_BYTES = 32 << 20  # room for 250,000 tensors in one file; the format itself allows 100 MB
-CHUNK_BYTES = 1 << 20  # read and hashed at a time: stays in the cache between the two
+CHUNK_BYTES = 1 << 20  # read and hashed at a time: small enough to stay in the CPU cache between the two
 SLOW_SECONDS = 2.0  # a load that takes longer shows its progress even without a terminal
 
 
 class Entry(NamedTuple):
-    """Where one tensor lies: file, safetensors dtype, shape, and the bytes [begin, end) in the file."""
+    """The location of one tensor: file, safetensors dtype, shape, and the bytes [begin, end) in the file."""
 
     file: Path
     dtype: str
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
 
 class Checkpoint:
-    """Names and tensors of one folder; `take` works within `with checkpoint.reading(...)`."""
+    """The tensors of one folder, by name; call `take` within `with checkpoint.reading(...)`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -52,7 +52,7 @@ class Checkpoint:
 
     @contextmanager
     def reading(self, progress: Callable[[int], None]) -> Generator[None]:
-        """Files stay open within; `progress` is told the bytes of every tensor taken."""
+        """Keep files open within the context; call `progress` with the bytes of every tensor taken."""
         self._progress = progress
         try:
             yield
@@ -65,11 +65,11 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors as stored."""
+        """The bytes of all tensors as stored."""
         return sum(entry.end - entry.begin for entry in self.entries.values())
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A copy of tensor `name` as `dtype` on the CPU. Raises ConfigError if it is missing or of another shape."""
+        """Return a copy of tensor `name` as `dtype` on the CPU. Raises ConfigError if it is missing or misshaped."""
         entry = self.entries.get(name)
         if entry is None:
             raise ConfigError(f"{self.folder}: tensor {name} is missing from the safetensors files")
@@ -99,11 +99,11 @@ class Checkpoint:
         return self._digests[name] == self._digests[other]
 
     def fingerprint(self, *extra: bytes) -> bytes:
-        """Identity of the weights and `extra`: SHA-256 over the name, dtype, shape and XXH3-128 of every tensor.
+        """Return the SHA-256 of `extra` and of the name, dtype, shape and XXH3-128 of every tensor.
 
-        Covers every byte of every tensor. Independent of file names, sharding and times. What `take` has read is not
-        read again; the rest is now, with progress on stderr. 128 bits tell any edited weights apart, but are no defence
-        against somebody who forges weights. Raises ConfigError if a file cannot be read.
+        Covers every byte of every tensor. Independent of file names, sharding and times. Tensors that `take` has read
+        are not read again; the others are read now, with progress on stderr. 128 bits detect any accidental or edited
+        difference, but do not protect against deliberately forged weights. Raises ConfigError if a file cannot be read.
         """
         self._digest_the_rest()
         digest = hashlib.sha256()
@@ -115,7 +115,7 @@ class Checkpoint:
         return digest.digest()
 
     def _digest_the_rest(self, names: Iterable[str] | None = None) -> None:
-        """Reads from the files what nobody has taken, of `names` or of all."""
+        """Read and hash those tensors of `names`, or of all, that have no digest yet."""
         wanted = self.entries if names is None else names
         rest = {name: self.entries[name] for name in wanted if name not in self._digests}
         num_bytes = sum(entry.end - entry.begin for entry in rest.values())
@@ -133,9 +133,9 @@ class Checkpoint:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of `folder`: one, or by its index, or all. Raises ConfigError if there are none.
+    """Return the safetensors files of `folder`: one, or by its index, or all. Raises ConfigError if there are none.
 
-    A single file goes before an index, as in Transformers: what is identified here must be what it loads.
+    A single file has priority over an index, as in Transformers: the fingerprint must cover the files it loads.
     """
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
@@ -165,7 +165,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 class LoadingBar:
-    """A progress bar on stderr, shown at once on a terminal and otherwise only if loading takes long."""
+    """A progress bar on stderr, shown at once on a terminal, otherwise as lines if loading takes long."""
 
     def __init__(self, num_bytes: int, label: str) -> None:
         console = Console(stderr=True)
@@ -185,7 +185,7 @@ class LoadingBar:
             self._bar.stop()
 
     def advance(self, num_bytes: int) -> None:
-        """Notes that so many more bytes are loaded."""
+        """Add `num_bytes` to the bytes loaded so far."""
         self._done += num_bytes
         self._bar.advance(self._task, num_bytes)
         if not self._console.is_terminal and time.monotonic() >= self._next_line:
@@ -195,7 +195,7 @@ class LoadingBar:
 
 
 def _file_digest(stream: FileIO, entry: Entry) -> bytes:
-    """XXH3-128 of one tensor, as `take` computes it. Raises OSError; ConfigError if the file has become shorter."""
+    """Return the XXH3-128 of one tensor, as in `take`. Raises OSError; ConfigError if the file has become shorter."""
     digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(min(CHUNK_BYTES, entry.end - entry.begin)))
     stream.seek(entry.begin)
     left = entry.end - entry.begin
@@ -209,7 +209,7 @@ def _file_digest(stream: FileIO, entry: Entry) -> bytes:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """The tensors of one safetensors file. Raises ConfigError for a header that is too long or not of this file."""
+    """Return the tensors of one safetensors file. Raises ConfigError for a header that is too long or invalid."""
     if not file.is_file():
         raise ConfigError(f"{file} is not a regular file")
     try:

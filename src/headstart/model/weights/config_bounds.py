@@ -1,4 +1,4 @@
-"""Bounds on the numbers of a `config.json`, checked before anything is built or allocated by them."""
+"""Bounds on the numbers of a `config.json`, checked before anything is built or allocated from them."""
 
 import math
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 from headstart.core.errors import ConfigError
 from headstart.model.weights.json_file import shorten
 
-MAX_INTEGER = (1 << 63) - 1  # what a tensor's dimension can hold
+MAX_INTEGER = (1 << 63) - 1  # the largest dimension of a tensor
 MAX_LAYERS = 4096  # and experts per layer; the largest published models have 126 layers and about 1,000 experts
 MAX_SIZE = 1 << 28  # rows or columns of one matrix; the largest published vocabularies have 2^18 tokens
 MAX_POSITIONS = 1 << 30
@@ -15,13 +15,13 @@ _SIZES = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim", "n_embd", "d_model"), MAX_SIZE),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "moe_intermediate_size"), MAX_SIZE),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"), MAX_POSITIONS),
-    "max_window_layers": MAX_POSITIONS,  # compared with, never built
+    "max_window_layers": MAX_POSITIONS,  # only compared, never allocated
 }
 _COUNTED = ("layer", "expert", "block", "predict")  # parts of names such as num_hidden_layers, n_layer, num_experts
 
 
 def check_sizes(raw: dict[str, Any]) -> None:
-    """Raises ConfigError for an integer that no model of this world has; the message names key, value and limit."""
+    """Raise ConfigError for an integer above any plausible model's; the message names key, value and limit."""
     for key, value in _numbers(raw):
         counts = any(part in key for part in _COUNTED) and not key.endswith("_size")
         limit = _SIZES.get(key, MAX_LAYERS if counts else MAX_INTEGER)
@@ -31,7 +31,7 @@ def check_sizes(raw: dict[str, Any]) -> None:
 
 
 def finite(value: object, key: str, *, at_least: float | None = None, above: float | None = None) -> float:
-    """`value` as a float. Raises ConfigError if it is no number, not finite, or too small."""
+    """Return `value` as a float. Raises ConfigError if it is not a number, not finite, or too small."""
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > MAX_INTEGER**4:
         raise ConfigError(f"config.json: {key} is {shorten(repr(value), 80)}; it must be a finite number")
     number = float(value)
@@ -42,7 +42,7 @@ def finite(value: object, key: str, *, at_least: float | None = None, above: flo
 
 
 def _numbers(raw: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Every integer in `raw` with the key it stands under, also within nested objects and lists."""
+    """Yield every integer in `raw` with its key, also from nested objects and lists."""
     waiting: list[tuple[str, Any]] = list(raw.items())
     while waiting:
         key, value = waiting.pop()

@@ -1,8 +1,8 @@
-"""The keys of a Llama-family `config.json` that decide a model's numbers, as Transformers reads them.
+"""The keys of a Llama-family `config.json` that affect a model's results, as Transformers reads them.
 
 The compact decoder takes a config only if every key in it is handled by `parse_config`, listed as harmless, unknown to
-Transformers, or holds the value Transformers assumes without it. Any other key raises NotNativeError, which sends the
-model to Transformers' own code. Values are read from Transformers' config object: defaults and spellings are its own.
+Transformers, or has the value that Transformers assumes by default. Any other key raises NotNativeError; the model then
+runs with Transformers' code. Values are read from Transformers' config object, with its defaults and spellings.
 tests/model/test_config_keys.py scans Transformers' sources for names that are missing here, and
 tests/model/test_config_walk.py changes every key to other values and compares the logits with Transformers'.
 """
@@ -22,7 +22,7 @@ CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {
     "qwen3": Qwen3Config,
     "phi3": Phi3Config,
 }
-# Read by parse_config, by the loader, or (is_causal, sliding_window, ...) compared there with what is computed here.
+# Read by parse_config or by the loader, or (is_causal, sliding_window, ...) checked there against the computation here.
 HANDLED = {
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
@@ -37,7 +37,7 @@ HANDLED_BY_FAMILY = {
     "qwen3": {"use_sliding_window", "max_window_layers", "attention_bias"},
     "phi3": set[str](),
 }
-# Read by Transformers, but without effect on the logits of greedy decoding: training, outputs, labels, bookkeeping.
+# Read by Transformers, but without effect on the logits of greedy decoding: training, outputs, labels, metadata.
 HARMLESS = {
     "attention_dropout", "resid_pdrop", "embd_pdrop", "initializer_range", "use_cache", "pretraining_tp",
     "pad_token_id", "bos_token_id", "output_attentions", "output_hidden_states", "output_router_logits",
@@ -57,13 +57,13 @@ READ_BESIDES: dict[str, Any] = dict.fromkeys((
 
 
 class NotNativeError(ConfigError):
-    """A config that the compact decoder does not reproduce; Transformers' own code may."""
+    """A config that the compact decoder does not support; Transformers' code may support it."""
 
 
 def reference_config(raw: dict[str, Any], family: str) -> PretrainedConfig:
-    """Transformers' config object of a `config.json`.
+    """Return Transformers' config object of a `config.json`.
 
-    Raises ConfigError if Transformers takes none of it, NotNativeError for keys that the compact decoder does not know.
+    Raises ConfigError if Transformers refuses it, NotNativeError for keys that the compact decoder does not support.
     """
     if raw.get("model_type", family) != family:
         raise NotNativeError(f"model_type is {shorten(repr(raw['model_type']))}, not {family!r}")
@@ -80,6 +80,6 @@ def reference_config(raw: dict[str, Any], family: str) -> PretrainedConfig:
     try:
         config: Any = config_class(**copy.deepcopy(raw))  # untyped in part
         config.standardize_rope_params()  # once more, as the rotary embedding does when it is built
-    except Exception as error:  # whatever a foreign class raises on foreign values
+    except Exception as error:  # third-party code may raise any type
         raise ConfigError(f"config.json is not one of a {family} model: {one_line(error)}") from error
     return config

@@ -1,7 +1,7 @@
-"""From what the user typed after `serve` to a folder with a model: one that exists, or a download from the hub.
+"""Resolution of the model argument of `serve` to a folder: an existing folder, or a download from the hub.
 
-Downloads only data (safetensors, JSON, tokenizer and template text), never pickles or code, and nothing in subfolders,
-where repositories keep the same weights in other formats.
+Downloads only data (safetensors, JSON, tokenizer and template text), never pickles or code. It skips subfolders, where
+repositories keep the same weights in other formats.
 """
 
 from pathlib import Path
@@ -21,10 +21,10 @@ from headstart.core.errors import ConfigError
 from headstart.model.weights.json_file import one_line, shorten
 
 MAX_NAME_CHARS = 4096  # the longest path Linux takes; hub ids have at most 96 characters
-SHOWN_CHARS = 80  # of a refused name
+SHOWN_CHARS = 80  # maximum characters of a refused name in a message
 WANTED = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model", "*.tiktoken")
 UNWANTED = ("*/*", "consolidated*.safetensors")  # Mistral's own format: the same weights a second time
-# httpx.HTTPError under hub 1.x, httpx2.HTTPError under 2.x: only the hub's own error says which.
+# httpx.HTTPError with hub 1.x, httpx2.HTTPError with 2.x: the base class of the hub's own error.
 _NETWORK_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
 
 
@@ -37,10 +37,10 @@ def resolve_model(
     download_dir: str | None = None,
     endpoint: str | None = None,
 ) -> Path:
-    """The folder of `model`, which is a folder itself or a hub id such as "Qwen/Qwen3-0.6B".
+    """Return the folder of `model`, which is a folder or a hub id such as "Qwen/Qwen3-0.6B".
 
     `token` None means HF_TOKEN or the stored login, `download_dir` None the hub's own cache, `endpoint` None
-    HF_ENDPOINT or the public hub. Progress bars go to stderr. Raises ConfigError, in one line, for whatever fails.
+    HF_ENDPOINT or the public hub. Progress bars go to stderr. Raises ConfigError, in one line, for any failure.
     """
     folder = local_folder(model)
     if folder is not None:
@@ -64,7 +64,7 @@ def resolve_model(
 
 
 def local_folder(model: str) -> Path | None:
-    """The folder that `model` names, None if it may be a hub id. Raises ConfigError for what is neither."""
+    """Return the folder named by `model`, or None if it may be a hub id. Raises ConfigError if it is neither."""
     if len(model) > MAX_NAME_CHARS:
         raise ConfigError(
             f"{shorten(model, SHOWN_CHARS)!r} is neither a folder nor a hub id: {len(model)} characters are more than "
@@ -73,7 +73,7 @@ def local_folder(model: str) -> Path | None:
     try:
         path = Path(model).expanduser()
         is_folder, is_file = path.is_dir(), path.is_file()
-    except (OSError, ValueError, RuntimeError) as error:  # a part that is too long; a zero byte; a home of nobody
+    except (OSError, ValueError, RuntimeError) as error:  # a part that is too long; a zero byte; an unknown user's home
         raise ConfigError(f"{shorten(model, SHOWN_CHARS)!r} cannot be a folder: {one_line(error)}") from None
     if model and is_folder:
         return _checked(path, model)
@@ -94,7 +94,7 @@ def _checked(folder: Path, model: str) -> Path:
 
 
 def _explain(error: Exception, model: str, revision: str | None, *, offline: bool, hub: str) -> str:
-    """One line for people: what went wrong with this id, and the remedy. The order matters: subclasses first."""
+    """Return one line with the problem and the remedy. The order of the cases matters: subclasses come first."""
     match error:
         case HFValidationError():
             return f"{shorten(model, SHOWN_CHARS)!r} is neither a folder nor a hub id (those look like Qwen/Qwen3-0.6B)"
@@ -124,7 +124,7 @@ def _explain(error: Exception, model: str, revision: str | None, *, offline: boo
 
 
 def _reason(error: BaseException) -> str:
-    """The network's own words: what a chain of wrapped errors started with."""
+    """Return the message of the first error in a chain of wrapped errors."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, HfHubHTTPError):

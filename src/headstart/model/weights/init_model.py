@@ -1,7 +1,7 @@
-"""Writes a model with random weights in a real architecture's shape, complete with a tokenizer: `headstart init-model`.
+"""Models with random weights in a real architecture's shape, with a tokenizer: `headstart init-model`.
 
-Tensors are made and written shard by shard, so a model larger than the memory can be written. Each tensor has its own
-seed: the same (shape, seed, std, dtype) gives the same bytes on the same version of torch.
+Tensors are generated and written shard by shard, so a model may be larger than the memory. Each tensor has its own
+seed: the same (shape, seed, std, dtype) gives the same bytes with the same version of torch.
 """
 
 import json
@@ -37,12 +37,12 @@ def init_model(
     progress: bool = True,
     shard_bytes: int = _SHARD_BYTES,
 ) -> Path:
-    """Writes the folder `out` and returns it.
+    """Write the folder `out` and return it.
 
-    `std` is the standard deviation of the weights: 0.02 is how real models start, and gives nearly uniform
-    distributions over the next token; at 0.2 outputs depend visibly on every token before them, which is what a test
-    of correctness wants. Raises ConfigError for an unknown shape or dtype, or if `out` holds anything already (unless
-    `overwrite`, and what it holds is a model).
+    `std` is the standard deviation of the weights. 0.02 is the initial value of real models and gives nearly uniform
+    distributions over the next token; at 0.2, outputs depend clearly on every token before them, as tests of
+    correctness need. Raises ConfigError for an unknown shape or dtype, or if `out` is not empty (unless `overwrite` is
+    set and `out` holds a model).
     """
     check_weights(shape, std=std, dtype=dtype)
     _make_room(out, SHAPES[shape], _DTYPES[dtype].itemsize, overwrite=overwrite)
@@ -64,7 +64,7 @@ def _make_room(out: Path, table: Shape, element_bytes: int, *, overwrite: bool) 
         if not (out / "config.json").is_file():
             raise ConfigError(f"{out} holds something that is not a model; it is not overwritten")
         for weights in (*out.glob("model*.safetensors"), *out.glob("model.safetensors.index.json")):
-            weights.unlink()  # another number of shards has other names; every other file is written anew
+            weights.unlink()  # file names depend on the number of shards; every other file is overwritten
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -91,14 +91,14 @@ def _write_weights(
                 number += 1
                 bar.advance(task, tensors[name].nbytes)
             save_file(tensors, out / file, metadata={"format": "pt"})
-            (out / file).chmod((out / "config.json").stat().st_mode)  # safetensors makes it the owner's alone
+            (out / file).chmod((out / "config.json").stat().st_mode)  # safetensors makes it readable by the owner only
     if len(shards) > 1:
         total = {"total_size": table.num_parameters * dtype.itemsize}
         _write_json(out / "model.safetensors.index.json", {"metadata": total, "weight_map": where})
 
 
 def _shards(table: Shape, element_bytes: int, shard_bytes: int) -> Iterator[Sizes]:
-    """The tensors in order, cut into files of at most `shard_bytes` (or of one tensor)."""
+    """Split the tensors, in order, into files of at most `shard_bytes` (or of one tensor)."""
     shard: Sizes = []
     filled = 0
     for name, size in table.tensors():
@@ -112,7 +112,7 @@ def _shards(table: Shape, element_bytes: int, shard_bytes: int) -> Iterator[Size
 
 
 def _random(name: str, size: tuple[int, ...], *, std: float, seed: int, dtype: torch.dtype) -> Tensor:
-    """Norms are 1, as in every model that starts; everything else is normal."""
+    """Return a random tensor: ones for norms, as in every untrained model, otherwise a normal distribution."""
     if name.endswith("norm.weight"):
         return torch.ones(size, dtype=dtype)
     return torch.empty(size, dtype=dtype).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""JSON files of a model folder, read within bounds on size and nesting; their content is not trusted."""
+"""JSON files of a model folder, read with limits on size and nesting; their content is not trusted."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ MAX_MESSAGE_CHARS = 400
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises ConfigError if it is missing, too large, nested too deeply or not an object."""
+    """Read the JSON object in `path`. Raises ConfigError if it is missing, too large, too deep or not an object."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist; a model folder holds config.json and *.safetensors")
     if not path.is_file():
@@ -34,7 +34,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of a foreign error as one short line of printable characters; its type where there is none."""
+    """Return the message of an error as one short line of printable characters, or its type if it has none."""
     text = " ".join(str(error).split())
     if isinstance(error, KeyError) or not text:
         text = f"{type(error).__name__} {text}".strip()
@@ -42,13 +42,13 @@ def one_line(error: BaseException) -> str:
 
 
 def shorten(text: str, max_chars: int = MAX_MESSAGE_CHARS) -> str:
-    """`text` in printable characters, cut to `max_chars`."""
+    """Return `text` in printable characters, cut to `max_chars`."""
     cut = text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in cut)
 
 
 def _deeper_than(data: Any, limit: int) -> bool:
-    """Whether lists and objects nest more than `limit` deep. Level by level, so it never recurses."""
+    """Return whether lists and objects nest more than `limit` deep. Works level by level, without recursion."""
     level: list[Any] = [data]
     for _ in range(limit):
         level = [

@@ -1,8 +1,8 @@
-"""ModelConfig: what the compact decoder must know of a checkpoint, read from a Hugging Face `config.json`.
+"""ModelConfig: the settings of a checkpoint for the compact decoder, read from a Hugging Face `config.json`.
 
-Covers the Llama family only; `eos_token_ids` serves every model. Values are those of Transformers' own config object:
-both spellings of rotary settings are read: `rope_parameters` (Transformers 5) and `rope_theta` + `rope_scaling`
-(before). Nothing is ignored that would change the numbers: see config_keys.py.
+Covers the Llama family only; `eos_token_ids` works for every model. Values are those of Transformers' config object.
+Both spellings of rotary settings are read: `rope_parameters` (Transformers 5) and `rope_theta` + `rope_scaling`
+(before). No key that would change the results is ignored: see config_keys.py.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]  # per layer: position i sees (i - w, i]; None: the whole prefix
     rope: RopeConfig
     max_model_len: int
-    tie_word_embeddings: bool | None  # None: tied exactly if the checkpoint brings no lm_head
+    tie_word_embeddings: bool | None  # None: tied exactly if the checkpoint has no lm_head
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -42,7 +42,7 @@ class ModelConfig:
 
 
 def eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-sequence ids of config.json and generation_config.json together, without repeats, in that order."""
+    """Return the end-of-sequence ids of config.json and generation_config.json, in that order, without repeats."""
     found: dict[int, None] = {}
     sources = [config]
     if (folder / "generation_config.json").exists():
@@ -56,15 +56,15 @@ def eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def parse_config(raw: dict[str, Any]) -> ModelConfig:
-    """A ModelConfig of a Llama-family `config.json`.
+    """Return the ModelConfig of a Llama-family `config.json`.
 
-    Raises ConfigError with the offending field and value, NotNativeError for what Transformers' own code may still run.
+    Raises ConfigError with the invalid field and value, NotNativeError for a model that Transformers' code may run.
     """
     architecture = architecture_of(raw)
     family = NATIVE_ARCHITECTURES[architecture]
     check_sizes(raw)
     for key in ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"):
-        _count(raw.get(key), key)  # Transformers would take the size of its example model
+        _count(raw.get(key), key)  # Transformers would use the size of its example model
     config: Any = reference_config(raw, family)  # untyped in part
     heads = _count(config.num_attention_heads, "num_attention_heads")
     kv_heads = _count(config.num_key_value_heads, "num_key_value_heads")
@@ -107,14 +107,14 @@ def _count(value: object, key: str) -> int:
 
 
 def _rope(config: Any, family: str, head_dim: int) -> RopeConfig:
-    """Rotary settings as the family's Transformers code applies them."""
+    """Return the rotary settings as the family's Transformers code applies them."""
     parameters = config.rope_parameters
     if not isinstance(parameters, dict):
         raise ConfigError(f"rotary settings {shorten(repr(parameters), 80)} are not an object")
     if family != "phi3" and parameters.get("partial_rotary_factor", 1.0) != 1.0:
         if parameters.get("rope_type") != "default":
             raise NotNativeError("partial_rotary_factor is given beside a scaled rotary embedding")
-        parameters = {**parameters, "partial_rotary_factor": 1.0}  # ignored there: every dimension turns
+        parameters = {**parameters, "partial_rotary_factor": 1.0}  # as in Transformers: rotates all
     for key in ("rope_theta", "partial_rotary_factor"):
         finite(parameters.get(key, 1.0), key, above=0.0)
     if not isinstance(parameters.get("rope_type"), str):
@@ -126,7 +126,7 @@ def _rope(config: Any, family: str, head_dim: int) -> RopeConfig:
 
 
 def _windows(config: Any, family: str, max_positions: int) -> tuple[int | None, ...]:
-    """Sliding window of each layer, by the rules of the family's Transformers code."""
+    """Return the sliding window of each layer, by the rules of the family's Transformers code."""
     layers: int = config.num_hidden_layers
     kinds: list[str] = getattr(config, "layer_types", None) or []
     window: int | None = getattr(config, "sliding_window", None)
@@ -144,7 +144,7 @@ def _windows(config: Any, family: str, max_positions: int) -> tuple[int | None, 
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     if "sliding_attention" in kinds:
         raise NotNativeError("layer_types names sliding_attention")
-    if family == "llama":  # its mask ignores the window, but Transformers' cache drops what lies before it
+    if family == "llama":  # its mask ignores the window, but Transformers' cache drops tokens before it
         if window is not None and window < max_positions:
             raise NotNativeError(f"sliding_window is {window}")
         window = None

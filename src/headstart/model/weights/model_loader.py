@@ -1,7 +1,7 @@
-"""load_model: a folder in Hugging Face's layout becomes a model in memory, with all a front end must know of it.
+"""load_model: loads a folder in Hugging Face's layout into memory, with the facts that a front end needs about it.
 
-The Llama family goes to the compact decoder, other decoders to Transformers; what cannot be served right is refused
-with a ConfigError that names it.
+The Llama family runs in the compact decoder, other decoders in Transformers. A model that cannot be served correctly is
+refused with a ConfigError that names the reason.
 """
 
 import json
@@ -34,7 +34,7 @@ QUANTIZATIONS = ("none", "int8")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model ready to run, and what it needs: sizes in bytes, lengths in tokens."""
+    """A model ready to run, and its properties: sizes in bytes, lengths in tokens."""
 
     folder: Path
     architecture: str
@@ -46,12 +46,12 @@ class LoadedModel:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     weight_bytes: int
-    fingerprint: bytes  # of weights and of whatever else decides what KV holds: equal exactly if KV may be shared
+    fingerprint: bytes  # of the weights and all else that determines KV: equal exactly if KV may be shared
     attention_backend: str
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values one token leaves in the pool."""
+        """The bytes of the keys and values of one token in the pool."""
         return self.kv_shape.token_bytes(self.dtype)
 
 
@@ -63,7 +63,7 @@ def load_model(
     attention_backend: str = "auto",
     quantization: str = "none",
 ) -> LoadedModel:
-    """Loads the model in `folder`, with progress on stderr. Raises ConfigError for what cannot be served.
+    """Load the model in `folder`, with progress on stderr. Raises ConfigError for a model that cannot be served.
 
     `quantization` int8 keeps every matrix but the embedding as int8 with one scale per output.
     """
@@ -113,7 +113,7 @@ def load_model(
 
 
 def _native_config(raw: dict[str, Any], architecture: str) -> tuple[ModelConfig | None, str]:
-    """The compact decoder's config; None if it does not run this model, and why not, to be appended to a message."""
+    """Return the compact decoder's config, or None and the reason, as a suffix for a message, if it cannot run this."""
     if architecture not in NATIVE_ARCHITECTURES:
         return None, ""
     try:
@@ -125,12 +125,12 @@ def _native_config(raw: dict[str, Any], architecture: str) -> tuple[ModelConfig 
 def _computed_by(
     dtype: torch.dtype, device: torch.device, backend: str, quantization: str, by_transformers: bool
 ) -> bytes:
-    """What besides weights and config decides the numbers in a block; it is part of the fingerprint.
+    """Return all inputs besides weights and config that affect the KV in a block, as part of the fingerprint.
 
-    Dtype, quantisation, the kind of device, the attention backend, the releases of Headstart, torch and (where it
-    runs the model) Transformers, and the digest of the code of models and kernels, which may change between two
-    releases: KV may outlive the process, and another build must never take over what it would not compute itself.
-    Threads and instruction sets are left out: they reorder sums as the company in a batch does.
+    These are the dtype, the quantisation, the kind of device, the attention backend, the releases of Headstart, torch
+    and (if it runs the model) Transformers, and the digest of the code of models and kernels, which may change between
+    two releases: stored KV outlives the process, and another build must not load KV that it would compute differently.
+    Threads and instruction sets are not included: they only reorder sums, as other requests in the batch do too.
     """
     releases = {"headstart": __version__, "torch": str(torch.__version__), "code": source_digest().hex()}
     if by_transformers:
@@ -139,7 +139,7 @@ def _computed_by(
 
 
 def resolve_dtype(dtype: str, config: dict[str, Any]) -> torch.dtype:
-    """The dtype to compute in; "auto" is the checkpoint's, float16 becoming bfloat16 (same size, no overflow)."""
+    """Return the compute dtype; "auto" is the checkpoint's, or bfloat16 for float16 (same size, no overflow)."""
     if dtype == "auto":
         stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         return torch.float32 if stored == "float32" else torch.bfloat16
@@ -149,7 +149,7 @@ def resolve_dtype(dtype: str, config: dict[str, Any]) -> torch.dtype:
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device to run on; "auto" is cuda where there is one. Raises ConfigError if it is not there."""
+    """Return the device to run on; "auto" is cuda if available. Raises ConfigError if the device does not exist."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

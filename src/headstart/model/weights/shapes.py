@@ -1,6 +1,6 @@
-"""Shapes of real architectures, for models with random weights: what a config.json says and which tensors there are.
+"""Shapes of real architectures, for models with random weights: the content of config.json and the list of tensors.
 
-Speed and memory depend on the shape alone, so `headstart init-model` gives something to measure without a download.
+Speed and memory depend only on the shape, so a model from `headstart init-model` can be measured without a download.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class Shape:
         return total
 
     def config(self, *, dtype: str, bos_token_id: int, eos_token_id: int, std: float) -> dict[str, Any]:
-        """What config.json holds, in the form that Transformers reads."""
+        """Return the content of config.json, in the form that Transformers reads."""
         return {
             "architectures": [f"{self.architecture}ForCausalLM"],
             "model_type": self.architecture.lower(),
@@ -64,7 +64,7 @@ class Shape:
         }
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, size) of every tensor of the checkpoint, in the order of the layers."""
+        """Yield (name, size) of every tensor of the checkpoint, in the order of the layers."""
         yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
         for layer in range(self.num_hidden_layers):
             for name, size in self._layer():
@@ -119,7 +119,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def check_weights(shape: str, *, std: float, dtype: str) -> None:
-    """Raise ConfigError for an unknown shape or dtype, or a spread that gives no model. Imports no torch."""
+    """Raise ConfigError for an unknown shape or dtype, or an invalid `std`. Does not import torch."""
     if shape not in SHAPES:
         raise ConfigError(f"there is no shape {shape!r}; choose one of {', '.join(SHAPES)}")
     if dtype not in WEIGHT_DTYPES:

@@ -1,8 +1,8 @@
-"""A byte-level BPE tokenizer of any vocabulary size, built by rule: no training, no download, the same every time.
+"""A deterministic byte-level BPE tokenizer of any vocabulary size, without training or download.
 
 Ids 0 to 4 are special tokens, then come the 256 bytes (so that any text can be encoded), then merges: first those that
 spell common English words, then pairs of consonant and vowel, then words of two and three such syllables until every
-id is taken. Each id decodes to something a person can read, which is all that a model with random weights needs.
+id is used. Each id decodes to readable text, which is sufficient for a model with random weights.
 """
 
 import itertools
@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'system' %}{{ 'System: ' }}{% endif %}{{ message['content'] }}{{ '<|eos|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-_SPACE = "\u0120"  # how the byte-level alphabet writes a blank
+_SPACE = "\u0120"  # a space in the byte-level alphabet
 _WORDS = (
     "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
     "not what all were we when your can said there use an each which she do how their if will up other about out many "
@@ -33,7 +33,7 @@ _CONSONANTS, _VOWELS = "bcdfghjklmnprstvwz", "aeiou"
 
 
 def write_tokenizer(folder: Path, vocab_size: int, *, max_length: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json. Raises ValueError below SMALLEST_VOCABULARY."""
+    """Write tokenizer.json and tokenizer_config.json. Raises ValueError below SMALLEST_VOCABULARY."""
     document = json.dumps(_tokenizer(vocab_size), ensure_ascii=False)
     (folder / "tokenizer.json").write_text(document, encoding="utf-8")
     config = {
@@ -41,7 +41,7 @@ def write_tokenizer(folder: Path, vocab_size: int, *, max_length: int) -> None:
         "pad_token": SPECIAL_TOKENS[PAD_ID],
         "bos_token": SPECIAL_TOKENS[BOS_ID],
         "eos_token": SPECIAL_TOKENS[EOS_ID],
-        "unk_token": None,  # else Transformers' class for Qwen2 adds one of its own, behind the vocabulary
+        "unk_token": None,  # otherwise Transformers' class for Qwen2 adds its own, with an id after the vocabulary
         "chat_template": CHAT_TEMPLATE,
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
@@ -88,14 +88,14 @@ def _tokenizer(vocab_size: int) -> dict[str, Any]:
 
 
 def _byte_alphabet() -> list[str]:
-    """One printable character per byte, as byte-level BPE has it since GPT-2: what is not printable moves up."""
+    """Return one printable character per byte, as in GPT-2's BPE: other bytes map to code points from 0x100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     moved = itertools.count(0x100)
     return [chr(byte) if byte in printable else chr(next(moved)) for byte in range(256)]
 
 
 def _merges() -> Iterator[tuple[str, str]]:
-    """Pairs whose halves are bytes or results of earlier pairs; far more than any vocabulary needs."""
+    """Yield pairs whose halves are bytes or results of earlier pairs; far more than any vocabulary needs."""
     for word in _WORDS.split():
         spelled = _SPACE
         for letter in word:
