@@ -21,7 +21,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Lfm2Config", {"full_attn_idxs": [1]}, "Lfm2ForCausalLM is not supported: it has conv layers"),
     ("MambaConfig", {"state_size": 4}, "MambaForCausalLM is not supported: it has linear_attention layers"),
     ("BloomConfig", {}, "BloomForCausalLM is not supported: its attention cannot be replaced"),
-    ("DiffLlamaConfig", {}, "DiffLlamaForCausalLM is not supported: 4 attentions of 2 layers"),
+    (
+        "DiffLlamaConfig",
+        {},
+        "DiffLlamaForCausalLM is not supported: our attention was called 4 times by 2 layers",
+    ),
     ("Llama4TextConfig", {"head_dim": 16}, "Llama4ForCausalLM is not supported: it has chunked_attention layers"),
 ]
 
@@ -114,10 +118,10 @@ def test_attention_keywords_are_implemented_or_refused_never_ignored() -> None:
     )
     assert given == {"scale": 0.5, "window": 3, "softcap": 2.0, "sinks": sinks}
     for keywords in ({"output_attentions": True}, {"novelty": 1}):
-        with pytest.raises(ConfigError, match=f"asks for {next(iter(keywords))}"):
+        with pytest.raises(ConfigError, match=f"attention uses {next(iter(keywords))}"):
             call(**keywords)
     for keywords in ({"mask": torch.zeros(1, 1, 3, 3)}, {"dropout": 0.1}):
-        with pytest.raises(ConfigError, match="does not hand its attention over"):
+        with pytest.raises(ConfigError, match="does not use the registered attention alone"):
             call(**keywords)
     bidirectional = nn.Module()
     bidirectional.is_causal = False  # pyright: ignore[reportAttributeAccessIssue]

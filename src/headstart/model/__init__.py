@@ -1,1 +1,1 @@
-"""The executor on torch: weights, layers, KV, attention, sampling, setup. This file imports nothing, on purpose."""
+"""The executor on torch: weights, layers, KV, attention, sampling, setup. The package file imports nothing."""

@@ -41,7 +41,7 @@ class PackedKV:
         self, kernels: Kernels, shape: KVShape, *, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> None:
         if shape.head_dim > MAX_DIMS:
-            raise ConfigError(f"head size {shape.head_dim} is more than the {MAX_DIMS} the CPU kernels know")
+            raise ConfigError(f"head size {shape.head_dim} is more than the {MAX_DIMS} the CPU kernels support")
         if dtype not in DTYPES:
             raise ConfigError(f"the CPU kernels do not compute in {dtype}; choose float32 or bfloat16")
         self.kernels, self.shape, self.num_blocks, self.block_size, self.dtype = (

@@ -130,7 +130,7 @@ def _problem(chunk: Chunk, ids: Int32s, table: Int32s, used: int, bounds: StepBo
         outside = ids[(ids < 0) | (ids >= bounds.vocab_size)][0]
         return f"token id {outside} lies outside the vocabulary of {bounds.vocab_size}"
     if end > bounds.max_positions:
-        return f"position {end - 1} lies beyond the {bounds.max_positions} the model knows"
+        return f"position {end - 1} lies beyond the {bounds.max_positions} positions of the model"
     if len(table) < used:
         return f"{len(table)} blocks of {bounds.block_size} tokens do not cover {end} positions"
     if table.min() < 1 or table.max() >= bounds.num_blocks:

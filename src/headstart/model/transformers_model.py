@@ -107,9 +107,9 @@ def attention_function(
     asked = {name for name, given in keywords.items() if given is not None and not (name in OUTPUTS and not given)}
     unknown = sorted(asked - HARMLESS)
     if unknown:
-        raise ConfigError(f"its attention asks for {', '.join(unknown)}, which is not implemented")
+        raise ConfigError(f"its attention uses {', '.join(unknown)}, which is not implemented")
     if headstart_attend is None or attention_mask is not None or dropout:
-        raise ConfigError("it does not hand its attention over: no context, or a mask or dropout of its own")
+        raise ConfigError("it does not use the registered attention alone: no context, or a mask or dropout of its own")
     if is_causal is False or not getattr(module, "is_causal", True) or getattr(module, "is_cross_attention", False):
         raise ConfigError("it has attention that is not causal self-attention")
     layer = getattr(module, "layer_idx", None)
@@ -132,7 +132,7 @@ def load_transformers(
     AttentionInterface.register(ATTENTION_NAME, attention_function)
     try:
         _check_size(config, checkpoint)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(  # its stubs do not know output_loading_info's pair
+        loaded: Any = AutoModelForCausalLM.from_pretrained(  # its stubs omit the pair that output_loading_info gives
             folder,
             config=config,
             dtype=dtype,

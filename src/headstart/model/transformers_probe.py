@@ -67,7 +67,7 @@ class Recorder:
             )
         for name, bound in (("window", window), ("softcap", softcap)):
             if bound is not None and not bound > 0:
-                raise ConfigError(f"layer {layer} asks its attention for a {name} of {bound}; it must be positive")
+                raise ConfigError(f"the attention of layer {layer} has a {name} of {bound}; it must be positive")
         if not all(bool(rows.isfinite().all()) for rows in (queries, keys, values)):
             raise ConfigError(f"queries, keys or values of layer {layer} are not finite numbers")
         self.windows[layer] = window
@@ -146,8 +146,8 @@ def _run(complaint: str, call: Callable[[], Tensor]) -> Tensor:
 def _layers_handed_over(recorder: Recorder, num_layers: int) -> KVShape:
     if recorder.num_calls != num_layers or set(recorder.windows) != set(range(num_layers)):
         raise ConfigError(
-            f"{recorder.num_calls} attentions of {len(recorder.windows)} layers were handed over; expected one from "
-            f"each of its {num_layers} layers"
+            f"our attention was called {recorder.num_calls} times by {len(recorder.windows)} layers; expected one call "
+            f"from each of its {num_layers} layers"
         )
     if len(recorder.shapes) != 1:
         raise ConfigError(f"its layers differ in key heads and head size: {sorted(recorder.shapes)}")
@@ -187,7 +187,7 @@ def _check_masks(
         if at is not None:
             kind = "a causal mask" if window is None else f"a window of {window} tokens"
             raise ConfigError(
-                f"layer {layer} asks its attention for {kind}, but Transformers' mask for it differs at query {at[0]}, "
+                f"the attention of layer {layer} has {kind}, but Transformers' mask for it differs at query {at[0]}, "
                 f"key {at[1]}"
             )
 

@@ -102,7 +102,7 @@ class LogitEdits:
 
     def _check(self, what: str, ids: Ids) -> None:
         for bad in ids[(ids < 0) | (ids >= self.vocab_size)][:1]:
-            raise ValueError(f"{what} has id {bad}, but the model knows ids 0 to {self.vocab_size - 1}")
+            raise ValueError(f"{what} has id {bad}, but the model has ids 0 to {self.vocab_size - 1}")
 
     def _prompt(self, chunk: Chunk) -> Ids:
         known = self._prompt_ids.get(chunk.request_id)
