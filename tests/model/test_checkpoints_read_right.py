@@ -41,7 +41,9 @@ def phimoe(folder: Path, **settings: Any) -> Path:
 
 
 def test_a_window_that_only_the_mask_knows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"PhimoeForCausalLM is not supported: layer 0 asks .* mask for it differs"):
+    with pytest.raises(
+        ConfigError, match=r"PhimoeForCausalLM is not supported: the attention of layer 0 .* mask for it differs"
+    ):
         load(phimoe(tmp_path, sliding_window=12))
 
 

@@ -151,7 +151,7 @@ class Layer {
             int query = query_head(item, head, row);
             float *out = tile.out + row * dims;
             float total = tile.total[row], most = tile.greatest[row], share = 1.0f;
-            float sink = entry.slot < 0 ? sink_of(query) : -INFINITY;  // if there are several parts, it is added when they are merged
+            float sink = entry.slot < 0 ? sink_of(query) : -INFINITY;  // else merge_parts adds it
             if (sink > most) {
                 share = most == -INFINITY ? 0.0f : exp2f(most - sink);
                 total = total * share + 1.0f;
