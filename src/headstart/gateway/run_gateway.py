@@ -40,7 +40,7 @@ from headstart.http.lifecycle import (
     uvicorn_config,
 )
 from headstart.http.logs import Log
-from headstart.openai.allocator import give_memory_back
+from headstart.openai.allocator import give_memory_back, trim_regularly
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
@@ -154,6 +154,7 @@ class _Life:
         cap = connection_cap(self._options.max_num_queued_reqs, files_each=2)  # one to the client, and one to a replica
         http = HttpServer(uvicorn_config(build_front(state), ConnectionTable(cap)))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+        trimming = asyncio.create_task(trim_regularly())
         try:
             if not self._listed.is_set():  # replicas that are still starting
                 await _any_of(watching, self._listed.wait(), self._shutdown.begun.wait())
@@ -173,6 +174,7 @@ class _Life:
                 return EXIT_CONFIG if isinstance(watching.exception(), ConfigError) else EXIT_BROKEN
             return await self._drain(state)
         finally:
+            trimming.cancel()
             http.should_exit = True
             http.force_exit = self._shutdown.at_once.is_set()
             await asyncio.wait([serving])
