@@ -239,4 +239,5 @@ def test_address_sanitizer_finds_nothing(variant: str, tmp_path: Path) -> None:
         cwd=here.parents[1],
         timeout=880,
     )
-    assert done.returncode == 0 and ".....  " in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    num_passed = sum(line.count(".") for line in done.stdout.splitlines() if line.endswith("%]"))
+    assert done.returncode == 0 and num_passed >= 50, done.stdout[-3000:] + done.stderr[-3000:]
