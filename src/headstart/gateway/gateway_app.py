@@ -27,7 +27,7 @@ from headstart.openai.responses import Json, model_list
 
 CHAT_PATH = "/v1/chat/completions"  # rendered by the chat template, whose run time has no bound
 LONG_BODY_BYTES = 16 * 1024  # longer bodies are parsed and tokenized off the event loop, which relays streams
-MAX_LARGE_READS = 1  # at once: a parsed body takes about 20 times its bytes until its prompt is extracted
+MAX_LARGE_READS = 2  # at once: a parsed body takes about 20 times its bytes until its prompt is extracted
 _PREFIX = re.compile(r"/v1/prefixes/[A-Za-z0-9._-]*[A-Za-z0-9_-]")
 _ADMINISTRATION = {"/v1/prefixes": ("GET", "POST"), "/reset_prefix_cache": ("POST",)}  # sent to every replica
 MAX_ID_CHARS = 256

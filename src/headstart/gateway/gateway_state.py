@@ -17,6 +17,7 @@ from headstart.gateway.decision_log_writer import DecisionLog
 from headstart.gateway.fanout import send_to_all
 from headstart.gateway.gateway_metrics import GatewayMetrics
 from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES
+from headstart.gateway.held_bytes import MAX_HELD_BYTES
 from headstart.gateway.proxy.proxy import ProxiedCall, Proxy, ProxySettings
 from headstart.gateway.proxy.request_reader import RequestReader, Sender
 from headstart.gateway.proxy.retry_budget import RetryBudget
@@ -57,7 +58,7 @@ class GatewayState:
         self.auth = Authenticator(
             server_options.api_key, admin_keys, secret, server_options.tenants, access=ROUTER_ACCESS
         )
-        self.bodies = BodyReader(server_options.max_body_bytes)
+        self.bodies = BodyReader(server_options.max_body_bytes, MAX_HELD_BYTES)
         self.router = Router(
             make_policy(options.routing_policy),
             shadow_policies=[make_policy(name) for name in options.shadow_policy],
