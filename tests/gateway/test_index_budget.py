@@ -2,14 +2,14 @@
 
 from io import StringIO
 
-from headstart.gateway.replicas.index_budget import MAX_REPLICA_BLOCKS, MAX_TOTAL_BLOCKS, MIN_BLOCKS, ShadowBudget
+from headstart.gateway.replicas.index_budget import MAX_REPLICA_BLOCKS, MAX_TOTAL_BLOCKS, MIN_BLOCKS, IndexBudget
 from headstart.http.logs import Log
 from headstart.router.index.approximate_index import MAX_UNKNOWN_BLOCKS
 
 
-def full() -> ShadowBudget:
+def full() -> IndexBudget:
     """A budget of which all is granted."""
-    budget = ShadowBudget(Log(StringIO()))
+    budget = IndexBudget(Log(StringIO()))
     for number in range(MAX_TOTAL_BLOCKS // MAX_REPLICA_BLOCKS):
         assert budget.grant(f"large {number}", MAX_REPLICA_BLOCKS) == MAX_REPLICA_BLOCKS
     return budget
@@ -17,7 +17,7 @@ def full() -> ShadowBudget:
 
 def test_a_replica_is_believed_up_to_a_bound_and_that_is_said_once() -> None:
     told = StringIO()
-    budget = ShadowBudget(Log(told))
+    budget = IndexBudget(Log(told))
     assert budget.grant("honest", 400_000) == 400_000 and told.getvalue() == ""
     for _ in range(3):
         assert budget.grant("liar", 10**9) == MAX_REPLICA_BLOCKS
@@ -47,7 +47,7 @@ def test_a_size_that_nobody_knows_counts_as_the_largest_it_may_become() -> None:
 
 
 def test_growth_is_granted_up_to_half_of_what_is_left_and_to_the_bound_of_one_replica() -> None:
-    budget = ShadowBudget(Log(StringIO()))
+    budget = IndexBudget(Log(StringIO()))
     held = budget.grant("proven", 1_000)
     assert budget.grow("proven", held, 1_500) == 1_500
     assert budget.grow("proven", 1_500, 10**9) == MAX_REPLICA_BLOCKS
@@ -56,7 +56,7 @@ def test_growth_is_granted_up_to_half_of_what_is_left_and_to_the_bound_of_one_re
 
 
 def test_however_many_replicas_lie_all_together_stay_within_the_total_and_leave_room() -> None:
-    budget = ShadowBudget(Log(StringIO()))
+    budget = IndexBudget(Log(StringIO()))
     held = {f"liar {number}": budget.grant(f"liar {number}", 1_000) for number in range(50)}
     for _ in range(20):
         for name in held:
@@ -66,7 +66,7 @@ def test_however_many_replicas_lie_all_together_stay_within_the_total_and_leave_
 
 
 def test_a_shadow_that_was_replaced_grows_no_more_and_the_grant_of_its_successor_counts() -> None:
-    budget = ShadowBudget(Log(StringIO()))
+    budget = IndexBudget(Log(StringIO()))
     budget.grant("one", 1_000)
     assert budget.grow("one", 1_000, 4_000) == 4_000
     budget.grant("one", 2_000)  # it was started again

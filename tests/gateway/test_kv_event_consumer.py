@@ -189,7 +189,7 @@ def test_a_replay_that_nobody_answers_is_given_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kv_events, "REPLAY_SECONDS", 0.05)
 
     async def test() -> None:
-        async with rigged(11, replay="ipc:///tmp/nobody-is-here") as rig:
+        async with rigged(11, replay="ipc:///tmp/no-publisher-here") as rig:
             assert rig.relay is not None
             rig.relay.loss = 0.3
             await rig.serve(10)

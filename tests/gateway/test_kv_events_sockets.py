@@ -245,12 +245,12 @@ def test_a_replica_that_tells_nothing_of_use_is_reported_once(
 
 def test_nobody_at_the_address_is_reported_too(capsys: pytest.CaptureFixture[str]) -> None:
     async def test() -> None:
-        consumer = consumer_at("ipc:///tmp/nobody-is-here")
+        consumer = consumer_at("ipc:///tmp/no-publisher-here")
         async with listening(consumer):
             for number in range(SILENCE):
                 names = Prompt([number] * 8, router_root("m")).names(4)
                 consumer.contents.finished(consumer.contents.sent(names, 0.0), names, 0.0)
-            await until(lambda: "nothing listens at ipc:///tmp/nobody-is-here" in capsys.readouterr().err)
+            await until(lambda: "nothing listens at ipc:///tmp/no-publisher-here" in capsys.readouterr().err)
 
     run(test())
 

@@ -8,7 +8,7 @@ import pytest
 
 CHILD = """
 import threading
-from headstart.openai.allocator import give_memory_back
+from headstart.allocator import give_memory_back
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
@@ -41,7 +41,7 @@ def test_memory_of_large_blocks_goes_back_to_the_system() -> None:
 
 REGULAR = """
 import asyncio
-from headstart.openai import allocator
+from headstart import allocator
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

@@ -15,6 +15,7 @@ import uvloop
 from prometheus_client import disable_created_metrics
 
 from headstart import __version__
+from headstart.allocator import give_memory_back, trim_regularly
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.gateway.decision_log_writer import DecisionLog
@@ -40,7 +41,6 @@ from headstart.http.lifecycle import (
     uvicorn_config,
 )
 from headstart.http.logs import Log
-from headstart.openai.allocator import give_memory_back, trim_regularly
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 

@@ -18,7 +18,7 @@ from headstart.http.access_record import record_of
 from headstart.http.gate import Gate
 from headstart.http.http_errors import HttpError, error_response, json_response
 from headstart.http.packed_metrics import CONTENT_TYPE
-from headstart.openai import responses as protocol
+from headstart.openai import responses
 from headstart.openai.bounds import Bounds
 from headstart.openai.engine_requests import encode_prompt
 from headstart.openai.fields import shown
@@ -117,7 +117,7 @@ class _Routes:
 
     async def models(self, request: Request) -> Response:
         """List the served model."""
-        return json_response(protocol.model_list([self._model_object()]))
+        return json_response(responses.model_list([self._model_object()]))
 
     async def model(self, request: Request) -> Response:
         """Describe the served model."""
@@ -131,11 +131,11 @@ class _Routes:
         principal = record_of(request.scope).principal
         tokenizer = model.tokenizer.within(principal.tenant, principal.domain)
 
-        def work(data: bytes) -> protocol.Json:
+        def work(data: bytes) -> responses.Json:
             body = parse_tokenize(parse_json(data), model.bounds)
             check_model(body.model, model)
             token_ids = _tokenized(body, tokenizer, model.bounds)
-            return protocol.tokenize_answer(
+            return responses.tokenize_answer(
                 token_ids, model.tokenizer, model.bounds.max_model_len, with_texts=body.return_token_strs
             )
 
@@ -148,10 +148,10 @@ class _Routes:
         """Convert token ids to text."""
         model = self._state.model
 
-        def work(data: bytes) -> protocol.Json:
+        def work(data: bytes) -> responses.Json:
             body = parse_detokenize(parse_json(data), model.bounds)
             check_model(body.model, model)
-            return protocol.detokenize_answer(model.tokenizer.decode(body.token_ids))
+            return responses.detokenize_answer(model.tokenizer.decode(body.token_ids))
 
         return json_response(await self._run_with_body(request, work))
 
@@ -226,10 +226,10 @@ class _Routes:
         """Explain why a completion or chat with this body would have no more prefix cache hits."""
         return json_response(await explain(self._state, request))
 
-    def _model_object(self) -> protocol.Json:
+    def _model_object(self) -> responses.Json:
         model = self._state.model
         info = model.info
-        return protocol.model_object(
+        return responses.model_object(
             model.name,
             model.created,
             model.bounds.max_model_len,

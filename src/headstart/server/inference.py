@@ -21,7 +21,7 @@ from headstart.core.request import Request as EngineRequest
 from headstart.http.access_record import RequestRecord, record_of
 from headstart.http.http_errors import ClientGoneError, Headers, json_response
 from headstart.http.sse import DONE, HEADERS, PING, WRITE_SECONDS, error_event, event
-from headstart.openai import responses as protocol
+from headstart.openai import responses
 from headstart.openai.engine_requests import (
     Origin,
     Prepared,
@@ -84,20 +84,20 @@ def _prepare_chat(
 COMPLETIONS = Api(
     "cmpl-",
     _prepare_completion,
-    protocol.completion,
-    protocol.completion_choice,
-    protocol.completion_chunk,
-    protocol.completion_choice,
+    responses.completion,
+    responses.completion_choice,
+    responses.completion_chunk,
+    responses.completion_choice,
     None,
 )
 CHAT = Api(
     "chatcmpl-",
     _prepare_chat,
-    protocol.chat_completion,
-    protocol.chat_choice,
-    protocol.chat_chunk,
-    protocol.chat_chunk_choice,
-    protocol.chat_first_choice,
+    responses.chat_completion,
+    responses.chat_choice,
+    responses.chat_chunk,
+    responses.chat_chunk_choice,
+    responses.chat_first_choice,
 )
 
 
@@ -116,7 +116,7 @@ async def infer(state: ServerState, api: Api, request: Request) -> Response:
     record = record_of(request.scope)
     origin = Origin(api.id_prefix + uuid4().hex, record.arrival, record.principal.domain, record.principal.tenant)
     job = state.admit(await _prepared(state, api, model, origin, request), record)
-    head = protocol.head_of(origin.request_id, int(time.time()), model.name)
+    head = responses.head_of(origin.request_id, int(time.time()), model.name)
     answer = _Answer(state, model, api, job, head)
     watcher = asyncio.create_task(_watch(request.receive, job))
     try:
@@ -187,7 +187,7 @@ class _Answer:
             prompt = self.job.prompts[index // n]
             if index % n == 0 and _keeps_echo(self.job, [prompt]):
                 prompt.kept = {}
-            yield self._choice(self._api.choice, index, protocol.whole(generation))
+            yield self._choice(self._api.choice, index, responses.whole(generation))
             if index % n == n - 1:
                 prompt.kept = None
 

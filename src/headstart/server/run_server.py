@@ -11,6 +11,7 @@ from typing import Any
 import uvloop
 from prometheus_client import disable_created_metrics
 
+from headstart.allocator import give_memory_back, trim_regularly
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.errors import ConfigError, DrainingError, EngineDeadError
 from headstart.http.connections import ConnectionTable, connection_cap
@@ -27,7 +28,6 @@ from headstart.http.lifecycle import (
     uvicorn_config,
 )
 from headstart.http.logs import Log
-from headstart.openai.allocator import give_memory_back, trim_regularly
 from headstart.server.app import build_app
 from headstart.server.banner import banner, store_text
 from headstart.server.engine.engine_client import Build, EngineClient

@@ -180,7 +180,7 @@ class BlockPool:
         """Add one reference to each of these published blocks."""
         refs = self._refs
         assert all(map(self._block_hashes.__getitem__, block_ids)), "a block is not published and cannot be shared"
-        unused = block_ids
+        unused = block_ids  # a hit on idle blocks only is the common case; setting a count is cheaper than adding
         if any(map(refs.__getitem__, block_ids)):
             unused = [block for block in block_ids if not refs[block]]
             for block in block_ids:

@@ -1,4 +1,4 @@
-"""ShadowBudget: limits the blocks of the approximate indexes, of each replica and of all together.
+"""IndexBudget: limits the blocks of the approximate indexes, of each replica and of all together.
 
 An approximate index takes 35 bytes per empty block and up to 360 per used one. Replicas report their numbers of blocks,
 which may be wrong: the blocks granted to one replica are not available to others.
@@ -12,7 +12,7 @@ MAX_REPLICA_BLOCKS = 2**22  # of one replica: 67 million tokens in blocks of 16
 MIN_BLOCKS = 16_384  # granted to every replica, whatever their number
 
 
-class ShadowBudget:
+class IndexBudget:
     """The blocks granted to replicas, by name."""
 
     def __init__(self, log: Log) -> None:

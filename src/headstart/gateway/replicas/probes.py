@@ -14,7 +14,7 @@ from headstart.router.endpoint import Reported
 
 MAX_LINE = 65_536  # characters of a line of metrics; longer ones are skipped
 MAX_BLOCK_SIZE = 65_536  # tokens; a larger value counts as not reported
-MAX_NUM_BLOCKS = 2**31 - 1  # of one replica; ShadowBudget limits the index
+MAX_NUM_BLOCKS = 2**31 - 1  # of one replica; IndexBudget limits the index
 MAX_DEFAULT_TOKENS = 2**31 - 1  # of an answer whose request sets no limit
 MAX_LOAD = 1e6  # requests waiting or running
 MAX_CARDS = 4_096  # models and adapters of one replica

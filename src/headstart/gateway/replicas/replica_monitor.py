@@ -15,7 +15,7 @@ import aiohttp
 
 from headstart.gateway.proxy.request_reader import Served
 from headstart.gateway.replicas.bounded_reads import MAX_HEALTH, MAX_METRICS, MAX_MODELS, read_prefix, whole_lines
-from headstart.gateway.replicas.index_budget import ShadowBudget
+from headstart.gateway.replicas.index_budget import IndexBudget
 from headstart.gateway.replicas.probes import (
     Metrics,
     ModelCard,
@@ -93,7 +93,7 @@ class ReplicaMonitor:
         self.on_look: Callable[[MonitoredReplica], None] = lambda member: None
         self.on_removed: Callable[[str], None] = lambda url: None
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._budget = ShadowBudget(log)
+        self._budget = IndexBudget(log)
 
     def changed(self, addresses: Sequence[ReplicaAddress]) -> None:
         """Add new replicas, and remove those that are not among `addresses`; requests in flight there may still end."""

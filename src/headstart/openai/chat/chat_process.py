@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from headstart.allocator import give_memory_back
 from headstart.core.errors import ConfigError, InvalidRequestError
-from headstart.openai.allocator import give_memory_back
 from headstart.openai.chat.chat_template import ChatTemplate
 
 HEADER = struct.Struct("!cI")
