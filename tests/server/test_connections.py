@@ -4,7 +4,7 @@ import resource
 import subprocess
 import sys
 
-from headstart.http.connections import OWN_FILES, ConnectionTable
+from headstart.http.protocol.connections import OWN_FILES, ConnectionTable
 
 
 class Noting:
@@ -43,7 +43,7 @@ def test_busy_connections_are_never_closed() -> None:
 def test_the_cap_follows_the_queue_and_the_files_a_process_may_open() -> None:
     script = (
         "import resource, sys\n"
-        "from headstart.http.connections import connection_cap\n"
+        "from headstart.http.protocol.connections import connection_cap\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))\n"
         "cap = connection_cap(int(sys.argv[3]), files_each=int(sys.argv[4]))\n"
         "print(cap, resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"

@@ -10,9 +10,9 @@ import uvloop
 from server.harness import PATIENCE, Server, fake_server
 from server.test_bad_input import Raw
 
-from headstart.http import http_protocol, write_watch
-from headstart.http.connections import ConnectionTable
 from headstart.http.lifecycle import HttpServer, listen, uvicorn_config
+from headstart.http.protocol import http_protocol, write_watch
+from headstart.http.protocol.connections import ConnectionTable
 
 MANY = 200  # times 1 MB, which a server that keeps or takes it all would be sent
 CHUNKED = b"host: x\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -28,7 +28,6 @@ from headstart.gateway.proxy.replies import session_options
 from headstart.gateway.proxy.request_reader import RequestReader
 from headstart.gateway.replica_tokenizers import named_tokenizer, tokenizer_of
 from headstart.gateway.replicas.replica_address import ReplicaAddress, parse_address
-from headstart.http.connections import ConnectionTable, connection_cap
 from headstart.http.lifecycle import (
     EXIT_BROKEN,
     EXIT_CONFIG,
@@ -41,6 +40,7 @@ from headstart.http.lifecycle import (
     uvicorn_config,
 )
 from headstart.http.logs import Log
+from headstart.http.protocol.connections import ConnectionTable, connection_cap
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 

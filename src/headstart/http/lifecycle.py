@@ -13,9 +13,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from headstart.core.errors import ConfigError
-from headstart.http.connections import MIN_CONNECTIONS, ConnectionTable
-from headstart.http.http_protocol import BoundedHttpProtocol
 from headstart.http.logs import Log
+from headstart.http.protocol.connections import MIN_CONNECTIONS, ConnectionTable
+from headstart.http.protocol.http_protocol import BoundedHttpProtocol
 
 EXIT_OK, EXIT_BROKEN, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
 INTERRUPT_SECONDS = 10.0  # limit of the drain after Ctrl-C

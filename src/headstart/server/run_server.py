@@ -14,7 +14,7 @@ from prometheus_client import disable_created_metrics
 from headstart.allocator import give_memory_back, trim_regularly
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.errors import ConfigError, DrainingError, EngineDeadError
-from headstart.http.connections import ConnectionTable, connection_cap
+from headstart.http.protocol.connections import ConnectionTable, connection_cap
 from headstart.http.lifecycle import (
     CUT_SECONDS,
     EXIT_BROKEN,

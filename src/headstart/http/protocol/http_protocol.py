@@ -12,9 +12,17 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from headstart.http.connections import ConnectionTable
-from headstart.http.http_refusals import FRAMING, INVALID, MAX_HEAD_BYTES, MAX_HEADERS, TOO_LARGE, TOO_MANY, refusal
-from headstart.http.write_watch import WriteWatch
+from headstart.http.protocol.connections import ConnectionTable
+from headstart.http.protocol.http_refusals import (
+    FRAMING,
+    INVALID,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    TOO_LARGE,
+    TOO_MANY,
+    refusal,
+)
+from headstart.http.protocol.write_watch import WriteWatch
 
 HEAD_SECONDS = 10.0  # from the start of a connection, or of its next request, to the end of the headers
 HEAD_SLICE, CHUNKED_SLICE = 1024, 4096  # bytes parsed at a time; few requests fit into a slice
