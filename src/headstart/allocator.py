@@ -11,7 +11,7 @@ import resource
 
 MMAP_BYTES = 1 << 20  # larger blocks are returned to the system when they are freed
 MAX_ARENAS = 2
-TRIM_SECONDS = 1.0  # between two checks of the process
+TRIM_SECONDS = 0.25  # between two checks of the process
 TRIM_BYTES = 8 << 20  # of newly touched pages; above this the heap is trimmed
 _PAGE_BYTES = resource.getpagesize()
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
@@ -26,20 +26,24 @@ def give_memory_back() -> bool:
     return all([mallopt(name, value) == 1 for name, value in settings])
 
 
+def trim() -> None:
+    """Return the heap's free pages to the system, where the allocator can. Takes some milliseconds."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
 async def trim_regularly() -> None:
-    """Trim the heap once a second while much memory is allocated and freed, and once more afterwards.
+    """Trim the heap every TRIM_SECONDS while much memory is allocated and freed, and once more afterwards.
 
     Runs until its task is cancelled. A check takes about 2 us; trimming takes some milliseconds, on a thread.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is None:
-        return
     trimmed_at, was_busy = _num_faults(), False
     while True:
         await asyncio.sleep(TRIM_SECONDS)
         is_busy = (_num_faults() - trimmed_at) * _PAGE_BYTES > TRIM_BYTES
         if is_busy or was_busy:
-            await asyncio.to_thread(trim, 0)
+            await asyncio.to_thread(trim)
             trimmed_at = _num_faults()
         was_busy = is_busy
 

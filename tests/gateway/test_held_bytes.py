@@ -1,7 +1,9 @@
 """Memory of a router with many large requests under way: counted, bounded, and freed as soon as it is not needed."""
 
 import asyncio
+import contextlib
 import json
+import os
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from gateway.harness import Front, Replica, front, run, streaming
 from server.harness import until
 
 from headstart.core.errors import QueueFullError
+from headstart.gateway import held_bytes
 from headstart.gateway.held_bytes import HeldBytes
 
 MIB = 1 << 20
@@ -131,6 +134,86 @@ def test_a_large_body_is_sent_whole_to_a_second_replica() -> None:
             await router.up(2)
             assert (await router.complete("x" * 2 * MIB, stream=True)).status_code == 200
             assert {len(body["prompt"]) for replica in replicas for body in replica.bodies} == {2 * MIB}
+
+    run(go())
+
+
+def test_a_large_body_waits_in_a_file_and_reaches_each_replica_with_its_length() -> None:
+    async def go() -> None:
+        replicas = [Replica(), Replica()]
+        lengths: list[str | None] = []
+
+        async def broken(request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
+            lengths.append(request.headers.get("content-length"))
+            return web.Response(body=b"<html>") if len(lengths) == 1 else None
+
+        for replica in replicas:
+            replica.script = broken
+        async with front(*replicas) as router, asyncio.timeout(SECONDS):
+            await router.up(2)
+            open_files = len(os.listdir("/proc/self/fd"))
+            body = json.dumps({"prompt": "x y " * (MIB // 2)}).encode()
+            assert await post(router, body) == 200
+            assert lengths == [str(len(body))] * 2
+            assert {reply["prompt"] for replica in replicas for reply in replica.bodies} == {"x y " * (MIB // 2)}
+            await until(lambda: not any("headstart-" in link for link in links()))
+            assert len(os.listdir("/proc/self/fd")) <= open_files + 4  # connections that are kept
+
+    run(go())
+
+
+def links() -> list[str]:
+    """The targets of this process's open files."""
+    found: list[str] = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return found
+
+
+@pytest.mark.parametrize("body", [b'{"prompt":"' + b"x" * MIB + b'"', b"[" + b"1," * MIB + b"1]"])
+def test_a_large_body_that_is_refused_leaves_no_file(body: bytes) -> None:
+    async def go() -> None:
+        async with front(Replica()) as router, asyncio.timeout(SECONDS):
+            assert await post(router, body) == 400
+            assert router.state.proxy.held.num_bytes == 0
+            await until(lambda: not any("(deleted)" in link and "headstart-" in link for link in links()))
+
+    run(go())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_of_many_long_answers_few_bytes_are_kept_and_all_arrive_whole(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_bytes, "MAX_KEPT_BYTES", MIB)
+    most = 0
+    text = json.dumps({"choices": [{"index": 0, "text": "x" * 3 * MIB}], "usage": {"prompt_tokens": 1}})
+
+    async def go() -> None:
+        nonlocal most
+        replica = Replica()
+
+        async def long(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return web.Response(text=text, content_type="application/json")
+
+        replica.script = long
+        async with front(replica) as router, asyncio.timeout(SECONDS):
+            held = router.state.proxy.held
+            grow = held_bytes.ByteReservation.grow_answer
+
+            def watched(reservation: held_bytes.ByteReservation, num_bytes: int) -> bool:
+                nonlocal most
+                kept = grow(reservation, num_bytes)
+                most = max(most, held.num_answer_bytes)
+                return kept
+
+            monkeypatch.setattr(held_bytes.ByteReservation, "grow_answer", watched)
+            answers = await asyncio.gather(*(router.client.post(path, json={"prompt": "a"}) for _ in range(8)))
+            assert {answer.text for answer in answers} == {text}
+            # Each may have a piece more than the bound, and the first MIN_KEPT_BYTES.
+            assert MIB < most < MIB + 8 * (held_bytes.MIN_KEPT_BYTES + MIB // 2)
+            assert held.num_bytes == held.num_answer_bytes == 0
 
     run(go())
 

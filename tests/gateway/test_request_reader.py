@@ -157,6 +157,47 @@ def test_domains_adapters_and_models_share_nothing() -> None:
     assert shared(read(prompt, reader=reader), plain) == 8
 
 
+def test_a_prompt_that_no_replica_takes_is_routed_by_its_beginning() -> None:
+    reader = RequestReader(Tokenizer.from_folder(bundled_model()))
+    reader.served = {"m": Served("m", max_model_len=8)}
+    for prompt in ([5] * 100, [[5] * 100, [6]]):
+        assert list(read({"prompt": prompt, "model": "m"}, reader=reader).request.prompt.token_ids) == [5] * 8
+    fits = read({"prompt": "hello " * 20, "model": "m"}, reader=reader).request.prompt
+    long = read({"prompt": "hello " * 200, "model": "m"}, reader=reader).request.prompt
+    assert fits.exact and fits.num_tokens == 8
+    assert not long.exact and long.num_tokens == 8 * 64 // 4
+    reader.served = {"m": Served("m")}
+    assert read({"prompt": "hello " * 200, "model": "m"}, reader=reader).request.prompt.exact
+
+
+def test_a_body_of_more_numbers_than_fit_any_context_is_forwarded_unparsed() -> None:
+    reader = RequestReader()
+    reader.served = {"m": Served("m", max_model_len=8)}
+    for extra in ({}, {"model": "m"}):
+        reader.default_model = "m"
+        body = json.dumps({"prompt": [5] * 200_000, "stream": True, "user": "me", **extra}).encode()
+        reading = reader.read(COMPLETIONS, body, Sender())
+        assert reading.request.prompt.num_tokens == 0 and reading.stream and reading.request.session == "me"
+        assert json.loads(reading.body)["prompt"] == [5] * 200_000
+    reader.served = {"m": Served("m")}
+    assert reader.read(COMPLETIONS, body, Sender()).request.prompt.num_tokens == 200_000
+
+
+def test_the_longest_context_of_a_models_replicas_counts_if_all_report_it() -> None:
+    cards = [ModelCard("m", fields={"max_model_len": length}) for length in (10, 30, None)]
+    assert [card.max_model_len for card in cards] == [10, 30, 0]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_requests_that_use_no_cache_are_not_parsed_beyond_their_model(path: str) -> None:
+    reader = RequestReader(Tokenizer.from_folder(bundled_model()))
+    body = json.dumps({"prompt": "a " * 1000, "tokens": [5] * 1000, "model": "m"}).encode()
+    reading = reader.read(path, body, Sender(b"t", is_salted=True))
+    assert reading.request.model == "m" and reading.request.prompt.num_tokens == 0 and reading.body == body
+    for invalid in (b"", b"{", b"[1]", b'{"model": 5}', b"\xff", b"[" * 100_000):
+        assert reader.read(path, invalid, Sender()).request.model == ""
+
+
 def test_an_answers_length_is_the_requests_else_the_replicas_default() -> None:
     reader = RequestReader()
     reader.served = {"m": Served("m", default_max_tokens=40)}

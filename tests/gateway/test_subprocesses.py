@@ -20,7 +20,7 @@ import tokenizer_folders
 from server.fake_engine import Gate
 from server.harness import PATIENCE, ROOT, Server, spawn, until, wait_for
 
-from headstart.cli.replica_process import encode_options
+from headstart.cli.replica_process import ReplicaOptions, encode_options
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.gateway.replicas.replica_address import ReplicaAddress
@@ -38,7 +38,9 @@ def launch(model: str, **options: Any) -> Launch:
     """A server around a fake engine, as LocalReplicas starts it."""
     server = ServerOptions(**{"port": 0, "access_log": "none", "stats_interval": 0.0, **options})
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
-    return Launch((sys.executable, "-c", _FAKE), encode_options(EngineOptions(model=model), server), environment)
+    return Launch(
+        (sys.executable, "-c", _FAKE), encode_options(ReplicaOptions(EngineOptions(model=model), server)), environment
+    )
 
 
 def fleet_of(model: str, replicas: int, told: StringIO, **options: Any) -> LocalReplicas:

@@ -283,6 +283,24 @@ def test_brackets_and_quotes_within_a_text_are_no_values(text: str) -> None:
     assert parse_json(b'{"prompt":[' + b"7," * 300_000 + b"7]}")["prompt"] == [7] * 300_001
 
 
+def test_more_numbers_than_any_valid_request_has_are_refused_before_they_are_objects() -> None:
+    body = b'{"prompt":[' + b"70000," * 300_000 + b"7]}"
+    assert len(parse_json(body, 300_001)["prompt"]) == 300_001
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestTooLargeError, match="more than 300000 numbers") as caught:
+            parse_json(body, 300_000)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert caught.value.code == "context_length_exceeded" and peak < 200_000
+    assert parse_json(json.dumps({"prompt": "1,2,-3.5e7 " * 9000}).encode(), 10)["prompt"]
+    assert parse_json(json.dumps({"a": [[1, -2.5e3], {"b": 4, "5,6": "7,8"}]}).encode(), 3)
+    many = json.dumps({"prompt": [7] * (BOUNDS.max_model_len * BOUNDS.max_prompts)}).encode()
+    assert parse_json(many, BOUNDS.max_numbers)
+    assert BOUNDS.max_numbers >= 16 * BOUNDS.max_model_len, "/detokenize takes that many"
+
+
 def test_of_a_text_that_is_much_too_long_only_the_beginning_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     encode = TOKENIZER.encode

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,12 +22,21 @@ _STDIN = 0
 ORPHAN_SECONDS = 30.0  # for a graceful shutdown after the parent is gone; then SIGKILL
 
 
-def encode_options(engine: EngineOptions, server: ServerOptions, on_terminal: bool = False) -> bytes:
-    """Return the line for stdin without its newline; `on_terminal`: the process's output is passed on to a terminal."""
-    return msgspec.json.encode((engine, server, on_terminal))
+class ReplicaOptions(NamedTuple):
+    """The options of one replica process."""
+
+    engine: EngineOptions
+    server: ServerOptions
+    on_terminal: bool = False  # its output is passed on to a terminal
+    num_replicas: int = 1  # on this machine
 
 
-def read_options() -> tuple[EngineOptions, ServerOptions, bool]:
+def encode_options(options: ReplicaOptions) -> bytes:
+    """Return the line for stdin without its newline."""
+    return msgspec.json.encode(options)
+
+
+def read_options() -> ReplicaOptions:
     """Return the options from the first line of stdin; later, the end of stdin ends this process. Raises EOFError."""
     line = b""
     while not line.endswith(b"\n"):
@@ -35,7 +45,7 @@ def read_options() -> tuple[EngineOptions, ServerOptions, bool]:
             raise EOFError("no options came on stdin; this is started by headstart serve --replicas")
         line += part
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    return msgspec.json.decode(line, type=tuple[EngineOptions, ServerOptions, bool])
+    return msgspec.json.decode(line, type=ReplicaOptions)
 
 
 def _end_with_parent() -> None:
@@ -48,8 +58,9 @@ def _end_with_parent() -> None:
 
 def main() -> int:
     """Serve until SIGTERM or the end of stdin; return the exit code of server.run_server.serve."""
-    engine, server, on_terminal = read_options()
-    return serve(build_engine, engine, server, Log(is_terminal=on_terminal))
+    options = read_options()
+    log = Log(is_terminal=options.on_terminal)
+    return serve(build_engine, options.engine, options.server, log, num_servers=options.num_replicas)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from headstart.cli.replica_process import encode_options
+from headstart.cli.replica_process import ReplicaOptions, encode_options
 from headstart.config.options import EngineOptions, RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.gateway.replicas.subprocesses import Launch, LocalReplicas
@@ -33,8 +33,10 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
             events, replay = (
                 (f"ipc://{folder}/{name}", f"ipc://{folder}/{name}-replay") if uses_kv_events(server) else (None, None)
             )
-            options = encode_options(publishing(share, events, replay), behind_router(server), Log().is_terminal)
-            return Launch(command, options, variables, events, replay)
+            options = ReplicaOptions(
+                publishing(share, events, replay), behind_router(server), Log().is_terminal, router.replicas
+            )
+            return Launch(command, encode_options(options), variables, events, replay)
 
         fleet = LocalReplicas(
             make_launch, router.replicas, about=resources_text(share), drain_seconds=server.drain_timeout

@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,21 +14,23 @@ from headstart import __version__
 from headstart.core.errors import InvalidRequestError
 from headstart.gateway.gateway_routes import PROXIED, ROUTES, is_passed_on
 from headstart.gateway.gateway_state import GatewayState
-from headstart.gateway.held_bytes import LARGE_BYTES, ByteReservation, bytes_of
+from headstart.gateway.held_bytes import ByteReservation, bytes_of
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.request_reader import ReadRequest, Sender
 from headstart.gateway.request_history import CHAT
 from headstart.http.access_record import record_of
+from headstart.http.body_reader import SPOOL_BYTES
 from headstart.http.gate import Gate
 from headstart.http.http_errors import ClientGoneError, HttpError, error_response, json_response
 from headstart.http.packed_metrics import CONTENT_TYPE
+from headstart.http.spooled_body import SpooledBody
 from headstart.openai.fields import shown
 from headstart.openai.request_bodies import parse_json
 from headstart.openai.responses import Json, model_list
 
 CHAT_PATH = "/v1/chat/completions"  # rendered by the chat template, whose run time has no bound
 LONG_BODY_BYTES = 16 * 1024  # longer bodies are parsed and tokenized off the event loop, which relays streams
-MAX_LARGE_READS = 2  # at once: a parsed body takes about 20 times its bytes until its prompt is extracted
+MAX_LARGE_READS = 1  # at once: parsing holds the GIL, and takes up to 10 times the bytes of the body
 _PREFIX = re.compile(r"/v1/prefixes/[A-Za-z0-9._-]*[A-Za-z0-9_-]")
 _ADMINISTRATION = {"/v1/prefixes": ("GET", "POST"), "/reset_prefix_cache": ("POST",)}  # sent to every replica
 MAX_ID_CHARS = 256
@@ -106,38 +109,47 @@ class _Front:
         state.check_ready()
         state.proxy.check_queue()
         path, headers = scope["path"], scope["headers"]
-        body = await state.bodies.read(Request(scope, receive, send))
-        start = time.perf_counter()
         sender = state.sender(record.principal, headers)
-        if len(body) > LONG_BODY_BYTES:
-            reservation.set(len(body))  # other requests are served while it is read
-        reading = await self._read(path, body, sender)
-        body = b""  # the body that is forwarded may differ
-        reservation.set(bytes_of(reading))
-        self._check_model(reading)
+        body = await state.bodies.read_spooled(Request(scope, receive, send))
+        start = time.perf_counter()
+        reading = await self._read(path, body, sender, reservation)
+        del body  # the body that is forwarded may differ
         explains = is_admin and (b"x-headstart-explain", b"1") in headers
         call = ProxiedCall(
             path, scope["headers"], _sender(scope), reading, record.request_id, explains, shows_replica=is_admin
         )
         del reading  # the call frees what it no longer needs
-        call.reservation = reservation
-        state.metrics.decide.observe(time.perf_counter() - start)
-        with state.under_way():
-            try:
-                await state.proxy.serve(call, receive, send)
-            finally:
-                state.ended(record, call)
+        try:
+            reservation.set(bytes_of(call.reading))
+            self._check_model(call.reading)
+            call.reservation = reservation
+            state.metrics.decide.observe(time.perf_counter() - start)
+            with state.under_way():
+                try:
+                    await state.proxy.serve(call, receive, send)
+                finally:
+                    state.ended(record, call)
+        finally:
+            call.drop_body()
 
-    async def _read(self, path: str, body: bytes, sender: Sender) -> ReadRequest:
-        read = self._state.reader.read
-        if len(body) >= LARGE_BYTES:
-            async with self._few:
-                return await asyncio.to_thread(read, path, body, sender)
-        return (
-            await asyncio.to_thread(read, path, body, sender)
-            if len(body) > LONG_BODY_BYTES or (path == CHAT_PATH and self._state.reader.tokenizer is not None)
-            else read(path, body, sender)
-        )
+    async def _read(
+        self, path: str, body: bytes | SpooledBody, sender: Sender, reservation: ByteReservation
+    ) -> ReadRequest:
+        """Parse a body. If it is in a file and that fails, the file is closed."""
+        reader = self._state.reader
+        if isinstance(body, SpooledBody):
+            try:
+                reservation.set(len(body))
+                async with self._few:
+                    return await asyncio.to_thread(reader.read_spooled, path, body, sender)
+            except BaseException:
+                body.close()
+                raise
+        if len(body) <= LONG_BODY_BYTES and (path != CHAT_PATH or reader.tokenizer is None):
+            return reader.read(path, body, sender)
+        reservation.set(len(body))  # other requests are served while it is parsed
+        async with self._few if len(body) > SPOOL_BYTES else nullcontext():  # where no file can be written
+            return await asyncio.to_thread(reader.read, path, body, sender)
 
     def _check_model(self, reading: ReadRequest) -> None:
         """Reject a model that no replica serves. Any model is accepted until all replicas have listed their models."""
@@ -184,8 +196,10 @@ class _Front:
         state, principal = self._state, record_of(request.scope).principal
         body = await state.bodies.read(request)
         path = CHAT if "messages" in parse_json(body) else "/v1/completions"
-        reading = await self._read(path, body, state.sender(principal, request.scope["headers"]))
-        return json_response(state.memory.explain_prompt(path, reading, principal))
+        with state.proxy.held.reserve() as reservation:
+            reading = await self._read(path, body, state.sender(principal, request.scope["headers"]), reservation)
+            reading.drop_body()
+            return json_response(state.memory.explain_prompt(path, reading, principal))
 
     async def _cache_stats(self, request: Request) -> Response:
         principal = record_of(request.scope).principal

@@ -1,8 +1,8 @@
 """HeldBytes: the memory that the requests of one router hold, in bytes, with one bound for all of them together.
 
-Counted are bodies to be forwarded, texts and tokens of prompts, their block hashes, and what has been read of answers
-that are forwarded in one piece. The number of requests is bounded as well (`max_num_queued_reqs`); since a body may
-have 4 MiB, that bound alone is not enough.
+Counted are bodies to be forwarded (also those in files), texts and tokens of prompts, their block hashes, and what has
+been read of answers that are forwarded in one piece. The number of requests is bounded as well (`max_num_queued_reqs`);
+since a body may have 4 MiB, that bound alone is not enough.
 """
 
 import sys
@@ -10,9 +10,12 @@ from types import TracebackType
 
 from headstart.core.errors import QueueFullError
 from headstart.gateway.proxy.request_reader import ReadRequest
+from headstart.http.body_reader import SPOOL_BYTES
 
 MAX_HELD_BYTES = 256 << 20  # about 500 waiting prompts of 128,000 tokens as text
-LARGE_BYTES = 1 << 20  # of a body; of larger ones only what a retry needs is kept
+MAX_KEPT_BYTES = 8 << 20  # of all answers in one piece that are kept until they are complete
+MIN_KEPT_BYTES = 256 << 10  # of one answer, which are kept even beyond that
+LARGE_BYTES = SPOOL_BYTES  # of a body; of the prompts of larger ones only the block hashes are kept
 _HASH_BYTES = 88  # of a block hash, as an object in a list
 _BLOCK = 16  # tokens
 
@@ -23,6 +26,7 @@ class HeldBytes:
     def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
+        self.num_answer_bytes = 0  # part of num_bytes
         self.num_refused = 0
 
     def reserve(self) -> "ByteReservation":
@@ -33,11 +37,12 @@ class HeldBytes:
 class ByteReservation:
     """The bytes that one request holds."""
 
-    __slots__ = ("_total", "num_bytes")
+    __slots__ = ("_total", "num_answer_bytes", "num_bytes")
 
     def __init__(self, total: HeldBytes) -> None:
         self._total = total
         self.num_bytes = 0
+        self.num_answer_bytes = 0  # part of num_bytes
 
     def __enter__(self) -> "ByteReservation":
         return self
@@ -45,7 +50,21 @@ class ByteReservation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.drop_answer()
         self.set(0)
+
+    def grow_answer(self, num_bytes: int) -> bool:
+        """Add `num_bytes` of an answer; return whether more of it may be kept. Raises QueueFullError."""
+        self.grow(num_bytes)
+        self.num_answer_bytes += num_bytes
+        self._total.num_answer_bytes += num_bytes
+        return self._total.num_answer_bytes <= MAX_KEPT_BYTES or self.num_answer_bytes <= MIN_KEPT_BYTES
+
+    def drop_answer(self) -> None:
+        """Count the answer no longer: it is passed on as it arrives, or another replica's takes its place."""
+        self.grow(-self.num_answer_bytes)
+        self._total.num_answer_bytes -= self.num_answer_bytes
+        self.num_answer_bytes = 0
 
     def grow(self, num_bytes: int) -> None:
         """Add `num_bytes`. Raises QueueFullError if the sum over all requests exceeds the bound."""

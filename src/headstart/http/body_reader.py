@@ -1,6 +1,7 @@
 """BodyReader: reads request bodies with limits on their size, the time between two pieces, and the total time."""
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -9,10 +10,12 @@ from starlette.requests import Request
 
 from headstart.http.byte_budget import Budget, Lease
 from headstart.http.http_errors import ClientGoneError, HttpError
+from headstart.http.spooled_body import SpooledBody, in_memory, spooled
 
 BODY_SECONDS = 30.0  # limit between two pieces of a body; for the whole body plus size / MIN_BODY_RATE
 MIN_BODY_RATE = 16 * 1024  # bytes per second
 HELD_BYTES = 24 << 20  # of all bodies that are being read, parsed and tokenized
+SPOOL_BYTES = 1 << 20  # of one body; larger ones are kept in files until they are parsed
 ROOM_SECONDS = 5.0  # how long a partially read body waits while others hold the whole budget
 ROOM_POLL_SECONDS = 0.02
 MAX_WAITING = 64  # bodies; the others are refused at once
@@ -38,36 +41,43 @@ class BodyReader:
 
     async def read(self, request: Request) -> bytes:
         """Return the body. Raises HttpError 413, 415, 408, QueueFullError, and ClientGoneError."""
-        lease = self._budget.lease()
+        async with self.held(request) as body:
+            return in_memory(body)
+
+    async def read_spooled(self, request: Request, max_memory: int = SPOOL_BYTES) -> bytes | SpooledBody:
+        """Return the body, in a file if it has more than `max_memory` bytes. Raises as `read`.
+
+        While it arrives it is counted as held, wherever it is. Where no file can be written it stays in memory.
+        """
+        lease, body = self._budget.lease(), _Body(max_memory)
         try:
-            return await self._collect(request, lease)
+            await self._collect(request, lease, body)
+            return body.take()
         finally:
+            body.close()
             self._release(lease)
 
     @asynccontextmanager
-    async def held(self, request: Request) -> AsyncGenerator[bytes]:
-        """Yield the body, which counts as held until the block ends. Raises as `read`."""
-        lease = self._budget.lease()
+    async def held(self, request: Request, max_memory: int = SPOOL_BYTES) -> AsyncGenerator[bytes | SpooledBody]:
+        """Yield the body as `read_spooled` returns it; it counts as held until the block ends, and is closed then."""
+        lease, body = self._budget.lease(), _Body(max_memory)
         try:
-            yield await self._collect(request, lease)
+            await self._collect(request, lease, body)
+            yield body.peek()
         finally:
+            body.close()
             self._release(lease)
 
-    async def _collect(self, request: Request, lease: Lease) -> bytes:
+    async def _collect(self, request: Request, lease: Lease, body: "_Body") -> None:
         _check_headers(request.scope["headers"], self._max_bytes)
-        body = bytearray()
-        start = time.monotonic()
-        while True:
-            piece, is_last = await _next_piece(request, start + BODY_SECONDS + len(body) / MIN_BODY_RATE)
-            size = len(body) + len(piece)
+        start, size, is_last = time.monotonic(), 0, False
+        while not is_last:
+            piece, is_last = await _next_piece(request, start + BODY_SECONDS + size / MIN_BODY_RATE)
+            size += len(piece)
             if size > self._max_bytes:
                 raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
             start += await self._hold(lease, len(piece))
-            if is_last and not body:
-                return piece
-            body += piece
-            if is_last:
-                return bytes(body)
+            body.append(piece)
 
     async def _hold(self, lease: Lease, more: int) -> float:
         """Wait until `more` bytes fit in the budget and hold them; return the seconds waited. Raises QueueFullError.
@@ -94,6 +104,54 @@ class BodyReader:
         lease.release()
         if self._beyond is lease:
             self._beyond = None
+
+
+class _Body:
+    """A body while it arrives: in memory, or beyond `max_memory` bytes in a file."""
+
+    def __init__(self, max_memory: int) -> None:
+        self._max_memory = max_memory
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0  # in memory
+        self._file: SpooledBody | None = None
+
+    def append(self, piece: bytes) -> None:
+        """Add a piece."""
+        if self._file is not None:
+            try:
+                self._file.append(piece)
+                return
+            except OSError:  # no space: back into memory, for good
+                self._pieces, self._num_bytes, self._max_memory = [self._file.read()], len(self._file), sys.maxsize
+                self.close()
+        self._pieces.append(piece)
+        self._num_bytes += len(piece)
+        if self._num_bytes > self._max_memory:
+            self._file = spooled(self.in_memory())
+            self._max_memory = sys.maxsize
+            if self._file is not None:
+                self._pieces.clear()
+
+    def in_memory(self) -> bytes:
+        """Return what is in memory."""
+        if len(self._pieces) > 1:
+            self._pieces[:] = [b"".join(self._pieces)]
+        return self._pieces[0] if self._pieces else b""
+
+    def peek(self) -> bytes | SpooledBody:
+        """Return the body."""
+        return self.in_memory() if self._file is None else self._file
+
+    def take(self) -> bytes | SpooledBody:
+        """Return the body; the caller closes it if it is a file."""
+        body, self._file = self.peek(), None
+        return body
+
+    def close(self) -> None:
+        """Close the file, unless it was taken."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 _CLOSE = {"connection": "close"}

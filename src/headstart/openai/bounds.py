@@ -77,6 +77,11 @@ class Bounds:
     scheduling_policy: str = "lpm"
     defaults: SamplingDefaults = NO_DEFAULTS  # of the model, for parameters that a request omits
 
+    @property
+    def max_numbers(self) -> int:
+        """The numbers that any valid body may have: token ids of full prompts, and a value for each other item."""
+        return max(self.max_prompts, FULL_CHOICES) * self.max_model_len + MAX_JSON_VALUES
+
     @classmethod
     def of(cls, info: EngineInfo, options: ServerOptions) -> "Bounds":
         """Return the limits of one server with its engine.

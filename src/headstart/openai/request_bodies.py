@@ -22,6 +22,7 @@ from headstart.openai.generation_params import GenerationParams, Kind, check_tok
 _VALUE = re.compile(
     rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[{]', re.DOTALL
 )  # also matches an unterminated string, which keeps the time linear
+_VALUE_OR_NUMBER = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|-?\d[\d.eE+-]*+', re.DOTALL)
 _SCALARS = frozenset((str, int, float, bool, type(None)))
 _SHORT = 64  # items of a list
 MAX_DEPTH = 64  # of nested lists and objects
@@ -72,12 +73,15 @@ class DetokenizeBody:
     token_ids: "array[int]"
 
 
-def parse_json(body: bytes | bytearray | memoryview) -> dict[str, Any]:
+def parse_json(body: bytes | bytearray | memoryview, max_numbers: int | None = None) -> dict[str, Any]:
     """Return the JSON object in `body`. Raises InvalidRequestError (invalid_json) for anything else.
 
-    Strict: no NaN, no numbers that overflow, no lone surrogates, at most MAX_DEPTH levels and MAX_JSON_VALUES values.
+    Strict: no NaN, no numbers that overflow, no lone surrogates, at most MAX_DEPTH levels and MAX_JSON_VALUES values;
+    at most `max_numbers` numbers, of which a list of token ids takes 8 to 40 bytes each: then RequestTooLargeError.
     """
     _check_size(body)
+    if max_numbers is not None:
+        _check_numbers(body, max_numbers)
     try:
         value = msgspec.json.decode(body)
     except msgspec.DecodeError as error:
@@ -108,6 +112,20 @@ def _check_size(body: bytes | bytearray | memoryview) -> None:
         raise InvalidRequestError(
             f"the body has more than {MAX_JSON_VALUES} strings, lists and objects, which is the limit: send less",
             code="invalid_json",
+        )
+
+
+def _check_numbers(body: bytes | bytearray | memoryview, max_numbers: int) -> None:
+    """Raise RequestTooLargeError, before any object is built, if the body has more than `max_numbers` numbers."""
+    if len(body) // 2 <= max_numbers:
+        return  # each number takes at least a digit and a separator
+    text = bytes(body)
+    if text.count(b",") < max_numbers:
+        return
+    found = (match for match in _VALUE_OR_NUMBER.finditer(text) if match.group()[0] in b"-0123456789")
+    if sum(1 for _ in islice(found, max_numbers + 1)) > max_numbers:
+        raise RequestTooLargeError(
+            f"the body has more than {max_numbers} numbers: no request of this model has as many token ids; shorten it"
         )
 
 

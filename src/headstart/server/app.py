@@ -3,7 +3,6 @@
 import time
 from array import array
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import TypeVar
 
 from fastapi import FastAPI
@@ -18,6 +17,7 @@ from headstart.http.access_record import record_of
 from headstart.http.gate import Gate
 from headstart.http.http_errors import HttpError, error_response, json_response
 from headstart.http.packed_metrics import CONTENT_TYPE
+from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.openai import responses
 from headstart.openai.bounds import Bounds
 from headstart.openai.engine_requests import encode_prompt
@@ -132,7 +132,7 @@ class _Routes:
         tokenizer = model.tokenizer.within(principal.tenant, principal.domain)
 
         def work(data: bytes) -> responses.Json:
-            body = parse_tokenize(parse_json(data), model.bounds)
+            body = parse_tokenize(parse_json(data, model.bounds.max_numbers), model.bounds)
             check_model(body.model, model)
             token_ids = _tokenized(body, tokenizer, model.bounds)
             return responses.tokenize_answer(
@@ -149,7 +149,7 @@ class _Routes:
         model = self._state.model
 
         def work(data: bytes) -> responses.Json:
-            body = parse_detokenize(parse_json(data), model.bounds)
+            body = parse_detokenize(parse_json(data, model.bounds.max_numbers), model.bounds)
             check_model(body.model, model)
             return responses.detokenize_answer(model.tokenizer.decode(body.token_ids))
 
@@ -160,8 +160,8 @@ class _Routes:
     ) -> _Result:
         """Return `work(body)`, run off the event loop if the body is long, or if `renders` and it holds messages."""
         async with self._state.bodies.held(request) as body:
-            waits = renders and b'"messages"' in body
-            return await self._state.long_work.run(len(body), partial(work, body), waits=waits)
+            waits = renders and (isinstance(body, SpooledBody) or b'"messages"' in body)
+            return await self._state.long_work.run(len(body), lambda: work(in_memory(body)), waits=waits)
 
     async def health(self, request: Request) -> Response:
         """Readiness: 200 if requests are admitted; 503 while loading or draining, or with a dead or silent engine."""
@@ -202,7 +202,9 @@ class _Routes:
     async def add_prefix(self, request: Request) -> Response:
         """Pin a prefix and respond when it is computed. Administrators only."""
         model = self._state.check_ready()
-        body = await self._run_with_body(request, lambda data: parse_prefix(parse_json(data), model.bounds))
+        body = await self._run_with_body(
+            request, lambda data: parse_prefix(parse_json(data, model.bounds.max_numbers), model.bounds)
+        )
         return json_response(await self._state.prefixes.add(body, model.tokenizer, model.bounds), 201)
 
     async def remove_prefix(self, request: Request) -> Response:

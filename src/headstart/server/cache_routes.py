@@ -14,6 +14,7 @@ from headstart.core.request import Request as EngineRequest
 from headstart.http.access_record import record_of
 from headstart.http.auth import Principal
 from headstart.http.http_errors import HttpError
+from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.openai.engine_requests import Origin
 from headstart.openai.request_bodies import parse_json
 from headstart.openai.responses import CACHE_SOURCES, Json
@@ -122,8 +123,8 @@ async def _parsed(state: ServerState, request: Request) -> EngineRequest:
     model, principal = state.model, record_of(request.scope).principal
     origin = Origin("explain", domain=principal.domain, tenant=principal.tenant)
 
-    def prepare(body: bytes) -> list[EngineRequest]:
-        values = parse_json(body)
+    def prepare(body: bytes | SpooledBody) -> list[EngineRequest]:
+        values = parse_json(in_memory(body), model.bounds.max_numbers)
         api = CHAT if "messages" in values else COMPLETIONS
         params, requests = api.prepare(values, model, origin)
         return requests[:: params.n]

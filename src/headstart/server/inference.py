@@ -20,6 +20,7 @@ from headstart.core.errors import InvalidRequestError
 from headstart.core.request import Request as EngineRequest
 from headstart.http.access_record import RequestRecord, record_of
 from headstart.http.http_errors import ClientGoneError, Headers, json_response
+from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.http.sse import DONE, HEADERS, PING, WRITE_SECONDS, error_event, event
 from headstart.openai import responses
 from headstart.openai.engine_requests import (
@@ -138,8 +139,8 @@ async def infer(state: ServerState, api: Api, request: Request) -> Response:
 async def _prepared(state: ServerState, api: Api, model: Model, origin: Origin, request: Request) -> Prepared:
     """Return the client request in the engine's form; its body and JSON are not referenced afterwards."""
 
-    def prepare(body: bytes) -> tuple[GenerationParams, list[EngineRequest]]:
-        params, requests = api.prepare(parse_json(body), model, origin)
+    def prepare(body: bytes | SpooledBody) -> tuple[GenerationParams, list[EngineRequest]]:
+        params, requests = api.prepare(parse_json(in_memory(body), model.bounds.max_numbers), model, origin)
         check_size(requests, params, model.bounds)
         return params, requests
 

@@ -14,7 +14,6 @@ from prometheus_client import disable_created_metrics
 from headstart.allocator import give_memory_back, trim_regularly
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.errors import ConfigError, DrainingError, EngineDeadError
-from headstart.http.protocol.connections import ConnectionTable, connection_cap
 from headstart.http.lifecycle import (
     CUT_SECONDS,
     EXIT_BROKEN,
@@ -28,6 +27,7 @@ from headstart.http.lifecycle import (
     uvicorn_config,
 )
 from headstart.http.logs import Log
+from headstart.http.protocol.connections import ConnectionTable, connection_cap
 from headstart.server.app import build_app
 from headstart.server.banner import banner, store_text
 from headstart.server.engine.engine_client import Build, EngineClient
@@ -40,8 +40,15 @@ from headstart.store.files import read_secret
 DEAD_SECONDS = 1.0  # a server whose engine died answers 503 for this long, so that clients and probes see it
 
 
-def serve(build: Build, engine_options: EngineOptions, server_options: ServerOptions, log: Log | None = None) -> int:
-    """Serve until SIGTERM or Ctrl-C, and return the exit code.
+def serve(
+    build: Build,
+    engine_options: EngineOptions,
+    server_options: ServerOptions,
+    log: Log | None = None,
+    *,
+    num_servers: int = 1,
+) -> int:
+    """Serve until SIGTERM or Ctrl-C, and return the exit code. `num_servers` on this machine divide its memory.
 
     0: all admitted requests were answered. 1: the engine died, or requests were cut off at the end of the drain. 2: the
     options cannot work, reported in one line. 130: stopped at once by a second Ctrl-C.
@@ -55,7 +62,7 @@ def serve(build: Build, engine_options: EngineOptions, server_options: ServerOpt
         return EXIT_CONFIG
     disable_created_metrics()  # no extra `_created` series per counter
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Run(build, engine_options, server_options, listener, log).run())
+        return runner.run(_Run(build, engine_options, server_options, listener, log, num_servers).run())
 
 
 class _Run:
@@ -68,7 +75,9 @@ class _Run:
         server_options: ServerOptions,
         listener: socket.socket,
         log: Log,
+        num_servers: int,
     ) -> None:
+        self._num_servers = num_servers
         self._build = build
         self._engine_options = engine_options
         self._options = server_options
@@ -79,7 +88,7 @@ class _Run:
         """Start HTTP and engine, serve until a signal or the engine's death, and stop both. Return the exit code."""
         engine = EngineClient()
         try:
-            state = ServerState(self._options, engine, self._log, self._domain_secret())
+            state = ServerState(self._options, engine, self._log, self._domain_secret(), num_servers=self._num_servers)
         except ConfigError as error:
             self._log.line(f"headstart: {error}")
             return EXIT_CONFIG

@@ -14,7 +14,7 @@ from headstart.core.errors import DrainingError, HeadstartError, QueueFullError,
 from headstart.core.request import Request
 from headstart.http.access_record import RequestRecord
 from headstart.http.auth import Authenticator
-from headstart.http.body_reader import BodyReader
+from headstart.http.body_reader import HELD_BYTES, BodyReader
 from headstart.http.byte_budget import Budget
 from headstart.http.http_errors import ClientGoneError, HttpError, rendered
 from headstart.http.logs import Log
@@ -62,15 +62,24 @@ class ServerState:
     """The state of one server. Raises ConfigError for invalid keys."""
 
     def __init__(
-        self, options: ServerOptions, engine: EngineClient, log: Log, domain_secret: bytes | None = None
+        self,
+        options: ServerOptions,
+        engine: EngineClient,
+        log: Log,
+        domain_secret: bytes | None = None,
+        *,
+        num_servers: int = 1,
     ) -> None:
-        """`domain_secret`: the secret that tenants' domains are derived from; None: a random one for this process."""
+        """`domain_secret`: the secret that tenants' domains are derived from; None: a random one for this process.
+
+        `num_servers`: the number of servers on this machine, which divide the memory for requests.
+        """
         self.options = options
         self.engine = engine
         self.log = log
         secret, own = domain_secret or secrets.token_bytes(32), secrets.token_bytes(32)
         self.auth = Authenticator(options.api_key, options.admin_api_key, secret, options.tenants, label_secret=own)
-        self.bodies = BodyReader(options.max_body_bytes)
+        self.bodies = BodyReader(options.max_body_bytes, HELD_BYTES // num_servers)
         self.long_work = LongWork()
         self.turns = Turns()
         self.prefixes = Prefixes(engine, self.auth.domain_of)
@@ -78,7 +87,8 @@ class ServerState:
         self.idle = asyncio.Event()  # set while no admitted request is unanswered
         self.idle.set()
         self._model: Model | None = None
-        self._held = Budget(MIN_HELD_BYTES, "prompts and answers")
+        self._num_servers = num_servers
+        self._held = Budget(MIN_HELD_BYTES // num_servers, "prompts and answers")
         self._jobs: set[GenerationJob] = set()
 
     def prepare(self, info: EngineInfo) -> Model:
@@ -94,7 +104,7 @@ class ServerState:
     def open(self, model: Model) -> None:
         """Start to admit requests."""
         self._model = model
-        self._held.max_bytes = max_held_bytes(model.info, self.options)
+        self._held.max_bytes = max_held_bytes(model.info, self.options, self._num_servers)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
 

@@ -48,9 +48,19 @@ class ProxiedCall:
 
     def drop_body(self) -> None:
         """Free the body: it will not be sent to another replica."""
-        num_bytes, self.reading.body = len(self.reading.body), b""
+        num_bytes = len(self.reading.body)
+        self.reading.drop_body()
         if self.reservation is not None:
             self.reservation.grow(-num_bytes)
+
+    def keep_answer(self, num_bytes: int) -> bool:
+        """Count bytes of an answer in one piece; return whether more of it may be kept. Raises QueueFullError."""
+        return self.reservation is None or self.reservation.grow_answer(num_bytes)
+
+    def drop_answer(self) -> None:
+        """Count the bytes of an answer in one piece no longer."""
+        if self.reservation is not None:
+            self.reservation.drop_answer()
 
     def reserve_rest(self, num_bytes: int) -> None:
         """Count the bytes kept of an incomplete event. Raises QueueFullError."""

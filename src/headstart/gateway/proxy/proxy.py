@@ -44,6 +44,7 @@ from headstart.http.sse import DONE, WRITE_SECONDS, error_event
 from headstart.router.router import Router
 from headstart.router.routing_decision import RoutingDecision
 
+SLICE_BYTES = 256 << 10  # of an answer in one piece
 TAIL_BYTES = 16 << 10  # of a long answer, whose usage is at its end
 MAX_LOSSES = 2
 """Losses of a replica during one request, after which it is not sent again: it may be the cause.
@@ -227,7 +228,9 @@ class Proxy:
         own = {"x-request-id": call.request_id}
         if self._settings.replica_api_key is not None:
             own["authorization"] = f"Bearer {self._settings.replica_api_key}"
-        timer = None
+        body, timer = call.reading.body, None
+        if not isinstance(body, bytes):
+            own["content-length"] = str(len(body))
         if not call.reading.stream and decision.flight is not None:  # its head arrives only with the complete answer
             timer = asyncio.get_running_loop().call_later(
                 decision.flight.expected_ms / 1e3, self._assume, call, decision
@@ -236,7 +239,7 @@ class Proxy:
             session = self._fresh if Failure.LOST in call.failures else self._session
             async with session.post(
                 decision.endpoint.name + call.path,
-                data=call.reading.body,
+                data=body if isinstance(body, bytes) else body.pieces(),
                 headers=headers_on(call.headers, own, call.sender),
                 timeout=self._timeout,
                 allow_redirects=False,
@@ -260,19 +263,19 @@ class Proxy:
         send: Send,
     ) -> None:
         """Handle an answer in one piece, or a refusal."""
-        router, answer = self.router, await read_answer(response, call.path, call.reservation and call.reservation.grow)
+        call.drop_answer()  # of an earlier attempt
+        router, answer = self.router, await read_answer(response, call.path, call.keep_answer)
         voice, wait = watched
         voice.settle(wait, time.monotonic(), is_progress=answer.status < 300)
-        body = answer.body
-        failure = refusal(response.status, body)
+        failure = refusal(response.status, answer.body)
         if failure is not None:
             raise AttemptError(failure, f"the replica answered {response.status}", answer)
         if response.status < 300:
-            call.answer_id = id_in(body)
+            call.answer_id = id_in(answer.body)
             if not answer.is_whole:
                 await self._relay_long(call, decision, answer, response, send)
                 return
-            self._answered(call, decision, read_usage(body))
+            self._answered(call, decision, read_usage(answer.body))
         else:
             router.failed(decision, time.monotonic(), blame=response.status >= 500)
         await self._send_whole(call, answer, send)
@@ -304,6 +307,8 @@ class Proxy:
             while piece:
                 await _write(send, piece)
                 tail = (tail + piece)[-TAIL_BYTES:]
+                del piece
+                call.drop_answer()
                 piece = await response.content.readany()
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
             self._failed(decision, failure_of(error))
@@ -410,6 +415,7 @@ class Proxy:
             return
         length = (b"content-length", str(len(answer.body)).encode())
         await self._start(call, answer.status, [*answer.headers, length], send)
+        call.drop_body()
         await _write(send, answer.body, more=False)
 
     async def _give_up(self, call: ProxiedCall, error: AttemptError | NoReplicaError | HttpError, send: Send) -> None:
@@ -440,4 +446,7 @@ def _retry_failed_connections(call: ProxiedCall) -> None:
 
 
 async def _write(send: Send, data: bytes, *, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": more})
+    """Send in slices: the HTTP server copies what its socket does not take at once."""
+    for start in range(0, max(len(data), 1), SLICE_BYTES):
+        end = start + SLICE_BYTES
+        await send({"type": "http.response.body", "body": data[start:end], "more_body": more or end < len(data)})

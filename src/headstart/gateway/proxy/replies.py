@@ -6,6 +6,7 @@ stream of events whose first one is a JSON object. An error keeps its status, an
 object.
 """
 
+import codecs
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +18,11 @@ from headstart.gateway.proxy.upstream import Answer, GarbledError, headers_back
 from headstart.openai.responses import encode, error_object
 
 MAX_ANSWER_BYTES = 64 << 20  # on routes that do not generate
-KEPT_BYTES = 8 << 20  # of a generated answer; a longer one is relayed as it arrives, and no other replica is tried then
+KEPT_BYTES = 8 << 20
+"""Most bytes of an answer that are kept until it is complete, while all together are within MAX_KEPT_BYTES.
+
+A longer one is relayed as it arrives, and no other replica is tried then.
+"""
 MAX_ERROR_BYTES = 1 << 20
 UNCOUNTED_BYTES = 16 << 10  # of an answer that arrived at once; not counted as held
 MAX_INTERIM = 32  # responses of status 1xx before the final one
@@ -25,6 +30,8 @@ GENERATION = frozenset(("/v1/completions", "/v1/chat/completions"))
 _OBJECTS = GENERATION | {"/tokenize", "/detokenize"}  # routes whose answers are JSON objects
 _JSON = b"application/json"
 _BEGINNING = re.compile(rb'\s*\{[^{}]{0,2048}"choices"\s*:\s*\[\s*\{')  # of a generated answer
+_OBJECT_BEGINNING = re.compile(rb'\s*\{\s*"')
+_SLICE_BYTES = 64 << 10
 EVENTS = b"text/event-stream; charset=utf-8"
 
 
@@ -79,35 +86,44 @@ def check_head(response: aiohttp.ClientResponse, path: str) -> bool:
     return status == 200 and response.content_type == "text/event-stream"
 
 
+def _keep_all(num_bytes: int) -> bool:
+    return True
+
+
 async def read_bounded(
-    response: aiohttp.ClientResponse, max_bytes: int, grow: Callable[[int], None] | None = None
+    response: aiohttp.ClientResponse, max_bytes: int, keep: Callable[[int], object] = _keep_all
 ) -> bytes:
-    """Return the body. Raises GarbledError if it is longer than `max_bytes`. `grow` receives the size of each piece."""
-    body, is_whole = await _read_up_to(response, max_bytes, grow)
+    """Return the body. Raises GarbledError if it is longer than `max_bytes`. `keep` receives the size of each piece."""
+
+    def kept(num_bytes: int) -> bool:
+        keep(num_bytes)
+        return True
+
+    body, is_whole = await _read_up_to(response, max_bytes, kept)
     if not is_whole:
         raise GarbledError(f"the replica's answer has more than {max_bytes} bytes")
     return body
 
 
 async def _read_up_to(
-    response: aiohttp.ClientResponse, max_bytes: int, grow: Callable[[int], None] | None
+    response: aiohttp.ClientResponse, max_bytes: int, keep: Callable[[int], bool]
 ) -> tuple[bytes, bool]:
-    """Return the body and True, or slightly more than `max_bytes` of it and False."""
-    pieces, size = list[bytes](), 0
-    while size <= max_bytes and (piece := await response.content.readany()):
+    """Return the body and True, or False and its beginning: slightly more than `max_bytes`, or until `keep` says no."""
+    pieces, size, is_kept = list[bytes](), 0, True
+    while is_kept and (piece := await response.content.readany()):
         pieces.append(piece)
         size += len(piece)
         if size <= UNCOUNTED_BYTES and response.content.at_eof():
             break
-        if grow is not None:
-            grow(len(piece))
-    return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), size <= max_bytes
+        is_kept = keep(len(piece)) and size <= max_bytes
+    return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), is_kept
 
 
-async def read_answer(response: aiohttp.ClientResponse, path: str, grow: Callable[[int], None] | None = None) -> Answer:
+async def read_answer(response: aiohttp.ClientResponse, path: str, keep: Callable[[int], bool] = _keep_all) -> Answer:
     """Return an answer in one piece, the beginning of a long one, or an error.
 
-    Raises GarbledError for anything else, and what `grow` raises.
+    `keep` receives the size of each piece; once it returns False, no more of an answer is kept. Raises
+    GarbledError for anything else, and what `keep` raises.
     """
     status = response.status
     if status >= 400:
@@ -115,16 +131,13 @@ async def read_answer(response: aiohttp.ClientResponse, path: str, grow: Callabl
         if not is_error_object(body):
             body = encode(error_object(f"the replica answered {status}", status=status))
         return Answer(status, headers_back(response, _JSON), body)
-    if path in GENERATION:
-        body, is_whole = await _read_up_to(response, KEPT_BYTES, grow)
-        if not is_whole:
-            if not _BEGINNING.match(body):
-                raise GarbledError("the replica's answer does not begin like one of this route")
-            return Answer(status, headers_back(response, _JSON), body, is_whole=False)
-    else:
-        body = await read_bounded(response, MAX_ANSWER_BYTES, grow)
     if path not in _OBJECTS:
-        return Answer(status, headers_back(response), body)
+        return Answer(status, headers_back(response), await read_bounded(response, MAX_ANSWER_BYTES, keep))
+    body, is_whole = await _read_up_to(response, KEPT_BYTES, keep)
+    if not is_whole:
+        if not (_BEGINNING if path in GENERATION else _OBJECT_BEGINNING).match(body):
+            raise GarbledError("the replica's answer does not begin like one of this route")
+        return Answer(status, headers_back(response, _JSON), body, is_whole=False)
     _check_object(body, _ANSWER if path in GENERATION else _ANYTHING)
     return Answer(status, headers_back(response, _JSON), body)
 
@@ -155,8 +168,11 @@ def error_in_first(data: bytes) -> bool:
 
 def _check_object(body: bytes, decoder: "msgspec.json.Decoder[Any]") -> None:
     try:
-        if not body.isascii():
-            body.decode()  # the decoder does not validate the parts that it skips
         decoder.decode(body)
+        if body.isascii():
+            return
+        decode = codecs.getincrementaldecoder("utf-8")().decode  # `decoder` does not validate the parts that it skips
+        for start in range(0, len(body), _SLICE_BYTES):
+            decode(body[start : start + _SLICE_BYTES], start + _SLICE_BYTES >= len(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise GarbledError("the replica's answer is no JSON object of this route") from None

@@ -7,6 +7,7 @@ replicas do not see the tenant's own key.
 """
 
 import re
+import sys
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from typing import Any
 
 import msgspec
 
-from headstart.core.errors import InvalidRequestError, QueueFullError
+from headstart.core.errors import InvalidRequestError, QueueFullError, RequestTooLargeError
 from headstart.gateway.kv_events.kv_event_decoding import event_domain
-from headstart.openai.bounds import Bounds
+from headstart.http.spooled_body import SpooledBody, spooled
+from headstart.openai.bounds import MAX_JSON_VALUES, Bounds
 from headstart.openai.engine_requests import encode_chat, encode_completion
 from headstart.openai.fields import bad_value, shown
 from headstart.openai.request_bodies import parse_chat, parse_completion, parse_json
@@ -36,6 +38,11 @@ _USAGE_ASKED = b'{"stream_options":{"include_usage":true},'
 _OPENING = re.compile(rb"\s*\{")
 _RUN = re.compile(r"\w+|[^\w\s]+|\s+")
 _WINDOW = 32 * 1024  # characters; a run of twice as many contains a whole window
+LONGEST_TOKEN = 64  # characters; a longer text than this for each token of the context is taken as too long for it
+UNCACHED = frozenset(("/tokenize", "/detokenize"))  # no cache is used or filled: any replica will do
+_LONG_BYTES = 256 << 10  # of a body
+_SHORT_BYTES = 16 << 10  # of a field
+_ANY_PROMPTS = 128  # in one body; the default of --max-prompts is 64
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 
 
@@ -46,6 +53,7 @@ class Served:
     model: str
     adapter: str | None = None
     default_max_tokens: int = 0  # of a request without a limit; 0: not known
+    max_model_len: int = 0  # tokens; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +70,18 @@ class ReadRequest:
     """A parsed body. Belongs to one call, which drops the parts that it no longer needs."""
 
     request: RoutingRequest
-    body: bytes  # to be forwarded
+    body: bytes | SpooledBody  # to be forwarded; large ones are in files
     stream: bool = False
     hides_usage: bool = False  # the client's stream must not contain the usage that the router requested
     text: str | None = None  # the prompt as text, for the explainer; None: it came as token ids
     domain: bytes = b""  # isolation domain: the tenant's, narrowed by a salt
     is_single: bool = True  # one prompt: the engine's usage is about the prompt that was routed
+
+    def drop_body(self) -> None:
+        """Free the body."""
+        if isinstance(self.body, SpooledBody):
+            self.body.close()
+        self.body = b""
 
 
 class RequestReader:
@@ -81,27 +95,41 @@ class RequestReader:
         self.served: Mapping[str, Served] = {}
         self.default_model = ""
 
+    def read_spooled(self, path: str, body: SpooledBody, sender: Sender) -> ReadRequest:
+        """Parse a body in a file as `read` does; that of the result is in a file, too: this one or another."""
+        data = body.read()
+        reading = self.read(path, data, sender)
+        changed = reading.body
+        if changed is data:
+            reading.body = body
+        elif isinstance(changed, bytes):
+            body.close()
+            reading.body = spooled(changed) or changed
+        return reading
+
     def read(self, path: str, body: bytes, sender: Sender) -> ReadRequest:
         """Parse the body of a POST. Raises InvalidRequestError if it is no JSON object."""
-        values = parse_json(body)
+        values = self._values(path, body)
         model = values.get("model")
         name = model if isinstance(model, str) else ""
         served = self.served.get(name) or Served(name or self.default_model)
-        usual = self.served.get(name or self.default_model, served).default_max_tokens
+        model_info = self.served.get(name or self.default_model, served)
         salt = _salt(sender, values.get("cache_salt"))
         domain = event_domain(salt) if sender.is_salted else sender.domain + event_domain(salt)
         root = router_root(served.model, adapter=served.adapter, domain=domain)
         scoped = None if self.tokenizer is None else self.tokenizer.within(sender.domain.hex(), domain)
-        tokens, text, count = self._prompt(path, values, scoped)
-        prompt = (
-            Prompt(tokens, root) if tokens is not None else Prompt(pack_text((text or "").encode()), root, exact=False)
-        )
+        limit = model_info.max_model_len or sys.maxsize  # the replica refuses a longer prompt
+        tokens, text, count = self._prompt(path, values, scoped, limit)
+        if tokens is not None:
+            prompt = Prompt(tokens if len(tokens) <= limit else tokens[:limit], root)
+        else:
+            prompt = Prompt(pack_text((text or "")[: limit * LONGEST_TOKEN].encode()), root, exact=False)
         stream = values.get("stream") is True
         sent, hides_usage = _asking_for_usage(body, values) if stream else (body, False)
-        if sender.is_salted:
+        if sender.is_salted and path not in UNCACHED:
             sent = _with(sent, "cache_salt", salt)
         limits = (values.get(limit) for limit in ("max_completion_tokens", "max_tokens"))
-        most = next((limit for limit in limits if limit is not None), usual)
+        most = next((limit for limit in limits if limit is not None), model_info.default_max_tokens)
         request = RoutingRequest(
             prompt,
             model=name,
@@ -112,19 +140,38 @@ class RequestReader:
         )
         return ReadRequest(request, sent, stream, hides_usage, text, domain, count == 1)
 
-    def _prompt(
-        self, path: str, values: dict[str, Any], tokenizer: Tokenizer | None
-    ) -> "tuple[array[int] | None, str | None, int]":
-        """Return the first prompt's token ids if known, its text if it has one, and the number of prompts."""
-        if path == "/v1/chat/completions":
-            return self._chat(values, tokenizer)
-        if path == "/v1/completions":
-            return self._completion(values, tokenizer)
-        return None, msgspec.json.encode(values).decode(), 1
+    def _values(self, path: str, body: bytes) -> dict[str, Any]:
+        """Return the fields of a body, without the long ones if they do not matter. Raises InvalidRequestError."""
+        if path in UNCACHED:
+            return _short_fields(body)
+        if len(body) < _LONG_BYTES:
+            return parse_json(body)
+        model = self.served.get(str(_short_fields(body).get("model") or self.default_model))
+        if model is None or not model.max_model_len:
+            return parse_json(body)
+        try:
+            return parse_json(body, _ANY_PROMPTS * model.max_model_len + MAX_JSON_VALUES)
+        except RequestTooLargeError:  # by the replica, too
+            return _short_fields(body)
 
-    def _chat(self, values: dict[str, Any], tokenizer: Tokenizer | None) -> "tuple[array[int] | None, str | None, int]":
+    def _prompt(
+        self, path: str, values: dict[str, Any], tokenizer: Tokenizer | None, limit: int
+    ) -> "tuple[array[int] | None, str | None, int]":
+        """Return the first prompt's token ids if known, its text if it has one, and the number of prompts.
+
+        A text that is too long for `limit` tokens is not tokenized.
+        """
+        if path == "/v1/chat/completions":
+            return self._chat(values, tokenizer, limit)
+        if path == "/v1/completions":
+            return self._completion(values, tokenizer, limit)
+        return None, "" if path in UNCACHED else msgspec.json.encode(values).decode(), 1
+
+    def _chat(
+        self, values: dict[str, Any], tokenizer: Tokenizer | None, limit: int
+    ) -> "tuple[array[int] | None, str | None, int]":
         text = conversation(values)
-        if tokenizer is not None and not values.get("tools") and not has_endless_word(text):
+        if tokenizer is not None and not values.get("tools") and can_tokenize(text, limit):
             try:
                 return encode_chat(parse_chat(dict(values), _ANYTHING), tokenizer, _ANYTHING), text, 1
             except (InvalidRequestError, QueueFullError):  # another engine's API, or invalid: the replica decides
@@ -132,26 +179,31 @@ class RequestReader:
         return None, text, 1
 
     def _completion(
-        self, values: dict[str, Any], tokenizer: Tokenizer | None
+        self, values: dict[str, Any], tokenizer: Tokenizer | None, limit: int
     ) -> "tuple[array[int] | None, str | None, int]":
         prompt = values.get("prompt")
         if isinstance(prompt, list) and prompt:
             if isinstance(prompt[0], int):
-                return _token_ids(prompt), None, 1
+                return _token_ids(prompt[:limit]), None, 1
             first, count = prompt[0], len(prompt)
             if isinstance(first, list):
-                return _token_ids(first), None, count
+                return _token_ids(first[:limit]), None, count
         else:
             first, count = prompt, 1
         if not isinstance(first, str):
             return None, "", count
-        if tokenizer is not None and not has_endless_word(first):
+        if tokenizer is not None and can_tokenize(first, limit):
             try:
                 body = parse_completion({**values, "prompt": first}, _ANYTHING)
                 return encode_completion(body, tokenizer, _ANYTHING)[0], first, count
             except InvalidRequestError:
                 pass
         return None, first, count
+
+
+def can_tokenize(text: str, limit: int) -> bool:
+    """Return whether a text may have at most `limit` tokens, and takes no extreme time and memory to tokenize."""
+    return len(text) <= limit * LONGEST_TOKEN and not has_endless_word(text)
 
 
 def has_endless_word(text: str) -> bool:
@@ -189,6 +241,15 @@ def _salt(sender: Sender, cache_salt: object) -> str:
         bad_value("cache_salt", f"is {shown(cache_salt)}", "it must be a string")
     domain = sender.domain
     return sha256(b"headstart-router/salt" + len(domain).to_bytes(8, "little") + domain + own.encode()).hexdigest()
+
+
+def _short_fields(body: bytes) -> dict[str, Any]:
+    """Return the fields of a body but the long ones, which are not parsed. An invalid body has none."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        return {name: msgspec.json.decode(raw) for name, raw in fields.items() if len(raw) < _SHORT_BYTES}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
 
 
 def _token_ids(values: list[Any]) -> "array[int] | None":

@@ -44,6 +44,11 @@ class ModelCard:
         defaults = self.fields.get("default_sampling_params")
         return min(_whole(defaults.get("max_tokens")), MAX_DEFAULT_TOKENS) if isinstance(defaults, Mapping) else 0
 
+    @property
+    def max_model_len(self) -> int:
+        """The context length in tokens; 0: the replica does not report it."""
+        return _whole(self.fields.get("max_model_len"))
+
 
 @dataclass(frozen=True, slots=True)
 class Metrics:

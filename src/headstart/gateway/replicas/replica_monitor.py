@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import aiohttp
@@ -130,14 +131,19 @@ class ReplicaMonitor:
         return list(found.values())
 
     def served(self) -> dict[str, Served]:
-        """Return the model and adapter of each model name."""
+        """Return the model and adapter of each model name, with the longest context of its replicas."""
         found: dict[str, Served] = {}
+        lengths: dict[str, list[int]] = {}
         for member in self.members.values():
             for card in member.models:
                 found.setdefault(
                     card.id, Served(member.base_model, card.id if card.parent else None, card.default_max_tokens)
                 )
-        return found
+                lengths.setdefault(card.id, []).append(card.max_model_len)
+        return {
+            name: replace(served, max_model_len=max(lengths[name]) if all(lengths[name]) else 0)
+            for name, served in found.items()
+        }
 
     @property
     def knows_all_models(self) -> bool:

@@ -19,12 +19,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from headstart.allocator import give_memory_back
+from headstart.allocator import give_memory_back, trim
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.openai.chat.chat_template import ChatTemplate
 
 HEADER = struct.Struct("!cI")
 READY, DATA, TEXT, ERROR, CONFIG_ERROR = b"R", b"D", b"T", b"E", b"C"
+TRIM_BYTES = 256 << 10  # of a rendered conversation, after which the heap is trimmed
 ALARM_SECONDS = 1.0  # in addition to the time limit of a conversation
 
 
@@ -48,6 +49,10 @@ def main() -> None:
             with _Alarm(max_seconds):
                 kind, answer = _render(template, *request)
             send(stream, kind, answer)
+            is_large = len(answer) > TRIM_BYTES
+            del request, answer
+            if is_large:
+                trim()
 
 
 def send(stream: socket.socket, kind: bytes, data: bytes) -> None:
