@@ -11,8 +11,6 @@ from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.retry_budget import RetryBudget
 from headstart.gateway.replicas.replica_monitor import ReplicaMonitor
 from headstart.http.packed_metrics import method_label
-from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.index.kv_event_index import KVEventIndex
 from headstart.router.router import Router
 
 _TTFT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 300.0)
@@ -135,7 +133,7 @@ class _Collector(Collector):
         )
         yield _gauge("streams", "Answers in flight.", "replica", {e.name: e.load.num_streams for e in ends})
         yield _gauge(
-            "shadow_blocks", "Blocks predicted to be cached.", "replica", {e.name: _size(e.contents) for e in ends}
+            "shadow_blocks", "Blocks predicted to be cached.", "replica", {e.name: len(e.contents) for e in ends}
         )
         ejections = {e.name: e.health.num_ejections for e in ends}
         yield _count("ejections", "Times a replica was ejected after failures.", "replica", ejections)
@@ -158,10 +156,6 @@ class _Collector(Collector):
                 for kind, value in counts.items():
                     family.add_metric([name, kind], value)
             yield family
-
-
-def _size(contents: object) -> int:
-    return len(contents) if isinstance(contents, ApproximateIndex | KVEventIndex) else 0
 
 
 def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:

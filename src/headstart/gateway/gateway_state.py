@@ -22,6 +22,8 @@ from headstart.gateway.proxy.proxy import ProxiedCall, Proxy, ProxySettings
 from headstart.gateway.proxy.request_reader import RequestReader, Sender
 from headstart.gateway.proxy.retry_budget import RetryBudget
 from headstart.gateway.proxy.upstream import Answer
+from headstart.gateway.replica_tokenizers import tokenizer_of
+from headstart.gateway.replicas.index_budget import ApproximateIndexes
 from headstart.gateway.replicas.kv_event_subscriptions import KVEventSubscriptions
 from headstart.gateway.replicas.replica_monitor import MonitoredReplica, ReplicaMonitor
 from headstart.gateway.request_history import RequestHistory
@@ -30,8 +32,8 @@ from headstart.http.auth import Authenticator, Principal
 from headstart.http.body_reader import BodyReader
 from headstart.http.http_errors import ClientGoneError, HttpError, rendered
 from headstart.http.logs import Log
-from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.index.kv_event_index import KVEventIndex
+from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
+from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
 
@@ -53,6 +55,7 @@ class GatewayState:
         self.reader = reader
         self.log = log
         self._session = session
+        self._tokenizer_log: Log | None = None  # the tokenizer of the replicas is looked for if there is one
         secret = secrets.token_bytes(32)
         admin_keys = server_options.admin_api_key
         self.auth = Authenticator(
@@ -71,19 +74,16 @@ class GatewayState:
             self.router,
             session,
             log,
+            observer=self,
             health_interval=options.health_interval,
             scrape_interval=options.scrape_interval,
             headers={"authorization": f"Bearer {probe_key}"} if probe_key else {},
-            at_pick=options.learn_at == "pick",
         )
+        self._indexes = ApproximateIndexes(log, at_pick=options.learn_at == "pick")
         self.client_keys = ClientKeys(secrets.token_bytes(32), self.members.members)
         self.listening = KVEventSubscriptions(
-            self.members.guessed, lambda: options.tokenizer == "none" or reader.tokenizer is not None
+            self._indexes.make, lambda: options.tokenizer == "none" or reader.tokenizer is not None
         )
-        self.members.contents = self.listening.contents
-        self.members.on_look = self._on_probe
-        self.members.on_removed = self._on_removed
-        self.members.on_models = self._on_models
         self.budget = RetryBudget(options.retry_budget)
         settings = ProxySettings(
             options.max_attempts,
@@ -175,8 +175,8 @@ class GatewayState:
         if target.startswith("/reset_prefix_cache") and answer.status == 200:
             for url in urls:
                 endpoint = self.router.endpoints.get(url)
-                if endpoint is not None and isinstance(endpoint.contents, ApproximateIndex):
-                    endpoint.contents.clear()
+                if endpoint is not None:
+                    endpoint.contents.cache_reset()
         return answer
 
     async def cache_stats(self, principal: Principal, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
@@ -245,13 +245,7 @@ class GatewayState:
         )
         if endpoint is None:
             return found
-        contents, rates = endpoint.contents, endpoint.load.rates
-        cache: dict[str, Any] = {"block_size": endpoint.block_size, "mode": "events"}
-        if isinstance(contents, ApproximateIndex):
-            cache |= {"mode": "guessed", "capacity": contents.capacity, "flushes": contents.num_flushes}
-            cache |= {"blocks": len(contents), "trims": contents.num_trims}
-        elif isinstance(contents, KVEventIndex):
-            cache |= {"blocks": len(contents), "counts": dict(contents.counts)}
+        rates = endpoint.load.rates
         return {
             **found,
             "models": [card.id for card in member.models],
@@ -261,18 +255,38 @@ class GatewayState:
             "backlog_ms": round(endpoint.backlog_ms(now), 1),
             "slowness": round(endpoint.load.slowness(now), 2),
             "rates_ms": {name: value for name, value in rates._asdict().items()},
-            "cache": cache,
+            "cache": {"block_size": endpoint.block_size, **endpoint.contents.describe()},
         }
 
-    def _on_probe(self, member: MonitoredReplica) -> None:
+    # ------------------------------------------------------------------------------- observer of the replica monitor
+
+    def index_of(self, member: MonitoredReplica) -> PrefixIndex:
+        """Return the index of a replica's cache, from KV events where it publishes them."""
+        return self.listening.index_of(member)
+
+    def probed(self, member: MonitoredReplica) -> None:
+        """Note the result of a probe."""
         self.listening.on_probe(member)
         self.proxy.silence.on_probe(member)
 
-    def _on_removed(self, url: str) -> None:
+    def removed(self, url: str) -> None:
+        """Forget a removed replica."""
+        self._indexes.removed(url)
         self.listening.removed(url)
         self.proxy.silence.removed(url)
 
-    def _on_models(self) -> None:
+    def models_changed(self) -> None:
+        """Map the model names that are served now, and load their tokenizer if that was requested."""
         self.reader.served = self.members.served()
         models = {served.model for served in self.reader.served.values()}
         self.reader.default_model = next(iter(models)) if len(models) == 1 else ""
+        if self._tokenizer_log is not None and self.reader.tokenizer is None:
+            found = tokenizer_of(self.members.cards())
+            if found is not None:
+                self.reader.tokenizer = SegmentedTokenizer(found)
+                self._tokenizer_log.line("headstart: prompts are counted in the replicas' own tokens")
+
+    def find_tokenizer(self, log: Log) -> None:
+        """Load the replicas' tokenizer once they report their models, if it is on this machine, and log that."""
+        self._tokenizer_log = log
+        self.models_changed()

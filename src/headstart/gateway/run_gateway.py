@@ -26,7 +26,7 @@ from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.held_log import HeldLog
 from headstart.gateway.proxy.replies import session_options
 from headstart.gateway.proxy.request_reader import RequestReader
-from headstart.gateway.replica_tokenizers import named_tokenizer, tokenizer_of
+from headstart.gateway.replica_tokenizers import named_tokenizer
 from headstart.gateway.replicas.replica_address import ReplicaAddress, parse_address
 from headstart.http.lifecycle import (
     EXIT_BROKEN,
@@ -150,7 +150,8 @@ class _Life:
         if watching.done() and isinstance(error := watching.exception(), ConfigError):
             self._log.line(f"headstart: {error}")
             return EXIT_CONFIG
-        self._find_tokenizer(state)
+        if self._router_options.tokenizer == "auto":
+            state.find_tokenizer(self._log)
         cap = connection_cap(self._options.max_num_queued_reqs, files_each=2)  # one to the client, and one to a replica
         http = HttpServer(uvicorn_config(build_front(state), ConnectionTable(cap)))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
@@ -184,23 +185,6 @@ class _Life:
     ) -> None:
         """Wait until every known replica was probed once; `timeout` None: without a limit."""
         await _any_of(watching, state.members.seen.wait(), self._shutdown.begun.wait(), timeout=timeout)
-
-    def _find_tokenizer(self, state: GatewayState) -> None:
-        """Load the replicas' tokenizer as soon as they report their models, if it is on this machine."""
-        if self._router_options.tokenizer != "auto":
-            return
-        before = state.members.on_models
-
-        def changed() -> None:
-            before()
-            if state.reader.tokenizer is None:
-                found = tokenizer_of(state.members.cards())
-                state.reader.tokenizer = None if found is None else SegmentedTokenizer(found)
-                if state.reader.tokenizer is not None:
-                    self._log.line("headstart: prompts are counted in the replicas' own tokens")
-
-        state.members.on_models = changed
-        changed()
 
     async def _drain(self, state: GatewayState) -> int:
         deadline = time.monotonic() + self._shutdown.drain_seconds

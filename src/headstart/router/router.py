@@ -14,7 +14,6 @@ from headstart.router.endpoint import Endpoint
 from headstart.router.filters import eligible
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.cached_tokens import cached_blocks
-from headstart.router.index.kv_event_index import KVEventIndex
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import Flight
 from headstart.router.policies.cost import CostPolicy, cost_of
@@ -198,8 +197,8 @@ class Router:
     def _look_for_events(self, endpoint: Endpoint) -> None:
         """Replace an event index without usable events by an approximate one."""
         contents = endpoint.contents
-        if isinstance(contents, KVEventIndex) and contents.is_blind:
-            endpoint.contents = contents.guess or ApproximateIndex()
+        if contents.is_blind:
+            endpoint.contents = ApproximateIndex() if contents.by_prompts is contents else contents.by_prompts
             self.num_blind += 1
 
     def _compare(self, shadow: Policy, decision: RoutingDecision) -> Comparison:
@@ -253,10 +252,9 @@ def _contents_for(endpoint: Endpoint, request: RoutingRequest) -> PrefixIndex:
     Events identify blocks by the engine's own tokens. A prompt counted in text, or in tokens that the replica counts
     otherwise, has other hashes: for such prompts only the approximate index applies.
     """
-    contents = endpoint.contents
-    if isinstance(contents, KVEventIndex) and (not request.prompt.exact or request.form in endpoint.miscounted):
-        return contents.guess or contents
-    return contents
+    if not request.prompt.exact or request.form in endpoint.miscounted:
+        return endpoint.contents.by_prompts
+    return endpoint.contents
 
 
 def _compare_counts(endpoint: Endpoint, request: RoutingRequest, usage: Usage) -> None:

@@ -1,15 +1,38 @@
-"""IndexBudget: limits the blocks of the approximate indexes, of each replica and of all together.
+"""ApproximateIndexes: the indexes of replicas without KV events, limited in blocks by an IndexBudget.
 
 An approximate index takes 35 bytes per empty block and up to 360 per used one. Replicas report their numbers of blocks,
 which may be wrong: the blocks granted to one replica are not available to others.
 """
 
+from functools import partial
+
+from headstart.gateway.replicas.replica_monitor import MonitoredReplica
 from headstart.http.logs import Log
-from headstart.router.index.approximate_index import MAX_UNKNOWN_BLOCKS
+from headstart.router.index.approximate_index import MAX_UNKNOWN_BLOCKS, ApproximateIndex
 
 MAX_TOTAL_BLOCKS = 2**24  # of all replicas: 6 GB when full, 0.6 GB when empty
 MAX_REPLICA_BLOCKS = 2**22  # of one replica: 67 million tokens in blocks of 16
 MIN_BLOCKS = 16_384  # granted to every replica, whatever their number
+
+
+class ApproximateIndexes:
+    """A maker of approximate indexes. `at_pick`: prompts count as cached when they are routed, else when answered."""
+
+    def __init__(self, log: Log, *, at_pick: bool = True) -> None:
+        self._at_pick = at_pick
+        self._budget = IndexBudget(log)
+
+    def make(self, member: MonitoredReplica) -> ApproximateIndex:
+        """Return an empty index of a replica's cache, of the size and with the eviction policy that it reports."""
+        metrics, url = member.metrics, member.address.url
+        policy = "2q" if metrics.kind == "headstart" else "lru"
+        num_blocks = self._budget.grant(url, metrics.num_blocks)
+        allow = partial(self._budget.grow, url)
+        return ApproximateIndex(num_blocks, eviction_policy=policy, at_pick=self._at_pick, allow=allow)
+
+    def removed(self, url: str) -> None:
+        """Release the blocks of a removed replica."""
+        self._budget.release(url)
 
 
 class IndexBudget:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from headstart.core.cache.hashing import BlockHash
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 from headstart.gateway.replicas.replica_monitor import DEFAULT_BLOCK, MonitoredReplica
+from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.kv_event_index import MAX_BLOCKS, KVEventIndex
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.routing_request import router_root
@@ -23,14 +24,14 @@ class KVEventSubscriptions:
     """
 
     def __init__(
-        self, guess: Callable[[MonitoredReplica], PrefixIndex], names_tokens: Callable[[], bool] = lambda: True
+        self, guess: Callable[[MonitoredReplica], ApproximateIndex], names_tokens: Callable[[], bool] = lambda: True
     ) -> None:
         self._guess = guess
         self._names_tokens = names_tokens
         self._consumers: dict[str, KVEventConsumer] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def contents(self, member: MonitoredReplica) -> PrefixIndex:
+    def index_of(self, member: MonitoredReplica) -> PrefixIndex:
         """Return the index of a replica's cache; subscribe to its events at the first call."""
         address = member.address
         if address.events is None or not self._names_tokens():
@@ -60,13 +61,14 @@ class KVEventSubscriptions:
         """
         consumer, endpoint = self._consumers.get(member.address.url), member.endpoint
         if consumer is None and endpoint is not None and member.address.events is not None and self._names_tokens():
-            endpoint.contents = self.contents(member)
+            endpoint.contents = self.index_of(member)
             return
         if consumer is None or endpoint is None:
             return
         if endpoint.contents is consumer.contents:
             if consumer.is_suspended:
-                endpoint.contents = consumer.contents.guess or self._guess(member)
+                guess = consumer.contents.guess
+                endpoint.contents = self._guess(member) if guess is None else guess
             return
         if len(consumer.contents) and not consumer.is_blind and endpoint.block_size == consumer.contents.block_size:
             endpoint.contents = consumer.contents

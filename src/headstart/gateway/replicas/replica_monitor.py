@@ -7,16 +7,15 @@ to the router's own accounting.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from typing import Protocol
 
 import aiohttp
 
 from headstart.gateway.proxy.request_reader import Served
 from headstart.gateway.replicas.bounded_reads import MAX_HEALTH, MAX_METRICS, MAX_MODELS, read_prefix, whole_lines
-from headstart.gateway.replicas.index_budget import IndexBudget
 from headstart.gateway.replicas.probes import (
     Metrics,
     ModelCard,
@@ -29,7 +28,6 @@ from headstart.gateway.replicas.probes import (
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.logs import Log
 from headstart.router.endpoint import Endpoint
-from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.router import Router
 
@@ -61,40 +59,50 @@ class MonitoredReplica:
         return next((card.id for card in self.models if card.parent is None), "")
 
 
-class ReplicaMonitor:
-    """Keeps the router's endpoints in step with the replicas. `changed` is a Discovery's callback; end with `close`.
+class ReplicaObserver(Protocol):
+    """The owner of a ReplicaMonitor."""
 
-    `contents(member)` returns the index of a replica's cache when it is first seen or was restarted; by default an
-    empty approximate index of its size. `on_models` is called when the served models change, `on_look` after every
-    probe of a replica, `on_removed` with the address of a removed one.
-    """
+    def index_of(self, member: MonitoredReplica) -> PrefixIndex:
+        """Return the index of the cache of a replica that is first seen or was restarted."""
+        ...
+
+    def probed(self, member: MonitoredReplica) -> None:
+        """Called after every probe of a replica."""
+        ...
+
+    def removed(self, url: str) -> None:
+        """Called when a replica was removed."""
+        ...
+
+    def models_changed(self) -> None:
+        """Called when the served models, or the replicas, have changed."""
+        ...
+
+
+class ReplicaMonitor:
+    """Keeps the router's endpoints in step with the replicas. `changed` is a Discovery's callback; end with `close`."""
 
     def __init__(
         self,
         router: Router,
         session: aiohttp.ClientSession,
         log: Log,
+        observer: ReplicaObserver,
         *,
         health_interval: float,
         scrape_interval: float,
         headers: dict[str, str] | None = None,
-        at_pick: bool = True,
     ) -> None:
         self.members: dict[str, MonitoredReplica] = {}
         self.seen = asyncio.Event()  # every replica of the first list was probed once
-        self.on_models: Callable[[], None] = lambda: None
         self._router = router
         self._session = session
         self._log = log
+        self._observer = observer
         self._health_interval = health_interval
         self._scrape_interval = scrape_interval
         self._headers = headers or {}
-        self._at_pick = at_pick
-        self.contents: Callable[[MonitoredReplica], PrefixIndex] = self.guessed
-        self.on_look: Callable[[MonitoredReplica], None] = lambda member: None
-        self.on_removed: Callable[[str], None] = lambda url: None
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._budget = IndexBudget(log)
 
     def changed(self, addresses: Sequence[ReplicaAddress]) -> None:
         """Add new replicas, and remove those that are not among `addresses`; requests in flight there may still end."""
@@ -103,8 +111,7 @@ class ReplicaMonitor:
             self._tasks.pop(url).cancel()
             del self.members[url]
             self._router.remove(url)
-            self._budget.release(url)
-            self.on_removed(url)
+            self._observer.removed(url)
             self._log.event("replica", {"replica": url, "state": "removed"}, text=f"replica {url}: removed")
         for url, address in wanted.items():
             if url not in self.members:
@@ -112,7 +119,7 @@ class ReplicaMonitor:
                 self._tasks[url] = asyncio.create_task(self._probe_forever(member))
         if not addresses:
             self.seen.set()
-        self.on_models()
+        self._observer.models_changed()
 
     async def close(self) -> None:
         """Stop probing."""
@@ -151,15 +158,6 @@ class ReplicaMonitor:
         known = [member.models for member in self.members.values()]
         return bool(known) and all(known)
 
-    def guessed(self, member: MonitoredReplica) -> ApproximateIndex:
-        """Return an empty approximate index of the replica's cache."""
-        metrics = member.metrics
-        policy = "2q" if metrics.kind == "headstart" else "lru"
-        url = member.address.url
-        num_blocks = self._budget.grant(url, metrics.num_blocks)
-        allow = partial(self._budget.grow, url)
-        return ApproximateIndex(num_blocks, eviction_policy=policy, at_pick=self._at_pick, allow=allow)
-
     # ---------------------------------------------------------------------------------------------------- one replica
 
     async def _probe_forever(self, member: MonitoredReplica) -> None:
@@ -167,7 +165,7 @@ class ReplicaMonitor:
         while True:
             try:
                 await self._probe(member)
-                self.on_look(member)
+                self._observer.probed(member)
             except Exception as error:  # an error at one replica must not stop the probes of the others
                 self._log.failure("replica_look_failed", error, member.address.url)
             if all(other.state != "new" for other in self.members.values()):
@@ -233,7 +231,9 @@ class ReplicaMonitor:
             member.metrics = metrics_of(member.models) or member.metrics
         if first:
             member.endpoint = endpoint = Endpoint(
-                member.address.url, self.contents(member), block_size=member.metrics.block_size or DEFAULT_BLOCK
+                member.address.url,
+                self._observer.index_of(member),
+                block_size=member.metrics.block_size or DEFAULT_BLOCK,
             )
         else:
             assert member.endpoint is not None
@@ -245,7 +245,7 @@ class ReplicaMonitor:
         if first:
             self._router.add(endpoint)
         if first or member.models != before:
-            self.on_models()
+            self._observer.models_changed()
 
     async def _scrape(self, member: MonitoredReplica) -> bool:
         """Read /metrics; return whether it was available. Without it the router relies on its own accounting."""
@@ -277,7 +277,7 @@ class ReplicaMonitor:
         return found
 
     def _reset(self, member: MonitoredReplica, endpoint: Endpoint) -> None:
-        endpoint.reconfigured(member.metrics.block_size or endpoint.block_size, self.contents(member))
+        endpoint.reconfigured(member.metrics.block_size or endpoint.block_size, self._observer.index_of(member))
         url, state = member.address.url, "started again, its cache is empty"
         self._log.event("replica", {"replica": url, "state": state}, text=f"replica {url}: {state}")
 

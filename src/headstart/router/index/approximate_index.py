@@ -17,6 +17,7 @@ a new pool, and the old one is freed in slices, so that neither takes longer for
 
 from collections.abc import Callable
 from itertools import accumulate, islice, takewhile
+from typing import Any
 
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash
@@ -90,6 +91,25 @@ class ApproximateIndex:
 
     def __len__(self) -> int:
         return self._pool.num_published
+
+    @property
+    def by_prompts(self) -> "ApproximateIndex":
+        """This index: it knows no events."""
+        return self
+
+    @property
+    def is_blind(self) -> bool:
+        """Never: it needs no events."""
+        return False
+
+    def cache_reset(self) -> None:
+        """Empty the index, as the replica's cache was."""
+        self.clear()
+
+    def describe(self) -> dict[str, Any]:
+        """Return its mode and size as plain values."""
+        sizes = {"capacity": self.capacity, "flushes": self.num_flushes, "blocks": len(self), "trims": self.num_trims}
+        return {"mode": "guessed", **sizes}
 
     def match(self, names: list[BlockHash], now: float = 0.0) -> int:
         """Return the number of leading blocks predicted to be cached. Changes nothing."""

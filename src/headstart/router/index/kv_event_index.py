@@ -13,6 +13,7 @@ announces another copy of a known block.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, takewhile
+from typing import Any
 
 from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from headstart.core.cache.hashing import BlockHash, extend_hashes, region_hash
@@ -41,7 +42,7 @@ class KVEventIndex:
     """
 
     def __init__(
-        self, block_size: int, root: Root, guess: PrefixIndex | None = None, *, max_blocks: int = MAX_BLOCKS
+        self, block_size: int, root: Root, guess: ApproximateIndex | None = None, *, max_blocks: int = MAX_BLOCKS
     ) -> None:
         self.block_size = block_size
         self.max_blocks = max_blocks
@@ -65,6 +66,18 @@ class KVEventIndex:
     def is_blind(self) -> bool:
         """Whether requests end and no usable event arrives."""
         return self.silence >= SILENCE
+
+    @property
+    def by_prompts(self) -> PrefixIndex:
+        """The approximate index beside it, if there is one."""
+        return self if self.guess is None else self.guess
+
+    def cache_reset(self) -> None:
+        """Do nothing: the engine sends an event, in order with those of blocks stored before and after."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return its mode and size as plain values, and the counts of events."""
+        return {"mode": "events", "blocks": len(self), "counts": dict(self.counts)}
 
     def match(self, names: list[BlockHash], now: float) -> int:
         """Return the number of leading blocks that are cached, or expected since they were just sent."""
@@ -128,7 +141,7 @@ class KVEventIndex:
     def free(self, num: int) -> int:
         """Free up to `num` entries of former tables and of `guess`; return the number freed, 0 when nothing is left."""
         freed = self._discards.free(num)
-        return freed + (self.guess.free(num - freed) if isinstance(self.guess, ApproximateIndex) and freed < num else 0)
+        return freed + (self.guess.free(num - freed) if self.guess is not None and freed < num else 0)
 
     def _empty(self) -> None:
         self._handles: dict[bytes, BlockHash] = {}

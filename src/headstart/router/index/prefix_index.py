@@ -1,6 +1,6 @@
 """PrefixIndex: the router's estimate of one replica's prefix cache, approximate or from KV events."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from headstart.core.cache.hashing import BlockHash
 
@@ -67,6 +67,24 @@ class PrefixIndex(Protocol):
         """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
         ...
 
-    def clear(self) -> None:
-        """Empty the index, as the replica's cache was."""
+    @property
+    def by_prompts(self) -> "PrefixIndex":
+        """The index to ask about prompts whose hashes the replica's events cannot contain."""
+        ...
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether it depends on events of which none is usable: then `by_prompts` is better."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        ...
+
+    def cache_reset(self) -> None:
+        """Record that the replica was told to empty its cache, and did."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return its mode and size as plain values, for /v1/fleet."""
         ...
