@@ -32,7 +32,7 @@ def fleet(policy: Policy | None = None, count: int = 3) -> Router:
 def warm(router: Router, name: str, request: RoutingRequest, noise: float = 1.0) -> None:
     """Lets one replica serve a request at time 0, whatever the policy says, in the time that takes."""
     pick = router.pick(request, 0.0)
-    router.sent(pick, 0.0, name)
+    pick = router.sent(pick, 0.0, name)
     took = RATES.prefill_ms(Work.of(request.prompt.num_tokens, pick.candidate.hit_tokens)) / 1e3
     router.first_token(pick, noise * took)
     router.finished(pick, noise * took)
@@ -41,7 +41,7 @@ def warm(router: Router, name: str, request: RoutingRequest, noise: float = 1.0)
 def send(router: Router, request: RoutingRequest, now: float = 0.0, to: str | None = None) -> RoutingDecision:
     """A request that stays under way."""
     pick = router.pick(request, now)
-    router.sent(pick, now, to)
+    pick = router.sent(pick, now, to)
     return pick
 
 
@@ -211,7 +211,7 @@ def test_inflight_tokens_count_what_is_to_be_generated_too() -> None:
 def test_a_session_stays_where_it_was_served_last() -> None:
     router = fleet(WeightedPolicy({"session": 1.0}))
     first = router.pick(ask(1, session="s"), 0.0)
-    router.sent(first, 0.0, "r2")
+    first = router.sent(first, 0.0, "r2")
     assert all(router.pick(ask(number, session="s"), 0.0).endpoint.name == "r2" for number in range(20))
     others = {router.pick(ask(number, session="t"), 0.0).endpoint.name for number in range(20)}
     assert len(others) > 1
@@ -311,7 +311,7 @@ def test_whatever_happened_all_are_ranked_once_and_picking_changes_nothing(
         assert sorted(c.name for c in pick.choice.ranked) == sorted(router.endpoints)
         scores = [-score if not router.policy.lower_is_better else score for score in pick.choice.scores]
         assert scores[1:] == sorted(scores[1:])
-        router.sent(pick, float(index), f"r{who % count}")
+        pick = router.sent(pick, float(index), f"r{who % count}")
         if not stays:
             router.first_token(pick, index + 0.5)
             router.finished(pick, index + 0.5)

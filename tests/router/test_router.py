@@ -63,7 +63,7 @@ def test_an_answer_in_one_piece_is_no_late_first_token_and_teaches_nothing() -> 
     replica = router.endpoints["r0"]
     before = replica.load.rates
     pick = router.pick(ask(1, 2), 0.0)
-    router.sent(pick, 0.0)
+    pick = router.sent(pick, 0.0)
     assert replica.load.slowness(60.0) > 10
     router.assume_first_token(pick, 1.0)
     assert replica.load.slowness(60.0) == 1.0 and replica.backlog_ms(60.0) == 0.0
@@ -84,7 +84,7 @@ def test_who_failed_this_request_is_not_asked_again() -> None:
 def test_an_ejected_replica_is_left_out_until_it_may_come_back() -> None:
     router = fleet(2)
     pick = router.pick(ask(1), 0.0)
-    router.sent(pick, 0.0)
+    pick = router.sent(pick, 0.0)
     assert router.failed(pick, 0.0, refused=True)
     assert router.pick(ask(1), 0.5).excluded == {pick.endpoint.name: "ejected"}
     assert router.pick(ask(1), 1.5).excluded == {}
@@ -104,7 +104,7 @@ def test_the_last_one_is_asked_even_if_it_is_ejected() -> None:
 def test_a_refused_request_leaves_nothing_behind() -> None:
     router = fleet(1)
     pick = router.pick(ask(1, 2), 0.0)
-    router.sent(pick, 0.0)
+    pick = router.sent(pick, 0.0)
     router.failed(pick, 0.1)
     load = router.endpoints["r0"].load
     assert (len(shadow_of(router)), load.num_requests, load.inflight_tokens, load.learner.num_samples) == (0, 0, 0, 0)
@@ -114,7 +114,7 @@ def test_a_client_that_goes_away_is_no_failure_of_the_replica() -> None:
     router = fleet(1)
     for _ in range(5):
         pick = router.pick(ask(1), 0.0)
-        router.sent(pick, 0.0)
+        pick = router.sent(pick, 0.0)
         router.failed(pick, 0.0, blame=False)
     assert router.endpoints["r0"].health.num_ejections == 0
 
@@ -123,7 +123,7 @@ def test_the_index_learns_whom_the_request_really_went_to() -> None:
     router = fleet(2)
     pick = router.pick(ask(1), 0.0)
     other = pick.fallbacks[0]
-    router.sent(pick, 0.0, other)
+    pick = router.sent(pick, 0.0, other)
     assert shadow_of(router, other).match(names(1)) == 1
     with pytest.raises(KeyError):
         router.sent(router.pick(ask(1), 0.0), 0.0, "r9")
@@ -146,7 +146,7 @@ def test_rates_are_learned_from_what_was_really_to_do() -> None:
         request, now = ask(*range(50)), 10.0 * (turn + 1)
         pick = router.pick(request, now)
         assert pick.candidate.hit_tokens == 200
-        router.sent(pick, now)
+        pick = router.sent(pick, now)
         router.first_token(pick, now + 0.202)
         router.finished(pick, now + 0.202, Usage(201, 0))
     assert router.endpoints["r0"].load.rates.token == pytest.approx(RATES.token, rel=0.05)
@@ -157,7 +157,7 @@ def test_tokens_of_the_answer_are_known_where_a_body_tells_them() -> None:
     router = fleet(1)
     one = Prompt(range(6), ask(1).prompt._root)
     pick = router.pick(RoutingRequest(one), 0.0)
-    router.sent(pick, 0.0)
+    pick = router.sent(pick, 0.0)
     router.finished(pick, 1.0, output=[6, 7, 8])
     assert shadow_of(router).match(one.names_with([6, 7, 8], BLOCK)) == 2
 
@@ -167,7 +167,7 @@ def test_a_replica_that_was_removed_or_reconfigured_does_not_trouble_requests_un
     picks: list[RoutingDecision] = []
     for name in ("r0", "r1"):
         pick = router.pick(ask(1, 2), 0.0)
-        router.sent(pick, 0.0, name)
+        pick = router.sent(pick, 0.0, name)
         picks.append(pick)
     router.remove("r0")
     router.endpoints["r1"].reconfigured(8, ApproximateIndex(4))
@@ -255,7 +255,7 @@ def test_a_replica_that_counts_another_number_of_tokens_is_guessed_at_for_prompt
     router = precise_fleet()
     chat = RoutingRequest(prompt(*range(8)), form="chat")
     pick = router.pick(chat, 0.0)
-    router.sent(pick, 0.0)
+    pick = router.sent(pick, 0.0)
     router.finished(pick, 1.0, Usage(40, 0))  # 33 as the router counts
     told = router.endpoints["r0"].contents
     assert isinstance(told, KVEventIndex)
@@ -371,11 +371,11 @@ def test_a_retry_is_one_decision_of_every_shadow_policy() -> None:
         first = pick.regrets
         tried: list[str] = []
         for _ in range(2):  # two replicas fail, the third one answers
-            router.sent(pick, now)
+            pick = router.sent(pick, now)
             router.failed(pick, now, blame=False)
             tried.append(pick.endpoint.name)
             pick = router.pick(ask(turn), now, tried=frozenset(tried), before=pick)
-        router.sent(pick, now)
+        pick = router.sent(pick, now)
         router.finished(pick, now + 1.0)
         assert pick.regrets == first, "what they decided is still told"
     regret = router.regrets["round-robin"]
@@ -410,7 +410,7 @@ def test_when_all_is_over_no_replica_has_anything_to_do(
     for now, (kind, chain, which) in enumerate(acts):
         if kind < 2 or not under_way:
             pick = router.pick(ask(*chain), float(now))
-            router.sent(pick, float(now))
+            pick = router.sent(pick, float(now))
             under_way.append(pick)
         elif kind == 2:
             router.first_token(under_way[which % len(under_way)], float(now))

@@ -64,7 +64,7 @@ class GatewayMetrics:
             self._failures.add((failure.value,))
         if call.num_attempts > 1:
             self._retries.inc(call.num_attempts - 1)
-        decision = call.pick
+        decision = call.in_flight
         if decision is None:
             return
         name = decision.endpoint.name

@@ -154,7 +154,7 @@ class GatewayState:
         self.metrics.routed(call)
         if record.status not in (401, 403):  # otherwise any client could evict requests that tenants may explain
             self.memory.sent(call, record.principal)
-        decision = call.pick
+        decision = call.in_flight
         if decision is not None:
             record.num_prompt_tokens = decision.view.prompt_tokens
             record.route = {

@@ -25,7 +25,7 @@ class RequestHistory:
 
     def sent(self, call: ProxiedCall, principal: Principal) -> None:
         """Add a request that has ended and was sent to a replica at least once."""
-        decision = call.pick
+        decision = call.in_flight
         if decision is None or call.is_trimmed:
             return
         seen = _seen(call.request_id, call.path, call.reading, principal, decision)

@@ -1,8 +1,8 @@
 """Router: filter, match, choose; then `sent`, `first_token`, `finished`. The same in every deployment.
 
-The caller calls `pick` for a routing decision, and reports the request's progress: `sent` when it leaves, `failed` when
-the replica could not serve it (then it picks again), `first_token`, and `finished` with the reported usage. Each call
-is short, none waits, and only one may run at a time. Time is the caller's, in seconds.
+The caller calls `pick` for a routing decision and `sent` when the request leaves, and reports the progress of what that
+returns: `failed` when the replica could not serve it (then it picks again), `first_token`, and `finished` with the
+reported usage. Each call is short, none waits, and only one may run at a time. Time is the caller's, in seconds.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ from headstart.router.load import Flight
 from headstart.router.policies.cost import CostPolicy, cost_of
 from headstart.router.policies.policy import Candidate, Policy, View
 from headstart.router.prefill_model import Work
-from headstart.router.routing_decision import Comparison, RoutingDecision
+from headstart.router.routing_decision import Comparison, InFlight, RoutingDecision
 from headstart.router.routing_request import RoutingRequest, Usage
 
 
@@ -91,99 +91,87 @@ class Router:
             decision.comparisons = [self._compare(shadow, decision) for shadow in self.shadow_policies]
         return decision
 
-    def sent(self, decision: RoutingDecision, now: float, endpoint: str | None = None) -> None:
+    def sent(self, decision: RoutingDecision, now: float, endpoint: str | None = None) -> InFlight:
         """Record that the request is sent, to the chosen replica or to the named fallback."""
-        if endpoint is not None:
-            decision.endpoint = decision.candidate_of(endpoint).endpoint
-        chosen, view = decision.endpoint, decision.view
+        view = decision.view
+        candidate = decision.candidate if endpoint is None else decision.candidate_of(endpoint)
+        chosen = candidate.endpoint
         cost = cost_of(view, chosen.name)
-        work = Work.of(view.prompt_tokens, decision.candidate.hit_tokens, chosen.load.num_streams)
-        decision.flight = Flight(work, cost.prefill, cost.backlog, view.ask.max_tokens)
-        decision.contents = _contents_for(chosen, view.ask)
-        decision.reservation = decision.contents.sent(decision.names, now)
-        decision.sent_at = now
-        chosen.load.sent(decision.flight, now, self._count)
+        work = Work.of(view.prompt_tokens, candidate.hit_tokens, chosen.load.num_streams)
+        flight = Flight(work, cost.prefill, cost.backlog, view.ask.max_tokens)
+        contents = _contents_for(chosen, view.ask)
+        reservation = contents.sent(view.ask.prompt.names(chosen.block_size), now)
+        chosen.load.sent(flight, now, self._count)
         chosen.health.sent(now)
         self._count += 1
         self.policy.picked(decision.choice, chosen)
         self._book(decision)
+        return InFlight(decision, chosen, flight, contents, reservation, now)
 
     # --------------------------------------------------------------------------------------------------- progress
 
-    def first_token(self, decision: RoutingDecision, now: float, usage: Usage | None = None) -> None:
+    def first_token(self, in_flight: InFlight, now: float, usage: Usage | None = None) -> None:
         """Record the first token; some replicas report the cached tokens with it."""
-        assert decision.reservation is not None and decision.flight is not None and decision.contents is not None, (
-            "it was never sent"
-        )
-        decision.first_token = now
-        decision.endpoint.health.succeeded(now, sent_at=decision.sent_at)
-        decision.endpoint.load.answered(decision.flight, now)
+        in_flight.first_token = now
+        in_flight.endpoint.health.succeeded(now, sent_at=in_flight.sent_at)
+        in_flight.endpoint.load.answered(in_flight.flight, now)
         if usage is not None:
-            self._reported(decision, usage, now)
-        decision.contents.computed(decision.reservation, now)
+            self._reported(in_flight, usage, now)
+        in_flight.contents.computed(in_flight.reservation, now)
 
-    def assume_first_token(self, decision: RoutingDecision, now: float) -> None:
+    def assume_first_token(self, in_flight: InFlight, now: float) -> None:
         """Assume the first token of a response that comes as one piece and does not show it. Nothing is learned."""
-        assert decision.flight is not None, "it was never sent"
-        if decision.first_token is None and decision.finish is None:
-            decision.endpoint.load.answered(decision.flight, now)
-            decision.flight.took_ms = None
+        if in_flight.first_token is None and in_flight.finish is None:
+            in_flight.endpoint.load.answered(in_flight.flight, now)
+            in_flight.flight.took_ms = None
 
-    def finished(
-        self, decision: RoutingDecision, now: float, usage: Usage | None = None, output: Sequence[int] = ()
-    ) -> None:
+    def finished(self, in_flight: InFlight, now: float, usage: Usage | None = None, output: Sequence[int] = ()) -> None:
         """Record the complete response. `output` are its token ids, where the caller knows them."""
-        assert decision.reservation is not None and decision.flight is not None and decision.contents is not None, (
-            "it was never sent"
-        )
-        if decision.first_token is None:
-            self.first_token(decision, now, usage)
+        if in_flight.first_token is None:
+            self.first_token(in_flight, now, usage)
         elif usage is not None:
-            self._reported(decision, usage, now)
-        self._learn(decision.endpoint, decision.flight, decision.flight.work)
-        decision.endpoint.load.finished(decision.flight, now)
+            self._reported(in_flight, usage, now)
+        self._learn(in_flight.endpoint, in_flight.flight, in_flight.flight.work)
+        in_flight.endpoint.load.finished(in_flight.flight, now)
         names = (
-            decision.view.ask.prompt.names_with(output, decision.endpoint.block_size)
+            in_flight.view.ask.prompt.names_with(output, in_flight.endpoint.block_size)
             if output
-            else decision.reservation.names
+            else in_flight.reservation.names
         )
-        decision.contents.finished(decision.reservation, names, now)
-        self._look_for_events(decision.endpoint)
-        self._end(decision, now, ok=True)
+        in_flight.contents.finished(in_flight.reservation, names, now)
+        self._look_for_events(in_flight.endpoint)
+        self._end(in_flight, now, ok=True)
 
-    def failed(self, decision: RoutingDecision, now: float, *, refused: bool = False, blame: bool = True) -> bool:
+    def failed(self, in_flight: InFlight, now: float, *, refused: bool = False, blame: bool = True) -> bool:
         """Record that the request ended without a complete response; return whether that ejects the replica.
 
         `blame` False: the client disconnected, which says nothing about the replica.
         """
-        if decision.reservation is None or decision.flight is None or decision.contents is None:
-            return decision.endpoint.health.failed(now, refused=refused) if blame else False
-        decision.flight.took_ms = None
-        decision.endpoint.load.finished(decision.flight, now)
-        decision.contents.failed(decision.reservation)
-        ejected = blame and decision.endpoint.health.failed(now, refused=refused, sent_at=decision.sent_at)
-        self._end(decision, now, ok=False)
+        in_flight.flight.took_ms = None
+        in_flight.endpoint.load.finished(in_flight.flight, now)
+        in_flight.contents.failed(in_flight.reservation)
+        ejected = blame and in_flight.endpoint.health.failed(now, refused=refused, sent_at=in_flight.sent_at)
+        self._end(in_flight, now, ok=False)
         return ejected
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _reported(self, decision: RoutingDecision, usage: Usage, now: float) -> None:
+    def _reported(self, in_flight: InFlight, usage: Usage, now: float) -> None:
         """Correct index and rates by the reported cached tokens. Once per request."""
-        if decision.cached_tokens is not None:
+        if in_flight.cached_tokens is not None:
             return
-        assert decision.reservation is not None and decision.flight is not None and decision.contents is not None
-        decision.cached_tokens = usage.cached_tokens
-        prompt = decision.view.ask.prompt
+        in_flight.cached_tokens = usage.cached_tokens
+        prompt = in_flight.view.ask.prompt
         if prompt.exact:
-            _compare_counts(decision.endpoint, decision.view.ask, usage)
+            _compare_counts(in_flight.endpoint, in_flight.view.ask, usage)
         scaled = usage.cached_tokens * prompt.num_tokens // max(usage.prompt_tokens, 1)
         self._learn(
-            decision.endpoint, decision.flight, Work.of(prompt.num_tokens, scaled, decision.flight.work.streams)
+            in_flight.endpoint, in_flight.flight, Work.of(prompt.num_tokens, scaled, in_flight.flight.work.streams)
         )
-        self.prediction_error += abs(decision.candidate.hit_tokens - scaled)
+        self.prediction_error += abs(in_flight.candidate.hit_tokens - scaled)
         self.num_reported += 1
-        blocks = cached_blocks(decision.endpoint, prompt, usage, decision.reservation.hit)
-        decision.contents.observed(decision.reservation, min(blocks, len(decision.reservation.names)), now)
+        blocks = cached_blocks(in_flight.endpoint, prompt, usage, in_flight.reservation.hit)
+        in_flight.contents.observed(in_flight.reservation, min(blocks, len(in_flight.reservation.names)), now)
 
     def _learn(self, endpoint: Endpoint, flight: Flight, work: Work) -> None:
         """Add a sample to its rates, and to those of replicas with few samples, which might else get no requests."""
@@ -219,25 +207,25 @@ class Router:
             known.total_ms += regret
         decision.comparisons = []
 
-    def _end(self, decision: RoutingDecision, now: float, *, ok: bool) -> None:
-        decision.finish = now
-        if self._log is None or decision.flight is None or decision.sent_at is None:
+    def _end(self, in_flight: InFlight, now: float, *, ok: bool) -> None:
+        in_flight.finish = now
+        if self._log is None:
             return
-        choice, request = decision.choice, decision.view.ask
+        choice, request = in_flight.choice, in_flight.view.ask
         record = DecisionRecord(
-            at=decision.sent_at,
-            endpoint=decision.endpoint.name,
+            at=in_flight.sent_at,
+            endpoint=in_flight.endpoint.name,
             reason=choice.reason,
             scores={c.name: score for c, score in zip(choice.ranked, choice.scores, strict=True)},
-            excluded=decision.excluded,
+            excluded=in_flight.excluded,
             prompt_tokens=request.prompt.num_tokens,
-            block_size=decision.endpoint.block_size,
-            names=joined(decision.names),
+            block_size=in_flight.endpoint.block_size,
+            names=joined(in_flight.names),
             output_tokens=request.max_tokens,
-            predicted_tokens=decision.candidate.hit_tokens,
-            expected_ms=decision.flight.expected_ms,
-            cached_tokens=decision.cached_tokens,
-            first_token=decision.first_token,
+            predicted_tokens=in_flight.candidate.hit_tokens,
+            expected_ms=in_flight.flight.expected_ms,
+            cached_tokens=in_flight.cached_tokens,
+            first_token=in_flight.first_token,
             finish=now,
             ok=ok,
             session=request.session,

@@ -1,11 +1,13 @@
-"""RoutingDecision: the decision for one request and its progress. Its owner passes it back with every later event.
+"""RoutingDecision: where one request is sent, and why. InFlight: the same request once it was sent, and its progress.
 
-So the router needs no table of requests, no lock and no cleanup of requests that never return.
+The owner of an InFlight passes it back with every later event, so the router needs no table of requests, no lock and no
+cleanup of requests that never return.
 """
 
 from typing import Any, NamedTuple
 
 from headstart.core.cache.hashing import BlockHash
+from headstart.router.endpoint import Endpoint
 from headstart.router.index.prefix_index import PrefixIndex, Reservation
 from headstart.router.load import Flight
 from headstart.router.policies.cost import cost_of
@@ -22,24 +24,9 @@ class Comparison(NamedTuple):
 
 
 class RoutingDecision:
-    """The chosen replica, its alternatives and the expectations; from `Router.sent` on also the request's progress."""
+    """The chosen replica, its alternatives and the expectations."""
 
-    __slots__ = (
-        "cached_tokens",
-        "choice",
-        "comparisons",
-        "contents",
-        "endpoint",
-        "excluded",
-        "finish",
-        "first_token",
-        "flight",
-        "policy",
-        "regrets",
-        "reservation",
-        "sent_at",
-        "view",
-    )
+    __slots__ = ("choice", "comparisons", "endpoint", "excluded", "policy", "regrets", "view")
 
     def __init__(self, view: View, choice: Choice, excluded: dict[str, str], policy: str) -> None:
         self.view = view
@@ -49,13 +36,6 @@ class RoutingDecision:
         self.endpoint = choice.ranked[0].endpoint
         self.regrets: dict[str, tuple[str, float]] = {}  # shadow policy -> (its choice, milliseconds)
         self.comparisons: list[Comparison] = []  # of shadow policies, not counted yet
-        self.contents: PrefixIndex | None = None
-        self.reservation: Reservation | None = None
-        self.flight: Flight | None = None
-        self.sent_at: float | None = None
-        self.first_token: float | None = None
-        self.finish: float | None = None
-        self.cached_tokens: int | None = None
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
@@ -111,3 +91,29 @@ class RoutingDecision:
                 for name, (other, regret) in self.regrets.items()
             },
         }
+
+
+class InFlight(RoutingDecision):
+    """A request that was sent by a decision: what was expected of it when it left, and what has happened since."""
+
+    __slots__ = ("cached_tokens", "contents", "finish", "first_token", "flight", "reservation", "sent_at")
+
+    def __init__(
+        self,
+        decision: RoutingDecision,
+        endpoint: Endpoint,
+        flight: Flight,
+        contents: PrefixIndex,
+        reservation: Reservation,
+        sent_at: float,
+    ) -> None:
+        super().__init__(decision.view, decision.choice, decision.excluded, decision.policy)
+        self.endpoint = endpoint  # the chosen one, or a fallback
+        self.regrets = decision.regrets
+        self.flight = flight
+        self.contents = contents
+        self.reservation = reservation
+        self.sent_at = sent_at
+        self.first_token: float | None = None
+        self.finish: float | None = None
+        self.cached_tokens: int | None = None  # as reported by the replica

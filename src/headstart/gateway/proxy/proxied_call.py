@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from headstart.gateway.held_bytes import LARGE_BYTES, ByteReservation, bytes_of
 from headstart.gateway.proxy.request_reader import ReadRequest
 from headstart.gateway.proxy.upstream import Failure
-from headstart.router.routing_decision import RoutingDecision
+from headstart.router.routing_decision import InFlight
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class ProxiedCall:
     num_attempts: int = 0
     num_losses: int = 0  # attempts in which a replica was lost, perhaps because of this request
     was_late: bool = False  # it was given up at a replica that was judged silent by lateness alone
-    pick: RoutingDecision | None = None  # the last routing decision
+    in_flight: InFlight | None = None  # at the last replica it was sent to
     route: bytes = b""  # the reasons of that decision
     is_pending: bool = False  # without a first token, as far as known
     started: bool = False  # the client has received a status line

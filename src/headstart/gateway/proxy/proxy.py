@@ -42,7 +42,7 @@ from headstart.gateway.proxy.write_timeout import WriteTimeout
 from headstart.http.http_errors import ClientGoneError, HttpError
 from headstart.http.sse import DONE, WRITE_SECONDS, error_event
 from headstart.router.router import Router
-from headstart.router.routing_decision import RoutingDecision
+from headstart.router.routing_decision import InFlight
 
 SLICE_BYTES = 256 << 10  # of an answer in one piece
 TAIL_BYTES = 16 << 10  # of a long answer, whose usage is at its end
@@ -174,80 +174,77 @@ class Proxy:
     async def _attempt(self, call: ProxiedCall, send: Send) -> None:
         """Send the request to the best replica that was not tried yet. Raises AttemptError and NoReplicaError."""
         router, now = self.router, time.monotonic()
-        decision = router.pick(call.reading.request, now, tried=frozenset(call.tried), before=call.pick)
-        call.pick = decision
+        decision = router.pick(call.reading.request, now, tried=frozenset(call.tried), before=call.in_flight)
         if call.explains:
             call.route = decision_header(decision)
         call.trim()
-        router.sent(decision, now)
-        call.tried.append(decision.endpoint.name)
+        call.in_flight = in_flight = router.sent(decision, now)
+        call.tried.append(in_flight.endpoint.name)
         call.num_attempts += 1
-        voice, wait = self.silence.begin(call, decision, now)
+        voice, wait = self.silence.begin(call, in_flight, now)
         try:
-            await self._send(call, decision, (voice, wait), send)
+            await self._send(call, in_flight, (voice, wait), send)
         except AttemptError as error:
-            self._failed(decision, error.failure)
+            self._failed(in_flight, error.failure)
             raise
         except asyncio.CancelledError as error:
             if not wait.take_cancel_back():
                 raise
-            await self._broken(call, decision, Failure.HUNG, error, send)
+            await self._broken(call, in_flight, Failure.HUNG, error, send)
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-            await self._broken(call, decision, Failure.HUNG if wait.is_given_up else failure_of(error), error, send)
+            await self._broken(call, in_flight, Failure.HUNG if wait.is_given_up else failure_of(error), error, send)
         finally:
             wait.take_cancel_back()
             self.silence.end(voice, wait)
-            if decision.finish is None:  # the client disconnected, or the router stops: not the replica's fault
-                router.failed(decision, time.monotonic(), blame=False)
+            if in_flight.finish is None:  # the client disconnected, or the router stops: not the replica's fault
+                router.failed(in_flight, time.monotonic(), blame=False)
 
     async def _broken(
-        self, call: ProxiedCall, decision: RoutingDecision, failure: Failure, error: BaseException, send: Send
+        self, call: ProxiedCall, in_flight: InFlight, failure: Failure, error: BaseException, send: Send
     ) -> None:
         """Record that no complete answer arrived. Raises AttemptError if the client has received nothing of it."""
-        self._failed(decision, failure)
+        self._failed(in_flight, failure)
         if not call.committed:
             raise AttemptError(failure, f"{type(error).__name__}") from error
         call.failures.append(failure)
         call.outcome = "lost"
         await _write(send, error_event(replica_lost()) + DONE, more=False)
 
-    def _failed(self, decision: RoutingDecision, failure: Failure) -> None:
-        if decision.finish is not None:
+    def _failed(self, in_flight: InFlight, failure: Failure) -> None:
+        if in_flight.finish is not None:
             return  # an error in the first event of a stream has already been counted
-        health = decision.endpoint.health
+        health = in_flight.endpoint.health
         if failure is Failure.DRAINING:
             health.draining = True
         elif failure is Failure.LOADING:
             health.absent = True
         refused = failure in (Failure.REFUSED, Failure.UNREACHED, Failure.HUNG)
-        self.router.failed(decision, time.monotonic(), refused=refused, blame=failure.is_its_fault)
+        self.router.failed(in_flight, time.monotonic(), refused=refused, blame=failure.is_its_fault)
 
-    async def _send(
-        self, call: ProxiedCall, decision: RoutingDecision, watched: tuple[Voice, Wait], send: Send
-    ) -> None:
+    async def _send(self, call: ProxiedCall, in_flight: InFlight, watched: tuple[Voice, Wait], send: Send) -> None:
         own = {"x-request-id": call.request_id}
         if self._settings.replica_api_key is not None:
             own["authorization"] = f"Bearer {self._settings.replica_api_key}"
         body, timer = call.reading.body, None
         if not isinstance(body, bytes):
             own["content-length"] = str(len(body))
-        if not call.reading.stream and decision.flight is not None:  # its head arrives only with the complete answer
+        if not call.reading.stream:  # its head arrives only with the complete answer
             timer = asyncio.get_running_loop().call_later(
-                decision.flight.expected_ms / 1e3, self._assume, call, decision
+                in_flight.flight.expected_ms / 1e3, self._assume, call, in_flight
             )
         try:
             session = self._fresh if Failure.LOST in call.failures else self._session
             async with session.post(
-                decision.endpoint.name + call.path,
+                in_flight.endpoint.name + call.path,
                 data=body if isinstance(body, bytes) else body.pieces(),
                 headers=headers_on(call.headers, own, call.sender),
                 timeout=self._timeout,
                 allow_redirects=False,
             ) as response:
                 if check_head(response, call.path):
-                    await self._relay_stream(call, decision, watched, response, send)
+                    await self._relay_stream(call, in_flight, watched, response, send)
                 else:
-                    await self._relay_whole(call, decision, watched, response, send)
+                    await self._relay_whole(call, in_flight, watched, response, send)
         finally:
             if timer is not None:
                 timer.cancel()
@@ -257,7 +254,7 @@ class Proxy:
     async def _relay_whole(
         self,
         call: ProxiedCall,
-        decision: RoutingDecision,
+        in_flight: InFlight,
         watched: tuple[Voice, Wait],
         response: aiohttp.ClientResponse,
         send: Send,
@@ -273,25 +270,25 @@ class Proxy:
         if response.status < 300:
             call.answer_id = id_in(answer.body)
             if not answer.is_whole:
-                await self._relay_long(call, decision, answer, response, send)
+                await self._relay_long(call, in_flight, answer, response, send)
                 return
-            self._answered(call, decision, read_usage(answer.body))
+            self._answered(call, in_flight, read_usage(answer.body))
         else:
-            router.failed(decision, time.monotonic(), blame=response.status >= 500)
+            router.failed(in_flight, time.monotonic(), blame=response.status >= 500)
         await self._send_whole(call, answer, send)
 
-    def _answered(self, call: ProxiedCall, decision: RoutingDecision, reported: Said) -> None:
+    def _answered(self, call: ProxiedCall, in_flight: InFlight, reported: Said) -> None:
         """Record a complete answer in one piece."""
         now = time.monotonic()
         call.output_tokens = reported.output_tokens
         if reported.output_tokens != 1:  # otherwise its end is its first token
-            self.router.assume_first_token(decision, now)
-        self.router.finished(decision, now, reported.usage if call.reading.is_single else None)
+            self.router.assume_first_token(in_flight, now)
+        self.router.finished(in_flight, now, reported.usage if call.reading.is_single else None)
         self._first_token(call, now)
         call.outcome = "ok"
 
     async def _relay_long(
-        self, call: ProxiedCall, decision: RoutingDecision, answer: Answer, response: aiohttp.ClientResponse, send: Send
+        self, call: ProxiedCall, in_flight: InFlight, answer: Answer, response: aiohttp.ClientResponse, send: Send
     ) -> None:
         """Relay an answer that is too long to be kept until its end, as it arrives.
 
@@ -311,21 +308,21 @@ class Proxy:
                 call.drop_answer()
                 piece = await response.content.readany()
         except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-            self._failed(decision, failure_of(error))
+            self._failed(in_flight, failure_of(error))
             call.failures.append(failure_of(error))
             call.outcome = "lost"
             raise replica_lost() from error
-        self._answered(call, decision, read_usage_at_end(tail))
+        self._answered(call, in_flight, read_usage_at_end(tail))
         await _write(send, b"", more=False)
 
-    def _assume(self, call: ProxiedCall, decision: RoutingDecision) -> None:
-        self.router.assume_first_token(decision, time.monotonic())
+    def _assume(self, call: ProxiedCall, in_flight: InFlight) -> None:
+        self.router.assume_first_token(in_flight, time.monotonic())
         self._end_wait(call)
 
     async def _relay_stream(
         self,
         call: ProxiedCall,
-        decision: RoutingDecision,
+        in_flight: InFlight,
         watched: tuple[Voice, Wait],
         response: aiohttp.ClientResponse,
         send: Send,
@@ -350,10 +347,10 @@ class Proxy:
             if not stream.num_comment_bytes:  # the last event was data
                 voice.progress_at = now
             if stream.has_data and not call.committed:
-                self._begin(call, decision, stream, passed)
+                self._begin(call, in_flight, stream, passed)
                 voice.settle(wait, now)
             if stream.is_done:
-                self._finished(call, decision, stream)  # before it is relayed: clients disconnect after it
+                self._finished(call, in_flight, stream)  # before it is relayed: clients disconnect after it
             if passed and (call.committed or call.reading.stream):  # a client that requested no stream gets no comments
                 if not call.started:
                     await self._start(call, 200, headers_back(response, EVENTS), send)
@@ -363,17 +360,17 @@ class Proxy:
             raise GarbledError("a stream without an event")
         if not stream.is_done:
             raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
-        self._finished(call, decision, stream)
+        self._finished(call, in_flight, stream)
         await _write(send, rest, more=False)
 
-    def _begin(self, call: ProxiedCall, decision: RoutingDecision, stream: EventStream, passed: bytes) -> None:
+    def _begin(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream, passed: bytes) -> None:
         """Handle the first event. Raises AttemptError if it is an error that another replica may not have."""
         now = time.monotonic()
         if not error_in_first(stream.first):
             call.committed = True
             call.drop_body()
             call.answer_id = id_in(passed)
-            self.router.first_token(decision, now)
+            self.router.first_token(in_flight, now)
             self._first_token(call, now)
             return
         failure, status = refusal_in_event(stream.first)
@@ -381,13 +378,13 @@ class Proxy:
             answer = Answer(status, [(b"content-type", b"application/json")], stream.first)
             raise AttemptError(failure, f"the replica answered with an error, as {status}", answer)
         call.committed = True
-        self.router.failed(decision, now, blame=status >= 500)
+        self.router.failed(in_flight, now, blame=status >= 500)
 
-    def _finished(self, call: ProxiedCall, decision: RoutingDecision, stream: EventStream) -> None:
+    def _finished(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream) -> None:
         """Record that the answer is complete; only the first call counts."""
-        if decision.finish is None:
+        if in_flight.finish is None:
             call.output_tokens, call.outcome = stream.said.output_tokens, "ok"
-            self.router.finished(decision, time.monotonic(), stream.said.usage if call.reading.is_single else None)
+            self.router.finished(in_flight, time.monotonic(), stream.said.usage if call.reading.is_single else None)
 
     def _first_token(self, call: ProxiedCall, now: float) -> None:
         if call.first_token_at is None:
@@ -400,10 +397,10 @@ class Proxy:
             self.num_pending -= 1
 
     async def _start(self, call: ProxiedCall, status: int, headers: "list[tuple[bytes, bytes]]", send: Send) -> None:
-        assert call.pick is not None, "no replica was selected"
+        assert call.in_flight is not None, "no replica was selected"
         own = list[tuple[bytes, bytes]]()
         if call.shows_replica and status not in (401, 403):  # a refused key gets no addresses, from any server
-            own.append((b"x-headstart-replica", call.pick.endpoint.name.encode("latin-1")))
+            own.append((b"x-headstart-replica", call.in_flight.endpoint.name.encode("latin-1")))
             if call.route:
                 own.append((b"x-headstart-route", call.route))
         call.started = True

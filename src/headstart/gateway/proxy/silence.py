@@ -24,7 +24,7 @@ from headstart.gateway.replicas.replica_monitor import MAX_SILENCES, MonitoredRe
 from headstart.router.filters import eligible
 from headstart.router.prefill_model import YOUNG, Work
 from headstart.router.router import Router
-from headstart.router.routing_decision import RoutingDecision
+from headstart.router.routing_decision import InFlight
 
 UNREADY_LOOKS = 2
 LATE = 10.0
@@ -39,7 +39,7 @@ class Wait:
     """One attempt without a part of an answer. `give_up` cancels `task` soon, but not at once."""
 
     call: ProxiedCall
-    decision: RoutingDecision
+    decision: InFlight
     sent_at: float
     num_streams: int  # streams in flight there
     task: "asyncio.Task[Any]"
@@ -113,7 +113,7 @@ class Silence:
         self._router = router
         self._voices: dict[str, Voice] = {}
 
-    def begin(self, call: ProxiedCall, decision: RoutingDecision, now: float) -> tuple[Voice, Wait]:
+    def begin(self, call: ProxiedCall, decision: InFlight, now: float) -> tuple[Voice, Wait]:
         """Watch an attempt of the running task that was just sent. The caller must call `end`."""
         task = asyncio.current_task()
         assert task is not None

@@ -145,7 +145,7 @@ def _sent(router: Router, config: PickConfig, rng: Random) -> list[float]:
             RoutingRequest(Prompt.of_names(block_hashes, config.long_prompt, BLOCK_SIZE)), float(number)
         )
         start = thread_time()
-        router.sent(decision, float(number))
+        decision = router.sent(decision, float(number))
         times.append((thread_time() - start) * 1e6)
         router.first_token(decision, number + 0.5)
         router.finished(decision, number + 0.5)
@@ -160,7 +160,7 @@ def _whole(router: Router, config: PickConfig, rng: Random) -> float:
     start = thread_time()
     for number, tokens in enumerate(prompts):
         decision = router.pick(RoutingRequest(Prompt(tokens, root)), 1e6 + number)
-        router.sent(decision, 1e6 + number)
+        decision = router.sent(decision, 1e6 + number)
         router.first_token(decision, 1e6 + number + 0.1)
         router.finished(decision, 1e6 + number + 0.2)
     return config.decisions / (thread_time() - start)
@@ -169,7 +169,7 @@ def _whole(router: Router, config: PickConfig, rng: Random) -> float:
 def _unique(router: Router, config: PickConfig, rng: Random, bar: Bar) -> None:
     for number in range(config.unique):
         decision = router.pick(RoutingRequest(Prompt.of_names(_chain(1, rng), BLOCK_SIZE, BLOCK_SIZE)), 2e6 + number)
-        router.sent(decision, 2e6 + number)
+        decision = router.sent(decision, 2e6 + number)
         router.finished(decision, 2e6 + number + 0.1)
         bar.advance()
 

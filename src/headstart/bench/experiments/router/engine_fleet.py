@@ -20,7 +20,7 @@ from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.router.router import Router
-from headstart.router.routing_decision import RoutingDecision
+from headstart.router.routing_decision import InFlight
 from headstart.router.routing_request import RoutingRequest, Usage
 
 
@@ -37,7 +37,7 @@ class Call:
 class Served(NamedTuple):
     """The prediction for a call, and the usage that the engine reported."""
 
-    pick: RoutingDecision
+    pick: InFlight
     usage: Usage
 
 
@@ -46,7 +46,7 @@ class _Flight:
     """A call in flight."""
 
     call: Call
-    decision: RoutingDecision
+    decision: InFlight
     output: list[int]
 
 
@@ -123,7 +123,7 @@ class EngineFleet:
 
     def _send(self, call: Call, now: float) -> None:
         decision = self.router.pick(call.ask, now)
-        self.router.sent(decision, now)
+        decision = self.router.sent(decision, now)
         self.num_sent += 1
         replica = self.replicas[decision.endpoint.name]
         replica.flights[call.request.request_id] = _Flight(call, decision, [])

@@ -15,7 +15,7 @@ from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.prefill_model import PrefillModel, Work
 from headstart.router.router import Router
-from headstart.router.routing_decision import RoutingDecision
+from headstart.router.routing_decision import InFlight
 from headstart.router.routing_request import RoutingRequest, Usage
 from headstart.workload.request_record import RequestRecord
 
@@ -33,7 +33,7 @@ class Arrival:
 class _Job:
     """One request inside a replica."""
 
-    pick: RoutingDecision
+    pick: InFlight
     arrival: Arrival
     block_hashes: list[BlockHash]
     number: int
@@ -120,7 +120,7 @@ class VirtualFleet:
         self.replicas = {replica.name: replica for replica in replicas}
         self.reports_usage = reports_usage
         self.records: list[RequestRecord] = []
-        self.picks: list[RoutingDecision] = []
+        self.picks: list[InFlight] = []
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = count()
         self.now = 0.0
@@ -141,7 +141,7 @@ class VirtualFleet:
 
     def _arrive(self, arrival: Arrival, router: Router, number: int, now: float) -> None:
         pick = router.pick(arrival.ask, now)
-        router.sent(pick, now)
+        pick = router.sent(pick, now)
         self.picks.append(pick)
         replica = self.replicas[pick.endpoint.name]
         block_hashes = arrival.ask.prompt.names(replica.block_size)
