@@ -87,20 +87,20 @@ async def _router_page() -> str:
         state = GatewayState(options, ServerOptions(), session, RequestReader(), Log(io.StringIO()))
         endpoint = Endpoint("r", ApproximateIndex(8))
         state.router.add(endpoint)
-        pick = state.router.pick(RoutingRequest(Prompt([1], router_root("m"))), 0.0)
-        pick.cached_tokens = 0
+        in_flight = state.router.sent(state.router.pick(RoutingRequest(Prompt([1], router_root("m"))), 0.0), 0.0)
+        in_flight.cached_tokens = 0
         call = ProxiedCall(
             "/v1/completions",
             [],
             "127.0.0.1",
-            ReadRequest(pick.view.ask, b""),
+            ReadRequest(in_flight.view.ask, b""),
             "id",
-            pick=pick,
+            in_flight=in_flight,
             failures=[Failure.LOST],
         )
         state.metrics.routed(call)
         state.metrics.answered("/health", "GET", 200)
-        state.listening.contents(MonitoredReplica(ReplicaAddress("http://r", "ipc:///unused")))
+        state.index_of(MonitoredReplica(ReplicaAddress("http://r", "ipc:///unused")))
         page = state.metrics.expose().decode()
         await state.close()
         return page

@@ -4,15 +4,19 @@ No input is trusted: every value is bounded, and the time per page is linear in 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from headstart.router.endpoint import Reported
 
 MAX_LINE = 65_536  # characters of a line of metrics; longer ones are skipped
+MAX_WANTED = 4 * MAX_LINE  # characters of all lines that are used; further ones are skipped
 MAX_BLOCK_SIZE = 65_536  # tokens; a larger value counts as not reported
 MAX_NUM_BLOCKS = 2**31 - 1  # of one replica; IndexBudget limits the index
 MAX_DEFAULT_TOKENS = 2**31 - 1  # of an answer whose request sets no limit
@@ -20,14 +24,13 @@ MAX_LOAD = 1e6  # requests waiting or running
 MAX_CARDS = 4_096  # models and adapters of one replica
 MAX_ID = 4_096  # characters of a model's name, which may be a path
 _KIND = re.compile(r"^(headstart|vllm|sglang):\w", re.MULTILINE)
-_LABEL = re.compile(r'(?<!\w)(\w+)="((?:[^"\\]|\\.)*)"')
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 _CACHE = "vllm:cache_config_info"
 _ADAPTERS = "vllm:lora_requests_info"
 _WANTED = (*_WAITING, *_RUNNING, *_USAGE, _CACHE, _ADAPTERS)
-_LINE = re.compile(rf"^({'|'.join(_WANTED)})(?:\{{([^}}\n]*)\}})? (\S+)", re.MULTILINE)
+_LINE = re.compile(rf"^(?:{'|'.join(_WANTED)})[{{ ].*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +78,10 @@ def parse_metrics(text: str) -> Metrics:
     """Parse a page of Prometheus text; missing values are 0. Values of several engines of one server are summed."""
     sums: dict[str, float] = {}
     labels: dict[str, dict[str, str]] = {}
-    for found in _LINE.finditer(text):
-        name, inside, value = found.groups()
-        if found.end() - found.start() > MAX_LINE:
-            continue
-        try:
-            sums[name] = sums.get(name, 0.0) + float(value)
-        except ValueError:
-            continue
-        if name in (_CACHE, _ADAPTERS):
-            labels[name] = dict(_LABEL.findall(inside or ""))
+    for sample in _wanted_samples(text):
+        sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+        if sample.name in (_CACHE, _ADAPTERS):
+            labels[sample.name] = sample.labels
     cache, lora = labels.get(_CACHE, {}), labels.get(_ADAPTERS, {})
     kinds = {found[1] for found in _KIND.finditer(text)}
     kind = next((kind for kind in ("headstart", "vllm", "sglang") if kind in kinds), "")
@@ -100,6 +97,19 @@ def parse_metrics(text: str) -> Metrics:
         _names(lora.get("waiting_lora_adapters")),
         min(_whole(lora.get("max_lora")), MAX_CARDS),
     )
+
+
+def _wanted_samples(text: str) -> Iterator[Sample]:
+    """Yield the samples that are used; lines that are invalid, or too long, are skipped one by one."""
+    left = MAX_WANTED
+    for found in _LINE.finditer(text):
+        line = found[0]
+        if len(line) > min(MAX_LINE, left):
+            continue
+        left -= len(line)
+        with suppress(ValueError):
+            for family in text_string_to_metric_families(line + "\n"):
+                yield from family.samples
 
 
 def parse_models(document: Any) -> tuple[ModelCard, ...]:
