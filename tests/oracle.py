@@ -54,12 +54,12 @@ class Tally:
 
     def count(self, stats: EngineStats) -> None:
         """Adds what one engine counted."""
-        self.preemptions += stats.num_preemptions
-        self.evictions += stats.num_evictions
-        self.promise_skips += stats.num_promise_skips
-        self.adoptions += stats.num_adoptions
-        self.pinned_tokens += stats.pinned_tokens
-        self.store_tokens += stats.store_tokens
+        self.preemptions += stats.counters.num_preemptions
+        self.evictions += stats.pool.total_evictions
+        self.promise_skips += stats.counters.num_promise_skips
+        self.adoptions += stats.counters.num_adoptions
+        self.pinned_tokens += stats.counters.pinned_tokens
+        self.store_tokens += stats.counters.store_tokens
 
 
 class Reference:

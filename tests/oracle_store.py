@@ -121,7 +121,7 @@ class Fleet:
         for engine in self.engines:
             pool = engine.scheduler.pool
             assert pool.num_free + pool.num_pinned_idle == pool.num_usable, "blocks leaked"
-            assert engine.stats().num_loading_blocks == 0, "a load without an end"
+            assert engine.stats().pool.num_loading == 0, "a load without an end"
             self.end(engine)
         self.tally.runs_with_loads += self.tally.store_tokens > 0
         self.tally.troubles += self.troubles.misses + self.troubles.cancelled

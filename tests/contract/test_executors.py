@@ -201,5 +201,5 @@ def test_an_engine_computes_again_what_is_not_finite_and_replaces_the_blocks(fol
         change_block(runner, block, lambda kv: kv.fill_(float("nan")))  # all that is published is poisoned
     assert generate("hit") == clean
     stats = engine.stats()
-    assert (stats.num_recomputes, stats.num_evictions_failed, stats.num_row_errors) == (1, 2, 0)
+    assert (stats.counters.num_recomputes, stats.pool.evictions["failed"], stats.counters.num_row_errors) == (1, 2, 0)
     assert generate("again") == (clean[0], FinishReason.LENGTH, 32)

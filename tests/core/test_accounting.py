@@ -40,15 +40,20 @@ def serve(engine: Engine, jobs: list[Job]) -> None:
 
 def check(engine: Engine, ledgers: dict[str, PromptTokenBreakdown]) -> None:
     stats = engine.stats()
-    sources = (stats.pinned_tokens, stats.shared_tokens, stats.store_tokens, stats.followed_tokens)
+    sources = (
+        stats.counters.pinned_tokens,
+        stats.counters.shared_tokens,
+        stats.counters.store_tokens,
+        stats.counters.followed_tokens,
+    )
     totals = [sum(column) for column in zip(PromptTokenBreakdown(), *ledgers.values(), strict=True)]
-    assert [*sources, stats.prompt_computed_tokens] == totals
-    assert (stats.cached_tokens, stats.prompt_tokens) == (sum(sources), sum(totals))
-    assert stats.replayed_tokens <= stats.prefill_tokens <= stats.computed_tokens
-    assert stats.num_scratch_blocks + stats.num_idle_blocks == stats.num_free_blocks
-    assert 0 <= stats.num_free_blocks + stats.num_pinned_idle_blocks <= stats.num_blocks
-    causes = (stats.num_evictions_capacity, stats.num_evictions_failed, stats.num_evictions_reset)
-    assert sum(causes) == stats.num_evictions
+    assert [*sources, stats.counters.prompt_computed_tokens] == totals
+    assert (stats.counters.cached_tokens, stats.counters.prompt_tokens) == (sum(sources), sum(totals))
+    assert stats.counters.replayed_tokens <= stats.counters.prefill_tokens <= stats.counters.computed_tokens
+    assert stats.pool.num_scratch + stats.pool.num_idle == stats.pool.num_free
+    assert 0 <= stats.pool.num_free + stats.pool.num_pinned_idle <= stats.pool.num_blocks
+    causes = (stats.pool.evictions["capacity"], stats.pool.evictions["failed"], stats.pool.evictions["reset"])
+    assert sum(causes) == stats.pool.total_evictions
 
 
 @settings(max_examples=60, deadline=None)
@@ -74,4 +79,4 @@ def test_with_room_for_everything_nothing_is_computed_that_a_perfect_cache_had_n
     engine = make_engine(200, policy="lpm", max_batched_tokens=8, max_seqs=3)
     serve(engine, [(prompt, CacheMode.READ_WRITE, num, 1) for prompt, _, num, _ in jobs])
     stats = engine.stats()
-    assert stats.prefill_tokens <= stats.ideal_tokens and stats.replayed_tokens == 0
+    assert stats.counters.prefill_tokens <= stats.counters.ideal_tokens and stats.counters.replayed_tokens == 0

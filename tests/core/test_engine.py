@@ -61,9 +61,13 @@ def test_statistics_add_up() -> None:
     generate(engine, make_request("cold", range(9), 2))
     generate(engine, make_request("warm", range(9), 2))
     stats = engine.stats()
-    assert (stats.prompt_tokens, stats.cached_tokens, stats.computed_tokens) == (18, 8, 9 + 1 + 1 + 1)
-    assert (stats.prefix_queries, stats.prefix_hits, stats.generation_tokens) == (18, 8, 4)
-    assert stats.num_free_blocks == stats.num_blocks == 39 and stats.num_published_blocks == 2
+    assert (stats.counters.prompt_tokens, stats.counters.cached_tokens, stats.counters.computed_tokens) == (
+        18,
+        8,
+        9 + 1 + 1 + 1,
+    )
+    assert (stats.counters.prefix_queries, stats.counters.prefix_hits, stats.counters.generation_tokens) == (18, 8, 4)
+    assert stats.pool.num_free == stats.pool.num_blocks == 39 and stats.pool.num_published == 2
     assert (stats.num_running, stats.num_waiting, stats.num_steps) == (0, 0, 4) and stats.step_seconds == 4.0
 
 
@@ -74,7 +78,7 @@ def test_refused_admissions_count_one_query_and_cached_tokens_never_change() -> 
     engine.add_request(first)
     engine.add_request(make_request("b", [2] * 9, 12))
     outputs = run(engine)
-    assert engine.stats().num_preemptions > 0 and engine.stats().prefix_queries == 27
+    assert engine.stats().counters.num_preemptions > 0 and engine.stats().counters.prefix_queries == 27
     assert {output.num_cached_tokens for output in outputs["a"]} == {8}
 
 
@@ -84,7 +88,7 @@ def test_prompt_logprobs_come_once_and_in_order_whatever_is_recomputed() -> None
     for rid, first in (("a", 1), ("b", 20)):
         engine.add_request(Request(rid, array("i", range(first, first + 9)), sampling))
     outputs = run(engine)
-    assert engine.stats().num_preemptions > 0
+    assert engine.stats().counters.num_preemptions > 0
     for rid, first in (("a", 1), ("b", 20)):
         reported = [entry.token_id for output in outputs[rid] for entry in output.prompt_logprobs]
         assert reported == list(range(first + 1, first + 9))

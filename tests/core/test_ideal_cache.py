@@ -150,13 +150,13 @@ def test_the_figure_of_a_long_run_is_between_what_is_computed_and_an_infinite_ca
     engine = make_engine(num_blocks=17)
     prompts = long_run(engine, seed, 400)
     stats = engine.stats()
-    assert infinite(prompts) <= stats.ideal_tokens <= stats.prefill_tokens
+    assert infinite(prompts) <= stats.counters.ideal_tokens <= stats.counters.prefill_tokens
 
 
 def test_the_figure_of_a_long_run_is_that_of_an_infinite_cache_as_long_as_nothing_is_forgotten() -> None:
     engine = make_engine(num_blocks=17)
     prompts = long_run(engine, 7, 400)
-    assert engine.stats().ideal_tokens == infinite(prompts) < engine.stats().prefill_tokens
+    assert engine.stats().counters.ideal_tokens == infinite(prompts) < engine.stats().counters.prefill_tokens
 
 
 def test_a_pinned_prefix_is_no_new_prompt_however_long_nobody_used_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,9 +166,9 @@ def test_a_pinned_prefix_is_no_new_prompt_however_long_nobody_used_it(monkeypatc
     engine.add_prefix("fixed", range(8))
     for number in range(20):
         generate(engine, make_request(f"other{number}", range(10 * number, 10 * number + 9)))
-    before = engine.stats().ideal_tokens
+    before = engine.stats().counters.ideal_tokens
     generate(engine, make_request("asks", [*range(8), 90]))
-    assert engine.stats().ideal_tokens - before == 1
+    assert engine.stats().counters.ideal_tokens - before == 1
 
 
 def test_a_read_only_prompt_uses_blocks_and_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +179,6 @@ def test_a_read_only_prompt_uses_blocks_and_leaves_none(monkeypatch: pytest.Monk
     engine.scheduler.accounting._ideal = cache
     generate(engine, make_request("first", range(16)))
     for request_id in ("reads", "again"):
-        before = engine.stats().ideal_tokens
+        before = engine.stats().counters.ideal_tokens
         generate(engine, make_request(request_id, [*range(16), 20, 20, 20, 20], cache=CacheMode.READ_ONLY))
-        assert engine.stats().ideal_tokens - before == 4
+        assert engine.stats().counters.ideal_tokens - before == 4

@@ -58,7 +58,7 @@ def test_a_flood_never_evicts_it() -> None:
 
 def test_what_is_pinned_is_not_free() -> None:
     engine = pinned_engine()
-    assert engine.stats().num_free_blocks == 6
+    assert engine.stats().pool.num_free == 6
     with pytest.raises(RequestTooLargeError, match="need 7 KV blocks but the pool has 6 beside 2 pinned ones"):
         engine.add_request(make_request("big", range(100, 128)))
     assert len(generate(engine, make_request("own", [*FIXED, *range(100, 120)], max_tokens=5))["own"]) == 5
@@ -67,7 +67,7 @@ def test_what_is_pinned_is_not_free() -> None:
 def test_once_removed_it_is_ordinary_cache() -> None:
     engine = pinned_engine()
     assert engine.remove_prefix("fixed") and not engine.remove_prefix("fixed")
-    assert engine.list_prefixes() == [] and engine.stats().num_free_blocks == 8
+    assert engine.list_prefixes() == [] and engine.stats().pool.num_free == 8
     assert cached(engine, [*FIXED, 9]) == 8
     flood(engine)
     assert cached(engine, [*FIXED, 9]) == 0
@@ -103,7 +103,7 @@ def test_no_more_than_the_share_is_pinned_in_distinct_blocks() -> None:
     assert "makes 6 pinned blocks; of the pool's 8 at most 4 may be pinned (max_pinned_share 0.5)" in str(caught.value)
     assert [info.name for info in engine.list_prefixes()] == ["fixed", "longer"]
     run(engine)
-    assert engine.stats().num_pinned_blocks == 4 and engine.stats().num_free_blocks == 4
+    assert engine.stats().pool.num_pinned == 4 and engine.stats().pool.num_free == 4
 
 
 def test_what_two_prefixes_share_stays_until_both_are_gone() -> None:
@@ -114,7 +114,7 @@ def test_what_two_prefixes_share_stays_until_both_are_gone() -> None:
     flood(engine)
     assert cached(engine, [*FIXED, 9]) == 8
     engine.remove_prefix("longer")
-    assert engine.stats().num_pinned_blocks == 0
+    assert engine.stats().pool.num_pinned == 0
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_one_that_leaves_no_room_for_an_answer_is_refused() -> None:
     engine = make_engine(max_model_len=8)
     with pytest.raises(InvalidRequestError, match="cannot be computed: the prompt has 8 tokens"):
         engine.add_prefix("whole", FIXED)
-    assert engine.list_prefixes() == [] and engine.stats().num_free_blocks == 8 and not engine.has_work
+    assert engine.list_prefixes() == [] and engine.stats().pool.num_free == 8 and not engine.has_work
 
 
 def test_without_prefix_caching_nothing_can_be_pinned() -> None:
@@ -183,11 +183,11 @@ def test_statistics_count_first_admissions_and_add_up() -> None:
 def test_warming_counts_as_nobodys_prompt() -> None:
     engine = pinned_engine()
     stats = engine.stats()
-    assert (stats.prompt_tokens, stats.prefix_queries, stats.computed_tokens) == (0, 0, 8)
+    assert (stats.counters.prompt_tokens, stats.counters.prefix_queries, stats.counters.computed_tokens) == (0, 0, 8)
     engine.add_prefix("again", FIXED)  # every block is there
     run(engine)
     assert info_of(engine).hits == info_of(engine, "again").hits == 0
-    assert engine.stats().prefix_hits == 0
+    assert engine.stats().counters.prefix_hits == 0
     engine.add_request(make_request("asks", [*FIXED, 9]))
     (output,) = run(engine)["asks"]
     assert output.ledger is not None and output.ledger.pinned == 8 and output.ledger.computed == 1
@@ -198,7 +198,7 @@ def test_removed_while_it_is_computed_it_leaves_nothing_behind() -> None:
     engine.add_prefix("fixed", range(1, 17))
     engine.step()
     assert engine.has_work and engine.remove_prefix("fixed")
-    assert not engine.has_work and engine.stats().num_free_blocks == 8
+    assert not engine.has_work and engine.stats().pool.num_free == 8
     engine.scheduler.pool.check()
 
 
@@ -210,7 +210,7 @@ def books(engine: Engine) -> dict[str, object]:
         "queues": (len(scheduler.waiting), len(scheduler.running)),
         "recent": (set(recent._queued), set(recent._open), {seen.request_id for seen in recent}),
         "warming": (set(prefixes._warming), list(prefixes._requests), list(prefixes._aborted)),
-        "blocks": (engine.stats().num_pinned_blocks, scheduler.pool.num_pinned_idle, scheduler.pool.num_free),
+        "blocks": (engine.stats().pool.num_pinned, scheduler.pool.num_pinned_idle, scheduler.pool.num_free),
     }
 
 
@@ -287,7 +287,7 @@ def test_one_that_cannot_be_computed_is_failed_and_holds_nothing() -> None:
     engine.add_prefix("fixed", FIXED)
     assert run(engine) == {}
     assert info_of(engine) == PrefixInfo("fixed", "", PrefixState.FAILED, "not finite", 8, 0, 0, 0, None)
-    assert engine.stats().num_free_blocks == 8 and engine.stats().num_pinned_blocks == 0
+    assert engine.stats().pool.num_free == 8 and engine.stats().pool.num_pinned == 0
     broken = False
     engine.add_prefix("fixed", FIXED)  # again
     run(engine)
@@ -338,12 +338,12 @@ def test_a_tenants_prefix_follows_when_the_public_ones_change() -> None:
     assert info_of(engine, "own").state is PrefixState.WARMING
     run(engine)
     assert info_of(engine, "own").state is PrefixState.READY
-    assert engine.stats().num_pinned_blocks == 4  # the public part is shared
+    assert engine.stats().pool.num_pinned == 4  # the public part is shared
     assert cached(engine, [*FIXED, *OTHER, 9], domain=b"a", tenant="a") == 16
     assert cached(engine, [*FIXED, *OTHER, 9], domain=b"b", tenant="b") == 8
     engine.remove_prefix("public")
     run(engine)
-    assert info_of(engine, "own").state is PrefixState.READY and engine.stats().num_pinned_blocks == 4
+    assert info_of(engine, "own").state is PrefixState.READY and engine.stats().pool.num_pinned == 4
     flood(engine, 40)
     assert cached(engine, [*FIXED, *OTHER, 9], domain=b"a", tenant="a") == 16
     assert cached(engine, [*FIXED, 9], domain=b"b", tenant="b") == 0
@@ -361,7 +361,7 @@ def test_a_public_prefix_whose_loss_would_multiply_its_copies_beyond_the_cap_sta
     engine.remove_prefix("of-b")
     assert engine.remove_prefix("public")
     run(engine)
-    assert engine.stats().num_pinned_blocks == 5
+    assert engine.stats().pool.num_pinned == 5
 
 
 def test_a_prompt_that_is_renamed_in_mid_life_still_ends_well() -> None:

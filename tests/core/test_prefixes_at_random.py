@@ -112,4 +112,4 @@ def test_whatever_comes_everything_ends_and_every_prefix_is_warm(seed: int) -> N
     prefixes = chaos.engine.list_prefixes()
     assert all(info.state is not PrefixState.WARMING for info in prefixes)
     ready = sum(info.num_blocks for info in prefixes if info.state is PrefixState.READY)
-    assert chaos.engine.stats().num_pinned_idle_blocks == chaos.engine.stats().num_pinned_blocks <= ready
+    assert chaos.engine.stats().pool.num_pinned_idle == chaos.engine.stats().pool.num_pinned <= ready

@@ -32,7 +32,7 @@ def ledgers(engine: Engine, *requests: object) -> dict[str, PromptTokenBreakdown
 
 
 def computed(engine: Engine) -> int:
-    return engine.stats().prefill_tokens
+    return engine.stats().counters.prefill_tokens
 
 
 def test_what_was_published_is_in_the_store_after_a_restart() -> None:
@@ -41,7 +41,7 @@ def test_what_was_published_is_in_the_store_after_a_restart() -> None:
     found = ledgers(engine, make_request("a", [*A, *B, 1]))
     assert found["a"] == PromptTokenBreakdown(store=16, computed=1)
     assert computed(engine) == 1 and [len(load) for load in store.loads] == [4]
-    assert engine.stats().store_tokens == 16
+    assert engine.stats().counters.store_tokens == 16
 
 
 def test_a_whole_prompt_in_the_store_computes_its_last_token_only() -> None:
@@ -101,7 +101,7 @@ def test_blocks_arrive_in_pieces_and_nothing_is_computed_meanwhile() -> None:
     for steps in range(1, 9):
         assert engine.step() == [] and not executor_of(engine).batches
         engine.scheduler.pool.check()
-        assert store.num_waits == steps and engine.stats().num_loading_blocks == 4 - (steps - 1) // 2
+        assert store.num_waits == steps and engine.stats().pool.num_loading == 4 - (steps - 1) // 2
     assert len(engine.step()) == 1 and computed(engine) == 1 and len(store.loads) == 1
 
 
@@ -197,7 +197,7 @@ def test_a_suspect_block_is_cleared_before_it_is_filled_and_not_after() -> None:
     engine.add_request(make_request("bad", list(range(60, 92))))
     assert run(engine)["bad"][0].finish_reason is FinishReason.ERROR
     assert generate(engine, make_request("a", [*A, 1], max_tokens=4)) == {"a": expected_tokens([*A, 1], 4)}
-    assert engine.stats().store_tokens == 8
+    assert engine.stats().counters.store_tokens == 8
 
 
 def test_what_a_failed_row_wrote_is_not_loaded_again() -> None:
@@ -359,7 +359,7 @@ def test_names_in_flight_are_those_of_the_loads() -> None:
     engine.add_request(make_request("b", [*B, 1]))
     engine.step()
     names: set[BlockHash] = {key.name for load in store.loads for key in load}
-    assert engine.scheduler.transfers._promised == names and engine.stats().num_loading_blocks == 4
+    assert engine.scheduler.transfers._promised == names and engine.stats().pool.num_loading == 4
     run(engine)
     assert not engine.scheduler.transfers._promised
 

@@ -62,7 +62,11 @@ def test_requests_that_overflow_cost_a_pinned_prefix_no_block(num: int) -> None:
     outputs = run(engine)
     assert set(last(outputs).values()) == {FinishReason.ERROR} and len(outputs) == num
     stats = engine.stats()
-    assert (stats.num_evictions_failed, stats.num_row_errors, stats.num_recomputes) == (0, num, num)
+    assert (stats.pool.evictions["failed"], stats.counters.num_row_errors, stats.counters.num_recomputes) == (
+        0,
+        num,
+        num,
+    )
     assert state_of(engine) is PrefixState.READY and blocks_of(engine) == before
     assert cached(engine, [*FIXED, 5]) == 16
 
@@ -73,7 +77,7 @@ def test_a_row_that_fails_by_the_fault_of_its_request_costs_nothing() -> None:
     engine.add_request(make_request("bad", [*FIXED, *range(30, 40)], max_tokens=9))
     assert last(run(engine)) == {"bad": FinishReason.ERROR}
     stats = engine.stats()
-    assert (stats.num_evictions, stats.num_row_errors, stats.num_recomputes) == (0, 1, 0)
+    assert (stats.pool.total_evictions, stats.counters.num_row_errors, stats.counters.num_recomputes) == (0, 1, 0)
     assert engine.scheduler.pool._suspect == set() and cached(engine, [*FIXED, 5]) == 16
 
 
@@ -85,9 +89,9 @@ def test_a_corrupt_shared_block_is_gone_after_the_first_request_that_reads_it(in
     prompt = [*FIXED, 20, 21]
     assert generate(engine, make_request("finds", prompt, 3, cache=mode)) == {"finds": expected_tokens(prompt, 3)}
     stats = engine.stats()
-    assert (stats.num_row_errors, stats.num_recomputes, stats.num_evictions_failed) == (0, 1, 4)
+    assert (stats.counters.num_row_errors, stats.counters.num_recomputes, stats.pool.evictions["failed"]) == (0, 1, 4)
     assert state_of(engine) is PrefixState.READY and cached(engine, [*FIXED, 5]) == 16
-    assert engine.stats().num_recomputes == 1
+    assert engine.stats().counters.num_recomputes == 1
 
 
 def test_a_request_that_was_computed_again_says_that_it_reused_nothing() -> None:
@@ -104,7 +108,7 @@ def test_all_that_read_a_corrupt_block_at_once_are_answered_and_one_is_computed_
     prompts = {f"r{number}": [*FIXED, 20 + number] for number in range(8)}
     tokens = generate(engine, *(make_request(request_id, prompt, 3) for request_id, prompt in prompts.items()))
     assert tokens == {request_id: expected_tokens(prompt, 3) for request_id, prompt in prompts.items()}
-    assert engine.stats().num_row_errors == 0
+    assert engine.stats().counters.num_row_errors == 0
     again = [chunk for batch in executor_of(engine).batches[2:] for chunk in batch.chunks if chunk.start == 0]
     assert [len(chunk.token_ids) for chunk in again] == [17]  # the others take over what it has published
 
@@ -127,7 +131,7 @@ def test_a_second_run_publishes_nothing_before_its_verdict() -> None:
     while engine.has_work:
         engine.step()
         if any(seq.recompute is not None for seq in engine.scheduler.running):
-            published.add(engine.stats().num_published_blocks)
+            published.add(engine.stats().pool.num_published)
     assert published == {len(FIXED) // 4}
 
 
@@ -138,7 +142,7 @@ def test_honest_requests_go_on_while_others_are_computed_again() -> None:
         engine.add_request(make_request(f"bad{number}", [*FIXED, number, BAD]))
     tokens = generate(engine, *(make_request(request_id, prompt, 6) for request_id, prompt in prompts.items()))
     assert {name: tokens[name] for name in prompts} == {n: expected_tokens(p, 6) for n, p in prompts.items()}
-    assert engine.stats().num_evictions_failed == 0
+    assert engine.stats().pool.evictions["failed"] == 0
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 6])
@@ -152,7 +156,7 @@ def test_a_block_that_goes_bad_under_a_running_sequence_changes_no_token_of_it(s
     executor_of(engine).corrupt(blocks_of(engine)[1])
     outputs += run(engine)["runs"]
     assert [token for output in outputs for token in output.token_ids] == expected_tokens(prompt, 7)
-    assert engine.stats().num_recomputes == 1 and cached(engine, [*FIXED, 5]) == 16
+    assert engine.stats().counters.num_recomputes == 1 and cached(engine, [*FIXED, 5]) == 16
 
 
 def test_the_second_failure_is_the_last() -> None:
@@ -160,7 +164,7 @@ def test_the_second_failure_is_the_last() -> None:
     executor_of(engine).corrupt(blocks_of(engine)[0])
     engine.add_request(make_request("bad", [*FIXED, BAD]))
     assert last(run(engine)) == {"bad": FinishReason.ERROR}
-    assert engine.stats().num_recomputes == 1 and engine.stats().num_evictions_failed == 0
+    assert engine.stats().counters.num_recomputes == 1 and engine.stats().pool.evictions["failed"] == 0
     assert cached(engine, [*FIXED, 5]) == 0  # the next one finds the block that is corrupt
     assert cached(engine, [*FIXED, 6]) == 16
 
@@ -171,7 +175,7 @@ def test_what_a_failed_request_has_written_is_found_by_nobody() -> None:
     engine.add_request(make_request("bad", [*FIXED, *own]))
     run(engine)
     assert cached(engine, [*FIXED, *own[:8], 5]) == 16
-    assert engine.stats().num_evictions_failed == 2
+    assert engine.stats().pool.evictions["failed"] == 2
 
 
 def test_an_overflowing_request_that_computes_a_pinned_prefix_first_does_not_cost_it() -> None:
@@ -180,7 +184,7 @@ def test_an_overflowing_request_that_computes_a_pinned_prefix_first_does_not_cos
         engine.add_request(make_request(f"bad{number}", [*FIXED, number, BAD]))
     engine.add_prefix("fixed", FIXED)
     run(engine)
-    assert state_of(engine) is PrefixState.READY and engine.stats().num_row_errors == 12
+    assert state_of(engine) is PrefixState.READY and engine.stats().counters.num_row_errors == 12
     assert cached(engine, [*FIXED, 5]) == 16
 
 
@@ -190,14 +194,14 @@ def test_without_room_for_a_copy_the_request_fails_and_the_prefix_stays() -> Non
     run(engine)
     engine.add_request(make_request("bad", [*FIXED, *range(40, 48), BAD]))
     assert last(run(engine)) == {"bad": FinishReason.ERROR}
-    assert engine.stats().num_recomputes == 0 and cached(engine, [*FIXED, 5]) == 16
+    assert engine.stats().counters.num_recomputes == 0 and cached(engine, [*FIXED, 5]) == 16
 
 
 def test_without_shared_blocks_nothing_is_computed_again() -> None:
     engine = make_engine(poison=poison, **ROOMY)
     engine.add_request(make_request("bad", [*range(20, 30), BAD]))
     run(engine)
-    assert engine.stats().num_recomputes == 0 and engine.stats().num_row_errors == 1
+    assert engine.stats().counters.num_recomputes == 0 and engine.stats().counters.num_row_errors == 1
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
@@ -220,7 +224,7 @@ def test_a_cleared_cache_leaves_a_waiting_request_nothing_to_convict() -> None:
     assert engine.reset_prefix_cache(pinned=True)
     outputs = run(engine)
     assert [token for output in outputs["waits"] for token in output.token_ids] == expected_tokens([*FIXED, 20], 2)
-    assert engine.stats().num_evictions_failed == 0 and state_of(engine) is PrefixState.READY
+    assert engine.stats().pool.evictions["failed"] == 0 and state_of(engine) is PrefixState.READY
 
 
 # -------------------------------------------------------------------------------------------------------------- store
@@ -250,7 +254,7 @@ def test_one_that_computes_all_by_itself_costs_the_store_no_block(sampling: Samp
     names = set(store.shelf)
     engine.add_request(Request("bad", array("i", [*FIXED, BAD]), sampling))
     run(engine)
-    assert engine.stats().num_row_errors == 1 and names <= set(store.shelf)
+    assert engine.stats().counters.num_row_errors == 1 and names <= set(store.shelf)
 
 
 def test_what_an_overflowing_request_wrote_does_not_stay_in_the_store() -> None:

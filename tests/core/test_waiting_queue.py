@@ -43,7 +43,7 @@ def test_the_least_urgent_gives_way_and_resumes_before_newcomers() -> None:
     engine = make_engine(num_blocks=7, policy="priority", max_model_len=24, expects_short_outputs=True)
     engine.add_request(make_request("late", [1] * 5, 11, priority=1))
     engine.add_request(make_request("early", [2] * 5, 11, priority=0))
-    while not engine.stats().num_preemptions:
+    while not engine.stats().counters.num_preemptions:
         engine.step()
     assert [seq.request_id for seq in engine.scheduler.waiting] == ["late"]
     engine.add_request(make_request("newcomer", [3] * 5, 1, priority=1))

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headstart.core.engine import EngineInfo, EngineStats
+from headstart.core.engine import EngineInfo, EngineStats, PoolStats
 from headstart.gateway.replicas.probes import (
     Metrics,
     ModelCard,
@@ -31,7 +31,7 @@ class Engine:
     """An engine that runs something, as a scrape sees it."""
 
     info = EngineInfo("m", "m", 100, 512, 16, 777, 1, "float32", "cpu", 1, "reference", ())
-    stats = EngineStats(num_waiting=4, num_running=2, num_blocks=100, num_free_blocks=75)
+    stats = EngineStats(pool=PoolStats(num_blocks=100, num_free=75), num_waiting=4, num_running=2)
     last_heard = 0.0
 
 

@@ -147,7 +147,7 @@ def test_law_7_a_victim_is_never_in_the_batch_and_ends_with_the_same_text() -> N
     )  # 6 usable blocks, two sequences grow to 4 each
     requests = [make_request(rid, [i] * 5, 11) for i, rid in enumerate("ab")]
     tokens = generate(engine, *requests)
-    assert engine.stats().num_preemptions > 0
+    assert engine.stats().counters.num_preemptions > 0
     for request in requests:
         assert tokens[request.request_id] == expected_tokens(request.prompt, 11)
 

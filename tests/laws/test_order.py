@@ -51,7 +51,7 @@ def test_what_gave_way_resumes_before_longer_matches() -> None:
     generate(engine, make_request("seed", [1] * 5))
     engine.add_request(make_request("early", [2] * 5, 11))
     engine.add_request(make_request("late", [3] * 5, 11))
-    while not engine.stats().num_preemptions:
+    while not engine.stats().counters.num_preemptions:
         engine.step()
     engine.add_request(make_request("hot", [1] * 5, 11))
     known = {"early", "late"}
@@ -75,7 +75,7 @@ def test_admission_leaves_running_sequences_room_for_outputs_as_long_as_those_be
             for number in range(8):
                 generate(engine, make_request(f"before{number}", [number] * 4, 12))
         generate(engine, *(make_request(f"r{i}", [50 + i] * 4, 12) for i in range(6)))
-        preemptions.append(engine.stats().num_preemptions)
+        preemptions.append(engine.stats().counters.num_preemptions)
     assert preemptions[0] > 0 and preemptions[1] == 0
 
 

@@ -190,6 +190,6 @@ def test_a_preempted_prompt_resumes_on_boundaries(ceil: bool) -> None:
             watch.tokens.setdefault(output.request_id, []).extend(output.token_ids)
         watch.check_chunks(executor_of(engine).batches[-1].chunks)
     assert run(engine) == {}
-    assert engine.stats().num_preemptions > 0
+    assert engine.stats().counters.num_preemptions > 0
     for index in range(4):
         assert watch.tokens[f"r{index}"] == expected_tokens([50 + index, *range(9)], 20)

@@ -17,9 +17,10 @@ from urllib.parse import parse_qs, quote
 from headstart.config.options import EngineOptions
 from headstart.core.batch import Output, PromptTokenBreakdown, TokenLogprob
 from headstart.core.cache.block_store import StoreStats
-from headstart.core.engine import EngineInfo, EngineStats
+from headstart.core.engine import EngineInfo, EngineStats, PoolStats
 from headstart.core.errors import ConfigError, RequestTooLargeError
 from headstart.core.request import FinishReason, Request
+from headstart.core.sched.token_accounting import Counters
 from headstart.openai.sampling_defaults import read_sampling_defaults
 
 VOCAB_SIZE = 450
@@ -163,25 +164,30 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         held = sum(-(-(len(request.prompt) + count) // BLOCK_SIZE) for request, count in self.live.values())
+        computed = self.prompted - self.cached
         return EngineStats(
+            Counters(
+                prompt_tokens=self.prompted,
+                cached_tokens=self.cached,
+                shared_tokens=self.cached,
+                prompt_computed_tokens=computed,
+                prefill_tokens=computed,
+                ideal_tokens=computed,
+                computed_tokens=computed + self.generated,
+                generation_tokens=self.generated,
+                prefix_queries=self.prompted,
+                prefix_hits=self.cached,
+                num_row_errors=self.row_errors,
+            ),
+            PoolStats(
+                num_blocks=NUM_BLOCKS,
+                num_free=NUM_BLOCKS - held,
+                num_loading=int(self.knobs.get("store", 0)),
+            ),
             num_running=len(self.live),
-            num_blocks=NUM_BLOCKS,
-            num_free_blocks=NUM_BLOCKS - held,
             num_steps=self.num_steps,
             step_seconds=self.num_steps * self.knobs.get("step", 0.0),
             last_batch_tokens=len(self.live),
-            prompt_tokens=self.prompted,
-            cached_tokens=self.cached,
-            shared_tokens=self.cached,
-            prompt_computed_tokens=self.prompted - self.cached,
-            prefill_tokens=self.prompted - self.cached,
-            ideal_tokens=self.prompted - self.cached,
-            computed_tokens=self.prompted + self.generated - self.cached,
-            generation_tokens=self.generated,
-            prefix_queries=self.prompted,
-            prefix_hits=self.cached,
-            num_row_errors=self.row_errors,
-            num_loading_blocks=int(self.knobs.get("store", 0)),
             compute_tokens_per_s=500.0,
             store=self.store() if "store" in self.knobs else None,
         )

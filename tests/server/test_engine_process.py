@@ -95,7 +95,7 @@ def test_requests_run_side_by_side_and_stats_follow() -> None:
         try:
             found = await tokens_of(client, request("a", 1, 2), request("b", 5, max_tokens=4))
             assert found == {"a": [1, 2, 1], "b": [5, 5, 5, 5]}
-            assert client.stats.generation_tokens == 7 and client.num_waiting == client.num_waiting_tokens == 0
+            assert client.stats.counters.generation_tokens == 7 and client.num_waiting == client.num_waiting_tokens == 0
         finally:
             await client.close()
 
@@ -139,14 +139,14 @@ def test_an_abort_ends_the_work_and_leaves_the_others(gate: Gate) -> None:
         try:
             client.submit([request("a", 1, max_tokens=500)])
             others = asyncio.create_task(tokens_of(client, request("ab", 2, max_tokens=30)))
-            await until(lambda: client.stats.generation_tokens == 2 * 5)
+            await until(lambda: client.stats.counters.generation_tokens == 2 * 5)
             client.abort(["a", "unknown"])
             assert not await client.call("reset_prefix_cache")  # "ab" runs
             await until(lambda: client.stats.num_running == 1)
             gate.open()
             assert await others == {"ab": [2] * 30}
             assert await client.call("reset_prefix_cache")
-            assert client.stats.generation_tokens == 5 + 30
+            assert client.stats.counters.generation_tokens == 5 + 30
         finally:
             await client.close()
 
@@ -174,7 +174,7 @@ def test_a_broken_engine_fails_everything_at_once_and_nothing_hangs(
         client = await started(gate.holds("/none", 5, f"{knob}=66"))
         try:
             good = asyncio.create_task(tokens_of(client, request("good", 1, max_tokens=400)))
-            await until(lambda: client.stats.generation_tokens == 5)
+            await until(lambda: client.stats.counters.generation_tokens == 5)
             with pytest.raises(EngineDeadError):
                 await asyncio.wait_for(tokens_of(client, request("bad", 66)), PATIENCE)
             with pytest.raises(EngineDeadError):

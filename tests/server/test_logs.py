@@ -8,7 +8,8 @@ import pytest
 
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.cache.block_store import StoreStats
-from headstart.core.engine import EngineStats
+from headstart.core.engine import EngineStats, PoolStats
+from headstart.core.sched.token_accounting import Counters
 from headstart.http.access_record import RequestRecord
 from headstart.http.logs import Log
 from headstart.server.statistics import MAX_COLUMNS, compact, statistics_text
@@ -86,8 +87,9 @@ def test_lines_appear_above_the_status_line_of_a_terminal_and_elsewhere_there_is
 
 def stats(number: int, **more: Any) -> EngineStats:
     """Every figure that the line shows is `number`."""
-    names = ("num_steps", "prompt_tokens", "generation_tokens", "cached_tokens", "num_running", "num_waiting")
-    return EngineStats(**dict.fromkeys(names, number), num_blocks=number, num_free_blocks=0, **more)
+    counters = Counters(number, number, generation_tokens=number, num_preemptions=more.pop("num_preemptions", 0))
+    gauges = dict.fromkeys(("num_steps", "num_running", "num_waiting"), number)
+    return EngineStats(counters, PoolStats(num_blocks=number), **gauges, **more)
 
 
 @pytest.mark.parametrize(
@@ -102,22 +104,21 @@ def stats(number: int, **more: Any) -> EngineStats:
     ],
 )
 def test_the_statistics_line_fits_into_120_columns(number: int, more: dict[str, Any]) -> None:
-    line = statistics_text(EngineStats(), stats(number, **more), 1e-3)
+    line = statistics_text(EngineStats(), stats(number, **dict(more)), 1e-3)
     assert "\n" not in line and TIME_COLUMNS + len(line) <= MAX_COLUMNS == 114, line
 
 
 def test_the_statistics_line_tells_what_happened_since_the_last() -> None:
-    last = EngineStats(num_steps=10, prompt_tokens=100, generation_tokens=50, cached_tokens=10, step_seconds=1.0)
+    last = EngineStats(
+        Counters(prompt_tokens=100, generation_tokens=50, cached_tokens=10), num_steps=10, step_seconds=1.0
+    )
     now = EngineStats(
+        Counters(prompt_tokens=25_100, generation_tokens=1_050, cached_tokens=20_010),
+        PoolStats(num_blocks=200, num_free=50),
         num_steps=30,
-        prompt_tokens=25_100,
-        generation_tokens=1_050,
-        cached_tokens=20_010,
         step_seconds=1.5,
         num_running=3,
         num_waiting=12,
-        num_blocks=200,
-        num_free_blocks=50,
     )
     text = "running 3, waiting 12 | tok/s: prompt 2.5k, output 100 | hit 80 % | KV 75 % | step 25 ms"
     assert statistics_text(last, now, 10.0) == text

@@ -24,7 +24,7 @@ def test_a_poisoned_row_fails_alone(folder: str, stream: bool, after: int) -> No
                 assert answer.status_code == 500 or (stream and "event: error" in answer.text)
             assert (await server.client.get("/health")).status_code == 200
             await until(lambda: server.engine.stats.num_running == 0)
-            assert server.engine.stats.num_free_blocks == server.engine.stats.num_blocks
+            assert server.engine.stats.pool.num_free == server.engine.stats.pool.num_blocks
             assert server.state.num_jobs == 0
 
     asyncio.run(run())
@@ -36,7 +36,7 @@ def test_one_poisoned_prompt_of_several_fails_them_and_stops_the_work(folder: st
             answer = await server.complete([[1, 2], [7, 2], [3, 4]], max_tokens=400)
             assert (answer.status_code, answer.json()["error"]["code"]) == (500, "request_failed")
             await until(lambda: server.engine.stats.num_running == 0)  # held as they are, none would have ended
-            assert server.engine.stats.generation_tokens <= 2 * 20
+            assert server.engine.stats.counters.generation_tokens <= 2 * 20
 
     asyncio.run(run())
 

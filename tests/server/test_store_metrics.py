@@ -23,7 +23,7 @@ def bearer(key: str) -> dict[str, str]:
 
 async def scrape(server: Inside, key: str = "") -> dict[str, float]:
     """Every sample of the store, by name and reason, once the engine has been heard."""
-    await until(lambda: server.engine.stats.num_blocks)
+    await until(lambda: server.engine.stats.pool.num_blocks)
     answer = await server.client.get("/metrics", headers=bearer(key))
     assert answer.status_code == 200
     return {

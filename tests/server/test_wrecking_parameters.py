@@ -82,6 +82,6 @@ def test_prompts_that_make_the_model_overflow_cost_a_pinned_prefix_no_block(fold
             answer = await server.complete([*FIXED, 50], max_tokens=1)
             assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == len(FIXED)
             stats = server.engine.stats
-            assert (stats.num_evictions_failed, stats.num_row_errors) == (0, NUM_REQUESTS)
+            assert (stats.pool.evictions["failed"], stats.counters.num_row_errors) == (0, NUM_REQUESTS)
 
     asyncio.run(run())

@@ -1,7 +1,7 @@
 """The engine: schedule -> execute -> update, one step at a time. No threads, no I/O, no clock of its own."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from headstart.core.batch import Batch, Output
@@ -12,6 +12,7 @@ from headstart.core.errors import InvalidRequestError
 from headstart.core.executor import Executor
 from headstart.core.request import NO_DEFAULTS, Request, SamplingDefaults
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.token_accounting import Counters
 from headstart.explain.recent_requests import RecentRequests
 
 LONG_STEP_SECONDS = 1.0  # a step expected to take longer is announced before it begins
@@ -39,47 +40,49 @@ class EngineInfo:
     sampling_defaults: SamplingDefaults = NO_DEFAULTS
 
 
-class EngineStats(NamedTuple):
-    """A snapshot; counters run since start. Units: tokens, blocks, seconds."""
+class PoolStats(NamedTuple):
+    """A snapshot of the block pool, in blocks."""
 
+    num_blocks: int = 0  # usable
+    num_free: int = 0  # allocatable: scratch + idle
+    num_scratch: int = 0  # free and not in the block index; the other free ones are idle until they are evicted
+    num_pinned_idle: int = 0  # pinned, not in use now
+    num_pinned: int = 0  # pinned hashes, in use or not, computed or not
+    num_published: int = 0
+    num_loading: int = 0  # in flight from the store
+    # Published blocks evicted or discarded since start, by cause:
+    evictions_capacity: int = 0  # the space was needed
+    evictions_failed: int = 0  # written or shared by a request whose hidden states were not finite: trust.py
+    evictions_reset: int = 0  # the cache was reset
+
+    @property
+    def num_idle(self) -> int:
+        """Free blocks that are in the block index until they are evicted."""
+        return self.num_free - self.num_scratch
+
+    @property
+    def evictions(self) -> dict[str, int]:
+        """Published blocks evicted or discarded since start, by cause."""
+        return {"capacity": self.evictions_capacity, "failed": self.evictions_failed, "reset": self.evictions_reset}
+
+    @property
+    def total_evictions(self) -> int:
+        """Published blocks evicted or discarded since start, for any cause."""
+        return sum(self.evictions.values())
+
+
+class EngineStats(NamedTuple):
+    """A snapshot of an engine."""
+
+    counters: Counters = Counters()  # since start; a copy
+    pool: PoolStats = PoolStats()
+    store: StoreStats | None = None
     num_running: int = 0
     num_waiting: int = 0
-    num_blocks: int = 0  # usable
-    num_free_blocks: int = 0  # allocatable: scratch + idle
-    num_scratch_blocks: int = 0  # free and not in the block index
-    num_idle_blocks: int = 0  # free, and in the block index until they are evicted
-    num_pinned_idle_blocks: int = 0  # pinned, not in use now
-    num_pinned_blocks: int = 0  # pinned hashes, in use or not, computed or not
-    num_published_blocks: int = 0
-    num_steps: int = 0
-    step_seconds: float = 0.0  # in the executor, total
+    num_steps: int = 0  # since start
+    step_seconds: float = 0.0  # in the executor, since start
     last_batch_tokens: int = 0
-    prompt_tokens: int = 0  # of requests whose first token is out
-    cached_tokens: int = 0  # of those, reused: pinned + shared + store + followed
-    pinned_tokens: int = 0
-    shared_tokens: int = 0
-    store_tokens: int = 0
-    followed_tokens: int = 0  # computed by other requests while these waited for them or ran beside them
-    prompt_computed_tokens: int = 0  # the rest of prompt_tokens
-    computed_tokens: int = 0  # tokens computed in chunks, replays and decodes included
-    prefill_tokens: int = 0  # of those, all but decodes
-    replayed_tokens: int = 0  # of those, computed before and lost to a preemption
-    ideal_tokens: int = 0  # computed by a perfect, infinite, shared cache, of all prompts that arrived
-    generation_tokens: int = 0
-    prefix_queries: int = 0  # tokens looked up at first admission
-    prefix_hits: int = 0  # tokens found at first admission
-    num_preemptions: int = 0
-    num_promise_skips: int = 0  # times that a sequence waited for another that computes the same blocks
-    num_adoptions: int = 0  # times that a running sequence took over blocks
-    num_evictions: int = 0  # published blocks evicted or discarded, for any of these causes:
-    num_evictions_capacity: int = 0  # the space was needed
-    num_evictions_failed: int = 0  # written or shared by a request whose hidden states were not finite: trust.py
-    num_evictions_reset: int = 0  # the cache was reset
-    num_row_errors: int = 0
-    num_recomputes: int = 0  # requests computed again because shared blocks might not be finite
-    num_loading_blocks: int = 0  # in flight from the store
     compute_tokens_per_s: float = 0.0  # of steps that mostly prefill; 0: not measured yet
-    store: StoreStats | None = None
 
 
 class Engine:
@@ -249,46 +252,28 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return a snapshot of counters and gauges. Changes nothing."""
-        scheduler, pool, counters = self.scheduler, self.scheduler.pool, self.scheduler.counters
+        scheduler, pool = self.scheduler, self.scheduler.pool
         return EngineStats(
+            counters=replace(scheduler.counters),
+            pool=PoolStats(
+                num_blocks=pool.num_usable,
+                num_free=pool.num_free,
+                num_scratch=pool.num_scratch,
+                num_pinned_idle=pool.num_pinned_idle,
+                num_pinned=pool.num_pinned_hashes,
+                num_published=pool.num_published,
+                num_loading=scheduler.transfers.num_outstanding,
+                evictions_capacity=pool.evictions["capacity"],
+                evictions_failed=pool.evictions["failed"],
+                evictions_reset=pool.evictions["reset"],
+            ),
+            store=None if self._store is None else self._store.stats(),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            num_blocks=pool.num_usable,
-            num_free_blocks=pool.num_free,
-            num_scratch_blocks=pool.num_scratch,
-            num_idle_blocks=pool.num_free - pool.num_scratch,
-            num_pinned_idle_blocks=pool.num_pinned_idle,
-            num_pinned_blocks=pool.num_pinned_hashes,
-            num_published_blocks=pool.num_published,
             num_steps=self._num_steps,
             step_seconds=self._step_seconds,
             last_batch_tokens=self._last_batch_tokens,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            pinned_tokens=counters.pinned_tokens,
-            shared_tokens=counters.shared_tokens,
-            store_tokens=counters.store_tokens,
-            followed_tokens=counters.followed_tokens,
-            prompt_computed_tokens=counters.prompt_computed_tokens,
-            computed_tokens=counters.computed_tokens,
-            prefill_tokens=counters.prefill_tokens,
-            replayed_tokens=counters.replayed_tokens,
-            ideal_tokens=counters.ideal_tokens,
-            generation_tokens=counters.generation_tokens,
-            prefix_queries=counters.prefix_queries,
-            prefix_hits=counters.prefix_hits,
-            num_preemptions=counters.num_preemptions,
-            num_promise_skips=counters.num_promise_skips,
-            num_adoptions=counters.num_adoptions,
-            num_evictions=sum(pool.evictions.values()),
-            num_evictions_capacity=pool.evictions["capacity"],
-            num_evictions_failed=pool.evictions["failed"],
-            num_evictions_reset=pool.evictions["reset"],
-            num_row_errors=counters.num_row_errors,
-            num_recomputes=counters.num_recomputes,
-            num_loading_blocks=scheduler.transfers.num_outstanding,
             compute_tokens_per_s=scheduler.transfers.rate.tokens_per_second,
-            store=None if self._store is None else self._store.stats(),
         )
 
 

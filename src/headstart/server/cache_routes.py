@@ -21,7 +21,7 @@ from headstart.openai.responses import CACHE_SOURCES, Json
 from headstart.server.engine.wire import stats_of
 from headstart.server.explanation_text import explanation_answer
 from headstart.server.inference import CHAT, COMPLETIONS
-from headstart.server.server_metrics import blocks_by_state, evictions_by_cause, prefill_redundancy
+from headstart.server.server_metrics import blocks_by_state, prefill_redundancy
 from headstart.server.server_state import ServerState
 from headstart.server.store_metrics import may_see_store, store_answer
 
@@ -46,35 +46,40 @@ def stats_answer(
     stats: EngineStats, model_name: str, block_size: int, tenants: Mapping[str, PromptTokenBreakdown]
 ) -> Json:
     """Return the JSON of /v1/cache/stats without the store. Values are tokens unless the key names another unit."""
-    sources = {source: getattr(stats, f"{source}_tokens") for source in CACHE_SOURCES}
+    counters, pool = stats.counters, stats.pool
+    sources = {source: getattr(counters, f"{source}_tokens") for source in CACHE_SOURCES}
     return {
         "object": "cache.stats",
         "model": model_name,
         "block_size": block_size,
         "prompt_tokens": {
-            "total": stats.prompt_tokens,
-            "cached": stats.cached_tokens,
+            "total": counters.prompt_tokens,
+            "cached": counters.cached_tokens,
             **sources,
-            "computed": stats.prompt_computed_tokens,
+            "computed": counters.prompt_computed_tokens,
         },
-        "hit_rate": stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else None,
-        "prefill_tokens": stats.prefill_tokens,
-        "ideal_tokens": stats.ideal_tokens,
-        "replayed_tokens": stats.replayed_tokens,
+        "hit_rate": counters.cached_tokens / counters.prompt_tokens if counters.prompt_tokens else None,
+        "prefill_tokens": counters.prefill_tokens,
+        "ideal_tokens": counters.ideal_tokens,
+        "replayed_tokens": counters.replayed_tokens,
         "prefill_redundancy": prefill_redundancy(stats),
-        "generation_tokens": stats.generation_tokens,
-        "computed_tokens": stats.computed_tokens,
+        "generation_tokens": counters.generation_tokens,
+        "computed_tokens": counters.computed_tokens,
         "blocks": {
-            "total": stats.num_blocks,
+            "total": pool.num_blocks,
             **blocks_by_state(stats),
-            "published": stats.num_published_blocks,
-            "pinned": stats.num_pinned_blocks,
+            "published": pool.num_published,
+            "pinned": pool.num_pinned,
         },
-        "evictions": evictions_by_cause(stats),
-        "requests": {"running": stats.num_running, "waiting": stats.num_waiting, "failed": stats.num_row_errors},
-        "preemptions": stats.num_preemptions,
-        "promise_skips": stats.num_promise_skips,
-        "adoptions": stats.num_adoptions,
+        "evictions": pool.evictions,
+        "requests": {
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "failed": counters.num_row_errors,
+        },
+        "preemptions": counters.num_preemptions,
+        "promise_skips": counters.num_promise_skips,
+        "adoptions": counters.num_adoptions,
         "steps": stats.num_steps,
         "step_seconds": stats.step_seconds,
         "tenants": {tenant: {"cached": ledger.cached, **ledger._asdict()} for tenant, ledger in tenants.items()},

@@ -28,7 +28,7 @@ async def warm_prefixes(state: ServerState, model: Model) -> int:
         while True:
             listed = await state.prefixes.listed()
             total = sum(entry["tokens"] for entry in listed)
-            bar.update(task, total=total, completed=min(engine.stats.computed_tokens, total))
+            bar.update(task, total=total, completed=min(engine.stats.counters.computed_tokens, total))
             if all(entry["state"] != WARMING for entry in listed):
                 break
             await asyncio.sleep(POLL_SECONDS)

@@ -154,41 +154,44 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         stats = self._engine.stats
-        usage = 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
+        counters, pool = stats.counters, stats.pool
+        usage = 1 - pool.num_free / pool.num_blocks if pool.num_blocks else 0.0
         yield self._gauge("vllm:num_requests_running", "Sequences in the engine's batch.", stats.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests in the waiting queue.", stats.num_waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", usage)
         yield self._counter(
-            "vllm:prompt_tokens", "Prompt tokens of requests whose first token is out.", stats.prompt_tokens
+            "vllm:prompt_tokens", "Prompt tokens of requests whose first token is out.", counters.prompt_tokens
         )
         yield self._counter(
-            "vllm:prompt_tokens_cached", "Prompt tokens read from the prefix cache.", stats.cached_tokens
+            "vllm:prompt_tokens_cached", "Prompt tokens read from the prefix cache.", counters.cached_tokens
         )
-        yield self._counter("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens)
-        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits)
-        yield self._counter("vllm:num_preemptions", "Preempted sequences.", stats.num_preemptions)
-        yield self._counter("vllm:corrupted_requests", "Requests that failed alone.", stats.num_row_errors)
+        yield self._counter("vllm:generation_tokens", "Tokens generated.", counters.generation_tokens)
+        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", counters.prefix_queries)
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", counters.prefix_hits)
+        yield self._counter("vllm:num_preemptions", "Preempted sequences.", counters.num_preemptions)
+        yield self._counter("vllm:corrupted_requests", "Requests that failed alone.", counters.num_row_errors)
         recomputed = "Requests computed again because KV that they shared with others might not be finite."
-        yield self._counter("headstart:recomputed_requests", recomputed, stats.num_recomputes)
+        yield self._counter("headstart:recomputed_requests", recomputed, counters.num_recomputes)
         yield self._counter("headstart:steps", "Steps of the engine.", stats.num_steps)
         yield self._counter("headstart:step_seconds", "Seconds spent computing.", stats.step_seconds)
         yield self._counter(
             "headstart:promise_skips",
             "Times a request waited for blocks that another request was computing.",
-            stats.num_promise_skips,
+            counters.num_promise_skips,
         )
-        yield self._counter("headstart:adoptions", "Times a running prefill reused new blocks.", stats.num_adoptions)
-        yield self._counter("headstart:prefill_tokens", "Prompt tokens computed, replays too.", stats.prefill_tokens)
+        yield self._counter("headstart:adoptions", "Times a running prefill reused new blocks.", counters.num_adoptions)
+        yield self._counter("headstart:prefill_tokens", "Prompt tokens computed, replays too.", counters.prefill_tokens)
         yield self._counter(
-            "headstart:ideal_tokens", "Tokens that an infinite, shared cache would compute.", stats.ideal_tokens
+            "headstart:ideal_tokens",
+            "Tokens that an infinite, shared cache would compute.",
+            counters.ideal_tokens,
         )
         yield self._counter(
-            "headstart:replayed_tokens", "Tokens computed again after preemptions.", stats.replayed_tokens
+            "headstart:replayed_tokens", "Tokens computed again after preemptions.", counters.replayed_tokens
         )
         redundancy = prefill_redundancy(stats)
         yield self._gauge("headstart:prefill_redundancy", "Prefill tokens, to ideal tokens: 1 is best.", redundancy)
-        yield self._gauge("headstart:pinned_blocks", "Blocks of pinned prefixes.", stats.num_pinned_blocks)
+        yield self._gauge("headstart:pinned_blocks", "Blocks of pinned prefixes.", pool.num_pinned)
         age = time.monotonic() - self._engine.last_heard
         yield self._gauge("headstart:heartbeat_age_seconds", "Seconds since the engine was last heard.", age)
         yield from self._by_label(stats)
@@ -196,21 +199,22 @@ class _EngineCollector(Collector):
             yield _cache_config(self._engine.info, self._model[0])
 
     def _by_label(self, stats: EngineStats) -> Iterable[Metric]:
-        sources = {source: getattr(stats, f"{source}_tokens") for source in CACHE_SOURCES}
-        prompt = {**sources, "computed": stats.prompt_computed_tokens}
+        counters, pool = stats.counters, stats.pool
+        sources = {source: getattr(counters, f"{source}_tokens") for source in CACHE_SOURCES}
+        prompt = {**sources, "computed": counters.prompt_computed_tokens}
         yield self._labelled("headstart:prompt_tokens", "Prompt tokens by where their KV came from.", "source", prompt)
         vllm = {
-            "local_compute": stats.prompt_computed_tokens,
-            "local_cache_hit": stats.cached_tokens - stats.store_tokens,
-            "external_kv_transfer": stats.store_tokens,
+            "local_compute": counters.prompt_computed_tokens,
+            "local_cache_hit": counters.cached_tokens - counters.store_tokens,
+            "external_kv_transfer": counters.store_tokens,
         }
         yield self._labelled(
             "vllm:prompt_tokens_by_source", "Prompt tokens by source, in vLLM's words.", "source", vllm
         )
-        tokens = {"computed": stats.computed_tokens, "cached": stats.cached_tokens}
+        tokens = {"computed": counters.computed_tokens, "cached": counters.cached_tokens}
         yield self._labelled("headstart:tokens", "Prompt and output tokens, computed or not.", "source", tokens)
-        causes = evictions_by_cause(stats)
-        yield self._labelled("headstart:evictions", "Evicted cached blocks by cause.", "cause", causes)
+        evictions = "Evicted cached blocks by cause."
+        yield self._labelled("headstart:evictions", evictions, "cause", pool.evictions)
         family = GaugeMetricFamily("headstart:kv_blocks", "KV blocks by state.", labels=("model_name", "state"))
         for state, value in blocks_by_state(stats).items():
             family.add_metric([*self._model, state], value)
@@ -235,22 +239,17 @@ class _EngineCollector(Collector):
 
 def prefill_redundancy(stats: EngineStats) -> float:
     """Return the computed prompt tokens divided by those that a perfect cache would compute; 1.0 before any request."""
-    return stats.prefill_tokens / stats.ideal_tokens if stats.ideal_tokens else 1.0
-
-
-def evictions_by_cause(stats: EngineStats) -> dict[str, int]:
-    """Return the number of evicted cached blocks by cause."""
-    return {cause: getattr(stats, f"num_evictions_{cause}") for cause in ("capacity", "failed", "reset")}
+    return stats.counters.prefill_tokens / stats.counters.ideal_tokens if stats.counters.ideal_tokens else 1.0
 
 
 def blocks_by_state(stats: EngineStats) -> dict[str, int]:
     """Return the number of KV blocks in each state; every usable block is in exactly one state."""
-    used = stats.num_blocks - stats.num_free_blocks - stats.num_pinned_idle_blocks
+    pool = stats.pool
     return {
-        "scratch": stats.num_scratch_blocks,
-        "idle": stats.num_idle_blocks,
-        "pinned_idle": stats.num_pinned_idle_blocks,
-        "referenced": used,
+        "scratch": pool.num_scratch,
+        "idle": pool.num_idle,
+        "pinned_idle": pool.num_pinned_idle,
+        "referenced": pool.num_blocks - pool.num_free - pool.num_pinned_idle,
     }
 
 

@@ -33,9 +33,9 @@ async def write_statistics(state: ServerState) -> None:
 
 def _fields(last: EngineStats, stats: EngineStats, elapsed: float) -> dict[str, object]:
     def since(name: str) -> int:
-        return getattr(stats, name) - getattr(last, name)
+        return getattr(stats.counters, name) - getattr(last.counters, name)
 
-    steps, prompts, ideal = since("num_steps"), since("prompt_tokens"), since("ideal_tokens")
+    steps, prompts, ideal = stats.num_steps - last.num_steps, since("prompt_tokens"), since("ideal_tokens")
     return {
         "running": stats.num_running,
         "waiting": stats.num_waiting,
@@ -45,10 +45,10 @@ def _fields(last: EngineStats, stats: EngineStats, elapsed: float) -> dict[str, 
         "hit_rate": _share(since("cached_tokens"), prompts),
         **{f"hit_rate_{source}": _share(since(f"{source}_tokens"), prompts) for source in CACHE_SOURCES},
         "prefill_redundancy": _share(since("prefill_tokens"), ideal),
-        "kv_usage": round(1 - stats.num_free_blocks / max(stats.num_blocks, 1), 3),
+        "kv_usage": round(1 - stats.pool.num_free / max(stats.pool.num_blocks, 1), 3),
         "step_ms": round((stats.step_seconds - last.step_seconds) / steps * 1000, 2) if steps else None,
         "preemptions": since("num_preemptions"),
-        "evictions": since("num_evictions"),
+        "evictions": stats.pool.total_evictions - last.pool.total_evictions,
         **statistics_fields(last, stats),
     }
 
@@ -59,9 +59,13 @@ def _share(part: int, whole: int) -> float | None:
 
 def statistics_text(last: EngineStats, stats: EngineStats, elapsed: float) -> str:
     """Return the engine's activity in the `elapsed` seconds since `last` as text for people, without the time."""
-    steps, prompts = stats.num_steps - last.num_steps, stats.prompt_tokens - last.prompt_tokens
-    outputs, cached = stats.generation_tokens - last.generation_tokens, stats.cached_tokens - last.cached_tokens
-    preempted = stats.num_preemptions - last.num_preemptions
+    counters, before = stats.counters, last.counters
+    steps, prompts = stats.num_steps - last.num_steps, counters.prompt_tokens - before.prompt_tokens
+    outputs, cached = (
+        counters.generation_tokens - before.generation_tokens,
+        counters.cached_tokens - before.cached_tokens,
+    )
+    preempted = counters.num_preemptions - before.num_preemptions
     if stats.store is not None and stats.store.degraded:
         more = " | store degraded"
     elif preempted:
@@ -72,7 +76,7 @@ def statistics_text(last: EngineStats, stats: EngineStats, elapsed: float) -> st
         f"running {compact(stats.num_running)}, waiting {compact(stats.num_waiting)}"
         f" | tok/s: prompt {compact(prompts / elapsed)}, output {compact(outputs / elapsed)}"
         f" | hit {_percent(cached, prompts)}"
-        f" | KV {_percent(stats.num_blocks - stats.num_free_blocks, stats.num_blocks)}{more}"
+        f" | KV {_percent(stats.pool.num_blocks - stats.pool.num_free, stats.pool.num_blocks)}{more}"
     )
 
 

@@ -176,11 +176,15 @@ def drive(
         outputs=[tokens for _, tokens in done],
         steps=steps,
         seconds=clock.now() - start,
-        computed_tokens=stats.computed_tokens - before.computed_tokens,
-        preemptions=stats.num_preemptions - before.num_preemptions,
+        computed_tokens=stats.counters.computed_tokens - before.counters.computed_tokens,
+        preemptions=stats.counters.num_preemptions - before.counters.num_preemptions,
         given_up=given_up,
     )
 
 
 def _step(seconds: float, before: EngineStats, after: EngineStats) -> Step:
-    return Step(seconds, after.step_seconds - before.step_seconds, after.computed_tokens - before.computed_tokens)
+    return Step(
+        seconds,
+        after.step_seconds - before.step_seconds,
+        after.counters.computed_tokens - before.counters.computed_tokens,
+    )

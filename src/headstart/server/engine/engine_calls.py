@@ -44,8 +44,8 @@ def list_prefixes(engine: Engine, argument: None) -> list[Plain]:
     return [_plain(info) for info in engine.list_prefixes()]
 
 
-def cache_stats(engine: Engine, argument: None) -> dict[str, Any]:
-    """Return EngineStats as a dict."""
+def cache_stats(engine: Engine, argument: None) -> list[Any]:
+    """Return EngineStats as plain values."""
     return plain_stats(engine.stats())
 
 

@@ -7,7 +7,7 @@ import socket
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +15,6 @@ import msgspec
 
 from headstart.config.options import EngineOptions
 from headstart.core.batch import Output
-from headstart.core.cache.block_store import StoreStats
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.core.errors import HeadstartError
 from headstart.core.request import CacheMode, Request, Retention, SamplingParams
@@ -222,15 +221,14 @@ class PeerGoneError(HeadstartError):
     """The process at the other end of the channel has ended."""
 
 
-def plain_stats(stats: EngineStats) -> dict[str, Any]:
+def plain_stats(stats: EngineStats) -> list[Any]:
     """Return the fields of EngineStats as plain values, for an Answer."""
-    return {**stats._asdict(), "store": None if stats.store is None else asdict(stats.store)}
+    return msgspec.to_builtins(stats)
 
 
-def stats_of(values: dict[str, Any]) -> EngineStats:
+def stats_of(values: list[Any]) -> EngineStats:
     """Return EngineStats from the values of `plain_stats`."""
-    store = values["store"]
-    return EngineStats(**{**values, "store": None if store is None else StoreStats(**store)})
+    return msgspec.convert(values, EngineStats)
 
 
 class FrameSplitter:

@@ -55,7 +55,7 @@ def run_pinned(setup: Setup, bar: Bar = QUIET) -> Report:
         "after": send("after", second_prompt),
         "bypass": send("bypass", first_prompt, cache=CacheMode.BYPASS),
     }
-    evictions = engine.stats().num_evictions
+    evictions = engine.stats().pool.total_evictions
     report = _report(setup, runs, {"warm_ms": 1e3 * warm_seconds, "evicted_blocks": evictions})
     report.threads = info.threads
     report.setup = {"prefix_tokens": PREFIX, "own_tokens": OWN, "flood_pools": POOLS, **describe(info)}

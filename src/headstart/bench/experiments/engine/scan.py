@@ -119,8 +119,8 @@ def _run(policy: str, seed: int, config: ScanConfig, bar: Bar, problems: list[st
     return _Found(
         hot_hit_rate=sum(counted) / (len(counted) * config.prefix),
         first_hit=cached.index(config.prefix) + 1 if config.prefix in cached else None,
-        computed_tokens=stats.computed_tokens,
-        evictions=stats.num_evictions,
+        computed_tokens=stats.counters.computed_tokens,
+        evictions=stats.pool.total_evictions,
     )
 
 

@@ -186,7 +186,7 @@ def _admit_cached(rng: Random, requests: int = 32) -> tuple[float, float]:
         admitted.append(watch.handed - start)
         assert not engine.has_work, "a request of one output token outlived its step"
     stats = engine.stats()
-    assert stats.cached_tokens == requests * CACHED, f"{stats.cached_tokens} tokens were cached"
+    assert stats.counters.cached_tokens == requests * CACHED, f"{stats.counters.cached_tokens} tokens were cached"
     return median(admitted[1:]), median(finished[1:])
 
 
