@@ -3,6 +3,7 @@
 import asyncio
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,10 +34,13 @@ def test_a_body_in_a_file_is_read_as_it_was_written(size: int) -> None:
     body.close()
 
 
-def test_attempts_read_a_body_independently_and_its_file_has_no_name() -> None:
-    before, named = open_files(), set(os.listdir(tempfile.gettempdir()))
+def test_attempts_read_a_body_independently_and_its_file_has_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = open_files()
     body = SpooledBody(DATA)
-    assert open_files() == before + 1 and set(os.listdir(tempfile.gettempdir())) - named == set()
+    assert open_files() == before + 1 and os.listdir(tmp_path) == []
 
     async def go() -> None:
         cut = body.pieces()
