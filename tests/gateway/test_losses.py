@@ -188,7 +188,7 @@ def test_a_connection_that_took_too_long_and_a_dead_replica_lose_no_request(monk
 def test_where_nobody_is_there_a_request_ends_with_the_attempts_allowed() -> None:
     async def go() -> None:
         dead = [Replica() for _ in range(2)]
-        async with front(*dead, health_interval=30.0, max_attempts=9) as router:
+        async with front(*dead, health_interval=30.0, max_attempts=9, replica_wait=0.0) as router:
             await router.up(2)
             for replica in dead:
                 await replica.stop()

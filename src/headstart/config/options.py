@@ -218,6 +218,12 @@ class RouterOptions:
     response_timeout: float = _option(
         600.0, "Seconds without a byte from a replica until the attempt fails.", FLEET, minimum=0.1
     )
+    replica_wait: float = _option(
+        5.0,
+        "Seconds after the last replica left during which requests wait for one; then 503.",
+        FLEET,
+        minimum=0,
+    )
     max_attempts: int = _option(3, "Most replicas tried for one request, until its first token.", FLEET, minimum=1)
     retry_budget: float = _option(
         0.2, "Share of requests in flight that may be retries; retries from dead replicas are free.", FLEET, minimum=0

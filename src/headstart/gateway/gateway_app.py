@@ -106,7 +106,7 @@ class _Front:
         self, scope: Scope, receive: Receive, send: Send, reservation: ByteReservation, *, is_admin: bool
     ) -> None:
         state, record = self._state, record_of(scope)
-        state.check_ready()
+        state.check_admission()
         state.proxy.check_queue()
         path, headers = scope["path"], scope["headers"]
         sender = state.sender(record.principal, headers)

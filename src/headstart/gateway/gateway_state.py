@@ -91,6 +91,7 @@ class GatewayState:
             options.connect_timeout,
             options.response_timeout,
             options.replica_api_key,
+            options.replica_wait,
         )
         self.proxy = Proxy(self.router, session, settings, self.budget)
         self.memory = RequestHistory(self.router)
@@ -112,10 +113,21 @@ class GatewayState:
 
     def check_ready(self) -> None:
         """Raise DrainingError while draining, and HttpError 503 while no replica accepts requests."""
+        self._check(has_replicas=self._has_replicas)
+
+    def check_admission(self) -> None:
+        """Raise the same, but for a replica that has just left requests may wait."""
+        self._check(has_replicas=self._has_replicas or self.proxy.replica_wait.is_expected(time.monotonic()))
+
+    def _check(self, *, has_replicas: bool) -> None:
         if self.draining:
             raise DrainingError("the router is shutting down and takes no new requests; send it to another one")
-        if not any(member.state == "up" for member in self.members.members.values()):
+        if not has_replicas:
             raise HttpError(503, "no replica is up", code="no_replicas", headers={"retry-after": "1"})
+
+    @property
+    def _has_replicas(self) -> bool:
+        return any(member.state == "up" for member in self.members.members.values())
 
     def sender(self, principal: Principal, headers: list[tuple[bytes, bytes]]) -> Sender:
         """Return the sender of a request. If replicas see one key only, a salt separates the tenants there too.
@@ -268,12 +280,15 @@ class GatewayState:
         """Note the result of a probe."""
         self.listening.on_probe(member)
         self.proxy.silence.on_probe(member)
+        if member.state == "up":
+            self.proxy.replica_wait.on_up()
 
     def removed(self, url: str) -> None:
         """Forget a removed replica."""
         self._indexes.removed(url)
         self.listening.removed(url)
         self.proxy.silence.removed(url)
+        self.proxy.replica_wait.on_removed(url)
 
     def models_changed(self) -> None:
         """Map the model names that are served now, and load their tokenizer if that was requested."""

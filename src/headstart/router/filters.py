@@ -32,11 +32,23 @@ def eligible(
     return found, reasons
 
 
-def _reason(endpoint: Endpoint, request: RoutingRequest, now: float, tried: frozenset[str]) -> str | None:
+def may_serve(endpoint: Endpoint, request: RoutingRequest) -> bool:
+    """Return whether a replica may serve the request when it is available."""
+    return _mismatch(endpoint, request) is None
+
+
+def _mismatch(endpoint: Endpoint, request: RoutingRequest) -> str | None:
     if request.subset is not None and endpoint.name not in request.subset:
         return "not in the subset"
     if request.model and endpoint.models and request.model not in endpoint.models:
         return "other models"
+    return None
+
+
+def _reason(endpoint: Endpoint, request: RoutingRequest, now: float, tried: frozenset[str]) -> str | None:
+    mismatch = _mismatch(endpoint, request)
+    if mismatch is not None:
+        return mismatch
     if endpoint.name in tried:
         return "tried"
     if endpoint.health.absent:

@@ -5,6 +5,8 @@ it fails again, up to half a minute. Then it is on trial (half-open): one reques
 that one succeeded, or every TRIAL_SECONDS.
 """
 
+from math import inf
+
 FAILURES = 3
 MIN_AWAY = 1.0  # seconds
 MAX_AWAY = 30.0
@@ -14,14 +16,15 @@ TRIAL_SECONDS = 10.0  # for the first token of a trial request; a slower one doe
 class Health:
     """The health of one replica. `draining`: it reports that it accepts no new requests.
 
-    `absent`: a probe found no process there, or none that is ready.
+    `absent`: a probe found no process there, or none that is ready. `left_at`: when one of the two began.
     """
 
-    __slots__ = ("_away", "_failures", "_trial_until", "_until", "absent", "draining", "num_ejections")
+    __slots__ = ("_away", "_failures", "_trial_until", "_until", "absent", "draining", "left_at", "num_ejections")
 
     def __init__(self) -> None:
         self.draining = False
         self.absent = False
+        self.left_at = -inf
         self.num_ejections = 0
         self._failures = 0
         self._away = 0.0
@@ -57,6 +60,12 @@ class Health:
         self._until, self._trial_until = now + self._away, 0.0
         self.num_ejections += 1
         return True
+
+    def left(self, now: float, *, absent: bool = False, draining: bool = False) -> None:
+        """Record that it accepts no requests until `present` is called."""
+        if not (self.absent or self.draining):
+            self.left_at = now
+        self.absent, self.draining = absent, draining
 
     def present(self) -> None:
         """Record that a probe found the replica ready; failures from before its restart are dropped."""

@@ -23,6 +23,7 @@ class ProxiedCall:
     num_rest_bytes: int = 0  # of an incomplete event
     is_trimmed: bool = False  # its prompt is too long to be kept for the explainer
     tried: list[str] = field(default_factory=list[str])  # replicas that must not be tried again
+    deadline: float | None = None  # until when it waits for a replica, on time.monotonic; None: it has not waited
     num_attempts: int = 0
     num_losses: int = 0  # attempts in which a replica was lost, perhaps because of this request
     was_late: bool = False  # it was given up at a replica that was judged silent by lateness alone

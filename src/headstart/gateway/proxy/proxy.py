@@ -23,6 +23,7 @@ from headstart.gateway.proxy.error_responses import (
     too_many_losses,
 )
 from headstart.gateway.proxy.proxied_call import ProxiedCall
+from headstart.gateway.proxy.replica_wait import ReplicaWait
 from headstart.gateway.proxy.replies import EVENTS, check_head, error_in_first, read_answer, session_options
 from headstart.gateway.proxy.retry_budget import RetryBudget
 from headstart.gateway.proxy.silence import Silence, Voice, Wait
@@ -65,6 +66,7 @@ class ProxySettings:
     connect_timeout: float = 2.0
     response_timeout: float = 600.0
     replica_api_key: str | None = None
+    replica_wait: float = 5.0
     max_held_bytes: int = MAX_HELD_BYTES
 
 
@@ -77,6 +79,7 @@ class Proxy:
         self.router = router
         self.budget = budget
         self.silence = Silence(router)
+        self.replica_wait = ReplicaWait(router, settings.replica_wait)
         self.held = HeldBytes(settings.max_held_bytes)
         self.num_pending = 0  # without a first token
         self._session = session
@@ -159,12 +162,21 @@ class Proxy:
                     if not again and any(failure.is_of_connection for failure in call.failures):
                         again = True
                         _retry_failed_connections(call)
-                        continue
-                    await self._give_up(call, last or error, send)
-                    return
+                    elif await self._waited(call):
+                        call.tried.clear()
+                    else:
+                        await self._give_up(call, last or error, send)
+                        return
         finally:
             if retrying:
                 self.budget.give_back()
+
+    async def _waited(self, call: ProxiedCall) -> bool:
+        """Wait until a replica is up; return False if the request may wait no longer."""
+        now = time.monotonic()
+        if call.deadline is None:
+            call.deadline = self.replica_wait.deadline(call, now)
+        return now < call.deadline and await self.replica_wait.wait(call.deadline)
 
     def _may_retry(self, call: ProxiedCall, failure: Failure, retrying: bool) -> bool:
         if call.num_attempts >= self._settings.max_attempts:
@@ -213,13 +225,11 @@ class Proxy:
     def _failed(self, in_flight: InFlight, failure: Failure) -> None:
         if in_flight.finish is not None:
             return  # an error in the first event of a stream has already been counted
-        health = in_flight.endpoint.health
-        if failure is Failure.DRAINING:
-            health.draining = True
-        elif failure is Failure.LOADING:
-            health.absent = True
+        now, is_draining = time.monotonic(), failure is Failure.DRAINING
+        if is_draining or failure is Failure.LOADING:
+            in_flight.endpoint.health.left(now, absent=not is_draining, draining=is_draining)
         refused = failure in (Failure.REFUSED, Failure.UNREACHED, Failure.HUNG)
-        self.router.failed(in_flight, time.monotonic(), refused=refused, blame=failure.is_its_fault)
+        self.router.failed(in_flight, now, refused=refused, blame=failure.is_its_fault)
 
     async def _send(self, call: ProxiedCall, in_flight: InFlight, watched: tuple[Voice, Wait], send: Send) -> None:
         own = {"x-request-id": call.request_id}

@@ -61,6 +61,11 @@ class Failure(Enum):
         return self in (Failure.REFUSED, Failure.UNREACHED, Failure.LOST)
 
     @property
+    def is_momentary(self) -> bool:
+        """Whether the replica is expected back soon: its connection failed, or it is being restarted."""
+        return self.is_of_connection or self in (Failure.DRAINING, Failure.LOADING)
+
+    @property
     def is_its_fault(self) -> bool:
         """Whether it counts against the replica's health."""
         return self not in (Failure.DRAINING, Failure.LOADING, Failure.BUSY)

@@ -71,7 +71,7 @@ class ReplicaObserver(Protocol):
         ...
 
     def removed(self, url: str) -> None:
-        """Called when a replica was removed."""
+        """Called before a replica is removed."""
         ...
 
     def models_changed(self) -> None:
@@ -110,8 +110,8 @@ class ReplicaMonitor:
         for url in [url for url, member in self.members.items() if wanted.get(url) != member.address]:
             self._tasks.pop(url).cancel()
             del self.members[url]
-            self._router.remove(url)
             self._observer.removed(url)
+            self._router.remove(url)
             self._log.event("replica", {"replica": url, "state": "removed"}, text=f"replica {url}: removed")
         for url, address in wanted.items():
             if url not in self.members:
@@ -183,8 +183,7 @@ class ReplicaMonitor:
         if endpoint is not None and state == "up":
             endpoint.health.present()
         elif endpoint is not None:
-            endpoint.health.draining = state == "draining"
-            endpoint.health.absent = state in ("absent", "loading")
+            endpoint.health.left(time.monotonic(), absent=state != "draining", draining=state == "draining")
         if state != member.state:
             url, before = member.address.url, member.state
             text = f"replica {url}: {state}, {before} before"
