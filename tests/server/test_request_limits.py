@@ -135,7 +135,7 @@ def test_the_budget_grows_with_the_pool_and_the_queue() -> None:
     assert large - small == 1_000_000 * 22 and small > 96 * MILLION
 
 
-def test_servers_of_one_machine_divide_the_budget_but_for_their_pools() -> None:
+def test_servers_and_router_of_one_command_divide_the_budget_but_for_the_pools() -> None:
     options = ServerOptions()
     pool = 2 * INFO.num_blocks * INFO.block_size * 22
     whole, half = (max_held_bytes(INFO, options, n) for n in (1, 2))

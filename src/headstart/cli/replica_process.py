@@ -60,7 +60,8 @@ def main() -> int:
     """Serve until SIGTERM or the end of stdin; return the exit code of server.run_server.serve."""
     options = read_options()
     log = Log(is_terminal=options.on_terminal)
-    return serve(build_engine, options.engine, options.server, log, num_servers=options.num_replicas)
+    num_shares = options.num_replicas + 1  # the router holds requests, too
+    return serve(build_engine, options.engine, options.server, log, num_shares=num_shares)
 
 
 if __name__ == "__main__":

@@ -27,14 +27,14 @@ RESERVED_TOKENS = 256
 MIN_HELD_BYTES = 96 << 20  # of all requests, in addition to the tokens of a full queue and of the KV pool
 
 
-def max_held_bytes(info: EngineInfo, options: ServerOptions, num_servers: int = 1) -> int:
+def max_held_bytes(info: EngineInfo, options: ServerOptions, num_shares: int = 1) -> int:
     """Return the byte budget for admitted requests: twice the KV pool's tokens, a full queue, and MIN_HELD_BYTES.
 
-    The latter two are divided by `num_servers`, the number of servers that share this machine's memory.
+    The latter two are divided by `num_shares`, the number of processes on this machine that hold requests.
     """
     token_bytes = PROMPT_TOKEN_BYTES + SEQUENCE_TOKEN_BYTES
     pool = 2 * info.num_blocks * info.block_size * token_bytes
-    return pool + (MIN_HELD_BYTES + options.max_num_queued_tokens * token_bytes) // num_servers
+    return pool + (MIN_HELD_BYTES + options.max_num_queued_tokens * token_bytes) // num_shares
 
 
 def check_size(requests: Sequence[Request], params: GenerationParams, bounds: Bounds) -> None:

@@ -46,9 +46,9 @@ def serve(
     server_options: ServerOptions,
     log: Log | None = None,
     *,
-    num_servers: int = 1,
+    num_shares: int = 1,
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C, and return the exit code. `num_servers` on this machine divide its memory.
+    """Serve until SIGTERM or Ctrl-C, and return the exit code. `num_shares`: see ServerState.
 
     0: all admitted requests were answered. 1: the engine died, or requests were cut off at the end of the drain. 2: the
     options cannot work, reported in one line. 130: stopped at once by a second Ctrl-C.
@@ -62,7 +62,7 @@ def serve(
         return EXIT_CONFIG
     disable_created_metrics()  # no extra `_created` series per counter
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Run(build, engine_options, server_options, listener, log, num_servers).run())
+        return runner.run(_Run(build, engine_options, server_options, listener, log, num_shares).run())
 
 
 class _Run:
@@ -75,9 +75,9 @@ class _Run:
         server_options: ServerOptions,
         listener: socket.socket,
         log: Log,
-        num_servers: int,
+        num_shares: int,
     ) -> None:
-        self._num_servers = num_servers
+        self._num_shares = num_shares
         self._build = build
         self._engine_options = engine_options
         self._options = server_options
@@ -88,7 +88,7 @@ class _Run:
         """Start HTTP and engine, serve until a signal or the engine's death, and stop both. Return the exit code."""
         engine = EngineClient()
         try:
-            state = ServerState(self._options, engine, self._log, self._domain_secret(), num_servers=self._num_servers)
+            state = ServerState(self._options, engine, self._log, self._domain_secret(), num_shares=self._num_shares)
         except ConfigError as error:
             self._log.line(f"headstart: {error}")
             return EXIT_CONFIG

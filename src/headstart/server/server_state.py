@@ -68,18 +68,18 @@ class ServerState:
         log: Log,
         domain_secret: bytes | None = None,
         *,
-        num_servers: int = 1,
+        num_shares: int = 1,
     ) -> None:
         """`domain_secret`: the secret that tenants' domains are derived from; None: a random one for this process.
 
-        `num_servers`: the number of servers on this machine, which divide the memory for requests.
+        `num_shares`: the number of servers and routers of one command, which divide the memory for requests.
         """
         self.options = options
         self.engine = engine
         self.log = log
         secret, own = domain_secret or secrets.token_bytes(32), secrets.token_bytes(32)
         self.auth = Authenticator(options.api_key, options.admin_api_key, secret, options.tenants, label_secret=own)
-        self.bodies = BodyReader(options.max_body_bytes, HELD_BYTES // num_servers)
+        self.bodies = BodyReader(options.max_body_bytes, HELD_BYTES // num_shares)
         self.long_work = LongWork()
         self.turns = Turns()
         self.prefixes = Prefixes(engine, self.auth.domain_of)
@@ -87,8 +87,8 @@ class ServerState:
         self.idle = asyncio.Event()  # set while no admitted request is unanswered
         self.idle.set()
         self._model: Model | None = None
-        self._num_servers = num_servers
-        self._held = Budget(MIN_HELD_BYTES // num_servers, "prompts and answers")
+        self._num_shares = num_shares
+        self._held = Budget(MIN_HELD_BYTES // num_shares, "prompts and answers")
         self._jobs: set[GenerationJob] = set()
 
     def prepare(self, info: EngineInfo) -> Model:
@@ -104,7 +104,7 @@ class ServerState:
     def open(self, model: Model) -> None:
         """Start to admit requests."""
         self._model = model
-        self._held.max_bytes = max_held_bytes(model.info, self.options, self._num_servers)
+        self._held.max_bytes = max_held_bytes(model.info, self.options, self._num_shares)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
 
