@@ -15,6 +15,7 @@ from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 
 VOCAB = 97
 EMPTY, GARBAGE = (-1, -1), (-2, -2)
@@ -150,7 +151,7 @@ def make_engine(
     poison: Callable[[Chunk], bool] = lambda _: False,
     enable_prefix_caching: bool = True,
     policy: str = "fcfs",
-    cache_aware_accounting: bool = True,
+    scheduler_class: type[Scheduler] = Scheduler,
     lpm_k: int = 4,
     eviction_policy: str = "lru",
     tenant_floor: float = 0.0,
@@ -163,16 +164,17 @@ def make_engine(
     One that `expects_short_outputs` admits too many for its pool, so that some have to give way.
     """
     values = {"max_batched_tokens": 64, "max_seqs": 8, "max_model_len": 64} | limits
-    scheduler = Scheduler(
-        num_blocks,
-        block_size,
-        Limits(**values),
-        enable_prefix_caching=enable_prefix_caching,
-        policy=policy,
-        cache_aware_accounting=cache_aware_accounting,
-        lpm_k=lpm_k,
-        eviction_policy=eviction_policy,
-        tenant_floor=tenant_floor,
+    scheduler = scheduler_class(
+        SchedulerConfig(
+            num_blocks,
+            block_size,
+            Limits(**values),
+            enable_prefix_caching=enable_prefix_caching,
+            policy=policy,
+            lpm_k=lpm_k,
+            eviction_policy=eviction_policy,
+            tenant_floor=tenant_floor,
+        ),
         store=store,
     )
     for _ in range(300 * expects_short_outputs):

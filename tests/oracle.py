@@ -20,6 +20,7 @@ from headstart.core.engine import Engine, EngineStats
 from headstart.core.request import CacheMode, Request, Retention, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.model.model_runner import ModelRunner
 from headstart.model.weights.model_loader import load_model
 
@@ -100,7 +101,9 @@ class EngineUnderTest:
         """An engine; a `careless` one admits more than its pool will hold."""
         limits = Limits(max_batched_tokens=max(budget, max_seqs), max_seqs=max_seqs, max_model_len=256)
         scheduler = Scheduler(
-            num_blocks, block_size, limits, model=self.loaded.fingerprint, enable_prefix_caching=caching
+            SchedulerConfig(
+                num_blocks, block_size, limits, model=self.loaded.fingerprint, enable_prefix_caching=caching
+            )
         )
         for _ in range(200 * careless):
             scheduler.admission.finished(1)
@@ -123,14 +126,16 @@ class EngineUnderTest:
         runner = ModelRunner(self.loaded, num_blocks=num_blocks, block_size=block_size)
         opened = store and store(runner)
         scheduler = Scheduler(
-            num_blocks,
-            block_size,
-            limits,
-            model=self.loaded.fingerprint,
-            policy=rng.choice(["lpm", "lpm", "priority", "fcfs"]),
-            lpm_k=rng.randint(1, 4),
-            eviction_policy=rng.choice(["2q", "2q", "lru"]),
-            tenant_floor=rng.choice([0.0, 0.3]),
+            SchedulerConfig(
+                num_blocks,
+                block_size,
+                limits,
+                model=self.loaded.fingerprint,
+                policy=rng.choice(["lpm", "lpm", "priority", "fcfs"]),
+                lpm_k=rng.randint(1, 4),
+                eviction_policy=rng.choice(["2q", "2q", "lru"]),
+                tenant_floor=rng.choice([0.0, 0.3]),
+            ),
             store=opened,
         )
         for _ in range(rng.choice([0, 200])):  # admits more than will fit

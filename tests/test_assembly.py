@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from headstart.assembly import build_engine, check_options, model_folder
+from headstart.bench.experiments.engine.rotations import CacheUnawareScheduler
 from headstart.config.options import EngineOptions
 from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingParams
@@ -41,7 +42,8 @@ def test_options_reach_the_scheduler(tiny: Path) -> None:
         long_prefill_token_threshold=5,
         enable_prefix_caching=False,
     )
-    engine, info = build_engine(options, cache_aware_accounting=False)
+    engine, info = build_engine(options, scheduler_class=CacheUnawareScheduler)
+    assert type(engine.scheduler) is CacheUnawareScheduler
     limits = engine.scheduler.limits
     assert (limits.max_model_len, limits.max_seqs, limits.max_batched_tokens) == (64, 3, 77)
     assert limits.long_prefill_threshold == 5 and info.block_size == engine.executor.block_size == 32

@@ -10,6 +10,7 @@ from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.warm_up import measure_steps
 from headstart.engine_checks import check_options, limits_of, model_folder, store_bytes
 from headstart.model.model_runner import ModelRunner
@@ -32,12 +33,12 @@ from headstart.store.format import Shape
 
 
 def build_engine(
-    options: EngineOptions, folder: Path | None = None, *, cache_aware_accounting: bool = True
+    options: EngineOptions, folder: Path | None = None, *, scheduler_class: type[Scheduler] = Scheduler
 ) -> tuple[Engine, EngineInfo]:
     """Load the model (progress on stderr), size the KV pool, and build the scheduler and the runner.
 
-    `folder` is the result of `model_folder(options)` if the caller has it already. `cache_aware_accounting` is a switch
-    for benchmarks, see Scheduler. Raises ConfigError with a one-line message for options that cannot work.
+    `folder` is the result of `model_folder(options)` if the caller has it already. Raises ConfigError with a one-line
+    message for options that cannot work.
     """
     check_options(options)
     threads = prepare_threads(options.threads)
@@ -50,10 +51,10 @@ def build_engine(
     runner = ModelRunner(loaded, num_blocks=plan.num_blocks, block_size=options.block_size, seed=options.seed)
     on_cpu = loaded.device.type == "cpu"
     store = _open_store(options, store_folder, Shape(loaded.fingerprint, options.block_size, runner.block_bytes))
-    scheduler = Scheduler(
-        plan.num_blocks,
-        options.block_size,
-        limits_of(options, max_model_len, on_cpu=on_cpu),
+    config = SchedulerConfig(
+        num_blocks=plan.num_blocks,
+        block_size=options.block_size,
+        limits=limits_of(options, max_model_len, on_cpu=on_cpu),
         model=loaded.fingerprint,
         enable_prefix_caching=options.enable_prefix_caching,
         policy=options.scheduling_policy,
@@ -61,9 +62,8 @@ def build_engine(
         eviction_policy=options.eviction_policy,
         tenant_floor=options.tenant_cache_floor,
         max_pinned_share=options.max_pinned_share,
-        cache_aware_accounting=cache_aware_accounting,
-        store=store,
     )
+    scheduler = scheduler_class(config, store=store)
     if on_cpu:
         measure_steps(runner, scheduler.step_times, max_tokens=max_model_len)
     info = EngineInfo(

@@ -11,6 +11,7 @@ from headstart.config.options import EngineOptions
 from headstart.core.batch import Batch, Row, RowError, RowErrorKind, StepResult
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.engine_checks import limits_of
 from headstart.model.weights.init_model import init_model
 
@@ -36,17 +37,18 @@ class ForgetfulExecutor(NullExecutor):
 def build_with(executor: type[NullExecutor], info: dict[str, object]) -> Callable[..., tuple[Engine, EngineInfo]]:
     """A stand-in for `assembly.build_engine`."""
 
-    def build(options: EngineOptions, *, cache_aware_accounting: bool = True) -> tuple[Engine, EngineInfo]:
+    def build(options: EngineOptions, *, scheduler_class: type[Scheduler] = Scheduler) -> tuple[Engine, EngineInfo]:
         num_blocks = (options.num_gpu_blocks_override or 256) + 1
         limits = limits_of(options, max_model_len=4096, on_cpu=True)
-        scheduler = Scheduler(
-            num_blocks,
-            options.block_size,
-            limits,
-            enable_prefix_caching=options.enable_prefix_caching,
-            policy=options.scheduling_policy,
-            lpm_k=options.lpm_k,
-            cache_aware_accounting=cache_aware_accounting,
+        scheduler = scheduler_class(
+            SchedulerConfig(
+                num_blocks,
+                options.block_size,
+                limits,
+                enable_prefix_caching=options.enable_prefix_caching,
+                policy=options.scheduling_policy,
+                lpm_k=options.lpm_k,
+            )
         )
         engine = Engine(scheduler, executor(num_blocks, options.block_size, VOCAB_SIZE))
         described = EngineInfo(

@@ -8,6 +8,7 @@ from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 
 BLOCKS = 64
 
@@ -15,7 +16,7 @@ BLOCKS = 64
 def make_engine(max_seqs: int = 8) -> tuple[Engine, VirtualExecutor]:
     """A step takes 1 s and 0.5 s per token."""
     executor = VirtualExecutor(BLOCKS, 4, 100, StepCost(step=1.0, token=0.5), VirtualClock())
-    return Engine(Scheduler(BLOCKS, 4, Limits(64, max_seqs)), executor), executor
+    return Engine(Scheduler(SchedulerConfig(BLOCKS, 4, Limits(64, max_seqs))), executor), executor
 
 
 def prompts(*lengths: int) -> "list[array[int]]":

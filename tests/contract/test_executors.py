@@ -19,6 +19,7 @@ from headstart.core.executor import Executor
 from headstart.core.request import FinishReason, Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.model.model_runner import ModelRunner
 from headstart.model.weights.model_loader import load_model
 
@@ -55,7 +56,7 @@ def chunk(request_id: str, tokens: list[int], start: int, n: int, blocks: list[i
 def run(executor: Executor, prompts: list[list[int]], *, caching: bool = True) -> list[list[int]]:
     """Greedy tokens of each prompt, all in one engine."""
     limits = Limits(max_batched_tokens=48, max_seqs=4, max_model_len=128)
-    scheduler = Scheduler(NUM_BLOCKS, BLOCK, limits, enable_prefix_caching=caching)
+    scheduler = Scheduler(SchedulerConfig(NUM_BLOCKS, BLOCK, limits, enable_prefix_caching=caching))
     engine = Engine(scheduler, executor)
     tokens: dict[str, list[int]] = {f"r{i}": [] for i in range(len(prompts))}
     for request_id, prompt in zip(tokens, prompts, strict=True):
@@ -183,7 +184,7 @@ def test_a_token_outside_the_vocabulary_fails_alone_on_the_runner(folder: Path) 
 
 def test_an_engine_computes_again_what_is_not_finite_and_replaces_the_blocks(folder: Path) -> None:
     runner = ModelRunner(load_model(folder, dtype="float32", device="cpu"), num_blocks=NUM_BLOCKS, block_size=BLOCK)
-    engine = Engine(Scheduler(NUM_BLOCKS, BLOCK, Limits(max_seqs=4, max_model_len=128)), runner)
+    engine = Engine(Scheduler(SchedulerConfig(NUM_BLOCKS, BLOCK, Limits(max_seqs=4, max_model_len=128))), runner)
     prompt = array("i", range(1, 40))
 
     def generate(request_id: str) -> tuple[list[int], FinishReason | None, int]:

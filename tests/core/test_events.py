@@ -17,6 +17,7 @@ from headstart.core.errors import InvalidRequestError
 from headstart.core.request import CacheMode, Sequence
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 
 BLOCK = 4
 PUBLIC = list(range(8))  # two blocks that every domain shares in these tests
@@ -60,7 +61,7 @@ class Consumer:
 
 def make(consumer: Consumer, num_blocks: int = 13, poison: Any = lambda _: False, **fields: Any) -> Engine:
     limits = Limits(max_batched_tokens=32, max_seqs=4, max_model_len=40)
-    scheduler = Scheduler(num_blocks, BLOCK, limits, **fields)
+    scheduler = Scheduler(SchedulerConfig(num_blocks, BLOCK, limits, **fields))
     return Engine(scheduler, CheckingExecutor(num_blocks, BLOCK, poison), event_sink=consumer.apply)
 
 
@@ -172,7 +173,7 @@ TestReplayBehindPublicPrefix.settings = BOUNDS
 def test_a_prompt_is_one_event_and_a_decoded_block_is_another() -> None:
     events: list[Event] = []
     limits = Limits(max_batched_tokens=16, max_seqs=4, max_model_len=40)
-    engine = Engine(Scheduler(9, BLOCK, limits), CheckingExecutor(9, BLOCK), event_sink=events.extend)
+    engine = Engine(Scheduler(SchedulerConfig(9, BLOCK, limits)), CheckingExecutor(9, BLOCK), event_sink=events.extend)
     engine.add_request(make_request("a", range(10), max_tokens=4))
     engine.step()
     (first,) = events
@@ -241,7 +242,7 @@ def test_a_reset_that_pins_survive_removes_exactly_what_went() -> None:
 
 
 def test_without_a_sink_nothing_is_collected() -> None:
-    engine = Engine(Scheduler(9, BLOCK, Limits(16, 4, 40)), CheckingExecutor(9, BLOCK))
+    engine = Engine(Scheduler(SchedulerConfig(9, BLOCK, Limits(16, 4, 40))), CheckingExecutor(9, BLOCK))
     assert engine.scheduler.cache.event_log is None
     assert not any(isinstance(listener, EventLog) for listener in engine.scheduler.pool.listeners)
 

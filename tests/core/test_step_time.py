@@ -15,6 +15,7 @@ from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import DECODE_STEPS, LEAST_SECONDS, LEAST_TOKENS, MOST_SECONDS, StepBound, StepTimes
 from headstart.core.warm_up import PROMPT_TOKENS, measure_steps
 
@@ -25,7 +26,9 @@ def engine_of(cost: StepCost, bound: StepBound | None) -> tuple[Engine, VirtualC
     """An engine that has measured its steps, in virtual time."""
     clock = VirtualClock()
     executor = VirtualExecutor(1001, BLOCK, 100, cost, clock)
-    scheduler = Scheduler(1001, BLOCK, Limits(max_model_len=8192, step_bound=bound), enable_prefix_caching=False)
+    scheduler = Scheduler(
+        SchedulerConfig(1001, BLOCK, Limits(max_model_len=8192, step_bound=bound), enable_prefix_caching=False)
+    )
     measure_steps(executor, scheduler.step_times, max_tokens=8192)
     return Engine(scheduler, executor), clock
 

@@ -3,10 +3,12 @@
 import pytest
 from checking import executor_of, expected_tokens, generate, make_engine, make_request, run
 
+from headstart.bench.experiments.engine.rotations import CacheUnawareScheduler
 from headstart.core.batch import Chunk
 from headstart.core.errors import ConfigError, RequestTooLargeError
 from headstart.core.request import CacheMode, FinishReason
 from headstart.core.sched.limits import Limits, charge, chunk_len
+from headstart.core.sched.scheduler import Scheduler
 
 
 def chunks(engine: object) -> list[list[tuple[str, int, int]]]:
@@ -236,9 +238,9 @@ def test_generated_tokens_are_reused_by_the_next_turn() -> None:
 
 def test_source_001_unaware_accounting_admits_few_and_aware_accounting_all() -> None:
     admitted = []
-    for aware in (False, True):
+    for scheduler_class in (CacheUnawareScheduler, Scheduler):
         engine = make_engine(
-            num_blocks=60, cache_aware_accounting=aware, max_batched_tokens=32, max_seqs=8, max_model_len=32
+            num_blocks=60, scheduler_class=scheduler_class, max_batched_tokens=32, max_seqs=8, max_model_len=32
         )
         requests = [make_request(f"cold{i}", [*range(i, 8), *range(i), 50]) for i in range(6)]
         generate(engine, *requests)

@@ -12,6 +12,7 @@ from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.model.weights.model_loader import LoadedModel
 
 BLOCK = 16
@@ -40,7 +41,10 @@ def outputs(loaded: LoadedModel, limits: Limits, *, by_token: bool = False) -> d
     if by_token:
         begin = runner.attention.begin
         runner.attention.begin = lambda step: begin(replace(step, writes=without_spans(step.writes)))  # type: ignore[method-assign]
-    engine = Engine(Scheduler(40, BLOCK, limits, model=loaded.fingerprint, policy="lpm", eviction_policy="2q"), runner)
+    engine = Engine(
+        Scheduler(SchedulerConfig(40, BLOCK, limits, model=loaded.fingerprint, policy="lpm", eviction_policy="2q")),
+        runner,
+    )
     sampling = SamplingParams(max_tokens=6, temperature=0.0)
     for index, prompt in enumerate(prompts(loaded.vocab_size, seed=3)):
         engine.add_request(Request(f"r{index}", prompt, sampling))

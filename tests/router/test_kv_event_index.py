@@ -16,6 +16,7 @@ from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.event_sequencer import Due, EventSequencer
 from headstart.router.index.kv_event_index import SILENCE, SPECULATION, SPECULATION_COMPUTED, KVEventIndex
@@ -183,7 +184,7 @@ def run_engine(seed: int, sink: Callable[[list[Event]], None]) -> Engine:
     """A real scheduler over a pool much too small for what it serves: evictions, answers, preemptions."""
     rng = Random(seed)
     limits = Limits(max_batched_tokens=64, max_seqs=4, max_model_len=64)
-    engine = Engine(Scheduler(24, BLOCK, limits), NullExecutor(24, BLOCK, 100), event_sink=sink)
+    engine = Engine(Scheduler(SchedulerConfig(24, BLOCK, limits)), NullExecutor(24, BLOCK, 100), event_sink=sink)
     for start in range(12):
         prompts = [array("i", [rng.randrange(2) for _ in range(rng.randrange(4, 40))]) for _ in range(5)]
         drive(engine, make_requests(prompts, SamplingParams(max_tokens=6, temperature=0.0), f"r{start}-"))

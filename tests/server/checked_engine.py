@@ -6,6 +6,7 @@ from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 
 VOCAB_SIZE = 450
 MAX_MODEL_LEN = 256
@@ -16,7 +17,7 @@ NUM_BLOCKS = 129
 def build_checked(options: EngineOptions) -> tuple[Engine, EngineInfo]:
     """128 usable blocks of 4 tokens; `options.model` is a folder with a tokenizer. A prompt with token 449 fails."""
     limits = Limits(max_batched_tokens=256, max_seqs=16, max_model_len=MAX_MODEL_LEN)
-    scheduler = Scheduler(NUM_BLOCKS, BLOCK_SIZE, limits, policy="lpm")
+    scheduler = Scheduler(SchedulerConfig(NUM_BLOCKS, BLOCK_SIZE, limits, policy="lpm"))
     executor = CheckingExecutor(NUM_BLOCKS, BLOCK_SIZE, lambda chunk: 449 in chunk.token_ids)
     info = EngineInfo(
         model=options.model,

@@ -7,7 +7,7 @@ from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine, EngineInfo
 
 BuildEngine = Callable[..., tuple[Engine, EngineInfo]]
-"""`assembly.build_engine`, or a fake with the same signature: (options, *, cache_aware_accounting=True)."""
+"""`assembly.build_engine`, or a fake with the same signature: (options, *, scheduler_class=Scheduler)."""
 
 BUNDLED = "bundled intent model"
 """The name of the packaged model in reports."""

@@ -14,6 +14,7 @@ from headstart.core.batch import Batch, StepResult
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.server.run_server import serve
 
@@ -38,7 +39,8 @@ def build_null(options: EngineOptions) -> tuple[Engine, EngineInfo]:
     vocab_size, blocks = Tokenizer.from_folder(folder).vocab_size, options.num_gpu_blocks_override or NUM_BLOCKS
     limits = Limits(options.max_num_batched_tokens, options.max_num_seqs, MAX_MODEL_LEN)
     engine = Engine(
-        Scheduler(blocks, options.block_size, limits), _PacedExecutor(blocks, options.block_size, vocab_size)
+        Scheduler(SchedulerConfig(blocks, options.block_size, limits)),
+        _PacedExecutor(blocks, options.block_size, vocab_size),
     )
     info = EngineInfo(
         model=str(folder),

@@ -19,52 +19,34 @@ from headstart.core.cache.trust import Trust
 from headstart.core.errors import RequestTooLargeError
 from headstart.core.request import FinishReason, Request, Sequence, Status
 from headstart.core.sched.admission import MAX_CANDIDATES, Admission, non_preemptible
-from headstart.core.sched.limits import Limits
 from headstart.core.sched.plan import Plan
+from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import StepTimes
 from headstart.core.sched.token_accounting import TokenAccounting
 from headstart.core.sched.waiting_queue import POLICIES, Group, OrderedSequences, WaitingQueue
 
 
 class Scheduler:
-    """The scheduler of one pool of KV blocks.
+    """The scheduler of one pool of KV blocks."""
 
-    `cache_aware_accounting` False reproduces vLLM #3402 before its fix, for the benchmark only: cached tokens and
-    blocks are charged as if they had to be computed.
-    """
-
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        limits: Limits,
-        *,
-        model: bytes = b"",
-        enable_prefix_caching: bool = True,
-        policy: str = "fcfs",
-        lpm_k: int = 8,
-        eviction_policy: str = "lru",
-        tenant_floor: float = 0.0,
-        max_pinned_share: float = 0.5,
-        cache_aware_accounting: bool = True,
-        store: BlockStore | None = None,
-    ) -> None:
-        self.limits = limits
-        self.block_size = block_size
-        self.pool = BlockPool(num_blocks, eviction_policy=eviction_policy, tenant_floor=tenant_floor)
-        self.cache = KVCache(self.pool, block_size, model=model, enabled=enable_prefix_caching)
-        self.waiting = WaitingQueue(self.pool, policy, lpm_k, self.cache.reads)
-        order = POLICIES[policy]
+    def __init__(self, config: SchedulerConfig, *, store: BlockStore | None = None) -> None:
+        self.limits = limits = config.limits
+        self.block_size = config.block_size
+        self.pool = BlockPool(
+            config.num_blocks, eviction_policy=config.eviction_policy, tenant_floor=config.tenant_floor
+        )
+        self.cache = KVCache(self.pool, config.block_size, model=config.model, enabled=config.enable_prefix_caching)
+        self.waiting = WaitingQueue(self.pool, config.policy, config.lpm_k, self.cache.reads)
+        order = POLICIES[config.policy]
         self.running = OrderedSequences(lambda seq: (not non_preemptible(seq), *order(seq)))
         self.admission = Admission(self.cache, limits.max_model_len)
-        self.prefixes = PinnedPrefixes(self.cache, self._demands, max_share=max_pinned_share)
+        self.prefixes = PinnedPrefixes(self.cache, self._demands, max_share=config.max_pinned_share)
         self.transfers = Transfers(self.cache, store)
         self.trust = Trust(self.cache, self.transfers, self.admission)
         self.step_times = StepTimes(limits.step_bound)
         self.accounting = TokenAccounting(self.cache, self.transfers, self.prefixes.is_warming)
         self.counters = self.accounting.counters
-        self._by_priority = policy == "priority"
-        self._cache_aware = cache_aware_accounting
+        self._by_priority = config.policy == "priority"
         self._sequences: dict[str, Sequence] = {}
         self._num_arrivals = 0
         self._now = 0.0
@@ -229,7 +211,8 @@ class Scheduler:
     def _admit(self, plan: Plan, seq: Sequence, hit: Hit, reserved: int) -> bool:
         """Admit a waiting sequence and plan its first chunk; otherwise return False and change nothing."""
         n = plan.chunk_len(seq, hit.num_tokens, alone=len(self._sequences) == 1)
-        if not n or not self._fits(seq, hit, reserved) or not self._affords(plan, hit, n):
+        extra = self._charge_for(hit)
+        if not n or (extra and plan.entries and extra + n > plan.budget) or not self._fits(seq, hit, reserved):
             return False
         extended = self.cache.extend(seq, hit, hit.num_tokens + n, last_resort=not self.running)
         assert extended, f"{seq.request_id} fits but cannot be extended"
@@ -240,22 +223,21 @@ class Scheduler:
             self.prefixes.admitted(seq)
         self.running.add(seq)
         seq.status = Status.RUNNING
-        extra = 0 if self._cache_aware else hit.num_tokens
         plan.add(seq, hit.num_tokens, n, writes=self.cache.writes(seq), extra=extra)
         return True
 
     def _fits(self, seq: Sequence, hit: Hit, reserved: int) -> bool:
         """Return whether all of it fits beside the reservations of others and the blocks being loaded."""
-        hit, coming = hit if self._cache_aware else NO_HIT, self.transfers.num_outstanding
+        coming = self.transfers.num_outstanding
         if coming:  # loads take little time, so this applies even if nothing runs yet
             new = self.cache.num_new_blocks(seq, hit, len(seq.token_ids))
             if new + coming > self.cache.num_available(seq, hit):
                 return False
         return self.admission.fits(seq, hit, self.running, reserved + coming)
 
-    def _affords(self, plan: Plan, hit: Hit, n: int) -> bool:
-        """Return whether the budget suffices; always, unless cached tokens are charged too (see the class)."""
-        return self._cache_aware or not plan.entries or hit.num_tokens + n <= plan.budget
+    def _charge_for(self, hit: Hit) -> int:
+        """Return the budget that cached tokens cost: none."""
+        return 0
 
     def _candidates(self, seq: Sequence) -> list[Sequence]:
         """Return the preemption candidates for `seq`: the last running sequences after it, all of one priority."""

@@ -14,6 +14,7 @@ from headstart.core.batch import Batch
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.workload.synthetic import random_tokens
 
 BLOCK_SIZE = 16
@@ -51,7 +52,7 @@ class Step(NamedTuple):
 def steps(limits: Limits, mix: Mix, seed: int, *, num_prompts: int, num_blocks: int) -> Iterator[Step]:
     """Run `num_prompts` prompts to completion, step by step."""
     rng = Random(f"{seed}/{mix}")
-    scheduler = Scheduler(num_blocks, BLOCK_SIZE, limits, enable_prefix_caching=False)
+    scheduler = Scheduler(SchedulerConfig(num_blocks, BLOCK_SIZE, limits, enable_prefix_caching=False))
     executor = NullExecutor(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
     for index in range(num_prompts):
         prompt = random_tokens(mix.prompt_length(rng), VOCAB_SIZE, rng)

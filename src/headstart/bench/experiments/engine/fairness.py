@@ -20,6 +20,7 @@ from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.workload.request_record import RequestRecord, percentile
 from headstart.workload.synthetic import random_tokens, unit_arrivals
 
@@ -144,7 +145,7 @@ def _drive(
     """Return (the run, admission time of each request) on a warm engine with a pool that never evicts a prefix."""
     blocks = (config.max_seqs + config.hot_prefixes) * (-(-(config.prompt + config.output) // BLOCK_SIZE) + 1) * 2
     limits = Limits(config.budget, config.max_seqs, max_model_len=config.prompt + config.output)
-    scheduler = Scheduler(blocks, BLOCK_SIZE, limits, policy=policy, lpm_k=k)
+    scheduler = Scheduler(SchedulerConfig(blocks, BLOCK_SIZE, limits, policy=policy, lpm_k=k))
     clock = VirtualClock()
     executor = VirtualExecutor(blocks, BLOCK_SIZE, VOCAB_SIZE, COST, clock)
     engine = Engine(scheduler, executor)

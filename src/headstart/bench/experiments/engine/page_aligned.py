@@ -35,6 +35,7 @@ from headstart.bench.runners.inprocess import Run, drive, make_requests
 from headstart.core.engine import Engine
 from headstart.core.request import SamplingParams
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.model.attention.base import resolve_backend
 from headstart.model.kernels.library import Kernels, kernels
 from headstart.model.kv_writes import Writes
@@ -259,7 +260,9 @@ def _whole(
 
     def timed(mode: str, name: str) -> Run:
         limits = replace(engine.scheduler.limits, align=MODES[mode].align, charge_ceil=MODES[mode].charge_ceil)
-        scheduler = Scheduler(engine.scheduler.pool.num_blocks, BLOCK_SIZE, limits, enable_prefix_caching=False)
+        scheduler = Scheduler(
+            SchedulerConfig(engine.scheduler.pool.num_blocks, BLOCK_SIZE, limits, enable_prefix_caching=False)
+        )
         return drive(Engine(scheduler, engine.executor), make_requests(prompts, sampling, name), bar=bar)
 
     first = timed("off", "warm-up")  # first touch of all memory

@@ -21,6 +21,7 @@ from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.waiting_queue import POLICIES
 from headstart.workload.request_record import median
 from headstart.workload.synthetic import random_tokens, with_prefix
@@ -202,7 +203,7 @@ def _engine(case: _Case, config: OrderConfig) -> Engine:
     """Return an engine with slots for the decodes and as many others, or one other where each step admits one."""
     seats = DECODES + 1 if case.admits else 2 * DECODES
     limits = Limits(2 * config.prompt, seats, max_model_len=2 * config.prompt, long_prefill_threshold=case.cap)
-    scheduler = Scheduler(case.num_blocks + 1, BLOCK_SIZE, limits, policy=config.policy)
+    scheduler = Scheduler(SchedulerConfig(case.num_blocks + 1, BLOCK_SIZE, limits, policy=config.policy))
     return Engine(scheduler, NullExecutor(case.num_blocks + 1, BLOCK_SIZE, VOCAB_SIZE))
 
 

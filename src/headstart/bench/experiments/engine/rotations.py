@@ -16,8 +16,10 @@ from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.report import Chart, Report, Sheet, spread
 from headstart.bench.runners.engines import Setup, describe
 from headstart.bench.runners.inprocess import Run, Step, Tokens, drive, make_requests
+from headstart.core.cache.kv_cache import NO_HIT, Hit
 from headstart.core.engine import Engine, EngineInfo
-from headstart.core.request import SamplingParams
+from headstart.core.request import SamplingParams, Sequence
+from headstart.core.sched.scheduler import Scheduler
 from headstart.workload.request_record import median
 from headstart.workload.synthetic import random_tokens, rotations
 
@@ -48,12 +50,22 @@ class _Passes:
     decode: list[Step] = field(default_factory=list[Step])
 
 
+class CacheUnawareScheduler(Scheduler):
+    """A scheduler as in vLLM #3402 before its fix: cached tokens and blocks cost as if they had to be computed."""
+
+    def _charge_for(self, hit: Hit) -> int:
+        return hit.num_tokens
+
+    def _fits(self, seq: Sequence, hit: Hit, reserved: int) -> bool:
+        return super()._fits(seq, NO_HIT, reserved)
+
+
 def run_rotations(setup: Setup, config: RotationsConfig, bar: Bar = QUIET) -> Report:
     """Measure two engines of one model: cold, warm, and warm with cache-unaware accounting."""
     bar.stage("loading the model twice", None)
     options = setup.options(num_blocks=_pool_blocks(config), max_batched_tokens=BUDGET)
     engine, info = setup.build(options)
-    unaware, _ = setup.build(options, cache_aware_accounting=False)
+    unaware, _ = setup.build(options, scheduler_class=CacheUnawareScheduler)
     prompts = rotations(random_tokens(config.length, info.vocab_size, Random(setup.seed)), config.requests)
     log, passes = ContentionLog.new(), _Passes()
     _measure_passes(engine, unaware, prompts, config, passes, log, bar)

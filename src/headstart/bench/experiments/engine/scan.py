@@ -20,6 +20,7 @@ from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.workload.synthetic import random_tokens
 
 VOCAB_SIZE = 32_000
@@ -101,7 +102,9 @@ def _run(policy: str, seed: int, config: ScanConfig, bar: Bar, problems: list[st
         max_seqs=config.concurrency,
         max_model_len=config.prefix + config.own + config.one_off,
     )
-    scheduler = Scheduler(config.num_blocks, config.block_size, limits, policy="lpm", eviction_policy=policy)
+    scheduler = Scheduler(
+        SchedulerConfig(config.num_blocks, config.block_size, limits, policy="lpm", eviction_policy=policy)
+    )
     engine = Engine(scheduler, NullExecutor(config.num_blocks, config.block_size, VOCAB_SIZE))
     rng = Random(seed)
     prefix = random_tokens(config.prefix, VOCAB_SIZE, rng)

@@ -28,6 +28,7 @@ from headstart.core.errors import ConfigError
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.workload.request_record import median
 from headstart.workload.synthetic import random_tokens
 
@@ -147,7 +148,7 @@ class _Stopwatch(NullExecutor):
 
 def _engine(num_blocks: int) -> tuple[Engine, _Stopwatch]:
     limits = Limits(max_batched_tokens=8192, max_seqs=DECODES, max_model_len=2 * PROMPT)
-    scheduler = Scheduler(num_blocks, BLOCK_SIZE, limits)
+    scheduler = Scheduler(SchedulerConfig(num_blocks, BLOCK_SIZE, limits))
     watch = _Stopwatch(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
     return Engine(scheduler, watch), watch
 

@@ -19,6 +19,7 @@ from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
 from headstart.router.routing_request import RoutingRequest, Usage
@@ -52,7 +53,9 @@ class _Flight:
 
 def make_engine(num_blocks: int, block_size: int, vocab_size: int, eviction_policy: str, limits: Limits) -> Engine:
     """Return an engine of `num_blocks` usable blocks that computes nothing."""
-    scheduler = Scheduler(num_blocks + 1, block_size, limits, policy="lpm", eviction_policy=eviction_policy)
+    scheduler = Scheduler(
+        SchedulerConfig(num_blocks + 1, block_size, limits, policy="lpm", eviction_policy=eviction_policy)
+    )
     return Engine(scheduler, NullExecutor(num_blocks + 1, block_size, vocab_size))
 
 

@@ -22,6 +22,7 @@ from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
+from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.gateway.kv_events.kv_event_consumer import KVEventConsumer
 from headstart.gateway.kv_events.kv_event_decoding import event_domain
 from headstart.gateway.replicas.replica_address import ReplicaAddress
@@ -188,7 +189,9 @@ class Rig:
         self._publisher = KVEventPublisher(self._config, medium="CPU")
         self._heard = self._publisher.publish
         executor = NullExecutor(num_blocks, block_size, VOCAB_SIZE)
-        self.engine = Engine(Scheduler(num_blocks, block_size, limits), executor, event_sink=self._publish)
+        self.engine = Engine(
+            Scheduler(SchedulerConfig(num_blocks, block_size, limits)), executor, event_sink=self._publish
+        )
 
     def _publish(self, events: list[Event]) -> None:
         self.num_published += 1

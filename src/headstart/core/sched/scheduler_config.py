@@ -1,0 +1,21 @@
+"""SchedulerConfig: the settings of one scheduler and its pool of KV blocks."""
+
+from dataclasses import dataclass
+
+from headstart.core.sched.limits import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Settings of a scheduler; `config/options.py` explains those that are options."""
+
+    num_blocks: int  # of the pool, with the null block
+    block_size: int  # tokens
+    limits: Limits
+    model: bytes = b""  # fingerprint of the weights: part of every block hash
+    enable_prefix_caching: bool = True
+    policy: str = "fcfs"  # order of the waiting queue: fcfs, lpm or priority
+    lpm_k: int = 8
+    eviction_policy: str = "lru"  # or 2q
+    tenant_floor: float = 0.0  # share of the pool that is divided among tenants
+    max_pinned_share: float = 0.5  # of the pool
