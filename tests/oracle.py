@@ -121,7 +121,6 @@ class EngineUnderTest:
             long_prefill_threshold=rng.choice([0, max(align, 5), max(align, 17)]),
             align=align,
             charge_ceil=rng.random() < 0.5,
-            min_followed_tokens=rng.choice([1, 1, 8]),
         )
         runner = ModelRunner(self.loaded, num_blocks=num_blocks, block_size=block_size)
         opened = store and store(runner)

@@ -75,14 +75,13 @@ class SchedulerLaws(RuleBasedStateMachine):
         eviction=st.sampled_from(["lru", "2q"]),
         floor=st.sampled_from([0.0, 0.5]),
         short=st.booleans(),
-        least=st.sampled_from([1, 8]),
         caching=st.sampled_from([True, True, True, False]),
         store=st.sampled_from([None, 1, 2, 3]),
         bound=st.sampled_from([None, None, 1, 3, 5]),
     )
     def start(
         self, num_blocks: int, budget: int, max_seqs: int, long_prefill: int, align: int, ceil: bool, policy: str,
-        k: int, eviction: str, floor: float, short: bool, least: int, caching: bool, store: int | None,
+        k: int, eviction: str, floor: float, short: bool, caching: bool, store: int | None,
         bound: int | None,
     ) -> None:  # fmt: skip
         if align > 1:
@@ -100,7 +99,6 @@ class SchedulerLaws(RuleBasedStateMachine):
             eviction_policy=eviction,
             tenant_floor=floor,
             expects_short_outputs=short,
-            min_followed_tokens=least,
             max_batched_tokens=max(budget, max_seqs),
             max_seqs=max_seqs,
             long_prefill_threshold=long_prefill,

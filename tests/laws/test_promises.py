@@ -107,13 +107,12 @@ def test_the_last_token_of_a_prompt_is_a_promise_too() -> None:
     assert prefill_computed(engine) == 16 + 1
 
 
-def test_a_promise_worth_less_than_the_minimum_is_not_waited_for() -> None:
-    for least, first_step in ((8, 2), (4, 1)):
-        engine = make_engine(num_blocks=60, min_followed_tokens=least)
-        for i in range(2):
-            engine.add_request(make_request(f"r{i}", [*range(4), *[50 + i] * 7]))  # one shared block
-        engine.step()
-        assert len(chunks(engine)[0]) == first_step
+def test_a_single_promised_block_is_waited_for() -> None:
+    engine = make_engine(num_blocks=60)
+    for i in range(2):
+        engine.add_request(make_request(f"r{i}", [*range(4), *[50 + i] * 7]))  # one shared block
+    engine.step()
+    assert len(chunks(engine)[0]) == 1
 
 
 def test_one_off_and_bypassing_requests_promise_nothing() -> None:

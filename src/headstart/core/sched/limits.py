@@ -16,7 +16,6 @@ class Limits:
     long_prefill_threshold: int = 0  # cap on a chunk while other sequences want the step too; 0: none
     align: int = 1  # non-final chunks end on a multiple of this; 1: anywhere
     charge_ceil: bool = False  # charge whole blocks of `align` tokens instead of exact tokens
-    min_followed_tokens: int = 1  # a sequence waits for promised blocks that save at least this many; 1: any block
     step_bound: StepBound | None = None  # maximum duration of a step with prompt tokens; None: unbounded
 
     def __post_init__(self) -> None:

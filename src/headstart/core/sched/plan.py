@@ -45,12 +45,5 @@ class Plan:
             self._promised.update(seq.block_hashes[first : (start + n - 1) // self._block_size + 1])
 
     def promises(self, seq: Sequence, index: int) -> bool:
-        """Return whether enough blocks of `seq` from `index` on are promised to be worth waiting a step."""
-        block_hashes, promised = seq.block_hashes, self._promised
-        if index >= len(block_hashes) or block_hashes[index] not in promised:
-            return False
-        end = index + 1
-        least = index + -(-self.limits.min_followed_tokens // self._block_size)
-        while end < least and end < len(block_hashes) and block_hashes[end] in promised:
-            end += 1
-        return end >= least
+        """Return whether block `index` of `seq` is promised."""
+        return index < len(seq.block_hashes) and seq.block_hashes[index] in self._promised
