@@ -73,14 +73,14 @@ def test_pending_bodies_of_four_megabytes_are_bounded(kind: str) -> None:
             asked = [asyncio.create_task(post(router, BODIES[kind])) for _ in range(count - 1)]
             await until(lambda: holding.num_asked + held.num_refused == count)
             peak = resident_bytes() - before
-            assert 0 < held.num_bytes <= held.max_bytes
+            assert 0 < held.held_bytes <= held.max_bytes
             # Clients and replica are in this process too, with copies of their own.
             assert peak < 800 * MIB, f"{peak // MIB} MiB for {holding.num_asked} requests"
             holding.goes_on.set()
             codes = [await warm, *await asyncio.gather(*asked)]
             assert codes.count(200) == holding.num_asked >= count // 8
             assert codes.count(429) == held.num_refused > 0
-            assert held.num_bytes == 0
+            assert held.held_bytes == 0
 
     run(go())
 
@@ -93,10 +93,10 @@ def test_small_requests_are_not_refused() -> None:
             body = json.dumps({"prompt": "hello " * 1000, "stream": False}).encode()
             asked = [asyncio.create_task(post(router, body)) for _ in range(100)]
             await until(lambda: holding.num_asked == 100)
-            assert 100 * len(body) < router.state.proxy.held.num_bytes < 100 * 5 * len(body)
+            assert 100 * len(body) < router.state.proxy.held.held_bytes < 100 * 5 * len(body)
             holding.goes_on.set()
             assert set(await asyncio.gather(*asked)) == {200}
-            assert router.state.proxy.held.num_bytes == 0
+            assert router.state.proxy.held.held_bytes == 0
 
     run(go())
 
@@ -109,9 +109,9 @@ def test_a_body_is_freed_when_its_stream_has_begun() -> None:
             held = router.state.proxy.held
             asked = asyncio.create_task(router.complete("x" * 2 * MIB, stream=True))
             await until(lambda: router.state.num_under_way == 1 and router.state.num_pending == 0)
-            assert 0 < held.num_bytes < 4 * MIB, "the hashes of its blocks are left"
+            assert 0 < held.held_bytes < 4 * MIB, "the hashes of its blocks are left"
             replica.gate.set()
-            assert (await asked).status_code == 200 and held.num_bytes == 0
+            assert (await asked).status_code == 200 and held.held_bytes == 0
 
     run(go())
 
@@ -176,7 +176,7 @@ def test_a_large_body_that_is_refused_leaves_no_file(body: bytes) -> None:
     async def go() -> None:
         async with front(Replica()) as router, asyncio.timeout(SECONDS):
             assert await post(router, body) == 400
-            assert router.state.proxy.held.num_bytes == 0
+            assert router.state.proxy.held.held_bytes == 0
             await until(lambda: not any("(deleted)" in link and "headstart-" in link for link in links()))
 
     run(go())
@@ -213,7 +213,7 @@ def test_of_many_long_answers_few_bytes_are_kept_and_all_arrive_whole(
             assert {answer.text for answer in answers} == {text}
             # Each may have a piece more than the bound, and the first MIN_KEPT_BYTES.
             assert MIB < most < MIB + 8 * (held_bytes.MIN_KEPT_BYTES + MIB // 2)
-            assert held.num_bytes == held.num_answer_bytes == 0
+            assert held.held_bytes == held.num_answer_bytes == 0
 
     run(go())
 
@@ -229,11 +229,11 @@ def test_answers_in_one_piece_are_counted_while_they_are_read() -> None:
         replica.script = long
         async with front(replica) as router, asyncio.timeout(SECONDS):
             held = router.state.proxy.held
-            assert (await router.complete()).status_code == 200 and held.num_bytes == 0
+            assert (await router.complete()).status_code == 200 and held.held_bytes == 0
             held.max_bytes = 4 * MIB
             answer = await router.complete()
             assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
-            assert held.num_bytes == 0 and router.state.num_pending == 0
+            assert held.held_bytes == 0 and router.state.num_pending == 0
 
     run(go())
 
@@ -252,7 +252,7 @@ def test_events_without_an_end_are_counted_too() -> None:
             held = router.state.proxy.held
             held.max_bytes = 4 * MIB
             assert (await router.complete(stream=True)).status_code in (429, 502)
-            assert held.num_bytes == 0 and held.num_refused == 1
+            assert held.held_bytes == 0 and held.num_refused == 1
 
     run(go())
 
@@ -263,10 +263,10 @@ def test_the_budget_counts_what_is_held_and_refuses_only_growth() -> None:
         one.set(60)
         with pytest.raises(QueueFullError, match="60"):
             other.set(41)
-        assert (held.num_bytes, other.num_bytes, held.num_refused) == (60, 0, 1)
+        assert (held.held_bytes, other.num_bytes, held.num_refused) == (60, 0, 1)
         other.grow(40)
         one.set(10)
         held.max_bytes = 20
         one.set(5)
-        assert held.num_bytes == 45
-    assert held.num_bytes == 0
+        assert held.held_bytes == 45
+    assert held.held_bytes == 0

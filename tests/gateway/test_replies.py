@@ -331,7 +331,7 @@ def test_a_long_answer_is_passed_on_as_it_comes_and_its_end_is_read() -> None:
             assert router.state.router.num_reported == before + 1, "its cached_tokens were read"
             endpoint = router.state.router.endpoints[sender.url]
             assert endpoint.health.is_up(0.0) and endpoint.load.num_requests == 0
-            assert router.state.proxy.held.num_bytes == 0
+            assert router.state.proxy.held.held_bytes == 0
             assert 'outcome="lost"' not in (await router.client.get("/metrics")).text
 
     run(go())

@@ -6,11 +6,10 @@ since a body may have 4 MiB, that bound alone is not enough.
 """
 
 import sys
-from types import TracebackType
 
-from headstart.core.errors import QueueFullError
 from headstart.gateway.proxy.request_reader import ReadRequest
 from headstart.http.body_reader import SPOOL_BYTES
+from headstart.http.byte_budget import Budget, Lease
 
 MAX_HELD_BYTES = 256 << 20  # about 500 waiting prompts of 128,000 tokens as text
 MAX_KEPT_BYTES = 8 << 20  # of all answers in one piece that are kept until they are complete
@@ -20,38 +19,27 @@ _HASH_BYTES = 88  # of a block hash, as an object in a list
 _BLOCK = 16  # tokens
 
 
-class HeldBytes:
-    """The sum over all requests in flight."""
+class HeldBytes(Budget):
+    """The sum over all requests in flight; no request may exceed it, not even alone: replicas' answers count, too."""
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self.num_answer_bytes = 0  # part of num_bytes
-        self.num_refused = 0
+        super().__init__(max_bytes, "requests in flight", admits_one=False)
+        self.num_answer_bytes = 0  # part of held_bytes
 
     def reserve(self) -> "ByteReservation":
         """Return the reservation of one request, initially of 0 bytes. For use in a `with` statement."""
         return ByteReservation(self)
 
 
-class ByteReservation:
+class ByteReservation(Lease):
     """The bytes that one request holds."""
 
-    __slots__ = ("_total", "num_answer_bytes", "num_bytes")
+    __slots__ = ("_total", "num_answer_bytes")
 
     def __init__(self, total: HeldBytes) -> None:
+        super().__init__(total)
         self._total = total
-        self.num_bytes = 0
         self.num_answer_bytes = 0  # part of num_bytes
-
-    def __enter__(self) -> "ByteReservation":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.drop_answer()
-        self.set(0)
 
     def grow_answer(self, num_bytes: int) -> bool:
         """Add `num_bytes` of an answer; return whether more of it may be kept. Raises QueueFullError."""
@@ -66,21 +54,10 @@ class ByteReservation:
         self._total.num_answer_bytes -= self.num_answer_bytes
         self.num_answer_bytes = 0
 
-    def grow(self, num_bytes: int) -> None:
-        """Add `num_bytes`. Raises QueueFullError if the sum over all requests exceeds the bound."""
-        self.set(self.num_bytes + num_bytes)
-
-    def set(self, num_bytes: int) -> None:
-        """Set the reservation to `num_bytes`. Raises QueueFullError if it grows and the sum exceeds the bound."""
-        total, change = self._total, num_bytes - self.num_bytes
-        if change > 0 and total.num_bytes + change > total.max_bytes:
-            total.num_refused += 1
-            raise QueueFullError(
-                f"requests in flight hold {total.num_bytes} bytes, this one {num_bytes} more, and at most "
-                f"{total.max_bytes} are held: try again later"
-            )
-        total.num_bytes += change
-        self.num_bytes = num_bytes
+    def release(self) -> None:
+        """Hold nothing. Idempotent."""
+        self.drop_answer()
+        super().release()
 
 
 def bytes_of(reading: ReadRequest) -> int:
