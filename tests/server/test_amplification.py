@@ -189,11 +189,9 @@ def test_the_audited_request_is_answered_in_little_memory(folder: str, tmp_path:
 
 
 def test_tokens_and_their_texts_come_off_the_loop_and_in_pieces(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.http.long_work.LONG_BODY_BYTES", 100)
-    monkeypatch.setattr("headstart.http.long_work.HUGE_BODY_BYTES", 200)
-
     async def run() -> None:
         async with inside(folder) as server:
+            server.state.long_work = LongWork(100, 200)
             encode, threads = server.state.model.tokenizer.encode, []
 
             def watched(*args: Any, **options: Any) -> Any:

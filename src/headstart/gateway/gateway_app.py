@@ -1,10 +1,8 @@
 """The ASGI application of a router. It answers some routes itself and forwards the others to replicas."""
 
-import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,6 +20,7 @@ from headstart.http.access_record import record_of
 from headstart.http.body_reader import SPOOL_BYTES
 from headstart.http.gate import Gate
 from headstart.http.http_errors import ClientGoneError, HttpError, error_response, json_response
+from headstart.http.long_work import LongWork
 from headstart.http.packed_metrics import CONTENT_TYPE
 from headstart.http.spooled_body import SpooledBody
 from headstart.openai.fields import shown
@@ -30,7 +29,6 @@ from headstart.openai.responses import Json, model_list
 
 CHAT_PATH = "/v1/chat/completions"  # rendered by the chat template, whose run time has no bound
 LONG_BODY_BYTES = 16 * 1024  # longer bodies are parsed and tokenized off the event loop, which relays streams
-MAX_LARGE_READS = 1  # at once: parsing holds the GIL, and takes up to 10 times the bytes of the body
 _PREFIX = re.compile(r"/v1/prefixes/[A-Za-z0-9._-]*[A-Za-z0-9_-]")
 _ADMINISTRATION = {"/v1/prefixes": ("GET", "POST"), "/reset_prefix_cache": ("POST",)}  # sent to every replica
 MAX_ID_CHARS = 256
@@ -47,7 +45,7 @@ class _Front:
 
     def __init__(self, state: GatewayState) -> None:
         self._state = state
-        self._few = asyncio.Semaphore(MAX_LARGE_READS)
+        self._long_work = LongWork(LONG_BODY_BYTES, SPOOL_BYTES)
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._models),
             "/v1/fleet": ("GET", self._fleet),
@@ -140,16 +138,13 @@ class _Front:
         if isinstance(body, SpooledBody):
             try:
                 reservation.set(len(body))
-                async with self._few:
-                    return await asyncio.to_thread(reader.read_spooled, path, body, sender)
+                return await self._long_work.run(len(body), lambda: reader.read_spooled(path, body, sender))
             except BaseException:
                 body.close()
                 raise
-        if len(body) <= LONG_BODY_BYTES and (path != CHAT_PATH or reader.tokenizer is None):
-            return reader.read(path, body, sender)
-        reservation.set(len(body))  # other requests are served while it is parsed
-        async with self._few if len(body) > SPOOL_BYTES else nullcontext():  # where no file can be written
-            return await asyncio.to_thread(reader.read, path, body, sender)
+        reservation.set(len(body))  # other requests may be served while it is parsed
+        renders = path == CHAT_PATH and reader.tokenizer is not None
+        return await self._long_work.run(len(body), lambda: reader.read(path, body, sender), waits=renders)
 
     def _check_model(self, reading: ReadRequest) -> None:
         """Reject a model that no replica serves. Any model is accepted until all replicas have listed their models."""

@@ -1,7 +1,7 @@
 """LongWork: runs the parsing and tokenizing of large bodies on threads, and of the largest ones one at a time.
 
 Parsing JSON and tokenizing briefly need a multiple of a body's size: a text of 4 MB takes about 800 MB in the
-tokenizer. So bodies above HUGE_BODY_BYTES are processed one after another.
+tokenizer. So the largest bodies are processed one after another; parsing holds the GIL anyway.
 """
 
 import asyncio
@@ -17,7 +17,10 @@ _Result = TypeVar("_Result")
 class LongWork:
     """A runner of blocking work: on the event loop or on a thread, by the size of the body."""
 
-    def __init__(self) -> None:
+    def __init__(self, long_bytes: int = LONG_BODY_BYTES, huge_bytes: int = HUGE_BODY_BYTES) -> None:
+        """Bodies above `long_bytes` go to a thread, those above `huge_bytes` one at a time."""
+        self._long_bytes = long_bytes
+        self._huge_bytes = huge_bytes
         self._huge = asyncio.Semaphore(1)
 
     async def run(self, num_bytes: int, work: Callable[[], _Result], *, waits: bool = False) -> _Result:
@@ -25,9 +28,9 @@ class LongWork:
 
         `waits`: the work waits for another process, as rendering a chat does, and always runs on a thread.
         """
-        if num_bytes <= LONG_BODY_BYTES and not waits:
+        if num_bytes <= self._long_bytes and not waits:
             return work()
-        if num_bytes <= HUGE_BODY_BYTES:
+        if num_bytes <= self._huge_bytes:
             return await asyncio.to_thread(work)
         async with self._huge:
             return await asyncio.to_thread(work)
