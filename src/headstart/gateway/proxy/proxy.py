@@ -1,4 +1,4 @@
-"""Proxy: one request from its routing decision to its end: attempts, streams, and the router's accounting.
+"""Proxy: one request from its routing decision to its end: attempts at replicas, until one of them answers it.
 
 Until the client has received part of an answer, every failure is retried at another replica: a stream of comments alone
 is not yet an answer, and an answer in one piece is kept until it is complete. After that a failure is an error event.
@@ -14,30 +14,23 @@ from starlette.types import Receive, Send
 from headstart.core.errors import NoReplicaError, QueueFullError
 from headstart.gateway.held_bytes import MAX_HELD_BYTES, HeldBytes
 from headstart.gateway.proxy.error_responses import (
-    as_event,
     decision_header,
-    id_in,
     no_answer,
     no_replicas,
     replica_lost,
     too_many_losses,
 )
 from headstart.gateway.proxy.proxied_call import ProxiedCall
+from headstart.gateway.proxy.relay import Relay, write
 from headstart.gateway.proxy.replica_wait import ReplicaWait
-from headstart.gateway.proxy.replies import EVENTS, check_head, error_in_first, read_answer, session_options
+from headstart.gateway.proxy.replies import check_head, session_options
 from headstart.gateway.proxy.retry_budget import RetryBudget
 from headstart.gateway.proxy.silence import Silence, Voice, Wait
-from headstart.gateway.proxy.sse_reader import EventStream, Said, read_usage, read_usage_at_end
 from headstart.gateway.proxy.upstream import (
-    Answer,
     AttemptError,
     Failure,
-    GarbledError,
     failure_of,
-    headers_back,
     headers_on,
-    refusal,
-    refusal_in_event,
 )
 from headstart.gateway.proxy.write_timeout import WriteTimeout
 from headstart.http.http_errors import ClientGoneError, HttpError
@@ -45,8 +38,6 @@ from headstart.http.sse import DONE, WRITE_SECONDS, error_event
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
 
-SLICE_BYTES = 256 << 10  # of an answer in one piece
-TAIL_BYTES = 16 << 10  # of a long answer, whose usage is at its end
 MAX_LOSSES = 2
 """Losses of a replica during one request, after which it is not sent again: it may be the cause.
 
@@ -81,7 +72,7 @@ class Proxy:
         self.silence = Silence(router)
         self.replica_wait = ReplicaWait(router, settings.replica_wait)
         self.held = HeldBytes(settings.max_held_bytes)
-        self.num_pending = 0  # without a first token
+        self.relay = Relay(router)
         self._session = session
         self._fresh = aiohttp.ClientSession(  # a new connection for each request: none of them has been idle
             connector=aiohttp.TCPConnector(limit=0, force_close=True, ttl_dns_cache=10), **session_options()
@@ -94,6 +85,11 @@ class Proxy:
     async def close(self) -> None:
         """Close the proxy's own connections."""
         await self._fresh.close()
+
+    @property
+    def num_pending(self) -> int:
+        """The number of requests without a first token."""
+        return self.relay.num_pending
 
     def check_queue(self) -> None:
         """Raise QueueFullError while too many requests wait for their first token."""
@@ -108,8 +104,7 @@ class Proxy:
         """Answer one request. Raises HttpError, NoReplicaError and ClientGoneError if nothing was sent yet."""
         self.check_queue()
         self.budget.num_active += 1
-        self.num_pending += 1
-        call.is_pending = True
+        self.relay.begin_wait(call)
         task = asyncio.current_task()
         assert task is not None
         is_gone = False
@@ -135,7 +130,7 @@ class Proxy:
             watcher.cancel()
             timed_send.close()
             self.budget.num_active -= 1
-            self._end_wait(call)
+            self.relay.end_wait(call)
 
     # ------------------------------------------------------------------------------------------------------ attempts
 
@@ -197,7 +192,7 @@ class Proxy:
         try:
             await self._send(call, in_flight, (voice, wait), send)
         except AttemptError as error:
-            self._failed(in_flight, error.failure)
+            self.relay.failed(in_flight, error.failure)
             raise
         except asyncio.CancelledError as error:
             if not wait.take_cancel_back():
@@ -215,21 +210,12 @@ class Proxy:
         self, call: ProxiedCall, in_flight: InFlight, failure: Failure, error: BaseException, send: Send
     ) -> None:
         """Record that no complete answer arrived. Raises AttemptError if the client has received nothing of it."""
-        self._failed(in_flight, failure)
+        self.relay.failed(in_flight, failure)
         if not call.committed:
             raise AttemptError(failure, f"{type(error).__name__}") from error
         call.failures.append(failure)
         call.outcome = "lost"
-        await _write(send, error_event(replica_lost()) + DONE, more=False)
-
-    def _failed(self, in_flight: InFlight, failure: Failure) -> None:
-        if in_flight.finish is not None:
-            return  # an error in the first event of a stream has already been counted
-        now, is_draining = time.monotonic(), failure is Failure.DRAINING
-        if is_draining or failure is Failure.LOADING:
-            in_flight.endpoint.health.left(now, absent=not is_draining, draining=is_draining)
-        refused = failure in (Failure.REFUSED, Failure.UNREACHED, Failure.HUNG)
-        self.router.failed(in_flight, now, refused=refused, blame=failure.is_its_fault)
+        await write(send, error_event(replica_lost()) + DONE, more=False)
 
     async def _send(self, call: ProxiedCall, in_flight: InFlight, watched: tuple[Voice, Wait], send: Send) -> None:
         own = {"x-request-id": call.request_id}
@@ -240,7 +226,7 @@ class Proxy:
             own["content-length"] = str(len(body))
         if not call.reading.stream:  # its head arrives only with the complete answer
             timer = asyncio.get_running_loop().call_later(
-                in_flight.flight.expected_ms / 1e3, self._assume, call, in_flight
+                in_flight.flight.expected_ms / 1e3, self.relay.assume, call, in_flight
             )
         try:
             session = self._fresh if Failure.LOST in call.failures else self._session
@@ -252,183 +238,17 @@ class Proxy:
                 allow_redirects=False,
             ) as response:
                 if check_head(response, call.path):
-                    await self._relay_stream(call, in_flight, watched, response, send)
+                    await self.relay.relay_stream(call, in_flight, watched, response, send)
                 else:
-                    await self._relay_whole(call, in_flight, watched, response, send)
+                    await self.relay.relay_whole(call, in_flight, watched, response, send)
         finally:
             if timer is not None:
                 timer.cancel()
 
-    # -------------------------------------------------------------------------------------------------------- answers
-
-    async def _relay_whole(
-        self,
-        call: ProxiedCall,
-        in_flight: InFlight,
-        watched: tuple[Voice, Wait],
-        response: aiohttp.ClientResponse,
-        send: Send,
-    ) -> None:
-        """Handle an answer in one piece, or a refusal."""
-        call.drop_answer()  # of an earlier attempt
-        router, answer = self.router, await read_answer(response, call.path, call.keep_answer)
-        voice, wait = watched
-        voice.settle(wait, time.monotonic(), is_progress=answer.status < 300)
-        failure = refusal(response.status, answer.body)
-        if failure is not None:
-            raise AttemptError(failure, f"the replica answered {response.status}", answer)
-        if response.status < 300:
-            call.answer_id = id_in(answer.body)
-            if not answer.is_whole:
-                await self._relay_long(call, in_flight, answer, response, send)
-                return
-            self._answered(call, in_flight, read_usage(answer.body))
-        else:
-            router.failed(in_flight, time.monotonic(), blame=response.status >= 500)
-        await self._send_whole(call, answer, send)
-
-    def _answered(self, call: ProxiedCall, in_flight: InFlight, reported: Said) -> None:
-        """Record a complete answer in one piece."""
-        now = time.monotonic()
-        call.output_tokens = reported.output_tokens
-        if reported.output_tokens != 1:  # otherwise its end is its first token
-            self.router.assume_first_token(in_flight, now)
-        self.router.finished(in_flight, now, reported.usage if call.reading.is_single else None)
-        self._first_token(call, now)
-        call.outcome = "ok"
-
-    async def _relay_long(
-        self, call: ProxiedCall, in_flight: InFlight, answer: Answer, response: aiohttp.ClientResponse, send: Send
-    ) -> None:
-        """Relay an answer that is too long to be kept until its end, as it arrives.
-
-        Raises HttpError if the replica is lost before the end; then the client's connection must be cut.
-        """
-        call.committed = True
-        call.drop_body()
-        self._first_token(call, time.monotonic())
-        await self._start(call, answer.status, answer.headers, send)
-        piece, tail = answer.body, b""
-        answer.body = b""
-        try:
-            while piece:
-                await _write(send, piece)
-                tail = (tail + piece)[-TAIL_BYTES:]
-                del piece
-                call.drop_answer()
-                piece = await response.content.readany()
-        except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-            self._failed(in_flight, failure_of(error))
-            call.failures.append(failure_of(error))
-            call.outcome = "lost"
-            raise replica_lost() from error
-        self._answered(call, in_flight, read_usage_at_end(tail))
-        await _write(send, b"", more=False)
-
-    def _assume(self, call: ProxiedCall, in_flight: InFlight) -> None:
-        self.router.assume_first_token(in_flight, time.monotonic())
-        self._end_wait(call)
-
-    async def _relay_stream(
-        self,
-        call: ProxiedCall,
-        in_flight: InFlight,
-        watched: tuple[Voice, Wait],
-        response: aiohttp.ClientResponse,
-        send: Send,
-    ) -> None:
-        """Relay a stream of events as they arrive."""
-        voice, wait = watched
-        stream = EventStream(hides_usage=call.reading.hides_usage)
-        content = response.content
-        while True:
-            try:
-                piece = await content.readany()
-            except aiohttp.ClientError:
-                if stream.is_done:  # a failure after the last event does not matter
-                    break
-                raise
-            if not piece:
-                break
-            passed = stream.feed(piece)
-            if stream.num_rest_bytes or call.num_rest_bytes:
-                call.reserve_rest(stream.num_rest_bytes)
-            voice.heard_at = now = time.monotonic()
-            if not stream.num_comment_bytes:  # the last event was data
-                voice.progress_at = now
-            if stream.has_data and not call.committed:
-                self._begin(call, in_flight, stream, passed)
-                voice.settle(wait, now)
-            if stream.is_done:
-                self._finished(call, in_flight, stream)  # before it is relayed: clients disconnect after it
-            if passed and (call.committed or call.reading.stream):  # a client that requested no stream gets no comments
-                if not call.started:
-                    await self._start(call, 200, headers_back(response, EVENTS), send)
-                await send({"type": "http.response.body", "body": passed, "more_body": True})
-        rest = stream.close()
-        if not call.committed and (stream.is_done or stream.has_data):
-            raise GarbledError("a stream without an event")
-        if not stream.is_done:
-            raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
-        self._finished(call, in_flight, stream)
-        await _write(send, rest, more=False)
-
-    def _begin(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream, passed: bytes) -> None:
-        """Handle the first event. Raises AttemptError if it is an error that another replica may not have."""
-        now = time.monotonic()
-        if not error_in_first(stream.first):
-            call.committed = True
-            call.drop_body()
-            call.answer_id = id_in(passed)
-            self.router.first_token(in_flight, now)
-            self._first_token(call, now)
-            return
-        failure, status = refusal_in_event(stream.first)
-        if failure is not None:
-            answer = Answer(status, [(b"content-type", b"application/json")], stream.first)
-            raise AttemptError(failure, f"the replica answered with an error, as {status}", answer)
-        call.committed = True
-        self.router.failed(in_flight, now, blame=status >= 500)
-
-    def _finished(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream) -> None:
-        """Record that the answer is complete; only the first call counts."""
-        if in_flight.finish is None:
-            call.output_tokens, call.outcome = stream.said.output_tokens, "ok"
-            self.router.finished(in_flight, time.monotonic(), stream.said.usage if call.reading.is_single else None)
-
-    def _first_token(self, call: ProxiedCall, now: float) -> None:
-        if call.first_token_at is None:
-            call.first_token_at = now
-        self._end_wait(call)
-
-    def _end_wait(self, call: ProxiedCall) -> None:
-        if call.is_pending:
-            call.is_pending = False
-            self.num_pending -= 1
-
-    async def _start(self, call: ProxiedCall, status: int, headers: "list[tuple[bytes, bytes]]", send: Send) -> None:
-        assert call.in_flight is not None, "no replica was selected"
-        own = list[tuple[bytes, bytes]]()
-        if call.shows_replica and status not in (401, 403):  # a refused key gets no addresses, from any server
-            own.append((b"x-headstart-replica", call.in_flight.endpoint.name.encode("latin-1")))
-            if call.route:
-                own.append((b"x-headstart-route", call.route))
-        call.started = True
-        await send({"type": "http.response.start", "status": status, "headers": [*headers, *own]})
-
-    async def _send_whole(self, call: ProxiedCall, answer: Answer, send: Send) -> None:
-        if call.started:  # a stream had begun with comments: the client now reads events
-            await _write(send, as_event(answer) + DONE, more=False)
-            return
-        length = (b"content-length", str(len(answer.body)).encode())
-        await self._start(call, answer.status, [*answer.headers, length], send)
-        call.drop_body()
-        await _write(send, answer.body, more=False)
-
     async def _give_up(self, call: ProxiedCall, error: AttemptError | NoReplicaError | HttpError, send: Send) -> None:
         """Send the client the last replica's refusal if there is one, else an error of the router."""
         if isinstance(error, AttemptError) and error.answer is not None:
-            await self._send_whole(call, error.answer, send)
+            await self.relay.send_whole(call, error.answer, send)
             return
         if isinstance(error, HttpError):
             failure = error
@@ -436,7 +256,7 @@ class Proxy:
             failure = no_replicas(error) if isinstance(error, NoReplicaError) else no_answer(error, call.num_attempts)
         if not call.started:
             raise failure
-        await _write(send, error_event(failure) + DONE, more=False)
+        await write(send, error_event(failure) + DONE, more=False)
 
 
 def _retry_failed_connections(call: ProxiedCall) -> None:
@@ -450,10 +270,3 @@ def _retry_failed_connections(call: ProxiedCall) -> None:
     if len(kept) == len(failed):
         kept = [name for name, failure in failed if not failure.is_of_connection]
     call.tried[:] = kept
-
-
-async def _write(send: Send, data: bytes, *, more: bool = True) -> None:
-    """Send in slices: the HTTP server copies what its socket does not take at once."""
-    for start in range(0, max(len(data), 1), SLICE_BYTES):
-        end = start + SLICE_BYTES
-        await send({"type": "http.response.body", "body": data[start:end], "more_body": more or end < len(data)})

@@ -1,0 +1,228 @@
+"""Relay: sends a replica's answer to the client, and records its progress with the router: first token, usage, end.
+
+Until the client has received part of an answer, failures raise AttemptError, so that another replica is tried.
+"""
+
+import time
+
+import aiohttp
+from starlette.types import Send
+
+from headstart.gateway.proxy.error_responses import as_event, id_in, replica_lost
+from headstart.gateway.proxy.proxied_call import ProxiedCall
+from headstart.gateway.proxy.replies import EVENTS, error_in_first, read_answer
+from headstart.gateway.proxy.silence import Voice, Wait
+from headstart.gateway.proxy.sse_reader import EventStream, Said, read_usage, read_usage_at_end
+from headstart.gateway.proxy.upstream import (
+    Answer,
+    AttemptError,
+    Failure,
+    GarbledError,
+    failure_of,
+    headers_back,
+    refusal,
+    refusal_in_event,
+)
+from headstart.http.sse import DONE
+from headstart.router.router import Router
+from headstart.router.routing_decision import InFlight
+
+SLICE_BYTES = 256 << 10  # of an answer in one piece
+TAIL_BYTES = 16 << 10  # of a long answer, whose usage is at its end
+
+
+class Relay:
+    """Relays the answers of the replicas of one router. `num_pending`: requests without a first token."""
+
+    def __init__(self, router: Router) -> None:
+        self.num_pending = 0
+        self._router = router
+
+    def begin_wait(self, call: ProxiedCall) -> None:
+        """Count a request as one without a first token."""
+        call.is_pending = True
+        self.num_pending += 1
+
+    def end_wait(self, call: ProxiedCall) -> None:
+        """Count it so no longer. Idempotent."""
+        if call.is_pending:
+            call.is_pending = False
+            self.num_pending -= 1
+
+    def failed(self, in_flight: InFlight, failure: Failure) -> None:
+        """Record that an attempt has failed."""
+        if in_flight.finish is not None:
+            return  # an error in the first event of a stream has already been counted
+        now, is_draining = time.monotonic(), failure is Failure.DRAINING
+        if is_draining or failure is Failure.LOADING:
+            in_flight.endpoint.health.left(now, absent=not is_draining, draining=is_draining)
+        refused = failure in (Failure.REFUSED, Failure.UNREACHED, Failure.HUNG)
+        self._router.failed(in_flight, now, refused=refused, blame=failure.is_its_fault)
+
+    async def relay_whole(
+        self,
+        call: ProxiedCall,
+        in_flight: InFlight,
+        watched: tuple[Voice, Wait],
+        response: aiohttp.ClientResponse,
+        send: Send,
+    ) -> None:
+        """Handle an answer in one piece, or a refusal."""
+        call.drop_answer()  # of an earlier attempt
+        router, answer = self._router, await read_answer(response, call.path, call.keep_answer)
+        voice, wait = watched
+        voice.settle(wait, time.monotonic(), is_progress=answer.status < 300)
+        failure = refusal(response.status, answer.body)
+        if failure is not None:
+            raise AttemptError(failure, f"the replica answered {response.status}", answer)
+        if response.status < 300:
+            call.answer_id = id_in(answer.body)
+            if not answer.is_whole:
+                await self._relay_long(call, in_flight, answer, response, send)
+                return
+            self._answered(call, in_flight, read_usage(answer.body))
+        else:
+            router.failed(in_flight, time.monotonic(), blame=response.status >= 500)
+        await self.send_whole(call, answer, send)
+
+    def _answered(self, call: ProxiedCall, in_flight: InFlight, reported: Said) -> None:
+        """Record a complete answer in one piece."""
+        now = time.monotonic()
+        call.output_tokens = reported.output_tokens
+        if reported.output_tokens != 1:  # otherwise its end is its first token
+            self._router.assume_first_token(in_flight, now)
+        self._router.finished(in_flight, now, reported.usage if call.reading.is_single else None)
+        self._first_token(call, now)
+        call.outcome = "ok"
+
+    async def _relay_long(
+        self, call: ProxiedCall, in_flight: InFlight, answer: Answer, response: aiohttp.ClientResponse, send: Send
+    ) -> None:
+        """Relay an answer that is too long to be kept until its end, as it arrives.
+
+        Raises HttpError if the replica is lost before the end; then the client's connection must be cut.
+        """
+        call.committed = True
+        call.drop_body()
+        self._first_token(call, time.monotonic())
+        await self._start(call, answer.status, answer.headers, send)
+        piece, tail = answer.body, b""
+        answer.body = b""
+        try:
+            while piece:
+                await write(send, piece)
+                tail = (tail + piece)[-TAIL_BYTES:]
+                del piece
+                call.drop_answer()
+                piece = await response.content.readany()
+        except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
+            self.failed(in_flight, failure_of(error))
+            call.failures.append(failure_of(error))
+            call.outcome = "lost"
+            raise replica_lost() from error
+        self._answered(call, in_flight, read_usage_at_end(tail))
+        await write(send, b"", more=False)
+
+    def assume(self, call: ProxiedCall, in_flight: InFlight) -> None:
+        """Assume the first token of an answer in one piece, at its expected time."""
+        self._router.assume_first_token(in_flight, time.monotonic())
+        self.end_wait(call)
+
+    async def relay_stream(
+        self,
+        call: ProxiedCall,
+        in_flight: InFlight,
+        watched: tuple[Voice, Wait],
+        response: aiohttp.ClientResponse,
+        send: Send,
+    ) -> None:
+        """Relay a stream of events as they arrive."""
+        voice, wait = watched
+        stream = EventStream(hides_usage=call.reading.hides_usage)
+        content = response.content
+        while True:
+            try:
+                piece = await content.readany()
+            except aiohttp.ClientError:
+                if stream.is_done:  # a failure after the last event does not matter
+                    break
+                raise
+            if not piece:
+                break
+            passed = stream.feed(piece)
+            if stream.num_rest_bytes or call.num_rest_bytes:
+                call.reserve_rest(stream.num_rest_bytes)
+            voice.heard_at = now = time.monotonic()
+            if not stream.num_comment_bytes:  # the last event was data
+                voice.progress_at = now
+            if stream.has_data and not call.committed:
+                self._begin(call, in_flight, stream, passed)
+                voice.settle(wait, now)
+            if stream.is_done:
+                self._finished(call, in_flight, stream)  # before it is relayed: clients disconnect after it
+            if passed and (call.committed or call.reading.stream):  # a client that requested no stream gets no comments
+                if not call.started:
+                    await self._start(call, 200, headers_back(response, EVENTS), send)
+                await send({"type": "http.response.body", "body": passed, "more_body": True})
+        rest = stream.close()
+        if not call.committed and (stream.is_done or stream.has_data):
+            raise GarbledError("a stream without an event")
+        if not stream.is_done:
+            raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
+        self._finished(call, in_flight, stream)
+        await write(send, rest, more=False)
+
+    def _begin(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream, passed: bytes) -> None:
+        """Handle the first event. Raises AttemptError if it is an error that another replica may not have."""
+        now = time.monotonic()
+        if not error_in_first(stream.first):
+            call.committed = True
+            call.drop_body()
+            call.answer_id = id_in(passed)
+            self._router.first_token(in_flight, now)
+            self._first_token(call, now)
+            return
+        failure, status = refusal_in_event(stream.first)
+        if failure is not None:
+            answer = Answer(status, [(b"content-type", b"application/json")], stream.first)
+            raise AttemptError(failure, f"the replica answered with an error, as {status}", answer)
+        call.committed = True
+        self._router.failed(in_flight, now, blame=status >= 500)
+
+    def _finished(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream) -> None:
+        """Record that the answer is complete; only the first call counts."""
+        if in_flight.finish is None:
+            call.output_tokens, call.outcome = stream.said.output_tokens, "ok"
+            self._router.finished(in_flight, time.monotonic(), stream.said.usage if call.reading.is_single else None)
+
+    def _first_token(self, call: ProxiedCall, now: float) -> None:
+        if call.first_token_at is None:
+            call.first_token_at = now
+        self.end_wait(call)
+
+    async def _start(self, call: ProxiedCall, status: int, headers: "list[tuple[bytes, bytes]]", send: Send) -> None:
+        assert call.in_flight is not None, "no replica was selected"
+        own = list[tuple[bytes, bytes]]()
+        if call.shows_replica and status not in (401, 403):  # a refused key gets no addresses, from any server
+            own.append((b"x-headstart-replica", call.in_flight.endpoint.name.encode("latin-1")))
+            if call.route:
+                own.append((b"x-headstart-route", call.route))
+        call.started = True
+        await send({"type": "http.response.start", "status": status, "headers": [*headers, *own]})
+
+    async def send_whole(self, call: ProxiedCall, answer: Answer, send: Send) -> None:
+        """Send a complete answer or refusal, as an event if the client already reads a stream."""
+        if call.started:  # a stream had begun with comments: the client now reads events
+            await write(send, as_event(answer) + DONE, more=False)
+            return
+        length = (b"content-length", str(len(answer.body)).encode())
+        await self._start(call, answer.status, [*answer.headers, length], send)
+        call.drop_body()
+        await write(send, answer.body, more=False)
+
+
+async def write(send: Send, data: bytes, *, more: bool = True) -> None:
+    """Send in slices: the HTTP server copies what its socket does not take at once."""
+    for start in range(0, max(len(data), 1), SLICE_BYTES):
+        end = start + SLICE_BYTES
+        await send({"type": "http.response.body", "body": data[start:end], "more_body": more or end < len(data)})
