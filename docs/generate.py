@@ -93,7 +93,7 @@ async def _router_page() -> str:
             "/v1/completions",
             [],
             "127.0.0.1",
-            ReadRequest(in_flight.view.ask, b""),
+            ReadRequest(in_flight.view.request, b""),
             "id",
             in_flight=in_flight,
             failures=[Failure.LOST],

@@ -155,7 +155,7 @@ class FickleStore:
         self.inner.offer(block, version, key)
         if self._happens(self.troubles.flush):
             give_up = time.monotonic() + LOAD_SECONDS
-            while not self.inner.contains(key.name) and self.inner.stats().num_pending:
+            while not self.inner.contains(key.block_hash) and self.inner.stats().num_pending:
                 assert time.monotonic() < give_up, "an offer is neither written nor lost"
                 time.sleep(0.002)
 

@@ -108,7 +108,7 @@ class MemoryStore:
     def distrust(self, names: Sequence[BlockHash]) -> None:
         for name in names:
             self.shelf.pop(name, None)
-        self._offers = [offer for offer in self._offers if offer.key.name not in names]
+        self._offers = [offer for offer in self._offers if offer.key.block_hash not in names]
 
     def clear(self) -> None:
         self.shelf.clear()
@@ -136,7 +136,7 @@ class MemoryStore:
             if data is None:
                 self.num_overwritten += 1
             else:
-                self.shelf[offer.key.name] = offer.key, bytes(data)
+                self.shelf[offer.key.block_hash] = offer.key, bytes(data)
 
     def _piece(self, job: _Job) -> Loaded:
         if self.habits.fails():
@@ -145,7 +145,7 @@ class MemoryStore:
         asked = job.keys[: max(self.habits.piece(), 1)]
         data: list[Data] = []
         for key in asked:
-            held = self.shelf.get(key.name)
+            held = self.shelf.get(key.block_hash)
             if held is None or held[0] != key:
                 break
             data.append(bytearray(held[1]))

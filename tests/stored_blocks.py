@@ -53,7 +53,7 @@ def chain(num: int, seed: int = 0, first: int = 0) -> list[Block]:
 
 
 def names(blocks: Iterable[Block]) -> list[BlockHash]:
-    return [key.name for key, _ in blocks]
+    return [key.block_hash for key, _ in blocks]
 
 
 def read(catalog: Catalog, blocks: Sequence[Block]) -> tuple[int, str | None]:

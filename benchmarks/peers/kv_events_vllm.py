@@ -103,11 +103,11 @@ class Trial:
         return made
 
     def names(self, prompt: list[int], salt: str | None) -> list[Any]:
-        return Prompt(array("i", prompt), router_root(MODEL, domain=event_domain(salt))).names(BLOCK)
+        return Prompt(array("i", prompt), router_root(MODEL, domain=event_domain(salt))).block_hashes(BLOCK)
 
     def predicted(self, prompt: list[int], salt: str | None) -> int:
         """Return the predicted tokens. The last token is always computed, and therefore its whole block."""
-        hit = self.consumer.contents.match(self.names(prompt, salt), 0.0) * BLOCK
+        hit = self.consumer.index.match(self.names(prompt, salt), 0.0) * BLOCK
         return min(hit, (len(prompt) - 1) // BLOCK * BLOCK)
 
     async def ask(self, prompt: list[int], salt: str | None, max_tokens: int = 1) -> int:
@@ -124,7 +124,7 @@ class Trial:
         cached = await self.ask(prompt, salt)
         self.rows.append({"tokens": len(prompt), "predicted": predicted, "cached": cached, "salted": int(bool(salt))})
         names = self.names(prompt, salt)
-        await until(lambda: self.consumer.contents.match(names, 0.0) == len(names), "the events of a request")
+        await until(lambda: self.consumer.index.match(names, 0.0) == len(names), "the events of a request")
 
     async def burst(self) -> None:
         """Send eight prompts at once with answers of two blocks, and wait until no events arrive."""
@@ -173,16 +173,16 @@ async def run(
             listening.append(asyncio.create_task(late.run()))
             await until(lambda: late.counts["batches"] == trial.consumer.counts["batches"], "the replay")
             same = all(
-                late.contents.match(names, 0.0) == trial.consumer.contents.match(names, 0.0)
+                late.index.match(names, 0.0) == trial.consumer.index.match(names, 0.0)
                 for names in (trial.names(*past) for past in trial.past)
             )
-            counts, blocks = trial.consumer.counts, len(trial.consumer.contents)
+            counts, blocks = trial.consumer.counts, len(trial.consumer.index)
             after_reset = None
             if (await client.post("/reset_prefix_cache")).is_success:
                 last = trial.tokens(3 * BLOCK + 1)  # vLLM publishes the reset with the next step it computes
                 await trial.ask(last, None)
                 await until(lambda: trial.predicted(last, None) == 3 * BLOCK, "the events of the last request")
-                after_reset = len(trial.consumer.contents)
+                after_reset = len(trial.consumer.index)
         finally:
             for task in listening:
                 task.cancel()

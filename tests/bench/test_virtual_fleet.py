@@ -26,7 +26,7 @@ def names(*path: int) -> list[BlockHash]:
 
 def arrival(at: float, *path: int, output: int = 4) -> Arrival:
     """A prompt of whole blocks and one token more."""
-    prompt = Prompt.of_names(names(*path), len(path) * BLOCK + 1, BLOCK)
+    prompt = Prompt.of_block_hashes(names(*path), len(path) * BLOCK + 1, BLOCK)
     return Arrival(at, RoutingRequest(prompt, session=str(path[:1]), max_tokens=output), output)
 
 
@@ -125,7 +125,7 @@ def test_a_replica_that_is_flushed_is_learned_anew_within_one_request_per_prefix
     wrong = [index for index, error in enumerate(errors(fleet)) if error]
     assert wrong and wrong[0] >= 51
     assert len(wrong) == len({index % 6 for index in wrong})  # each prefix is wrong once at most
-    shadow = one.endpoints["r0"].contents
+    shadow = one.endpoints["r0"].index
     assert isinstance(shadow, ApproximateIndex) and shadow.num_flushes == 1
     assert len(wrong) == 1  # and here the first one said it all
 
@@ -153,7 +153,7 @@ def test_an_index_larger_than_the_cache_shrinks_and_predicts_better_than_one_tha
         ]
         fleet.run(arrivals, [one])
         error.append(one.prediction_error / one.num_reported)
-        shadow = one.endpoints["r0"].contents
+        shadow = one.endpoints["r0"].index
         assert isinstance(shadow, ApproximateIndex)
         assert (shadow.capacity < 192) == corrects
     assert error[0] < 0.5 * error[1]
@@ -188,7 +188,7 @@ def test_two_routers_without_contact_send_the_same_cold_prefix_to_the_same_repli
     fleet.run(steady(200, 50, gap=0.5), routers)
     same = 0
     for number in range(200):
-        one, two = (r.pick(arrival(1e3, *(10_000 + number, *range(7))).ask, 1e3).endpoint.name for r in routers)
+        one, two = (r.pick(arrival(1e3, *(10_000 + number, *range(7))).request, 1e3).endpoint.name for r in routers)
         same += one == two
     assert same >= 190
 
@@ -207,7 +207,7 @@ def test_learning_at_the_response_scatters_a_burst_and_learning_at_the_pick_does
 
 
 def test_a_prompt_of_whole_blocks_that_is_all_cached_computes_one_token() -> None:
-    prompt = Prompt.of_names(names(1, 2), 2 * BLOCK, BLOCK)
+    prompt = Prompt.of_block_hashes(names(1, 2), 2 * BLOCK, BLOCK)
     fleet = VirtualFleet(replicas(1, 8))
     fleet.run([Arrival(float(at), RoutingRequest(prompt), 1) for at in range(3)], [router(1, 8)])
     assert cached(fleet.records) == [0, 2 * BLOCK - 1, 2 * BLOCK - 1]
@@ -220,7 +220,7 @@ def test_every_request_is_served_and_the_books_are_even_at_the_end() -> None:
     assert len(records) == 300 and all(record.ok for record in records)
     for endpoint in one.endpoints.values():
         assert endpoint.load.num_requests == endpoint.load.inflight_tokens == 0
-        shadow = endpoint.contents
+        shadow = endpoint.index
         assert isinstance(shadow, ApproximateIndex)
         shadow.check()
 

@@ -42,7 +42,7 @@ def fill(folder: Path, shape: Shape, num_blocks: int) -> None:
         BlockKey(BlockHash(bytes([i]) * 32), BlockHash(b"p" * 32), array("i", [i] * shape.block_size).tobytes())
         for i in range(1, num_blocks + 1)
     ]
-    assert catalog.append([(key, key.name[:1] * BLOCK_BYTES) for key in keys]) == num_blocks
+    assert catalog.append([(key, key.block_hash[:1] * BLOCK_BYTES) for key in keys]) == num_blocks
     catalog.close()
 
 

@@ -22,7 +22,7 @@ ADMIN = Viewer(is_admin=True)
 
 def serve(engine: Engine, jobs: list[Job]) -> None:
     """Adds a job per step; those with a 0 are aborted two jobs later. Checks the books after every step."""
-    ledgers: dict[str, PromptTokenBreakdown] = {}
+    breakdowns: dict[str, PromptTokenBreakdown] = {}
     for index in range(400):
         if index < len(jobs):
             prompt, mode, max_tokens, _ = jobs[index]
@@ -30,15 +30,15 @@ def serve(engine: Engine, jobs: list[Job]) -> None:
         if 2 <= index < len(jobs) + 2 and jobs[index - 2][3] == 0:
             engine.abort(f"r{index - 2}")
         for output in engine.step(float(index)):
-            if output.ledger is not None:
-                ledgers[output.request_id] = output.ledger
-        check(engine, ledgers)
+            if output.breakdown is not None:
+                breakdowns[output.request_id] = output.breakdown
+        check(engine, breakdowns)
         if index >= len(jobs) + 2 and not engine.has_work:
             return
     raise AssertionError("still busy")
 
 
-def check(engine: Engine, ledgers: dict[str, PromptTokenBreakdown]) -> None:
+def check(engine: Engine, breakdowns: dict[str, PromptTokenBreakdown]) -> None:
     stats = engine.stats()
     sources = (
         stats.counters.pinned_tokens,
@@ -46,7 +46,7 @@ def check(engine: Engine, ledgers: dict[str, PromptTokenBreakdown]) -> None:
         stats.counters.store_tokens,
         stats.counters.followed_tokens,
     )
-    totals = [sum(column) for column in zip(PromptTokenBreakdown(), *ledgers.values(), strict=True)]
+    totals = [sum(column) for column in zip(PromptTokenBreakdown(), *breakdowns.values(), strict=True)]
     assert [*sources, stats.counters.prompt_computed_tokens] == totals
     assert (stats.counters.cached_tokens, stats.counters.prompt_tokens) == (sum(sources), sum(totals))
     assert stats.counters.replayed_tokens <= stats.counters.prefill_tokens <= stats.counters.computed_tokens

@@ -190,7 +190,7 @@ def test_warming_counts_as_nobodys_prompt() -> None:
     assert engine.stats().counters.prefix_hits == 0
     engine.add_request(make_request("asks", [*FIXED, 9]))
     (output,) = run(engine)["asks"]
-    assert output.ledger is not None and output.ledger.pinned == 8 and output.ledger.computed == 1
+    assert output.breakdown is not None and output.breakdown.pinned == 8 and output.breakdown.computed == 1
 
 
 def test_removed_while_it_is_computed_it_leaves_nothing_behind() -> None:

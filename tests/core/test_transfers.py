@@ -24,11 +24,11 @@ def stocked(*prompts: list[int], **kwargs: object) -> MemoryStore:
     return store
 
 
-def ledgers(engine: Engine, *requests: object) -> dict[str, PromptTokenBreakdown]:
+def breakdowns(engine: Engine, *requests: object) -> dict[str, PromptTokenBreakdown]:
     for request in requests:
         engine.add_request(request)  # type: ignore[arg-type]
     outputs = run(engine)
-    return {rid: next(out.ledger for out in outs if out.ledger is not None) for rid, outs in outputs.items()}
+    return {rid: next(out.breakdown for out in outs if out.breakdown is not None) for rid, outs in outputs.items()}
 
 
 def computed(engine: Engine) -> int:
@@ -38,7 +38,7 @@ def computed(engine: Engine) -> int:
 def test_what_was_published_is_in_the_store_after_a_restart() -> None:
     store = stocked([*A, *B])
     engine = make_engine(store=store)
-    found = ledgers(engine, make_request("a", [*A, *B, 1]))
+    found = breakdowns(engine, make_request("a", [*A, *B, 1]))
     assert found["a"] == PromptTokenBreakdown(store=16, computed=1)
     assert computed(engine) == 1 and [len(load) for load in store.loads] == [4]
     assert engine.stats().counters.store_tokens == 16
@@ -52,7 +52,7 @@ def test_a_whole_prompt_in_the_store_computes_its_last_token_only() -> None:
 
 def test_what_the_store_has_not_is_computed() -> None:
     engine = make_engine(store=stocked(A))
-    assert ledgers(engine, make_request("a", [*A, *B]))["a"] == PromptTokenBreakdown(store=8, computed=8)
+    assert breakdowns(engine, make_request("a", [*A, *B]))["a"] == PromptTokenBreakdown(store=8, computed=8)
 
 
 def test_a_block_in_the_middle_is_no_prefix() -> None:
@@ -60,21 +60,21 @@ def test_a_block_in_the_middle_is_no_prefix() -> None:
     names = list(store.shelf)
     del store.shelf[names[1]]
     engine = make_engine(store=store)
-    assert ledgers(engine, make_request("a", [*A, *B]))["a"] == PromptTokenBreakdown(store=4, computed=12)
+    assert breakdowns(engine, make_request("a", [*A, *B]))["a"] == PromptTokenBreakdown(store=4, computed=12)
 
 
 def test_twins_wait_for_one_load() -> None:
     store = stocked(A, habits=Habits(load_delay=lambda: 2))
     engine = make_engine(store=store)
-    found = ledgers(engine, *(make_request(str(index), [*A, 90 + index]) for index in range(3)))
+    found = breakdowns(engine, *(make_request(str(index), [*A, 90 + index]) for index in range(3)))
     assert len(store.loads) == 1
     assert set(found.values()) == {PromptTokenBreakdown(store=8, computed=1)}
 
 
 def test_those_who_come_after_the_load_share_memory() -> None:
     engine = make_engine(store=stocked(A))
-    ledgers(engine, make_request("a", [*A, 1]))
-    assert ledgers(engine, make_request("b", [*A, 2]))["b"] == PromptTokenBreakdown(shared=8, computed=1)
+    breakdowns(engine, make_request("a", [*A, 1]))
+    assert breakdowns(engine, make_request("b", [*A, 2]))["b"] == PromptTokenBreakdown(shared=8, computed=1)
 
 
 def test_a_load_follows_what_is_in_the_pool() -> None:
@@ -82,7 +82,9 @@ def test_a_load_follows_what_is_in_the_pool() -> None:
     engine = make_engine(store=MemoryStore())
     generate(engine, make_request("warm", A))
     engine = engine_on(engine, store)
-    assert ledgers(engine, make_request("a", [*A, *B]))["a"] == PromptTokenBreakdown(shared=8, store=8 - 1, computed=1)
+    assert breakdowns(engine, make_request("a", [*A, *B]))["a"] == PromptTokenBreakdown(
+        shared=8, store=8 - 1, computed=1
+    )
 
 
 def engine_on(engine: Engine, store: MemoryStore) -> Engine:
@@ -117,7 +119,7 @@ def test_others_run_while_one_waits_for_the_store() -> None:
 def test_a_load_that_fails_is_computed() -> None:
     store = stocked(A, habits=Habits(fails=lambda: True))
     engine = make_engine(store=store)
-    assert ledgers(engine, make_request("a", A))["a"] == PromptTokenBreakdown(computed=8)
+    assert breakdowns(engine, make_request("a", A))["a"] == PromptTokenBreakdown(computed=8)
     assert len(store.loads) == MAX_LOADS and engine.scheduler.transfers.num_outstanding == 0
 
 
@@ -125,7 +127,7 @@ def test_what_came_before_the_failure_is_used() -> None:
     pieces = iter([False, True])
     store = stocked([*A, *B], habits=Habits(piece=lambda: 1, fails=lambda: next(pieces, True)))
     engine = make_engine(store=store)
-    assert ledgers(engine, make_request("a", [*A, *B]))["a"] == PromptTokenBreakdown(store=4, computed=12)
+    assert breakdowns(engine, make_request("a", [*A, *B]))["a"] == PromptTokenBreakdown(store=4, computed=12)
 
 
 def test_an_overdue_load_is_cancelled_and_computed() -> None:
@@ -139,7 +141,7 @@ def test_an_overdue_load_is_cancelled_and_computed() -> None:
     assert store.cancelled == [(1, True)] and 1.0 < now * 0.1 < 1.3  # nobody knows yet what computing takes
     assert engine.scheduler.transfers.num_outstanding == 0 and not engine.scheduler.transfers._promised
     engine.add_request(make_request("b", [*A, 1]))
-    assert run(engine)["b"][0].ledger == PromptTokenBreakdown(shared=8, computed=1)
+    assert run(engine)["b"][0].breakdown == PromptTokenBreakdown(shared=8, computed=1)
 
 
 def test_patience_is_renewed_by_every_piece() -> None:
@@ -156,24 +158,24 @@ def test_loading_has_to_beat_computing() -> None:
     store = stocked(A, habits=Habits(expected=lambda num: num * 1.0))
     engine = make_engine(store=store)
     engine.scheduler.transfers.rate.learn(1000, 1000, 240.0)  # 0.24 s a token, 0.96 s a block
-    assert ledgers(engine, make_request("a", A))["a"] == PromptTokenBreakdown(computed=8)
+    assert breakdowns(engine, make_request("a", A))["a"] == PromptTokenBreakdown(computed=8)
     assert store.loads == []
     store.habits = Habits(expected=lambda num: num * 0.9)
     engine.reset_prefix_cache()
-    assert ledgers(engine, make_request("b", A))["b"] == PromptTokenBreakdown(store=7, computed=1)
+    assert breakdowns(engine, make_request("b", A))["b"] == PromptTokenBreakdown(store=7, computed=1)
 
 
 def test_a_store_that_is_out_of_order_is_not_asked() -> None:
     store = stocked(A, habits=NEVER)
-    assert ledgers(make_engine(store=store), make_request("a", A))["a"] == PromptTokenBreakdown(computed=8)
+    assert breakdowns(make_engine(store=store), make_request("a", A))["a"] == PromptTokenBreakdown(computed=8)
     assert store.loads == []
 
 
 def test_nothing_is_loaded_that_does_not_fit() -> None:
     store = stocked(A, B, C)
     engine = make_engine(num_blocks=6, max_seqs=2, store=store)
-    found = ledgers(engine, *(make_request(str(index), [*p, 1]) for index, p in enumerate((A, B, C))))
-    assert all(ledger == PromptTokenBreakdown(store=8, computed=1) for ledger in found.values())
+    found = breakdowns(engine, *(make_request(str(index), [*p, 1]) for index, p in enumerate((A, B, C))))
+    assert all(breakdown == PromptTokenBreakdown(store=8, computed=1) for breakdown in found.values())
     assert engine.scheduler.transfers.num_outstanding == 0
 
 
@@ -187,8 +189,8 @@ def test_blocks_that_find_no_room_are_dropped() -> None:
     engine.add_request(make_request("a", [*A, *B]))
     outputs = run(engine)
     assert [t for out in outputs["a"] for t in out.token_ids] == expected_tokens([*A, *B], 1)
-    ledger = outputs["a"][0].ledger
-    assert ledger is not None and ledger.computed >= 4 and len(store.loads) == 1
+    breakdown = outputs["a"][0].breakdown
+    assert breakdown is not None and breakdown.computed >= 4 and len(store.loads) == 1
 
 
 def test_a_suspect_block_is_cleared_before_it_is_filled_and_not_after() -> None:
@@ -219,13 +221,13 @@ def test_a_block_that_was_given_to_another_is_not_written() -> None:
     generate(engine, make_request("b", B))
     store.flush()
     assert store.num_overwritten == 2 and len(store.shelf) == 2
-    assert ledgers(make_engine(store=store), make_request("b", B))["b"] == PromptTokenBreakdown(store=7, computed=1)
+    assert breakdowns(make_engine(store=store), make_request("b", B))["b"] == PromptTokenBreakdown(store=7, computed=1)
 
 
 def test_what_the_store_has_is_not_offered_again() -> None:
     store = stocked(A)
     engine = make_engine(store=store)
-    ledgers(engine, make_request("a", A))
+    breakdowns(engine, make_request("a", A))
     assert store.stats().num_pending == 0
 
 
@@ -233,7 +235,7 @@ def test_what_the_store_has_is_not_offered_again() -> None:
 def test_cache_modes_hold_for_the_store_too(cache: CacheMode) -> None:
     store = stocked(A)
     engine = make_engine(store=store)
-    found = ledgers(engine, make_request("a", [*A, *B], cache=cache))
+    found = breakdowns(engine, make_request("a", [*A, *B], cache=cache))
     assert found["a"] == (
         PromptTokenBreakdown(computed=16) if cache is CacheMode.BYPASS else PromptTokenBreakdown(store=8, computed=8)
     )
@@ -245,7 +247,7 @@ def test_log_probabilities_of_the_prompt_are_computed() -> None:
     engine = make_engine(store=stocked(A))
     request = make_request("a", A)
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    assert ledgers(engine, type(request)("a", request.prompt, sampling))["a"] == PromptTokenBreakdown(computed=8)
+    assert breakdowns(engine, type(request)("a", request.prompt, sampling))["a"] == PromptTokenBreakdown(computed=8)
 
 
 def test_domains_never_load_each_others_blocks() -> None:
@@ -253,9 +255,9 @@ def test_domains_never_load_each_others_blocks() -> None:
     engine = make_engine(store=store)
     generate(engine, make_request("a", A, domain=b"x", tenant="x"))
     store.flush()
-    found = ledgers(make_engine(store=store), make_request("b", A, domain=b"y", tenant="y"))
+    found = breakdowns(make_engine(store=store), make_request("b", A, domain=b"y", tenant="y"))
     assert found["b"] == PromptTokenBreakdown(computed=8) and store.loads == []
-    found = ledgers(make_engine(store=store), make_request("c", A, domain=b"x", tenant="x"))
+    found = breakdowns(make_engine(store=store), make_request("c", A, domain=b"x", tenant="x"))
     assert found["c"] == PromptTokenBreakdown(store=7, computed=1)
 
 
@@ -270,7 +272,7 @@ def test_pinned_prefixes_come_back_from_the_store() -> None:
     engine.add_prefix("p", A)
     run(engine)
     assert computed(engine) == 1 and engine.list_prefixes()[0].state.value == "ready"
-    assert ledgers(engine, make_request("a", [*A, 1]))["a"] == PromptTokenBreakdown(pinned=8, computed=1)
+    assert breakdowns(engine, make_request("a", [*A, 1]))["a"] == PromptTokenBreakdown(pinned=8, computed=1)
     engine.remove_prefix("p")
     assert store.kept == set()
 
@@ -290,9 +292,9 @@ def test_a_reset_keeps_the_store_unless_told() -> None:
     engine = make_engine(store=store)
     generate(engine, make_request("a", A))
     engine.reset_prefix_cache()
-    assert ledgers(engine, make_request("b", A))["b"].store == 7
+    assert breakdowns(engine, make_request("b", A))["b"].store == 7
     engine.reset_prefix_cache(external=True)
-    assert ledgers(engine, make_request("c", A))["c"] == PromptTokenBreakdown(computed=8)
+    assert breakdowns(engine, make_request("c", A))["c"] == PromptTokenBreakdown(computed=8)
 
 
 def test_a_running_sequence_adopts_what_the_store_gets_meanwhile() -> None:
@@ -306,7 +308,7 @@ def test_a_running_sequence_adopts_what_the_store_gets_meanwhile() -> None:
     store.shelf.update(full.shelf)
     outputs = run(engine)
     assert (
-        outputs["a"][0].ledger == PromptTokenBreakdown(store=14, computed=11)
+        outputs["a"][0].breakdown == PromptTokenBreakdown(store=14, computed=11)
         and outputs["a"][0].num_cached_tokens == 14
     )
 
@@ -325,7 +327,7 @@ def test_an_aborted_load_harms_nobody() -> None:
     engine.add_request(make_request("b", [*A, 2]))
     engine.step()
     engine.abort("a")
-    assert run(engine)["b"][0].ledger == PromptTokenBreakdown(store=8, computed=1)
+    assert run(engine)["b"][0].breakdown == PromptTokenBreakdown(store=8, computed=1)
     assert engine.scheduler.pool.num_free == 8
 
 
@@ -358,7 +360,7 @@ def test_names_in_flight_are_those_of_the_loads() -> None:
     engine.add_request(make_request("a", [*A, 1]))
     engine.add_request(make_request("b", [*B, 1]))
     engine.step()
-    names: set[BlockHash] = {key.name for load in store.loads for key in load}
+    names: set[BlockHash] = {key.block_hash for load in store.loads for key in load}
     assert engine.scheduler.transfers._promised == names and engine.stats().pool.num_loading == 4
     run(engine)
     assert not engine.scheduler.transfers._promised

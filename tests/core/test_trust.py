@@ -99,7 +99,7 @@ def test_a_request_that_was_computed_again_says_that_it_reused_nothing() -> None
     executor_of(engine).corrupt(blocks_of(engine)[2])
     engine.add_request(make_request("finds", [*FIXED, 20]))
     (output,) = run(engine)["finds"]
-    assert output.ledger is not None and output.num_cached_tokens == 0 and output.ledger.computed == 17
+    assert output.breakdown is not None and output.num_cached_tokens == 0 and output.breakdown.computed == 17
 
 
 def test_all_that_read_a_corrupt_block_at_once_are_answered_and_one_is_computed_alone() -> None:

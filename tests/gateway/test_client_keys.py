@@ -65,8 +65,8 @@ async def predicted(router: Front, key: str | None, **fields: Any) -> int | None
 
 def blocks(router: Front, *replicas: Replica) -> int:
     """Blocks that the router believes to be cached anywhere."""
-    found = [router.state.router.endpoints[replica.url].contents for replica in replicas]
-    return sum(len(contents) for contents in found if isinstance(contents, ApproximateIndex))
+    found = [router.state.router.endpoints[replica.url].index for replica in replicas]
+    return sum(len(index) for index in found if isinstance(index, ApproximateIndex))
 
 
 def test_keys_that_replicas_keep_apart_share_no_prediction() -> None:
@@ -141,9 +141,9 @@ def test_a_valid_key_finds_what_such_an_engine_publishes_and_a_wrong_one_does_no
             async with front(replica) as router:
                 await router.up(1)
                 assert await predicted(router, "a") == 0
-                contents = router.state.router.endpoints[replica.url].contents
+                index = router.state.router.endpoints[replica.url].index
                 publisher.publish([stored(4)])
-                await until(lambda: isinstance(contents, KVEventIndex) and len(contents) == 4)
+                await until(lambda: isinstance(index, KVEventIndex) and len(index) == 4)
                 assert await predicted(router, "a") == 63 and await predicted(router, "wrong") is None
 
     run(go())

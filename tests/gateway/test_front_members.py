@@ -25,15 +25,15 @@ def test_a_replica_that_was_started_again_is_found_out_its_cache_too() -> None:
         async with front(replica) as router:
             await router.complete([1] * 64)
             endpoint = router.state.router.endpoints[replica.url]
-            assert isinstance(endpoint.contents, ApproximateIndex) and len(endpoint.contents) == 4
+            assert isinstance(endpoint.index, ApproximateIndex) and len(endpoint.index) == 4
             await replica.stop()
             await until(lambda: endpoint.health.absent)
             replica.block_size, replica.num_blocks = 32, 77
             await replica.start()
             await router.up(1)
             await until(lambda: endpoint.block_size == 32)
-            assert len(endpoint.contents) == 0 and endpoint.contents.capacity == 77
-            assert (await router.complete([1] * 64)).status_code == 200 and len(endpoint.contents) == 2
+            assert len(endpoint.index) == 0 and endpoint.index.capacity == 77
+            assert (await router.complete([1] * 64)).status_code == 200 and len(endpoint.index) == 2
 
     run(go())
 

@@ -190,7 +190,7 @@ def test_what_an_administrator_asks_is_asked_of_every_replica() -> None:
             for path in ("/v1/prefixes", "/reset_prefix_cache?pinned=true"):
                 assert (await router.client.post(path, json={"name": "p"}, headers=user)).status_code == 403
             await router.complete([1] * 64, headers=user)
-            shadows = [router.state.router.endpoints[replica.url].contents for replica in replicas]
+            shadows = [router.state.router.endpoints[replica.url].index for replica in replicas]
             assert sum(len(shadow) for shadow in shadows if isinstance(shadow, ApproximateIndex)) == 4
             for path in ("/v1/prefixes", "/reset_prefix_cache?pinned=true"):
                 assert (await router.client.post(path, json={"name": "p"}, headers=root)).status_code == 200
@@ -256,7 +256,7 @@ def test_adapters_have_prefixes_of_their_own() -> None:
         async with front(replica) as router:
             for model in ("m", "tuned", "m", "tuned"):
                 await router.complete([1] * 64, model=model)
-            shadow = router.state.router.endpoints[replica.url].contents
+            shadow = router.state.router.endpoints[replica.url].index
             assert isinstance(shadow, ApproximateIndex) and len(shadow) == 2 * 4
 
     run(go())
@@ -274,7 +274,7 @@ def test_tenants_of_the_router_share_no_prefix_and_a_salt_says_so_to_replicas_th
             salts = [body["cache_salt"] for body in replica.bodies]
             assert salts[0] == salts[2] != salts[1] and all(len(salt) == 64 and salt.isalnum() for salt in salts)
             assert all(head["authorization"] == "Bearer inner" for head in replica.heads)
-            shadow = router.state.router.endpoints[replica.url].contents
+            shadow = router.state.router.endpoints[replica.url].index
             assert isinstance(shadow, ApproximateIndex) and len(shadow) == 2 * 4
             assert (await router.client.get("/v1/fleet")).status_code == 401
 

@@ -35,7 +35,7 @@ async def rigged(seed: int = 0, **options: Any) -> AsyncGenerator[Rig]:
 def assert_equal(rig: Rig, consumer: KVEventConsumer | None = None) -> None:
     difference = rig.difference(consumer)
     assert difference.engine > 0 and difference.missing == difference.wrong == 0
-    (consumer or rig.consumer).contents.check()
+    (consumer or rig.consumer).index.check()
 
 
 # --- the law
@@ -128,7 +128,7 @@ def test_a_publisher_that_starts_again_in_mid_run(relayed: bool) -> None:
                 rig.restart()
                 await rig.serve(rounds)
                 await rig.until(lambda: rig.consumer.position == rig.num_published)
-                await until(lambda: rig.difference() == (len(rig.consumer.contents),) * 2 + (0, 0))
+                await until(lambda: rig.difference() == (len(rig.consumer.index),) * 2 + (0, 0))
                 assert_equal(rig)
             assert rig.consumer.counts["restarts"] >= 2
 
@@ -160,7 +160,7 @@ def test_a_replica_that_comes_back_with_other_blocks() -> None:
             await rig.serve(5)
             rig.restart(block_size=8)
             await rig.serve(5)
-            await until(lambda: rig.consumer.contents.block_size == 8)
+            await until(lambda: rig.consumer.index.block_size == 8)
             await until(lambda: rig.difference()[2:] == (0, 0))
             await rig.caught_up()
             assert_equal(rig)
@@ -175,8 +175,8 @@ def test_contents_that_were_put_in_place_of_others_are_filled_anew() -> None:
             await rig.serve(5)
             await rig.caught_up()
             before = rig.consumer.counts
-            rig.consumer.contents = rig.listener().contents
-            await until(lambda: len(rig.consumer.contents))
+            rig.consumer.index = rig.listener().index
+            await until(lambda: len(rig.consumer.index))
             await rig.caught_up()
             assert_equal(rig)
             after = rig.consumer.counts

@@ -77,8 +77,8 @@ def test_what_a_real_vllm_sent_makes_an_index_without_a_loose_end() -> None:
     assert not any(told.counts[key] for key in ("unknown_parents", "unknown_copies", "other_block_size"))
     assert {salt for _, salt in prompts} == {None, "amber", "birch"}
     ids, salt = prompts[-1]
-    assert told.match(Prompt(ids, router_root("m", domain=event_domain(salt))).names(32), 0.0) == len(ids) // 32
-    assert told.match(Prompt(ids, router_root("m", domain=event_domain("other"))).names(32), 0.0) == 0
+    assert told.match(Prompt(ids, router_root("m", domain=event_domain(salt))).block_hashes(32), 0.0) == len(ids) // 32
+    assert told.match(Prompt(ids, router_root("m", domain=event_domain("other"))).block_hashes(32), 0.0) == 0
 
 
 def test_hashes_are_bytes_or_64_bits() -> None:
@@ -109,7 +109,7 @@ def test_a_block_with_an_image_is_known_and_equals_no_prompts() -> None:
     told = KVEventIndex(4, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
     told.apply([first, image])
     assert len(told) == 3
-    assert told.match(Prompt(range(12), router_root("m")).names(4), 0.0) == 1
+    assert told.match(Prompt(range(12), router_root("m")).block_hashes(4), 0.0) == 1
 
 
 def test_embeddings_are_not_taken_for_a_salt() -> None:
@@ -133,7 +133,7 @@ def test_a_block_that_moves_to_another_tier_stays_until_it_is_gone_from_both() -
     stored, copy, gone = decode(made("offload"))
     told = KVEventIndex(4, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
     told.apply([stored, copy, gone])
-    assert told.match(Prompt(range(8), router_root("m")).names(4), 0.0) == 1
+    assert told.match(Prompt(range(8), router_root("m")).block_hashes(4), 0.0) == 1
     told.check()
 
 

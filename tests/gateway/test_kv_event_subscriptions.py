@@ -58,17 +58,17 @@ def test_what_replicas_publish_is_where_prompts_go() -> None:
         with publishing(one) as first, publishing(other) as second:
             async with front(one, other) as router:
                 await router.up(2)
-                heard = [router.state.router.endpoints[replica.url].contents for replica in (one, other)]
-                assert all(isinstance(contents, KVEventIndex) for contents in heard)
+                heard = [router.state.router.endpoints[replica.url].index for replica in (one, other)]
+                assert all(isinstance(index, KVEventIndex) for index in heard)
                 prompt = [1] * (4 * BLOCK) + [2]
-                for publisher, contents, replica in ((first, heard[0], one), (second, heard[1], other)):
+                for publisher, index, replica in ((first, heard[0], one), (second, heard[1], other)):
                     publisher.publish([stored(4)])
-                    await until(lambda contents=contents: len(contents) == 4)
+                    await until(lambda index=index: len(index) == 4)
                     answer = await router.complete(prompt, headers={"x-headstart-explain": "1"})
                     assert answer.headers["x-headstart-replica"] == replica.url
                     assert '"cached_tokens":64' in answer.headers["x-headstart-route"]
                     publisher.publish([BlockRemoved(NAMES[1:4]), AllBlocksCleared()])
-                    await until(lambda contents=contents: len(contents) == 0)
+                    await until(lambda index=index: len(index) == 0)
                 counts = (await router.client.get("/metrics")).text
                 assert f'headstart:router_kv_events_total{{kind="stored",replica="{one.url}"}} 4.0' in counts
                 described = (await router.client.get("/v1/fleet")).json()["replicas"][0]["cache"]
@@ -84,17 +84,17 @@ def test_salted_blocks_are_found_by_salted_prompts_alone() -> None:
         with publishing(replica) as publisher:
             async with front(replica) as router:
                 await router.up(1)
-                contents = router.state.router.endpoints[replica.url].contents
-                assert isinstance(contents, KVEventIndex)
+                index = router.state.router.endpoints[replica.url].index
+                assert isinstance(index, KVEventIndex)
                 publisher.publish([stored(4, domain=narrow_domain(b"", "s"))])
-                await until(lambda: len(contents) == 4)
+                await until(lambda: len(index) == 4)
                 read = router.state.reader.read
                 body = b'{"model": "m", "prompt": [%s]%s}'
                 ones = b", ".join([b"1"] * (4 * BLOCK))
                 plain = read("/v1/completions", body % (ones, b""), Sender())
                 with_salt = read("/v1/completions", body % (ones, b', "cache_salt": "s"'), Sender())
-                assert contents.match(plain.request.prompt.names(BLOCK), 0.0) == 0
-                assert contents.match(with_salt.request.prompt.names(BLOCK), 0.0) == 4
+                assert index.match(plain.request.prompt.block_hashes(BLOCK), 0.0) == 0
+                assert index.match(with_salt.request.prompt.block_hashes(BLOCK), 0.0) == 4
 
     asyncio.run(go())
 
@@ -115,19 +115,19 @@ def test_a_chat_with_tools_is_found_again_where_events_are_heard(monkeypatch: py
             reader = RequestReader(Tokenizer.from_folder(bundled_model()))
             async with front(replica, reader=reader) as router:
                 await router.up(1)
-                contents = router.state.router.endpoints[replica.url].contents
-                assert isinstance(contents, KVEventIndex)
+                index = router.state.router.endpoints[replica.url].index
+                assert isinstance(index, KVEventIndex)
                 system = {"role": "system", "content": "You name intents. " * 120}
                 body = {"messages": [system, {"role": "user", "content": "light"}], "tools": TOOLS}
                 for turn in range(2):
                     publisher.publish([stored(4)])  # events are of use: the router never gives up listening
-                    await until(lambda: len(contents) == 4)
+                    await until(lambda: len(index) == 4)
                     response = await router.client.post(
                         "/v1/chat/completions", json=body, headers={"x-headstart-explain": "1"}
                     )
                     (candidate,) = json.loads(response.headers["x-headstart-route"])["candidates"]
                     assert (candidate["cached_tokens"] > 500) is (turn == 1)
-                assert router.state.router.endpoints[replica.url].contents is contents
+                assert router.state.router.endpoints[replica.url].index is index
 
     replica = Replica()
     replica.script = answer
@@ -143,10 +143,10 @@ def test_a_replica_that_publishes_nothing_is_guessed_at_until_it_is_heard() -> N
                 endpoint = router.state.router.endpoints[replica.url]
                 for number in range(SILENCE):
                     await router.complete([number + 5] * (2 * BLOCK))
-                assert isinstance(endpoint.contents, ApproximateIndex) and router.state.router.num_blind == 1
+                assert isinstance(endpoint.index, ApproximateIndex) and router.state.router.num_blind == 1
                 publisher.publish([stored(4)])
-                await until(lambda: isinstance(endpoint.contents, KVEventIndex))
-                assert len(endpoint.contents) == 4  # type: ignore[arg-type]  # one that was waited for
+                await until(lambda: isinstance(endpoint.index, KVEventIndex))
+                assert len(endpoint.index) == 4  # type: ignore[arg-type]  # one that was waited for
 
     asyncio.run(go())
 
@@ -161,16 +161,16 @@ def test_while_a_publisher_is_suspended_its_replica_is_guessed_at(monkeypatch: p
                 await router.up(1)
                 endpoint = router.state.router.endpoints[replica.url]
                 publisher.publish([stored(4)])
-                await until(lambda: isinstance(endpoint.contents, KVEventIndex) and len(endpoint.contents) == 4)
+                await until(lambda: isinstance(endpoint.index, KVEventIndex) and len(endpoint.index) == 4)
                 monkeypatch.setattr(EventDecoder, "split", failing)
                 publisher.publish([stored(1)])
-                await until(lambda: isinstance(endpoint.contents, ApproximateIndex))
+                await until(lambda: isinstance(endpoint.index, ApproximateIndex))
                 replica.block_size = 32  # what is believed begins anew meanwhile
                 await until(lambda: endpoint.block_size == 32)
-                assert isinstance(endpoint.contents, ApproximateIndex)
+                assert isinstance(endpoint.index, ApproximateIndex)
                 replica.block_size = BLOCK
                 monkeypatch.undo()
-                await until(lambda: isinstance(endpoint.contents, KVEventIndex) and len(endpoint.contents) == 4)
+                await until(lambda: isinstance(endpoint.index, KVEventIndex) and len(endpoint.index) == 4)
                 counts = (await router.client.get("/metrics")).text
                 assert f'headstart:router_kv_events_total{{kind="failures",replica="{replica.url}"}} 1.0' in counts
 
@@ -186,9 +186,9 @@ def test_the_index_of_a_replica_is_bounded_by_the_pool_it_reports() -> None:
         with publishing(replica):
             async with front(replica) as router:
                 await router.up(1)
-                contents = router.state.router.endpoints[replica.url].contents
-                assert isinstance(contents, KVEventIndex)
-                assert contents.max_blocks == TIERS * 100 + SLACK_BLOCKS
+                index = router.state.router.endpoints[replica.url].index
+                assert isinstance(index, KVEventIndex)
+                assert index.max_blocks == TIERS * 100 + SLACK_BLOCKS
 
     asyncio.run(go())
 
@@ -217,9 +217,9 @@ def test_while_prompts_are_counted_in_bytes_events_are_not_listened_to() -> None
             async with front(replica, tokenizer="auto") as router:
                 await router.up(1)
                 endpoint = router.state.router.endpoints[replica.url]
-                assert isinstance(endpoint.contents, ApproximateIndex) and not router.state.listening.counts()
+                assert isinstance(endpoint.index, ApproximateIndex) and not router.state.listening.counts()
                 router.state.reader.tokenizer = Tokenizer.from_folder(bundled_model())
-                await until(lambda: isinstance(endpoint.contents, KVEventIndex))
+                await until(lambda: isinstance(endpoint.index, KVEventIndex))
 
     asyncio.run(go())
 

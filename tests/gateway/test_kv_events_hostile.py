@@ -40,10 +40,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def consumer_at(events: str, *, max_blocks: int = 2**20) -> KVEventConsumer:
-    contents = KVEventIndex(
+    index = KVEventIndex(
         4, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain), max_blocks=max_blocks
     )
-    return KVEventConsumer(ReplicaAddress("http://replica", events), contents, kind="headstart")
+    return KVEventConsumer(ReplicaAddress("http://replica", events), index, kind="headstart")
 
 
 def stored(number: int) -> bytes:
@@ -53,7 +53,7 @@ def stored(number: int) -> bytes:
 
 
 def is_known(consumer: KVEventConsumer, number: int) -> bool:
-    return consumer.contents.match(Prompt([number] * 4, router_root("m")).names(4), 0.0) == 1
+    return consumer.index.match(Prompt([number] * 4, router_root("m")).block_hashes(4), 0.0) == 1
 
 
 @asynccontextmanager
@@ -114,7 +114,7 @@ def test_no_message_ends_the_listener(frames: tuple[bytes, ...]) -> None:
             send(*frames)
             await until(lambda: consumer.counts["heard"] > heard)
             await taken_in(consumer, send, 1001)
-            consumer.contents.check()
+            consumer.index.check()
 
     run(test())
 
@@ -165,7 +165,7 @@ def test_many_bad_batches_suspend_the_publisher_for_a_while(capsys: pytest.Captu
             for number in range(1000, 1000 + kv_event_trust.MAX_STRIKES):
                 send(b"", number.to_bytes(8, "big"), NESTED)
             await until(lambda: consumer.counts["suspensions"] == 1)
-            assert len(consumer.contents) == 0
+            assert len(consumer.index) == 0
             await taken_in(consumer, send, 2000)
             assert not consumer.is_suspended and consumer.counts["failures"] == 0
 
@@ -201,7 +201,7 @@ def test_an_index_that_outgrows_its_bound_starts_anew() -> None:
             for number in range(1000, 1000 + 2 * CAPACITY):
                 send(b"", number.to_bytes(8, "big"), stored(number))
                 await asyncio.sleep(0)
-                assert len(consumer.contents) <= CAPACITY
+                assert len(consumer.index) <= CAPACITY
             await until(lambda: consumer.counts["over_capacity"])
             await taken_in(consumer, send, 2000)
 
@@ -293,8 +293,8 @@ def test_garbage_never_ends_the_listener_nor_outgrows_the_index_and_what_follows
                 await offer(frames, replayed=rng.randrange(2) == 1)
             except kv_event_trust.UntrustedPublisherError:
                 consumer._trust.suspend(0.0)  # pyright: ignore[reportPrivateUsage]
-            assert len(consumer.contents) <= CAPACITY
-            consumer.contents.check()
+            assert len(consumer.index) <= CAPACITY
+            consumer.index.check()
         await consumer._take(consumer._feed.reset())  # pyright: ignore[reportPrivateUsage]
         consumer._trust.suspend(0.0)  # pyright: ignore[reportPrivateUsage]
         await offer([b"", (2**40).to_bytes(8, "big"), stored(7)], replayed=False)

@@ -32,8 +32,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def consumer_at(events: str, *, block_size: int = 4, replay: str | None = None) -> KVEventConsumer:
-    contents = KVEventIndex(block_size, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
-    return KVEventConsumer(ReplicaAddress("http://replica", events, replay), contents, kind="headstart")
+    index = KVEventIndex(block_size, lambda adapter, domain: router_root("m", adapter=adapter, domain=domain))
+    return KVEventConsumer(ReplicaAddress("http://replica", events, replay), index, kind="headstart")
 
 
 def batch(*events: BlockStored) -> bytes:
@@ -93,7 +93,7 @@ def test_what_is_lost_at_the_very_end_is_asked_for_when_it_is_quiet(monkeypatch:
                 await publisher.publish(0, stored(10))
                 client, start = await publisher.asked()
                 await publisher.answer(client, {0: stored(10), 1: stored(11)})
-                await until(lambda: len(consumer.contents) == 2)
+                await until(lambda: len(consumer.index) == 2)
             publisher.close()
 
     run(test())
@@ -114,7 +114,7 @@ def test_a_replay_that_was_cut_is_asked_for_again_from_where_it_was_cut(monkeypa
                 while start != 2:
                     client, start = await publisher.asked()
                 await publisher.answer(client, {number: stored(number) for number in range(2, 5)})
-                await until(lambda: len(consumer.contents) == 5)
+                await until(lambda: len(consumer.index) == 5)
                 assert consumer.counts["lost"] == consumer.counts["restarts"] == 0
             publisher.close()
 
@@ -129,15 +129,15 @@ def test_without_replay_numbers_that_go_on_do_not_prove_that_the_publisher_is_th
                 first = Publisher(folder)
                 await first.subscribed()
                 await first.publish(0, stored(10))
-                await until(lambda: len(consumer.contents) == 1)
+                await until(lambda: len(consumer.index) == 1)
                 first.close()
                 second = Publisher(folder)
                 await second.subscribed()
                 await second.publish(1, stored(11))  # its batch 0 came too early for us
                 await until(lambda: consumer.counts["heard"] == 2)
                 await until(lambda: consumer.position == 2)
-                old = Prompt([10] * 4, router_root("m")).names(4)
-                assert consumer.contents.match(old, 0.0) == 0 and consumer.counts["voids"] >= 1
+                old = Prompt([10] * 4, router_root("m")).block_hashes(4)
+                assert consumer.index.match(old, 0.0) == 0 and consumer.counts["voids"] >= 1
                 second.close()
 
     run(test())
@@ -155,15 +155,15 @@ def test_others_have_their_turn_while_a_long_batch_is_taken_in(monkeypatch: pyte
 
         async def other() -> None:
             while True:
-                turns.append(len(consumer.contents))
+                turns.append(len(consumer.index))
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(other())
         await consumer._take(Due(False, [batch(stored(1, 4096))]))  # pyright: ignore[reportPrivateUsage]
         task.cancel()
-        assert len(consumer.contents) == 4096
-        names = Prompt([1] * 4096 * 4, router_root("m")).names(4)
-        assert consumer.contents.match(names, 0.0) == 4096
+        assert len(consumer.index) == 4096
+        names = Prompt([1] * 4096 * 4, router_root("m")).block_hashes(4)
+        assert consumer.index.match(names, 0.0) == 4096
 
     run(test())
     assert len(set(turns)) > 10  # it saw the index grow
@@ -174,11 +174,11 @@ def test_a_batch_under_way_is_left_when_the_contents_are_replaced(monkeypatch: p
 
     async def test() -> None:
         consumer = consumer_at("ipc:///tmp/unused")
-        others = consumer_at("ipc:///tmp/unused").contents
+        others = consumer_at("ipc:///tmp/unused").index
         taking = asyncio.create_task(consumer._take(Due(False, [batch(stored(1, 4096))])))  # pyright: ignore[reportPrivateUsage]
-        while not len(consumer.contents):
+        while not len(consumer.index):
             await asyncio.sleep(0)
-        consumer.contents = others
+        consumer.index = others
         await taking
         assert len(others) == 0
 
@@ -196,8 +196,8 @@ async def published(*payloads: bytes) -> AsyncGenerator[tuple[KVEventConsumer, C
 
         def end_requests() -> None:
             for number in range(SILENCE):
-                names = Prompt([number] * 8, router_root("m")).names(4)
-                consumer.contents.finished(consumer.contents.sent(names, 0.0), names, 0.0)
+                names = Prompt([number] * 8, router_root("m")).block_hashes(4)
+                consumer.index.finished(consumer.index.sent(names, 0.0), names, 0.0)
 
         try:
             async with listening(consumer):
@@ -226,21 +226,21 @@ async def published(*payloads: bytes) -> AsyncGenerator[tuple[KVEventConsumer, C
 def test_a_replica_that_tells_nothing_of_use_is_reported_once(
     payloads: tuple[bytes, ...], cause: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said: list[str] = []
+    reported: list[str] = []
 
     async def test() -> None:
         async with published(*payloads) as (consumer, end_requests):
             end_requests()
-            await until(lambda: said.extend(capsys.readouterr().err.splitlines()) or said)
+            await until(lambda: reported.extend(capsys.readouterr().err.splitlines()) or reported)
             assert consumer.is_blind
             end_requests()
             await asyncio.sleep(5 * kv_events.POLL_SECONDS)
 
     run(test())
-    said.extend(capsys.readouterr().err.splitlines())
-    assert len(said) == 1, said
-    assert "KV events of http://replica: 16 requests ended" in said[0]
-    assert re.search(cause, said[0]), said[0]
+    reported.extend(capsys.readouterr().err.splitlines())
+    assert len(reported) == 1, reported
+    assert "KV events of http://replica: 16 requests ended" in reported[0]
+    assert re.search(cause, reported[0]), reported[0]
 
 
 def test_nobody_at_the_address_is_reported_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,8 +248,8 @@ def test_nobody_at_the_address_is_reported_too(capsys: pytest.CaptureFixture[str
         consumer = consumer_at("ipc:///tmp/no-publisher-here")
         async with listening(consumer):
             for number in range(SILENCE):
-                names = Prompt([number] * 8, router_root("m")).names(4)
-                consumer.contents.finished(consumer.contents.sent(names, 0.0), names, 0.0)
+                names = Prompt([number] * 8, router_root("m")).block_hashes(4)
+                consumer.index.finished(consumer.index.sent(names, 0.0), names, 0.0)
             await until(lambda: "nothing listens at ipc:///tmp/no-publisher-here" in capsys.readouterr().err)
 
     run(test())
@@ -259,14 +259,14 @@ def test_an_address_that_is_none_is_said_and_tried_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(kv_events, "RETRY_SECONDS", 0.0)
-    said: list[str] = []
+    reported: list[str] = []
 
     async def test() -> None:
         async with listening(consumer_at("tcp://no port")):
-            await until(lambda: said.extend(capsys.readouterr().err.splitlines()) or len(said) > 1)
+            await until(lambda: reported.extend(capsys.readouterr().err.splitlines()) or len(reported) > 1)
 
     run(test())
-    assert "cannot listen at tcp://no port" in said[0]
+    assert "cannot listen at tcp://no port" in reported[0]
 
 
 def test_frames_that_are_no_message_are_counted_and_others_go_on() -> None:

@@ -87,7 +87,7 @@ def test_a_body_without_an_end_is_read_up_to_a_bound(path: str) -> None:
         await asyncio.sleep(0.2)
         assert odd.num_sent / odd.looks[f"/{path}"] < 32 * 2**20
         if path == "metrics":
-            await until(lambda: endpoint.contents.capacity == 77)
+            await until(lambda: endpoint.index.capacity == 77)
 
     looking(odd, check)
 
@@ -96,6 +96,6 @@ def test_a_pool_of_absurd_size_costs_no_memory() -> None:
     page = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="' + b"9" * 30 + b'"} 1.0\n'
 
     async def check(endpoint: Any, router: Any) -> None:
-        assert isinstance(endpoint.contents, ApproximateIndex) and endpoint.contents.capacity <= 2**22
+        assert isinstance(endpoint.index, ApproximateIndex) and endpoint.index.capacity <= 2**22
 
     looking(Odd(metrics=page), check)

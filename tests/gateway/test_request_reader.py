@@ -35,7 +35,7 @@ def read(
 
 def shared(one: ReadRequest, other: ReadRequest, size: int = 1) -> int:
     """How many leading blocks two prompts share."""
-    names = zip(one.request.prompt.names(size), other.request.prompt.names(size), strict=False)
+    names = zip(one.request.prompt.block_hashes(size), other.request.prompt.block_hashes(size), strict=False)
     return next(
         (i for i, (a, b) in enumerate(names) if a != b),
         min(one.request.prompt.num_tokens, other.request.prompt.num_tokens),

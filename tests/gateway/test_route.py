@@ -141,7 +141,7 @@ def test_replicas_may_come_after_the_router(folder: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "reported"),
     [
         ((), "no replicas"),
         (("--replica", "nonsense://x"), "no address"),
@@ -152,11 +152,11 @@ def test_replicas_may_come_after_the_router(folder: str, tmp_path: Path) -> None
         (("--replica", "http://a:1", "--decision-log", "/no/such/folder/log"), "decision log"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_mistakes_are_one_line_and_exit_code_2(flags: tuple[str, ...], reported: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "headstart", "route", "--port", "0", *flags]
     with spawn(command, tmp_path / "log") as router:
         assert router.wait() == 2
-        assert said in router.log and router.log.count("\n") == 1
+        assert reported in router.log and router.log.count("\n") == 1
 
 
 def test_no_replica_given_is_a_mistake_of_the_options() -> None:

@@ -20,7 +20,7 @@ Messages = list[Mapping[str, str]]
 
 
 def chat(*messages: tuple[str, str], **fields: object) -> str:
-    return conversation({"messages": [{"role": role, "content": said} for role, said in messages], **fields})
+    return conversation({"messages": [{"role": role, "content": reported} for role, reported in messages], **fields})
 
 
 def seen(request_id: str, prompt: "str | array[int]", at: float = 0.0, **fields: Any) -> Seen:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headstart.gateway.proxy import sse_reader as sse
-from headstart.gateway.proxy.sse_reader import EventStream, Said, read_usage
+from headstart.gateway.proxy.sse_reader import EventStream, ReportedUsage, read_usage
 from headstart.gateway.proxy.upstream import GarbledError
 from headstart.router.routing_request import Usage
 
@@ -38,7 +38,7 @@ def cuts(draw: st.DrawFn) -> list[bytes]:
 def test_however_a_stream_is_cut_it_comes_through_whole_but_for_hidden_usage(pieces: list[bytes], hides: bool) -> None:
     stream, whole = EventStream(hides_usage=hides), b"".join(pieces)
     assert through(stream, pieces) == (whole.replace(LAST, b"") if hides else whole)
-    assert stream.said == Said(Usage(10, 7), 4) and stream.is_done and stream.has_data
+    assert stream.reported == ReportedUsage(Usage(10, 7), 4) and stream.is_done and stream.has_data
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=6))
@@ -46,7 +46,7 @@ def test_bytes_that_are_no_events_come_through_as_they_are(junk: bytes, at: list
     ends = sorted(min(index, len(junk)) for index in at)
     pieces = [junk[start:end] for start, end in zip([0, *ends], [*ends, len(junk)], strict=True)]
     stream = EventStream(hides_usage=True)
-    if stream.said == Said():
+    if stream.reported == ReportedUsage():
         assert through(stream, pieces) == junk
 
 
@@ -60,20 +60,20 @@ def test_only_whole_events_are_passed_on() -> None:
 def test_comments_are_no_data_and_texts_cannot_pose_as_an_end() -> None:
     stream = EventStream(hides_usage=True)
     assert stream.feed(b": ping\n\n") == b": ping\n\n" and not stream.has_data
-    assert stream.feed(TOKEN) == TOKEN and not stream.is_done and stream.said == Said()
+    assert stream.feed(TOKEN) == TOKEN and not stream.is_done and stream.reported == ReportedUsage()
 
 
 def test_usage_beside_a_choice_is_read_and_stays() -> None:
     both = event({"choices": [{"text": "a"}], "usage": USAGE})
     stream = EventStream(hides_usage=True)
-    assert stream.feed(both) == both and stream.said.usage == Usage(10, 7)
+    assert stream.feed(both) == both and stream.reported.usage == Usage(10, 7)
 
 
 def test_lines_may_end_in_carriage_returns() -> None:
     last, done = event({"choices": [], "usage": USAGE}, "\r\n\r\n"), event("[DONE]", "\r\n\r\n")
     stream = EventStream(hides_usage=True)
     assert stream.feed(last[:20]) == b""
-    assert through(stream, [last[20:], done]) == done and stream.said.output_tokens == 4 and stream.is_done
+    assert through(stream, [last[20:], done]) == done and stream.reported.output_tokens == 4 and stream.is_done
 
 
 def test_events_and_comments_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,13 +100,13 @@ def test_an_event_in_many_pieces_is_looked_at_once(pieces: list[bytes]) -> None:
 
 
 def test_engines_that_do_not_tell_cached_tokens_tell_nothing_to_learn_from() -> None:
-    assert read_usage(json.dumps({"usage": USAGE}).encode()) == Said(Usage(10, 7), 4)
-    assert read_usage(b'{"usage": {"prompt_tokens": 3, "completion_tokens": 2}}') == Said(None, 2)
-    assert read_usage(b'{"usage": {"prompt_tokens": 3, "prompt_tokens_details": null}}') == Said(None, None)
+    assert read_usage(json.dumps({"usage": USAGE}).encode()) == ReportedUsage(Usage(10, 7), 4)
+    assert read_usage(b'{"usage": {"prompt_tokens": 3, "completion_tokens": 2}}') == ReportedUsage(None, 2)
+    assert read_usage(b'{"usage": {"prompt_tokens": 3, "prompt_tokens_details": null}}') == ReportedUsage(None, None)
     assert (
         read_usage(b'{"usage": {"prompt_tokens": "many"}}')
         == read_usage(b"not json")
         == read_usage(b"[1]")
         == read_usage(b"\xff")
-        == Said()
+        == ReportedUsage()
     )

@@ -214,10 +214,10 @@ def check_step(
             books[seq.request_id] = set()  # nothing of the first run counts
     for output in outputs:
         assert output.request_id not in done, "news of a request that ended"
-        if output.ledger is not None:
-            assert sum(output.ledger) == output.num_prompt_tokens and min(output.ledger) >= 0
-            assert output.ledger.cached == output.num_cached_tokens < output.num_prompt_tokens
-            assert output.ledger.computed == len(books[output.request_id]), "the books do not tell what was computed"
+        if output.breakdown is not None:
+            assert sum(output.breakdown) == output.num_prompt_tokens and min(output.breakdown) >= 0
+            assert output.breakdown.cached == output.num_cached_tokens < output.num_prompt_tokens
+            assert output.breakdown.computed == len(books[output.request_id]), "the books do not tell what was computed"
         tokens[output.request_id] += output.token_ids
         if output.finish_reason is not None:
             done.add(output.request_id)

@@ -96,7 +96,7 @@ def test_a_running_sequence_adopts_what_another_published_and_drops_its_partly_f
     assert scheduler.counters.num_adoptions == 1
     assert partly_filled not in slow.block_ids
     assert list(outputs[0].token_ids) == expected_tokens([*range(20), 50], 1)
-    assert outputs[0].ledger == (0, 0, 0, 14, 7)  # 6 tokens before it was overtaken, and the last one
+    assert outputs[0].breakdown == (0, 0, 0, 14, 7)  # 6 tokens before it was overtaken, and the last one
 
 
 def test_the_last_token_of_a_prompt_is_a_promise_too() -> None:
@@ -135,10 +135,10 @@ def test_followers_are_told_that_they_followed_and_the_account_adds_up() -> None
     generate(engine, make_request("before", range(8)))
     for i in range(3):
         engine.add_request(make_request(f"r{i}", [*range(16), 50 + i]))
-    ledgers = {rid: outs[0].ledger for rid, outs in run(engine).items()}
-    assert ledgers["r0"] is not None and ledgers["r0"][1:] == (8, 0, 0, 9)
+    breakdowns = {rid: outs[0].breakdown for rid, outs in run(engine).items()}
+    assert breakdowns["r0"] is not None and breakdowns["r0"][1:] == (8, 0, 0, 9)
     for rid in ("r1", "r2"):
-        assert ledgers[rid] is not None and ledgers[rid][1:] == (8, 0, 8, 1)
+        assert breakdowns[rid] is not None and breakdowns[rid][1:] == (8, 0, 8, 1)
 
 
 forests = st.lists(

@@ -190,7 +190,7 @@ def test_requests_sent_before_a_flush_was_noticed_say_nothing_new() -> None:
     first, second = shadow.sent(names(8, 80)), shadow.sent(names(9, 90))
     shadow.computed(first)
     shadow.observed(first, 0)
-    shadow.finished(first, first.names)  # computed after the flush
+    shadow.finished(first, first.block_hashes)  # computed after the flush
     shadow.computed(second)
     shadow.observed(second, 0)
     assert shadow.num_flushes == 1
@@ -226,7 +226,7 @@ def test_what_was_missing_before_says_what_is_lately() -> None:
         hold = shadow.sent(names(number, 0, 0))
         shadow.computed(hold)
         shadow.observed(hold, 0)
-        shadow.finished(hold, hold.names)
+        shadow.finished(hold, hold.block_hashes)
         assert (shadow.num_trims, shadow.num_flushes) == (num_trims, 0)
 
 
@@ -264,7 +264,7 @@ def test_a_block_that_went_in_a_flush_and_is_there_says_that_the_cache_is_small(
         hold = shadow.sent(names(number))
         shadow.computed(hold)
         shadow.observed(hold, int(cached))
-        shadow.finished(hold, hold.names)
+        shadow.finished(hold, hold.block_hashes)
     assert shadow.num_flushes == 1
     assert shadow.capacity == ((256 + 29) // 2 if is_there else 256)
     hold = shadow.sent(names(31))
@@ -362,10 +362,15 @@ def test_whatever_happens_a_block_is_there_only_with_all_before_it(
         elif kind == 1:
             hold = under_way[which % len(under_way)]
             shadow.computed(hold)
-            shadow.observed(hold, min(which, len(hold.names)))
+            shadow.observed(hold, min(which, len(hold.block_hashes)))
         elif kind == 2:
             hold = under_way.pop(which % len(under_way))
-            shadow.finished(hold, hold.names + names(*chain)[len(hold.names) :] if not hold.names else hold.names)
+            shadow.finished(
+                hold,
+                hold.block_hashes + names(*chain)[len(hold.block_hashes) :]
+                if not hold.block_hashes
+                else hold.block_hashes,
+            )
         elif which:
             shadow.failed(under_way.pop(which % len(under_way)))
         else:
@@ -435,9 +440,9 @@ def test_a_loss_that_was_worked_out_before_is_no_other_than_a_new_one(
             if what == "computed":
                 shadow.computed(hold)
             elif what == "observed":
-                shadow.observed(hold, min(number, len(hold.names)))
+                shadow.observed(hold, min(number, len(hold.block_hashes)))
             elif what == "finished":
-                shadow.finished(hold, hold.names)
+                shadow.finished(hold, hold.block_hashes)
             else:
                 shadow.failed(hold)
         known = [shadow.loss(count) for count in range(12)]

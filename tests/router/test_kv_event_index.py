@@ -119,7 +119,7 @@ def test_tenants_are_kept_apart() -> None:
     told = new()
     told.apply([stored("a", 1, domain=b"t")])
     assert told.match(names(1), 0.0) == 0
-    assert told.match(Prompt(range(10, 15), router_root("m", domain=b"t")).names(BLOCK), 0.0) == 1
+    assert told.match(Prompt(range(10, 15), router_root("m", domain=b"t")).block_hashes(BLOCK), 0.0) == 1
 
 
 def test_what_was_sent_counts_until_its_events_are_overdue() -> None:
@@ -263,7 +263,7 @@ def test_a_guess_is_kept_beside_what_is_told_and_says_what_goes_next() -> None:
     for _ in range(2):
         hold = told.sent(names(1, 2, 3, 4), 0.0)
         told.computed(hold, 0.0)
-        told.finished(hold, hold.names, 0.0)
+        told.finished(hold, hold.block_hashes, 0.0)
         told.observed(hold, 4, 0.0)
     assert len(guess) == 4 and told.loss(2) == guess.loss(2) > 0
     assert len(told) == 0, "of events nothing was heard yet"

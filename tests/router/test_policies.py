@@ -105,7 +105,7 @@ def test_cold_prefixes_are_spread_and_each_goes_where_its_first_new_block_says()
     for number in range(60):
         request = ask(1, 100 + number)
         pick = router.pick(request, 0.0)
-        key = request.prompt.names(4)[max(candidate.hit_blocks for candidate in pick.choice.ranked)]
+        key = request.prompt.block_hashes(4)[max(candidate.hit_blocks for candidate in pick.choice.ranked)]
         assert pick.endpoint.name == ranked(key, router.endpoints)[0]
     counts = [0, 0, 0]
     for number in range(60):

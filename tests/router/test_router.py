@@ -29,9 +29,9 @@ def fleet(count: int = 2) -> Router:
 
 
 def shadow_of(router: Router, name: str = "r0") -> ApproximateIndex:
-    contents = router.endpoints[name].contents
-    assert isinstance(contents, ApproximateIndex)
-    return contents
+    index = router.endpoints[name].index
+    assert isinstance(index, ApproximateIndex)
+    return index
 
 
 # ---------------------------------------------------------------------------------------------------------- filters
@@ -182,7 +182,7 @@ def test_events_of_no_use_are_given_up_for_guesses() -> None:
     router = Router()
     router.add(Endpoint("r0", new(), block_size=BLOCK))
     for number in range(SILENCE):
-        assert isinstance(router.endpoints["r0"].contents, KVEventIndex)
+        assert isinstance(router.endpoints["r0"].index, KVEventIndex)
         serve(router, ask(number))
     assert router.num_blind == 1
     serve(router, ask(7, 8))
@@ -196,7 +196,7 @@ def test_what_was_guessed_meanwhile_is_what_is_left() -> None:
     router.add(Endpoint("r0", told, block_size=BLOCK))
     for number in range(SILENCE):
         serve(router, ask(number))
-    assert router.endpoints["r0"].contents is guess and len(guess) == SILENCE
+    assert router.endpoints["r0"].index is guess and len(guess) == SILENCE
     assert router.pick(ask(3, 4), 5.0).candidate.hit_tokens == BLOCK
 
 
@@ -228,7 +228,7 @@ def test_a_prompt_that_is_not_exact_is_matched_by_what_was_sent_where_events_are
     first = serve(router, text_ask(*range(8)), cached=0)
     again = router.pick(text_ask(*range(8)), 100.0)
     assert again.endpoint is first.endpoint and again.candidate.hit_tokens == 8 * BLOCK
-    told = first.endpoint.contents
+    told = first.endpoint.index
     assert isinstance(told, KVEventIndex) and len(told) == 0
     told.apply([stored("ab", 1, 2)])
     assert router.pick(ask(1, 2, 3), 100.0).candidate.hit_tokens == 2 * BLOCK, "exact prompts go by events all the same"
@@ -238,14 +238,14 @@ def test_prompts_that_are_not_exact_are_no_sign_of_silent_events() -> None:
     router = precise_fleet()
     for number in range(2 * SILENCE):
         serve(router, text_ask(number), cached=0)
-    assert router.num_blind == 0 and isinstance(router.endpoints["r0"].contents, KVEventIndex)
+    assert router.num_blind == 0 and isinstance(router.endpoints["r0"].index, KVEventIndex)
 
 
 def test_what_is_reported_of_a_prompt_that_is_not_exact_corrects_the_guess() -> None:
     router = precise_fleet()
     for _ in range(2):  # believed to be there the second time, and it was not
         serve(router, text_ask(*range(8)), cached=0)
-    told = router.endpoints["r0"].contents
+    told = router.endpoints["r0"].index
     assert isinstance(told, KVEventIndex) and isinstance(told.guess, ApproximateIndex)
     assert told.guess.num_flushes + told.guess.num_trims == 1
 
@@ -257,7 +257,7 @@ def test_a_replica_that_counts_another_number_of_tokens_is_guessed_at_for_prompt
     pick = router.pick(chat, 0.0)
     pick = router.sent(pick, 0.0)
     router.finished(pick, 1.0, Usage(40, 0))  # 33 as the router counts
-    told = router.endpoints["r0"].contents
+    told = router.endpoints["r0"].index
     assert isinstance(told, KVEventIndex)
     told.apply([stored("ab", 21, 22)])  # what the replica computed in fact
     late = 100.0  # speculation is over

@@ -7,7 +7,7 @@ from headstart.router.routing_request import Prompt, pack_text, router_root
 
 
 def test_only_full_blocks_have_names() -> None:
-    assert [len(Prompt(range(length), ROOT).names(BLOCK)) for length in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
+    assert [len(Prompt(range(length), ROOT).block_hashes(BLOCK)) for length in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
 
 
 def test_names_go_on_as_prompts_do() -> None:
@@ -35,9 +35,9 @@ def test_tenants_models_and_adapters_never_share_a_name() -> None:
 
 def test_an_answer_is_named_but_for_its_last_token_which_is_not_computed() -> None:
     one = Prompt(range(6), ROOT)
-    assert one.names_with([6, 7, 8], BLOCK) == Prompt(range(8), ROOT).names(BLOCK)
+    assert one.names_with([6, 7, 8], BLOCK) == Prompt(range(8), ROOT).block_hashes(BLOCK)
     assert one.names_with([6, 7], BLOCK) == one.names(BLOCK)
-    assert one.names(BLOCK) == Prompt(range(4), ROOT).names(BLOCK)
+    assert one.names(BLOCK) == Prompt(range(4), ROOT).block_hashes(BLOCK)
 
 
 def test_text_is_packed_four_bytes_to_a_unit() -> None:

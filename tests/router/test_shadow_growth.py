@@ -23,7 +23,7 @@ def report(shadow: ApproximateIndex, chain: list[bytes], cached: int) -> None:
     """A request of which so many blocks were cached."""
     hold = shadow.sent(chain)  # type: ignore[arg-type]
     shadow.observed(hold, cached)
-    shadow.finished(hold, hold.names)
+    shadow.finished(hold, hold.block_hashes)
     shadow.check()
 
 
@@ -96,8 +96,8 @@ def test_a_pool_that_grows_believes_what_one_of_full_size_does(
                     holds.append(shadow.sent(names(*chain)))
                 elif kind == 2:
                     hold = holds.pop(which % len(holds))
-                    shadow.observed(hold, min(which, len(hold.names)))
-                    shadow.finished(hold, hold.names)
+                    shadow.observed(hold, min(which, len(hold.block_hashes)))
+                    shadow.finished(hold, hold.block_hashes)
                 else:
                     shadow.failed(holds.pop(which % len(holds)))
                 shadow.check()
@@ -148,7 +148,7 @@ def test_what_is_left_of_former_pools_never_adds_up() -> None:
         shadow.clear()
         for number in range(NUM_BLOCKS // 8):
             hold = shadow.sent(names(*range(4 * number, 4 * number + 4)))
-            shadow.finished(hold, hold.names)
+            shadow.finished(hold, hold.block_hashes)
     shadow.clear()
     most = shadow.free(ALL)
     assert most <= 16 * NUM_BLOCKS, "one pool, and nothing of those before"

@@ -121,9 +121,16 @@ class FakeEngine:
         if request.sampling.prompt_logprobs is not None and count == 1:
             top = tuple((other, -1.0 - other / 8) for other in range(request.sampling.prompt_logprobs))
             known = tuple(TokenLogprob(token_id, -0.25, top) for token_id in request.prompt[1:])
-        ledger = PromptTokenBreakdown(shared=cached, computed=len(request.prompt) - cached) if count == 1 else None
+        breakdown = PromptTokenBreakdown(shared=cached, computed=len(request.prompt) - cached) if count == 1 else None
         return Output(
-            request_id, (token,), logprobs, finish, len(request.prompt), cached, prompt_logprobs=known, ledger=ledger
+            request_id,
+            (token,),
+            logprobs,
+            finish,
+            len(request.prompt),
+            cached,
+            prompt_logprobs=known,
+            breakdown=breakdown,
         )
 
     def _look_up(self, request: Request) -> int:

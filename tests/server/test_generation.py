@@ -44,8 +44,10 @@ def run(
     for start in range(0, len(token_ids), step):
         some = tuple(token_ids[start : start + step])
         is_last = start + step >= len(token_ids)
-        ledger = None if start else PromptTokenBreakdown(shared=3, computed=len(PROMPT) - 3)
-        output = Output("r", some, tuple(map(logprob, some)), end if is_last else None, len(PROMPT), 3, ledger=ledger)
+        breakdown = None if start else PromptTokenBreakdown(shared=3, computed=len(PROMPT) - 3)
+        output = Output(
+            "r", some, tuple(map(logprob, some)), end if is_last else None, len(PROMPT), 3, breakdown=breakdown
+        )
         deltas.append(generation.update(output))
     return deltas
 

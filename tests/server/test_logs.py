@@ -50,7 +50,7 @@ def test_which_requests_get_an_access_line(access_log: str, on_terminal: bool, l
 def test_an_access_line_is_json_in_a_file_and_text_on_a_terminal() -> None:
     answered = RequestRecord("r\n1", "POST", "/v1/x\x1b[31m", arrival=1.0, status=400, error="bad")
     answered.num_prompt_tokens, answered.num_tokens = 1234, 5
-    answered.ledger = PromptTokenBreakdown(computed=234, shared=1000)
+    answered.breakdown = PromptTokenBreakdown(computed=234, shared=1000)
     file, terminal = io.StringIO(), Terminal()
     for stream in (file, terminal):
         Log(stream).event("request", answered.fields(2.5), text=answered.text(2.5))

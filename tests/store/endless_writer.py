@@ -55,7 +55,7 @@ def main(folder: str, seed: int, block_bytes: int, max_bytes: int, max_blocks: i
         while len(waiting) < MAX_WAITING and index < max_blocks:
             key = key_of(seed, index)
             store.offer(index, 1, key)
-            waiting.append((index, key.name))
+            waiting.append((index, key.block_hash))
             index += 1
         now = time.monotonic_ns()
         written = [number for number, name in waiting if store.contains(name)]

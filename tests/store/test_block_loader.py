@@ -20,7 +20,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.files, self.clock = Disk(), Clock()
         self.catalog = Catalog(folder, SHAPE, MAX_BYTES, self.files, self.clock)
-        self.catalog.append([(key, content(key.name)) for key in keys(*range(1, 9))])
+        self.catalog.append([(key, content(key.block_hash)) for key in keys(*range(1, 9))])
         self.loader = Loader(self.catalog, BLOCK_BYTES, self.clock)
         self.thread = threading.Thread(target=self.loader.run, daemon=True)
         self.thread.start()
@@ -70,7 +70,7 @@ def test_a_load_comes_in_pieces_and_only_the_last_says_so(bench: Bench) -> None:
         (2, False, None),
         (1, True, None),
     ]
-    assert found[2].buffer is not None and found[2].buffer[:BLOCK_BYTES] == content(keys(5)[0].name)
+    assert found[2].buffer is not None and found[2].buffer[:BLOCK_BYTES] == content(keys(5)[0].block_hash)
     assert bench.loader.num_read == 5
 
 

@@ -118,14 +118,14 @@ def test_another_block_under_that_name_is_a_mismatch(folder: Path, field: str) -
     key, content = chain(3)[1]
     other = key._replace(parent=name_of(99)) if field == "parent" else key._replace(tokens=bytes(16))
     assert read(catalog, [chain(3)[0], (other, content)]) == (1, "mismatch")
-    assert not catalog.contains(key.name)
+    assert not catalog.contains(key.block_hash)
 
 
 def test_names_cut_to_a_few_bits_never_give_a_wrong_block(folder: Path) -> None:
     """Names that collide all the time, as if the hash were broken: whatever is served is what was asked for."""
     catalog, served = opened(folder, max_bytes=1 << 20), 0
     short = [
-        (key._replace(name=BlockHash(key.name[:1] * 32), parent=BlockHash(key.parent[:1] * 32)), content)
+        (key._replace(block_hash=BlockHash(key.block_hash[:1] * 32), parent=BlockHash(key.parent[:1] * 32)), content)
         for key, content in chain(2000)
     ]
     for block in short:
@@ -291,7 +291,7 @@ def test_a_write_that_fails_anywhere_leaves_nothing_wrong_behind(folder: Path, e
         other = opened(folder)
         assert other.num_blocks == catalog.num_blocks and other.num_corrupt == 0
         for block in chain(80):
-            assert read(catalog, [block])[0] == catalog.contains(block[0].name) == read(other, [block])[0]
+            assert read(catalog, [block])[0] == catalog.contains(block[0].block_hash) == read(other, [block])[0]
         assert not [path for path in folder.iterdir() if path.name.endswith(".tmp")]
 
 

@@ -59,7 +59,7 @@ class Folder:
         fill(path, self.blocks[1])
         self.first, self.second = segment_files(path)
         self.contents = {file: file.read_bytes() for file in (self.first, self.second)}
-        name = self.blocks[0][0][0].name
+        name = self.blocks[0][0][0].block_hash
         if name not in self.contents[self.first]:
             self.blocks.reverse()  # blocks[0] are those of the first file
         self.header = decode_header(self.contents[self.first][:HEADER_BYTES], segment_id(self.first.name) or b"")

@@ -144,7 +144,7 @@ def test_names_are_read_up_to_the_last_entry_and_damaged_ones_have_none() -> Non
     entries[3] = bytes(SHAPE.entry_bytes)
     table = b"".join(entries) + bytes(3 * SHAPE.entry_bytes) + b"incomplete"
     found = decode_names(HEADER, 2, table)
-    assert found.by_slot == [key_of(0).name, b"", b"", b"", key_of(4).name]
+    assert found.by_slot == [key_of(0).block_hash, b"", b"", b"", key_of(4).block_hash]
     assert found.bad == [2, 3]
     assert decode_names(HEADER, 0, bytes(500)) == ([], [])
 

@@ -169,15 +169,15 @@ def examine(folder: Path, plan: Plan, victims: Iterable[Victim], seen: Seen) -> 
         for victim in victims:
             finished = victim.finished()
             keys = [key_of(victim.seed, index) for index in range(max(finished, default=0) + 200)]
-            index_of = {key.name: index for index, key in enumerate(keys)}
-            found = [key for key in keys if store.contains(key.name)]
+            index_of = {key.block_hash: index for index, key in enumerate(keys)}
+            found = [key for key in keys if store.contains(key.block_hash)]
             good: set[int] = set()
             for key, data in load_all(store, found):
                 seen.served += 1
-                if data == content_of(key.name, plan.block_bytes):
-                    good.add(index_of[key.name])
+                if data == content_of(key.block_hash, plan.block_bytes):
+                    good.add(index_of[key.block_hash])
                 else:
-                    seen.wrong.append(f"{plan}: block {index_of[key.name]} of writer {victim.seed}")
+                    seen.wrong.append(f"{plan}: block {index_of[key.block_hash]} of writer {victim.seed}")
             old = {index for index, when in finished.items() if when < victim.killed_at - SECOND}
             kept = {index for index in old if index < NUM_KEPT}
             seen.finished += len(finished)

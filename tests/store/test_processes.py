@@ -107,7 +107,7 @@ def test_two_processes_that_evict_at_once_stay_within_the_size_and_serve_nothing
         largest = max(largest, _bytes_of(folder))
         for seed in (0, 1):
             for at in range(0, num, 97):
-                if reader.contains(key_of(at, seed).name):
+                if reader.contains(key_of(at, seed).block_hash):
                     served += read(reader, chain(1, seed, at))[0]
         if len(segment_files(folder)) and _is_done(reader, num):
             break
@@ -124,7 +124,7 @@ def test_two_processes_that_evict_at_once_stay_within_the_size_and_serve_nothing
 
 
 def _is_done(reader: Catalog, num: int) -> bool:
-    return all(reader.contains(key_of(num - 1, seed).name) for seed in (0, 1))
+    return all(reader.contains(key_of(num - 1, seed).block_hash) for seed in (0, 1))
 
 
 def _bytes_of(folder: Path) -> int:

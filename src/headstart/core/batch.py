@@ -106,5 +106,5 @@ class Output(NamedTuple):
     num_cached_tokens: int = 0
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    ledger: PromptTokenBreakdown | None = None  # with the first output token
+    breakdown: PromptTokenBreakdown | None = None  # with the first output token
     scheduled_at: float = 0.0  # first admission, on the clock given to the scheduler

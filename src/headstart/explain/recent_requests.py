@@ -32,7 +32,7 @@ class Seen:
     admitted: int
     evicted: Evicted | None = None  # eviction, by then, of the block that contains that token
     answered: int | None = None  # step of its first output token: the whole prompt is computed
-    ledger: PromptTokenBreakdown | None = None
+    breakdown: PromptTokenBreakdown | None = None
 
     @property
     def request_id(self) -> str:
@@ -87,11 +87,11 @@ class RecentRequests:
         if not self._open:
             return
         for output in outputs:
-            if output.ledger is None and output.finish_reason is None:
+            if output.breakdown is None and output.finish_reason is None:
                 continue
             seen = self._open.pop(output.request_id, None)
-            if seen is not None and output.ledger is not None:
-                seen.ledger, seen.answered = output.ledger, self._num_steps
+            if seen is not None and output.breakdown is not None:
+                seen.breakdown, seen.answered = output.breakdown, self._num_steps
 
     def aborted(self, request_id: str) -> None:
         """Record that a request was aborted; its entry stays."""

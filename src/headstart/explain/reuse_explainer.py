@@ -141,7 +141,7 @@ class _Case:
             position=self.position,
             reason=reason,
             now=found,
-            then=None if self.seen is None else self.seen.ledger,
+            then=None if self.seen is None else self.seen.breakdown,
             near=near,
             eviction=eviction,
         )

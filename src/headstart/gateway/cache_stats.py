@@ -52,7 +52,7 @@ class ReplicaStats(msgspec.Struct):
     store: dict[str, Any] | None = None
 
 
-class Told(msgspec.Struct):
+class StatsReply(msgspec.Struct):
     """The statistics of one replica, or the reason why there are none; `status` 0: no answer was received."""
 
     url: str
@@ -71,7 +71,7 @@ class Told(msgspec.Struct):
 
 async def fetch_replica_stats(
     session: aiohttp.ClientSession, urls: Sequence[str], headers: list[tuple[bytes, bytes]], own: dict[str, str]
-) -> list[Told]:
+) -> list[StatsReply]:
     """Request the statistics of every replica with the caller's headers; `own` replaces headers of the same name.
 
     Raises HttpError 503 if there is no replica.
@@ -83,7 +83,7 @@ async def fetch_replica_stats(
     return list(await asyncio.gather(*(_fetch(session, url, sent) for url in urls)))
 
 
-def fleet_answer(found: Sequence[Told], *, is_admin: bool, is_own_key: bool) -> Json:
+def fleet_answer(found: Sequence[StatsReply], *, is_admin: bool, is_own_key: bool) -> Json:
     """Return the JSON of a fleet's statistics: the sums and, for administrators, the statistics of each replica.
 
     `is_own_key`: replicas saw the caller's key and omitted what it may not see. Otherwise only administrators see the
@@ -104,9 +104,9 @@ def fleet_answer(found: Sequence[Told], *, is_admin: bool, is_own_key: bool) -> 
     return answer
 
 
-async def _fetch(session: aiohttp.ClientSession, url: str, headers: list[tuple[str, str]]) -> Told:
+async def _fetch(session: aiohttp.ClientSession, url: str, headers: list[tuple[str, str]]) -> StatsReply:
     timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
-    answer = Told(url)
+    answer = StatsReply(url)
     try:
         async with session.get(url + PATH, headers=headers, timeout=timeout, allow_redirects=False) as response:
             check_head(response, PATH)
@@ -120,7 +120,7 @@ async def _fetch(session: aiohttp.ClientSession, url: str, headers: list[tuple[s
     return answer
 
 
-def _none_reported(found: Sequence[Told]) -> HttpError:
+def _none_reported(found: Sequence[StatsReply]) -> HttpError:
     refused = next((one.status for one in found if one.status in _REFUSALS), 0)
     reasons = ", ".join(sorted({one.error or "" for one in found}))
     message = f"none of {len(found)} replicas reported its cache statistics ({reasons})"

@@ -132,9 +132,7 @@ class _Collector(Collector):
             "pending", "Requests without a first token.", "replica", {e.name: e.load.num_pending for e in ends}
         )
         yield _gauge("streams", "Answers in flight.", "replica", {e.name: e.load.num_streams for e in ends})
-        yield _gauge(
-            "shadow_blocks", "Blocks predicted to be cached.", "replica", {e.name: len(e.contents) for e in ends}
-        )
+        yield _gauge("shadow_blocks", "Blocks predicted to be cached.", "replica", {e.name: len(e.index) for e in ends})
         ejections = {e.name: e.health.num_ejections for e in ends}
         yield _count("ejections", "Times a replica was ejected after failures.", "replica", ejections)
         yield _single("queued", "Client requests without a first token.", view.num_pending)

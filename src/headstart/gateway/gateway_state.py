@@ -188,7 +188,7 @@ class GatewayState:
             for url in urls:
                 endpoint = self.router.endpoints.get(url)
                 if endpoint is not None:
-                    endpoint.contents.cache_reset()
+                    endpoint.index.cache_reset()
         return answer
 
     async def cache_stats(self, principal: Principal, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
@@ -267,7 +267,7 @@ class GatewayState:
             "backlog_ms": round(endpoint.backlog_ms(now), 1),
             "slowness": round(endpoint.load.slowness(now), 2),
             "rates_ms": {name: value for name, value in rates._asdict().items()},
-            "cache": {"block_size": endpoint.block_size, **endpoint.contents.describe()},
+            "cache": {"block_size": endpoint.block_size, **endpoint.index.describe()},
         }
 
     # ------------------------------------------------------------------------------- observer of the replica monitor

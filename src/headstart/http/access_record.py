@@ -26,7 +26,7 @@ class RequestRecord:
     principal: Principal = ANYONE
     status: int | None = None
     num_prompt_tokens: int | None = None
-    ledger: PromptTokenBreakdown | None = None  # of its prompts
+    breakdown: PromptTokenBreakdown | None = None  # of its prompts
     num_tokens: int | None = None
     scheduled_at: float | None = None  # when the engine scheduled the first of its prompts
     first_token_at: float | None = None
@@ -61,14 +61,14 @@ class RequestRecord:
         outcome = f"{self.method[:16]} {self.path[:_MAX_LABEL_CHARS]} {self.status or '-'} {self.error or ''}".rstrip()
         tokens = ""
         if self.num_prompt_tokens is not None:
-            cached = self.ledger.cached if self.ledger else 0
+            cached = self.breakdown.cached if self.breakdown else 0
             tokens = f", {self.num_prompt_tokens:,} prompt tokens ({cached:,} cached), {self.num_tokens or 0:,} output"
         return f"{outcome}{tokens}, {self._since_arrival(now):,} ms, {self.request_id}"
 
     def fields(self, now: float) -> dict[str, object]:
         """Return the fields of the JSON access line."""
-        first, ledger = self.first_token_at, self.ledger
-        named = {f"{name}_tokens": value for name, value in ledger._asdict().items()} if ledger else {}
+        first, breakdown = self.first_token_at, self.breakdown
+        named = {f"{name}_tokens": value for name, value in breakdown._asdict().items()} if breakdown else {}
         return {
             "request_id": self.request_id,
             "tenant": self.principal.label or None,
@@ -77,7 +77,7 @@ class RequestRecord:
             "status": self.status,
             "error": self.error,
             "prompt_tokens": self.num_prompt_tokens,
-            "cached_tokens": ledger and ledger.cached,
+            "cached_tokens": breakdown and breakdown.cached,
             **named,
             "completion_tokens": self.num_tokens,
             "finish_reason": self.finish_reason,

@@ -56,19 +56,19 @@ def error_of(error: HeadstartError) -> tuple[int, Json]:
 # --------------------------------------------------------------------------------------------------------------- usage
 
 
-def usage(num_prompt_tokens: int, num_tokens: int, ledger: PromptTokenBreakdown) -> Json:
+def usage(num_prompt_tokens: int, num_tokens: int, breakdown: PromptTokenBreakdown) -> Json:
     """Return the usage object; it always has the cached tokens and, beyond OpenAI's API, their sources."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt_tokens + num_tokens,
-        "prompt_tokens_details": {"cached_tokens": ledger.cached, **sources(ledger)},
+        "prompt_tokens_details": {"cached_tokens": breakdown.cached, **sources(breakdown)},
     }
 
 
-def sources(ledger: PromptTokenBreakdown) -> dict[str, int]:
+def sources(breakdown: PromptTokenBreakdown) -> dict[str, int]:
     """Return the cached tokens by source; they add up to cached_tokens."""
-    return {f"{source}_tokens": getattr(ledger, source) for source in CACHE_SOURCES}
+    return {f"{source}_tokens": getattr(breakdown, source) for source in CACHE_SOURCES}
 
 
 # --------------------------------------------------------------------------------------------------------- completions

@@ -47,7 +47,7 @@ class DecisionRecord:
         """Return the original routing request, to be routed again."""
         raw = bytes.fromhex(self.names)
         names = [BlockHash(raw[start : start + NAME_BYTES]) for start in range(0, len(raw), NAME_BYTES)]
-        prompt = Prompt.of_names(names, self.prompt_tokens, self.block_size)
+        prompt = Prompt.of_block_hashes(names, self.prompt_tokens, self.block_size)
         return RoutingRequest(prompt, adapter=self.adapter, session=self.session, max_tokens=self.output_tokens)
 
 

@@ -47,19 +47,19 @@ class Cost(NamedTuple):
 class Endpoint:
     """One replica. `name` is its address, the same for all routers; `models` empty: it serves any model."""
 
-    __slots__ = ("block_size", "contents", "granule", "health", "load", "miscounted", "models", "name", "reported")
+    __slots__ = ("block_size", "granule", "health", "index", "load", "miscounted", "models", "name", "reported")
 
     def __init__(
         self,
         name: str,
-        contents: PrefixIndex,
+        index: PrefixIndex,
         *,
         block_size: int = 16,
         models: frozenset[str] = frozenset(),
         prior: PrefillModel | None = None,
     ) -> None:
         self.name = name
-        self.contents = contents
+        self.index = index
         self.block_size = block_size
         self.models = models
         self.health = Health()
@@ -68,9 +68,9 @@ class Endpoint:
         self.granule = 0  # greatest common divisor of the cached tokens it reported: converges to its real block size
         self.miscounted: set[str] = set()  # forms of prompts whose last report differed in the number of tokens
 
-    def reconfigured(self, block_size: int, contents: PrefixIndex) -> None:
+    def reconfigured(self, block_size: int, index: PrefixIndex) -> None:
         """Reset the state after a restart with another block size: the index and its corrections are void."""
-        self.block_size, self.contents, self.granule = block_size, contents, 0
+        self.block_size, self.index, self.granule = block_size, index, 0
         self.miscounted.clear()
 
     def fresh(self, now: float) -> Reported | None:
@@ -97,6 +97,6 @@ class Endpoint:
         """Return the cost of a prompt of which `cached_tokens` are cached here."""
         work = Work.of(prompt_tokens, cached_tokens, self.load.num_streams)
         rates = self.load.rates
-        lost = self.contents.loss(-(-work.tokens // self.block_size)) * self.block_size
+        lost = self.index.loss(-(-work.tokens // self.block_size)) * self.block_size
         eviction = lost * (rates.token + rates.pair * prompt_tokens / 2)
         return Cost(self.backlog_ms(now), rates.prefill_ms(work), self.load.slowness(now), eviction)

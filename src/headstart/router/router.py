@@ -98,15 +98,15 @@ class Router:
         chosen = candidate.endpoint
         cost = cost_of(view, chosen.name)
         work = Work.of(view.prompt_tokens, candidate.hit_tokens, chosen.load.num_streams)
-        flight = Flight(work, cost.prefill, cost.backlog, view.ask.max_tokens)
-        contents = _contents_for(chosen, view.ask)
-        reservation = contents.sent(view.ask.prompt.names(chosen.block_size), now)
+        flight = Flight(work, cost.prefill, cost.backlog, view.request.max_tokens)
+        index = _index_for(chosen, view.request)
+        reservation = index.sent(view.request.prompt.block_hashes(chosen.block_size), now)
         chosen.load.sent(flight, now, self._count)
         chosen.health.sent(now)
         self._count += 1
         self.policy.picked(decision.choice, chosen)
         self._book(decision)
-        return InFlight(decision, chosen, flight, contents, reservation, now)
+        return InFlight(decision, chosen, flight, index, reservation, now)
 
     # --------------------------------------------------------------------------------------------------- progress
 
@@ -117,7 +117,7 @@ class Router:
         in_flight.endpoint.load.answered(in_flight.flight, now)
         if usage is not None:
             self._reported(in_flight, usage, now)
-        in_flight.contents.computed(in_flight.reservation, now)
+        in_flight.index.computed(in_flight.reservation, now)
 
     def assume_first_token(self, in_flight: InFlight, now: float) -> None:
         """Assume the first token of a response that comes as one piece and does not show it. Nothing is learned."""
@@ -133,12 +133,12 @@ class Router:
             self._reported(in_flight, usage, now)
         self._learn(in_flight.endpoint, in_flight.flight, in_flight.flight.work)
         in_flight.endpoint.load.finished(in_flight.flight, now)
-        names = (
-            in_flight.view.ask.prompt.names_with(output, in_flight.endpoint.block_size)
+        block_hashes = (
+            in_flight.view.request.prompt.block_hashes_with(output, in_flight.endpoint.block_size)
             if output
-            else in_flight.reservation.names
+            else in_flight.reservation.block_hashes
         )
-        in_flight.contents.finished(in_flight.reservation, names, now)
+        in_flight.index.finished(in_flight.reservation, block_hashes, now)
         self._look_for_events(in_flight.endpoint)
         self._end(in_flight, now, ok=True)
 
@@ -149,7 +149,7 @@ class Router:
         """
         in_flight.flight.took_ms = None
         in_flight.endpoint.load.finished(in_flight.flight, now)
-        in_flight.contents.failed(in_flight.reservation)
+        in_flight.index.failed(in_flight.reservation)
         ejected = blame and in_flight.endpoint.health.failed(now, refused=refused, sent_at=in_flight.sent_at)
         self._end(in_flight, now, ok=False)
         return ejected
@@ -161,9 +161,9 @@ class Router:
         if in_flight.cached_tokens is not None:
             return
         in_flight.cached_tokens = usage.cached_tokens
-        prompt = in_flight.view.ask.prompt
+        prompt = in_flight.view.request.prompt
         if prompt.exact:
-            _compare_counts(in_flight.endpoint, in_flight.view.ask, usage)
+            _compare_counts(in_flight.endpoint, in_flight.view.request, usage)
         scaled = usage.cached_tokens * prompt.num_tokens // max(usage.prompt_tokens, 1)
         self._learn(
             in_flight.endpoint, in_flight.flight, Work.of(prompt.num_tokens, scaled, in_flight.flight.work.streams)
@@ -171,7 +171,7 @@ class Router:
         self.prediction_error += abs(in_flight.candidate.hit_tokens - scaled)
         self.num_reported += 1
         blocks = cached_blocks(in_flight.endpoint, prompt, usage, in_flight.reservation.hit)
-        in_flight.contents.observed(in_flight.reservation, min(blocks, len(in_flight.reservation.names)), now)
+        in_flight.index.observed(in_flight.reservation, min(blocks, len(in_flight.reservation.block_hashes)), now)
 
     def _learn(self, endpoint: Endpoint, flight: Flight, work: Work) -> None:
         """Add a sample to its rates, and to those of replicas with few samples, which might else get no requests."""
@@ -184,9 +184,9 @@ class Router:
 
     def _look_for_events(self, endpoint: Endpoint) -> None:
         """Replace an event index without usable events by an approximate one."""
-        contents = endpoint.contents
-        if contents.is_blind:
-            endpoint.contents = ApproximateIndex() if contents.by_prompts is contents else contents.by_prompts
+        index = endpoint.index
+        if index.is_blind:
+            endpoint.index = ApproximateIndex() if index.by_prompts is index else index.by_prompts
             self.num_blind += 1
 
     def _compare(self, shadow: Policy, decision: RoutingDecision) -> Comparison:
@@ -211,7 +211,7 @@ class Router:
         in_flight.finish = now
         if self._log is None:
             return
-        choice, request = in_flight.choice, in_flight.view.ask
+        choice, request = in_flight.choice, in_flight.view.request
         record = DecisionRecord(
             at=in_flight.sent_at,
             endpoint=in_flight.endpoint.name,
@@ -220,7 +220,7 @@ class Router:
             excluded=in_flight.excluded,
             prompt_tokens=request.prompt.num_tokens,
             block_size=in_flight.endpoint.block_size,
-            names=joined(in_flight.names),
+            names=joined(in_flight.block_hashes),
             output_tokens=request.max_tokens,
             predicted_tokens=in_flight.candidate.hit_tokens,
             expected_ms=in_flight.flight.expected_ms,
@@ -234,15 +234,15 @@ class Router:
         self._log(record)
 
 
-def _contents_for(endpoint: Endpoint, request: RoutingRequest) -> PrefixIndex:
+def _index_for(endpoint: Endpoint, request: RoutingRequest) -> PrefixIndex:
     """Return the prefix index of a replica in which the blocks of this request can be found.
 
     Events identify blocks by the engine's own tokens. A prompt counted in text, or in tokens that the replica counts
     otherwise, has other hashes: for such prompts only the approximate index applies.
     """
     if not request.prompt.exact or request.form in endpoint.miscounted:
-        return endpoint.contents.by_prompts
-    return endpoint.contents
+        return endpoint.index.by_prompts
+    return endpoint.index
 
 
 def _compare_counts(endpoint: Endpoint, request: RoutingRequest, usage: Usage) -> None:
@@ -259,10 +259,10 @@ def _view(endpoints: list[Endpoint], request: RoutingRequest, now: float) -> Vie
     exact, limit = prompt.exact, max(prompt.num_tokens - 1, 0)
     for endpoint in endpoints:
         size = endpoint.block_size
-        contents = endpoint.contents if exact and not endpoint.miscounted else _contents_for(endpoint, request)
-        blocks = contents.match(prompt.names(size), now)
+        index = endpoint.index if exact and not endpoint.miscounted else _index_for(endpoint, request)
+        blocks = index.match(prompt.block_hashes(size), now)
         candidates.append(Candidate(endpoint, blocks, min(blocks * size, limit)))
     best = max(candidates, key=lambda candidate: candidate.hit_tokens)
-    names = prompt.names(best.endpoint.block_size)
-    key = names[min(best.hit_blocks, len(names) - 1)] if names else prompt.tail_key()
+    block_hashes = prompt.block_hashes(best.endpoint.block_size)
+    key = block_hashes[min(best.hit_blocks, len(block_hashes) - 1)] if block_hashes else prompt.tail_key()
     return View(request, tuple(candidates), key, now)

@@ -49,9 +49,9 @@ class RoutingDecision:
         return first if first.endpoint is self.endpoint else self.candidate_of(self.endpoint.name)
 
     @property
-    def names(self) -> list[BlockHash]:
+    def block_hashes(self) -> list[BlockHash]:
         """Block hashes of the prompt, in the block size of the chosen replica."""
-        return self.view.ask.prompt.names(self.endpoint.block_size)
+        return self.view.request.prompt.block_hashes(self.endpoint.block_size)
 
     def candidate_of(self, name: str) -> Candidate:
         """Return a candidate by name. Raises KeyError if there is none."""
@@ -96,14 +96,14 @@ class RoutingDecision:
 class InFlight(RoutingDecision):
     """A request that was sent by a decision: what was expected of it when it left, and what has happened since."""
 
-    __slots__ = ("cached_tokens", "contents", "finish", "first_token", "flight", "reservation", "sent_at")
+    __slots__ = ("cached_tokens", "finish", "first_token", "flight", "index", "reservation", "sent_at")
 
     def __init__(
         self,
         decision: RoutingDecision,
         endpoint: Endpoint,
         flight: Flight,
-        contents: PrefixIndex,
+        index: PrefixIndex,
         reservation: Reservation,
         sent_at: float,
     ) -> None:
@@ -111,7 +111,7 @@ class InFlight(RoutingDecision):
         self.endpoint = endpoint  # the chosen one, or a fallback
         self.regrets = decision.regrets
         self.flight = flight
-        self.contents = contents
+        self.index = index
         self.reservation = reservation
         self.sent_at = sent_at
         self.first_token: float | None = None

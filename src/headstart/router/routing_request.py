@@ -34,12 +34,12 @@ class Prompt:
     be scaled.
     """
 
-    __slots__ = ("_names", "_root", "_token_ids", "exact", "num_tokens")
+    __slots__ = ("_block_hashes", "_root", "_token_ids", "exact", "num_tokens")
 
     def __init__(self, token_ids: Iterable[int], root: BlockHash, *, exact: bool = True) -> None:
         self._token_ids = pack(token_ids)
         self._root = root
-        self._names: dict[int, list[BlockHash]] = {}
+        self._block_hashes: dict[int, list[BlockHash]] = {}
         self.num_tokens = len(self._token_ids)
         self.exact = exact
 
@@ -49,33 +49,33 @@ class Prompt:
         return self._token_ids
 
     @classmethod
-    def of_names(cls, names: list[BlockHash], num_tokens: int, block_size: int) -> "Prompt":
+    def of_block_hashes(cls, block_hashes: list[BlockHash], num_tokens: int, block_size: int) -> "Prompt":
         """Return a prompt of which only the hashes at one block size are known: traces, logs."""
-        prompt = cls((), names[0] if names else BlockHash(b""))
+        prompt = cls((), block_hashes[0] if block_hashes else BlockHash(b""))
         prompt.num_tokens = num_tokens
-        prompt._names[block_size] = names
+        prompt._block_hashes[block_size] = block_hashes
         return prompt
 
     def drop_tokens(self) -> None:
         """Drop the tokens: hashes at block sizes used so far stay; at others there are none from now on."""
         self._token_ids = array("i")
 
-    def names(self, block_size: int) -> list[BlockHash]:
+    def block_hashes(self, block_size: int) -> list[BlockHash]:
         """Return the hashes of its full blocks; read-only."""
-        names = self._names.get(block_size)
-        if names is None:
-            names = self._names[block_size] = []
-            extend_hashes(names, self._token_ids, block_size, self._root)
-        return names
+        block_hashes = self._block_hashes.get(block_size)
+        if block_hashes is None:
+            block_hashes = self._block_hashes[block_size] = []
+            extend_hashes(block_hashes, self._token_ids, block_size, self._root)
+        return block_hashes
 
-    def names_with(self, output: Sequence[int], block_size: int) -> list[BlockHash]:
+    def block_hashes_with(self, output: Sequence[int], block_size: int) -> list[BlockHash]:
         """Return the hashes of the full blocks of prompt and output. The last output token is sampled, not computed."""
-        names = self.names(block_size)
+        block_hashes = self.block_hashes(block_size)
         if len(output) < 2 or not self._token_ids:
-            return names
-        names = names[:]
-        extend_hashes(names, self._token_ids + pack(output)[:-1], block_size, self._root)
-        return names
+            return block_hashes
+        block_hashes = block_hashes[:]
+        extend_hashes(block_hashes, self._token_ids + pack(output)[:-1], block_size, self._root)
+        return block_hashes
 
     def tail_key(self) -> bytes:
         """Return a key that identifies a prompt without a full block."""

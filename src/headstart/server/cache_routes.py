@@ -37,7 +37,7 @@ async def cache_stats(state: ServerState, principal: Principal) -> Json:
     model = state.check_ready()
     stats = stats_of(await state.engine.call("cache_stats"))
     rows = model.metrics.tenants.items()
-    shown = {name: ledger for name, ledger in rows if principal.is_admin or name == principal.tenant}
+    shown = {name: breakdown for name, breakdown in rows if principal.is_admin or name == principal.tenant}
     answer = stats_answer(stats, model.name, model.info.block_size, shown)
     return answer | {"store": store_answer(stats)} if may_see_store(principal) else answer
 
@@ -82,7 +82,9 @@ def stats_answer(
         "adoptions": counters.num_adoptions,
         "steps": stats.num_steps,
         "step_seconds": stats.step_seconds,
-        "tenants": {tenant: {"cached": ledger.cached, **ledger._asdict()} for tenant, ledger in tenants.items()},
+        "tenants": {
+            tenant: {"cached": breakdown.cached, **breakdown._asdict()} for tenant, breakdown in tenants.items()
+        },
     }
 
 

@@ -39,9 +39,12 @@ def message(answer: Json) -> str:
     return f"{_cached_sentence(answer)} {_reason_sentence(answer)}{_texts(answer['near_match'])}"
 
 
-def _sources(ledger: Mapping[str, int]) -> Json:
-    cached = sum(ledger[source] for source in CACHE_SOURCES)
-    return {"cached_tokens": cached, **{f"{source}_tokens": ledger[source] for source in (*CACHE_SOURCES, "computed")}}
+def _sources(breakdown: Mapping[str, int]) -> Json:
+    cached = sum(breakdown[source] for source in CACHE_SOURCES)
+    return {
+        "cached_tokens": cached,
+        **{f"{source}_tokens": breakdown[source] for source in (*CACHE_SOURCES, "computed")},
+    }
 
 
 def _near_match(near: Mapping[str, Any], tokenizer: Tokenizer) -> Json:

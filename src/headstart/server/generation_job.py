@@ -111,18 +111,18 @@ class GenerationJob:
         usage = self.usage()
         self.record.num_prompt_tokens = usage["prompt_tokens"]
         self.record.num_tokens = usage["completion_tokens"]
-        self.record.ledger = self._ledger
-        self._metrics.prompts(self.record.principal.tenant, self.record.ledger)
+        self.record.breakdown = self._ledger
+        self._metrics.prompts(self.record.principal.tenant, self.record.breakdown)
         self.record.finish_reason = self.generations[0].finish_reason or "abort"
 
     def _take(self, index: int, output: Output, at: float, found: list[News]) -> None:
         """Process one output of a choice and append its delta to `found`. Raises RequestFailedError."""
         generation = self.generations[index]
-        before, was = generation.num_tokens, generation.ledger
+        before, was = generation.num_tokens, generation.breakdown
         delta = generation.update(output)
         self._num_tokens += generation.num_tokens - before
-        if generation.ledger is not was and index % self.params.n == 0:  # a prompt counts once, by its first choice
-            parts = zip(self._ledger, generation.ledger, was, strict=True)
+        if generation.breakdown is not was and index % self.params.n == 0:  # a prompt counts once, by its first choice
+            parts = zip(self._ledger, generation.breakdown, was, strict=True)
             self._ledger = PromptTokenBreakdown(*(total + new - old for total, new, old in parts))
         if delta.finish_reason in ("error", "abort"):
             self._open.discard(output.request_id)
@@ -183,7 +183,7 @@ class GenerationJob:
         metrics.inference_time.observe(at - scheduled)
         metrics.decode_time.observe(at - first)
         metrics.prompt_tokens.observe(generation.num_prompt_tokens)
-        metrics.prefill_computed.observe(generation.ledger.computed)
+        metrics.prefill_computed.observe(generation.breakdown.computed)
         metrics.generation_tokens.observe(generation.num_tokens)
         metrics.params_n.observe(self.params.n)
         metrics.params_max_tokens.observe(self._max_tokens)

@@ -110,11 +110,11 @@ class Metrics:
         self._by_tenant.register(_TenantCollector(self._model_name, self.tenants))
         self._of_store.register(StoreCollector(lambda: engine.stats, self._model_name))
 
-    def prompts(self, tenant: str, ledger: PromptTokenBreakdown) -> None:
+    def prompts(self, tenant: str, breakdown: PromptTokenBreakdown) -> None:
         """Add the prompt token breakdown of one client request; `tenant` is that of a configured key, or empty."""
         if tenant:
             before = self.tenants.get(tenant, PromptTokenBreakdown())
-            self.tenants[tenant] = PromptTokenBreakdown(*map(sum, zip(before, ledger, strict=True)))
+            self.tenants[tenant] = PromptTokenBreakdown(*map(sum, zip(before, breakdown, strict=True)))
 
     def finished(self, reason: str) -> None:
         """Count a finished engine request."""
@@ -280,7 +280,7 @@ class _TenantCollector(Collector):
             return
         text, labels = "Prompt tokens by tenant and source; for administrators.", ("model_name", "tenant", "source")
         family = CounterMetricFamily("headstart:tenant_prompt_tokens", text, labels=labels)
-        for tenant, ledger in self._tenants.items():
-            for source, value in ledger._asdict().items():
+        for tenant, breakdown in self._tenants.items():
+            for source, value in breakdown._asdict().items():
                 family.add_metric([*self._model, tenant, source], value)
         yield family

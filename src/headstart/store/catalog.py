@@ -120,7 +120,7 @@ class Catalog:
             if found.error is not None:
                 return ReadResult(done, found.miss, found.error)
             if found.miss is not None:  # another copy may exist
-                self._index.forget(keys[done].name, segment, slot + found.num_blocks)
+                self._index.forget(keys[done].block_hash, segment, slot + found.num_blocks)
             miss = found.miss or "gone"
         return ReadResult(done)
 
@@ -129,7 +129,7 @@ class Catalog:
 
         Raises OSError; then some of them may have been written, and `contains` reports which.
         """
-        new = {key.name: (key, data) for key, data in blocks if not self._index.contains(key.name)}
+        new = {key.block_hash: (key, data) for key, data in blocks if not self._index.contains(key.block_hash)}
         self._write(list(new.values()))
         return len(new)
 
@@ -185,7 +185,7 @@ class Catalog:
             part = blocks[done : done + writer.room]
             writer.append(part)
             segment = self._folder.known[writer.path.name]
-            self._index.add(segment, [key.name for key, _ in part])
+            self._index.add(segment, [key.block_hash for key, _ in part])
             segment.num_bytes = writer.header.payload_offset(writer.num_blocks)
             done += len(part)
         self._folder.measure()

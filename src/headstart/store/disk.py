@@ -221,7 +221,7 @@ class DiskStore:
         """Cut a load before its first block that must not be loaded."""
         keys = load.keys[load.num_given : load.num_wanted]
         for place, key in enumerate(keys if self._distrusted_until > self._writer.num_settled else ()):
-            if self._is_distrusted(key.name):
+            if self._is_distrusted(key.block_hash):
                 load.num_wanted = load.num_given + place
                 load.is_cancelled = not place
                 return

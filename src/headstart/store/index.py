@@ -51,7 +51,7 @@ class Index:
     def run(self, keys: Sequence[BlockKey], first: int) -> Run | None:
         """Return the location of `keys[first]` and the number of consecutive blocks there; None if it is not stored."""
         with self._lock:
-            location = self._where.get(keys[first].name)
+            location = self._where.get(keys[first].block_hash)
             if location is None:
                 return None
             number, slot = divmod(location, MAX_SLOTS)
@@ -60,7 +60,7 @@ class Index:
             while (
                 first + length < len(keys)
                 and slot + length < len(names)
-                and names[slot + length] == keys[first + length].name
+                and names[slot + length] == keys[first + length].block_hash
             ):
                 length += 1
             return Run(segment, slot, length)

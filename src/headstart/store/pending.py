@@ -36,7 +36,7 @@ class Pending:
 
     def add(self, offer: Offer) -> int:
         """Add an offer; return the number dropped for it (0 or 1): the oldest of the lowest priority."""
-        name = offer.key.name
+        name = offer.key.block_hash
         place = self._pinned if name in self._kept else self._used if name in self._used else self._rest
         place[name] = offer
         return self._drop(len(self) - self._max_blocks, self._places)
@@ -77,7 +77,7 @@ class Pending:
     def put_back(self, taken: Iterable[Offer]) -> None:
         """Return offers from `take` to the front of their kind, unless they have been offered again since."""
         for offer in reversed(list(taken)):
-            name = offer.key.name
+            name = offer.key.block_hash
             if not any(name in place for place in self._places):
                 place = self._pinned if name in self._kept else self._used
                 place[name] = offer

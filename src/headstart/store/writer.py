@@ -179,7 +179,7 @@ class Writer:
         for _ in range(len(self._inbox)):
             match self._inbox.popleft():
                 case Offer() as offer:
-                    if self._forgets or not self._catalog.contains(offer.key.name):
+                    if self._forgets or not self._catalog.contains(offer.key.block_hash):
                         self._lost["overload"] += self._pending.add(offer)
                     self._num_read += 1
                 case _Touch(names):
@@ -226,8 +226,8 @@ class Writer:
             try:
                 self._append(blocks)
             except OSError:
-                unwritten = {key.name for key, _ in blocks if not self._catalog.contains(key.name)}
-                self._pending.put_back(offer for offer in taken if offer.key.name in unwritten)
+                unwritten = {key.block_hash for key, _ in blocks if not self._catalog.contains(key.block_hash)}
+                self._pending.put_back(offer for offer in taken if offer.key.block_hash in unwritten)
                 raise
         return bool(self._pending)
 

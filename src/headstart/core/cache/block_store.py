@@ -21,7 +21,7 @@ Callable from any thread, while the engine computes.
 class BlockKey(NamedTuple):
     """The full identity of a block: its hash, its parent's hash, and its packed token ids."""
 
-    name: BlockHash
+    block_hash: BlockHash
     parent: BlockHash
     tokens: bytes
 

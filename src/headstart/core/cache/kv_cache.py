@@ -134,7 +134,7 @@ class KVCache:
             return
         for index in range(min(seq.num_computed_tokens // self.block_size, len(seq.block_hashes))):
             key, own = self.key(seq, index), seq.block_ids[index]
-            entry = self.pool.entry(key.name)
+            entry = self.pool.entry(key.block_hash)
             if entry is None or entry[0] == own or (entry[1], entry[2]) != (key.parent, key.tokens):
                 continue
             self.pool.acquire([entry[0]])

@@ -316,14 +316,14 @@ class Scheduler:
             row = row._replace(prompt_logprobs=fresh)
         if not row.token_ids:
             return self._output(seq, row, None) if row.prompt_logprobs else None
-        ledger = self.accounting.close(seq) if len(seq.token_ids) == chunk.num_prompt_tokens else None
+        breakdown = self.accounting.close(seq) if len(seq.token_ids) == chunk.num_prompt_tokens else None
         seq.token_ids.extend(row.token_ids)
         self.counters.generation_tokens += len(row.token_ids)
         reason = self._finish_reason(seq)
         if reason is not None:
             self.admission.finished(seq.num_output_tokens)
             self._finish(seq)
-        return self._output(seq, row, reason, ledger)
+        return self._output(seq, row, reason, breakdown)
 
     def _row_failed(self, seq: Sequence, chunk: Chunk, row: Row, kind: RowErrorKind) -> Output | None:
         """Finish a sequence whose row failed, or compute it once more if shared blocks may be corrupt."""
@@ -353,7 +353,7 @@ class Scheduler:
         self._finished.append(seq.request_id)
 
     def _output(
-        self, seq: Sequence, row: Row, reason: FinishReason | None, ledger: PromptTokenBreakdown | None = None
+        self, seq: Sequence, row: Row, reason: FinishReason | None, breakdown: PromptTokenBreakdown | None = None
     ) -> Output:
         return Output(
             seq.request.request_id,
@@ -364,7 +364,7 @@ class Scheduler:
             seq.num_cached_tokens + seq.num_store_tokens + seq.num_followed_tokens,
             None if row.error is None else row.error.message,
             row.prompt_logprobs,
-            ledger,
+            breakdown,
             seq.scheduled_at,
         )
 

@@ -113,19 +113,19 @@ class TokenAccounting:
         length = len(seq.request.prompt)
         pinned, cached, store = seq.num_pinned_tokens, seq.num_cached_tokens, seq.num_store_tokens
         followed = seq.num_followed_tokens
-        ledger = PromptTokenBreakdown(pinned, cached - pinned, store, followed, length - cached - store - followed)
-        assert min(ledger) >= 0, f"{seq.request_id}: {ledger} of {length} prompt tokens"
+        breakdown = PromptTokenBreakdown(pinned, cached - pinned, store, followed, length - cached - store - followed)
+        assert min(breakdown) >= 0, f"{seq.request_id}: {breakdown} of {length} prompt tokens"
         counters = self.counters
         if self._is_internal(seq.request_id):
-            return ledger
+            return breakdown
         counters.prompt_tokens += length
-        counters.cached_tokens += ledger.cached
-        counters.pinned_tokens += ledger.pinned
-        counters.shared_tokens += ledger.shared
-        counters.store_tokens += ledger.store
-        counters.followed_tokens += ledger.followed
-        counters.prompt_computed_tokens += ledger.computed
-        return ledger
+        counters.cached_tokens += breakdown.cached
+        counters.pinned_tokens += breakdown.pinned
+        counters.shared_tokens += breakdown.shared
+        counters.store_tokens += breakdown.store
+        counters.followed_tokens += breakdown.followed
+        counters.prompt_computed_tokens += breakdown.computed
+        return breakdown
 
     def _num_ideal(self, block_hashes: list[BlockHash]) -> int:
         """Return the number of leading `block_hashes` that a perfect cache or the real one holds."""

@@ -46,7 +46,7 @@ class KVEventConsumer:
     """
 
     def __init__(
-        self, address: ReplicaAddress, contents: KVEventIndex, *, kind: str, reconfigured: Reconfigured | None = None
+        self, address: ReplicaAddress, index: KVEventIndex, *, kind: str, reconfigured: Reconfigured | None = None
     ) -> None:
         assert address.events is not None, f"{address.url} publishes no events"
         self.address = address
@@ -54,7 +54,7 @@ class KVEventConsumer:
         self.is_suspended = False  # its events are ignored for a while
         self.last_heard: float | None = None  # of a batch, live or replayed; seconds, time.monotonic()
         self._trust = PublisherTrust()
-        self._intake = EventIntake(contents, kind, self._trust, self._say, reconfigured)
+        self._intake = EventIntake(index, kind, self._trust, self._say, reconfigured)
         self._feed = EventSequencer(replays=address.replay is not None)
         self._replay: Replay | None = None
         self._own = dict.fromkeys(("heard", "connections", "replays", "suspensions", "failures"), 0)
@@ -62,13 +62,13 @@ class KVEventConsumer:
         self._was_blind = False
 
     @property
-    def contents(self) -> KVEventIndex:
+    def index(self) -> KVEventIndex:
         """The index that is kept current. It may be replaced: a new one is filled again if there is a replay socket."""
-        return self._intake.contents
+        return self._intake.index
 
-    @contents.setter
-    def contents(self, contents: KVEventIndex) -> None:
-        self._intake.swap(contents)
+    @index.setter
+    def index(self, index: KVEventIndex) -> None:
+        self._intake.swap(index)
         self._feed.reset()
         self._active_at = time.monotonic()
 
@@ -103,7 +103,7 @@ class KVEventConsumer:
     @property
     def is_blind(self) -> bool:
         """Whether requests to the replica end and no usable event about them arrives."""
-        return self.contents.is_blind
+        return self.index.is_blind
 
     async def run(self) -> None:
         """Listen until cancelled. If there is no publisher, or no longer, try again indefinitely."""
@@ -235,8 +235,8 @@ class KVEventConsumer:
             if is_quiet or self.is_missing or now - replay.heard_at > CHECK_SECONDS:
                 self._request_replay(replay)
         if self.is_blind and not self._was_blind:
-            cause = likely_cause(self.counts, self.address, self.is_connected, self.contents.block_size)
-            self._say(f"{self.contents.silence} requests ended and no usable event arrived: {cause}")
+            cause = likely_cause(self.counts, self.address, self.is_connected, self.index.block_size)
+            self._say(f"{self.index.silence} requests ended and no usable event arrived: {cause}")
         self._was_blind = self.is_blind
 
     def _request_replay(self, replay: Replay) -> None:

@@ -28,18 +28,18 @@ class EventIntake:
 
     def __init__(
         self,
-        contents: KVEventIndex,
+        index: KVEventIndex,
         kind: str,
         trust: PublisherTrust,
         say: Callable[[str], None],
         reconfigured: Reconfigured | None = None,
     ) -> None:
-        self.contents = contents
+        self.index = index
         self._decoder = EventDecoder(kind)
         self._trust = trust
         self._say = say
         self._reconfigured = reconfigured
-        self._past = dict.fromkeys(contents.counts, 0)  # counts of indexes that were replaced
+        self._past = dict.fromkeys(index.counts, 0)  # counts of indexes that were replaced
         self._num_batches = 0
         self._num_voids = 0
         self._num_swaps = 0  # indexes set by `swap`
@@ -51,19 +51,19 @@ class EventIntake:
     @property
     def counts(self) -> Mapping[str, int]:
         """Counters of batches and events: they only grow."""
-        of_index = {key: value + self._past[key] for key, value in self.contents.counts.items()}
+        of_index = {key: value + self._past[key] for key, value in self.index.counts.items()}
         return {"batches": self._num_batches, "voids": self._num_voids, **self._decoder.counts, **of_index}
 
-    def swap(self, contents: KVEventIndex) -> None:
+    def swap(self, index: KVEventIndex) -> None:
         """Continue with another index; a batch in progress is abandoned, since it belongs to the previous one."""
-        self._replace(contents)
+        self._replace(index)
         self._num_swaps += 1
         self._decoder.cleared()
 
     def void(self) -> None:
         """Clear the index."""
         self._num_voids += 1
-        self.contents.clear()
+        self.index.clear()
         self._decoder.cleared()
 
     def refuse(self, reason: str) -> None:
@@ -88,7 +88,7 @@ class EventIntake:
             for raw in raws:
                 for event in self._decoder.read(raw):
                     self._adapt(event)
-                    self.contents.apply((event,))
+                    self.index.apply((event,))
                     await self.pause()
                     if swaps != self._num_swaps:
                         return
@@ -96,7 +96,7 @@ class EventIntake:
                 await self.pause()
                 if swaps != self._num_swaps:
                     return
-        while self.contents.free(FREED):  # free what was cleared; later batches free the rest
+        while self.index.free(FREED):  # free what was cleared; later batches free the rest
             await self.pause()
 
     async def pause(self) -> None:
@@ -111,9 +111,9 @@ class EventIntake:
             self._num_unknown_removals = self._decoder.num_unknown_removals
             self.void()
             self._strike("it sent what cannot be read, and the index starts anew")
-        if self.contents.counts["over_capacity"] != self._num_overflows:
-            self._num_overflows = self.contents.counts["over_capacity"]
-            self._strike(f"it reported more than {self.contents.max_blocks} blocks, and the index starts anew")
+        if self.index.counts["over_capacity"] != self._num_overflows:
+            self._num_overflows = self.index.counts["over_capacity"]
+            self._strike(f"it reported more than {self.index.max_blocks} blocks, and the index starts anew")
 
     def _strike(self, reason: str) -> None:
         if self._trust.strike(reason, time.monotonic()):
@@ -124,12 +124,12 @@ class EventIntake:
         if isinstance(event, AllBlocksCleared):
             self._decoder.cleared()
         size = event.block_size if isinstance(event, BlockStored) and event.parent_block_hash is None else 0
-        if self._reconfigured is None or size in (0, self.contents.block_size) or len(self.contents):
+        if self._reconfigured is None or size in (0, self.index.block_size) or len(self.index):
             return
-        self._say(f"its blocks have {size} tokens, not {self.contents.block_size}")
+        self._say(f"its blocks have {size} tokens, not {self.index.block_size}")
         self._replace(self._reconfigured(size))
 
-    def _replace(self, contents: KVEventIndex) -> None:
-        for key, value in self.contents.counts.items():
+    def _replace(self, index: KVEventIndex) -> None:
+        for key, value in self.index.counts.items():
             self._past[key] += value
-        self.contents, self._num_overflows = contents, contents.counts["over_capacity"]
+        self.index, self._num_overflows = index, index.counts["over_capacity"]

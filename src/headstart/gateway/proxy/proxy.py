@@ -25,7 +25,7 @@ from headstart.gateway.proxy.relay import Relay, write
 from headstart.gateway.proxy.replica_wait import ReplicaWait
 from headstart.gateway.proxy.replies import check_head, session_options
 from headstart.gateway.proxy.retry_budget import RetryBudget
-from headstart.gateway.proxy.silence import Silence, Voice, Wait
+from headstart.gateway.proxy.silence import Silence, Watched
 from headstart.gateway.proxy.upstream import (
     AttemptError,
     Failure,
@@ -188,9 +188,9 @@ class Proxy:
         call.in_flight = in_flight = router.sent(decision, now)
         call.tried.append(in_flight.endpoint.name)
         call.num_attempts += 1
-        voice, wait = self.silence.begin(call, in_flight, now)
+        activity, wait = self.silence.begin(call, in_flight, now)
         try:
-            await self._send(call, in_flight, (voice, wait), send)
+            await self._send(call, in_flight, (activity, wait), send)
         except AttemptError as error:
             self.relay.failed(in_flight, error.failure)
             raise
@@ -202,7 +202,7 @@ class Proxy:
             await self._broken(call, in_flight, Failure.HUNG if wait.is_given_up else failure_of(error), error, send)
         finally:
             wait.take_cancel_back()
-            self.silence.end(voice, wait)
+            self.silence.end(activity, wait)
             if in_flight.finish is None:  # the client disconnected, or the router stops: not the replica's fault
                 router.failed(in_flight, time.monotonic(), blame=False)
 
@@ -217,7 +217,7 @@ class Proxy:
         call.outcome = "lost"
         await write(send, error_event(replica_lost()) + DONE, more=False)
 
-    async def _send(self, call: ProxiedCall, in_flight: InFlight, watched: tuple[Voice, Wait], send: Send) -> None:
+    async def _send(self, call: ProxiedCall, in_flight: InFlight, watched: Watched, send: Send) -> None:
         own = {"x-request-id": call.request_id}
         if self._settings.replica_api_key is not None:
             own["authorization"] = f"Bearer {self._settings.replica_api_key}"

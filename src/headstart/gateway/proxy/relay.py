@@ -11,8 +11,8 @@ from starlette.types import Send
 from headstart.gateway.proxy.error_responses import as_event, id_in, replica_lost
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.replies import EVENTS, error_in_first, read_answer
-from headstart.gateway.proxy.silence import Voice, Wait
-from headstart.gateway.proxy.sse_reader import EventStream, Said, read_usage, read_usage_at_end
+from headstart.gateway.proxy.silence import Watched
+from headstart.gateway.proxy.sse_reader import EventStream, ReportedUsage, read_usage, read_usage_at_end
 from headstart.gateway.proxy.upstream import (
     Answer,
     AttemptError,
@@ -63,15 +63,15 @@ class Relay:
         self,
         call: ProxiedCall,
         in_flight: InFlight,
-        watched: tuple[Voice, Wait],
+        watched: Watched,
         response: aiohttp.ClientResponse,
         send: Send,
     ) -> None:
         """Handle an answer in one piece, or a refusal."""
         call.drop_answer()  # of an earlier attempt
         router, answer = self._router, await read_answer(response, call.path, call.keep_answer)
-        voice, wait = watched
-        voice.settle(wait, time.monotonic(), is_progress=answer.status < 300)
+        activity, wait = watched
+        activity.settle(wait, time.monotonic(), is_progress=answer.status < 300)
         failure = refusal(response.status, answer.body)
         if failure is not None:
             raise AttemptError(failure, f"the replica answered {response.status}", answer)
@@ -85,7 +85,7 @@ class Relay:
             router.failed(in_flight, time.monotonic(), blame=response.status >= 500)
         await self.send_whole(call, answer, send)
 
-    def _answered(self, call: ProxiedCall, in_flight: InFlight, reported: Said) -> None:
+    def _answered(self, call: ProxiedCall, in_flight: InFlight, reported: ReportedUsage) -> None:
         """Record a complete answer in one piece."""
         now = time.monotonic()
         call.output_tokens = reported.output_tokens
@@ -132,12 +132,12 @@ class Relay:
         self,
         call: ProxiedCall,
         in_flight: InFlight,
-        watched: tuple[Voice, Wait],
+        watched: Watched,
         response: aiohttp.ClientResponse,
         send: Send,
     ) -> None:
         """Relay a stream of events as they arrive."""
-        voice, wait = watched
+        activity, wait = watched
         stream = EventStream(hides_usage=call.reading.hides_usage)
         content = response.content
         while True:
@@ -152,12 +152,12 @@ class Relay:
             passed = stream.feed(piece)
             if stream.num_rest_bytes or call.num_rest_bytes:
                 call.reserve_rest(stream.num_rest_bytes)
-            voice.heard_at = now = time.monotonic()
+            activity.heard_at = now = time.monotonic()
             if not stream.num_comment_bytes:  # the last event was data
-                voice.progress_at = now
+                activity.progress_at = now
             if stream.has_data and not call.committed:
                 self._begin(call, in_flight, stream, passed)
-                voice.settle(wait, now)
+                activity.settle(wait, now)
             if stream.is_done:
                 self._finished(call, in_flight, stream)  # before it is relayed: clients disconnect after it
             if passed and (call.committed or call.reading.stream):  # a client that requested no stream gets no comments
@@ -192,8 +192,10 @@ class Relay:
     def _finished(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream) -> None:
         """Record that the answer is complete; only the first call counts."""
         if in_flight.finish is None:
-            call.output_tokens, call.outcome = stream.said.output_tokens, "ok"
-            self._router.finished(in_flight, time.monotonic(), stream.said.usage if call.reading.is_single else None)
+            call.output_tokens, call.outcome = stream.reported.output_tokens, "ok"
+            self._router.finished(
+                in_flight, time.monotonic(), stream.reported.usage if call.reading.is_single else None
+            )
 
     def _first_token(self, call: ProxiedCall, now: float) -> None:
         if call.first_token_at is None:

@@ -85,12 +85,12 @@ class Wait:
         """The longest time that its answer may take to be generated, if it comes in one piece."""
         if self.call.reading.stream:
             return 0.0
-        tokens = self.decision.view.ask.max_tokens or DEFAULT_TOKENS.get(self.call.path)
+        tokens = self.decision.view.request.max_tokens or DEFAULT_TOKENS.get(self.call.path)
         return inf if tokens is None else tokens * TOKEN_SECONDS
 
 
 @dataclass(slots=True, eq=False)
-class Voice:
+class ReplicaActivity:
     """The last activity of one replica, over all its connections. Times on time.monotonic."""
 
     heard_at: float = 0.0  # any bytes
@@ -106,44 +106,48 @@ class Voice:
             wait.keep()
 
 
+Watched = tuple[ReplicaActivity, Wait]
+"""An attempt that is being watched, and the activity of its replica."""
+
+
 class Silence:
     """The activity of all replicas of one router."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._voices: dict[str, Voice] = {}
+        self._activities: dict[str, ReplicaActivity] = {}
 
-    def begin(self, call: ProxiedCall, decision: InFlight, now: float) -> tuple[Voice, Wait]:
+    def begin(self, call: ProxiedCall, decision: InFlight, now: float) -> Watched:
         """Watch an attempt of the running task that was just sent. The caller must call `end`."""
         task = asyncio.current_task()
         assert task is not None
         wait = Wait(call, decision, now, decision.endpoint.load.num_streams, task, task.cancelling())
-        voice = self._voices.get(decision.endpoint.name)
-        if voice is None:
-            voice = self._voices[decision.endpoint.name] = Voice()
-        voice.waits[wait] = None
-        return voice, wait
+        activity = self._activities.get(decision.endpoint.name)
+        if activity is None:
+            activity = self._activities[decision.endpoint.name] = ReplicaActivity()
+        activity.waits[wait] = None
+        return activity, wait
 
-    def end(self, voice: Voice, wait: Wait) -> None:
+    def end(self, activity: ReplicaActivity, wait: Wait) -> None:
         """Stop watching an attempt that has ended, with success or without."""
-        voice.waits.pop(wait, None)
+        activity.waits.pop(wait, None)
 
     def removed(self, name: str) -> None:
         """Forget a removed replica; its attempts may still end."""
-        self._voices.pop(name, None)
+        self._activities.pop(name, None)
 
     def on_probe(self, member: MonitoredReplica) -> None:
         """Judge a replica after a probe, and give up the attempts that wait there in vain."""
         name, now = member.address.url, time.monotonic()
-        voice = self._voices.get(name)
-        if voice is None or not voice.waits:
+        activity = self._activities.get(name)
+        if activity is None or not activity.waits:
             return
-        mute = member.num_silences >= MAX_SILENCES and voice.heard_at < member.silent_since
-        unready = member.num_unready >= UNREADY_LOOKS and voice.progress_at < member.unready_since
+        mute = member.num_silences >= MAX_SILENCES and activity.heard_at < member.silent_since
+        unready = member.num_unready >= UNREADY_LOOKS and activity.progress_at < member.unready_since
         if mute or unready:
-            self._give_up(voice.waits, now)
-        elif self._is_late(name, voice, now):
-            self._give_up([wait for wait in voice.waits if not wait.call.was_late], now, late=True)
+            self._give_up(activity.waits, now)
+        elif self._is_late(name, activity, now):
+            self._give_up([wait for wait in activity.waits if not wait.call.was_late], now, late=True)
 
     def _give_up(self, waits: Iterable[Wait], now: float, *, late: bool = False) -> None:
         for wait in list(waits):
@@ -155,20 +159,20 @@ class Silence:
                 call.was_late = call.was_late or late
                 wait.give_up()
 
-    def _is_late(self, name: str, voice: Voice, now: float) -> bool:
+    def _is_late(self, name: str, activity: ReplicaActivity, now: float) -> bool:
         """Return whether an attempt waits far too long there, with everything sent before it taken into account."""
         endpoint = self._router.endpoints.get(name)
         if endpoint is None or endpoint.num_requests(now) > endpoint.load.num_requests:
             return False
         least = MIN_LATE if endpoint.load.learner.num_own >= YOUNG else MIN_LATE_YOUNG
         work = answer = 0.0
-        for wait in voice.waits:
+        for wait in activity.waits:
             work += wait.work_seconds
             answer = max(answer, wait.answer_seconds)
-            if now - max(wait.sent_at, voice.progress_at) > max(least, LATE * work) + answer:
+            if now - max(wait.sent_at, activity.progress_at) > max(least, LATE * work) + answer:
                 return self._others_answer(name, wait.sent_at)
         return False
 
     def _others_answer(self, name: str, since: float) -> bool:
-        others = [voice for other, voice in self._voices.items() if other != name]
-        return any(voice.progress_at > since for voice in others)
+        others = [activity for other, activity in self._activities.items() if other != name]
+        return any(activity.progress_at > since for activity in others)

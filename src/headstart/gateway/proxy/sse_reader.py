@@ -31,40 +31,40 @@ class _Tokens(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
-class _Told(msgspec.Struct):
+class _UsageBody(msgspec.Struct):
     usage: _Tokens | None = None
     choices: list[msgspec.Raw] | None = None
 
 
-class Said(NamedTuple):
+class ReportedUsage(NamedTuple):
     """The usage that an engine reports at the end of a request; `usage` only with the number of cached tokens."""
 
     usage: Usage | None = None
     output_tokens: int | None = None
 
 
-_DECODER = msgspec.json.Decoder(_Told)
+_DECODER = msgspec.json.Decoder(_UsageBody)
 
 
-def read_usage(document: bytes) -> Said:
+def read_usage(document: bytes) -> ReportedUsage:
     """Return the usage in a complete answer or in the data of an event; empty for anything else."""
     try:
         return _checked_usage(_DECODER.decode(document))
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return Said()
+        return ReportedUsage()
 
 
-def read_usage_at_end(tail: bytes) -> Said:
+def read_usage_at_end(tail: bytes) -> ReportedUsage:
     """Return the usage in the tail of a complete answer, from the last usage object on; empty if there is none."""
     found = list(_USAGE.finditer(tail))
-    return read_usage(b"{" + tail[found[-1].start() :]) if found else Said()
+    return read_usage(b"{" + tail[found[-1].start() :]) if found else ReportedUsage()
 
 
 class EventStream:
     """One event stream. `hides_usage`: the router requested the usage event, not the client."""
 
     def __init__(self, *, hides_usage: bool = False) -> None:
-        self.said = Said()
+        self.reported = ReportedUsage()
         self.has_data = False  # an event with data was seen: from now on the client has part of this answer
         self.is_done = False
         self.first = b""  # the data of the first event with data
@@ -142,7 +142,7 @@ class EventStream:
         except (msgspec.DecodeError, UnicodeDecodeError):
             return False
         if decoded.usage is not None:
-            self.said = _checked_usage(decoded)
+            self.reported = _checked_usage(decoded)
         return decoded.usage is not None and decoded.choices == []
 
 
@@ -156,14 +156,14 @@ def _last_end(piece: bytes) -> int:
     return max((at + len(end) for end in (b"\n\n", b"\r\n\r\n") if (at := piece.rfind(end)) >= 0), default=0)
 
 
-def _checked_usage(decoded: Any) -> Said:
+def _checked_usage(decoded: Any) -> ReportedUsage:
     usage = decoded.usage
     if usage is None:
-        return Said()
+        return ReportedUsage()
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else None
     is_true = cached is not None and 0 <= cached <= usage.prompt_tokens <= MAX_COUNT and usage.prompt_tokens > 0
     output = usage.completion_tokens
-    return Said(
+    return ReportedUsage(
         Usage(usage.prompt_tokens, cached) if is_true and cached is not None else None,
         output if output is not None and 0 <= output <= MAX_COUNT else None,
     )

@@ -50,9 +50,9 @@ class KVEventSubscriptions:
             consumer = KVEventConsumer(address, self._make_index(member, size), kind=kind, reconfigured=reconfigured)
             self._consumers[address.url] = consumer
             self._tasks[address.url] = asyncio.create_task(consumer.run())
-        elif consumer.contents.block_size != size:
-            consumer.contents = self._make_index(member, size)
-        return self._guess(member) if consumer.is_suspended else consumer.contents
+        elif consumer.index.block_size != size:
+            consumer.index = self._make_index(member, size)
+        return self._guess(member) if consumer.is_suspended else consumer.index
 
     def on_probe(self, member: MonitoredReplica) -> None:
         """Return to the KV event index once it holds usable events; subscribe if that is possible only now.
@@ -61,17 +61,17 @@ class KVEventSubscriptions:
         """
         consumer, endpoint = self._consumers.get(member.address.url), member.endpoint
         if consumer is None and endpoint is not None and member.address.events is not None and self._names_tokens():
-            endpoint.contents = self.index_of(member)
+            endpoint.index = self.index_of(member)
             return
         if consumer is None or endpoint is None:
             return
-        if endpoint.contents is consumer.contents:
+        if endpoint.index is consumer.index:
             if consumer.is_suspended:
-                guess = consumer.contents.guess
-                endpoint.contents = self._guess(member) if guess is None else guess
+                guess = consumer.index.guess
+                endpoint.index = self._guess(member) if guess is None else guess
             return
-        if len(consumer.contents) and not consumer.is_blind and endpoint.block_size == consumer.contents.block_size:
-            endpoint.contents = consumer.contents
+        if len(consumer.index) and not consumer.is_blind and endpoint.block_size == consumer.index.block_size:
+            endpoint.index = consumer.index
 
     def removed(self, url: str) -> None:
         """End the subscription to a replica."""

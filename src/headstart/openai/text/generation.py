@@ -78,7 +78,7 @@ class Generation:
         self.num_prompt_tokens = len(request.prompt)
         self._token_ids = array("i")
         self.logprobs = LogprobTable()
-        self.ledger = PromptTokenBreakdown()  # of the prompt, once there is a token
+        self.breakdown = PromptTokenBreakdown()  # of the prompt, once there is a token
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
@@ -96,7 +96,7 @@ class Generation:
     @property
     def num_cached_tokens(self) -> int:
         """Number of cached prompt tokens; 0 until the first token."""
-        return self.ledger.cached
+        return self.breakdown.cached
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -122,7 +122,7 @@ class Generation:
         """Process an engine output and return the new output for the client; an empty Delta once finished."""
         if self.finish_reason is not None:
             return _NOTHING
-        self.ledger = output.ledger or self.ledger
+        self.breakdown = output.breakdown or self.breakdown
         self.prompt.learn(output.prompt_logprobs)
         if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             return self._fail(output)

@@ -111,29 +111,29 @@ class ApproximateIndex:
         sizes = {"capacity": self.capacity, "flushes": self.num_flushes, "blocks": len(self), "trims": self.num_trims}
         return {"mode": "guessed", **sizes}
 
-    def match(self, names: list[BlockHash], now: float = 0.0) -> int:
+    def match(self, block_hashes: list[BlockHash], now: float = 0.0) -> int:
         """Return the number of leading blocks predicted to be cached. Changes nothing."""
-        contains, low, high = self._pool.contains, 0, len(names)
+        contains, low, high = self._pool.contains, 0, len(block_hashes)
         while low < high:
             middle = (low + high) // 2
-            if contains(names[middle]):
+            if contains(block_hashes[middle]):
                 low = middle + 1
             else:
                 high = middle
         return low
 
-    def sent(self, names: list[BlockHash], now: float = 0.0) -> Reservation:
+    def sent(self, block_hashes: list[BlockHash], now: float = 0.0) -> Reservation:
         """Reserve the blocks of a request against eviction; add new ones if `at_pick`."""
         if self._discards:
             self._discards.free(FREED)
-        reservation = Reservation(names, self.match(names))
+        reservation = Reservation(block_hashes, self.match(block_hashes))
         reservation.epoch = self._epoch
         reservation.num_losses = self._num_losses
-        if reservation.hit < len(names):
-            name = names[reservation.hit]
-            evicted = self._pool.eviction_of(name)
-            reservation.evicted = name in self._unplaced or (evicted is not None and evicted.cause == "capacity")
-            reservation.doubtful = self._flushed is not None and name in self._flushed
+        if reservation.hit < len(block_hashes):
+            block_hash = block_hashes[reservation.hit]
+            evicted = self._pool.eviction_of(block_hash)
+            reservation.evicted = block_hash in self._unplaced or (evicted is not None and evicted.cause == "capacity")
+            reservation.doubtful = self._flushed is not None and block_hash in self._flushed
         self._acquire(reservation, reservation.hit)
         unsure = bytes(map(self._unsure.__getitem__, reservation.blocks)).find(1)
         reservation.sure = reservation.hit if unsure < 0 else unsure
@@ -150,12 +150,12 @@ class ApproximateIndex:
         self._extend(reservation, unsure=0)
         self._see(reservation.blocks)
 
-    def finished(self, reservation: Reservation, names: list[BlockHash], now: float = 0.0) -> None:
+    def finished(self, reservation: Reservation, block_hashes: list[BlockHash], now: float = 0.0) -> None:
         """Add the blocks of prompt and output, which may be evicted from now on."""
         if not self._is_open(reservation):
             return
         self.computed(reservation)
-        reservation.names = names
+        reservation.block_hashes = block_hashes
         self._extend(reservation, unsure=0)
         self._release(reservation)
 
@@ -184,7 +184,7 @@ class ApproximateIndex:
         elif reservation.doubtful and self._flushed is not None:
             self._settle(self._flushed, num_blocks > reservation.hit)
         elif num_blocks > reservation.hit and reservation.evicted:
-            self._kept(num_blocks - reservation.hit, reservation.names[reservation.hit] in self._unplaced)
+            self._kept(num_blocks - reservation.hit, reservation.block_hashes[reservation.hit] in self._unplaced)
 
     def loss(self, num_blocks: int) -> float:
         """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
@@ -203,7 +203,7 @@ class ApproximateIndex:
         """Empty the index, as after a restart. Blocks of requests in flight are added when they are answered."""
         self._forget_flush()
         capacity = self.capacity
-        self._discards.add(self._pool, self._names, self._serials, *self._reuse.tables)
+        self._discards.add(self._pool, self._block_hashes, self._serials, *self._reuse.tables)
         self._epoch += 1
         self._reuse = ReuseEstimate(0, self._max_blocks + 1)
         self._start(capacity)
@@ -231,7 +231,7 @@ class ApproximateIndex:
         self._ballast: list[int] = []  # blocks held unused: the cache is smaller than the pool
         self._serials = [0] * (usable + 1)  # last time a block was surely cached; the same for all of one request
         self._reuse = self._reuse.emptied(usable + 1, size)
-        self._names = [BlockHash(b"")] * (usable + 1)  # hash of a block's content, present or last
+        self._block_hashes = [BlockHash(b"")] * (usable + 1)  # hash of a block's content, present or last
         self._unsure = bytearray(usable + 1)  # 1: sent, and not known to be computed yet
         self._worth: list[float] | None = None  # prefix sums of the value of the next evicted blocks; None: outdated
 
@@ -241,7 +241,7 @@ class ApproximateIndex:
         self._num_ungrown -= num
         self._pool.grow(num)
         self._serials += [0] * num
-        self._names += [BlockHash(b"")] * num
+        self._block_hashes += [BlockHash(b"")] * num
         self._unsure += bytes(num)
         self._reuse.grow(num)
 
@@ -260,7 +260,11 @@ class ApproximateIndex:
     def _acquire(self, reservation: Reservation, end: int) -> None:
         """Acquire published blocks up to `end` of its block hashes."""
         pool, start = self._pool, len(reservation.blocks)
-        blocks = [entry[0] for name in reservation.names[start:end] if (entry := pool.entry(name)) is not None]
+        blocks = [
+            entry[0]
+            for block_hash in reservation.block_hashes[start:end]
+            if (entry := pool.entry(block_hash)) is not None
+        ]
         assert len(blocks) == end - start, "a block is there and one before it is not"
         reservation.serials += map(self._serials.__getitem__, blocks)
         pool.acquire(blocks)
@@ -270,26 +274,26 @@ class ApproximateIndex:
 
     def _extend(self, reservation: Reservation, unsure: int) -> None:
         """Add the missing blocks, head first, as many as there is space for."""
-        pool, names = self._pool, reservation.names
-        if len(reservation.blocks) == len(names):
+        pool, block_hashes = self._pool, reservation.block_hashes
+        if len(reservation.blocks) == len(block_hashes):
             return
-        self._acquire(reservation, self.match(names))
+        self._acquire(reservation, self.match(block_hashes))
         start = len(reservation.blocks)
-        wanted = len(names) - start
+        wanted = len(block_hashes) - start
         if wanted > pool.num_scratch and self._num_ungrown:
             self._grow(wanted - pool.num_scratch)
         if self._discards:
             self._discards.free(FREED_PER_BLOCK * wanted)
         blocks = pool.allocate(min(wanted, pool.num_available(())))
-        parent = names[start - 1] if start else BlockHash(b"")
-        for block, name in zip(blocks, names[start:], strict=False):
-            pool.publish(block, name, parent, b"")
+        parent = block_hashes[start - 1] if start else BlockHash(b"")
+        for block, block_hash in zip(blocks, block_hashes[start:], strict=False):
+            pool.publish(block, block_hash, parent, b"")
             self._unsure[block] = unsure
-            self._names[block] = parent = name
+            self._block_hashes[block] = parent = block_hash
         self._reuse.added(blocks, self._now)
         reservation.blocks += blocks
-        if len(reservation.blocks) < len(names):
-            self._unplaced[names[len(reservation.blocks)]] = None
+        if len(reservation.blocks) < len(block_hashes):
+            self._unplaced[block_hashes[len(reservation.blocks)]] = None
             if len(self._unplaced) > MAX_UNPLACED:
                 del self._unplaced[next(iter(self._unplaced))]
 
@@ -354,7 +358,7 @@ class ApproximateIndex:
         self._lost_until = self._now
         self._epoch += 1
         self._flushed = _Flushed(self._pool, self._serials, serial, num_younger)
-        self._discards.add(self._names, *self._reuse.tables)
+        self._discards.add(self._block_hashes, *self._reuse.tables)
         self._renew(self.capacity)
 
     def _forget_flush(self) -> None:
@@ -425,7 +429,7 @@ class _Flushed:
         """All tables it holds."""
         return self.pool, self._serials
 
-    def __contains__(self, name: BlockHash) -> bool:
+    def __contains__(self, block_hash: BlockHash) -> bool:
         """Return whether this block was used after the missing one, and is idle."""
-        entry = self.pool.entry(name)
+        entry = self.pool.entry(block_hash)
         return entry is not None and not self.pool.refs(entry[0]) and self._serials[entry[0]] > self._serial

@@ -59,8 +59,8 @@ class KVEventIndex:
     def __iter__(self) -> Iterator[BlockHash]:
         return iter(self._uses)
 
-    def __contains__(self, name: BlockHash) -> bool:
-        return name in self._uses
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._uses
 
     @property
     def is_blind(self) -> bool:
@@ -79,48 +79,51 @@ class KVEventIndex:
         """Return its mode and size as plain values, and the counts of events."""
         return {"mode": "events", "blocks": len(self), "counts": dict(self.counts)}
 
-    def match(self, names: list[BlockHash], now: float) -> int:
+    def match(self, block_hashes: list[BlockHash], now: float) -> int:
         """Return the number of leading blocks that are cached, or expected since they were just sent."""
-        known, speculative = self._match_events(names), self._speculative
-        if not speculative or known == len(names):
+        known, speculative = self._match_events(block_hashes), self._speculative
+        if not speculative or known == len(block_hashes):
             return known
         uses = self._uses
-        rest = takewhile(lambda name: speculative.get(name, -1.0) > now or name in uses, islice(names, known, None))
+        rest = takewhile(
+            lambda block_hash: speculative.get(block_hash, -1.0) > now or block_hash in uses,
+            islice(block_hashes, known, None),
+        )
         return known + sum(1 for _ in rest)
 
-    def sent(self, names: list[BlockHash], now: float) -> Reservation:
+    def sent(self, block_hashes: list[BlockHash], now: float) -> Reservation:
         """Count the request's blocks as cached until their events come."""
         if self._discards:
             self._discards.free(FREED_PER_REQUEST)
-        reservation = Reservation(names, self.match(names, now))
-        reservation.sure = self._match_events(names)
+        reservation = Reservation(block_hashes, self.match(block_hashes, now))
+        reservation.sure = self._match_events(block_hashes)
         speculative = self._speculative
-        for name in names[reservation.hit :]:
-            speculative[name] = now + SPECULATION
+        for block_hash in block_hashes[reservation.hit :]:
+            speculative[block_hash] = now + SPECULATION
         while len(speculative) > MAX_SPECULATIVE or (speculative and next(iter(speculative.values())) <= now):
             speculative.popitem(last=False)
         if self.guess is not None:
-            reservation.guess = self.guess.sent(names, now)
+            reservation.guess = self.guess.sent(block_hashes, now)
         return reservation
 
     def computed(self, reservation: Reservation, now: float) -> None:
         """Expect its events soon."""
-        for name in reservation.names[reservation.hit :]:
-            if name in self._speculative:
-                self._speculative[name] = now + SPECULATION_COMPUTED
+        for block_hash in reservation.block_hashes[reservation.hit :]:
+            if block_hash in self._speculative:
+                self._speculative[block_hash] = now + SPECULATION_COMPUTED
         if self.guess is not None and reservation.guess is not None:
             self.guess.computed(reservation.guess, now)
 
-    def finished(self, reservation: Reservation, names: list[BlockHash], now: float) -> None:
+    def finished(self, reservation: Reservation, block_hashes: list[BlockHash], now: float) -> None:
         """Count the request as silent; usable events reset that count."""
-        self.silence += len(names) > reservation.hit
+        self.silence += len(block_hashes) > reservation.hit
         if self.guess is not None and reservation.guess is not None:
-            self.guess.finished(reservation.guess, names, now)
+            self.guess.finished(reservation.guess, block_hashes, now)
 
     def failed(self, reservation: Reservation) -> None:
         """Stop expecting the blocks it was to compute."""
-        for name in reservation.names[reservation.hit :]:
-            self._speculative.pop(name, None)
+        for block_hash in reservation.block_hashes[reservation.hit :]:
+            self._speculative.pop(block_hash, None)
         if self.guess is not None and reservation.guess is not None:
             self.guess.failed(reservation.guess)
 
@@ -176,21 +179,23 @@ class KVEventIndex:
         """Assert the consistency of all tables; for tests."""
         uses, before = self._uses, self._before
         assert uses.keys() == before.keys()
-        assert self._num_orphans == sum(1 for name in before.values() if name is not None and name not in uses)
+        assert self._num_orphans == sum(
+            1 for block_hash in before.values() if block_hash is not None and block_hash not in uses
+        )
         assert sum(uses.values()) == len(self._handles)
-        assert all(name in uses for name in self._handles.values())
+        assert all(block_hash in uses for block_hash in self._handles.values())
         assert all(handle in self._handles and count > 1 for handle, count in self._copies.items())
-        assert sum(self._after.values()) == sum(1 for name in before.values() if name is not None)
+        assert sum(self._after.values()) == sum(1 for block_hash in before.values() if block_hash is not None)
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _match_events(self, names: list[BlockHash]) -> int:
-        uses, low, high = self._uses, 0, len(names)
+    def _match_events(self, block_hashes: list[BlockHash]) -> int:
+        uses, low, high = self._uses, 0, len(block_hashes)
         if self._num_orphans:
-            return sum(1 for _ in takewhile(uses.__contains__, names))
+            return sum(1 for _ in takewhile(uses.__contains__, block_hashes))
         while low < high:
             middle = (low + high) // 2
-            if names[middle] in uses:
+            if block_hashes[middle] in uses:
                 low = middle + 1
             else:
                 high = middle
@@ -214,12 +219,12 @@ class KVEventIndex:
             if before is None:
                 self.counts["unknown_parents"] += 1
                 return
-        names: list[BlockHash] = []
-        extend_hashes(names, event.token_ids, self.block_size, self._parent(event, before))
-        for handle, name in zip(event.block_hashes, names, strict=False):
-            self._add(handle, name, before)
-            before = name
-        self.counts["stored"] += len(names)
+        block_hashes: list[BlockHash] = []
+        extend_hashes(block_hashes, event.token_ids, self.block_size, self._parent(event, before))
+        for handle, block_hash in zip(event.block_hashes, block_hashes, strict=False):
+            self._add(handle, block_hash, before)
+            before = block_hash
+        self.counts["stored"] += len(block_hashes)
         self.silence = 0
 
     def _parent(self, event: BlockStored, before: BlockHash | None) -> BlockHash:
@@ -238,28 +243,28 @@ class KVEventIndex:
             else:
                 self.counts["unknown_copies"] += 1
 
-    def _add(self, handle: bytes, name: BlockHash, before: BlockHash | None) -> None:
+    def _add(self, handle: bytes, block_hash: BlockHash, before: BlockHash | None) -> None:
         known = self._handles.get(handle)
-        if known == name:
+        if known == block_hash:
             self._copies[handle] = self._copies.get(handle, 1) + 1
             return
         if known is not None:
             self._copies.pop(handle, None)
             self._remove(handle)
-        self._handles[handle] = name
-        self._speculative.pop(name, None)
-        count = self._uses[name] = self._uses.get(name, 0) + 1
+        self._handles[handle] = block_hash
+        self._speculative.pop(block_hash, None)
+        count = self._uses[block_hash] = self._uses.get(block_hash, 0) + 1
         if count > 1:
             return
-        self._before[name] = before
-        self._num_orphans -= self._after.get(name, 0)
+        self._before[block_hash] = before
+        self._num_orphans -= self._after.get(block_hash, 0)
         if before is not None:
             self._after[before] = self._after.get(before, 0) + 1
             self._num_orphans += before not in self._uses
 
     def _remove(self, handle: bytes) -> None:
-        name = self._handles.get(handle)
-        if name is None:
+        block_hash = self._handles.get(handle)
+        if block_hash is None:
             return
         self.counts["removed"] += 1
         self.silence = 0
@@ -269,12 +274,12 @@ class KVEventIndex:
                 del self._copies[handle]
             return
         del self._handles[handle]
-        self._uses[name] -= 1
-        if self._uses[name]:
+        self._uses[block_hash] -= 1
+        if self._uses[block_hash]:
             return
-        del self._uses[name]
-        self._num_orphans += self._after.get(name, 0)
-        before = self._before.pop(name)
+        del self._uses[block_hash]
+        self._num_orphans += self._after.get(block_hash, 0)
+        before = self._before.pop(block_hash)
         if before is not None:
             self._num_orphans -= before not in self._uses
             self._after[before] -= 1

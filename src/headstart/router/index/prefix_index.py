@@ -9,21 +9,21 @@ class Reservation:
     """The state of one request in flight in a prefix index; passed back with every later event of the request."""
 
     __slots__ = (
+        "block_hashes",
         "blocks",
         "doubtful",
         "epoch",
         "evicted",
         "guess",
         "hit",
-        "names",
         "num_losses",
         "reported",
         "serials",
         "sure",
     )
 
-    def __init__(self, names: list[BlockHash], hit: int) -> None:
-        self.names = names
+    def __init__(self, block_hashes: list[BlockHash], hit: int) -> None:
+        self.block_hashes = block_hashes
         self.hit = hit  # blocks predicted to be cached when it was sent
         self.sure = hit  # of those, cached unless evicted: not still being computed by another request
         self.blocks: list[int] = []  # of the approximate index's pool
@@ -37,13 +37,13 @@ class Reservation:
 
 
 class PrefixIndex(Protocol):
-    """The index of one replica's cache. `names` are the hashes of a prompt's full blocks, from the first on."""
+    """The index of one replica's cache. `block_hashes` are the hashes of a prompt's full blocks, from the first on."""
 
-    def match(self, names: list[BlockHash], now: float) -> int:
+    def match(self, block_hashes: list[BlockHash], now: float) -> int:
         """Return the number of leading blocks predicted to be cached. Has no visible effect."""
         ...
 
-    def sent(self, names: list[BlockHash], now: float) -> Reservation:
+    def sent(self, block_hashes: list[BlockHash], now: float) -> Reservation:
         """Record a request sent to the replica."""
         ...
 
@@ -51,8 +51,8 @@ class PrefixIndex(Protocol):
         """Record its first token: its prompt is computed."""
         ...
 
-    def finished(self, reservation: Reservation, names: list[BlockHash], now: float) -> None:
-        """Record its successful end; `names` include the blocks of its output, where known."""
+    def finished(self, reservation: Reservation, block_hashes: list[BlockHash], now: float) -> None:
+        """Record its successful end; `block_hashes` include the blocks of its output, where known."""
         ...
 
     def failed(self, reservation: Reservation) -> None:

@@ -22,14 +22,14 @@ class Candidate(NamedTuple):
 class View(NamedTuple):
     """The input of a policy. `key` is the hash of the prompt's first block that no replica has."""
 
-    ask: RoutingRequest
+    request: RoutingRequest
     candidates: tuple[Candidate, ...]
     key: bytes
     now: float
 
     @property
     def prompt_tokens(self) -> int:
-        return self.ask.prompt.num_tokens
+        return self.request.prompt.num_tokens
 
 
 class Choice(NamedTuple):

@@ -53,7 +53,7 @@ class SessionScorer:
 
     def score(self, view: View) -> tuple[Sequence[float], object]:
         """Score each candidate; the memo is the session."""
-        session = view.ask.session
+        session = view.request.session
         last = None if session is None else self._last.get(session)
         return [float(candidate.name == last) for candidate in view.candidates], session
 
@@ -97,7 +97,7 @@ def _inflight_tokens(view: View) -> list[float]:
 
 def _lora(view: View) -> list[float]:
     """Return 1 for a loaded adapter or no adapter, 0.8 for a free slot, 0.6 for an adapter being loaded, else 0."""
-    adapter = view.ask.adapter
+    adapter = view.request.adapter
 
     def score(endpoint: Endpoint) -> float:
         report = endpoint.fresh(view.now)

@@ -129,7 +129,7 @@ def _decisions(router: Router, shared: list[list[BlockHash]], config: PickConfig
         chain = shared[number % len(shared)]
         keep = rng.choice((0, len(chain) // 2, len(chain)))
         block_hashes = chain[:keep] + _chain(len(chain) - keep, rng)
-        request = RoutingRequest(Prompt.of_names(block_hashes, config.long_prompt, BLOCK_SIZE))
+        request = RoutingRequest(Prompt.of_block_hashes(block_hashes, config.long_prompt, BLOCK_SIZE))
         start = thread_time()
         router.pick(request, float(number))
         times.append((thread_time() - start) * 1e6)
@@ -142,7 +142,7 @@ def _sent(router: Router, config: PickConfig, rng: Random) -> list[float]:
     for number in range(max(config.decisions // 10, 10)):
         block_hashes = _chain(config.long_prompt // BLOCK_SIZE, rng)
         decision = router.pick(
-            RoutingRequest(Prompt.of_names(block_hashes, config.long_prompt, BLOCK_SIZE)), float(number)
+            RoutingRequest(Prompt.of_block_hashes(block_hashes, config.long_prompt, BLOCK_SIZE)), float(number)
         )
         start = thread_time()
         decision = router.sent(decision, float(number))
@@ -168,7 +168,9 @@ def _whole(router: Router, config: PickConfig, rng: Random) -> float:
 
 def _unique(router: Router, config: PickConfig, rng: Random, bar: Bar) -> None:
     for number in range(config.unique):
-        decision = router.pick(RoutingRequest(Prompt.of_names(_chain(1, rng), BLOCK_SIZE, BLOCK_SIZE)), 2e6 + number)
+        decision = router.pick(
+            RoutingRequest(Prompt.of_block_hashes(_chain(1, rng), BLOCK_SIZE, BLOCK_SIZE)), 2e6 + number
+        )
         decision = router.sent(decision, 2e6 + number)
         router.finished(decision, 2e6 + number + 0.1)
         bar.advance()
@@ -184,5 +186,5 @@ def _chain(length: int, rng: Random) -> list[BlockHash]:
 
 
 def _shadow(endpoint: Endpoint) -> ApproximateIndex:
-    assert isinstance(endpoint.contents, ApproximateIndex)
-    return endpoint.contents
+    assert isinstance(endpoint.index, ApproximateIndex)
+    return endpoint.index

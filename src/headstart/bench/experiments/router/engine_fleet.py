@@ -32,7 +32,7 @@ class Call:
     at: float
     session: str
     request: Request
-    ask: RoutingRequest
+    routing_request: RoutingRequest
 
 
 class Served(NamedTuple):
@@ -125,7 +125,7 @@ class EngineFleet:
         self._at(max(call.at, now), lambda then: self._send(call, then))
 
     def _send(self, call: Call, now: float) -> None:
-        decision = self.router.pick(call.ask, now)
+        decision = self.router.pick(call.routing_request, now)
         decision = self.router.sent(decision, now)
         self.num_sent += 1
         replica = self.replicas[decision.endpoint.name]

@@ -66,7 +66,7 @@ COLUMNS = ("policy", "hit rate", "TTFT mean ms", "p50", "p90", "p99", "error, to
 def run_route(trace: Path, config: RouteConfig, bar: Bar = QUIET) -> Report:
     """Replay a Mooncake trace (or agent texts) once per policy. Raises ConfigError."""
     arrivals, block_size = _arrivals(trace, config)
-    longest = max((one.ask.prompt.num_tokens + one.output for one in arrivals), default=0)
+    longest = max((one.request.prompt.num_tokens + one.output for one in arrivals), default=0)
     if -(-longest // block_size) > config.cache:
         raise ConfigError(f"--cache-blocks {config.cache}: a request of {longest} tokens never fits; use more blocks")
     values: dict[str, Any] = {}
@@ -146,4 +146,4 @@ def _arrivals(trace: Path, config: RouteConfig) -> tuple[list[Arrival], int]:
 def _ask(block_ids: tuple[int, ...], prompt_tokens: int, output_tokens: int) -> RoutingRequest:
     full = block_ids[: prompt_tokens // CHAIN_BLOCK]
     block_hashes = [BlockHash(number.to_bytes(32, "big")) for number in full]
-    return RoutingRequest(Prompt.of_names(block_hashes, prompt_tokens, CHAIN_BLOCK), max_tokens=output_tokens)
+    return RoutingRequest(Prompt.of_block_hashes(block_hashes, prompt_tokens, CHAIN_BLOCK), max_tokens=output_tokens)

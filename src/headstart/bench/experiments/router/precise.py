@@ -152,12 +152,12 @@ def _cost(config: PreciseConfig, seed: int, bar: Bar) -> tuple[list[float], int,
         rig.close()
         seconds: list[float] = []
         for _ in range(config.passes):
-            feed, decoder, contents = EventSequencer(), EventDecoder("headstart"), rig.listener().contents
+            feed, decoder, index = EventSequencer(), EventDecoder("headstart"), rig.listener().index
             gc.collect()
             start = thread_time()
             for number, payload in enumerate(payloads):
                 for batch in feed.offer(number, payload).batches:
-                    contents.apply(decoder.decode(batch))
+                    index.apply(decoder.decode(batch))
             seconds.append(thread_time() - start)
             bar.advance()
         decoder = EventDecoder("headstart")

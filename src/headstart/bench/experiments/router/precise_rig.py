@@ -178,7 +178,7 @@ class Rig:
 
     def difference(self, consumer: KVEventConsumer | None = None) -> Difference:
         """Return the difference between the consumer's index and the engine's own, by block hash."""
-        pool, index = self.engine.scheduler.pool, (consumer or self.consumer).contents
+        pool, index = self.engine.scheduler.pool, (consumer or self.consumer).index
         wrong = sum(not pool.contains(block_hash) for block_hash in index)
         return Difference(pool.num_published, len(index), pool.num_published - (len(index) - wrong), wrong)
 

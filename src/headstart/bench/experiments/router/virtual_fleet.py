@@ -25,7 +25,7 @@ class Arrival:
     """One request of a virtual workload; `output` in tokens."""
 
     at: float
-    ask: RoutingRequest
+    request: RoutingRequest
     output: int
 
 
@@ -77,7 +77,7 @@ class VirtualReplica:
             return None
         job, pool = self.waiting[0], self.pool
         found = [entry[0] for entry in takewhile(bool, map(pool.entry, job.block_hashes)) if entry]
-        prompt_tokens = job.arrival.ask.prompt.num_tokens
+        prompt_tokens = job.arrival.request.prompt.num_tokens
         total = -(-(prompt_tokens + job.arrival.output) // self.block_size)
         assert total <= pool.num_usable, f"a request of {total} blocks never fits into {pool.num_usable}"
         if total - len(found) > pool.num_available(found):
@@ -140,11 +140,11 @@ class VirtualFleet:
         return self.records
 
     def _arrive(self, arrival: Arrival, router: Router, number: int, now: float) -> None:
-        pick = router.pick(arrival.ask, now)
+        pick = router.pick(arrival.request, now)
         pick = router.sent(pick, now)
         self.picks.append(pick)
         replica = self.replicas[pick.endpoint.name]
-        block_hashes = arrival.ask.prompt.names(replica.block_size)
+        block_hashes = arrival.request.prompt.block_hashes(replica.block_size)
         replica.waiting.append(_Job(pick, arrival, block_hashes, number))
         self._advance(replica, router, now)
 
@@ -161,7 +161,7 @@ class VirtualFleet:
 
     def _end(self, replica: VirtualReplica, router: Router, job: _Job, now: float) -> None:
         replica.end(job)
-        prompt_tokens = job.arrival.ask.prompt.num_tokens
+        prompt_tokens = job.arrival.request.prompt.num_tokens
         usage = Usage(prompt_tokens, job.cached_tokens) if self.reports_usage else None
         router.finished(job.pick, now, usage)
         self.records.append(
