@@ -14,7 +14,7 @@ BENCH = (
     Verb("rotations", cli_reuse.rotations, "48 rotated prompts, cold and warm (vLLM #3402)."),
     Verb("intent", cli_reuse.intent, "900 shared + 100 own tokens, caching off and on."),
     Verb("shared-prefix", cli_suite.shared_prefix, "Groups of prompts with a shared prefix each; any rate."),
-    Verb("twins", cli_reuse.shared_burst, "A burst behind one new prefix: prefill redundancy."),
+    Verb("shared-burst", cli_reuse.shared_burst, "A burst behind one new prefix: prefill redundancy.", alias="twins"),
     Verb("decode", cli_suite.decode, "Streams behind one cached prefix, or one each."),
     Verb("prefill", cli_suite.prefill, "Time to the first token by length, cold and warm."),
     Verb("trace", cli_suite.trace, "Recorded traffic: Mooncake, agents, Azure."),

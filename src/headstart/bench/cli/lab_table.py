@@ -143,7 +143,8 @@ ENGINE = (
         """,
     ),
     Experiment(
-        name="stall",
+        name="decode-stall",
+        alias="stall",
         run="engine.decode_stall:run_stall",
         config="StallConfig",
         needs="model",
@@ -159,7 +160,8 @@ ENGINE = (
         help="Send a cold prompt of 4,000 tokens during 16 decodes: time per output token, by bound of a step.",
     ),
     Experiment(
-        name="order",
+        name="queue-cost",
+        alias="order",
         run="engine.queue_cost:run_order",
         config="OrderConfig",
         flags={
@@ -189,7 +191,8 @@ STORE = (
         help="Kill a real server with --kv-store by kill -9 and send its 64 prompts again; open 100,000 stored blocks.",
     ),
     Experiment(
-        name="siblings",
+        name="shared-store",
+        alias="siblings",
         run="store.shared_store:run_siblings",
         config="SiblingsConfig",
         needs="model",
