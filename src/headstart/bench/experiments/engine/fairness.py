@@ -183,9 +183,7 @@ def _report(seed: int, config: FairnessConfig, rate: float, traffic: _Traffic, s
     report = Report(
         "lab fairness",
         values,
-        model=None,
         seed=seed,
-        runs=1,
         threads=1,
         setup={
             "step_s": COST.step,

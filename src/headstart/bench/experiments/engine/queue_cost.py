@@ -235,7 +235,6 @@ def _report(seed: int, config: OrderConfig, costs: dict[str, _Cost], problems: l
     return Report(
         "lab order",
         {"order_us_per_step": worst["order_us"], "worst_form": worst["form"], "max_us": MAX_US, "forms": rows},
-        model=None,
         seed=seed,
         runs=config.runs,
         threads=1,

@@ -75,9 +75,7 @@ def run_scan(seed: int, config: ScanConfig | None = None, bar: Bar = QUIET) -> R
     return Report(
         "lab scan",
         values,
-        model=None,
         seed=seed,
-        runs=1,
         threads=1,
         setup={
             "prefix_tokens": config.prefix,

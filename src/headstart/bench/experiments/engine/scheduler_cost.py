@@ -91,7 +91,6 @@ def _report(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], seed: int,
     return Report(
         "lab scheduler",
         values,
-        model=None,
         seed=seed,
         runs=len(ours),
         threads=1,

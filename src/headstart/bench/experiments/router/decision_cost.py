@@ -85,7 +85,6 @@ def run_pick(seed: int, config: PickConfig | None = None, bar: Bar = QUIET) -> R
     return Report(
         "lab pick",
         values,
-        model=None,
         seed=seed,
         runs=config.decisions,
         threads=1,

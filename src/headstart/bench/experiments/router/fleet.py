@@ -16,15 +16,21 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-import aiohttp
-
 from headstart.bench.experiments.router.fleet_workload import Question, Words, shared_prefix
 from headstart.bench.machine import ContentionLog, ContentionMeter
 from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.runners.engines import Setup
 from headstart.bench.runners.route_process import Entrant, RouterProcess, running_router
 from headstart.bench.runners.served_replica import Launch, Replica, replica
-from headstart.bench.runners.streamed_request import Call, Reply, RequestFailedError, Target, body_of, send
+from headstart.bench.runners.streamed_request import (
+    Call,
+    Reply,
+    RequestFailedError,
+    Target,
+    body_of,
+    open_session,
+    send,
+)
 from headstart.core.errors import ConfigError
 from headstart.router.policies.policy_table import POLICIES
 from headstart.workload.jobs import Job
@@ -252,10 +258,8 @@ class _Fleet:
 
 async def send_all(target: Target, questions: Sequence[Question], concurrency: int, bar: Bar = QUIET) -> list[Reply]:
     """Send each question at its arrival time, or `concurrency` at a time (0: off); return the replies in order."""
-    timeout = aiohttp.ClientTimeout(total=target.timeout)
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # servers close connections that idle for longer
     slots = asyncio.Semaphore(concurrency or len(questions) + 1)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    async with open_session(target.timeout) as session:
         calls = [
             Call(str(number), question.job, body_of(question.job, target.model, prompt=question.text))
             for number, question in enumerate(questions)

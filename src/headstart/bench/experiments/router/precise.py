@@ -87,7 +87,6 @@ def run_precise(seed: int, config: PreciseConfig | None = None, bar: Bar = QUIET
     return Report(
         "lab precise",
         values,
-        model=None,
         seed=seed,
         runs=config.passes,
         threads=1,

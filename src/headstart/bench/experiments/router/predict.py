@@ -127,8 +127,6 @@ def run_predict(traces: Sequence[Path], config: PredictConfig | None = None, bar
         "lab predict",
         values,
         model="bundled tokenizer",
-        seed=0,
-        runs=1,
         threads=1,
         setup={
             "traces": [trace.name for trace in traces],

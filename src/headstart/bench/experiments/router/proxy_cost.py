@@ -222,8 +222,6 @@ def _report(config: ProxyConfig, turns: list[dict[str, Turn]], versions: dict[st
     return Report(
         "lab proxy",
         values,
-        model=None,
-        seed=0,
         runs=config.runs,
         spread=spreads,
         setup={
