@@ -53,14 +53,14 @@ def test_each_flag_is_a_field_with_the_same_default_or_an_argument_of_the_functi
     run, config = lookup(experiment)
     fields = dict(inspect.signature(config).parameters) if config else {}
     arguments = inspect.signature(run).parameters
-    of_setup = {"model", "dtype", "threads", "seed"} if experiment.needs == "model" else set()
+    of_setup = {"model", "dtype", "threads", "seed"} if "model" in experiment.flags else set()
     for name, flag in experiment.flags.items():
         if name in of_setup | {"quick", "plot"}:
             continue
         assert name in fields or name in arguments, name
         if name in fields and flag.default is not None and name != "threads":
             assert flag.default == fields[name].default, name
-    assert ("setup" in arguments) is (experiment.needs == "model") and "bar" in arguments
+    assert ("setup" in arguments) is ("model" in experiment.flags) and "bar" in arguments
     assert ("config" in arguments) is bool(config)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -23,12 +23,15 @@ _OF_SETUP = ("model", "dtype", "threads", "seed")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """An experiment as a verb: `run` gets a config from the flags named after its fields, and all others by name."""
+    """An experiment as a verb: `run` gets a config from the flags named after its fields, and all others by name.
+
+    With a flag `model` it gets a `setup` instead of model, dtype, threads and seed. Threads are set before torch is
+    imported.
+    """
 
     name: str
     run: str  # module below bench/experiments:function
     config: str = ""  # class in the same module; empty: the function takes none
-    needs: Literal["", "threads", "model"] = ""  # set before torch is imported; "model": the function takes a `setup`
     flags: Mapping[str, Flag] = dataclasses.field(default_factory=dict[str, Flag])
     keeps: tuple[str, ...] = ()  # flags that count under --quick; all other fields are those of the module's QUICK
     caps: tuple[str, ...] = ()  # the same, up to the field of QUICK
@@ -89,7 +92,7 @@ def add_verbs(app: typer.Typer, table: Iterable[Experiment | Verb]) -> None:
 def _run(experiment: Experiment, values: dict[str, Any]) -> None:
     """Run an experiment with the values of its flags, publish, exit."""
     is_quick, plot = values.pop("quick", False), values.pop("plot", None)
-    if experiment.needs == "model":
+    if "model" in values:
         of_setup = {name: values.pop(name) for name in _OF_SETUP if name in values}
         where = Where(asked_seed=of_setup.pop("seed"), plot=plot, **of_setup)
 
@@ -100,7 +103,7 @@ def _run(experiment: Experiment, values: dict[str, Any]) -> None:
         return
 
     def on_machine(bar: "Bar") -> "Report":
-        if experiment.needs == "threads":
+        if "threads" in values:
             values["threads"] = prepare_threads(values["threads"])
         return experiment.measure(values, is_quick=is_quick, bar=bar)
 

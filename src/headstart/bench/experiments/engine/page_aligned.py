@@ -75,9 +75,8 @@ class Planned(NamedTuple):
     writes: Writes
 
 
-def run_page_aligned(setup: Setup, config: AlignedConfig | None = None, bar: Bar = QUIET) -> Report:
+def run_page_aligned(setup: Setup, config: AlignedConfig = AlignedConfig(), bar: Bar = QUIET) -> Report:
     """Measure all three modes in turn. Figures only; there is no pass or fail."""
-    config = config or AlignedConfig()
     log = ContentionLog.new()
     found: dict[str, list[float]] = {}
     bar.stage("token budget lost", config.runs)

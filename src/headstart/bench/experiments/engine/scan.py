@@ -51,9 +51,8 @@ class _Found:
     evictions: int
 
 
-def run_scan(seed: int, config: ScanConfig | None = None, bar: Bar = QUIET) -> Report:
+def run_scan(seed: int, config: ScanConfig = ScanConfig(), bar: Bar = QUIET) -> Report:
     """Send the hot prompt `uses` times with a scan before each but the first, once per eviction policy."""
-    config = config or ScanConfig()
     found: dict[str, _Found] = {}
     problems: list[str] = []
     for policy in EVICTION_POLICIES:
