@@ -7,8 +7,9 @@ it needs.
 import typer
 
 from headstart.bench.cli import cli_reuse, cli_suite
+from headstart.bench.cli.engine_table import ENGINE, KERNELS, STORE
 from headstart.bench.cli.experiment_verb import Verb, add_verbs
-from headstart.bench.cli.lab_table import LAB
+from headstart.bench.cli.router_table import FLEET, ROUTER
 
 BENCH = (
     Verb("rotations", cli_reuse.rotations, "48 rotated prompts, cold and warm (vLLM #3402)."),
@@ -18,8 +19,9 @@ BENCH = (
     Verb("decode", cli_suite.decode, "Streams behind one cached prefix, or one each."),
     Verb("prefill", cli_suite.prefill, "Time to the first token by length, cold and warm."),
     Verb("trace", cli_suite.trace, "Recorded traffic: Mooncake, agents, Azure."),
-    Verb("fleet", cli_suite.fleet, "Real replicas behind our router and others."),
+    FLEET,
 )
+LAB = (*ENGINE, *STORE, *KERNELS, *ROUTER)
 app = typer.Typer(
     help="Measure an engine in this process, or any OpenAI endpoint (--against URL). Tables for people go to stderr; "
     "the last line of stdout is one JSON document.",

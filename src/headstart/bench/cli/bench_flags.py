@@ -71,6 +71,14 @@ def flag(default: Any, text: str, *names: str, kind: Any = None, **option: Any) 
     return Flag(Annotated[kind or type(default), typer.Option(*names, help=text, **option)], default)
 
 
+SEED = {"seed": Flag(Seed, 0)}
+THREADS = {"threads": Flag(Threads, 0)}
+SETUP = {"model": Flag(Model, "tiny"), "dtype": Flag(Dtype, "auto"), **THREADS, **SEED}
+THREE_RUNS, FIVE_RUNS = {"runs": Flag(Runs, 3)}, {"runs": Flag(Runs, 5)}
+FOLDER = {"folder": Flag(Folder, None)}
+QUICK, PLOT = {"quick": Flag(Quick, False)}, {"plot": Flag(Plot, None)}
+
+
 def signature(flags: Mapping[str, Flag], own: Iterable[inspect.Parameter] = ()) -> inspect.Signature:
     """Return the signature of a verb with its `own` parameters first."""
     parameters = [*own, *(each.parameter(name) for name, each in flags.items())]

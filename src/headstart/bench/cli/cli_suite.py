@@ -10,24 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headstart.bench.cli import cli_run
-from headstart.bench.cli.bench_flags import (
-    Dtype,
-    Model,
-    Plot,
-    Quick,
-    Runs,
-    Seed,
-    SloE2e,
-    SloTpot,
-    SloTtft,
-    Where,
-    takes_target,
-)
+from headstart.bench.cli.bench_flags import Runs, SloE2e, SloTpot, SloTtft, Where, takes_target
 
 if TYPE_CHECKING:
     from headstart.bench.progress_bar import Bar
     from headstart.bench.report import Report
-    from headstart.bench.runners.engines import Setup
     from headstart.bench.runners.runner import Runner
 
 PrefixTokens = Annotated[int, typer.Option(min=0, help="Shared tokens.")]
@@ -181,54 +168,3 @@ def trace(
     made = replay(found, speed=speed, factor=factor, concurrency=concurrency)
     slo = cli_run.limits(slo_ttft, slo_tpot, slo_e2e)
     cli_run.run_plan(Plan("trace", made, runs=runs, slo=slo, setup=sizes), where)
-
-
-def fleet(
-    model: Model = "llama-3m",
-    replicas: Annotated[int, typer.Option(min=1, help="Servers of one thread each.")] = 4,
-    policy: Annotated[
-        list[str] | None, typer.Option(help="Policy of our router; may be repeated.", show_default="all")
-    ] = None,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=ENVIRONMENT",
-            help="Another router: sglang-router, smg or vllm-router, and its installation folder.",
-        ),
-    ] = None,
-    groups: Annotated[int, typer.Option(min=1, help="Groups; each shares a system prompt.")] = 12,
-    prompts: Annotated[int, typer.Option(min=1, help="Questions per group; published: 10.")] = 8,
-    output_tokens: OutputTokens = 16,
-    high_rate: Annotated[float, typer.Option(min=0, help="Requests/s at high hit; 0: --load.")] = 0,
-    low_rate: Annotated[float, typer.Option(min=0, help="Requests/s at low hit; 0: --load.")] = 0,
-    load: Annotated[float, typer.Option(min=0.01, max=2, help="Share of the capacity under round robin.")] = 0.7,
-    runs: Annotated[int, typer.Option(min=1, help="Repetitions, in turn; published: 3.")] = 1,
-    dtype: Dtype = "auto",
-    seed: Seed = 0,
-    quick: Quick = False,
-    plot: Plot = None,
-) -> None:
-    """Serve generated-shared-prefix (gateway-api-inference-extension): 3000 + 128 tokens and the reverse."""
-
-    def bench(setup: "Setup", bar: "Bar") -> "Report":
-        from headstart.bench.experiments.router.fleet import FleetConfig
-        from headstart.bench.experiments.router.fleet_report import run_fleet
-        from headstart.bench.runners.route_process import parse_peer
-
-        config = FleetConfig(
-            replicas,
-            peers=tuple(map(parse_peer, peer or ())),
-            groups=groups,
-            prompts=prompts,
-            output=output_tokens,
-            runs=runs,
-            rates=(high_rate, low_rate),
-            load=load,
-        )
-        if policy:
-            config = replace(config, policies=tuple(policy))
-        if quick:
-            config = replace(config, groups=min(groups, 6), prompts=min(prompts, 3), runs=1)
-        return run_fleet(setup, config, bar)
-
-    cli_run.run_on_model(bench, Where(model, dtype=dtype, threads=1, asked_seed=seed, plot=plot))

@@ -25,7 +25,7 @@ _OF_SETUP = ("model", "dtype", "threads", "seed")
 class Experiment:
     """An experiment as a verb: `run` gets a config from the flags named after its fields, and all others by name.
 
-    With a flag `model` it gets a `setup` instead of model, dtype, threads and seed. Threads are set before torch is
+    With a flag `model` it gets a `setup` instead of model, dtype, threads (1) and seed. Threads are set before torch is
     imported.
     """
 
@@ -94,7 +94,7 @@ def _run(experiment: Experiment, values: dict[str, Any]) -> None:
     is_quick, plot = values.pop("quick", False), values.pop("plot", None)
     if "model" in values:
         of_setup = {name: values.pop(name) for name in _OF_SETUP if name in values}
-        where = Where(asked_seed=of_setup.pop("seed"), plot=plot, **of_setup)
+        where = Where(asked_seed=of_setup.pop("seed"), plot=plot, **{"threads": 1, **of_setup})
 
         def on_model(setup: "Setup", bar: "Bar") -> "Report":
             return experiment.measure({**values, "setup": setup}, is_quick=is_quick, bar=bar)

@@ -53,11 +53,12 @@ class FleetConfig:
     policies: tuple[str, ...] = tuple(POLICIES)
     peers: tuple[Entrant, ...] = ()
     groups: int = 12
-    prompts: int = 10
+    prompts: int = 8
     output: int = 16  # tokens
     context: int = 4096  # of the model: prompts are scaled down to it
-    runs: int = 3
-    rates: tuple[float, float] = (0.0, 0.0)  # requests per second, high and low
+    runs: int = 1
+    high_rate: float = 0.0  # requests per second
+    low_rate: float = 0.0
     load: float = 0.7
 
     @property
@@ -170,7 +171,7 @@ class _Fleet:
 
     def settle_rates(self) -> None:
         """Set the requested rates, or a share of the measured capacity of round robin."""
-        for kind, rate in zip(self.config.shapes, self.config.rates, strict=True):
+        for kind, rate in zip(self.config.shapes, (self.config.high_rate, self.config.low_rate), strict=True):
             if rate == 0.0:
                 questions = self._questions(kind, "load", 1.0)
                 self.bar.stage(f"{kind} hit: capacity of {BASELINE}", len(questions))

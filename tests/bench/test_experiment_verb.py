@@ -8,11 +8,10 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from headstart.bench.cli.bench_cli import BENCH, app
+from headstart.bench.cli.bench_cli import BENCH, LAB, app
 from headstart.bench.cli.experiment_verb import FOLDER, Experiment
-from headstart.bench.cli.lab_table import LAB
 
-EXPERIMENTS = [row for row in LAB if isinstance(row, Experiment)]
+EXPERIMENTS = [row for row in (*BENCH, *LAB) if isinstance(row, Experiment)]
 ALIASES = {"twins": "shared-burst", "stall": "decode-stall", "order": "queue-cost", "siblings": "shared-store"}
 VERBS = ["rotations", "intent", "twins", "shared-prefix", "decode", "prefill", "trace", "fleet"]
 LAB_VERBS = [
