@@ -29,14 +29,14 @@ for figure in $figures; do
     rotations) measure rotations llama-100m --model llama-100m ;;
     intent) measure intent llama-100m --model llama-100m --seconds 30 --min-requests 40 ;;
     intent-bundled) measure intent bundled --no-load --accuracy --examples 200 ;;
-    twins) measure twins llama-100m --model llama-100m --every ;;
+    twins) measure shared-burst twins/llama-100m --model llama-100m --every ;;
     fairness) measure 'lab fairness' prefill ;;
     fairness-decode) measure 'lab fairness' decode --requests 4000 --output-tokens 48 --max-num-seqs 8 ;;
-    stall) measure 'lab stall' llama-100m --model llama-100m ;;
-    order) measure 'lab order' order ;;
+    stall) measure 'lab decode-stall' stall/llama-100m --model llama-100m ;;
+    order) measure 'lab queue-cost' order/order ;;
     restart) measure 'lab restart' store/restart --model llama-100m ;;
     restart-float32) measure 'lab restart' store/restart_float32 --model llama-100m --dtype float32 --runs 1 ;;
-    siblings) measure 'lab siblings' store/siblings --model llama-100m ;;
+    siblings) measure 'lab shared-store' store/siblings --model llama-100m ;;
     write-behind) measure 'lab write-behind' store/write_behind --model llama-100m ;;
     page-aligned) measure 'lab page-aligned' llama-100m --model llama-100m ;;
     *)

@@ -2,8 +2,8 @@
 
     python vllm_twins.py
 
-The forms of `headstart bench twins`. Nothing is computed: the tokens that its scheduler schedules are counted. The last
-line of stdout is one JSON document.
+The forms of `headstart bench shared-burst`. Nothing is computed: the tokens that its scheduler schedules are counted.
+The last line of stdout is one JSON document.
 """
 
 from collections.abc import Iterator

@@ -11,7 +11,7 @@ from headstart.core.batch import Batch, StepResult
 from headstart.core.sched.step_time import DECODE_STEPS, LEAST_TOKENS
 
 MakeSetup = Callable[..., Setup]
-SMALL = StallConfig(decodes=4, context=16, prompt=3000, calm=4, caps=(128, 512), cap=256)
+SMALL = StallConfig(decodes=4, context=16, prompt=3000, calm=4, caps=(128, 512), cap=256, runs=1)
 CLOCK_COST = StepCost(step=0.010, token=0.001)
 
 
@@ -23,7 +23,7 @@ def run(make_setup: MakeSetup, config: StallConfig) -> dict:
         def execute(self, batch: Batch) -> StepResult:
             return VirtualExecutor(self.num_blocks, self.block_size, self.vocab_size, CLOCK_COST, clock).execute(batch)
 
-    report = run_stall(make_setup(Virtual), config, runs=1, clock=clock)
+    report = run_stall(make_setup(Virtual), config, clock=clock)
     assert report.problems == []
     return report.values
 
@@ -51,7 +51,7 @@ def test_by_default_no_step_lasts_longer_than_six_decode_steps(make_setup: MakeS
 
 
 def test_the_reported_cap_is_measured_even_if_no_other_is(make_setup: MakeSetup) -> None:
-    config = StallConfig(decodes=2, context=16, prompt=600, calm=2, caps=(), cap=128)
+    config = StallConfig(decodes=2, context=16, prompt=600, calm=2, caps=(), cap=128, runs=1)
     assert [row["cap"] for row in run(make_setup, config)["bounds"]] == [0, 0, 128]
 
 
@@ -63,5 +63,5 @@ def test_nothing_is_left_behind(make_setup: MakeSetup) -> None:
         engines.append(setup.build(*args, **extra))
         return engines[-1]
 
-    run_stall(Setup(build, "", "null"), SMALL, runs=1)
+    run_stall(Setup(build, "", "null"), SMALL)
     assert engines and all(not engine.has_work for engine, _ in engines)

@@ -16,7 +16,7 @@ from headstart.workload.request_record import RequestRecord
 from headstart.workload.synthetic import Shape
 
 SMALL = FleetConfig(
-    replicas=2, policies=("cost",), groups=4, prompts=2, output=2, context=512, runs=1, rates=(50.0, 50.0)
+    replicas=2, policies=("cost",), groups=4, prompts=2, output=2, context=512, runs=1, high_rate=50.0, low_rate=50.0
 )
 
 

@@ -15,6 +15,7 @@ import pytest
 from headstart import __version__
 from headstart.cli import main as cli
 from headstart.cli.build_engine import build_engine
+from headstart.cli.serve import NOT_OF_A_SERVER
 from headstart.config.config_file import all_fields
 from headstart.config.options import EngineOptions, RouterOptions, ServerOptions, flag_of
 from headstart.core.errors import ConfigError
@@ -72,7 +73,7 @@ def test_serve_help_names_every_option_and_its_default_once(capsys: pytest.Captu
     left = [re.split(r" {2,}", line.strip())[0] for line in shown.splitlines() if line.startswith("  -")]
     flags = re.findall(r"--(?:\[no-\])?([a-z-]+)", " ".join(left))
     for field in all_fields():
-        is_shown = field.name not in ("model", *cli.NOT_OF_A_SERVER)
+        is_shown = field.name not in ("model", *NOT_OF_A_SERVER)
         assert flags.count(flag_of(field.name).removeprefix("--")) == is_shown, field.name
     assert "[8000]" in shown and "Scheduling and caching:" in shown
 

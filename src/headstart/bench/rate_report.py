@@ -68,7 +68,6 @@ def _report(runner: Runner, plan: RatePlan, alone: Measured, search: RateSearch 
         {"highest_rate": None, "redundancy": values["alone"]["redundancy"], "phases": values},
         model=runner.about.get("model"),
         seed=plan.seed,
-        runs=1,
         threads=runner.about.get("settings", {}).get("threads"),
         setup={**plan.setup, **runner.about, "seconds_per_rate": plan.config.seconds},
         problems=alone.problems,

@@ -49,9 +49,9 @@ class Report:
 
     bench: str
     values: dict[str, Any]
-    model: str | None
-    seed: int
-    runs: int
+    model: str | None = None  # None: measured without one
+    seed: int = 0
+    runs: int = 1
     threads: int | None = None
     spread: dict[str, list[float]] = field(default_factory=dict[str, list[float]])  # key -> [min, max] over the runs
     setup: dict[str, Any] = field(default_factory=dict[str, Any])  # everything needed to repeat the run

@@ -10,40 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headstart.bench.cli import cli_run
-from headstart.bench.cli.cli_run import (
-    Against,
-    ApiKey,
-    Caching,
-    Dtype,
-    Model,
-    Named,
-    NewSeed,
-    Plot,
-    Quantization,
-    Quick,
-    Runs,
-    Seed,
-    SloE2e,
-    SloTpot,
-    SloTtft,
-    Threads,
-    Timeout,
-    VocabSize,
-    Where,
-)
+from headstart.bench.cli.bench_flags import Runs, SloE2e, SloTpot, SloTtft, Where, takes_target
 
 if TYPE_CHECKING:
     from headstart.bench.progress_bar import Bar
     from headstart.bench.report import Report
-    from headstart.bench.runners.engines import Setup
     from headstart.bench.runners.runner import Runner
-    from headstart.bench.suite import Plan
-
-SHARED_PREFIX = "Groups of prompts with a shared prefix each; any rate."
-DECODE = "Streams behind one cached prefix, or one each."
-PREFILL = "Time to the first token by length, cold and warm."
-TRACE = "Recorded traffic: Mooncake, agents, Azure."
-FLEET = "Real replicas behind our router and others."
 
 PrefixTokens = Annotated[int, typer.Option(min=0, help="Shared tokens.")]
 OwnTokens = Annotated[int, typer.Option(min=1, help="Unshared tokens of each prompt.")]
@@ -51,21 +23,10 @@ OutputTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate (igno
 Concurrency = Annotated[int, typer.Option(min=0, help="Closed loop: concurrent requests; 0: at their arrival times.")]
 
 
-def run_plan(plan: "Plan", where: Where) -> None:
-    """Measure a plan on the requested target, publish, exit."""
-    from random import Random
-
-    from headstart.bench.suite import run_suite
-
-    def bench(runner: "Runner", seed: int, bar: "Bar") -> "Report":
-        return run_suite(runner, replace(plan, seed=seed, is_guarded=where.is_here), bar)
-
-    cli_run.run_on_runner(bench, where, plan.build(512, Random(0)).num_blocks())
-
-
+@takes_target()
 def shared_prefix(
-    model: Named = "",
-    against: Against = "",
+    *,
+    where: Where,
     groups: Annotated[int, typer.Option(min=1, help="Groups of prompts; each shares a prefix.")] = 8,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts per group.")] = 8,
     prefix_tokens: PrefixTokens = 1024,
@@ -80,15 +41,6 @@ def shared_prefix(
     slo_e2e: SloE2e = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of arrivals per rate of a search.")] = 30,
     runs: Runs = 3,
-    seed: NewSeed = None,
-    plot: Plot = None,
-    threads: Threads = 0,
-    dtype: Dtype = "auto",
-    quantization: Quantization = "none",
-    caching: Caching = True,
-    api_key: ApiKey = "",
-    vocab_size: VocabSize = 512,
-    timeout: Timeout = 300,
 ) -> None:
     """Serve SGLang's generated-shared-prefix: all at once, in a closed loop, or at a Poisson rate.
 
@@ -100,14 +52,13 @@ def shared_prefix(
     from headstart.bench.suite_plans import Groups, parse_rate
     from headstart.workload.synthetic import Shape
 
-    where = Where(model, against, api_key, vocab_size, timeout, dtype, threads, quantization, caching, seed, plot)
     slo = cli_run.limits(slo_ttft, slo_tpot, slo_e2e)
     shape = Shape(prefix_tokens, own_tokens, output_tokens)
     with cli_run.refusing():
         found = parse_rate(rate)
     sizes = Groups(groups, prompts, shape, found or 0.0, 0 if found else concurrency)
     if found is not None:
-        run_plan(Plan("shared-prefix", sizes.build, runs=runs, slo=slo, setup=sizes.setup), where)
+        cli_run.run_plan(Plan("shared-prefix", sizes.build, runs=runs, slo=slo, setup=sizes.setup), where)
         return
 
     def search(runner: "Runner", new_seed: int, bar: "Bar") -> "Report":
@@ -117,9 +68,10 @@ def shared_prefix(
     cli_run.run_on_runner(search, where, cli_run.MAX_BLOCKS)
 
 
+@takes_target()
 def decode(
-    model: Named = "",
-    against: Against = "",
+    *,
+    where: Where,
     streams: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 32,
     prefixes: Annotated[str, typer.Option(help="both | shared | distinct.")] = "both",
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0: greedy; above 0: sampled.")] = 0.0,
@@ -129,15 +81,6 @@ def decode(
     own_tokens: OwnTokens = 16,
     output_tokens: OutputTokens = 128,
     runs: Runs = 3,
-    seed: NewSeed = None,
-    plot: Plot = None,
-    threads: Threads = 0,
-    dtype: Dtype = "auto",
-    quantization: Quantization = "none",
-    caching: Caching = True,
-    api_key: ApiKey = "",
-    vocab_size: VocabSize = 512,
-    timeout: Timeout = 300,
 ) -> None:
     """Run streams that decode at once behind cached prefixes; tokens/s count from the last first token on."""
     from headstart.bench.suite import Plan
@@ -145,7 +88,6 @@ def decode(
     from headstart.workload.jobs import Sampling
     from headstart.workload.synthetic import Shape
 
-    where = Where(model, against, api_key, vocab_size, timeout, dtype, threads, quantization, caching, seed, plot)
     with cli_run.refusing():
         sampling = Sampling(temperature, top_p, top_k)
         made = build(prefixes, streams, Shape(prefix_tokens, own_tokens, output_tokens), sampling)
@@ -158,32 +100,23 @@ def decode(
         "top_p": top_p,
         "top_k": top_k,
     }
-    run_plan(Plan("decode", made, runs=runs, setup=sizes), where)
+    cli_run.run_plan(Plan("decode", made, runs=runs, setup=sizes), where)
 
 
+@takes_target()
 def prefill(
-    model: Named = "",
-    against: Against = "",
+    *,
+    where: Where,
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "128,512,1000,2000",
     cached_share: Annotated[float, typer.Option(min=0, max=1, help="Cached share of a warm prompt.")] = 0.9,
     requests: Annotated[int, typer.Option(min=1, help="Prompts per length and repetition.")] = 3,
     runs: Runs = 3,
-    seed: NewSeed = None,
-    plot: Plot = None,
-    threads: Threads = 0,
-    dtype: Dtype = "auto",
-    quantization: Quantization = "none",
-    caching: Caching = True,
-    api_key: ApiKey = "",
-    vocab_size: VocabSize = 512,
-    timeout: Timeout = 300,
 ) -> None:
     """Send prompts one at a time, one token out: time to the first token, all new and with a cached beginning."""
     from headstart.bench.suite import Plan, run_suite
     from headstart.bench.suite_plans import draw_lengths, parse_lengths
     from headstart.bench.suite_plans import prefill as build
 
-    where = Where(model, against, api_key, vocab_size, timeout, dtype, threads, quantization, caching, seed, plot)
     with cli_run.refusing():
         parsed = parse_lengths(lengths)
     sizes = {"lengths": parsed, "cached_share": cached_share, "requests": requests}
@@ -195,12 +128,13 @@ def prefill(
     cli_run.run_on_runner(bench, where, requests * sum(2 * length // 16 + 4 for length in parsed))
 
 
+@takes_target()
 def trace(
+    *,
+    where: Where,
     trace: Annotated[
         Path, typer.Option(metavar="PATH", help="Mooncake or agent jsonl, Azure csv; detected from content.")
     ],
-    model: Named = "",
-    against: Against = "",
     limit: Annotated[int, typer.Option(min=0, help="Use the first N requests; 0: all.")] = 100,
     skip_above: Annotated[
         int, typer.Option(min=0, help="Leave out longer prompts, in the trace's tokens; 0: none.")
@@ -214,21 +148,11 @@ def trace(
     slo_tpot: SloTpot = None,
     slo_e2e: SloE2e = None,
     runs: Runs = 1,
-    seed: NewSeed = None,
-    plot: Plot = None,
-    threads: Threads = 0,
-    dtype: Dtype = "auto",
-    quantization: Quantization = "none",
-    caching: Caching = True,
-    api_key: ApiKey = "",
-    vocab_size: VocabSize = 512,
-    timeout: Timeout = 300,
 ) -> None:
     """Replay recorded traffic: its arrivals, its lengths and its shared prefixes, with synthetic tokens."""
     from headstart.bench.suite import Plan
     from headstart.bench.suite_plans import open_trace, replay
 
-    where = Where(model, against, api_key, vocab_size, timeout, dtype, threads, quantization, caching, seed, plot)
     with cli_run.refusing():
         found = open_trace(trace, skip_above, limit)
     factor = found.factor(max_prompt_tokens)
@@ -243,55 +167,4 @@ def trace(
     }
     made = replay(found, speed=speed, factor=factor, concurrency=concurrency)
     slo = cli_run.limits(slo_ttft, slo_tpot, slo_e2e)
-    run_plan(Plan("trace", made, runs=runs, slo=slo, setup=sizes), where)
-
-
-def fleet(
-    model: Model = "llama-3m",
-    replicas: Annotated[int, typer.Option(min=1, help="Servers of one thread each.")] = 4,
-    policy: Annotated[
-        list[str] | None, typer.Option(help="Policy of our router; may be repeated.", show_default="all")
-    ] = None,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=ENVIRONMENT",
-            help="Another router: sglang-router, smg or vllm-router, and its installation folder.",
-        ),
-    ] = None,
-    groups: Annotated[int, typer.Option(min=1, help="Groups; each shares a system prompt.")] = 12,
-    prompts: Annotated[int, typer.Option(min=1, help="Questions per group; published: 10.")] = 8,
-    output_tokens: OutputTokens = 16,
-    high_rate: Annotated[float, typer.Option(min=0, help="Requests/s at high hit; 0: --load.")] = 0,
-    low_rate: Annotated[float, typer.Option(min=0, help="Requests/s at low hit; 0: --load.")] = 0,
-    load: Annotated[float, typer.Option(min=0.01, max=2, help="Share of the capacity under round robin.")] = 0.7,
-    runs: Annotated[int, typer.Option(min=1, help="Repetitions, in turn; published: 3.")] = 1,
-    dtype: Dtype = "auto",
-    seed: Seed = 0,
-    quick: Quick = False,
-    plot: Plot = None,
-) -> None:
-    """Serve generated-shared-prefix (gateway-api-inference-extension): 3000 + 128 tokens and the reverse."""
-
-    def bench(setup: "Setup", bar: "Bar") -> "Report":
-        from headstart.bench.experiments.router.fleet import FleetConfig
-        from headstart.bench.experiments.router.fleet_report import run_fleet
-        from headstart.bench.runners.route_process import parse_peer
-
-        config = FleetConfig(
-            replicas,
-            peers=tuple(map(parse_peer, peer or ())),
-            groups=groups,
-            prompts=prompts,
-            output=output_tokens,
-            runs=runs,
-            rates=(high_rate, low_rate),
-            load=load,
-        )
-        if policy:
-            config = replace(config, policies=tuple(policy))
-        if quick:
-            config = replace(config, groups=min(groups, 6), prompts=min(prompts, 3), runs=1)
-        return run_fleet(setup, config, bar)
-
-    cli_run.run_on_model(bench, model, dtype, 1, seed, plot)
+    cli_run.run_plan(Plan("trace", made, runs=runs, slo=slo, setup=sizes), where)

@@ -24,6 +24,7 @@ from headstart.bench.runners.streamed_request import (
     Target,
     body_of,
     check_answer,
+    open_session,
     send,
 )
 from headstart.core.errors import ConfigError
@@ -134,10 +135,7 @@ class EndpointRunner:
 
     async def _open(self, rng: Random) -> None:
         """Find the model and send it a probe. Raises ConfigError."""
-        # servers close idle connections after a longer time; a request sent at that moment would look like a failure
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-        timeout = aiohttp.ClientTimeout(total=self.target.timeout)
-        self._session = aiohttp.ClientSession(headers=self.target.headers, timeout=timeout, connector=connector)
+        self._session = open_session(self.target.timeout, headers=self.target.headers)
         await self._find_model(self._session)
         length = min(PROBE_TOKENS, (self.about["max_model_len"] or 4096) // 2)
         job = Job(random_tokens(length, self.vocab_size, rng), 2)

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 
@@ -58,18 +58,35 @@ class Reply:
     cached_tokens: int | None
 
 
-def read_event(line: bytes) -> dict[str, Any] | None:
+def open_session(seconds: float, *, idle_seconds: float = 2, **options: Any) -> aiohttp.ClientSession:
+    """Return a session with any number of connections and a timeout per request.
+
+    An idle connection is closed before the server does it: a request sent at that moment would look like a failure.
+    """
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=idle_seconds)
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds), connector=connector, **options)
+
+
+def parse_event(line: bytes) -> dict[str, Any] | None:
     """Return the JSON of one line of a stream: None for `[DONE]`, an empty dict for a line without data.
 
-    Raises RequestFailedError for an error event and ValueError for invalid JSON.
+    Raises ValueError for anything but a JSON object.
     """
     if not line.startswith(b"data:"):
         return {}
     data = line.removeprefix(b"data:").strip()
     if data == b"[DONE]":
         return None
-    event: dict[str, Any] = json.loads(data)
-    if "error" in event:
+    event = json.loads(data)
+    if not isinstance(event, dict):
+        raise ValueError(f"an event that is no JSON object: {event!r}")
+    return cast("dict[str, Any]", event)
+
+
+def read_event(line: bytes) -> dict[str, Any] | None:
+    """Return the same as `parse_event`, but raise RequestFailedError for an error event."""
+    event = parse_event(line)
+    if event is not None and "error" in event:
         raise RequestFailedError(f"error in mid stream: {event['error']}")
     return event
 

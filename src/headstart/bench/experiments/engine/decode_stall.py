@@ -34,6 +34,10 @@ class StallConfig:
     calm: int = 48  # steps with decodes only, before it arrives
     caps: tuple[int, ...] = (128, 256, 512, 1024)  # tokens
     cap: int = 256  # the one reported as "with the cap"
+    runs: int = 3
+
+
+QUICK = StallConfig(caps=(), runs=1)
 
 
 class Bound(NamedTuple):
@@ -66,7 +70,7 @@ class _Stall:
         return percentile(self.loaded, 99)
 
 
-def run_stall(setup: Setup, config: StallConfig, *, runs: int = 3, bar: Bar = QUIET, clock: Clock = REAL) -> Report:
+def run_stall(setup: Setup, config: StallConfig, bar: Bar = QUIET, *, clock: Clock = REAL) -> Report:
     """Measure each bound on its own engine; a run lasts until the cold prompt has its first token."""
     log, found = ContentionLog.new(), dict[Bound, list[_Stall]]()
     info: EngineInfo | None = None
@@ -74,16 +78,16 @@ def run_stall(setup: Setup, config: StallConfig, *, runs: int = 3, bar: Bar = QU
         bar.stage(f"loading the model for {bound.label}", None)
         options = replace(setup.options(num_blocks=_pool_blocks(config)), max_step_time=bound.seconds)
         engine, info = setup.build(replace(options, long_prefill_token_threshold=bound.cap))
-        bar.stage(bound.label, runs + 1)
+        bar.stage(bound.label, config.runs + 1)
         found[bound] = []
-        for number in range(runs + 1):
+        for number in range(config.runs + 1):
             rng = Random(f"{setup.seed}/{number}")
             stall = uncontended(lambda e=engine, i=info, r=rng: _stall(e, i.vocab_size, config, r, clock), log)
             if number:  # the first one is a warm-up
                 found[bound].append(stall)
             bar.advance()
     assert info is not None
-    return _report(setup, config, info, found, runs, log)
+    return _report(setup, config, info, found, log)
 
 
 def _stall(engine: Engine, vocab_size: int, config: StallConfig, rng: Random, clock: Clock) -> _Stall:
@@ -140,7 +144,7 @@ def _pool_blocks(config: StallConfig) -> int:
 
 
 def _report(
-    setup: Setup, config: StallConfig, info: EngineInfo, found: dict[Bound, list[_Stall]], runs: int, log: ContentionLog
+    setup: Setup, config: StallConfig, info: EngineInfo, found: dict[Bound, list[_Stall]], log: ContentionLog
 ) -> Report:
     # over all runs: the p99 of one run's few calm steps is little more than its maximum
     unloaded = percentile((gap for stalls in found.values() for stall in stalls for gap in stall.calm), 99)
@@ -175,7 +179,7 @@ def _report(
         values,
         model=setup.label,
         seed=setup.seed,
-        runs=runs,
+        runs=config.runs,
         threads=info.threads,
         spread={
             "tpot_p99_over_unloaded": spread([stall.p99 / unloaded for stall in found[DEFAULT]]),

@@ -51,6 +51,9 @@ class FairnessConfig:
     ks: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # the default and infinity are added
 
 
+QUICK = FairnessConfig(requests=1000)
+
+
 @dataclass(slots=True)
 class _Traffic:
     """The same requests for every policy: prompts, arrival times, and ids of the cold ones."""
@@ -181,9 +184,7 @@ def _report(seed: int, config: FairnessConfig, rate: float, traffic: _Traffic, s
     report = Report(
         "lab fairness",
         values,
-        model=None,
         seed=seed,
-        runs=1,
         threads=1,
         setup={
             "step_s": COST.step,

@@ -146,7 +146,6 @@ def _report(
         values,
         model=setup.label,
         seed=setup.seed,
-        runs=1,
         threads=setup.threads,
         setup={"prompts": config.prompts, "tokens": config.tokens},
         sheets=[Sheet(title, ("logits", *found), rows)],

@@ -73,7 +73,6 @@ def run_linears(config: LinearsConfig, bar: Bar = QUIET) -> Report:
         values,
         model=config.shape,
         seed=config.seed,
-        runs=1,
         threads=config.threads,
         spread=bounds,
         setup={"layers": config.layers, "seconds": config.seconds},

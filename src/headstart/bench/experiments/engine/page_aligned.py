@@ -11,7 +11,7 @@ prompts through a real engine, to completion; that includes both effects.
 
 import time
 from array import array
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any, NamedTuple
 
@@ -53,7 +53,8 @@ TENSORS = 8  # layers held in memory; more would give the same result
 ROUNDS = 3  # of all ways to write, in each run
 
 
-class AlignedConfig(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class AlignedConfig:
     """The number of measurements."""
 
     runs: int = 5
@@ -75,9 +76,8 @@ class Planned(NamedTuple):
     writes: Writes
 
 
-def run_page_aligned(setup: Setup, config: AlignedConfig | None = None, bar: Bar = QUIET) -> Report:
+def run_page_aligned(setup: Setup, config: AlignedConfig = AlignedConfig(), bar: Bar = QUIET) -> Report:
     """Measure all three modes in turn. Figures only; there is no pass or fail."""
-    config = config or AlignedConfig()
     log = ContentionLog.new()
     found: dict[str, list[float]] = {}
     bar.stage("token budget lost", config.runs)
@@ -106,7 +106,7 @@ def run_page_aligned(setup: Setup, config: AlignedConfig | None = None, bar: Bar
         runs=config.runs,
         threads=facts.threads,
         spread={name: spread(figures) for name, figures in found.items()},
-        setup={"budget": BUDGET, "mixes": MIXES, "kv_layout": layout, **config._asdict(), **facts.described},
+        setup={"budget": BUDGET, "mixes": MIXES, "kv_layout": layout, **asdict(config), **facts.described},
         contention=log.as_dict(),
         sheets=_sheets(values, by_mix),
         charts=_charts(values, by_mix),

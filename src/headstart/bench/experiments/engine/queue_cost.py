@@ -44,6 +44,10 @@ class OrderConfig:
     steps: int = 48  # measured, while sequences of OUTPUT tokens run
     cap: int = 256  # long_prefill_token_threshold of the twins, whose leader takes prompt / cap steps
     policy: str = "lpm"
+    runs: int = 3
+
+
+QUICK = OrderConfig(waiting=200, runs=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class _Cost:
         self.order_mean.append(mean(queued) - mean(alone))
 
 
-def run_order(seed: int, runs: int, config: OrderConfig, bar: Bar = QUIET) -> Report:
+def run_order(seed: int, config: OrderConfig, bar: Bar = QUIET) -> Report:
     """Measure every form: none fits, one is admitted in each step, twins wait for blocks that their leader computes.
 
     Raises ConfigError for an unknown policy, and for a queue that would be empty before the last step.
@@ -86,15 +90,15 @@ def run_order(seed: int, runs: int, config: OrderConfig, bar: Bar = QUIET) -> Re
         raise ConfigError(f"--scheduling-policy {config.policy!r} is unknown; choose one of {', '.join(POLICIES)}")
     log, costs, problems = ContentionLog.new(), dict[str, _Cost](), list[str]()
     for number, make in enumerate(FORMS):
-        bar.stage(f"queues {number + 1}/{len(FORMS)}", 2 * runs)
-        for run in range(runs):
+        bar.stage(f"queues {number + 1}/{len(FORMS)}", 2 * config.runs)
+        for run in range(config.runs):
             for case in make(config, Random(f"{seed}/{run}")):
                 steps = uncontended(lambda c=case: _measure(c, config), log)
                 costs.setdefault(case.name, _Cost()).add(steps.alone, steps.queued)
                 if steps.admitted != case.admits * case.steps:
                     problems.append(f"{case.name}: {steps.admitted} requests admitted in {case.steps} steps")
                 bar.advance()
-    return _report(seed, runs, config, costs, problems, log)
+    return _report(seed, config, costs, problems, log)
 
 
 # ----------------------------------------------------------------------------------------------------------- forms
@@ -216,9 +220,7 @@ def _timed_step(engine: Engine) -> float:
     return seconds - (engine.stats().step_seconds - before)
 
 
-def _report(
-    seed: int, runs: int, config: OrderConfig, costs: dict[str, _Cost], problems: list[str], log: ContentionLog
-) -> Report:
+def _report(seed: int, config: OrderConfig, costs: dict[str, _Cost], problems: list[str], log: ContentionLog) -> Report:
     rows = [
         {
             "form": name,
@@ -234,9 +236,8 @@ def _report(
     return Report(
         "lab order",
         {"order_us_per_step": worst["order_us"], "worst_form": worst["form"], "max_us": MAX_US, "forms": rows},
-        model=None,
         seed=seed,
-        runs=runs,
+        runs=config.runs,
         threads=1,
         spread={"order_us_per_step": [1e6 * value for value in spread(costs[worst["form"]].order)]},
         setup={

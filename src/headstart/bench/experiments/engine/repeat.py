@@ -39,7 +39,6 @@ def run_repeat(setup: Setup, bar: Bar = QUIET) -> Report:
         values,
         model=setup.label,
         seed=setup.seed,
-        runs=1,
         threads=info.threads,
         setup={"prompt_tokens": PROMPT, **describe(info)},
         sheets=[Sheet("one prompt of 1,024 tokens, twice", ("time", "tokens computed", "tokens cached", "ms"), rows)],

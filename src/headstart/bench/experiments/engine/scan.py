@@ -52,9 +52,8 @@ class _Found:
     evictions: int
 
 
-def run_scan(seed: int, config: ScanConfig | None = None, bar: Bar = QUIET) -> Report:
+def run_scan(seed: int, config: ScanConfig = ScanConfig(), bar: Bar = QUIET) -> Report:
     """Send the hot prompt `uses` times with a scan before each but the first, once per eviction policy."""
-    config = config or ScanConfig()
     found: dict[str, _Found] = {}
     problems: list[str] = []
     for policy in EVICTION_POLICIES:
@@ -76,9 +75,7 @@ def run_scan(seed: int, config: ScanConfig | None = None, bar: Bar = QUIET) -> R
     return Report(
         "lab scan",
         values,
-        model=None,
         seed=seed,
-        runs=1,
         threads=1,
         setup={
             "prefix_tokens": config.prefix,

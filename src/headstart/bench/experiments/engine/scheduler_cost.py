@@ -52,6 +52,11 @@ def peer_command(python: Path | None) -> list[str]:
     return [str(python), str(PEER_SCRIPT)]
 
 
+def run_beside_peer(seed: int, runs: int, peer_python: Path | None = None, bar: Bar = QUIET) -> Report:
+    """Measure the costs, and vLLM's with the interpreter `peer_python`. Raises ConfigError without a checkout."""
+    return run_scheduler(seed, runs, bar, peer=peer_command(peer_python))
+
+
 def run_scheduler(seed: int, runs: int, bar: Bar = QUIET, *, peer: Sequence[str] = ()) -> Report:
     """Measure a step of 256 decodes, one request of 4,096 tokens with 4,080 cached, and hashing 1,024 tokens.
 
@@ -87,7 +92,6 @@ def _report(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], seed: int,
     return Report(
         "lab scheduler",
         values,
-        model=None,
         seed=seed,
         runs=len(ours),
         threads=1,

@@ -44,9 +44,8 @@ class PickConfig:
 QUICK = PickConfig(replicas=4, blocks=2048, long_prompt=4096, decisions=50, unique=20_000)
 
 
-def run_pick(seed: int, config: PickConfig | None = None, bar: Bar = QUIET) -> Report:
+def run_pick(seed: int, config: PickConfig = PickConfig(), bar: Bar = QUIET) -> Report:
     """Measure decisions over full indexes, the rate of whole requests, and an index under unrepeated prompts."""
-    config = config or PickConfig()
     values: dict[str, Any] = {}
     problems: list[str] = []
     rows: list[tuple[Any, ...]] = []
@@ -85,7 +84,6 @@ def run_pick(seed: int, config: PickConfig | None = None, bar: Bar = QUIET) -> R
     return Report(
         "lab pick",
         values,
-        model=None,
         seed=seed,
         runs=config.decisions,
         threads=1,

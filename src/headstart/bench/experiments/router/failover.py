@@ -219,7 +219,6 @@ def _report(config: FailoverConfig, found: _Found, ejections: Sequence[float]) -
         values,
         model=config.label or "none",
         seed=config.seed,
-        runs=1,
         threads=1,
         setup={
             "replicas": config.replicas,

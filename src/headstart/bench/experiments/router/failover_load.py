@@ -3,15 +3,17 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 import aiohttp
 
+from headstart.bench.runners.streamed_request import open_session, parse_event
+
 REQUEST_SECONDS = 1800.0
+IDLE_SECONDS = 15.0
 _PREFIXES = 16
 
 
@@ -46,7 +48,7 @@ class Load:
 
     async def closed(self, workers: int, goes_on: Callable[[], bool]) -> None:
         """Keep `workers` requests in flight as long as `goes_on()`."""
-        async with _session() as session:
+        async with open_session(REQUEST_SECONDS, idle_seconds=IDLE_SECONDS) as session:
 
             async def work() -> None:
                 while goes_on():
@@ -56,7 +58,7 @@ class Load:
 
     async def open(self, rate: float, goes_on: Callable[[], bool]) -> None:
         """Send `rate` requests per second with Poisson arrivals, as long as `goes_on()`."""
-        async with _session() as session:
+        async with open_session(REQUEST_SECONDS, idle_seconds=IDLE_SECONDS) as session:
             tasks: list[asyncio.Task[None]] = []
             due = time.monotonic()
             while goes_on():
@@ -93,13 +95,10 @@ class Load:
 
 async def _read_stream(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
     async for line in response.content:
-        if not line.startswith(b"data:"):
-            continue
-        data = line.removeprefix(b"data:").strip()
-        if data == b"[DONE]":
+        event = parse_event(line)
+        if event is None:
             outcome.ended = not outcome.error
             return
-        event = json.loads(data)
         if "error" in event:
             outcome.typed = is_typed(event)
             outcome.error = str(event["error"])
@@ -121,11 +120,3 @@ def is_typed(document: dict[str, Any]) -> bool:
     """Return whether the document is an error in OpenAI's form with message, type and code."""
     error = document.get("error")
     return isinstance(error, dict) and all(isinstance(error.get(key), str) for key in ("message", "type", "code"))
-
-
-@asynccontextmanager
-async def _session() -> AsyncGenerator[aiohttp.ClientSession]:
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        yield session

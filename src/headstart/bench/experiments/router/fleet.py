@@ -16,15 +16,21 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-import aiohttp
-
 from headstart.bench.experiments.router.fleet_workload import Question, Words, shared_prefix
 from headstart.bench.machine import ContentionLog, ContentionMeter
 from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.runners.engines import Setup
 from headstart.bench.runners.route_process import Entrant, RouterProcess, running_router
 from headstart.bench.runners.served_replica import Launch, Replica, replica
-from headstart.bench.runners.streamed_request import Call, Reply, RequestFailedError, Target, body_of, send
+from headstart.bench.runners.streamed_request import (
+    Call,
+    Reply,
+    RequestFailedError,
+    Target,
+    body_of,
+    open_session,
+    send,
+)
 from headstart.core.errors import ConfigError
 from headstart.router.policies.policy_table import POLICIES
 from headstart.workload.jobs import Job
@@ -47,11 +53,12 @@ class FleetConfig:
     policies: tuple[str, ...] = tuple(POLICIES)
     peers: tuple[Entrant, ...] = ()
     groups: int = 12
-    prompts: int = 10
+    prompts: int = 8
     output: int = 16  # tokens
     context: int = 4096  # of the model: prompts are scaled down to it
-    runs: int = 3
-    rates: tuple[float, float] = (0.0, 0.0)  # requests per second, high and low
+    runs: int = 1
+    high_rate: float = 0.0  # requests per second
+    low_rate: float = 0.0
     load: float = 0.7
 
     @property
@@ -164,7 +171,7 @@ class _Fleet:
 
     def settle_rates(self) -> None:
         """Set the requested rates, or a share of the measured capacity of round robin."""
-        for kind, rate in zip(self.config.shapes, self.config.rates, strict=True):
+        for kind, rate in zip(self.config.shapes, (self.config.high_rate, self.config.low_rate), strict=True):
             if rate == 0.0:
                 questions = self._questions(kind, "load", 1.0)
                 self.bar.stage(f"{kind} hit: capacity of {BASELINE}", len(questions))
@@ -252,10 +259,8 @@ class _Fleet:
 
 async def send_all(target: Target, questions: Sequence[Question], concurrency: int, bar: Bar = QUIET) -> list[Reply]:
     """Send each question at its arrival time, or `concurrency` at a time (0: off); return the replies in order."""
-    timeout = aiohttp.ClientTimeout(total=target.timeout)
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # servers close connections that idle for longer
     slots = asyncio.Semaphore(concurrency or len(questions) + 1)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    async with open_session(target.timeout) as session:
         calls = [
             Call(str(number), question.job, body_of(question.job, target.model, prompt=question.text))
             for number, question in enumerate(questions)

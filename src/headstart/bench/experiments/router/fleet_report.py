@@ -1,6 +1,7 @@
 """The report of `bench fleet`: figures with their intervals by workload and router, and whether its goals are met."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from random import Random
 from typing import Any
@@ -10,16 +11,19 @@ from headstart.bench.experiments.router.fleet import BASELINE, FleetConfig, Meas
 from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.report import Chart, Report, Sheet, spread
 from headstart.bench.runners.engines import Setup
+from headstart.bench.runners.route_process import parse_peer
 from headstart.workload.request_record import percentile
 
+QUICK = FleetConfig(groups=6, prompts=3)
 OURS = "cost"
 RATIO = 3.0  # round robin's mean time to the first token / ours, at high hit
 FIGURES = ("ttft_mean_ms", "ttft_p90_ms")
 COLUMNS = ("router", "TTFT mean ms", "95 %", "p90", "hit rate", "error, tokens", "router CPU ms", "shares")
 
 
-def run_fleet(setup: Setup, config: FleetConfig, bar: Bar = QUIET) -> Report:
-    """Measure every router on both workloads. Raises ConfigError."""
+def run_fleet(setup: Setup, config: FleetConfig, bar: Bar = QUIET, *, peer: Sequence[str] = ()) -> Report:
+    """Measure every router on both workloads, and every NAME=ENVIRONMENT of `peer`. Raises ConfigError."""
+    config = replace(config, peers=(*config.peers, *map(parse_peer, peer)))
     return make_report(setup, config, measure_fleet(setup, config, bar))
 
 

@@ -81,9 +81,6 @@ def run_route(trace: Path, config: RouteConfig, bar: Bar = QUIET) -> Report:
     return Report(
         "lab route",
         values,
-        model=None,
-        seed=0,
-        runs=1,
         threads=1,
         setup={
             "trace": trace.name,

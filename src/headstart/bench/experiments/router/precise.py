@@ -58,9 +58,8 @@ CASES = (
 _COUNTS = ("batches", "heard", "replays", "gaps", "lost", "restarts", "voids", "unknown_parents")
 
 
-def run_precise(seed: int, config: PreciseConfig | None = None, bar: Bar = QUIET) -> Report:
+def run_precise(seed: int, config: PreciseConfig = PreciseConfig(), bar: Bar = QUIET) -> Report:
     """Measure every case in turn, and the cost of an event."""
-    config = config or PreciseConfig()
     values: dict[str, Any] = {}
     problems: list[str] = []
     rows: list[tuple[Any, ...]] = []
@@ -87,7 +86,6 @@ def run_precise(seed: int, config: PreciseConfig | None = None, bar: Bar = QUIET
     return Report(
         "lab precise",
         values,
-        model=None,
         seed=seed,
         runs=config.passes,
         threads=1,

@@ -90,9 +90,8 @@ class _Text:
     request: Request
 
 
-def run_predict(traces: Sequence[Path], config: PredictConfig | None = None, bar: Bar = QUIET) -> Report:
+def run_predict(traces: Sequence[Path], config: PredictConfig = PredictConfig(), bar: Bar = QUIET) -> Report:
     """Serve the traces together once per form, with correction and without. Raises ConfigError."""
-    config = config or PredictConfig()
     texts, num_left_out, vocab_size = _texts(traces, config, bar)
     values: dict[str, Any] = {"requests": len(texts), "left_out": num_left_out}
     problems: list[str] = []
@@ -127,8 +126,6 @@ def run_predict(traces: Sequence[Path], config: PredictConfig | None = None, bar
         "lab predict",
         values,
         model="bundled tokenizer",
-        seed=0,
-        runs=1,
         threads=1,
         setup={
             "traces": [trace.name for trace in traces],

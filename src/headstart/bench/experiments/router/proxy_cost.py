@@ -21,7 +21,7 @@ import psutil
 from headstart.bench.machine import ContentionLog, ContentionMeter, describe_machine
 from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.report import Report, Sheet, spread
-from headstart.bench.runners.route_process import OURS, Entrant, RouterProcess, running_router
+from headstart.bench.runners.route_process import OURS, Entrant, RouterProcess, parse_peer, running_router
 from headstart.bench.runners.stream_load import Plan
 from headstart.core.errors import ConfigError
 
@@ -45,7 +45,7 @@ class ProxyConfig:
     prompt_bytes: int = 2048
     seconds: float = 15.0
     runs: int = 5
-    policy: str = ""  # of our router
+    policy: str = "cost"  # of our router
     target_ms: float | None = TARGET_MS
 
     @property
@@ -74,6 +74,11 @@ class Turn:
     def cores(self, seconds: float) -> float:
         """Return the cores that client, replicas and router used."""
         return (self.found["client_cpu_seconds"] + self.router_seconds + self.replica_seconds) / seconds
+
+
+def run_beside_peers(config: ProxyConfig, peer: Sequence[str] = (), bar: Bar = QUIET) -> Report:
+    """Measure our router and every NAME=ENVIRONMENT of `peer`. Raises ConfigError."""
+    return run_proxy(config, [parse_peer(text) for text in peer], bar)
 
 
 def run_proxy(config: ProxyConfig, peers: Sequence[Entrant] = (), bar: Bar = QUIET) -> Report:
@@ -217,8 +222,6 @@ def _report(config: ProxyConfig, turns: list[dict[str, Turn]], versions: dict[st
     return Report(
         "lab proxy",
         values,
-        model=None,
-        seed=0,
         runs=config.runs,
         spread=spreads,
         setup={

@@ -56,7 +56,7 @@ class WriteBehindConfig:
         Workload("cold", 48, 1, Shape(0, 1024, 1)),
         Workload("mix", 4, 12, Shape(717, 307, 32)),
     )
-    runs: int = 3  # rounds of two pairs
+    runs: int = 5  # rounds of two pairs
     folder: Path | None = None
 
 

@@ -1,0 +1,143 @@
+"""The verbs of `headstart bench` that compare prefix reuse in this process with none, or measure any server.
+
+Importing this module must stay cheap and free of torch, like bench_cli.py, which registers the verbs.
+"""
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headstart.bench.cli import cli_run
+from headstart.bench.cli.bench_flags import Quick, Runs, SloE2e, SloTpot, SloTtft, Where, takes_target
+
+if TYPE_CHECKING:
+    from headstart.bench.progress_bar import Bar
+    from headstart.bench.report import Report
+    from headstart.bench.runners.engines import Setup
+    from headstart.bench.runners.runner import Runner
+
+
+@takes_target("quantization", "caching")
+def rotations(
+    *,
+    where: Where,
+    runs: Runs = 3,
+    quick: Quick = False,
+) -> None:
+    """Send 48 rotations of 1,025 tokens, cold and warm: only uncached tokens use the budget (vLLM #3402)."""
+    if not where.is_here:
+        from headstart.bench.suite import Plan
+        from headstart.bench.suite_plans import rotations as build
+
+        plan = Plan("rotations", build(48, 1025, 3), runs=1 if quick else runs, setup={"requests": 48, "length": 1025})
+        cli_run.run_plan(plan, where)
+        return
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.experiments.engine.rotations import RotationsConfig, run_rotations
+
+        config = RotationsConfig(runs=1, decode_rounds=6) if quick else RotationsConfig(runs=runs)
+        return run_rotations(setup, config, bar)
+
+    cli_run.run_on_model(bench, where.or_tiny())
+
+
+@takes_target("quantization", "caching")
+def intent(
+    *,
+    where: Where,
+    load: Annotated[bool, typer.Option(help="Latency and Poisson load, on --model (default: the bundled one).")] = True,
+    accuracy: Annotated[
+        bool | None, typer.Option(help="Answers of the bundled model, float32. Default: without --model only.")
+    ] = None,
+    examples: Annotated[int, typer.Option(min=1, help="Held-out sentences used by --accuracy.")] = 80,
+    runs: Runs = 3,
+    draws: Annotated[int, typer.Option(min=1, help="Poisson draws; the search runs once for each.")] = 1,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds of arrivals per measured rate, at least.")] = 10,
+    min_requests: Annotated[int, typer.Option(min=1, help="Requests per measured rate, at least.")] = 20,
+    quick: Quick = False,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
+    slo_e2e: SloE2e = None,
+) -> None:
+    """Send 900 shared and 100 own tokens, 30 out, prefix caching off and on: TTFT, decode stall, highest rate.
+
+    Published figures: --seconds 30 --min-requests 40 --examples 200.
+    With --against: unloaded requests, then the highest rate within the limits, or four times the unloaded latency.
+    """
+    if not where.is_here:
+        from headstart.bench.rate import RateConfig, behind_prefix
+        from headstart.bench.rate_report import RatePlan, run_rate_search
+
+        config = RateConfig(5.0, 10, 1.3) if quick else RateConfig(seconds, min_requests)
+        slo = cli_run.limits(slo_ttft, slo_tpot, slo_e2e)
+
+        def search(runner: "Runner", new_seed: int, bar: "Bar") -> "Report":
+            plan = RatePlan("intent", behind_prefix(), new_seed, slo, config, is_guarded=False)
+            return run_rate_search(runner, plan, bar)
+
+        cli_run.run_on_runner(search, where, 0)
+        return
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.experiments.intent.intent_accuracy import AccuracyConfig, bundled_answers
+        from headstart.bench.experiments.intent.intent_load import QUICK, IntentConfig
+        from headstart.bench.experiments.intent.intent_report import run_intent
+
+        config = QUICK if quick else IntentConfig(runs=runs, draws=draws, seconds=seconds, min_requests=min_requests)
+        asked = accuracy if accuracy is not None else not where.model
+        questions = AccuracyConfig(examples=min(examples, 40) if quick else examples) if asked else None
+        answer = bundled_answers(setup.threads, bar) if asked else None
+        return run_intent(setup, config if load else None, questions, bar, answer=answer)
+
+    cli_run.run_on_model(bench, where)
+
+
+@takes_target("quantization", "caching")
+def shared_burst(
+    *,
+    where: Where,
+    requests: Annotated[int, typer.Option(min=2, help="Requests at once.")] = 32,
+    prefix_tokens: Annotated[int, typer.Option(min=16, help="New tokens that all of them share.")] = 2048,
+    own_tokens: Annotated[int, typer.Option(min=1, help="Unshared tokens of each prompt.")] = 32,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 16,
+    long_prefill_token_threshold: Annotated[int, typer.Option(min=0, help="Cap on a prefill's tokens per step.")] = 0,
+    tree: Annotated[
+        str, typer.Option(metavar="BxL", help="B branches share 256 tokens more each, with L leaves each; e.g. 4x8.")
+    ] = "",
+    same: Annotated[bool, typer.Option("--same", help="All prompts are identical.")] = False,
+    abort: Annotated[bool, typer.Option("--abort", help="The first request is aborted during prefill.")] = False,
+    poison: Annotated[bool, typer.Option("--poison", help="The first request fails during prefill.")] = False,
+    every: Annotated[bool, typer.Option("--every", help="All forms, with default caps and tree.")] = False,
+    baseline: Annotated[bool, typer.Option(help="Also compute every prompt in full, for time and tokens.")] = True,
+    runs: Runs = 3,
+    quick: Quick = False,
+) -> None:
+    """Send simultaneous requests behind one new prefix: prompt tokens computed against the least possible."""
+    if not where.is_here:
+        from headstart.bench.experiments.engine.burst_forms import Form, check_form, parse_tree
+        from headstart.bench.suite import Plan
+        from headstart.bench.suite_plans import twins as build
+        from headstart.core.errors import ConfigError
+
+        with cli_run.refusing():
+            if abort or poison or every or long_prefill_token_threshold:
+                raise ConfigError("--abort, --poison, --every and the prefill cap need an engine in this process")
+            form = check_form(
+                Form(requests, prefix_tokens, own_tokens, output_tokens, tree=parse_tree(tree), same=same)
+            )
+        plan = Plan("twins", build(form), runs=1 if quick else runs, setup={"form": form.name, **asdict(form)})
+        cli_run.run_plan(plan, where)
+        return
+
+    def bench(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.experiments.engine.burst_forms import Form, every_form, parse_tree
+        from headstart.bench.experiments.engine.shared_burst import run_twins
+
+        base = Form(requests, prefix_tokens, own_tokens, output_tokens, long_prefill_token_threshold)
+        loss = "poison" if poison else "abort" if abort else ""
+        forms = every_form(base) if every else [replace(base, tree=parse_tree(tree), same=same, loss=loss)]
+        return run_twins(setup, forms, runs=1 if quick else runs, baseline=baseline and not quick, bar=bar)
+
+    cli_run.run_on_model(bench, where.or_tiny())

@@ -1,0 +1,29 @@
+"""`headstart route`: a router in front of replicas that run already."""
+
+import typer
+
+from headstart.cli.cli_options import Sources, takes_options
+from headstart.config.config_file import settle
+from headstart.config.options import RouterOptions, ServerOptions
+
+EXAMPLES = """Examples:
+  headstart route --replica http://10.0.0.7:8000 --replica http://10.0.0.8:8000 --host 0.0.0.0
+  headstart route --discover file:replicas.txt --port 9000
+  curl -sD- localhost:8000/v1/completions -H 'x-headstart-explain: 1' -d '{"prompt": "Hi"}' -o/dev/null"""
+NOT_OF_A_ROUTER = (
+    *("served_model_name", "max_num_queued_tokens", "max_n", "max_prompts", "max_logprobs", "heartbeat_timeout"),
+    *("stats_interval", "replicas"),
+)
+"""Server options that apply to replicas, not to a router."""
+
+
+@takes_options(RouterOptions, ServerOptions, skip=NOT_OF_A_ROUTER)
+def route(*, sources: Sources) -> None:
+    """Route each request to the replica with the earliest expected first token.
+
+    Replicas are servers with the OpenAI API: Headstart, vLLM, SGLang. Clients see one server.
+    """
+    router, server = settle(RouterOptions, *sources), settle(ServerOptions, *sources)
+    from headstart.gateway.run_gateway import route as run_router
+
+    raise typer.Exit(run_router(router, server))

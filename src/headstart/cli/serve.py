@@ -1,0 +1,51 @@
+"""`headstart serve`: one server, or several replicas behind a router."""
+
+from typing import Annotated
+
+import typer
+
+from headstart.cli.cli_options import Sources, complete_folder, takes_options
+from headstart.config.config_file import settle
+from headstart.config.options import EngineOptions, RouterOptions, ServerOptions
+
+EXAMPLES = """Examples:
+  headstart serve                                 the bundled model on http://127.0.0.1:8000
+  headstart serve Qwen/Qwen3-0.6B --port 9000     a model from the hub, downloaded once
+  headstart serve ./my-model --replicas 4         four of them share this machine behind one router
+  HEADSTART_API_KEY=secret headstart serve ./my-model --max-model-len 8192"""
+NOT_OF_A_SERVER = ("replica", "discover", "replica_api_key")
+"""Router options that do not apply when the router starts its own replicas."""
+
+
+@takes_options(EngineOptions, ServerOptions, RouterOptions, skip=("model", *NOT_OF_A_SERVER))
+def serve(
+    *,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Folder or hub id; without one, the bundled intent model.",
+            autocompletion=complete_folder,
+        ),
+    ] = None,
+    sources: Sources,
+) -> None:
+    """Serve a model through the OpenAI API; with --replicas, several times behind one router.
+
+    Every option may also stand in ./headstart.toml (port = 9000) or in the environment (HEADSTART_PORT=9000).
+    Flags win over the environment, the environment over the file. Keep keys out of argv: others can see it.
+    """
+    named: Sources = () if model is None else ({"model": model},)
+    engine, server = settle(EngineOptions, *named, *sources), settle(ServerOptions, *sources)
+    router = settle(RouterOptions, *sources)
+    from headstart.engine_checks import check_engine
+
+    check_engine(engine)  # before torch is imported
+    if router.replicas > 1:
+        from headstart.cli.replicas import serve_replicas
+
+        raise typer.Exit(serve_replicas(engine, server, router))
+    from headstart.cli.build_engine import build_engine
+    from headstart.server.run_server import serve as run_server
+
+    raise typer.Exit(run_server(build_engine, engine, server))
