@@ -55,7 +55,8 @@ def main() -> None:
     for number, (_, name, kind, file) in enumerate(drawn, 1):
         print(f"{number}. `{name}` ({kind}, {file})")
     if options.key is not None:
-        options.key.write_text(json.dumps({n: [origin, name] for n, (origin, name, *_) in enumerate(drawn, 1)}, indent=1))
+        origins = {number: [origin, name] for number, (origin, name, *_) in enumerate(drawn, 1)}
+        options.key.write_text(json.dumps(origins, indent=1))
 
 
 if __name__ == "__main__":

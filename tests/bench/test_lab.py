@@ -1,6 +1,6 @@
 from collections.abc import Callable
 
-from headstart.bench.experiments.engine.repeat import run_repeat
+from headstart.bench.experiments.engine.repeat import run_repeated_prompt
 from headstart.bench.runners.engines import Setup
 from headstart.bench.runners.null_executor import NullExecutor
 
@@ -8,7 +8,7 @@ MakeSetup = Callable[..., Setup]
 
 
 def test_a_repeated_prompt_of_whole_blocks_computes_one_token(make_setup: MakeSetup) -> None:
-    report = run_repeat(make_setup())
+    report = run_repeated_prompt(make_setup())
     assert report.values["tokens_computed"] == 1
     assert report.values["tokens_cached"] == 1023
     assert report.problems == []
@@ -17,4 +17,4 @@ def test_a_repeated_prompt_of_whole_blocks_computes_one_token(make_setup: MakeSe
 def test_another_first_token_in_float32_invalidates_the_repeat(
     make_setup: MakeSetup, forgetful: type[NullExecutor]
 ) -> None:
-    assert "differs" in run_repeat(make_setup(forgetful)).problems[0]
+    assert "differs" in run_repeated_prompt(make_setup(forgetful)).problems[0]

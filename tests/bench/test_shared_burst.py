@@ -38,7 +38,7 @@ def test_no_form_computes_anything_twice(make_setup: MakeSetup, form: Form) -> N
     ],
 )
 def test_ideal_counts_each_shared_token_once(form: Form, ideal: int) -> None:
-    assert form.ideal(lost=48) == ideal
+    assert form.ideal_tokens(lost=48) == ideal
 
 
 def test_leaves_of_a_tree_share_the_root_and_their_branch_and_nothing_more() -> None:

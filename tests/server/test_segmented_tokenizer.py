@@ -252,11 +252,11 @@ def test_what_one_domain_sent_speeds_up_no_other() -> None:
     memory, text = segmented.memory, words(2000)
     scopes = [("a", b"1"), ("a", b"2"), ("b", b"1!"), ("", b"")]
     for tenant, domain in scopes:
-        segmented.within(tenant, domain).encode(text)
+        segmented.for_domain(tenant, domain).encode(text)
         assert memory.num_hits == 0 and memory.num_misses == len(memory)
     for tenant, domain in scopes:
         before = memory.num_misses
-        segmented.within(tenant, domain).encode(text)
+        segmented.for_domain(tenant, domain).encode(text)
         assert memory.num_misses == before
 
 
@@ -264,10 +264,10 @@ def test_what_one_domain_sent_speeds_up_no_other() -> None:
 def test_the_cache_mode_of_a_request_holds_here_too(mode: CacheMode, remembered: int, found: int) -> None:
     segmented = SegmentedTokenizer(Tokenizer(backend("gpt2")))
     text = words(2000)
-    segmented.within("", b"", mode).encode(text)
+    segmented.for_domain("", b"", mode).encode(text)
     assert len(segmented.memory) == remembered
-    segmented.within("", b"").encode(text)
-    segmented.within("", b"", mode).encode(text)
+    segmented.for_domain("", b"").encode(text)
+    segmented.for_domain("", b"", mode).encode(text)
     assert (segmented.memory.num_hits > 0) == bool(found)
 
 

@@ -119,7 +119,7 @@ def prefill(lengths: Sequence[int], cached_share: float, requests: int) -> Build
     return build
 
 
-def draw_lengths(report: Report, lengths: Sequence[int]) -> Report:
+def add_length_chart(report: Report, lengths: Sequence[int]) -> Report:
     """Return the report of `prefill` with one chart: time to the first token by length."""
     phases = report.values["phases"]
     series: dict[str, tuple[float | None, ...]] = {

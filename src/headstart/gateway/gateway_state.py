@@ -209,7 +209,7 @@ class GatewayState:
         key = self.options.replica_api_key
         return {} if key is None else {"authorization": f"Bearer {key}"}
 
-    def answered(self, record: RequestRecord) -> bool:
+    def count_answer(self, record: RequestRecord) -> bool:
         """Count a request that has ended; return whether its access line is written."""
         if record.status is not None:
             self.metrics.answered(record.path, record.method, record.status)

@@ -24,7 +24,7 @@ class Host(Protocol):
         """Set `error` on the record, and log it if it is not the client's mistake."""
         ...
 
-    def answered(self, record: RequestRecord) -> bool:
+    def count_answer(self, record: RequestRecord) -> bool:
         """Count a finished request; return whether to log its access line."""
         ...
 
@@ -71,6 +71,6 @@ class Gate:
     def _settle(self, record: RequestRecord) -> None:
         status = 499 if record.error == "client_closed" else record.status
         record.status = 499 if status is None else status
-        if self._state.answered(record):
+        if self._state.count_answer(record):
             now = time.monotonic()
             self._state.log.event("request", record.fields(now), text=record.text(now))

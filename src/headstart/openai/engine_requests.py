@@ -37,7 +37,7 @@ class Prepared:
 
 def tokenizer_of(tokenizer: Tokenizer, origin: Origin, params: GenerationParams) -> Tokenizer:
     """Return the tokenizer for one client request, with the cached segments of its own isolation domain."""
-    return tokenizer.within(origin.tenant, narrow_domain(origin.domain, params.cache_salt), params.cache)
+    return tokenizer.for_domain(origin.tenant, narrow_domain(origin.domain, params.cache_salt), params.cache)
 
 
 def encode_completion(body: CompletionBody, tokenizer: Tokenizer, bounds: Bounds) -> "list[array[int]]":

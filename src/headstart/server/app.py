@@ -129,7 +129,7 @@ class _Routes:
         """Convert a text or a conversation to token ids."""
         model = self._state.model
         principal = record_of(request.scope).principal
-        tokenizer = model.tokenizer.within(principal.tenant, principal.domain)
+        tokenizer = model.tokenizer.for_domain(principal.tenant, principal.domain)
 
         def work(data: bytes) -> responses.Json:
             body = parse_tokenize(parse_json(data, model.bounds.max_numbers), model.bounds)

@@ -190,7 +190,7 @@ class ServerState:
         elif not isinstance(error, HeadstartError | HttpError | ClientGoneError):
             self.log.failure("internal_error", error, record.request_id)
 
-    def answered(self, record: RequestRecord) -> bool:
+    def count_answer(self, record: RequestRecord) -> bool:
         """Count a finished request; return whether to log its access line."""
         if self.metrics is not None and record.status is not None:
             self.metrics.answered(record.path, record.method, record.status)

@@ -114,7 +114,7 @@ def prefill(
 ) -> None:
     """Send prompts one at a time, one token out: time to the first token, all new and with a cached beginning."""
     from headstart.bench.suite import Plan, run_suite
-    from headstart.bench.suite_plans import draw_lengths, parse_lengths
+    from headstart.bench.suite_plans import add_length_chart, parse_lengths
     from headstart.bench.suite_plans import prefill as build
 
     with cli_run.refusing():
@@ -123,7 +123,7 @@ def prefill(
     plan = Plan("prefill", build(parsed, cached_share, requests), runs=runs, setup=sizes)
 
     def bench(runner: "Runner", new_seed: int, bar: "Bar") -> "Report":
-        return draw_lengths(run_suite(runner, replace(plan, seed=new_seed, is_guarded=where.is_here), bar), parsed)
+        return add_length_chart(run_suite(runner, replace(plan, seed=new_seed, is_guarded=where.is_here), bar), parsed)
 
     cli_run.run_on_runner(bench, where, requests * sum(2 * length // 16 + 4 for length in parsed))
 

@@ -20,7 +20,7 @@ from headstart.bench.cli.experiment_verb import Experiment
 ENGINE = (
     Experiment(
         name="repeat",
-        run="engine.repeat:run_repeat",
+        run="engine.repeat:run_repeated_prompt",
         flags=SETUP,
         summary="One prompt twice: number of tokens computed.",
         help="Send the same 1,024-token prompt twice: the second time computes one token, not one block.",

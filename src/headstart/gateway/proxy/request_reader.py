@@ -117,7 +117,7 @@ class RequestReader:
         salt = _salt(sender, values.get("cache_salt"))
         domain = event_domain(salt) if sender.is_salted else sender.domain + event_domain(salt)
         root = router_root(served.model, adapter=served.adapter, domain=domain)
-        scoped = None if self.tokenizer is None else self.tokenizer.within(sender.domain.hex(), domain)
+        scoped = None if self.tokenizer is None else self.tokenizer.for_domain(sender.domain.hex(), domain)
         limit = model_info.max_model_len or sys.maxsize  # the replica refuses a longer prompt
         tokens, text, count = self._prompt(path, values, scoped, limit)
         if tokens is not None:

@@ -37,7 +37,7 @@ class SegmentedTokenizer(Tokenizer):
         """Whether texts are cut into segments: proven to leave the tokens unchanged."""
         return self._around is not None
 
-    def within(self, tenant: str, domain: bytes, mode: CacheMode = CacheMode.READ_WRITE) -> Tokenizer:
+    def for_domain(self, tenant: str, domain: bytes, mode: CacheMode = CacheMode.READ_WRITE) -> Tokenizer:
         """Return this tokenizer with the cached segments of `domain` of `tenant`.
 
         As with KV blocks, READ_ONLY stores nothing, and BYPASS neither reads nor stores.

@@ -67,7 +67,7 @@ class Tokenizer:
         # "fast": without offsets of the tokens in the text, which takes a third of the time
         return array("i", self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
-    def within(self, tenant: str, domain: bytes, mode: CacheMode = CacheMode.READ_WRITE) -> "Tokenizer":
+    def for_domain(self, tenant: str, domain: bytes, mode: CacheMode = CacheMode.READ_WRITE) -> "Tokenizer":
         """Return the tokenizer for requests of one isolation domain: itself, since this class caches nothing."""
         return self
 

@@ -43,7 +43,7 @@ class Form:
         stems = with_prefix(root, branches, self.branch, vocab_size, rng)
         return [prompt for stem in stems for prompt in with_prefix(stem, leaves, self.own, vocab_size, rng)]
 
-    def ideal(self, lost: int) -> int:
+    def ideal_tokens(self, lost: int) -> int:
         """Return the prompt tokens that must be computed if nothing is computed twice.
 
         A fully cached prompt still computes its last token, and a partial block is never shared. The first request, if

@@ -14,7 +14,7 @@ PROMPT = 1024
 NUM_BLOCKS = 256
 
 
-def run_repeat(setup: Setup, bar: Bar = QUIET) -> Report:
+def run_repeated_prompt(setup: Setup, bar: Bar = QUIET) -> Report:
     """Send one prompt of 1,024 tokens twice, one output token each."""
     bar.stage("loading the model", None)
     engine, info = setup.build(setup.options(num_blocks=NUM_BLOCKS))

@@ -77,7 +77,7 @@ class _Result:
         return max(range(len(self.runs)), key=self.redundancy)
 
     def redundancy(self, index: int) -> float:
-        return self.prefill(index) / self.form.ideal(self.lost[index])
+        return self.prefill(index) / self.form.ideal_tokens(self.lost[index])
 
     @property
     def differing(self) -> int:
@@ -95,7 +95,7 @@ class _Result:
         worst = self.worst
         return {
             "prefill_computed": self.prefill(worst),
-            "ideal": self.form.ideal(self.lost[worst]),
+            "ideal": self.form.ideal_tokens(self.lost[worst]),
             "redundancy": self.redundancy(worst),
             "total_s": median(run.seconds for run in self.runs),
             "steps": len(self.runs[worst].steps),
@@ -112,7 +112,7 @@ class _Result:
             if finished != expected:
                 problems.append(f"{name}: {finished} requests finished instead of {expected}, {len(run.errors)} failed")
             elif self.redundancy(index) > MAX_REDUNDANCY:
-                ideal = self.form.ideal(self.lost[index])
+                ideal = self.form.ideal_tokens(self.lost[index])
                 problems.append(f"{name}: {self.prefill(index)} prompt tokens computed, ideal {ideal}")
         return problems
 
