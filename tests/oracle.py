@@ -249,7 +249,42 @@ def compare_everything(folder: Path, seed: int, num_requests: int, num_tokens: i
         tokens, gaps = reference.generate(prompt, num_tokens)
         label = f"{folder.name} seed {seed} {request.request_id} everything on"
         check_tokens(under_test, label, prompt, got[request.request_id], tokens, gaps, tally)
+    prompt = [rng.randrange(VOCAB) for _ in range(59)]
+    tokens, gaps = reference.generate(prompt, num_tokens)
+    for request_id, found in run_overtaken(engine, prompt, num_tokens, tally).items():
+        label = f"{folder.name} seed {seed} {request_id} everything on"
+        check_tokens(under_test, label, prompt, found, tokens, gaps, tally)
     return tally
+
+
+def run_overtaken(engine: Engine, prompt: list[int], num: int, tally: Tally) -> dict[str, list[int]]:
+    """Runs two requests of one prompt; if the first is in mid prefill after a step, the second overtakes it."""
+    scheduler, before = engine.scheduler, engine.stats().counters.num_adoptions
+    tokens: dict[str, list[int]] = {"slow": [], "racer": []}
+
+    def step() -> None:
+        for output in engine.step(scheduler.pool.now + 1.0):
+            check_output(output)
+            tokens[output.request_id] += output.token_ids
+
+    engine.add_request(greedy("slow", prompt, num))
+    step()
+    slow = next(iter(scheduler.running), None)
+    needed = 2 * -(-(len(prompt) + num) // scheduler.block_size)
+    if slow is not None and 0 < slow.num_computed_tokens < len(prompt) and scheduler.pool.num_free >= needed:
+        scheduler.running.remove(slow)  # it is not planned for some steps
+    else:
+        slow = None
+    engine.add_request(greedy("racer", prompt, num))
+    while slow is not None and not tokens["racer"]:
+        step()
+    if slow is not None:
+        scheduler.running.add(slow)
+    while engine.has_work:
+        step()
+    tally.requests += 2
+    tally.adoptions += engine.stats().counters.num_adoptions - before
+    return tokens
 
 
 def cramped(rng: Random, prompts: list[list[int]], num_tokens: int) -> tuple[int, int, list[tuple[list[int], str]]]:
