@@ -4,7 +4,7 @@
 
 Recorded traffic at several loads, pool sizes, eviction and scheduling policies, in virtual time, and two made cases:
 the best one for the mechanism and the worst one. Without: a scheduler whose pool ignores the references (in
-virtual_serving.py). About four minutes on one core; no model, no idle machine. The last stdout line is JSON.
+virtual_serving.py). About five minutes on one core; no model, no idle machine. The last stdout line is JSON.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from headstart.workload.jobs import Job
 from headstart.workload.synthetic import random_tokens
 from headstart.workload.traces import CHAIN_BLOCK, Trace, read_trace
 
-POOLS = (0.05, 0.1, 0.25, 0.5)  # of the distinct blocks
+POOLS = (0.02, 0.05, 0.1, 0.25, 0.5)  # of the distinct blocks
 EVICTIONS = ("lru", "2q")
 POLICIES = ("fcfs", "lpm")
 LOADS = (1.0, 2.0, 0.0)  # tokens that arrive over tokens computed in that time without a cache; 0: all at once
@@ -48,7 +48,6 @@ SLICE_REQUESTS = 1200
 CHAT_FACTOR = BLOCK_SIZE / CHAIN_BLOCK
 AGENT_FACTOR = 1 / 8
 AGENT_COPIES = 3
-AGENT_SEEDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +77,14 @@ def chat(trace: Trace, requests: int) -> Iterator[list[Workload]]:
         yield found
 
 
-def agents(trace: Trace) -> Iterator[list[Workload]]:
+def agents(trace: Trace, seeds: int) -> Iterator[list[Workload]]:
     """Yield, per number of running sequences, agents' sessions that start together, once per seed.
 
     Pauses between turns are the recorded ones; a token takes so long that requests wait most of the time.
     """
     for running in RUNNING:
         found: list[Workload] = []
-        for seed in range(AGENT_SEEDS):
+        for seed in range(seeds):
             rng, sessions = Random(f"agents/{seed}"), list[Session]()
             for copy in range(AGENT_COPIES):
                 jobs = trace.jobs(VOCAB_SIZE, f"{seed}/{copy}", factor=AGENT_FACTOR)
@@ -141,8 +140,8 @@ def made(name: str, build: Callable[[int], list[Session]], policy: str) -> list[
     """Return a row per eviction policy for a made case on a pool of 160 blocks, two sequences at a time."""
     rows: list[dict[str, Any]] = []
     for eviction in EVICTIONS:
-        server = Server(160, eviction, policy, max_seqs=2)
-        workloads = [Workload(name, "made", tuple(build(seed)), 1.0, 2) for seed in range(SLICES)]
+        server = Server(num_blocks=160, eviction=eviction, policy=policy, max_seqs=2)
+        workloads = [Workload(name, "made", tuple(build(seed)), 1.0) for seed in range(SLICES)]
         rows.append(row(workloads, [server] * SLICES))
     return rows
 
@@ -170,19 +169,27 @@ def row(workloads: Sequence[Workload], servers: Sequence[Server]) -> dict[str, A
     }
 
 
-def measure(workloads: Sequence[list[Workload]], bar: Bar = QUIET) -> list[dict[str, Any]]:
+def measure(
+    workloads: Sequence[list[Workload]], pools: Sequence[float], policies: Sequence[str], bar: Bar = QUIET
+) -> list[dict[str, Any]]:
     """Return a row per load, pool, eviction and scheduling policy; pools without space for a prompt are left out."""
     rows: list[dict[str, Any]] = []
     for group in workloads:
-        bar.stage(f"{group[0].name}, load {group[0].load}", len(POOLS) * len(EVICTIONS) * len(POLICIES))
+        bar.stage(f"{group[0].name}, load {group[0].load}", len(pools) * len(EVICTIONS) * len(policies))
         distinct = [distinct_blocks(work.sessions) for work in group]
         longest = max(longest_blocks(work.sessions) for work in group)
-        for share, eviction, policy in product(POOLS, EVICTIONS, POLICIES):
+        for share, eviction, policy in product(pools, EVICTIONS, policies):
             bar.advance()
             if share * min(distinct) < longest:
                 continue
             servers = [
-                Server(int(share * num), eviction, policy, work.token_seconds, work.max_seqs)
+                Server(
+                    num_blocks=int(share * num),
+                    eviction=eviction,
+                    policy=policy,
+                    token_seconds=work.token_seconds,
+                    max_seqs=work.max_seqs,
+                )
                 for num, work in zip(distinct, group, strict=True)
             ]
             rows.append({"pool_share": share} | row(group, servers))
@@ -205,13 +212,18 @@ def main() -> int:
     parser.add_argument("--chat", type=Path, help="a trace in Mooncake's format")
     parser.add_argument("--agents", type=Path, help="a trace of agents' texts with sessions")
     parser.add_argument("--requests", type=int, default=SLICE_REQUESTS, help="of each slice of the chat trace")
+    parser.add_argument("--seeds", type=int, default=3, help="starts of the agents' sessions")
+    parser.add_argument("--pools", type=float, nargs="+", default=POOLS, help="shares of the distinct blocks")
+    parser.add_argument("--policies", choices=POLICIES, nargs="+", default=POLICIES)
     args = parser.parse_args()
     found: dict[str, list[dict[str, Any]]] = {}
     with progress_bar() as bar:
         if args.chat:
-            found["chat"] = measure(list(chat(read_trace(args.chat.read_text().splitlines()), args.requests)), bar)
+            slices = list(chat(read_trace(args.chat.read_text().splitlines()), args.requests))
+            found["chat"] = measure(slices, args.pools, args.policies, bar)
         if args.agents:
-            found["agents"] = measure(list(agents(read_trace(args.agents.read_text().splitlines()))), bar)
+            mixes = list(agents(read_trace(args.agents.read_text().splitlines()), args.seeds))
+            found["agents"] = measure(mixes, args.pools, args.policies, bar)
         bar.stage("made cases")
         found["best case"] = made("best case", best_case, "fcfs") + made("best case", best_case, "lpm")
         found["worst case"] = made("worst case", worst_case, "priority")

@@ -3,9 +3,9 @@
     python benchmarks/eviction/retention_hints.py --agents agent_miniswe.jsonl --one-off azure_llm_2023_conv.csv \\
         --chat conversation_trace.jsonl
 
-Agents' sessions return after a pause, beside one-off prompts or beside a chat service; hints are sent by nobody, by
-the agents, by everybody, or by the wrong clients. Then a chat service alone, all of whose requests send the same hint.
-Virtual time: about four minutes on one core; no model, no idle machine. The last stdout line is JSON.
+Agents' sessions return after a pause, beside one-off prompts or beside a chat service; hints are sent by no client, by
+the agents, by all, or by the wrong clients. Then a chat service alone, all of whose requests send the same hint.
+Virtual time: about five minutes on one core; no model, no idle machine. The last stdout line is JSON.
 """
 
 import argparse
@@ -42,15 +42,17 @@ from headstart.workload.traces import CHAIN_BLOCK, Trace, read_trace
 EVICTIONS = ("lru", "2q")
 SEEDS = 3
 TTL = Retention(TIMED_PRIORITY, 300.0)  # "cache_ttl": 300
+SHORT = Retention(TIMED_PRIORITY, 10.0)  # over before the block is evicted, on larger pools
 DAY = Retention(KEYED_PRIORITY, float(MAX_TTL))  # "prompt_cache_retention": "24h"
 HINTS: dict[str, tuple[Retention, Retention]] = {  # of the agents, of the others
     "none": (DEFAULT_RETENTION, DEFAULT_RETENTION),
     "agents send cache_ttl 300": (TTL, DEFAULT_RETENTION),
     "all send cache_ttl 300": (TTL, TTL),
+    "all send cache_ttl 10": (SHORT, SHORT),
     "all send prompt_cache_retention 24h": (DAY, DAY),
     "only others send cache_ttl 300": (DEFAULT_RETENTION, TTL),
 }
-ALIKE = ("none", "all send cache_ttl 300", "all send prompt_cache_retention 24h")
+ALIKE = ("none", "all send cache_ttl 300", "all send cache_ttl 10", "all send prompt_cache_retention 24h")
 MIXED = ("none", "agents send cache_ttl 300", "all send cache_ttl 300", "only others send cache_ttl 300")
 FACTOR = BLOCK_SIZE / 256  # of lengths: a block stands for 256 tokens
 STRETCHES = (10, 30)  # times the recorded pauses between the turns of agents, whose median is 1.0 s
@@ -120,7 +122,9 @@ def measure_alike(trace: Trace, bar: Bar = QUIET) -> list[dict[str, Any]]:
 
 def _server(num_blocks: int, eviction: str, sessions: Sequence[Session], seconds: float) -> Server:
     tokens = sum(len(turn.job.prompt) + turn.job.output for session in sessions for turn in session.turns)
-    return Server(num_blocks, eviction, token_seconds=LOAD * seconds / tokens, step_tokens=STEP_TOKENS)
+    return Server(
+        num_blocks=num_blocks, eviction=eviction, token_seconds=LOAD * seconds / tokens, step_tokens=STEP_TOKENS
+    )
 
 
 def _row(server: Server, runs: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:

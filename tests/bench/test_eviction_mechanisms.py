@@ -14,7 +14,7 @@ from virtual_serving import VOCAB_SIZE, Counts, Server, Session, Turn, serve
 from headstart.workload.jobs import Job
 from headstart.workload.synthetic import random_tokens
 
-SERVER = Server(160, "lru", "fcfs", max_seqs=2)
+SERVER = Server(num_blocks=160, eviction="lru", policy="fcfs", max_seqs=2)
 
 
 def both(sessions: list[Session], server: Server) -> tuple[Counts, Counts]:
