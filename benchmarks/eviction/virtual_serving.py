@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from headstart.bench.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
-from headstart.core.cache.hashing import BlockHash
 from headstart.core.engine import Engine
 from headstart.core.request import DEFAULT_RETENTION, Request, Retention, SamplingParams
 from headstart.core.sched.limits import Limits
@@ -63,19 +62,6 @@ class Counts(NamedTuple):
     waiting: int  # number of waiting requests, mean over steps
 
 
-class IgnoredRefsScheduler(Scheduler):
-    """A scheduler whose pool ignores the references of queued requests."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        super().__init__(config)
-        self.pool.add_queued_refs = _ignore
-        self.pool.drop_queued_refs = _ignore
-
-
-def _ignore(block_hashes: Sequence[BlockHash]) -> None:
-    """Do nothing."""
-
-
 def serve(server: Server, sessions: Sequence[Session]) -> Counts:
     """Serve all sessions to their end and return the counts."""
     longest = max(len(turn.job.prompt) + turn.job.output for session in sessions for turn in session.turns)
@@ -88,7 +74,9 @@ def serve(server: Server, sessions: Sequence[Session]) -> Counts:
     clock = VirtualClock()
     cost = StepCost(server.step_tokens * server.token_seconds, server.token_seconds)
     executor = VirtualExecutor(config.num_blocks, BLOCK_SIZE, VOCAB_SIZE, cost, clock)
-    engine = Engine((Scheduler if server.queued_refs else IgnoredRefsScheduler)(config), executor)
+    scheduler = Scheduler(config)
+    scheduler.waiting.references = server.queued_refs  # by default with `fcfs` only
+    engine = Engine(scheduler, executor)
     waiting = steps = 0
     due = [(session.turns[0].pause, index, 0) for index, session in enumerate(sessions)]
     heapify(due)

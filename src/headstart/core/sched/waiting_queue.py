@@ -99,9 +99,13 @@ class WaitingQueue:
     `lpm` is k-LPM: of every `k` admissions the first is the oldest waiting sequence, the other k - 1 are those with the
     longest match, so that a sequence with r older ones is admitted within k(r + 1) admissions (arXiv 2502.04677).
     Preempted sequences go before all others and are not counted.
+
+    `references`: idle blocks that waiting sequences will take over are evicted after all others. With `fcfs` only:
+    `lpm` admits such sequences in time, and with `priority` they may wait for ever (benchmarks/eviction).
     """
 
     def __init__(self, pool: BlockPool, policy: str, k: int, reads: Callable[[Sequence], bool]) -> None:
+        self.references = policy == "fcfs"
         self._pool = pool
         self._key = WAITING[policy]
         self._k = k if policy == "lpm" else 1
@@ -292,6 +296,8 @@ class WaitingQueue:
 
     def _add_refs(self, group: Group) -> None:
         """Add references in the pool to the blocks that the group will take over."""
+        if not self.references:
+            return
         block_hashes = group.members[0].block_hashes[len(group.referenced) : group.depth]
         self._pool.add_queued_refs(block_hashes)
         group.referenced += block_hashes
