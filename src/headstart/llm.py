@@ -34,7 +34,8 @@ from headstart.openai.bounds import Bounds
 from headstart.openai.engine_requests import Origin, build_requests, encode_chat, encode_completion
 from headstart.openai.fields import Fields
 from headstart.openai.generation_params import GenerationParams, Kind, parse_params
-from headstart.openai.request_bodies import ChatBody, CompletionBody, check_depth, parse_messages, parse_prompts
+from headstart.openai.request_bodies import ChatBody, CompletionBody, parse_messages, parse_prompts
+from headstart.openai.request_json import check_depth
 from headstart.openai.text.generation import Generation
 from headstart.openai.text.logprob_table import TokenEntry
 from headstart.openai.text.shared_prompt import SharedPrompt

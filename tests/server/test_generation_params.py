@@ -11,7 +11,8 @@ from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.openai.bounds import FLOAT32_MAX, Bounds
 from headstart.openai.fields import Fields
 from headstart.openai.generation_params import GenerationParams, Kind, fit, parse_params
-from headstart.openai.request_bodies import parse_chat, parse_completion, parse_detokenize, parse_json, parse_tokenize
+from headstart.openai.request_bodies import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from headstart.openai.request_json import parse_json
 
 BOUNDS = Bounds(vocab_size=100, max_model_len=64, eos_token_ids=(2,), scheduling_policy="priority")
 NAN, INF = float("nan"), float("inf")

@@ -25,7 +25,7 @@ from headstart.http.http_errors import ClientGoneError, HttpError, error_respons
 from headstart.http.packed_metrics import CONTENT_TYPE
 from headstart.http.spooled_body import SpooledBody
 from headstart.openai.fields import shown
-from headstart.openai.request_bodies import parse_json
+from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json, model_list
 
 CHAT_PATH = "/v1/chat/completions"  # rendered by the chat template, whose run time has no bound

@@ -24,7 +24,8 @@ from headstart.openai.engine_requests import encode_prompt
 from headstart.openai.fields import shown
 from headstart.openai.json_pieces import SLICE_ITEMS
 from headstart.openai.openapi import BODIES
-from headstart.openai.request_bodies import TokenizeBody, parse_detokenize, parse_json, parse_tokenize
+from headstart.openai.request_bodies import TokenizeBody, parse_detokenize, parse_tokenize
+from headstart.openai.request_json import parse_json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.server.cache_routes import cache_stats, explain
 from headstart.server.inference import CHAT, COMPLETIONS, check_model, infer
