@@ -12,7 +12,7 @@ import msgspec
 
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.openai.bounds import MAX_JSON_VALUES
-from headstart.openai.fields import shown
+from headstart.openai.value_checks import shown
 
 _VALUE = re.compile(
     rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[{]', re.DOTALL
