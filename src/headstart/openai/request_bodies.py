@@ -34,6 +34,7 @@ class SentPart(RequestModel):
 
     type: Literal["text", "input_text", "output_text"]
     text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class SentMessage(RequestModel):
