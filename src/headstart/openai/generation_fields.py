@@ -89,8 +89,11 @@ AddGenerationPrompt = Annotated[
         description="Begin a new message; by default unless the last one is continued",
     ),
 ]
-Stops = Annotated[tuple[str, ...], checked(_stop, str | list[str])]
-TokenIds = Annotated[tuple[int, ...], checked(_stop_token_ids, list[int])]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+Stops = Annotated[tuple[str, ...], checked(_stop, StopText | StopTexts)]
+TokenId = Annotated[int, Field(ge=0, le=INT31_MAX)]
+StopTokenIds = Annotated[tuple[int, ...], checked(_stop_token_ids, list[TokenId])]
 TokenIdKey = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 LogitBias = Annotated[
     tuple[tuple[int, float], ...],
@@ -130,7 +133,7 @@ class GenerationFields(CacheFields):
     seed: int | None = Field(None, ge=-INT64_MAX - 1, le=INT64_MAX, description="Same seed, same output")
     logit_bias: LogitBias = Field((), description="Token ids, and the numbers that are added to their logits")
     stop: Stops = Field((), description="Texts before which the output ends")
-    stop_token_ids: TokenIds = Field((), description="Tokens that end the output")
+    stop_token_ids: StopTokenIds = Field((), description="Tokens that end the output")
     include_stop_str_in_output: bool = False
     ignore_eos: bool = Field(False, description="End-of-sequence tokens do not end the output")
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text")

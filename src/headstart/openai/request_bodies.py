@@ -14,7 +14,7 @@ from pydantic import Field
 
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.openai.bounds import Bounds
-from headstart.openai.generation_fields import AddGenerationPrompt, ChatFields, CompletionFields, Model
+from headstart.openai.generation_fields import AddGenerationPrompt, ChatFields, CompletionFields, Model, TokenId
 from headstart.openai.generation_params import GenerationParams, generation_params
 from headstart.openai.request_json import parse_json
 from headstart.openai.request_model import RequestModel, Text, checked, validated
@@ -38,21 +38,27 @@ class SentPart(RequestModel):
 
 
 class SentMessage(RequestModel):
-    """A message of a conversation; beside these fields the chat template reads tool_calls and reasoning_content."""
+    """A message of a conversation, with tool_calls perhaps, beside which content is optional."""
 
     role: Role
-    content: str | list[SentPart] | None = None
+    content: str | list[SentPart]
     name: str | None = None
     tool_call_id: str | None = None
 
 
-Messages = Annotated[list[Message], checked(lambda value, bounds: parse_messages(value, bounds), list[SentMessage])]
+Messages = Annotated[
+    list[Message],
+    checked(lambda value, bounds: parse_messages(value, bounds), Annotated[list[SentMessage], Field(min_length=1)]),
+]
+SentIds = Annotated[list[TokenId], Field(min_length=1)]
+SentTexts = Annotated[list[str], Field(min_length=1)]
+SentLists = Annotated[list[SentIds], Field(min_length=1)]
 Prompts = Annotated[
     tuple[Prompt, ...],
-    checked(lambda value, bounds: parse_prompts(value, bounds), str | list[str] | list[int] | list[list[int]]),
+    checked(lambda value, bounds: parse_prompts(value, bounds), str | SentTexts | SentIds | SentLists),
 ]
 # An array[int], which cannot be evaluated as a type before Python 3.12.
-Decodable = Annotated[Any, checked(lambda value, bounds: _decodable(value, bounds), list[int])]
+Decodable = Annotated[Any, checked(lambda value, bounds: _decodable(value, bounds), list[TokenId])]
 
 
 class CompletionRequest(CompletionFields):

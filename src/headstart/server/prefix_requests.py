@@ -15,6 +15,7 @@ from headstart.config.options import PrefixEntry
 from headstart.core.errors import InvalidRequestError, RequestFailedError
 from headstart.http.http_errors import HttpError
 from headstart.openai.bounds import Bounds
+from headstart.openai.generation_fields import TokenId
 from headstart.openai.prefix_tokens import chat_tokens, text_tokens
 from headstart.openai.request_bodies import Messages
 from headstart.openai.request_model import RequestModel, Text, checked, validated
@@ -43,7 +44,7 @@ class PrefixRequest(RequestModel):
     text: Text | None = None
     messages: Messages | None = None
     # An array[int] | None, which cannot be evaluated as a type before Python 3.12.
-    token_ids: Annotated[Any, checked(_token_ids, list[int])] = None
+    token_ids: Annotated[Any, checked(_token_ids, list[TokenId])] = None
 
 
 def parse_prefix(values: Mapping[str, Any], bounds: Bounds) -> PrefixRequest:
