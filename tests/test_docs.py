@@ -1,6 +1,7 @@
 """The pages say what is so: generated parts are current, links lead somewhere, commands and flags exist."""
 
 import ast
+import json
 import re
 import runpy
 import shlex
@@ -10,6 +11,8 @@ import pytest
 from model.tiny import FAMILIES
 
 from headstart.cli import main as cli
+from headstart.openai.openapi import request_body
+from headstart.openai.request_bodies import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -80,7 +83,8 @@ def test_python_in_the_pages_compiles_and_imports_what_exists() -> None:
 def test_parameters_and_paths_of_the_api_page_are_known_to_the_server() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     files = [path for folder in ("openai", "server") for path in (ROOT / "src/headstart" / folder).rglob("*.py")]
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    bodies = json.dumps(request_body(CompletionRequest, ChatRequest))
+    sources = "\n".join([bodies, *(path.read_text(encoding="utf-8") for path in files)])
     rows = re.findall(r"^\| (.*?) \|", page.split("## Usage")[0], re.MULTILINE)
     names = [name for row in rows for name in re.findall(r"`\.?([a-z_]+)`", row)]
     paths = [path for row in rows for path in re.findall(r"`(/[a-z0-9_/]+)", row)]

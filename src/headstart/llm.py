@@ -5,7 +5,7 @@
     llm = LLM("Qwen/Qwen3-0.6B")
     print(llm.generate("The capital of France is", {"max_tokens": 8, "temperature": 0})[0].text)
 
-Sampling parameters have the names, limits and errors of the HTTP API (openai/generation_params.py). Importing this
+Sampling parameters have the names, limits and errors of the HTTP API (openai/generation_fields.py). Importing this
 module does not import torch. Constructing an LLM does, after setting the thread variables that torch reads on import.
 """
 
@@ -32,9 +32,9 @@ from headstart.core.request import Request, SamplingParams
 from headstart.model.setup.threads import prepare_threads
 from headstart.openai.bounds import Bounds
 from headstart.openai.engine_requests import Origin, build_requests, encode_chat, encode_completion
-from headstart.openai.fields import Fields
 from headstart.openai.generation_params import GenerationParams, Kind, parse_params
-from headstart.openai.request_bodies import ChatBody, CompletionBody, check_depth, parse_messages, parse_prompts
+from headstart.openai.request_bodies import ChatBody, CompletionBody, parse_messages, parse_prompts
+from headstart.openai.request_json import check_depth
 from headstart.openai.text.generation import Generation
 from headstart.openai.text.logprob_table import TokenEntry
 from headstart.openai.text.shared_prompt import SharedPrompt
@@ -213,7 +213,7 @@ class LLM:
 
     def _params(self, sampling: Sampling, kind: Kind) -> GenerationParams:
         self._check_open()
-        params = parse_params(Fields(_plain_sampling(sampling, kind)), self._bounds, kind)
+        params = parse_params(_plain_sampling(sampling, kind), self._bounds, kind)
         if params.ignored:
             raise InvalidRequestError(
                 f"unknown sampling parameter {params.ignored[0]!r}; see the documentation of /v1/completions for names",

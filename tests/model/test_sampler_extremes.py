@@ -13,7 +13,9 @@ from headstart.core.batch import Chunk
 from headstart.core.request import SamplingParams
 from headstart.model.kernels.library import kernels
 from headstart.model.sampling.sampler import Sampler
-from headstart.openai.bounds import INT31_MAX, LOGIT_BIAS, NUMBERS
+from headstart.openai.bounds import INT31_MAX
+from headstart.openai.generation_fields import MAX_BIAS, ChatFields
+from headstart.openai.openapi import request_body
 
 VOCAB = 40
 HUGE, TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
@@ -21,9 +23,15 @@ DENORMAL = 1e-45  # the smallest float32 above 0
 ROW_VALUES = (HUGE, -HUGE, 1e38, -1e38, 3e38, TINY, -TINY, DENORMAL, 0.0, -0.0, 1.0, -1.0, 60.0, -60.0)
 
 
+PROPERTIES = request_body(ChatFields)["requestBody"]["content"]["application/json"]["schema"]["properties"]
+
+
 def extremes(name: str) -> st.SearchStrategy[float]:
     """The ends of a parameter's range, what is next to them, and its default."""
-    low, high, default, above_low = NUMBERS[name]
+    schema = PROPERTIES[name]
+    above_low = "exclusiveMinimum" in schema
+    low, high = schema["exclusiveMinimum" if above_low else "minimum"], schema["maximum"]
+    default = getattr(SamplingParams(), name)
     values = [math.nextafter(low, high), 1e-38, 1e-9, default, 1.0, math.nextafter(high, low), high]
     return st.sampled_from([value for value in [*([] if above_low else [low]), *values] if low <= value <= high])
 
@@ -38,7 +46,7 @@ PARAMS = st.builds(
     frequency_penalty=extremes("frequency_penalty"),
     repetition_penalty=extremes("repetition_penalty"),
     logit_bias=st.dictionaries(
-        st.integers(0, VOCAB - 1), st.sampled_from([LOGIT_BIAS.low, 0.0, DENORMAL, LOGIT_BIAS.high]), max_size=VOCAB
+        st.integers(0, VOCAB - 1), st.sampled_from([-MAX_BIAS, 0.0, DENORMAL, MAX_BIAS]), max_size=VOCAB
     ).map(lambda bias: tuple(sorted(bias.items()))),
     min_tokens=st.sampled_from([0, 9]),
     stop_token_ids=st.sampled_from([(), (0, 1), tuple(range(VOCAB)), tuple(range(1, VOCAB + 5))]),

@@ -6,15 +6,17 @@ import pytest
 
 from headstart.core.errors import InvalidRequestError
 from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention
-from headstart.openai.cache_params import CacheWishes, cache_wishes
-from headstart.openai.fields import Fields
+from headstart.openai.bounds import Bounds
+from headstart.openai.cache_params import CacheFields, CacheWishes, cache_wishes
+from headstart.openai.request_model import validated
 
+BOUNDS = Bounds(vocab_size=100, max_model_len=64)
 READ_WRITE, READ_ONLY, BYPASS = CacheMode.READ_WRITE, CacheMode.READ_ONLY, CacheMode.BYPASS
 MARK = {"mode": "explicit"}
 
 
 def wishes(**values: Any) -> CacheWishes:
-    return cache_wishes(Fields(values), 256)
+    return cache_wishes(validated(CacheFields, values, BOUNDS), values.get("messages"))
 
 
 def chat(*marks: Any) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ from tokenizer_folders import BYTE_LEVEL, METASPACE, build
 from headstart.core.batch import Output, PromptTokenBreakdown, TokenLogprob
 from headstart.core.request import FinishReason, Request
 from headstart.openai.bounds import Bounds
-from headstart.openai.fields import Fields
 from headstart.openai.generation_params import Kind, fit, parse_params
 from headstart.openai.text.generation import Delta, Generation
 from headstart.openai.tokenizer.tokenizer import Tokenizer
@@ -24,7 +23,7 @@ PROMPT = TOKENIZER.encode("play some music")
 
 
 def make(*, tokenizer: Tokenizer = TOKENIZER, prompt: "array[int]" = PROMPT, **values: Any) -> Generation:
-    params = parse_params(Fields({"max_tokens": 500, **values}), BOUNDS, Kind.COMPLETION)
+    params = parse_params({"max_tokens": 500, **values}, BOUNDS, Kind.COMPLETION)
     return Generation(tokenizer, Request("r", prompt, fit(params, len(prompt), BOUNDS)), params)
 
 

@@ -9,20 +9,20 @@ import pytest
 
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.openai.bounds import FLOAT32_MAX, Bounds
-from headstart.openai.fields import Fields
 from headstart.openai.generation_params import GenerationParams, Kind, fit, parse_params
-from headstart.openai.request_bodies import parse_chat, parse_completion, parse_detokenize, parse_json, parse_tokenize
+from headstart.openai.request_bodies import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from headstart.openai.request_json import parse_json
 
 BOUNDS = Bounds(vocab_size=100, max_model_len=64, eos_token_ids=(2,), scheduling_policy="priority")
 NAN, INF = float("nan"), float("inf")
 
 
 def completion(**values: Any) -> GenerationParams:
-    return parse_params(Fields(values), BOUNDS, Kind.COMPLETION)
+    return parse_params(values, BOUNDS, Kind.COMPLETION)
 
 
 def chat(**values: Any) -> GenerationParams:
-    return parse_params(Fields(values), BOUNDS, Kind.CHAT)
+    return parse_params(values, BOUNDS, Kind.CHAT)
 
 
 ACCEPTED = [
@@ -208,9 +208,9 @@ def test_the_message_names_value_limit_and_remedy() -> None:
 @pytest.mark.parametrize("policy", ["lpm", "fcfs"])
 def test_a_priority_is_refused_where_it_would_have_no_effect(policy: str) -> None:
     bounds = replace(BOUNDS, scheduling_policy=policy)
-    assert parse_params(Fields({"priority": 0}), bounds, Kind.CHAT).priority == 0
+    assert parse_params({"priority": 0}, bounds, Kind.CHAT).priority == 0
     with pytest.raises(InvalidRequestError, match=f"Priority scheduling is not enabled.* is {policy};") as caught:
-        parse_params(Fields({"priority": 1}), bounds, Kind.CHAT)
+        parse_params({"priority": 1}, bounds, Kind.CHAT)
     assert (caught.value.param, caught.value.code) == ("priority", "unsupported_parameter")
     assert completion(priority=7).priority == 7
 

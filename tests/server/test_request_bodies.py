@@ -20,14 +20,12 @@ from headstart.openai.engine_requests import (
     narrow_domain,
 )
 from headstart.openai.request_bodies import (
-    MAX_DEPTH,
-    check_depth,
     parse_chat,
     parse_completion,
     parse_detokenize,
-    parse_json,
     parse_tokenize,
 )
+from headstart.openai.request_json import MAX_DEPTH, check_depth, parse_json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 BOUNDS = Bounds(vocab_size=100, max_model_len=64, max_prompts=4, max_messages=5)

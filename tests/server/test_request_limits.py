@@ -17,7 +17,6 @@ from headstart.core.request import Request
 from headstart.http.byte_budget import Budget, Lease
 from headstart.openai.bounds import Bounds
 from headstart.openai.engine_requests import Origin, build_requests
-from headstart.openai.fields import Fields
 from headstart.openai.generation_params import GenerationParams, Kind, parse_params
 from headstart.server import request_limits as admission
 from headstart.server.request_limits import answer_entries, check_size, initial_bytes, max_held_bytes, shown_entries
@@ -30,7 +29,7 @@ BOUNDS = Bounds.of(INFO, ServerOptions())
 def asked(
     num_prompts: int, length: int, kind: Kind = Kind.COMPLETION, **values: Any
 ) -> tuple[list[Request], GenerationParams]:
-    params = parse_params(Fields(values), BOUNDS, kind)
+    params = parse_params(values, BOUNDS, kind)
     prompt = array("i", [1]) * length
     return build_requests([prompt] * num_prompts, params, BOUNDS, Origin("r")), params
 

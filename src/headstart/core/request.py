@@ -27,7 +27,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters of a request; every value is already validated and in range (openai/generation_params.py).
+    """Sampling parameters of a request; every value is already validated and in range (openai/generation_fields.py).
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch those filters off. `logprobs` is the number of
     alternatives to report beside the sampled token (0: the sampled token only; None: nothing), `prompt_logprobs` the

@@ -1,13 +1,9 @@
-"""Bounds of requests: the single table of limits for request validation.
+"""Bounds of requests: the limits that depend on the model and the server's options.
 
-`Bounds` holds limits that depend on the model and the server's options. NUMBERS and INTEGERS hold the ranges of single
-parameters, the same everywhere. No other module of the package may define a limit of a request: generation_params.py,
-request_bodies.py and the OpenAPI document read them from here.
+Limits that are the same everywhere are part of the field they limit: generation_fields.py, cache_params.py.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from headstart.config.options import ServerOptions
 from headstart.core.engine import EngineInfo
@@ -18,40 +14,6 @@ INT64_MAX = 2**63 - 1
 FLOAT32_MAX = 2.0**128 - 2.0**104  # logits are computed in float32
 
 
-class NumberRange(NamedTuple):
-    """The finite numbers from `low` to `high`, inclusive; with `above_low`, `low` itself is excluded."""
-
-    low: float
-    high: float
-    default: float
-    above_low: bool = False
-
-
-class IntegerRange(NamedTuple):
-    """The integers from `low` to `high`, inclusive."""
-
-    low: int
-    high: int
-
-
-# As in vLLM's documentation; the sampler returns a token for every combination (tests/model/test_sampler_extremes.py).
-NUMBERS: Mapping[str, NumberRange] = {
-    "temperature": NumberRange(0.0, 2.0, 1.0),
-    "top_p": NumberRange(0.0, 1.0, 1.0, above_low=True),
-    "min_p": NumberRange(0.0, 1.0, 0.0),
-    "presence_penalty": NumberRange(-2.0, 2.0, 0.0),
-    "frequency_penalty": NumberRange(-2.0, 2.0, 0.0),
-    "repetition_penalty": NumberRange(0.0, FLOAT32_MAX, 1.0, above_low=True),
-}
-INTEGERS: Mapping[str, IntegerRange] = {
-    "seed": IntegerRange(-INT64_MAX - 1, INT64_MAX),
-    "top_k": IntegerRange(-1, INT31_MAX),
-    "max_tokens": IntegerRange(0, INT31_MAX),
-    "max_completion_tokens": IntegerRange(1, INT31_MAX),
-    "priority": IntegerRange(-INT31_MAX, INT31_MAX),
-}
-LOGIT_BIAS = NumberRange(-100.0, 100.0, 0.0)
-MAX_SALT_CHARS = 128  # as vLLM
 FULL_CHOICES = 16  # choices of a prompt that fills the context
 MAX_JSON_VALUES = 128 * 1024  # strings, lists and objects of a body: each is a Python object of 50 to 100 bytes
 
@@ -66,11 +28,6 @@ class Bounds:
     max_n: int = 128
     max_prompts: int = 64
     max_logprobs: int = 20
-    max_stops: int = 16
-    max_stop_chars: int = 256
-    max_stop_token_ids: int = 128
-    max_logit_bias: int = 1024
-    max_label_chars: int = 256
     max_messages: int = 2048
     max_sequence_tokens: int = 4 << 20  # prompt tokens of a request, once per choice: each is a sequence in the engine
     max_answer_entries: int = 16 << 20  # see request_limits.py; 200 MB in memory, 500 MB of JSON

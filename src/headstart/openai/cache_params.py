@@ -5,19 +5,60 @@ They are hints, not guarantees: they order the eviction of the sending tenant's 
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
 
 from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention
-from headstart.openai.bounds import MAX_SALT_CHARS
-from headstart.openai.fields import Fields, bad_value, check_number, shown
+from headstart.openai.request_model import RequestModel, checked
+from headstart.openai.value_checks import bad_value, shown
 
+MAX_LABEL_CHARS = 256
 MAX_TTL = 24 * 3600  # seconds
 DEFAULT_TTL = 1800.0  # minimum lifetime of OpenAI's cache by default
 KEYED_PRIORITY = 60  # with a prompt_cache_key: similar requests are expected
 TIMED_PRIORITY = 75  # with a requested lifetime
-_MODES = tuple(mode.value for mode in CacheMode)
 _TTL = re.compile(r"([0-9]{1,6})([smh]?)")
-_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+def _seconds(name: str, value: Any) -> float:
+    """Return a lifetime in seconds. Raises InvalidRequestError."""
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else 0
+    if isinstance(value, str) and (found := _TTL.fullmatch(value)):
+        number = int(found[1]) * _SECONDS[found[2]]
+    if not 0 < number <= MAX_TTL:
+        bad_value(name, f"is {shown(value)}", f'it must be like "30m" or "1h", or seconds, up to {MAX_TTL} of them')
+    return float(number)
+
+
+Seconds = Annotated[
+    float | None,
+    checked(lambda value, _: _seconds("prompt_cache_options.ttl", value), str | float),
+    Field(description='Minimum lifetime of the blocks: "30m", "1h", or seconds'),
+]
+
+
+class PromptCacheOptions(RequestModel):
+    """OpenAI's options of the prompt cache."""
+
+    max_entries = 16
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Seconds = None
+
+
+class CacheFields(RequestModel):
+    """The cache parameters of a request body: docs/prefix-caching.md."""
+
+    cache: Literal["read-write", "read-only", "bypass"] | None = Field(None, description="Use of the prefix cache")
+    cache_priority: int | None = Field(None, ge=0, le=100, description="Blocks of lower priority are evicted first")
+    cache_ttl: float | None = Field(None, ge=0, le=MAX_TTL, description="Seconds for which blocks keep the priority")
+    cache_salt: str | None = Field(  # any text, since it is only hashed (`narrow_domain`); at most as long as vLLM's
+        None, min_length=1, max_length=128, description="Only requests with the same salt share blocks"
+    )
+    prompt_cache_key: str | None = Field(None, max_length=MAX_LABEL_CHARS, description="Similar requests will follow")
+    prompt_cache_options: PromptCacheOptions = PromptCacheOptions()
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
 
 class CacheWishes(NamedTuple):
@@ -28,49 +69,42 @@ class CacheWishes(NamedTuple):
     salt: str | None = None
 
 
-def cache_wishes(fields: Fields, max_label_chars: int) -> CacheWishes:
-    """Return the cache parameters from the fields of a request. Raises InvalidRequestError.
+def cache_wishes(fields: CacheFields, messages: object) -> CacheWishes:
+    """Return the cache parameters from the fields of a request and its conversation. Raises InvalidRequestError.
 
     `cache` overrides OpenAI's mode; `cache_priority` or `cache_ttl` override all of OpenAI's retention hints.
     """
-    cache = _choice("cache", fields.take("cache"), *_MODES)
     own = _own_retention(fields)
-    hinted_mode, hinted = _openai(fields, max_label_chars)
-    mode = hinted_mode if cache is None else CacheMode(cache)
-    if own is not None and cache == CacheMode.BYPASS.value:
-        name = "cache_ttl" if fields.take("cache_priority") is None else "cache_priority"
+    hinted_mode, hinted = _openai(fields, messages)
+    mode = hinted_mode if fields.cache is None else CacheMode(fields.cache)
+    if own is not None and fields.cache == CacheMode.BYPASS.value:
+        name = "cache_ttl" if fields.cache_priority is None else "cache_priority"
         bad_value(name, 'is set beside cache "bypass", which leaves nothing to keep', "send only one of them")
-    return CacheWishes(mode, hinted if own is None else own, _salt(fields))
+    return CacheWishes(mode, hinted if own is None else own, fields.cache_salt)
 
 
-def _own_retention(fields: Fields) -> Retention | None:
-    priority = fields.integer("cache_priority", 0, 100)
-    value = fields.take("cache_ttl")
-    if priority is None and value is None:
+def _own_retention(fields: CacheFields) -> Retention | None:
+    priority, ttl = fields.cache_priority, fields.cache_ttl
+    if priority is None and ttl is None:
         return None
-    ttl = 0.0 if value is None else check_number("cache_ttl", value, 0, MAX_TTL)
     if priority is None:
         priority = TIMED_PRIORITY if ttl else DEFAULT_RETENTION.priority
-    return Retention(priority, ttl)
+    return Retention(priority, ttl or 0.0)
 
 
-def _openai(fields: Fields, max_label_chars: int) -> tuple[CacheMode, Retention]:
+def _openai(fields: CacheFields, messages: object) -> tuple[CacheMode, Retention]:
     """Return mode and retention from OpenAI's fields. A lifetime overrides a policy, a policy overrides a key."""
-    key = fields.string("prompt_cache_key", max_label_chars)
-    policy = _choice("prompt_cache_retention", fields.take("prompt_cache_retention"), "in_memory", "in-memory", "24h")
-    options = fields.mapping("prompt_cache_options", 16) or {}
-    mode = _choice("prompt_cache_options.mode", options.get("mode"), "implicit", "explicit")
-    breakpoints = list(_breakpoints(fields.values.get("messages")))
-    lifetimes = [_seconds("prompt_cache_options.ttl", options.get("ttl"))]
-    lifetimes += [_seconds(f"{name}.ttl", mark.get("ttl")) for name, mark in breakpoints]
-    uncached = mode == "explicit" and not breakpoints  # by OpenAI's documentation such a request does not use the cache
-    ttl = max(lifetimes)
+    options = fields.prompt_cache_options
+    breakpoints = list(_breakpoints(messages))
+    uncached = options.mode == "explicit" and not breakpoints  # by OpenAI's documentation it does not use the cache
+    marked = (_seconds(f"{name}.ttl", mark["ttl"]) for name, mark in breakpoints if mark.get("ttl") is not None)
+    ttl = max(options.ttl or 0.0, *marked, 0.0)
     retention = DEFAULT_RETENTION
     if ttl:
         retention = Retention(TIMED_PRIORITY, ttl)
-    elif policy == "24h":
+    elif fields.prompt_cache_retention == "24h":
         retention = Retention(KEYED_PRIORITY, float(MAX_TTL))
-    elif key:
+    elif fields.prompt_cache_key:
         retention = Retention(KEYED_PRIORITY, DEFAULT_TTL)
     return CacheMode.BYPASS if uncached else CacheMode.READ_WRITE, retention
 
@@ -87,31 +121,3 @@ def _breakpoints(messages: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
             if not isinstance(mark, Mapping):
                 bad_value(name, f"is {shown(mark)}", 'it must be an object such as {"mode": "explicit"}')
             yield name, mark
-
-
-def _salt(fields: Fields) -> str | None:
-    """Return the salt: any text, since it is only hashed (`narrow_domain`)."""
-    salt = fields.string("cache_salt", MAX_SALT_CHARS)
-    if salt == "":
-        bad_value("cache_salt", "is empty", f"use 1 to {MAX_SALT_CHARS} characters, or leave it out")
-    return salt
-
-
-def _choice(name: str, value: object, *allowed: str) -> str | None:
-    if value is None or (isinstance(value, str) and value in allowed):
-        return value
-    bad_value(name, f"is {shown(value)}", f"it must be one of {', '.join(allowed)}")
-
-
-def _seconds(name: str, value: object) -> float:
-    """Return a lifetime in seconds, 0 for None. Raises InvalidRequestError."""
-    if value is None:
-        return 0.0
-    if isinstance(value, str):
-        found = _TTL.fullmatch(value)
-        seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
-    else:
-        seconds = check_number(name, value, 0, MAX_TTL, above_low=True)
-    if not 0 < seconds <= MAX_TTL:
-        bad_value(name, f"is {shown(value)}", f'it must be like "30m" or "1h", or seconds, up to {MAX_TTL} of them')
-    return seconds

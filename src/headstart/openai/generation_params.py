@@ -5,24 +5,19 @@ Unknown ones are ignored, since clients send fields that are newer than the serv
 input, the only exception raised is InvalidRequestError.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from headstart.core.errors import RequestTooLargeError
 from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention, SamplingParams
-from headstart.openai.bounds import INTEGERS, LOGIT_BIAS, NUMBERS, Bounds
+from headstart.openai.bounds import Bounds
 from headstart.openai.cache_params import cache_wishes
-from headstart.openai.chat.chat_template import template_options
-from headstart.openai.fields import (
-    Fields,
-    bad_value,
-    check_int,
-    check_number,
-    check_text,
-    shown,
-    unsupported,
-)
-from headstart.openai.unsupported import refuse_unsupported
+from headstart.openai.generation_fields import ChatFields, CompletionFields, GenerationFields
+from headstart.openai.request_model import validated
+from headstart.openai.unsupported import UNSUPPORTED, refuse_unsupported
+from headstart.openai.value_checks import bad_value, unsupported
 
 GREEDY_BELOW = 1e-5  # a smaller temperature would only overflow, with the same token as the result
 DEFAULT_COMPLETION_TOKENS = 16
@@ -67,49 +62,54 @@ class GenerationParams:
         return self.sampling.logprobs is not None
 
 
-def parse_params(fields: Fields, bounds: Bounds, kind: Kind) -> GenerationParams:
-    """Return the validated parameters of one request body. The caller reads prompt, messages and model before.
+def parse_params(values: Mapping[str, Any], bounds: Bounds, kind: Kind) -> GenerationParams:
+    """Return the validated parameters among `values`, which hold no prompt, messages or model.
 
-    Raises InvalidRequestError, with `param` set, for the first invalid value.
+    Raises InvalidRequestError, with `param` set, for one invalid value.
     """
-    refuse_unsupported(fields)
-    max_tokens = _max_tokens(fields, bounds, kind)
-    n = _n(fields, bounds)
-    stream = fields.boolean("stream")
-    include_usage, continuous = _stream_options(fields, stream)
-    continue_final = fields.boolean("continue_final_message")
-    add_generation_prompt = fields.boolean("add_generation_prompt", default=not continue_final)
-    if continue_final and add_generation_prompt:
+    fields = validated(CompletionFields if kind is Kind.COMPLETION else ChatFields, values, bounds)
+    return generation_params(fields, values, bounds)
+
+
+def generation_params(fields: GenerationFields, values: Mapping[str, Any], bounds: Bounds) -> GenerationParams:
+    """Return the parameters from the fields of a body, which were read from `values`. Raises InvalidRequestError."""
+    refuse_unsupported(values)
+    max_tokens = _max_tokens(fields, bounds)
+    if fields.stream_options is not None and not fields.stream:
+        bad_value("stream_options", "is set but stream is not true", "send stream: true or leave it out")
+    if fields.continue_final_message and fields.add_generation_prompt:
         bad_value("continue_final_message", "is true beside add_generation_prompt", "only one of them can be true")
-    echo = _echo(fields, kind)
-    if max_tokens == 0 and not echo:
+    if fields.echo and isinstance(fields, ChatFields):
+        unsupported("echo", "a chat answers with the new message only; use /v1/completions")
+    if max_tokens == 0 and not fields.echo:
         bad_value("max_tokens", "is 0", "it must be at least 1, except with echo")
-    labels = [fields.string(name, bounds.max_label_chars) for name in ("user", "safety_identifier")]
-    wishes = cache_wishes(fields, bounds.max_label_chars)
-    special = fields.take("add_special_tokens") is not None
+    _check_choices(fields)
+    _check_priority(fields.priority, bounds)
+    wishes = cache_wishes(fields, values.get("messages"))
+    known = type(fields).model_fields
     return GenerationParams(
-        sampling=_sampling(fields, bounds, kind, max_tokens, echo=echo),
+        sampling=_sampling(fields, bounds, max_tokens),
         max_tokens=max_tokens,
-        n=n,
-        stop=_stop(fields, bounds),
-        include_stop_str_in_output=fields.boolean("include_stop_str_in_output"),
-        skip_special_tokens=fields.boolean("skip_special_tokens", default=True),
-        ignore_eos=fields.boolean("ignore_eos"),
-        echo=echo,
-        stream=stream,
-        include_usage=include_usage,
-        continuous_usage_stats=continuous,
-        return_token_ids=fields.boolean("return_token_ids"),
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final,
-        add_special_tokens=fields.boolean("add_special_tokens") if special else None,
-        template_options=template_options(fields, bounds.max_label_chars),
-        priority=_priority(fields, bounds),
+        n=fields.n,
+        stop=fields.stop,
+        include_stop_str_in_output=fields.include_stop_str_in_output,
+        skip_special_tokens=fields.skip_special_tokens,
+        ignore_eos=fields.ignore_eos,
+        echo=fields.echo,
+        stream=fields.stream,
+        include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
+        continuous_usage_stats=fields.stream_options is not None and fields.stream_options.continuous_usage_stats,
+        return_token_ids=fields.return_token_ids,
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=fields.continue_final_message,
+        add_special_tokens=fields.add_special_tokens,
+        template_options=fields.chat_template_kwargs,
+        priority=fields.priority,
         cache=wishes.mode,
         retention=wishes.retention,
         cache_salt=wishes.salt,
-        user=labels[0],
-        ignored=fields.unread(),  # last: after all other fields are read
+        user=fields.user,
+        ignored=tuple(sorted(str(name) for name in values if name not in known and name not in UNSUPPORTED)),
     )
 
 
@@ -145,65 +145,48 @@ def fit(params: GenerationParams, num_prompt_tokens: int, bounds: Bounds) -> Sam
     return sampling if sampling.max_tokens == max_tokens else replace(sampling, max_tokens=max_tokens)
 
 
-def check_token_ids(name: str, values: object, bounds: Bounds, *, max_items: int) -> tuple[int, ...]:
-    """Return `values` as a tuple of at most `max_items` token ids of the vocabulary. Raises InvalidRequestError."""
-    if not isinstance(values, list | tuple):
-        bad_value(name, f"is {shown(values)}", "it must be a list of token ids")
-    if len(values) > max_items:
-        bad_value(name, f"has {len(values)} entries", f"it may have at most {max_items}")
-    for value in values:
-        check_int(name, value, 0, bounds.vocab_size - 1)
-    return tuple(values)
-
-
 # ---------------------------------------------------------------------------------------------------------- one by one
 
 
-def _sampling(fields: Fields, bounds: Bounds, kind: Kind, max_tokens: int | None, *, echo: bool) -> SamplingParams:
-    temperature = _number(fields, "temperature", bounds.defaults.temperature)
-    min_tokens = fields.integer("min_tokens", 0, bounds.max_model_len) or 0
-    if max_tokens is not None and min_tokens > max_tokens:
-        bad_value("min_tokens", f"is {min_tokens}", f"it may be at most max_tokens, which is {max_tokens}")
-    stop_ids = fields.items("stop_token_ids", bounds.max_stop_token_ids)
-    stop_ids = check_token_ids("stop_token_ids", stop_ids, bounds, max_items=bounds.max_stop_token_ids)
-    eos_ids = () if fields.boolean("ignore_eos") else bounds.eos_token_ids
-    logprobs = _logprobs(fields, bounds, kind)
-    prompt_logprobs = fields.integer("prompt_logprobs", 0, bounds.max_logprobs)
-    if prompt_logprobs is not None and fields.values.get("stream"):
+def _sampling(fields: GenerationFields, bounds: Bounds, max_tokens: int | None) -> SamplingParams:
+    if max_tokens is not None and fields.min_tokens > max_tokens:
+        bad_value("min_tokens", f"is {fields.min_tokens}", f"it may be at most max_tokens, which is {max_tokens}")
+    logprobs = _logprobs(fields)
+    prompt_logprobs = fields.prompt_logprobs
+    if prompt_logprobs is not None and fields.stream:
         unsupported("prompt_logprobs", "a stream has no place for them; send stream: false")
+    eos_ids = () if fields.ignore_eos else bounds.eos_token_ids
     return SamplingParams(
+        **_chosen(fields, bounds),
         max_tokens=max(max_tokens or 1, 1),
-        min_tokens=min_tokens,
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_k=_top_k(fields, bounds),
-        top_p=_number(fields, "top_p", bounds.defaults.top_p),
-        min_p=_number(fields, "min_p", bounds.defaults.min_p),
-        seed=fields.integer("seed", *INTEGERS["seed"]),
-        presence_penalty=_number(fields, "presence_penalty"),
-        frequency_penalty=_number(fields, "frequency_penalty"),
-        repetition_penalty=_number(fields, "repetition_penalty", bounds.defaults.repetition_penalty),
-        logit_bias=_logit_bias(fields, bounds),
+        min_tokens=fields.min_tokens,
+        seed=fields.seed,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        logit_bias=fields.logit_bias,
         logprobs=logprobs,
-        prompt_logprobs=logprobs if echo and prompt_logprobs is None else prompt_logprobs,
-        stop_token_ids=tuple(dict.fromkeys((*stop_ids, *eos_ids))),
+        prompt_logprobs=logprobs if fields.echo and prompt_logprobs is None else prompt_logprobs,
+        stop_token_ids=tuple(dict.fromkeys((*fields.stop_token_ids, *eos_ids))),
     )
 
 
-def _number(fields: Fields, name: str, of_model: float | None = None) -> float:
-    """Return the number `name`, checked against NUMBERS; if absent, the model's default or that of the table."""
-    low, high, default, above_low = NUMBERS[name]
-    return fields.number(name, low, high, default if of_model is None else of_model, above_low=above_low)
+def _chosen(fields: GenerationFields, bounds: Bounds) -> dict[str, Any]:
+    """Return the parameters with defaults of the model: values of the request, else the model's if it has any."""
+    chosen: dict[str, Any] = {}
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        value = getattr(fields, name)
+        value = getattr(bounds.defaults, name) if value is None else value
+        if value is not None:
+            chosen[name] = value
+    if chosen.get("temperature", 1.0) < GREEDY_BELOW:
+        chosen["temperature"] = 0.0
+    if not 1 <= chosen.get("top_k", 0) < bounds.vocab_size:
+        chosen["top_k"] = 0
+    return chosen
 
 
-def _top_k(fields: Fields, bounds: Bounds) -> int:
-    wanted = fields.integer("top_k", *INTEGERS["top_k"])
-    top_k = (bounds.defaults.top_k or 0) if wanted is None else wanted
-    return 0 if top_k < 1 or top_k >= bounds.vocab_size else top_k
-
-
-def _max_tokens(fields: Fields, bounds: Bounds, kind: Kind) -> int | None:
-    newer = fields.integer("max_completion_tokens", *INTEGERS["max_completion_tokens"])
-    older = fields.integer("max_tokens", *INTEGERS["max_tokens"])
+def _max_tokens(fields: GenerationFields, bounds: Bounds) -> int | None:
+    newer, older = fields.max_completion_tokens, fields.max_tokens
     if newer is not None and older is not None and newer != older:
         bad_value("max_tokens", f"is {older} and max_completion_tokens {newer}", "send only one of them")
     wanted = older if newer is None else newer
@@ -213,86 +196,36 @@ def _max_tokens(fields: Fields, bounds: Bounds, kind: Kind) -> int | None:
             f"{name} is {wanted}; the model's context is {bounds.max_model_len} tokens, prompt included: lower it",
             param=name,
         )
-    if wanted is None and kind is Kind.COMPLETION and bounds.defaults.max_tokens is None:
+    if wanted is None and isinstance(fields, CompletionFields) and bounds.defaults.max_tokens is None:
         return DEFAULT_COMPLETION_TOKENS
     return wanted
 
 
-def _n(fields: Fields, bounds: Bounds) -> int:
-    n = fields.integer("n", 1, bounds.max_n) or 1
-    best_of = fields.integer("best_of", 1, bounds.max_n)
+def _check_choices(fields: GenerationFields) -> None:
+    n, best_of = fields.n, fields.best_of
     if best_of is not None and best_of < n:
         bad_value("best_of", f"is {best_of}", f"it must be at least n, which is {n}")
     if best_of is not None and best_of > n:
         unsupported("best_of", f"it is {best_of} and n is {n}; only best_of equal to n is built, so leave it out")
-    return n
 
 
-def _stop(fields: Fields, bounds: Bounds) -> tuple[str, ...]:
-    value = fields.take("stop")
-    if isinstance(value, str):
-        value = [value]
-    stops = Fields({"stop": value}).items("stop", bounds.max_stops)
-    for text in stops:
-        if not isinstance(text, str):
-            bad_value("stop", f"contains {shown(text)}", "it must be a string or a list of strings")
-        if not 0 < len(text) <= bounds.max_stop_chars:
-            bad_value("stop", f"has an entry of {len(text)} characters", f"use 1 to {bounds.max_stop_chars} characters")
-        check_text("stop", text)
-    return tuple(dict.fromkeys(stops))
+def _logprobs(fields: GenerationFields) -> int | None:
+    if isinstance(fields, CompletionFields):
+        return fields.logprobs
+    assert isinstance(fields, ChatFields)
+    if fields.top_logprobs and not fields.logprobs:
+        bad_value("top_logprobs", f"is {fields.top_logprobs} but logprobs is not true", "send logprobs: true beside it")
+    return (fields.top_logprobs or 0) if fields.logprobs else None
 
 
-def _logprobs(fields: Fields, bounds: Bounds, kind: Kind) -> int | None:
-    if kind is Kind.COMPLETION:
-        return fields.integer("logprobs", 0, bounds.max_logprobs)
-    wanted = fields.boolean("logprobs")
-    top = fields.integer("top_logprobs", 0, bounds.max_logprobs)
-    if top and not wanted:
-        bad_value("top_logprobs", f"is {top} but logprobs is not true", "send logprobs: true beside it")
-    return (top or 0) if wanted else None
-
-
-def _logit_bias(fields: Fields, bounds: Bounds) -> tuple[tuple[int, float], ...]:
-    biases: dict[int, float] = {}
-    for key, value in (fields.mapping("logit_bias", bounds.max_logit_bias) or {}).items():
-        token_id: object = key
-        if isinstance(key, str):
-            if not (key.isascii() and key.isdigit() and len(key) <= 10):
-                bad_value("logit_bias", f"has the key {shown(key)}", "keys must be token ids")
-            token_id = int(key)
-        token_id = check_int("logit_bias", token_id, 0, bounds.vocab_size - 1)
-        biases[token_id] = check_number("logit_bias", value, LOGIT_BIAS.low, LOGIT_BIAS.high)
-    return tuple(sorted(biases.items()))
-
-
-def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
-    options = fields.mapping("stream_options", 16)
-    if options is None:
-        return False, False
-    if not stream:
-        bad_value("stream_options", "is set but stream is not true", "send stream: true or leave it out")
-    inner = Fields(options)
-    continuous = inner.boolean("continuous_usage_stats")
-    return inner.boolean("include_usage"), continuous
-
-
-def _echo(fields: Fields, kind: Kind) -> bool:
-    echo = fields.boolean("echo")
-    if echo and kind is Kind.CHAT:
-        unsupported("echo", "a chat answers with the new message only; use /v1/completions")
-    return echo
-
-
-def _priority(fields: Fields, bounds: Bounds) -> int:
-    """Return the priority. Raises InvalidRequestError without priority scheduling.
+def _check_priority(priority: int, bounds: Bounds) -> None:
+    """Raise InvalidRequestError for a priority without priority scheduling.
 
     The message contains vLLM's text, since clients match it and retry without a priority.
     """
-    priority = fields.integer("priority", *INTEGERS["priority"]) or 0
     if priority and bounds.scheduling_policy != "priority":
         unsupported(
             "priority",
             f"it is {priority}, but Priority scheduling is not enabled: the server's policy is "
             f"{bounds.scheduling_policy}; leave it out, or start the server with --scheduling-policy priority",
         )
-    return priority

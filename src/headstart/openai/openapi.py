@@ -1,110 +1,45 @@
-"""Schemas of request bodies for /openapi.json, with the ranges of bounds.py. Validation is in request_bodies.py."""
+"""Request bodies for /openapi.json, generated from the models that validate them."""
 
 from typing import Any
 
-from headstart.openai.bounds import INTEGERS, LOGIT_BIAS, NUMBERS
+from headstart.openai.request_model import RequestModel
 
 Schema = dict[str, Any]
+_NULL: Schema = {"type": "null"}
 
 
-def _body(properties: Schema, *required: str) -> Schema:
-    schema = {"type": "object", "properties": properties, "required": list(required)}
+def request_body(*models: type[RequestModel]) -> Schema:
+    """Return the OpenAPI description of a body that is one of `models`."""
+    schemas = [_inlined(schema := model.model_json_schema(), schema.get("$defs", {})) for model in models]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _number(name: str) -> Schema:
-    """Return the schema of a number with its range from NUMBERS; null means its default."""
-    low, high, _, above_low = NUMBERS[name]
-    return {"type": ["number", "null"], "exclusiveMinimum" if above_low else "minimum": low, "maximum": high}
+def _inlined(schema: Any, definitions: Schema) -> Any:
+    """Return a schema without references, titles and empty defaults; every optional property may be null."""
+    if isinstance(schema, list):
+        return [_inlined(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        schema = definitions[schema["$ref"].rpartition("/")[2]] | {key: schema[key] for key in schema if key != "$ref"}
+    kept: Schema = {key: _inlined(value, definitions) for key, value in schema.items() if key not in ("$defs", "title")}
+    if not isinstance(kept.get("default", 0), str | int | float):
+        del kept["default"]
+    if "properties" in kept:
+        required = kept.get("required", ())
+        properties = kept["properties"].items()
+        kept["properties"] = {name: one if name in required else _nullable(one) for name, one in properties}
+    return kept
 
 
-def _integer(name: str) -> Schema:
-    low, high = INTEGERS[name]
-    return {"type": ["integer", "null"], "minimum": low, "maximum": high}
-
-
-_TEXT: Schema = {"type": "string"}
-_FLAG: Schema = {"type": "boolean"}
-_NUMBER: Schema = {"type": "number"}
-_INTEGER: Schema = {"type": "integer"}
-_TOKEN_IDS: Schema = {"type": "array", "items": _INTEGER}
-_MESSAGES: Schema = {
-    "type": "array",
-    "items": {"type": "object", "properties": {"role": _TEXT, "content": _TEXT}, "required": ["role"]},
-}
-_GENERATION: Schema = {
-    "model": _TEXT,
-    "max_tokens": _integer("max_tokens"),
-    "min_tokens": _INTEGER,
-    "n": _INTEGER,
-    "stream": _FLAG,
-    "stream_options": {
-        "type": "object",
-        "properties": {"include_usage": _FLAG, "continuous_usage_stats": _FLAG},
-    },
-    "stop": {"oneOf": [_TEXT, {"type": "array", "items": _TEXT}]},
-    "stop_token_ids": _TOKEN_IDS,
-    "include_stop_str_in_output": _FLAG,
-    "ignore_eos": _FLAG,
-    "skip_special_tokens": _FLAG,
-    "temperature": _number("temperature"),
-    "top_p": _number("top_p"),
-    "top_k": _integer("top_k"),
-    "min_p": _number("min_p"),
-    "presence_penalty": _number("presence_penalty"),
-    "frequency_penalty": _number("frequency_penalty"),
-    "repetition_penalty": _number("repetition_penalty"),
-    "logit_bias": {
-        "type": "object",
-        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-        "additionalProperties": {"type": "number", "minimum": LOGIT_BIAS.low, "maximum": LOGIT_BIAS.high},
-    },
-    "seed": _integer("seed"),
-    "priority": _integer("priority"),
-    "cache_salt": _TEXT,
-    "cache": {"type": "string", "enum": ["read-write", "read-only", "bypass"]},
-    "cache_priority": _INTEGER,
-    "cache_ttl": _NUMBER,
-    "prompt_cache_key": _TEXT,
-    "prompt_cache_options": {
-        "type": "object",
-        "properties": {"mode": {"type": "string", "enum": ["implicit", "explicit"]}, "ttl": _TEXT},
-    },
-    "prompt_cache_retention": {"type": "string", "enum": ["in_memory", "24h"]},
-    "return_token_ids": _FLAG,
-    "user": _TEXT,
-}
-_PROMPT: Schema = {
-    "oneOf": [_TEXT, {"type": "array", "items": _TEXT}, _TOKEN_IDS, {"type": "array", "items": _TOKEN_IDS}]
-}
-
-BODIES: dict[str, Schema] = {
-    "/v1/completions": _body({**_GENERATION, "prompt": _PROMPT, "echo": _FLAG, "logprobs": _INTEGER}, "prompt"),
-    "/v1/chat/completions": _body(
-        {
-            **_GENERATION,
-            "messages": _MESSAGES,
-            "max_completion_tokens": _integer("max_completion_tokens"),
-            "logprobs": _FLAG,
-            "top_logprobs": _INTEGER,
-            "add_generation_prompt": _FLAG,
-            "continue_final_message": _FLAG,
-        },
-        "messages",
-    ),
-    "/v1/cache/explain": _body({"model": _TEXT, "prompt": _PROMPT, "messages": _MESSAGES, "cache_salt": _TEXT}),
-    "/tokenize": _body(
-        {
-            "model": _TEXT,
-            "prompt": _TEXT,
-            "messages": _MESSAGES,
-            "add_special_tokens": _FLAG,
-            "return_token_strs": _FLAG,
-        }
-    ),
-    "/v1/prefixes": _body(
-        {"name": _TEXT, "tenant": _TEXT, "text": _TEXT, "messages": _MESSAGES, "token_ids": _TOKEN_IDS, "wait": _FLAG},
-        "name",
-    ),
-    "/detokenize": _body({"model": _TEXT, "tokens": _TOKEN_IDS}, "tokens"),
-}
+def _nullable(schema: Schema) -> Schema:
+    """Return a schema that takes null as well."""
+    kinds = [kind for kind in schema.get("anyOf", ()) if kind != _NULL]
+    if len(kinds) > 1:
+        return schema | {"anyOf": [*kinds, _NULL]}
+    if kinds:
+        schema = kinds[0] | {key: value for key, value in schema.items() if key != "anyOf"}
+    if "enum" in schema:
+        schema = schema | {"enum": [*schema["enum"], None]}
+    return schema | {"type": [schema["type"], "null"]}

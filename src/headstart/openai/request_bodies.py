@@ -1,42 +1,102 @@
-"""Request bodies: bytes -> JSON -> CompletionBody | ChatBody | TokenizeBody | DetokenizeBody, all validated.
+"""Request bodies: a JSON object -> CompletionBody | ChatBody | TokenizeRequest | DetokenizeRequest, all validated.
 
 Checks shapes and limits and does not tokenize: prompts stay text or token ids as sent. For any input, the only
 exception raised is InvalidRequestError.
 """
 
 import json
-import re
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
-import msgspec
+from pydantic import Field
 
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
-from headstart.openai.bounds import MAX_JSON_VALUES, Bounds
-from headstart.openai.fields import Fields, bad_value, check_int, check_text, shown, unsupported
-from headstart.openai.generation_params import GenerationParams, Kind, check_token_ids, parse_params
+from headstart.openai.bounds import Bounds
+from headstart.openai.generation_fields import AddGenerationPrompt, ChatFields, CompletionFields, Model, TokenId
+from headstart.openai.generation_params import GenerationParams, generation_params
+from headstart.openai.request_json import parse_json
+from headstart.openai.request_model import RequestModel, Text, checked, validated
+from headstart.openai.value_checks import bad_value, check_int, check_text, check_token_ids, missing, shown, unsupported
 
-_VALUE = re.compile(
-    rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[{]', re.DOTALL
-)  # also matches an unterminated string, which keeps the time linear
-_VALUE_OR_NUMBER = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|-?\d[\d.eE+-]*+', re.DOTALL)
-_SCALARS = frozenset((str, int, float, bool, type(None)))
-_SHORT = 64  # items of a list
-MAX_DEPTH = 64  # of nested lists and objects
-MAX_MODEL_CHARS = 256
 MAX_TOOL_CALLS = 128
-ROLES = ("system", "developer", "user", "assistant", "tool")
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+ROLES = get_args(Role)
 
 Prompt = str | array  # text, or packed int32 token ids
 Message = dict[str, Any]  # role, content: str, and optionally name, tool_calls, tool_call_id, reasoning_content
 
 
+# Only for /openapi.json: `parse_messages` checks them, in one pass over all messages.
+class SentPart(RequestModel):
+    """A part of a message's content."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
+class SentMessage(RequestModel):
+    """A message of a conversation, with tool_calls perhaps, beside which content is optional."""
+
+    role: Role
+    content: str | list[SentPart]
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
+Messages = Annotated[
+    list[Message],
+    checked(lambda value, bounds: parse_messages(value, bounds), Annotated[list[SentMessage], Field(min_length=1)]),
+]
+SentIds = Annotated[list[TokenId], Field(min_length=1)]
+SentTexts = Annotated[list[str], Field(min_length=1)]
+SentLists = Annotated[list[SentIds], Field(min_length=1)]
+Prompts = Annotated[
+    tuple[Prompt, ...],
+    checked(lambda value, bounds: parse_prompts(value, bounds), str | SentTexts | SentIds | SentLists),
+]
+# An array[int], which cannot be evaluated as a type before Python 3.12.
+Decodable = Annotated[Any, checked(lambda value, bounds: _decodable(value, bounds), list[TokenId])]
+
+
+class CompletionRequest(CompletionFields):
+    """A /v1/completions body."""
+
+    model: Model = None
+    prompt: Prompts = Field(description="A text, texts, token ids, or lists of them")
+
+
+class ChatRequest(ChatFields):
+    """A /v1/chat/completions body."""
+
+    model: Model = None
+    messages: Messages
+
+
+class TokenizeRequest(RequestModel):
+    """A /tokenize body: a text, or messages to render first."""
+
+    model: Model = None
+    prompt: Text | None = None
+    messages: Messages | None = Field(None, description="Instead of prompt")
+    add_special_tokens: bool | None = Field(None, description="By default true for a prompt only")
+    continue_final_message: bool = False
+    add_generation_prompt: AddGenerationPrompt
+    return_token_strs: bool = Field(False, description="Send the text of each token as well")
+
+
+class DetokenizeRequest(RequestModel):
+    """A /detokenize body."""
+
+    model: Model = None
+    token_ids: Decodable = Field(alias="tokens")
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionBody:
-    """A /v1/completions body."""
+    """A validated /v1/completions body."""
 
     model: str | None
     prompts: tuple[Prompt, ...]
@@ -45,158 +105,43 @@ class CompletionBody:
 
 @dataclass(frozen=True, slots=True)
 class ChatBody:
-    """A /v1/chat/completions body."""
+    """A validated /v1/chat/completions body."""
 
     model: str | None
     messages: list[Message]
     params: GenerationParams
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizeBody:
-    """A /tokenize body: a text, or messages to render first."""
-
-    model: str | None
-    prompt: str | None
-    messages: list[Message] | None
-    add_special_tokens: bool | None
-    add_generation_prompt: bool
-    continue_final_message: bool
-    return_token_strs: bool
-
-
-@dataclass(frozen=True, slots=True)
-class DetokenizeBody:
-    """A /detokenize body."""
-
-    model: str | None
-    token_ids: "array[int]"
-
-
-def parse_json(body: bytes | bytearray | memoryview, max_numbers: int | None = None) -> dict[str, Any]:
-    """Return the JSON object in `body`. Raises InvalidRequestError (invalid_json) for anything else.
-
-    Strict: no NaN, no numbers that overflow, no lone surrogates, at most MAX_DEPTH levels and MAX_JSON_VALUES values;
-    at most `max_numbers` numbers, of which a list of token ids takes 8 to 40 bytes each: then RequestTooLargeError.
-    """
-    _check_size(body)
-    if max_numbers is not None:
-        _check_numbers(body, max_numbers)
-    try:
-        value = msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    except UnicodeDecodeError as error:
-        message = f"the body is not valid UTF-8 at byte {error.start}"
-        raise InvalidRequestError(message, code="invalid_json") from None
-    except RecursionError:
-        raise _too_deep() from None
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"the body is {shown(value)}; it must be a JSON object", code="invalid_json")
-    check_depth(value)
-    return value
-
-
-def _check_size(body: bytes | bytearray | memoryview) -> None:
-    """Raise InvalidRequestError, before any object is built, if the body has more than MAX_JSON_VALUES values.
-
-    Numbers do not count: the number of token ids in a prompt is limited by the size of the body only.
-    """
-    if len(body) <= MAX_JSON_VALUES:
-        return  # each value takes at least a byte
-    text = bytes(body)
-    if text.count(b'"') // 2 + text.count(b"[") + text.count(b"{") <= MAX_JSON_VALUES:
-        return
-    num_values = sum(1 for _ in islice(_VALUE.finditer(text), MAX_JSON_VALUES + 1))
-    if num_values > MAX_JSON_VALUES:
-        raise InvalidRequestError(
-            f"the body has more than {MAX_JSON_VALUES} strings, lists and objects, which is the limit: send less",
-            code="invalid_json",
-        )
-
-
-def _check_numbers(body: bytes | bytearray | memoryview, max_numbers: int) -> None:
-    """Raise RequestTooLargeError, before any object is built, if the body has more than `max_numbers` numbers."""
-    if len(body) // 2 <= max_numbers:
-        return  # each number takes at least a digit and a separator
-    text = bytes(body)
-    if text.count(b",") < max_numbers:
-        return
-    found = (match for match in _VALUE_OR_NUMBER.finditer(text) if match.group()[0] in b"-0123456789")
-    if sum(1 for _ in islice(found, max_numbers + 1)) > max_numbers:
-        raise RequestTooLargeError(
-            f"the body has more than {max_numbers} numbers: no request of this model has as many token ids; shorten it"
-        )
-
-
-def check_depth(value: object) -> None:
-    """Raise InvalidRequestError if lists and objects are nested deeper than MAX_DEPTH."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        inner: list[object] = []
-        for item in level:
-            if isinstance(item, Mapping):
-                inner.extend(item.values())
-            elif isinstance(item, list | tuple):  # do not copy the token ids of a prompt, which may be millions
-                inner.extend(item if len(item) <= _SHORT else [one for one in item if type(one) not in _SCALARS])
-        if not inner:
-            return
-        level = [item for item in inner if type(item) not in _SCALARS]
-    if level:
-        raise _too_deep()
-
-
 def parse_completion(values: Mapping[str, Any], bounds: Bounds) -> CompletionBody:
     """Return a validated /v1/completions body. Raises InvalidRequestError."""
-    fields = Fields(values)
-    model = fields.string("model", MAX_MODEL_CHARS)
-    prompts = parse_prompts(fields.take("prompt"), bounds)
-    return CompletionBody(model, prompts, parse_params(fields, bounds, Kind.COMPLETION))
+    fields = validated(CompletionRequest, values, bounds)
+    return CompletionBody(fields.model, fields.prompt, generation_params(fields, values, bounds))
 
 
 def parse_chat(values: Mapping[str, Any], bounds: Bounds) -> ChatBody:
     """Return a validated /v1/chat/completions body. Raises InvalidRequestError."""
-    fields = Fields(values)
-    model = fields.string("model", MAX_MODEL_CHARS)
-    messages = parse_messages(fields.take("messages"), bounds)
-    return ChatBody(model, messages, parse_params(fields, bounds, Kind.CHAT))
+    fields = validated(ChatRequest, values, bounds)
+    return ChatBody(fields.model, fields.messages, generation_params(fields, values, bounds))
 
 
-def parse_tokenize(values: Mapping[str, Any], bounds: Bounds) -> TokenizeBody:
+def parse_tokenize(values: Mapping[str, Any], bounds: Bounds) -> TokenizeRequest:
     """Return a validated /tokenize body: exactly one of `prompt` and `messages`. Raises InvalidRequestError."""
-    fields = Fields(values)
-    prompt = fields.take("prompt")
-    messages = fields.take("messages")
-    if (prompt is None) == (messages is None):
+    if (values.get("prompt") is None) == (values.get("messages") is None):
         raise InvalidRequestError("send either prompt (a string) or messages (a list)", param="prompt")
-    if prompt is not None and not isinstance(prompt, str):
-        bad_value("prompt", f"is {shown(prompt)}", "it must be a string")
-    if fields.take("tools"):
+    if values.get("tools"):
         unsupported("tools", "function calling is not built; leave it out")
-    continue_final = fields.boolean("continue_final_message")
-    special = fields.take("add_special_tokens") is not None
-    return TokenizeBody(
-        model=fields.string("model", MAX_MODEL_CHARS),
-        prompt=None if prompt is None else check_text("prompt", prompt),
-        messages=None if messages is None else parse_messages(messages, bounds),
-        add_special_tokens=fields.boolean("add_special_tokens") if special else None,
-        add_generation_prompt=fields.boolean("add_generation_prompt", default=not continue_final),
-        continue_final_message=continue_final,
-        return_token_strs=fields.boolean("return_token_strs"),
-    )
+    return validated(TokenizeRequest, values, bounds)
 
 
-def parse_detokenize(values: Mapping[str, Any], bounds: Bounds) -> DetokenizeBody:
+def parse_detokenize(values: Mapping[str, Any], bounds: Bounds) -> DetokenizeRequest:
     """Return a validated /detokenize body. Raises InvalidRequestError."""
-    fields = Fields(values)
-    token_ids = check_token_ids("tokens", fields.take("tokens"), bounds, max_items=16 * bounds.max_model_len)
-    return DetokenizeBody(fields.string("model", MAX_MODEL_CHARS), array("i", token_ids))
+    return validated(DetokenizeRequest, values, bounds)
 
 
 def parse_prompts(value: object, bounds: Bounds) -> tuple[Prompt, ...]:
     """Return the prompts from any of OpenAI's four forms: text, texts, token ids, lists of token ids."""
     if value is None:
-        raise InvalidRequestError("prompt is missing", param="prompt", code="missing_required_parameter")
+        raise missing("prompt")
     if isinstance(value, str):
         return (check_text("prompt", value),)
     if not isinstance(value, list | tuple | array):
@@ -213,7 +158,7 @@ def parse_prompts(value: object, bounds: Bounds) -> tuple[Prompt, ...]:
 def parse_messages(value: object, bounds: Bounds) -> list[Message]:
     """Return the conversation with each message's content as one string. Raises InvalidRequestError."""
     if value is None:
-        raise InvalidRequestError("messages is missing", param="messages", code="missing_required_parameter")
+        raise missing("messages")
     if not isinstance(value, list | tuple) or not value:
         bad_value("messages", f"is {'empty' if value == [] else shown(value)}", "it must be a list of messages")
     if len(value) > bounds.max_messages:
@@ -224,8 +169,8 @@ def parse_messages(value: object, bounds: Bounds) -> list[Message]:
 # --------------------------------------------------------------------------------------------------------- inner parts
 
 
-def _too_deep() -> InvalidRequestError:
-    return InvalidRequestError(f"the body is nested deeper than {MAX_DEPTH} levels; flatten it", code="invalid_json")
+def _decodable(value: object, bounds: Bounds) -> "array[int]":
+    return array("i", check_token_ids("tokens", value, bounds, max_items=16 * bounds.max_model_len))
 
 
 def _is_int(value: object) -> bool:
@@ -270,14 +215,18 @@ def _message(name: str, value: object) -> Message:
     message["content"] = _content(f"{name}.content", content)
     for key, max_chars in (("name", 256), ("tool_call_id", 256), ("reasoning_content", None)):
         text = value.get(key)
-        if text is None:
-            continue
-        if not isinstance(text, str) or (max_chars is not None and len(text) > max_chars):
-            bad_value(f"{name}.{key}", f"is {shown(text)}", f"it must be a string of at most {max_chars} characters")
-        message[key] = check_text(f"{name}.{key}", text)
+        if text is not None:
+            message[key] = _text(f"{name}.{key}", text, max_chars)
     if tool_calls:
         message["tool_calls"] = tool_calls
     return message
+
+
+def _text(name: str, value: object, max_chars: int | None) -> str:
+    if not isinstance(value, str) or (max_chars is not None and len(value) > max_chars):
+        limit = "" if max_chars is None else f" of at most {max_chars} characters"
+        bad_value(name, f"is {shown(value)}", f"it must be a string{limit}")
+    return check_text(name, value)
 
 
 def _content(name: str, value: object) -> str:
@@ -321,7 +270,8 @@ def _tool_calls(name: str, value: object) -> list[dict[str, Any]]:
             bad_value(f"{name}[{index}]", "has arguments that are no string", "send them as a string of JSON")
         function_name = check_text(name, function["name"])
         called = {"name": function_name, "arguments": _arguments(check_text(name, arguments or ""))}
-        calls.append({"id": Fields(call).string("id", 256), "type": "function", "function": called})
+        call_id = None if call.get("id") is None else _text(f"{name}[{index}].id", call["id"], 256)
+        calls.append({"id": call_id, "type": "function", "function": called})
     return calls
 
 

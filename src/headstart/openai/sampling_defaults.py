@@ -8,14 +8,15 @@ from typing import Any
 
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import NO_DEFAULTS, SamplingDefaults
-from headstart.openai.bounds import INTEGERS, NUMBERS
-from headstart.openai.fields import bad_value, check_int, check_number, shown
+from headstart.openai.bounds import Bounds
+from headstart.openai.generation_fields import GenerationConfigFields
+from headstart.openai.request_model import validated
 
 FILE = "generation_config.json"
 AUTO = "auto"  # the model's own file, if it has one
 NONE = ("none", "vllm")  # the API's defaults only; vLLM's value for this is "vllm"
 MAX_FILE_BYTES = 1 << 20
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+_NO_BOUNDS = Bounds(vocab_size=0, max_model_len=0)  # the ranges of these keys depend on no model
 
 
 def read_sampling_defaults(folder: Path, source: str = AUTO) -> SamplingDefaults:
@@ -68,19 +69,12 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _defaults(values: Mapping[str, Any]) -> SamplingDefaults:
     """Return the defaults; null counts as absent. Raises InvalidRequestError, which names the key."""
-    numbers: dict[str, float | None] = {}
-    for name in _NUMBERS:
-        low, high, _, above_low = NUMBERS[name]
-        value = values.get(name)
-        numbers[name] = None if value is None else check_number(name, value, low, high, above_low=above_low)
-    samples = values.get("do_sample")
-    if samples is not None and not isinstance(samples, bool):
-        bad_value("do_sample", f"is {shown(samples)}", "it must be true or false")
-    if samples is False:  # greedy, regardless of the other values
-        numbers["temperature"] = 0.0
-    top_k, longest = values.get("top_k"), values.get("max_new_tokens")
+    found = validated(GenerationConfigFields, values, _NO_BOUNDS)
     return SamplingDefaults(
-        **numbers,
-        top_k=None if top_k is None else check_int("top_k", top_k, *INTEGERS["top_k"]),
-        max_tokens=None if longest is None else check_int("max_new_tokens", longest, 1, INTEGERS["max_tokens"].high),
+        temperature=found.temperature if found.do_sample else 0.0,  # greedy, regardless of the other values
+        top_p=found.top_p,
+        top_k=found.top_k,
+        min_p=found.min_p,
+        repetition_penalty=found.repetition_penalty,
+        max_tokens=found.max_new_tokens,
     )

@@ -21,14 +21,22 @@ from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.openai import responses
 from headstart.openai.bounds import Bounds
 from headstart.openai.engine_requests import encode_prompt
-from headstart.openai.fields import shown
 from headstart.openai.json_pieces import SLICE_ITEMS
-from headstart.openai.openapi import BODIES
-from headstart.openai.request_bodies import TokenizeBody, parse_detokenize, parse_json, parse_tokenize
+from headstart.openai.openapi import request_body
+from headstart.openai.request_bodies import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse_detokenize,
+    parse_tokenize,
+)
+from headstart.openai.request_json import parse_json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.openai.value_checks import shown
 from headstart.server.cache_routes import cache_stats, explain
 from headstart.server.inference import CHAT, COMPLETIONS, check_model, infer
-from headstart.server.prefix_requests import parse_prefix
+from headstart.server.prefix_requests import PrefixRequest, parse_prefix
 from headstart.server.server_state import ServerState
 from headstart.server.store_metrics import may_see_store
 
@@ -42,13 +50,13 @@ def build_app(state: ServerState) -> ASGIApp:
         title="Headstart", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, debug=False
     )
     routes = _Routes(state)
-    for method, path, handler in (
-        ("POST", "/v1/completions", routes.completions),
-        ("POST", "/v1/chat/completions", routes.chat_completions),
+    for method, path, handler, *bodies in (
+        ("POST", "/v1/completions", routes.completions, CompletionRequest),
+        ("POST", "/v1/chat/completions", routes.chat_completions, ChatRequest),
         ("GET", "/v1/models", routes.models),
         ("GET", "/v1/models/{model_id:path}", routes.model),
-        ("POST", "/tokenize", routes.tokenize),
-        ("POST", "/detokenize", routes.detokenize),
+        ("POST", "/tokenize", routes.tokenize, TokenizeRequest),
+        ("POST", "/detokenize", routes.detokenize, DetokenizeRequest),
         ("GET", "/health", routes.health),
         ("GET", "/readyz", routes.health),
         ("GET", "/livez", routes.livez),
@@ -56,11 +64,11 @@ def build_app(state: ServerState) -> ASGIApp:
         ("GET", "/version", routes.version),
         ("POST", "/reset_prefix_cache", routes.reset_prefix_cache),
         ("GET", "/v1/prefixes", routes.list_prefixes),
-        ("POST", "/v1/prefixes", routes.add_prefix),
+        ("POST", "/v1/prefixes", routes.add_prefix, PrefixRequest),
         ("DELETE", "/v1/prefixes/{name}", routes.remove_prefix),
         ("GET", "/v1/cache/stats", routes.cache_stats),
         ("GET", "/v1/cache/explain", routes.explain_request),
-        ("POST", "/v1/cache/explain", routes.explain_prompt),
+        ("POST", "/v1/cache/explain", routes.explain_prompt, CompletionRequest, ChatRequest),
     ):
         app.add_api_route(
             path,
@@ -69,7 +77,7 @@ def build_app(state: ServerState) -> ASGIApp:
             response_model=None,
             summary=handler.__doc__,
             operation_id=f"{handler.__name__}{path.replace('/', '_')}" if path == "/readyz" else handler.__name__,
-            openapi_extra=BODIES.get(path) if method == "POST" else None,
+            openapi_extra=request_body(*bodies) if bodies else None,
         )
     app.add_exception_handler(HTTPException, _framework_error)
     return Gate(app, state)
@@ -241,7 +249,7 @@ class _Routes:
         )
 
 
-def _tokenized(body: TokenizeBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
+def _tokenized(body: TokenizeRequest, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
     """Return the token ids of a text, or of a conversation rendered as one prompt."""
     text, special = body.prompt or "", body.add_special_tokens is None or body.add_special_tokens
     if body.messages is not None:

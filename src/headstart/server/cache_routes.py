@@ -16,7 +16,7 @@ from headstart.http.auth import Principal
 from headstart.http.http_errors import HttpError
 from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.openai.engine_requests import Origin
-from headstart.openai.request_bodies import parse_json
+from headstart.openai.request_json import parse_json
 from headstart.openai.responses import CACHE_SOURCES, Json
 from headstart.server.engine.wire import stats_of
 from headstart.server.explanation_text import explanation_answer

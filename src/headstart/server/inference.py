@@ -32,7 +32,8 @@ from headstart.openai.engine_requests import (
     tokenizer_of,
 )
 from headstart.openai.generation_params import GenerationParams
-from headstart.openai.request_bodies import parse_chat, parse_completion, parse_json
+from headstart.openai.request_bodies import parse_chat, parse_completion
+from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
 from headstart.openai.text.shared_prompt import SharedPrompt

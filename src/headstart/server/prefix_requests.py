@@ -7,19 +7,21 @@ texts, tenants, and the entries that were rejected before the engine saw them: t
 import asyncio
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
 
 from headstart.config.options import PrefixEntry
 from headstart.core.errors import InvalidRequestError, RequestFailedError
 from headstart.http.http_errors import HttpError
 from headstart.openai.bounds import Bounds
-from headstart.openai.fields import Fields, bad_value, check_text, shown
-from headstart.openai.generation_params import check_token_ids
+from headstart.openai.generation_fields import TokenId
 from headstart.openai.prefix_tokens import chat_tokens, text_tokens
-from headstart.openai.request_bodies import Message, parse_messages
+from headstart.openai.request_bodies import Messages
+from headstart.openai.request_model import RequestModel, Text, checked, validated
 from headstart.openai.responses import Json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.openai.value_checks import check_token_ids, missing
 from headstart.server.engine.engine_client import EngineClient
 
 POLL_SECONDS = 0.05
@@ -27,40 +29,31 @@ MAX_NAME_CHARS = 64
 WARMING, FAILED, MALFORMED = "warming", "failed", "malformed"
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixBody:
-    """A validated POST /v1/prefixes body: exactly one of text, messages, token_ids. `wait`: respond when computed."""
-
-    name: str
-    tenant: str
-    text: str | None
-    messages: list[Message] | None
-    token_ids: "array[int] | None"
-    wait: bool
+def _token_ids(values: object, bounds: Bounds) -> "array[int]":
+    values = list(values) if isinstance(values, array) else values
+    return array("i", check_token_ids("token_ids", values, bounds, max_items=bounds.max_model_len))
 
 
-def parse_prefix(values: Mapping[str, Any], bounds: Bounds) -> PrefixBody:
+class PrefixRequest(RequestModel):
+    """A POST /v1/prefixes body: exactly one of text, messages, token_ids. Unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=MAX_NAME_CHARS)
+    tenant: str = Field("", max_length=MAX_NAME_CHARS, description="Empty: all tenants share it")
+    wait: bool = Field(True, description="Respond when it is computed")
+    text: Text | None = None
+    messages: Messages | None = None
+    # An array[int] | None, which cannot be evaluated as a type before Python 3.12.
+    token_ids: Annotated[Any, checked(_token_ids, list[TokenId])] = None
+
+
+def parse_prefix(values: Mapping[str, Any], bounds: Bounds) -> PrefixRequest:
     """Return a validated body. Raises InvalidRequestError, also for unknown fields, such as a misspelled `tenant`."""
-    fields = Fields(values)
-    name = fields.string("name", MAX_NAME_CHARS)
-    if not name:
-        raise InvalidRequestError("name is missing", param="name", code="missing_required_parameter")
-    text, messages, token_ids = fields.take("text"), fields.take("messages"), fields.take("token_ids")
-    if sum(content is not None for content in (text, messages, token_ids)) != 1:
+    if values.get("name") in (None, ""):
+        raise missing("name")
+    if sum(values.get(content) is not None for content in ("text", "messages", "token_ids")) != 1:
         raise InvalidRequestError("send exactly one of text, messages and token_ids", param="text")
-    if text is not None and not isinstance(text, str):
-        bad_value("text", f"is {shown(text)}", "it must be a string")
-    body = PrefixBody(
-        name=name,
-        tenant=fields.string("tenant", MAX_NAME_CHARS) or "",
-        text=None if text is None else check_text("text", text),
-        messages=None if messages is None else parse_messages(messages, bounds),
-        token_ids=None if token_ids is None else _token_ids(token_ids, bounds),
-        wait=fields.boolean("wait", default=True),
-    )
-    if unread := fields.unread():
-        bad_value(unread[0][:64], "is unknown", "a prefix has name, tenant, wait, and text, messages or token_ids")
-    return body
+    return validated(PrefixRequest, values, bounds)
 
 
 def kind_of(prefix: object) -> str:
@@ -71,7 +64,7 @@ def kind_of(prefix: object) -> str:
     return "messages" if is_chat else "token_ids"
 
 
-def encode_prefix(body: PrefixBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
+def encode_prefix(body: PrefixRequest, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
     """Return the token ids that all prompts with this prefix share. Thread-safe, slow. Raises InvalidRequestError."""
     if body.token_ids is not None:
         return body.token_ids
@@ -102,7 +95,7 @@ class Prefixes:
                 rejected = {"name": entry.name, "tenant": entry.tenant, "state": state, "error": str(error)}
                 self._rejected.append({**rejected, **dict.fromkeys(_COUNTS, 0), "last_used": None})
 
-    async def add(self, body: PrefixBody, tokenizer: Tokenizer, bounds: Bounds) -> Json:
+    async def add(self, body: PrefixRequest, tokenizer: Tokenizer, bounds: Bounds) -> Json:
         """Pin a prefix and return its entry, computed if `body.wait`.
 
         Raises InvalidRequestError, EngineDeadError, and HttpError if it cannot be computed; then it is removed again.
@@ -131,7 +124,7 @@ class Prefixes:
         """Return every prefix, the rejected ones last. Raises EngineDeadError."""
         return [*await self._engine.call("list_prefixes"), *self._rejected]
 
-    async def _submit(self, body: PrefixBody, tokenizer: Tokenizer, bounds: Bounds) -> Json:
+    async def _submit(self, body: PrefixRequest, tokenizer: Tokenizer, bounds: Bounds) -> Json:
         domain = self._domain_of(body.tenant) if body.tenant else b""
         token_ids = await asyncio.to_thread(encode_prefix, body, tokenizer, bounds)
         argument = {"name": body.name, "tenant": body.tenant, "domain": domain, "token_ids": token_ids.tobytes()}
@@ -139,8 +132,3 @@ class Prefixes:
 
 
 _COUNTS = ("tokens", "blocks", "hits", "tokens_saved")
-
-
-def _token_ids(values: object, bounds: Bounds) -> "array[int]":
-    values = list(values) if isinstance(values, array) else values
-    return array("i", check_token_ids("token_ids", values, bounds, max_items=bounds.max_model_len))

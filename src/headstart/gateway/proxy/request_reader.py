@@ -21,9 +21,10 @@ from headstart.gateway.kv_events.kv_event_decoding import event_domain
 from headstart.http.spooled_body import SpooledBody, spooled
 from headstart.openai.bounds import MAX_JSON_VALUES, Bounds
 from headstart.openai.engine_requests import encode_chat, encode_completion
-from headstart.openai.fields import bad_value, shown
-from headstart.openai.request_bodies import parse_chat, parse_completion, parse_json
+from headstart.openai.request_bodies import parse_chat, parse_completion
+from headstart.openai.request_json import parse_json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.openai.value_checks import bad_value, shown
 from headstart.router.routing_request import Prompt, RoutingRequest, pack_text, router_root
 
 _ANYTHING = Bounds(

@@ -20,8 +20,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headstart.core.errors import ConfigError, InvalidRequestError
-from headstart.openai.bounds import INT64_MAX
-from headstart.openai.fields import Fields, bad_value, check_text, shown
 
 MAX_CHARS = 16 * 1024 * 1024
 MAX_SECONDS = 2.0
@@ -113,22 +111,6 @@ def check_source(source: str) -> None:
 def _does_not_compile(error: Exception) -> ConfigError:
     reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())[:300]
     return ConfigError(f"the model's chat template does not compile: {reason}")
-
-
-def template_options(fields: Fields, max_chars: int) -> tuple[tuple[str, str | int | bool], ...]:
-    """Return chat_template_kwargs, sorted: scalars such as Qwen3's enable_thinking. Raises InvalidRequestError."""
-    name = "chat_template_kwargs"
-    options = fields.mapping(name, 16) or {}
-    for key, value in options.items():
-        if not isinstance(key, str) or not key.isidentifier() or key.startswith("_") or len(key) > 64:
-            bad_value(name, f"has the key {shown(key)}", "keys must be plain names")
-        if key in ("messages", "tools", "documents", "add_generation_prompt", "chat_template"):
-            bad_value(name, f"contains {key}", "that one cannot be set here")
-        if isinstance(value, str) and len(value) <= max_chars:
-            check_text(name, value)
-        elif not isinstance(value, bool) and not (isinstance(value, int) and abs(value) <= INT64_MAX):
-            bad_value(name, f"has {shown(value)} for {key}", "values must be true, false, integers or short strings")
-    return tuple(sorted(options.items()))
 
 
 def _refused(message: str) -> InvalidRequestError:

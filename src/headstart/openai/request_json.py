@@ -1,0 +1,100 @@
+"""JSON of request bodies: decoded strictly, after its number of values was checked. Shapes are checked later.
+
+For any input, the only exception raised is InvalidRequestError.
+"""
+
+import re
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from headstart.core.errors import InvalidRequestError, RequestTooLargeError
+from headstart.openai.bounds import MAX_JSON_VALUES
+from headstart.openai.value_checks import shown
+
+_VALUE = re.compile(
+    rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[{]', re.DOTALL
+)  # also matches an unterminated string, which keeps the time linear
+_VALUE_OR_NUMBER = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|-?\d[\d.eE+-]*+', re.DOTALL)
+_SCALARS = frozenset((str, int, float, bool, type(None)))
+_SHORT = 64  # items of a list
+MAX_DEPTH = 64  # of nested lists and objects
+
+
+def parse_json(body: bytes | bytearray | memoryview, max_numbers: int | None = None) -> dict[str, Any]:
+    """Return the JSON object in `body`. Raises InvalidRequestError (invalid_json) for anything else.
+
+    Strict: no NaN, no numbers that overflow, no lone surrogates, at most MAX_DEPTH levels and MAX_JSON_VALUES values;
+    at most `max_numbers` numbers, of which a list of token ids takes 8 to 40 bytes each: then RequestTooLargeError.
+    """
+    _check_size(body)
+    if max_numbers is not None:
+        _check_numbers(body, max_numbers)
+    try:
+        value = msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except UnicodeDecodeError as error:
+        message = f"the body is not valid UTF-8 at byte {error.start}"
+        raise InvalidRequestError(message, code="invalid_json") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"the body is {shown(value)}; it must be a JSON object", code="invalid_json")
+    check_depth(value)
+    return value
+
+
+def _check_size(body: bytes | bytearray | memoryview) -> None:
+    """Raise InvalidRequestError, before any object is built, if the body has more than MAX_JSON_VALUES values.
+
+    Numbers do not count: the number of token ids in a prompt is limited by the size of the body only.
+    """
+    if len(body) <= MAX_JSON_VALUES:
+        return  # each value takes at least a byte
+    text = bytes(body)
+    if text.count(b'"') // 2 + text.count(b"[") + text.count(b"{") <= MAX_JSON_VALUES:
+        return
+    num_values = sum(1 for _ in islice(_VALUE.finditer(text), MAX_JSON_VALUES + 1))
+    if num_values > MAX_JSON_VALUES:
+        raise InvalidRequestError(
+            f"the body has more than {MAX_JSON_VALUES} strings, lists and objects, which is the limit: send less",
+            code="invalid_json",
+        )
+
+
+def _check_numbers(body: bytes | bytearray | memoryview, max_numbers: int) -> None:
+    """Raise RequestTooLargeError, before any object is built, if the body has more than `max_numbers` numbers."""
+    if len(body) // 2 <= max_numbers:
+        return  # each number takes at least a digit and a separator
+    text = bytes(body)
+    if text.count(b",") < max_numbers:
+        return
+    found = (match for match in _VALUE_OR_NUMBER.finditer(text) if match.group()[0] in b"-0123456789")
+    if sum(1 for _ in islice(found, max_numbers + 1)) > max_numbers:
+        raise RequestTooLargeError(
+            f"the body has more than {max_numbers} numbers: no request of this model has as many token ids; shorten it"
+        )
+
+
+def check_depth(value: object) -> None:
+    """Raise InvalidRequestError if lists and objects are nested deeper than MAX_DEPTH."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner: list[object] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                inner.extend(item.values())
+            elif isinstance(item, list | tuple):  # do not copy the token ids of a prompt, which may be millions
+                inner.extend(item if len(item) <= _SHORT else [one for one in item if type(one) not in _SCALARS])
+        if not inner:
+            return
+        level = [item for item in inner if type(item) not in _SCALARS]
+    if level:
+        raise _too_deep()
+
+
+def _too_deep() -> InvalidRequestError:
+    return InvalidRequestError(f"the body is nested deeper than {MAX_DEPTH} levels; flatten it", code="invalid_json")

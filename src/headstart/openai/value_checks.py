@@ -1,0 +1,103 @@
+"""Checks of single values of a request, with errors that name value, limit and remedy.
+
+No value is trusted before it is checked: `true` is not 1, a number must be finite, a string must be encodable.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from headstart.core.errors import InvalidRequestError
+from headstart.openai.bounds import Bounds
+
+_SHOWN_CHARS = 60
+
+
+def shown(value: object) -> str:
+    """Return `value` as a short ASCII text that is safe in a message to a client: no addresses, bounded length."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, str):
+        text = value if len(value) <= _SHOWN_CHARS else value[:_SHOWN_CHARS] + "..."
+        return ascii(text)
+    if isinstance(value, list | tuple):
+        return "a list"
+    return "an object" if isinstance(value, Mapping) else "a value of another type"
+
+
+def plain(number: float) -> str:
+    """Return a limit in readable form: 2 and not 2.0, 3.40282e+38 and not 39 digits."""
+    if isinstance(number, float) and abs(number) >= 1e15:
+        return f"{number:g}"
+    return str(int(number)) if float(number).is_integer() else str(number)
+
+
+def bad_value(name: str, problem: str, remedy: str) -> NoReturn:
+    """Raise InvalidRequestError with the message "name problem; remedy"."""
+    raise InvalidRequestError(f"{name} {problem}; {remedy}", param=name)
+
+
+def missing(name: str) -> InvalidRequestError:
+    """Return the error for a required parameter that is absent."""
+    return InvalidRequestError(f"{name} is missing", param=name, code="missing_required_parameter")
+
+
+def unsupported(name: str, why: str) -> NoReturn:
+    """Raise InvalidRequestError for a known parameter that this server does not support."""
+    raise InvalidRequestError(f"{name} is not supported: {why}", param=name, code="unsupported_parameter")
+
+
+def check_text(name: str, text: str) -> str:
+    """Return `text` if it is encodable as UTF-8 (no lone surrogates), else raise InvalidRequestError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        bad_value(name, "contains a lone surrogate", "send valid Unicode")
+    return text
+
+
+def check_int(name: str, value: object, low: int, high: int) -> int:
+    """Return `value` if it is an integer in [low, high], else raise InvalidRequestError."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        bad_value(name, f"is {shown(value)}", f"it must be an integer between {low} and {high}")
+    if not low <= value <= high:
+        bad_value(name, f"is {shown(value)}", f"it must be between {low} and {high}")
+    return value
+
+
+def check_number(name: str, value: object, low: float, high: float) -> float:
+    """Return `value` as a finite float in [low, high], else raise InvalidRequestError."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        bad_value(name, f"is {shown(value)}", f"it must be a number between {plain(low)} and {plain(high)}")
+    if not low <= value <= high:
+        bad_value(name, f"is {shown(value)}", f"it must be between {plain(low)} and {plain(high)}")
+    return float(value)
+
+
+def check_list(name: str, value: object, max_items: int, items: str = "") -> "list[Any] | tuple[Any, ...]":
+    """Return `value` if it is a list of at most `max_items`, else raise InvalidRequestError. `items` names them."""
+    if not isinstance(value, list | tuple):
+        bad_value(name, f"is {shown(value)}", f"it must be a list{items and ' of '}{items}")
+    if len(value) > max_items:
+        bad_value(name, f"has {len(value)} entries", f"it may have at most {max_items}")
+    return value
+
+
+def check_mapping(name: str, value: object, max_items: int) -> Mapping[Any, Any]:
+    """Return `value` if it is an object of at most `max_items` entries, else raise InvalidRequestError."""
+    if not isinstance(value, Mapping):
+        bad_value(name, f"is {shown(value)}", "it must be an object")
+    if len(value) > max_items:
+        bad_value(name, f"has {len(value)} entries", f"it may have at most {max_items}")
+    return value
+
+
+def check_token_ids(name: str, values: object, bounds: Bounds, *, max_items: int) -> tuple[int, ...]:
+    """Return `values` as a tuple of at most `max_items` token ids of the vocabulary. Raises InvalidRequestError."""
+    values = check_list(name, values, max_items, "token ids")
+    for value in values:
+        check_int(name, value, 0, bounds.vocab_size - 1)
+    return tuple(values)
