@@ -89,7 +89,7 @@ class FickleStore:
         troubles = self.troubles
         troubles.loads += 1
         if self._happens(troubles.spoil):
-            self._spoil(self.rng.choice(keys).name)
+            self._spoil(self.rng.choice(keys).block_hash)
         if self.is_direct:
             return self.inner.load(keys)
         asked = list(keys)

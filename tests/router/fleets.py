@@ -25,7 +25,7 @@ def ask(*blocks: int, tail: int = 1, session: str | None = None) -> RoutingReque
 
 def names(*blocks: int) -> list[BlockHash]:
     """The names of such a prompt's blocks."""
-    return prompt(*blocks).names(BLOCK)
+    return prompt(*blocks).block_hashes(BLOCK)
 
 
 def endpoint(name: str, num_blocks: int = 16, rates: PrefillModel = RATES) -> Endpoint:

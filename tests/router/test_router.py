@@ -159,7 +159,7 @@ def test_tokens_of_the_answer_are_known_where_a_body_tells_them() -> None:
     pick = router.pick(RoutingRequest(one), 0.0)
     pick = router.sent(pick, 0.0)
     router.finished(pick, 1.0, output=[6, 7, 8])
-    assert shadow_of(router).match(one.names_with([6, 7, 8], BLOCK)) == 2
+    assert shadow_of(router).match(one.block_hashes_with([6, 7, 8], BLOCK)) == 2
 
 
 def test_a_replica_that_was_removed_or_reconfigured_does_not_trouble_requests_under_way() -> None:

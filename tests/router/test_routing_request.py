@@ -17,8 +17,8 @@ def test_names_go_on_as_prompts_do() -> None:
 
 def test_names_are_worked_out_once_per_block_size() -> None:
     one = prompt(1, 2, 3, 4)
-    assert one.names(4) is one.names(4)
-    assert len(one.names(8)) == 2 and one.names(8)[0] not in one.names(4)
+    assert one.block_hashes(4) is one.block_hashes(4)
+    assert len(one.block_hashes(8)) == 2 and one.block_hashes(8)[0] not in one.block_hashes(4)
 
 
 def test_tenants_models_and_adapters_never_share_a_name() -> None:
@@ -35,9 +35,9 @@ def test_tenants_models_and_adapters_never_share_a_name() -> None:
 
 def test_an_answer_is_named_but_for_its_last_token_which_is_not_computed() -> None:
     one = Prompt(range(6), ROOT)
-    assert one.names_with([6, 7, 8], BLOCK) == Prompt(range(8), ROOT).block_hashes(BLOCK)
-    assert one.names_with([6, 7], BLOCK) == one.names(BLOCK)
-    assert one.names(BLOCK) == Prompt(range(4), ROOT).block_hashes(BLOCK)
+    assert one.block_hashes_with([6, 7, 8], BLOCK) == Prompt(range(8), ROOT).block_hashes(BLOCK)
+    assert one.block_hashes_with([6, 7], BLOCK) == one.block_hashes(BLOCK)
+    assert one.block_hashes(BLOCK) == Prompt(range(4), ROOT).block_hashes(BLOCK)
 
 
 def test_text_is_packed_four_bytes_to_a_unit() -> None:
