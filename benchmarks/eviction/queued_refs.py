@@ -8,7 +8,6 @@ virtual_serving.py). About five minutes on one core; no model, no idle machine. 
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from virtual_serving import (
     spread,
 )
 
-from headstart.bench.machine import describe_machine, describe_versions
+from headstart.bench.machine import print_document
 from headstart.bench.progress_bar import QUIET, Bar, progress_bar
 from headstart.workload.jobs import Job
 from headstart.workload.synthetic import random_tokens
@@ -227,16 +226,15 @@ def main() -> int:
         bar.stage("made cases")
         found["best case"] = made("best case", best_case, "fcfs") + made("best case", best_case, "lpm")
         found["worst case"] = made("worst case", worst_case, "priority")
-    document = {
-        "bench": "queued block references",
-        "traces": [path.name for path in (args.chat, args.agents) if path],
-        "slice_requests": args.requests,
-        "summary": {name: summary(rows) for name, rows in found.items()},
-        "rows": [one for rows in found.values() for one in rows],
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-    }
-    print(json.dumps(document))
+    print_document(
+        {
+            "bench": "queued block references",
+            "traces": [path.name for path in (args.chat, args.agents) if path],
+            "slice_requests": args.requests,
+            "summary": {name: summary(rows) for name, rows in found.items()},
+            "rows": [one for rows in found.values() for one in rows],
+        }
+    )
     return 0
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from headstart.bench.machine import describe_machine, describe_versions
+from headstart.bench.machine import print_document
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.eviction import EVICTION_POLICIES, PROTECTED_SHARE, EvictionOrder, TwoQueue
 from headstart.core.cache.hashing import BlockHash
@@ -106,21 +106,20 @@ def main() -> int:
         }
         rows.append({"pool_blocks": num_blocks, "pool_share": share, **rates})
         print(json.dumps(rows[-1]), file=sys.stderr)
-    document = {
-        "bench": "eviction replay",
-        "trace": args.trace.name,
-        "requests": len(prompts),
-        "blocks": total,
-        "distinct_blocks": distinct,
-        "longest_prompt_blocks": longest,
-        "ideal_hit_rate": round(1 - distinct / total, 4),
-        "concurrency": args.concurrency,
-        "protected_share": PROTECTED_SHARE,
-        "hit_rates": rows,
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-    }
-    print(json.dumps(document))
+    print_document(
+        {
+            "bench": "eviction replay",
+            "trace": args.trace.name,
+            "requests": len(prompts),
+            "blocks": total,
+            "distinct_blocks": distinct,
+            "longest_prompt_blocks": longest,
+            "ideal_hit_rate": round(1 - distinct / total, 4),
+            "concurrency": args.concurrency,
+            "protected_share": PROTECTED_SHARE,
+            "hit_rates": rows,
+        }
+    )
     return 0
 
 

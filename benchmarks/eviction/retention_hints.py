@@ -9,7 +9,6 @@ Virtual time: about five minutes on one core; no model, no idle machine. The las
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +31,7 @@ from virtual_serving import (
     spread,
 )
 
-from headstart.bench.machine import describe_machine, describe_versions
+from headstart.bench.machine import print_document
 from headstart.bench.progress_bar import QUIET, Bar, progress_bar
 from headstart.core.request import DEFAULT_RETENTION, Retention
 from headstart.openai.cache_params import KEYED_PRIORITY, MAX_TTL, TIMED_PRIORITY
@@ -161,16 +160,15 @@ def main() -> int:
                 rows += measure(traces["agents"], traces[name], name, bar)
         if "chat" in traces:
             rows += measure_alike(traces["chat"], bar)
-    document = {
-        "bench": "retention hints",
-        "traces": [path.name for path in (args.agents, args.one_off, args.chat) if path],
-        "ttl": TTL._asdict(),
-        "24h": DAY._asdict(),
-        "rows": rows,
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-    }
-    print(json.dumps(document))
+    print_document(
+        {
+            "bench": "retention hints",
+            "traces": [path.name for path in (args.agents, args.one_off, args.chat) if path],
+            "ttl": TTL._asdict(),
+            "24h": DAY._asdict(),
+            "rows": rows,
+        }
+    )
     return 0
 
 

@@ -3,6 +3,7 @@
 Reads /proc and package metadata only: nothing here imports torch.
 """
 
+import json
 import os
 import platform
 import time
@@ -39,6 +40,11 @@ def describe_versions() -> dict[str, str | None]:
     """Return the installed versions of packages that affect figures; None: not installed."""
     own = {"python": platform.python_version(), "headstart": __version__}
     return own | {name: _version(name) for name in PACKAGES}
+
+
+def print_document(figures: dict[str, Any]) -> None:
+    """Print figures with the machine and the versions they were taken on, as one line of JSON."""
+    print(json.dumps({**figures, "machine": describe_machine(), "versions": describe_versions()}))
 
 
 class ContentionMeter:

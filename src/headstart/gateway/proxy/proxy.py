@@ -21,11 +21,11 @@ from headstart.gateway.proxy.error_responses import (
     too_many_losses,
 )
 from headstart.gateway.proxy.proxied_call import ProxiedCall
-from headstart.gateway.proxy.relay import Relay, write
+from headstart.gateway.proxy.relay import Attempt, Relay, write
 from headstart.gateway.proxy.replica_wait import ReplicaWait
 from headstart.gateway.proxy.replies import check_head, session_options
 from headstart.gateway.proxy.retry_budget import RetryBudget
-from headstart.gateway.proxy.silence import Silence, Watched
+from headstart.gateway.proxy.silence import Silence
 from headstart.gateway.proxy.upstream import (
     AttemptError,
     Failure,
@@ -190,7 +190,7 @@ class Proxy:
         call.num_attempts += 1
         activity, wait = self.silence.begin(call, in_flight, now)
         try:
-            await self._send(call, in_flight, (activity, wait), send)
+            await self._send(Attempt(call, in_flight, (activity, wait)), send)
         except AttemptError as error:
             self.relay.failed(in_flight, error.failure)
             raise
@@ -217,7 +217,8 @@ class Proxy:
         call.outcome = "lost"
         await write(send, error_event(replica_lost()) + DONE, more=False)
 
-    async def _send(self, call: ProxiedCall, in_flight: InFlight, watched: Watched, send: Send) -> None:
+    async def _send(self, attempt: Attempt, send: Send) -> None:
+        call, in_flight, _ = attempt
         own = {"x-request-id": call.request_id}
         if self._settings.replica_api_key is not None:
             own["authorization"] = f"Bearer {self._settings.replica_api_key}"
@@ -238,9 +239,9 @@ class Proxy:
                 allow_redirects=False,
             ) as response:
                 if check_head(response, call.path):
-                    await self.relay.relay_stream(call, in_flight, watched, response, send)
+                    await self.relay.relay_stream(attempt, response, send)
                 else:
-                    await self.relay.relay_whole(call, in_flight, watched, response, send)
+                    await self.relay.relay_whole(attempt, response, send)
         finally:
             if timer is not None:
                 timer.cancel()

@@ -4,6 +4,7 @@ Until the client has received part of an answer, failures raise AttemptError, so
 """
 
 import time
+from typing import NamedTuple
 
 import aiohttp
 from starlette.types import Send
@@ -29,6 +30,14 @@ from headstart.router.routing_decision import InFlight
 
 SLICE_BYTES = 256 << 10  # of an answer in one piece
 TAIL_BYTES = 16 << 10  # of a long answer, whose usage is at its end
+
+
+class Attempt(NamedTuple):
+    """A request at one replica, while its answer is awaited."""
+
+    call: ProxiedCall
+    in_flight: InFlight
+    watched: Watched
 
 
 class Relay:
@@ -59,18 +68,11 @@ class Relay:
         refused = failure in (Failure.REFUSED, Failure.UNREACHED, Failure.HUNG)
         self._router.failed(in_flight, now, refused=refused, blame=failure.is_its_fault)
 
-    async def relay_whole(
-        self,
-        call: ProxiedCall,
-        in_flight: InFlight,
-        watched: Watched,
-        response: aiohttp.ClientResponse,
-        send: Send,
-    ) -> None:
+    async def relay_whole(self, attempt: Attempt, response: aiohttp.ClientResponse, send: Send) -> None:
         """Handle an answer in one piece, or a refusal."""
+        call, in_flight, (activity, wait) = attempt
         call.drop_answer()  # of an earlier attempt
         router, answer = self._router, await read_answer(response, call.path, call.keep_answer)
-        activity, wait = watched
         activity.settle(wait, time.monotonic(), is_progress=answer.status < 300)
         failure = refusal(response.status, answer.body)
         if failure is not None:
@@ -78,7 +80,7 @@ class Relay:
         if response.status < 300:
             call.answer_id = id_in(answer.body)
             if not answer.is_whole:
-                await self._relay_long(call, in_flight, answer, response, send)
+                await self._relay_long(attempt, answer, response, send)
                 return
             self._answered(call, in_flight, read_usage(answer.body))
         else:
@@ -95,13 +97,12 @@ class Relay:
         self._first_token(call, now)
         call.outcome = "ok"
 
-    async def _relay_long(
-        self, call: ProxiedCall, in_flight: InFlight, answer: Answer, response: aiohttp.ClientResponse, send: Send
-    ) -> None:
+    async def _relay_long(self, attempt: Attempt, answer: Answer, response: aiohttp.ClientResponse, send: Send) -> None:
         """Relay an answer that is too long to be kept until its end, as it arrives.
 
         Raises HttpError if the replica is lost before the end; then the client's connection must be cut.
         """
+        call, in_flight, _ = attempt
         call.committed = True
         call.drop_body()
         self._first_token(call, time.monotonic())
@@ -128,16 +129,9 @@ class Relay:
         self._router.assume_first_token(in_flight, time.monotonic())
         self.end_wait(call)
 
-    async def relay_stream(
-        self,
-        call: ProxiedCall,
-        in_flight: InFlight,
-        watched: Watched,
-        response: aiohttp.ClientResponse,
-        send: Send,
-    ) -> None:
+    async def relay_stream(self, attempt: Attempt, response: aiohttp.ClientResponse, send: Send) -> None:
         """Relay a stream of events as they arrive."""
-        activity, wait = watched
+        call, in_flight, (activity, wait) = attempt
         stream = EventStream(hides_usage=call.reading.hides_usage)
         content = response.content
         while True:
