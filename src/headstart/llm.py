@@ -307,6 +307,7 @@ def _plain_sampling(sampling: object, kind: Kind) -> Mapping[str, Any]:
         return sampling
     values = dataclasses.asdict(sampling)
     values["logit_bias"] = dict(sampling.logit_bias)
+    del values["grammar"]
     if kind is Kind.CHAT:
         wanted = values.pop("logprobs")
         values |= {} if wanted is None else {"logprobs": True, "top_logprobs": wanted}

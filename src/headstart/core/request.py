@@ -49,6 +49,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    grammar: str | None = None  # the output matches this grammar, in llguidance's text form; the executor compiles it
 
 
 GREEDY = SamplingParams(temperature=0.0)

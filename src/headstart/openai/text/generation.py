@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from headstart.core.batch import Output, PromptTokenBreakdown
 from headstart.core.request import FinishReason, Request
+from headstart.openai.chat.chat_delta import ChatDelta
 from headstart.openai.generation_params import GenerationParams
 from headstart.openai.text.detokenizer import Detokenizer
 from headstart.openai.text.logprob_table import LogprobTable, TokenEntry
@@ -31,6 +32,7 @@ class Delta(NamedTuple):
     error: str | None = None  # of finish_reason "error"
     echo: SharedPrompt | None = None  # the prompt's text and, if requested, its logprobs; before the output
     prompt_logprobs: Sequence[TokenEntry] = ()  # in a whole response only: of every prompt token but the first
+    chat: ChatDelta | None = None  # the text of a chat, split into its parts; None: all of it is content
 
     @property
     def has_news(self) -> bool:
