@@ -27,6 +27,7 @@ from headstart.model.setup.sizing import (
 from headstart.model.setup.threads import prepare_threads
 from headstart.model.weights.model_loader import LoadedModel, load_model, resolve_device
 from headstart.openai.sampling_defaults import read_sampling_defaults
+from headstart.openai.structured.grammar_limits import parser_limits
 from headstart.server.kv_events.kv_event_publisher import KVEventPublisher, parse_kv_events_config
 from headstart.store.disk import DiskStore
 from headstart.store.files import prepare_folder
@@ -49,7 +50,7 @@ def build_engine(
     folder = folder or model_folder(options)
     defaults = read_sampling_defaults(folder, options.generation_config)
     loaded, plan, max_model_len = _load(options, folder)
-    grammars = CompiledGrammars(folder, loaded.vocab_size, loaded.eos_token_ids)
+    grammars = CompiledGrammars(folder, loaded.vocab_size, loaded.eos_token_ids, parser_limits())
     runner = ModelRunner(
         loaded, num_blocks=plan.num_blocks, block_size=options.block_size, seed=options.seed, grammars=grammars
     )

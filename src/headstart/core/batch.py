@@ -46,6 +46,7 @@ class RowErrorKind(Enum):
 
     NON_FINITE = "non-finite"  # hidden states, or unedited logits: the KV that was read or written may be corrupt
     REQUEST = "request"  # token ids out of bounds, sampling: the KV is valid
+    GRAMMAR = "grammar"  # the request's grammar has exceeded its limits: the KV is valid, the mistake is the client's
 
 
 class RowError(NamedTuple):
@@ -111,3 +112,4 @@ class Output(NamedTuple):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     breakdown: PromptTokenBreakdown | None = None  # with the first output token
     scheduled_at: float = 0.0  # first admission, on the clock given to the scheduler
+    is_invalid: bool = False  # `error` is the client's mistake

@@ -242,7 +242,9 @@ class Engine:
                 self.scheduler.add(request)
                 self.recent.queued(request.request_id)
             except InvalidRequestError as reason:
-                refused.append(Output(request.request_id, finish_reason=FinishReason.ERROR, error=str(reason)))
+                refused.append(
+                    Output(request.request_id, finish_reason=FinishReason.ERROR, error=str(reason), is_invalid=True)
+                )
         return refused
 
     def _announce(self, batch: Batch) -> None:

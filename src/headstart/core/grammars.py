@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
-from typing import Protocol
+from typing import Any, Protocol
 
 from headstart.core.errors import HeadstartError, InvalidRequestError
 from headstart.core.request import Request
@@ -13,7 +13,7 @@ WAIT_SECONDS = 0.002  # for a grammar when there is nothing else to do; then mes
 class GrammarCompiler(Protocol):
     """Compiles the grammars of requests and caches them."""
 
-    def compile(self, grammar: str) -> "Future[None]":
+    def compile(self, grammar: str) -> "Future[Any]":
         """Begin to compile a grammar unless it is cached. The future raises InvalidRequestError for an invalid one."""
         ...
 
@@ -23,7 +23,7 @@ class CompilingRequests:
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self._compiler = compiler
-        self._waiting: dict[str, tuple[Request, Future[None]]] = {}  # by request id, in order of arrival
+        self._waiting: dict[str, tuple[Request, Future[Any]]] = {}  # by request id, in order of arrival
 
     def __bool__(self) -> bool:
         return bool(self._waiting)

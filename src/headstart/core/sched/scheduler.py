@@ -385,6 +385,7 @@ class Scheduler:
             row.prompt_logprobs,
             breakdown,
             seq.scheduled_at,
+            row.error is not None and row.error.kind is RowErrorKind.GRAMMAR,
         )
 
     def _demands(self) -> Iterator[Demand]:

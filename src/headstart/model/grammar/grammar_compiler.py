@@ -1,8 +1,7 @@
 """GrammarCompiler: compiles grammars with llguidance on a thread, and caches them.
 
 A compiled grammar is not modified: every request gets a copy of its own, which takes some microseconds. The constructor
-of llguidance does not hold the interpreter lock. Its limits bound the time and the memory of one mask: a grammar that
-exceeds them fails its own row.
+of llguidance does not hold the interpreter lock. A grammar that exceeds the limits of a mask fails its own row.
 """
 
 import threading
@@ -17,30 +16,18 @@ from headstart.core.errors import InvalidRequestError
 
 MAX_GRAMMARS = 256
 MAX_BYTES = 8 << 20  # of the text of all cached grammars
-MAX_LEXER_STATES = 20_000  # about 2 KB each
-STEP_LEXER_FUEL = 100_000  # of one mask: about 7 ms
-STEP_MAX_ITEMS = 20_000  # of one mask: about 1 ms
 _TOKENIZER = "tokenizer.json"
-
-
-def parser_limits() -> LLParserLimits:
-    """Return the limits of compiled grammars."""
-    return LLParserLimits(
-        max_lexer_states=MAX_LEXER_STATES,
-        step_lexer_fuel=STEP_LEXER_FUEL,
-        step_max_items=STEP_MAX_ITEMS,
-        verbose_errors=False,
-    )
 
 
 class CompiledGrammars:
     """The compiled grammars of one model, by their text. Implements core's GrammarCompiler; thread-safe."""
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int], limits: LLParserLimits) -> None:
         """The tokenizer is read from the model's `folder` with the first grammar; `vocab_size`: rows of the logits."""
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
         self._folder = folder
+        self._limits = limits
         self._tokenizer: LLTokenizer | None = None
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
@@ -68,7 +55,7 @@ class CompiledGrammars:
     def _compile(self, grammar: str) -> LLMatcher:
         if self._tokenizer is None:
             self._tokenizer = self._load()
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise InvalidRequestError(f"the grammar cannot be compiled: {_first_line(matcher.get_error())}")
         return matcher

@@ -1,9 +1,9 @@
 """GrammarRows: the state of the rows that a grammar constrains: masks of allowed tokens, and forced tokens.
 
 A matcher has consumed exactly the output tokens of its request. Where the grammar allows one continuation only, its
-tokens are forced: they follow the sampled token at once, so the next step computes them all as one chunk. If the request
-wants log-probabilities, which need the logits before each token, forced tokens are returned one per step instead. The
-tokens are the same.
+tokens are forced: they follow the sampled token at once, so the next step computes them all as one chunk. If the
+request wants log-probabilities, which need the logits before each token, forced tokens are returned one per step
+instead. The tokens are the same.
 """
 
 from collections import deque
@@ -49,10 +49,10 @@ class GrammarRows:
             if chunk.sampling.grammar is None:
                 continue
             row = self._row(chunk)
-            row.allowed = masks[index]
+            row.allowed = mask = masks[index]
             if row.forced:
-                row.allowed[:] = 0
-                row.allowed[row.forced[0] // MASK_BITS] = _bit(row.forced[0])
+                mask[:] = 0
+                mask[row.forced[0] // MASK_BITS] = _bit(row.forced[0])
             elif row.matcher.is_error():
                 errors[index] = row.matcher.get_error()
             else:

@@ -1,10 +1,10 @@
 """Edits of single logits: repetition, frequency and presence penalty, logit_bias, min_tokens, the mask of a grammar.
 
-All edits but the mask are sparse, so their cost depends on the number of tokens in the request, not on the vocabulary. Ids are
-checked on the host, row by row, before any write: on a GPU an invalid index would end the whole process. A finite
-logit stays finite with any parameters: a result of the repetition penalty that is too large for float32 becomes the
-largest float32 of its sign, and penalties and biases are too small to overflow (the largest float32 plus 1e31 rounds
-to itself).
+All edits but the mask are sparse, so their cost depends on the number of tokens in the request, not on the vocabulary.
+Ids are checked on the host, row by row, before any write: on a GPU an invalid index would end the whole process. A
+finite logit stays finite with any parameters: a result of the repetition penalty that is too large for float32 becomes
+the largest float32 of its sign, and penalties and biases are too small to overflow (the largest float32 plus 1e31
+rounds to itself).
 """
 
 from collections.abc import Callable, Iterable, Mapping

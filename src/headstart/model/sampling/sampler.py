@@ -1,8 +1,8 @@
 """Sampler: chooses the next token of every row of a batch. It is vectorised over rows; rows do not affect each other.
 
-The order is that of vLLM's documentation: penalties, logit_bias, min_tokens, the mask of a grammar; greedy rows take the best token; the
-other rows continue with temperature, min_p, top_k, top_p and one draw. Log-probabilities are those of the model's
-unedited logits.
+The order is that of vLLM's documentation: penalties, logit_bias, min_tokens, the mask of a grammar; greedy rows take
+the best token; the other rows continue with temperature, min_p, top_k, top_p and one draw. Log-probabilities are those
+of the model's unedited logits.
 
 A row's tokens depend only on its logits, parameters, history and key, never on other rows: the random number of output
 i is a hash of (key, i), filters cut at a *value* (ties with the last kept token are kept too, so the order of a sort
@@ -75,7 +75,7 @@ class Sampler:
                 rows[index] = row._replace(token_ids=grammars.accept(chunk, row.token_ids[0]))
             except ValueError as error:
                 message = f"the output cannot be constrained any further: {str(error).strip()[:300]}"
-                rows[index] = Row(error=RowError(RowErrorKind.REQUEST, message))
+                rows[index] = Row(error=RowError(RowErrorKind.GRAMMAR, message))
         return rows
 
     def _sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
