@@ -36,8 +36,9 @@ def build(setup: Any) -> Handler:
 
 
 def _reason(message: str) -> str:
-    """Return the first line of llguidance's message."""
-    return message.strip().split("\n", 1)[0][:300]
+    """Return the first line of llguidance's message, without advice that only its callers could follow."""
+    line = message.strip().split("\n", 1)[0][:300]
+    return "oneOf is supported only if its alternatives exclude each other" if "oneOf" in line else line
 
 
 if __name__ == "__main__":

@@ -5,9 +5,12 @@ Building the text checks little: whether it compiles is known only after compila
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -18,11 +21,14 @@ def json_schema_grammar(schema: Mapping[str, Any] | bool, *, whitespace: str | N
     `whitespace`: a regular expression for the text between two tokens of JSON. None: no whitespace, so that more tokens
     have one continuation only, and no model can go on writing spaces.
     """
-    spaces: dict[str, Any] = {"whitespace_flexible": False}
+    options: JsonCompileOptions = {
+        "whitespace_flexible": False,
+        "lenient": False,  # a keyword that is not supported is an error
+        "json_allowed_escapes": 'nrbtf"\\',  # without \u: "\u0061" would be another way to write the property "a"
+    }
     if whitespace is not None:
-        spaces["whitespace_pattern"] = whitespace
-    text = json.dumps(schema)
-    return LLMatcher.grammar_from_json_schema(text, overrides={**spaces, "lenient": False})  # pyright: ignore[reportArgumentType]
+        options["whitespace_pattern"] = whitespace
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
 
 
 def regex_grammar(regex: str) -> str:

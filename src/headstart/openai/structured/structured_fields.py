@@ -4,7 +4,7 @@ At most one grammar may be requested. `output_grammar` returns its text; grammar
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -19,14 +19,13 @@ from headstart.openai.structured.grammar_text import (
     lark_grammar,
     regex_grammar,
 )
+from headstart.openai.structured.schema_limits import Schema, check_lark, check_regex, limited_schema
 from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown
 
 MAX_GRAMMAR_BYTES = 64 << 10  # of a schema, a regular expression, a grammar, or all choices
 MAX_CHOICES = 1024
 MAX_WHITESPACE_CHARS = 64
 ANY_WHITESPACE = r"[ \t\r\n]{0,16}"  # bounded, so that no model can go on writing spaces
-
-Schema = Mapping[str, Any] | bool
 
 
 def check_schema(name: str, value: object) -> Schema:
@@ -37,7 +36,7 @@ def check_schema(name: str, value: object) -> Schema:
     if not isinstance(value, Mapping | bool):
         bad_value(name, f"is {shown(value)}", "it must be a JSON Schema, as an object")
     check_size(name, json.dumps(value))
-    return value
+    return limited_schema(name, value)
 
 
 def _parsed(name: str, text: str) -> Any:
@@ -79,8 +78,13 @@ def _schema_field(name: str) -> Any:
     return checked(lambda value, _: check_schema(name, value), dict[str, Any] | str)
 
 
-def _text_field(name: str) -> Any:
-    return checked(lambda value, _: _text(name, value), str)
+def _text_field(name: str, check: Callable[[str, str], None]) -> Any:
+    def checked_text(value: object, _: object) -> str:
+        text = _text(name, value)
+        check(name, text)
+        return text
+
+    return checked(checked_text, str)
 
 
 def _choice_field(name: str) -> Any:
@@ -118,9 +122,11 @@ class StructuredOutputs(RequestModel):
     json_: Annotated[Schema | None, _schema_field("structured_outputs.json")] = Field(
         None, alias="json", description="A JSON Schema"
     )
-    regex: Annotated[str | None, _text_field("structured_outputs.regex")] = None
+    regex: Annotated[str | None, _text_field("structured_outputs.regex", check_regex)] = None
     choice: Annotated[tuple[str, ...] | None, _choice_field("structured_outputs.choice")] = None
-    grammar: Annotated[str | None, _text_field("structured_outputs.grammar")] = Field(None, description="In Lark")
+    grammar: Annotated[str | None, _text_field("structured_outputs.grammar", check_lark)] = Field(
+        None, description="In Lark"
+    )
     json_object: bool = False
     disable_any_whitespace: bool = Field(True, description="No whitespace between the tokens of JSON")
     whitespace_pattern: Annotated[str | None, _space_field("structured_outputs.whitespace_pattern")] = Field(
@@ -134,9 +140,11 @@ class StructuredFields(RequestModel):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = Field(None, description="As in vLLM")
     guided_json: Annotated[Schema | None, _schema_field("guided_json")] = Field(None, description="A JSON Schema")
-    guided_regex: Annotated[str | None, _text_field("guided_regex")] = None
+    guided_regex: Annotated[str | None, _text_field("guided_regex", check_regex)] = None
     guided_choice: Annotated[tuple[str, ...] | None, _choice_field("guided_choice")] = None
-    guided_grammar: Annotated[str | None, _text_field("guided_grammar")] = Field(None, description="In Lark")
+    guided_grammar: Annotated[str | None, _text_field("guided_grammar", check_lark)] = Field(
+        None, description="In Lark"
+    )
     guided_whitespace_pattern: Annotated[str | None, _space_field("guided_whitespace_pattern")] = Field(
         None, description="A regular expression for the whitespace between the tokens of JSON"
     )
