@@ -113,16 +113,11 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool = Field(False, description="Send the usage in every chunk")
 
 
-class GenerationFields(CacheFields):
-    """The generation parameters of completions and chats alike."""
+class SamplingFields(CacheFields):
+    """The generation parameters that all APIs share."""
 
-    max_tokens: int | None = Field(None, ge=0, le=INT31_MAX, description="Output tokens; 0: only echo the prompt")
-    max_completion_tokens: int | None = Field(None, ge=1, le=INT31_MAX, description="The newer name of max_tokens")
     min_tokens: Annotated[int, AtMost("max_model_len")] = Field(0, ge=0, description="At most max_tokens")
-    n: Annotated[int, AtMost("max_n")] = Field(1, ge=1, description="Choices per prompt")
-    best_of: Annotated[int | None, AtMost("max_n")] = Field(None, ge=1, description="May only equal n")
     stream: bool = Field(False, description="Send the answer as server-sent events")
-    stream_options: StreamOptions | None = Field(None, description="Only with stream")
     temperature: Temperature = None
     top_p: TopP = None
     top_k: TopK = None
@@ -137,16 +132,26 @@ class GenerationFields(CacheFields):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = Field(False, description="End-of-sequence tokens do not end the output")
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text")
+    chat_template_kwargs: TemplateOptions = Field((), description="Variables such as enable_thinking")
+    priority: int = Field(0, ge=-INT31_MAX, le=INT31_MAX, description="Smaller runs sooner; with priority scheduling")
+    user: Label = None
+    safety_identifier: Label = None
+
+
+class GenerationFields(SamplingFields):
+    """The generation parameters of completions and chats alike."""
+
+    max_tokens: int | None = Field(None, ge=0, le=INT31_MAX, description="Output tokens; 0: only echo the prompt")
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT31_MAX, description="The newer name of max_tokens")
+    n: Annotated[int, AtMost("max_n")] = Field(1, ge=1, description="Choices per prompt")
+    best_of: Annotated[int | None, AtMost("max_n")] = Field(None, ge=1, description="May only equal n")
+    stream_options: StreamOptions | None = Field(None, description="Only with stream")
     prompt_logprobs: Logprobs = Field(None, description="Alternatives per prompt token; not with stream")
     echo: bool = Field(False, description="Begin with the prompt; completions only")
     return_token_ids: bool = False
     add_special_tokens: bool | None = Field(None, description="By default true for completions only")
     continue_final_message: bool = Field(False, description="Continue the last message")
     add_generation_prompt: AddGenerationPrompt
-    chat_template_kwargs: TemplateOptions = Field((), description="Variables such as enable_thinking")
-    priority: int = Field(0, ge=-INT31_MAX, le=INT31_MAX, description="Smaller runs sooner; with priority scheduling")
-    user: Label = None
-    safety_identifier: Label = None
 
 
 class CompletionFields(GenerationFields):
