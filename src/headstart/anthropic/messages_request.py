@@ -13,7 +13,7 @@ from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import INT31_MAX, Bounds
 from headstart.openai.chat.chat_translation import ChatTranslation, passed_on, template_variables
 from headstart.openai.engine_requests import encode_chat
-from headstart.openai.generation_fields import Model, SamplingFields, Stops
+from headstart.openai.generation_fields import Model, SamplingFields, StopTexts, check_stops
 from headstart.openai.request_model import checked, validated
 from headstart.openai.responses import Json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
@@ -26,9 +26,9 @@ _RENAMES = (
     (re.compile(r"\btools\[(\d+)\]\.function\b"), r"tools[\1]"),
     (re.compile(r"\btool_choice\.function\b"), "tool_choice"),
     (re.compile(r"\bresponse_format(\.json_schema)?\b"), "output_config.format"),
-    (re.compile(r"\bstop\b(?= (has|contains|is) )|^stop$"), "stop_sequences"),
 )
 Objects = list[dict[str, Any]]
+StopSequences = Annotated[tuple[str, ...], checked(lambda value, _: check_stops("stop_sequences", value), StopTexts)]
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _UNSUPPORTED = ("container", "mcp_servers", "context_management")  # would change the answer unnoticed
 
@@ -85,7 +85,7 @@ class MessagesRequest(PromptFields):
     """A /v1/messages body."""
 
     max_tokens: int = Field(ge=1, le=INT31_MAX)
-    stop_sequences: Stops = Field((), description="Texts before which the output ends")
+    stop_sequences: StopSequences = Field((), description="Texts before which the output ends")
     metadata: Annotated[str | None, checked(lambda value, _: _metadata(value), dict[str, Any])] = Field(
         None, description="user_id"
     )
@@ -141,7 +141,7 @@ def num_marked_tokens(read: ReadMessages, prompt: "array[int]", tokenizer: Token
         return len(prompt)
     try:
         body = replace(read.chat, values={**read.chat.values, "messages": changed}).parse(bounds)
-        return _common_length(prompt, encode_chat(body, tokenizer, bounds))
+        return common_length(prompt, encode_chat(body, tokenizer, bounds))
     except InvalidRequestError:  # the template refuses the changed text
         return len(prompt)
 
@@ -170,7 +170,7 @@ def _other(text: str) -> str:
     return ("b" if text.startswith("a") else "a") + text
 
 
-def _common_length(one: "array[int]", other: "array[int]") -> int:
+def common_length(one: "array[int]", other: "array[int]") -> int:
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -30,15 +30,20 @@ MAX_BIAS = 100.0
 TEMPLATE_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 
 
-def _stop(value: object, _: Bounds) -> tuple[str, ...]:
-    stops = check_list("stop", [value] if isinstance(value, str) else value, MAX_STOPS)
+def check_stops(name: str, value: object) -> tuple[str, ...]:
+    """Return stop strings without repeats. Raises InvalidRequestError."""
+    stops = check_list(name, value, MAX_STOPS)
     for text in stops:
         if not isinstance(text, str):
-            bad_value("stop", f"contains {shown(text)}", "it must be a string or a list of strings")
+            bad_value(name, f"contains {shown(text)}", "it must be a string or a list of strings")
         if not 0 < len(text) <= MAX_STOP_CHARS:
-            bad_value("stop", f"has an entry of {len(text)} characters", f"use 1 to {MAX_STOP_CHARS} characters")
-        check_text("stop", text)
+            bad_value(name, f"has an entry of {len(text)} characters", f"use 1 to {MAX_STOP_CHARS} characters")
+        check_text(name, text)
     return tuple(dict.fromkeys(stops))
+
+
+def _stop(value: object, _: Bounds) -> tuple[str, ...]:
+    return check_stops("stop", [value] if isinstance(value, str) else value)
 
 
 def _stop_token_ids(value: object, bounds: Bounds) -> tuple[int, ...]:

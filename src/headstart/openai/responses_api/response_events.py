@@ -103,3 +103,9 @@ class ResponseEvents:
         number = self._num_events
         self._num_events += 1
         return {"type": kind, "sequence_number": number, **fields}
+
+
+def error_data(body: Json, sequence_number: int = 0) -> Json:
+    """Return the data of an error event, from OpenAI's error object."""
+    fields = {name: body["error"][name] for name in ("code", "message", "param")}
+    return {"type": "error", "sequence_number": sequence_number, **fields}

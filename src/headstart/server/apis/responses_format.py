@@ -12,7 +12,7 @@ from headstart.http.http_errors import HttpError, rendered
 from headstart.http.sse import PING, named_event
 from headstart.openai.engine_requests import Origin, build_requests, encode_chat, tokenizer_of
 from headstart.openai.responses import Json
-from headstart.openai.responses_api.response_events import ResponseEvents
+from headstart.openai.responses_api.response_events import ResponseEvents, error_data
 from headstart.openai.responses_api.response_memory import Conversation, ResponseMemory, StoredResponse, Turn
 from headstart.openai.responses_api.response_objects import ResponseShape, echo_of, response_usage
 from headstart.openai.responses_api.responses_request import ResponsesRequest, parse_responses, translate_responses
@@ -97,13 +97,6 @@ class ResponseFormat:
         num_blocks = usage["prompt_tokens"] // self._block_size
         written = num_blocks * self._block_size - usage["prompt_tokens_details"]["cached_tokens"]
         return response_usage(usage, self._events.parts, written if params.cache is CacheMode.READ_WRITE else 0)
-
-
-def error_data(body: Json, sequence_number: int = 0) -> Json:
-    """Return the data of an error event, from OpenAI's error object."""
-    error = body["error"]
-    fields = {name: error[name] for name in ("code", "message", "param")}
-    return {"type": "error", "sequence_number": sequence_number, **fields}
 
 
 def responses_api(memory: ResponseMemory) -> Api:
