@@ -1,6 +1,7 @@
 """/v1/messages, asked by the anthropic package and by hand."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,17 @@ def test_without_breakpoints_nothing_counts_as_created(client: Anthropic) -> Non
         model="tiny", max_tokens=2, messages=[{"role": "user", "content": SENTENCE * 3 + "!"}]
     ).usage
     assert usage.cache_creation_input_tokens == 0 and usage.input_tokens > 100
+
+
+def test_a_schema_bounds_the_text(client: Anthropic) -> None:
+    schema = {"type": "object", "properties": {"lamp": {"enum": ["on", "off"]}}, "required": ["lamp"]}
+    options: Any = {"model": "tiny", "max_tokens": 200, "messages": HELLO}
+    shape: Any = {"format": {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}}
+    message = client.messages.create(**options, output_config=shape)
+    text: Any = message.content[0]
+    assert message.stop_reason == "end_turn" and json.loads(text.text)["lamp"] in ("on", "off")
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format"):
+        client.messages.create(**options, output_config={"format": {"type": "json_schema", "schema": {"type": "x"}}})
 
 
 def test_errors_have_anthropics_form(client: Anthropic) -> None:

@@ -101,6 +101,26 @@ def test_errors_name_the_field_of_this_api(client: OpenAI) -> None:
         client.responses.create(model="other", input="x")
 
 
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"lamp": {"enum": ["on", "off"]}},
+    "required": ["lamp"],
+    "additionalProperties": False,
+}
+
+
+def test_a_schema_bounds_the_text(client: OpenAI) -> None:
+    options: Any = {"model": "tiny", "input": "Switch it on", "max_output_tokens": 200, "extra_body": {"seed": 3}}
+    shape: Any = {"format": {"type": "json_schema", "name": "light", "schema": SCHEMA, "strict": True}}
+    made = client.responses.create(**options, text=shape)
+    assert made.status == "completed" and json.loads(made.output_text)["lamp"] in ("on", "off")
+    assert made.text is not None and made.text.to_dict() == shape
+    with pytest.raises(openai.BadRequestError) as caught:
+        broken: Any = {"format": {"type": "json_schema", "name": "light", "schema": {"type": "lamp"}}}
+        client.responses.create(**options, text=broken)
+    assert (caught.value.param or "").startswith("text.format")
+
+
 def test_the_input_items_come_in_pages(folder: str) -> None:
     async def go() -> None:
         async with inside(folder) as server:

@@ -11,6 +11,7 @@ from pydantic import Field
 from headstart.openai.bounds import FLOAT32_MAX, INT31_MAX, INT64_MAX, Bounds
 from headstart.openai.cache_params import MAX_LABEL_CHARS, CacheFields
 from headstart.openai.request_model import AtMost, RequestModel, checked
+from headstart.openai.structured.structured_fields import StructuredFields
 from headstart.openai.value_checks import (
     bad_value,
     check_int,
@@ -143,7 +144,7 @@ class SamplingFields(CacheFields):
     safety_identifier: Label = None
 
 
-class GenerationFields(SamplingFields):
+class GenerationFields(StructuredFields, SamplingFields):
     """The generation parameters of completions and chats alike."""
 
     max_tokens: int | None = Field(None, ge=0, le=INT31_MAX, description="Output tokens; 0: only echo the prompt")

@@ -70,6 +70,10 @@ async def _prepared(
     async with state.bodies.held(request) as body:
         asked = await state.long_work.run(len(body), partial(prepare, body), waits=api.renders)
     params, requests = asked.params, asked.requests
+    grammar = params.sampling.grammar
+    if grammar is not None and not model.grammars.is_accepted(grammar):
+        with asked.named():
+            await asyncio.to_thread(model.grammars.check, params.grammar_field or "grammar", grammar)
     prompts = [first.prompt for first in requests[:: params.n]]
 
     def share() -> list[SharedPrompt]:

@@ -10,6 +10,7 @@ from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import Bounds
 from headstart.openai.generation_fields import SamplingFields
 from headstart.openai.request_bodies import ChatBody, parse_chat
+from headstart.openai.structured.structured_fields import StructuredFields
 from headstart.openai.unsupported import UNSUPPORTED
 
 _MESSAGE = re.compile(r"\bmessages\[(\d+)\](?:\.\w+|\[\d+\])*")
@@ -66,7 +67,7 @@ def passed_on(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
 
     `own`: fields of the other API, left out unless they are shared parameters.
     """
-    shared = SamplingFields.model_fields
+    shared = SamplingFields.model_fields.keys() | (StructuredFields.model_fields.keys() - {"response_format"})
     return {
         name: value for name, value in values.items() if name in shared or (name in UNSUPPORTED and name not in own)
     }

@@ -4,6 +4,7 @@ inference.py sends every answer in the same way, whatever its format.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -66,6 +67,7 @@ class ApiRequest:
     requests: list[EngineRequest]
     answer: Callable[[GenerationJob, Head], AnswerFormat]
     num_extra_bytes: int = 0  # held by `answer` until the job ends
+    named: Callable[[], AbstractContextManager[None]] = nullcontext  # renames fields in errors raised inside
 
 
 @dataclass(frozen=True, slots=True)

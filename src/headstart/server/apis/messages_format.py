@@ -74,7 +74,7 @@ def _prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequ
         block_size = model.info.block_size
         num_marked = num_marked_tokens(read, prompt, tokenizer, bounds) // block_size * block_size
     marks = CacheMarks(num_marked, is_long=read.ttl >= _HOUR)
-    return ApiRequest(body.params, requests, lambda job, head: MessageFormat(marks, job, head))
+    return ApiRequest(body.params, requests, lambda job, head: MessageFormat(marks, job, head), named=read.chat.named)
 
 
 MESSAGES = Api("msg_", _prepare)

@@ -113,7 +113,9 @@ def responses_api(memory: ResponseMemory) -> Api:
             requests = build_requests(prompts, body.params, model.bounds, origin)
         asked = Asked(fields, memory, origin.tenant, before.last if before is not None else None)
         held = ITEM_BYTES * len(msgspec.json.encode(fields.input))
-        return ApiRequest(body.params, requests, lambda job, head: ResponseFormat(asked, job, head), held)
+        return ApiRequest(
+            body.params, requests, lambda job, head: ResponseFormat(asked, job, head), held, translation.named
+        )
 
     return Api("resp_", prepare)
 
