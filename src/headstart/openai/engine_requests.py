@@ -33,6 +33,7 @@ class Prepared:
     params: GenerationParams
     requests: list[Request]
     prompts: list[SharedPrompt]
+    num_extra_bytes: int = 0  # held by the form of the answer
 
 
 def tokenizer_of(tokenizer: Tokenizer, origin: Origin, params: GenerationParams) -> Tokenizer:

@@ -126,7 +126,8 @@ class Metrics:
 
     def answered(self, path: str, method: str, status: int) -> None:
         """Count an HTTP request; unknown paths and methods share one label."""
-        route = path if path in self._routes else "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
+        trees = (f"{tree}{{id}}" for tree in ("/v1/models/", "/v1/responses/") if path.startswith(tree))
+        route = path if path in self._routes else next(trees, "other")
         self._http.add((route, method_label(method), str(status)))
 
     def expose(self, *, with_tenants: bool = True, with_store: bool = True) -> bytes:
