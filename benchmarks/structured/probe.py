@@ -16,10 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 from hostile_grammars import Case, handmade
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.hf import from_tokenizer
 from random_grammars import drawn
 
 WALKS = ("any", "any", "letters")
@@ -28,11 +26,7 @@ LETTERS = ("a", "b", "x", "aa", "ab", '"', "a" * 4)
 
 def load_tokenizer(folder: Path) -> LLTokenizer:
     """Return llguidance's form of the tokenizer in `folder`."""
-    from transformers import PreTrainedTokenizerFast
-
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
-    fast.eos_token = fast.eos_token or "<|im_end|>"
-    return from_tokenizer(fast)
+    return LLTokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"))
 
 
 def grammar_of(case: Case) -> str:

@@ -93,7 +93,8 @@ async def sample(server: Running, asks: list[Ask], folder: Path, tally: Tally, a
             for number in numbers:
                 ask = asks[number]
                 checker = Checker(ask.case, ask.sent, folder, tokenizer)
-                for answer in await post_chat(session, server.url, schema_request(ask.sent, **ask.sampling)):
+                body = json.dumps(schema_request(ask.sent, **ask.sampling)).encode()
+                for answer in await post_chat(session, server.url, body):
                     tally.add(ask, answer, checker.check(answer))
                     if answer.status == 400:
                         refused.add(number)

@@ -67,9 +67,8 @@ def schema_request(schema: Any, **sampling: Any) -> dict[str, Any]:
     return {"messages": PROMPT, "response_format": wanted, **sampling}
 
 
-async def post_chat(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> list[Answer]:
-    """Send a chat request, and return an Answer per choice; a refusal, or a lost connection (status 0), is one."""
-    data = json.dumps(body).encode()
+async def post_chat(session: aiohttp.ClientSession, url: str, data: bytes) -> list[Answer]:
+    """Send the body of a chat request, and return an Answer per choice, one for a refusal or a lost connection."""
     headers = {"content-type": "application/json"}
     try:
         async with session.post(url + "/v1/chat/completions", data=data, headers=headers) as response:
