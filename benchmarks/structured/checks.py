@@ -2,12 +2,14 @@
 
 import json
 import math
+import re
+from decimal import Decimal
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer
-from suite import SuiteSchema, validator
+from suite import SuiteSchema, integral, validator
 
 LARGEST = 1.7976931348623157e308
 _ALL_KEYWORDS = """
@@ -64,13 +66,12 @@ class Checker:
     def _check_value(self, text: str) -> Result:
         overflows = False
 
-        def number(digits: str) -> float:
+        def number(digits: str) -> Decimal | float:
             nonlocal overflows
-            value = float(digits)
-            if math.isinf(value):
-                overflows = True
-                return math.copysign(LARGEST, value)
-            return value
+            if not math.isinf(float(digits)):
+                return Decimal(digits)  # a double would be no multiple of 1.5 any more after 17 digits
+            overflows = True
+            return math.copysign(LARGEST, float(digits))
 
         if self._validator is None:
             self._validator = validator(self._case.draft, self._case.schema, self._folder)
@@ -83,7 +84,7 @@ class Checker:
         return Result.OVERFLOW if overflows else Result.VALID
 
     def _is_prefix(self, text: str) -> bool:
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(self._sent))
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(integral(self._sent)))
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         tokens = self._tokenizer.tokenize_bytes(text.rstrip("\ufffd").encode())
         return matcher.try_consume_tokens(tokens) == len(tokens)
@@ -94,10 +95,14 @@ def _refuse(constant: str) -> float:
 
 
 def names_keyword(message: str, schema: Any) -> bool:
-    """Return whether a message contains a keyword that the schema uses, as a word."""
-    words = set(message.replace('"', " ").replace("'", " ").replace("`", " ").replace(".", " ").split())
-    words |= {word.strip(",;:()[]/#") for word in words}
-    return bool(words & used_keywords(schema)) or (isinstance(schema, bool) and "false" in words)
+    """Return whether a message contains, as a word, a keyword that the schema uses.
+
+    The word false is enough if the schema contains it, and any keyword if the schema refers to one outside itself.
+    """
+    words = set(re.findall(r"[$\w]+", message))
+    text = json.dumps(schema)
+    is_external = re.search(r'"\$(dynamicR|r)ef": "(?!#)', text) is not None
+    return bool(words & (KEYWORDS if is_external else used_keywords(schema))) or ("false" in words and "false" in text)
 
 
 def used_keywords(schema: Any) -> set[str]:

@@ -28,7 +28,7 @@ from suite import DRAFTS, SuiteSchema, fetch_suite, read_suite
 
 RANDOM_WEIGHTS = "random weights"
 MAX_TOKENS = 96
-SHOWN = 40  # of the broken answers, in the report
+SHOWN = 12  # broken answers of each kind in the report
 
 
 class Ask(NamedTuple):
@@ -45,16 +45,18 @@ class Tally:
     def __init__(self) -> None:
         self.results: Counter[Result] = Counter()
         self.refusals: Counter[str] = Counter()
-        self.broken: list[dict[str, Any]] = []
+        self.broken: dict[str, list[dict[str, Any]]] = {}
 
     def add(self, ask: Ask, answer: Answer, result: Result) -> None:
         """Count one answer."""
         self.results[result] += 1
         if answer.status == 400:
             self.refusals[f"{ask.case.draft} {ask.case.keyword}: {answer.text[:160]}"] += 1
-        if result in BROKEN and len(self.broken) < SHOWN:
+        if result in BROKEN:
             shown = {"schema": ask.case.name, "sent": json.dumps(ask.sent)[:600], "text": answer.text[:300]}
-            self.broken.append({"result": result.value, "status": answer.status, **shown, **ask.sampling})
+            same = self.broken.setdefault(result.value, [])
+            if len(same) < SHOWN:
+                same.append({"status": answer.status, **shown, **ask.sampling})
 
     @property
     def num_answers(self) -> int:
@@ -111,7 +113,9 @@ def run(server: Running, cases: list[SuiteSchema], folder: Path, wanted: int, at
         before = tally.num_answers
         refused = asyncio.run(sample(server, asks, folder, tally, at_once))
         skip |= {json.dumps(asks[number].sent) for number in refused}
-        print(f"{tally.num_answers} answers, {len(tally.broken)} broken", file=sys.stderr)
+        print(
+            f"{tally.num_answers} answers; broken: {sum(tally.results[result] for result in BROKEN)}", file=sys.stderr
+        )
         if tally.num_answers >= wanted or tally.num_answers == before:
             return tally
 

@@ -91,3 +91,12 @@ def validator(draft: str, schema: Any, folder: Path) -> Any:
         return json.loads((folder / "remotes" / uri.removeprefix(REMOTE)).read_text(encoding="utf-8"))
 
     return VALIDATORS[draft](schema, validate_formats=True, retriever=retrieve)
+
+
+def integral(value: Any) -> Any:
+    """Return a JSON value with integral floats, such as 2.0, as integers."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [integral(item) for item in value]
+    return {name: integral(item) for name, item in value.items()} if isinstance(value, dict) else value

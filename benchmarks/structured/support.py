@@ -1,4 +1,4 @@
-"""Which JSON schemas llguidance supports: support.py [--json FILE] [--markdown FILE].
+"""Which JSON schemas llguidance supports: support.py [--json FILE] [--docs FILE].
 
 Asks llguidance about every schema of the JSON-Schema-Test-Suite, and whether the grammars of supported schemas accept
 the suite's valid instances and reject its invalid ones. "Looser": the grammar accepts an invalid instance, so an answer
@@ -17,9 +17,32 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer
-from suite import DRAFTS, VERSION, SuiteSchema, fetch_suite, read_suite
+from suite import DRAFTS, VERSION, SuiteSchema, fetch_suite, integral, read_suite
 
 KEYWORDS = re.compile(r'Unimplemented keys: \["(.*?)"\]')
+
+OPTIONS = {"lenient": False, "json_allowed_escapes": 'nrbtf"\\'}  # the server's, but for whitespace
+PAGE = """# JSON Schema support
+
+Which schemas of the JSON-Schema-Test-Suite llguidance {llguidance} compiles, and how far its grammars agree with the
+standard. Written on {date} by `benchmarks/structured/support.py`, from the suite in `jsonschema`
+{jsonschema}: {counts}. The server refuses some more, to bound time and memory.
+
+*Accepts invalid*: instances that violate the schema, and that the grammar accepts in some form. An answer can then be
+invalid by the standard. *Rejects valid*: instances that satisfy the schema, and that the grammar rejects in every form
+tried (spaces, escapes, order of properties); a model cannot give such an answer. Formats are always asserted, also in
+draft 2020-12, whose default is to ignore them.
+
+## Invalid instances that are accepted
+
+{differences}
+
+Not in the suite, and accepted too: two equal names among additional properties, so that `minProperties` can be violated
+(the server refuses `minProperties` where that is possible); numbers beyond the doubles, such as `1e999`, where a number
+has no bounds; `0.99999999999999999999`, which is 1.0 as a double, with `exclusiveMaximum: 1`; U+0085 for `\\s`.
+
+{tables}
+"""
 
 
 class Verdict(NamedTuple):
@@ -37,14 +60,16 @@ class Grammar:
 
     def __init__(self, schema: Any, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
-        if isinstance(schema, dict | bool):
-            text = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        sent = {} if schema is True else schema
+        options = OPTIONS if isinstance(sent, dict) else None  # llguidance applies options to objects only
+        try:
+            text = LLMatcher.grammar_from_json_schema(json.dumps(sent), overrides=options)
+        except ValueError as error:
+            text, self.error = "", str(error)
         else:
-            raise TypeError(f"a schema is an object or a boolean, not {schema!r}")
-        failed, messages = LLMatcher.validate_grammar_with_warnings(text, tokenizer)
-        self.error = messages[0] if failed else ""
-        self.warnings = () if failed else tuple(messages)
-        self._matcher = None if failed else LLMatcher(tokenizer, text, log_level=0)
+            failed, messages = LLMatcher.validate_grammar_with_warnings(text, tokenizer)
+            self.error = messages[0] if failed else ""
+        self._matcher = None if self.error else LLMatcher(tokenizer, text, log_level=0)
 
     def accepts(self, text: str) -> bool:
         """Return whether the whole text is an answer of this grammar."""
@@ -56,7 +81,7 @@ class Grammar:
 
 def forms(value: Any) -> Iterator[str]:
     """Yield JSON texts of a value: compact and spaced, with and without escapes, integral floats as integers."""
-    for shape in (value, _integral(value)):
+    for shape in (value, integral(value)):
         for escaped in (False, True):
             try:
                 yield json.dumps(shape, ensure_ascii=escaped, separators=(",", ":"))
@@ -77,14 +102,6 @@ def reordered(value: Any, most: int = 5) -> Iterator[Any]:
                 yield dict(zip(names, items, strict=True))
     else:
         yield value
-
-
-def _integral(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_integral(item) for item in value]
-    return {name: _integral(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def judge(case: SuiteSchema, tokenizer: LLTokenizer) -> Verdict:
@@ -170,6 +187,24 @@ def markdown(document: dict[str, Any], draft: str) -> str:
     return "\n".join(lines)
 
 
+def differences(document: dict[str, Any]) -> str:
+    """Return a list of the invalid instances that grammars accept, by keyword."""
+    lines: list[str] = []
+    for row in document["rows"]:
+        for description, instances in row["looser"].items():
+            found = "; ".join(_cell(text) for text in instances[:4])
+            more = f"; and {len(instances) - 4} more" if len(instances) > 4 else ""
+            lines.append(f"- {row['draft']}, `{row['keyword']}`, {_cell(description)}: {found}{more}")
+    return "\n".join(lines)
+
+
+def page(document: dict[str, Any]) -> str:
+    """Return the page of the documentation."""
+    tables = "\n\n".join(f"## {draft}\n\n{markdown(document, draft)}" for draft in DRAFTS)
+    counts = f"{document['supported']} of {document['schemas']} schemas are supported"
+    return PAGE.format(**document, counts=counts, differences=differences(document), tables=tables)
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("`", "'")
 
@@ -177,15 +212,14 @@ def _cell(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the whole report here")
-    parser.add_argument("--markdown", type=Path, help="write the tables here")
+    parser.add_argument("--docs", type=Path, help="write the page of the documentation here")
     options = parser.parse_args()
     folder, tokenizer = fetch_suite(), LLTokenizer("byte")
     document = report([judge(case, tokenizer) for draft in DRAFTS for case in read_suite(folder, draft)])
     if options.json:
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    tables = "\n\n".join(f"### {draft}\n\n{markdown(document, draft)}" for draft in DRAFTS)
-    if options.markdown:
-        options.markdown.write_text(tables + "\n", encoding="utf-8")
+    if options.docs:
+        options.docs.write_text(page(document), encoding="utf-8")
     print(json.dumps({key: value for key, value in document.items() if key != "rows"}))
 
 

@@ -85,6 +85,9 @@ def test_answers_are_judged() -> None:
     assert check(schema, 200, '{"a": 1} and more', "stop") is Result.INVALID
     assert check({}, 200, "NaN", "stop") is Result.INVALID
     assert check({}, 200, "1e999", "stop") is Result.OVERFLOW
+    assert check({"multipleOf": 1.5}, 200, "2259507269254652370547103554.5", "stop") is Result.VALID
+    assert check({"multipleOf": 1.5}, 200, "2259507269254652370547103554.6", "stop") is Result.INVALID
+    assert check({"maxLength": 2.0}, 200, '"a', "length") is Result.PREFIX
     assert check(schema, 200, '{"a": 1', "length") is Result.PREFIX
     assert check(schema, 200, '{"b": 1', "length") is Result.NO_PREFIX
     assert check({"type": "string"}, 200, '"caf\ufffd', "length") is Result.PREFIX  # cut within a character
