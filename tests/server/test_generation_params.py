@@ -163,8 +163,6 @@ def test_a_value_beyond_its_limits_is_refused_by_name(name: str, value: Any) -> 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("tools", [{"type": "function"}]),
         ("functions", [{"name": "f"}]),
         ("tool_choice", "required"),
@@ -174,7 +172,6 @@ def test_a_value_beyond_its_limits_is_refused_by_name(name: str, value: Any) -> 
         ("audio", {"voice": "x"}),
         ("prediction", {"type": "content"}),
         ("web_search_options", {"a": 1}),
-        ("guided_json", "{}"),
         ("chat_template", "{{ 1 }}"),
         ("best_of", 3),
         ("prompt_embeds", "x"),
@@ -188,10 +185,20 @@ def test_what_is_not_built_is_refused_and_never_ignored(name: str, value: Any) -
     assert caught.value.param == name
 
 
-def test_a_response_format_that_is_nothing_is_wrong_rather_than_unbuilt() -> None:
+@pytest.mark.parametrize(
+    ("value", "code", "param"),
+    [
+        ("json", "invalid_value", "response_format"),
+        ({"type": "yaml"}, "invalid_value", "response_format.type"),
+        ({"type": "json_schema"}, "missing_required_parameter", "response_format.json_schema"),
+        ({"type": "json_schema", "json_schema": {}}, "missing_required_parameter", "response_format.json_schema.schema"),
+        ({"type": "json_schema", "json_schema": {"schema": 7}}, "invalid_value", "response_format.json_schema.schema"),
+    ],
+)
+def test_a_response_format_that_is_nothing_is_named(value: Any, code: str, param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        chat(response_format="json")
-    assert caught.value.code == "invalid_value"
+        chat(response_format=value)
+    assert (caught.value.code, caught.value.param) == (code, param)
 
 
 def test_the_message_names_value_limit_and_remedy() -> None:
