@@ -191,7 +191,11 @@ def test_what_is_not_built_is_refused_and_never_ignored(name: str, value: Any) -
         ("json", "invalid_value", "response_format"),
         ({"type": "yaml"}, "invalid_value", "response_format.type"),
         ({"type": "json_schema"}, "missing_required_parameter", "response_format.json_schema"),
-        ({"type": "json_schema", "json_schema": {}}, "missing_required_parameter", "response_format.json_schema.schema"),
+        (
+            {"type": "json_schema", "json_schema": {}},
+            "missing_required_parameter",
+            "response_format.json_schema.schema",
+        ),
         ({"type": "json_schema", "json_schema": {"schema": 7}}, "invalid_value", "response_format.json_schema.schema"),
     ],
 )
