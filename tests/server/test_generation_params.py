@@ -25,6 +25,7 @@ def chat(**values: Any) -> GenerationParams:
     return parse_params(values, BOUNDS, Kind.CHAT)
 
 
+SCHEMA_FIELD = "response_format.json_schema.schema"
 ACCEPTED = [
     ("n", 1),
     ("n", 128),
@@ -196,7 +197,8 @@ def test_what_is_not_built_is_refused_and_never_ignored(name: str, value: Any) -
             "missing_required_parameter",
             "response_format.json_schema.schema",
         ),
-        ({"type": "json_schema", "json_schema": {"schema": 7}}, "invalid_value", "response_format.json_schema.schema"),
+        ({"type": "json_schema", "json_schema": {"schema": 7}}, "invalid_value", SCHEMA_FIELD),
+        ({"type": "json_schema", "json_schema": {"schema": False}}, "invalid_value", SCHEMA_FIELD),
     ],
 )
 def test_a_response_format_that_is_nothing_is_named(value: Any, code: str, param: str) -> None:

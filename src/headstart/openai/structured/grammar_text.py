@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
-def json_schema_grammar(schema: Mapping[str, Any] | bool, *, whitespace: str | None = None) -> str:
+def json_schema_grammar(schema: Mapping[str, Any], *, whitespace: str | None = None) -> str:
     """Return the grammar of the JSON documents that a schema allows.
 
     `whitespace`: a regular expression for the text between two tokens of JSON. None: no whitespace, so that more tokens

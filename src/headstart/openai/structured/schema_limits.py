@@ -29,10 +29,8 @@ COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "ma
 _COUNT = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d*)(,?)(\d*)\}|[()]", re.DOTALL)
 _RULE = re.compile(r"^\s*[?!]?[A-Za-z_][\w.]*(?:\[[^\]]*\])?\s*:", re.MULTILINE)
 
-Schema = Mapping[str, Any] | bool
 
-
-def limited_schema(name: str, schema: Schema) -> Schema:
+def limited_schema(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema with counts such as 2.0 as integers. Raises InvalidRequestError, which names the keyword."""
     num_references = 0
     for num_schemas, part in enumerate(_subschemas(schema), 1):

@@ -19,7 +19,7 @@ from headstart.openai.structured.grammar_text import (
     lark_grammar,
     regex_grammar,
 )
-from headstart.openai.structured.schema_limits import Schema, check_lark, check_regex, limited_schema
+from headstart.openai.structured.schema_limits import check_lark, check_regex, limited_schema
 from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown
 
 MAX_GRAMMAR_BYTES = 64 << 10  # of a schema, a regular expression, a grammar, or all choices
@@ -28,13 +28,16 @@ MAX_WHITESPACE_CHARS = 64
 ANY_WHITESPACE = r"[ \t\r\n]{0,16}"  # bounded, so that no model can go on writing spaces
 
 
-def check_schema(name: str, value: object) -> Schema:
+def check_schema(name: str, value: object) -> Mapping[str, Any]:
     """Return a JSON Schema, also if it is sent as a string of JSON. Raises InvalidRequestError."""
     if isinstance(value, str):
         check_size(name, value)
         value = _parsed(name, value)
     if not isinstance(value, Mapping | bool):
         bad_value(name, f"is {shown(value)}", "it must be a JSON Schema, as an object")
+    if value is False:
+        bad_value(name, "is false", "it allows no document at all")
+    value = {} if value is True else value
     check_size(name, json.dumps(value))
     return limited_schema(name, value)
 
@@ -101,7 +104,7 @@ class JsonSchemaFormat(RequestModel):
     max_entries = 16
     name: str | None = Field(None, max_length=256)
     description: str | None = None
-    schema_: Annotated[Schema | None, _schema_field("response_format.json_schema.schema")] = Field(
+    schema_: Annotated[Mapping[str, Any] | None, _schema_field("response_format.json_schema.schema")] = Field(
         None, alias="schema", description="A JSON Schema of draft 2020-12"
     )
     strict: bool = Field(False, description="Has no effect: the output always matches the schema")
@@ -119,7 +122,7 @@ class StructuredOutputs(RequestModel):
     """vLLM's structured_outputs: one of json, regex, choice, grammar and json_object."""
 
     max_entries = 16
-    json_: Annotated[Schema | None, _schema_field("structured_outputs.json")] = Field(
+    json_: Annotated[Mapping[str, Any] | None, _schema_field("structured_outputs.json")] = Field(
         None, alias="json", description="A JSON Schema"
     )
     regex: Annotated[str | None, _text_field("structured_outputs.regex", check_regex)] = None
@@ -139,7 +142,9 @@ class StructuredFields(RequestModel):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = Field(None, description="As in vLLM")
-    guided_json: Annotated[Schema | None, _schema_field("guided_json")] = Field(None, description="A JSON Schema")
+    guided_json: Annotated[Mapping[str, Any] | None, _schema_field("guided_json")] = Field(
+        None, description="A JSON Schema"
+    )
     guided_regex: Annotated[str | None, _text_field("guided_regex", check_regex)] = None
     guided_choice: Annotated[tuple[str, ...] | None, _choice_field("guided_choice")] = None
     guided_grammar: Annotated[str | None, _text_field("guided_grammar", check_lark)] = Field(
