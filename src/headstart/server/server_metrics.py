@@ -167,6 +167,7 @@ class _EngineCollector(Collector):
             "vllm:prompt_tokens_cached", "Prompt tokens read from the prefix cache.", counters.cached_tokens
         )
         yield self._counter("vllm:generation_tokens", "Tokens generated.", counters.generation_tokens)
+        yield self._counter("headstart:forced_tokens", "Output tokens that a grammar forced.", counters.forced_tokens)
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", counters.prefix_queries)
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", counters.prefix_hits)
         yield self._counter("vllm:num_preemptions", "Preempted sequences.", counters.num_preemptions)
