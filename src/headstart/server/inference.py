@@ -30,6 +30,7 @@ from headstart.openai.engine_requests import (
     encode_chat,
     encode_completion,
     tokenizer_of,
+    with_chat_output,
 )
 from headstart.openai.generation_params import GenerationParams
 from headstart.openai.request_bodies import parse_chat, parse_completion
@@ -75,9 +76,10 @@ def _prepare_chat(
 ) -> tuple[GenerationParams, list[EngineRequest]]:
     body = parse_chat(values, model.bounds)
     check_model(body.model, model)
-    prompts = [encode_chat(body, tokenizer_of(model.tokenizer, origin, body.params), model.bounds)]
+    prompt = encode_chat(body, tokenizer_of(model.tokenizer, origin, body.params), model.bounds)
+    params = with_chat_output(body.params, prompt, model.tokenizer, model.bounds)
     try:
-        return body.params, build_requests(prompts, body.params, model.bounds, origin)
+        return params, build_requests([prompt], params, model.bounds, origin)
     except InvalidRequestError as error:
         error.param = "messages" if error.param == "prompt" else error.param
         raise

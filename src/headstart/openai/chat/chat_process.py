@@ -47,7 +47,7 @@ def main() -> None:
         while True:
             request = marshal.loads(receive(stream))
             with _Alarm(max_seconds):
-                kind, answer = _render(template, *request)
+                kind, answer = _render(template, request)
             send(stream, kind, answer)
             is_large = len(answer) > TRIM_BYTES
             del request, answer
@@ -78,9 +78,12 @@ def _exactly(stream: socket.socket, size: int) -> bytes:
     return data
 
 
-def _render(template: ChatTemplate, messages: Any, generate: bool, go_on: bool, options: Any) -> tuple[bytes, bytes]:
+def _render(template: ChatTemplate, request: Any) -> tuple[bytes, bytes]:
+    messages, generate, go_on, options, tools = request
     try:
-        text = template.render(messages, add_generation_prompt=generate, continue_final_message=go_on, options=options)
+        text = template.render(
+            messages, add_generation_prompt=generate, continue_final_message=go_on, options=options, tools=tools
+        )
         return TEXT, encode(text)
     except InvalidRequestError as error:
         return ERROR, encode(f"{error.param or ''}\n{error}")

@@ -68,6 +68,7 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """Return the prompt, as ChatTemplate.render does.
 
@@ -75,9 +76,13 @@ class ChatRenderer:
         no process is idle in time, and for PAUSE_SECONDS after MAX_FAILURES consecutive failures.
         """
         try:
-            request = marshal.dumps((messages, add_generation_prompt, continue_final_message, dict(options or {})))
+            request = marshal.dumps(
+                (messages, add_generation_prompt, continue_final_message, dict(options or {}), tools)
+            )
         except ValueError:
-            raise InvalidRequestError("the messages hold values that are not plain JSON", param="messages") from None
+            raise InvalidRequestError(
+                "messages or tools hold values that are not plain JSON", param="messages"
+            ) from None
         try:
             process = self._take()
         except ConfigError as error:  # from a template that was not started before
