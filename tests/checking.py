@@ -8,10 +8,13 @@ import struct
 import zlib
 from array import array
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from headstart.core.batch import Batch, Chunk, Output, Row, RowError, RowErrorKind, StepResult, TokenLogprob
 from headstart.core.cache.block_store import BlockStore, Data
 from headstart.core.engine import Engine
+from headstart.core.errors import InvalidRequestError
+from headstart.core.grammars import GrammarCompiler
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
@@ -41,7 +44,8 @@ class CheckingExecutor:
     """An Executor that verifies every block it reads and every block it is told to write.
 
     `poison` decides which chunks fail: their KV becomes NaN-like garbage and their row an error. `refuse` decides
-    which rows fail by the request's own fault: their KV is as it should be.
+    which rows fail by the request's own fault: their KV is as it should be. A grammar is a number here: so many tokens
+    are forced after each sampled one. They are those that would be sampled, so the output is the same.
     """
 
     def __init__(
@@ -123,6 +127,8 @@ class CheckingExecutor:
         if self.refuse(chunk):
             return Row(error=RowError(RowErrorKind.REQUEST, "refused"))
         tokens = tuple(next_token(chunk.history) for _ in range(chunk.num_logits))
+        if tokens and chunk.sampling.grammar is not None:
+            tokens = tuple(expected_tokens(chunk.history, 1 + int(chunk.sampling.grammar)))
         if chunk.sampling.prompt_logprobs is None:
             return Row(tokens)
         followers = chunk.history[chunk.start + 1 : min(end + 1, chunk.num_prompt_tokens)]
@@ -144,6 +150,30 @@ class CheckingExecutor:
         return chunk.block_ids[position // self.block_size] * self.block_size + position % self.block_size
 
 
+class Grammars:
+    """A GrammarCompiler that ends when it is told: `compiled` at once, `finish` later. "wrong" does not compile."""
+
+    def __init__(self, *, compiled: bool = True) -> None:
+        self._compiled = compiled
+        self._pending: list[tuple[str, Future[None]]] = []
+
+    def compile(self, grammar: str) -> "Future[None]":
+        future: Future[None] = Future()
+        self._pending.append((grammar, future))
+        if self._compiled:
+            self.finish()
+        return future
+
+    def finish(self) -> None:
+        """All grammars are compiled now."""
+        for grammar, future in self._pending:
+            if grammar == "wrong":
+                future.set_exception(InvalidRequestError("the grammar cannot be compiled: wrong"))
+            else:
+                future.set_result(None)
+        self._pending.clear()
+
+
 def make_engine(
     num_blocks: int = 9,
     block_size: int = 4,
@@ -157,6 +187,7 @@ def make_engine(
     tenant_floor: float = 0.0,
     expects_short_outputs: bool = False,
     store: BlockStore | None = None,
+    grammars: GrammarCompiler | None = None,
     **limits: int,
 ) -> Engine:
     """A small engine over the checking executor: 8 usable blocks of 4 tokens.
@@ -179,13 +210,13 @@ def make_engine(
     )
     for _ in range(300 * expects_short_outputs):
         scheduler.admission.finished(1)
-    return Engine(scheduler, CheckingExecutor(num_blocks, block_size, poison), store=store)
+    return Engine(scheduler, CheckingExecutor(num_blocks, block_size, poison), store=store, grammars=grammars)
 
 
 def make_request(request_id: str, prompt: Iterable[int], max_tokens: int = 1, **fields: object) -> Request:
-    """A greedy request; `fields` are Request's or `stop`."""
-    stop = fields.pop("stop", ())
-    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=stop)  # type: ignore[arg-type]
+    """A greedy request; `fields` are Request's, `stop` or `grammar`."""
+    stop, grammar = fields.pop("stop", ()), fields.pop("grammar", None)
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=stop, grammar=grammar)  # type: ignore[arg-type]
     return Request(request_id, array("i", prompt), sampling, **fields)  # type: ignore[arg-type]
 
 

@@ -13,6 +13,7 @@ from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.warm_up import measure_steps
 from headstart.engine_checks import check_options, limits_of, model_folder, store_bytes
+from headstart.model.grammar.grammar_compiler import CompiledGrammars
 from headstart.model.model_runner import ModelRunner
 from headstart.model.setup.sizes import parse_bytes
 from headstart.model.setup.sizing import (
@@ -26,6 +27,7 @@ from headstart.model.setup.sizing import (
 from headstart.model.setup.threads import prepare_threads
 from headstart.model.weights.model_loader import LoadedModel, load_model, resolve_device
 from headstart.openai.sampling_defaults import read_sampling_defaults
+from headstart.openai.structured.grammar_limits import parser_limits
 from headstart.server.kv_events.kv_event_publisher import KVEventPublisher, parse_kv_events_config
 from headstart.store.disk import DiskStore
 from headstart.store.files import prepare_folder
@@ -48,7 +50,10 @@ def build_engine(
     folder = folder or model_folder(options)
     defaults = read_sampling_defaults(folder, options.generation_config)
     loaded, plan, max_model_len = _load(options, folder)
-    runner = ModelRunner(loaded, num_blocks=plan.num_blocks, block_size=options.block_size, seed=options.seed)
+    grammars = CompiledGrammars(folder, loaded.vocab_size, loaded.eos_token_ids, parser_limits())
+    runner = ModelRunner(
+        loaded, num_blocks=plan.num_blocks, block_size=options.block_size, seed=options.seed, grammars=grammars
+    )
     on_cpu = loaded.device.type == "cpu"
     store = _open_store(options, store_folder, Shape(loaded.fingerprint, options.block_size, runner.block_bytes))
     config = SchedulerConfig(
@@ -84,7 +89,7 @@ def build_engine(
         sampling_defaults=defaults,
     )
     event_sink = None if publisher is None else publisher.publish
-    return Engine(scheduler, runner, event_sink=event_sink, store=store), info
+    return Engine(scheduler, runner, event_sink=event_sink, store=store, grammars=grammars), info
 
 
 def _load(options: EngineOptions, folder: Path) -> tuple[LoadedModel, KVPlan, int]:

@@ -18,9 +18,9 @@ from server.test_chat_template import CHATS, TEMPLATES
 from tokenizer_folders import BYTE_LEVEL, TEMPLATE, write
 
 from headstart.core.errors import ConfigError, InvalidRequestError, QueueFullError
-from headstart.openai.chat import chat_renderer
 from headstart.openai.chat.chat_renderer import ChatRenderer
 from headstart.openai.chat.chat_template import ChatTemplate
+from headstart.openai.sandbox import sandbox_pool
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -120,14 +120,14 @@ def test_one_endless_conversation_does_not_stop_the_others() -> None:
 
     endless = threading.Thread(target=fail)
     endless.start()
-    wait_for(lambda: not renderer._idle)
+    wait_for(lambda: not renderer._pool._idle)
     assert renderer.render(USER * 2) == "fine" and endless.is_alive()
     endless.join(PATIENCE)
     renderer.close()
 
 
 def test_after_several_kills_in_a_row_there_is_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_renderer, "PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(sandbox_pool, "PAUSE_SECONDS", 3600.0)
     renderer = ChatRenderer(
         "{% if messages | length == 1 %}" + LOOPS["a power"] + "{% endif %}fine", {}, max_seconds=0.1
     )
@@ -141,7 +141,7 @@ def test_after_several_kills_in_a_row_there_is_a_pause(monkeypatch: pytest.Monke
             renderer.render(USER)
     with pytest.raises(QueueFullError, match="3 times in a row"):
         renderer.render(USER * 2)
-    renderer._paused_until = 0.0
+    renderer._pool._paused_until = 0.0
     assert renderer.render(USER * 2) == "fine"
     renderer.close()
 
@@ -149,10 +149,10 @@ def test_after_several_kills_in_a_row_there_is_a_pause(monkeypatch: pytest.Monke
 def test_a_process_that_was_killed_is_started_again() -> None:
     renderer = ChatRenderer(TEMPLATE, {})
     expected = renderer.render(USER)
-    (process,) = renderer._all
+    (process,) = renderer._pool._all
     process._process.send_signal(signal.SIGKILL)
     process._process.wait()
-    assert renderer.render(USER) == expected and len(renderer._all) == 1
+    assert renderer.render(USER) == expected and len(renderer._pool._all) == 1
     renderer.close()
 
 
@@ -171,7 +171,7 @@ def test_many_threads_get_each_their_own_text() -> None:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
-    assert not wrong and len(renderer._all) <= chat_renderer.MAX_PROCESSES
+    assert not wrong and len(renderer._pool._all) <= sandbox_pool.MAX_PROCESSES
     renderer.close()
 
 
@@ -199,7 +199,7 @@ def test_what_only_compiling_finds_is_a_configuration_error_at_the_start(source:
     renderer = ChatRenderer(source, {}, max_seconds=0.2)
     with pytest.raises(ConfigError) as caught:
         renderer.start()
-    assert "\n" not in str(caught.value) and not renderer._all
+    assert "\n" not in str(caught.value) and not renderer._pool._all
 
 
 def test_the_process_ends_with_its_parent_and_inherits_nothing() -> None:
@@ -208,7 +208,7 @@ def test_the_process_ends_with_its_parent_and_inherits_nothing() -> None:
         "from headstart.openai.chat.chat_renderer import ChatRenderer\n"
         "listener = socket.create_server(('127.0.0.1', 0)); listener.set_inheritable(True)\n"
         f"renderer = ChatRenderer({TEMPLATE!r}, {{}}); renderer.start()\n"
-        "(process,) = renderer._all\n"
+        "(process,) = renderer._pool._all\n"
         "print(process._process.pid, flush=True)\n"
         "sys.stdin.read()\n"
     )

@@ -25,6 +25,7 @@ def chat(**values: Any) -> GenerationParams:
     return parse_params(values, BOUNDS, Kind.CHAT)
 
 
+SCHEMA_FIELD = "response_format.json_schema.schema"
 ACCEPTED = [
     ("n", 1),
     ("n", 128),
@@ -163,8 +164,6 @@ def test_a_value_beyond_its_limits_is_refused_by_name(name: str, value: Any) -> 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("functions", [{"name": "f"}]),
         ("function_call", {"name": "f"}),
         ("modalities", ["text", "audio"]),
@@ -172,7 +171,6 @@ def test_a_value_beyond_its_limits_is_refused_by_name(name: str, value: Any) -> 
         ("audio", {"voice": "x"}),
         ("prediction", {"type": "content"}),
         ("web_search_options", {"a": 1}),
-        ("guided_json", "{}"),
         ("chat_template", "{{ 1 }}"),
         ("best_of", 3),
         ("prompt_embeds", "x"),
@@ -196,10 +194,25 @@ def test_a_completion_has_no_tools(name: str, value: Any) -> None:
     assert (caught.value.code, caught.value.param) == ("unsupported_parameter", name)
 
 
-def test_a_response_format_that_is_nothing_is_wrong_rather_than_unbuilt() -> None:
+@pytest.mark.parametrize(
+    ("value", "code", "param"),
+    [
+        ("json", "invalid_value", "response_format"),
+        ({"type": "yaml"}, "invalid_value", "response_format.type"),
+        ({"type": "json_schema"}, "missing_required_parameter", "response_format.json_schema"),
+        (
+            {"type": "json_schema", "json_schema": {}},
+            "missing_required_parameter",
+            "response_format.json_schema.schema",
+        ),
+        ({"type": "json_schema", "json_schema": {"schema": 7}}, "invalid_value", SCHEMA_FIELD),
+        ({"type": "json_schema", "json_schema": {"schema": False}}, "invalid_value", SCHEMA_FIELD),
+    ],
+)
+def test_a_response_format_that_is_nothing_is_named(value: Any, code: str, param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        chat(response_format="json")
-    assert caught.value.code == "invalid_value"
+        chat(response_format=value)
+    assert (caught.value.code, caught.value.param) == (code, param)
 
 
 def test_the_message_names_value_limit_and_remedy() -> None:

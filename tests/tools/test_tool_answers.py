@@ -109,7 +109,7 @@ def serve(folder: Path, marks: str, scenario: Any, end: str = "", **options: Any
     )
 
     async def go() -> None:
-        async with inside(str(model), **options) as running:
+        async with inside(f"{model}?vocab=1000", **options) as running:
             await scenario(Chats(running.client))
 
     asyncio.run(go())

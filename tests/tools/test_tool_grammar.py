@@ -187,11 +187,33 @@ def test_reasoning_comes_before_a_required_call(backend: Backend, family: str) -
 
 
 def test_a_schema_that_no_grammar_expresses_is_refused(backend: Backend) -> None:
-    with pytest.raises(InvalidRequestError, match="cannot be compiled"):
-        Answers(
-            backend, "hermes", tools=[tool("f", {"properties": {"a": {"type": "nothing"}}})], tool_choice="required"
-        )
+    with pytest.raises(InvalidRequestError, match="400"):
+        many = {str(number): {"type": "string"} for number in range(1001)}
+        Answers(backend, "hermes", tools=[tool("f", {"properties": many})], tool_choice="required")
     with pytest.raises(InvalidRequestError, match="plain object"):
         Answers(backend, "pythonic", tools=[tool("f", {"anyOf": [CITY]})], tool_choice="required")
     with pytest.raises(InvalidRequestError, match="plain object"):
         Answers(backend, "pythonic", tools=[tool("f", {"properties": [1]})], tool_choice="required")
+
+
+JSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "required": ["z"]}}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_response_format_applies_to_the_content_beside_calls(backend: Backend, family: str) -> None:
+    call = written(family, "weather", {"city": "x"})
+    answers = Answers(backend, family, response_format=JSON_FORMAT, tools=[tool("weather", CITY)])
+    assert answers.allows('{"z":1}') and answers.allows(call)
+    assert not answers.allows("Hello") and not answers.allows(written(family, "weather", {"city": 5}))
+    required = Answers(backend, family, response_format=JSON_FORMAT, tool_choice="required")
+    assert required.allows(call) and not required.allows('{"z":1}')
+    none = Answers(backend, family, response_format=JSON_FORMAT, tool_choice="none")
+    assert none.allows('{"z":1}') and (family == "llama3_json" or not none.allows(call))
+
+
+def test_a_response_format_applies_behind_the_reasoning(backend: Backend) -> None:
+    free = Answers(backend, "hermes", think=True, response_format=JSON_FORMAT, tools=[])
+    assert free.allows('<think>A plan.</think>\n\n{"z":1}') and free.allows('{"z":1}')
+    assert not free.allows("<think>A plan.</think>Hello")
+    inside = Answers(backend, "hermes", think=True, prompt="x<think>\n", response_format=JSON_FORMAT, tools=[])
+    assert inside.allows('A plan.</think>{"z":1}') and not inside.allows("A plan.</think>Hello")

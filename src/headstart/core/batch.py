@@ -46,6 +46,7 @@ class RowErrorKind(Enum):
 
     NON_FINITE = "non-finite"  # hidden states, or unedited logits: the KV that was read or written may be corrupt
     REQUEST = "request"  # token ids out of bounds, sampling: the KV is valid
+    GRAMMAR = "grammar"  # the request's grammar has exceeded its limits: the KV is valid, the mistake is the client's
 
 
 class RowError(NamedTuple):
@@ -58,11 +59,14 @@ class RowError(NamedTuple):
 class Row(NamedTuple):
     """The result of one chunk. A row fails alone: `error` is set and the other rows are valid.
 
+    `token_ids` are empty without logits to sample, else the sampled token and those that the request's grammar forces
+    after it, which are not computed yet. With log-probabilities there is one token, and its entry.
+
     `prompt_logprobs` (only if requested) holds one entry per position of the chunk, for the *next* prompt token of
     each; positions whose next token is not a prompt token have none.
     """
 
-    token_ids: tuple[int, ...] = ()  # sampled: num_logits of them
+    token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     error: RowError | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -108,3 +112,4 @@ class Output(NamedTuple):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     breakdown: PromptTokenBreakdown | None = None  # with the first output token
     scheduled_at: float = 0.0  # first admission, on the clock given to the scheduler
+    is_invalid: bool = False  # `error` is the client's mistake

@@ -10,7 +10,8 @@ from headstart.core.cache.events import EventLog, EventSink
 from headstart.core.cache.pinned_prefix import PrefixInfo, PrefixState
 from headstart.core.errors import InvalidRequestError
 from headstart.core.executor import Executor
-from headstart.core.request import NO_DEFAULTS, Request, SamplingDefaults
+from headstart.core.grammars import CompilingRequests, GrammarCompiler
+from headstart.core.request import NO_DEFAULTS, FinishReason, Request, SamplingDefaults
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.token_accounting import Counters
 from headstart.explain.recent_requests import RecentRequests
@@ -95,10 +96,12 @@ class Engine:
         *,
         event_sink: EventSink | None = None,
         store: BlockStore | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Connect scheduler and executor. `event_sink` gets the KV events of each step, if any; None costs nothing.
 
-        `store` is the one the scheduler was built with; the engine starts it, and stops it in `close`.
+        `store` is the one the scheduler was built with; the engine starts it, and stops it in `close`. `grammars`
+        compiles the grammars of requests; without it, requests with a grammar are refused.
         """
         assert executor.num_blocks == scheduler.pool.num_blocks and executor.block_size == scheduler.block_size
         self.scheduler = scheduler
@@ -110,6 +113,7 @@ class Engine:
         self._last_batch_tokens = 0
         self._event_sink = event_sink
         self._store = store
+        self._compiling = CompilingRequests(grammars)
         self._event_log = EventLog(scheduler.block_size)
         if event_sink is not None:
             scheduler.pool.listeners.append(self._event_log)
@@ -118,19 +122,30 @@ class Engine:
             store.start(_source(scheduler, executor))
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises RequestTooLargeError if it can never fit and ValueError for a request id in use."""
+        """Queue a request. Raises RequestTooLargeError if it can never fit and ValueError for a request id in use.
+
+        A request with a grammar is queued as soon as the grammar is compiled.
+        """
+        if request.request_id in self._compiling:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        if request.sampling.grammar is not None:
+            self.scheduler.check(request)
+            self._compiling.add(request)
+            return
         self.scheduler.add(request)
         self.recent.queued(request.request_id)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks at once; return False if there is none. No Output follows."""
+        if self._compiling.remove(request_id):
+            return True
         self.recent.aborted(request_id)
         return self.scheduler.abort(request_id)
 
     @property
     def has_work(self) -> bool:
         """Whether step() would do anything."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._compiling)
 
     def step(self, now: float = 0.0) -> list[Output]:
         """Run one schedule-execute-update; return the outputs of its requests. Without work: nothing happens.
@@ -138,8 +153,14 @@ class Engine:
         If all work waits for the store, wait a moment for it. `now` in seconds, on any clock that does not go back: for
         retention times, statistics and load deadlines.
         """
+        refused = self._add_compiled() if self._compiling else []
         if not self.scheduler.has_work:
-            return []
+            if self._compiling and not refused:
+                self._compiling.wait()
+            return refused
+        return refused + self._step(now)
+
+    def _step(self, now: float) -> list[Output]:
         scheduler = self.scheduler
         scheduler.transfers.take_in(self.executor, now)
         batch = scheduler.schedule(now)
@@ -210,6 +231,21 @@ class Engine:
         """Stop the store, which writes pending blocks within some seconds. Idempotent."""
         if self._store is not None:
             self._store.close()
+
+    def _add_compiled(self) -> list[Output]:
+        """Queue the requests whose grammars are compiled; return the outputs of those that cannot run."""
+        refused: list[Output] = []
+        for request, error in self._compiling.take():
+            try:
+                if error is not None:
+                    raise InvalidRequestError(error)
+                self.scheduler.add(request)
+                self.recent.queued(request.request_id)
+            except InvalidRequestError as reason:
+                refused.append(
+                    Output(request.request_id, finish_reason=FinishReason.ERROR, error=str(reason), is_invalid=True)
+                )
+        return refused
 
     def _announce(self, batch: Batch) -> None:
         """Announce a step that is expected to be long, before it begins."""

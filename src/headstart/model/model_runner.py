@@ -13,6 +13,8 @@ from torch import Tensor
 from headstart.core.batch import Batch, Chunk, Row, RowError, RowErrorKind, StepResult, TokenLogprob
 from headstart.core.cache.block_store import Data
 from headstart.model.attention.base import backend_factory
+from headstart.model.grammar.grammar_compiler import CompiledGrammars
+from headstart.model.grammar.grammar_rows import GrammarRows
 from headstart.model.kernels.library import kernels
 from headstart.model.kernels.rows import finite_chunks
 from headstart.model.sampling.sampler import Sampler
@@ -26,7 +28,16 @@ _NOT_FINITE = RowError(RowErrorKind.NON_FINITE, "the model computed no finite hi
 class ModelRunner:
     """Implementation of core's Executor over `num_blocks` KV blocks, of which block 0 is never used."""
 
-    def __init__(self, loaded: LoadedModel, *, num_blocks: int, block_size: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        seed: int = 0,
+        grammars: CompiledGrammars | None = None,
+    ) -> None:
+        """`grammars` compiles the grammars of requests; without it they may have none."""
         self.num_blocks, self.block_size = num_blocks, block_size
         self.loaded = loaded
         self.attention = backend_factory(loaded.attention_backend)(
@@ -34,7 +45,8 @@ class ModelRunner:
         )
         self.block_bytes = self.attention.kv.block_bytes
         self._kernels = kernels() if loaded.device.type == "cpu" else None
-        self.sampler = Sampler(loaded.vocab_size, seed=seed, kernels=self._kernels)
+        rows = None if grammars is None else GrammarRows(grammars, torch.get_num_threads())
+        self.sampler = Sampler(loaded.vocab_size, seed=seed, kernels=self._kernels, grammars=rows)
         self._bounds = StepBounds(num_blocks, block_size, loaded.vocab_size, loaded.max_model_len)
 
     @torch.inference_mode()

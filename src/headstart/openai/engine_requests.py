@@ -5,8 +5,6 @@ from array import array
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llguidance import LLMatcher
-
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.core.request import Request
 from headstart.openai.bounds import INT64_MAX, Bounds
@@ -17,7 +15,7 @@ from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.chat_format import chat_format, chat_output, reasoning_at_end
 from headstart.openai.tools.default_prompt import messages_with_tools
 from headstart.openai.tools.tool_fields import ToolParams
-from headstart.openai.tools.tool_grammar import tool_grammar
+from headstart.openai.tools.tool_grammar import answer_grammar
 
 PROBE_CHARS = 16 * 1024
 PROBE_CHARS_PER_TOKEN = 8
@@ -101,29 +99,30 @@ def shown_chat(
 def with_chat_output(
     params: GenerationParams, prompt: "array[int]", tokenizer: Tokenizer, bounds: Bounds
 ) -> GenerationParams:
-    """Return the parameters of a chat with the formats of its output, and the grammar of constrained tool calls.
+    """Return the parameters of a chat with the formats of its output, and the grammar of the whole answer.
 
-    Raises InvalidRequestError if the family of the model is not known but needed, or a schema cannot be compiled.
+    Raises InvalidRequestError if the family of the model is not known but needed, or a schema is too large.
     """
     form = chat_format(tokenizer.chat_template, bounds.tool_call_parser, bounds.reasoning_parser)
     end = tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False)
     output = chat_output(form, params.tools, reasoning_at_end(end), tokenizer, params.skip_special_tokens)
     tools = params.tools
-    if tools is None or not tools.is_constrained:
-        return params if output is None else replace(params, chat=output)
-    if output is None or output.family is None:
+    if tools is not None and tools.is_constrained and (output is None or output.family is None):
         raise InvalidRequestError(
             "the form of this model's tool calls is not known, so they cannot be constrained; send tool_choice auto "
             "and no strict tools, or start the server with --tool-call-parser",
             param="tool_choice" if tools.choice.mode == "required" else "tools",
             code="unsupported_parameter",
         )
-    grammar = LLMatcher.grammar_from_lark(tool_grammar(tools, form, output, tokenizer.backend.token_to_id))
-    problem = LLMatcher.validate_grammar(grammar)
-    if problem:
-        first = problem.strip().partition("\n")[0][:300]
-        raise InvalidRequestError(f"the parameters of a tool cannot be compiled: {first}", param="tools")
-    return replace(params, chat=output, sampling=replace(params.sampling, grammar=grammar))
+    if output is None:
+        return params
+    content = params.sampling.grammar
+    grammar = answer_grammar(tools, form, output, tokenizer.backend.token_to_id, content)
+    stops = params.sampling.stop_token_ids
+    if grammar is not None:  # its end is an end
+        stops = tuple(dict.fromkeys((*stops, *bounds.eos_token_ids)))
+    sampling = replace(params.sampling, grammar=grammar, stop_token_ids=stops)
+    return replace(params, chat=output, sampling=sampling, grammar_field=params.grammar_field or "tools")
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, bounds: Bounds, add_special_tokens: bool) -> "array[int]":

@@ -11,6 +11,7 @@ from pydantic import Field
 from headstart.openai.bounds import FLOAT32_MAX, INT31_MAX, INT64_MAX, Bounds
 from headstart.openai.cache_params import MAX_LABEL_CHARS, CacheFields
 from headstart.openai.request_model import AtMost, RequestModel, checked
+from headstart.openai.structured.structured_fields import StructuredFields
 from headstart.openai.tools.tool_fields import Choice, ReasoningEffort, Tools
 from headstart.openai.value_checks import (
     bad_value,
@@ -114,7 +115,7 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool = Field(False, description="Send the usage in every chunk")
 
 
-class GenerationFields(CacheFields):
+class GenerationFields(StructuredFields, CacheFields):
     """The generation parameters of completions and chats alike."""
 
     max_tokens: int | None = Field(None, ge=0, le=INT31_MAX, description="Output tokens; 0: only echo the prompt")

@@ -16,6 +16,7 @@ from headstart.openai.bounds import Bounds
 from headstart.openai.cache_params import cache_wishes
 from headstart.openai.generation_fields import ChatFields, CompletionFields, GenerationFields
 from headstart.openai.request_model import validated
+from headstart.openai.structured.structured_fields import output_grammar
 from headstart.openai.tools.chat_format import ChatOutput
 from headstart.openai.tools.tool_fields import ToolParams, tool_params
 from headstart.openai.unsupported import UNSUPPORTED, refuse_unsupported
@@ -57,6 +58,7 @@ class GenerationParams:
     retention: Retention = DEFAULT_RETENTION
     cache_salt: str | None = None
     user: str | None = None
+    grammar_field: str | None = None  # the field that requests `sampling.grammar`
     tools: ToolParams | None = None  # of a chat
     reasoning_effort: str | None = None
     chat: ChatOutput | None = None  # set once the prompt is rendered; None: all output is content
@@ -91,10 +93,13 @@ def generation_params(fields: GenerationFields, values: Mapping[str, Any], bound
         bad_value("max_tokens", "is 0", "it must be at least 1, except with echo")
     _check_choices(fields)
     _check_priority(fields.priority, bounds)
+    grammar = output_grammar(fields)
+    if grammar is not None and fields.echo:
+        unsupported("echo", f"{grammar[0]} constrains the output only; leave one of them out")
     wishes = cache_wishes(fields, values.get("messages"))
     is_chat = isinstance(fields, ChatFields)
     return GenerationParams(
-        sampling=_sampling(fields, bounds, max_tokens),
+        sampling=_sampling(fields, bounds, max_tokens, None if grammar is None else grammar[1]),
         max_tokens=max_tokens,
         n=fields.n,
         stop=fields.stop,
@@ -115,6 +120,7 @@ def generation_params(fields: GenerationFields, values: Mapping[str, Any], bound
         retention=wishes.retention,
         cache_salt=wishes.salt,
         user=fields.user,
+        grammar_field=None if grammar is None else grammar[0],
         tools=tool_params(fields.tools, fields.tool_choice, fields.parallel_tool_calls) if is_chat else None,
         reasoning_effort=fields.reasoning_effort if is_chat else None,
         ignored=tuple(sorted(str(name) for name in values if name not in known and name not in UNSUPPORTED)),
@@ -156,14 +162,14 @@ def fit(params: GenerationParams, num_prompt_tokens: int, bounds: Bounds) -> Sam
 # ---------------------------------------------------------------------------------------------------------- one by one
 
 
-def _sampling(fields: GenerationFields, bounds: Bounds, max_tokens: int | None) -> SamplingParams:
+def _sampling(fields: GenerationFields, bounds: Bounds, max_tokens: int | None, grammar: str | None) -> SamplingParams:
     if max_tokens is not None and fields.min_tokens > max_tokens:
         bad_value("min_tokens", f"is {fields.min_tokens}", f"it may be at most max_tokens, which is {max_tokens}")
     logprobs = _logprobs(fields)
     prompt_logprobs = fields.prompt_logprobs
     if prompt_logprobs is not None and fields.stream:
         unsupported("prompt_logprobs", "a stream has no place for them; send stream: false")
-    eos_ids = () if fields.ignore_eos else bounds.eos_token_ids
+    eos_ids = () if fields.ignore_eos and grammar is None else bounds.eos_token_ids  # the end of a grammar is an end
     return SamplingParams(
         **_chosen(fields, bounds),
         max_tokens=max(max_tokens or 1, 1),
@@ -175,6 +181,7 @@ def _sampling(fields: GenerationFields, bounds: Bounds, max_tokens: int | None) 
         logprobs=logprobs,
         prompt_logprobs=logprobs if fields.echo and prompt_logprobs is None else prompt_logprobs,
         stop_token_ids=tuple(dict.fromkeys((*fields.stop_token_ids, *eos_ids))),
+        grammar=grammar,
     )
 
 

@@ -3,18 +3,17 @@
 from collections.abc import Container, Mapping
 from typing import Any
 
-from headstart.openai.value_checks import bad_value, check_list, shown, unsupported
+from headstart.openai.value_checks import check_list, unsupported
 
 _OTHERS = (
     *("audio", "prediction", "web_search_options", "moderation", "documents", "chat_template", "use_beam_search"),
-    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "prompt_embeds"),
+    "prompt_embeds",
     *("bad_words", "allowed_token_ids", "logits_processors", "truncate_prompt_tokens", "kv_transfer_params"),
 )
 _CALLS = "only chats call functions, with tools and tool_choice; leave it out"
 _MAX_ITEMS = {"tools": 128, "functions": 128, "modalities": 16}  # of parameters that are lists
 # The accepted values (of a list: of its items; of response_format: of its type), and the reason to refuse all others.
 UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "response_format": (("text",), 'structured output is not built; send {"type": "text"} or leave it out'),
     **dict.fromkeys(("tools", "functions"), ((), f"{_CALLS} or send an empty list")),
     **dict.fromkeys(("tool_choice", "function_call"), (("none", "auto"), _CALLS)),
     "modalities": (("text",), 'this server writes text only; send ["text"] or leave it out'),
@@ -32,9 +31,5 @@ def refuse_unsupported(values: Mapping[str, Any], supported: Container[str] = ()
         chosen = [value]
         if name in _MAX_ITEMS:
             chosen = check_list(name, value, _MAX_ITEMS[name])
-        elif name == "response_format":
-            chosen = [value.get("type") if isinstance(value, Mapping) else None]
-            if chosen[0] not in ("text", "json_object", "json_schema"):
-                bad_value(name, f"is {shown(value)}", 'it must be an object such as {"type": "text"}')
         if any(one not in accepted for one in chosen):
             unsupported(name, why)

@@ -4,7 +4,7 @@ import time
 from typing import NamedTuple
 
 from headstart.core.batch import Output, PromptTokenBreakdown
-from headstart.core.errors import RequestFailedError
+from headstart.core.errors import InvalidRequestError, RequestFailedError
 from headstart.core.request import FinishReason
 from headstart.http.access_record import RequestRecord
 from headstart.http.byte_budget import Lease
@@ -127,6 +127,8 @@ class GenerationJob:
         if delta.finish_reason in ("error", "abort"):
             self._open.discard(output.request_id)
             self._metrics.finished("error")
+            if output.is_invalid:
+                raise InvalidRequestError(output.error or "", param=self.params.grammar_field)
             raise RequestFailedError(delta.error or "it was aborted in the engine")
         self._count(index, output, at)
         if delta.finish_reason is not None:

@@ -149,6 +149,9 @@ async def _prepared(state: ServerState, api: Api, model: Model, origin: Origin, 
 
     async with state.bodies.held(request) as body:
         params, requests = await state.long_work.run(len(body), partial(prepare, body), waits=api is CHAT)
+    grammar = params.sampling.grammar
+    if grammar is not None and not model.grammars.is_accepted(grammar):
+        await asyncio.to_thread(model.grammars.check, params.grammar_field or "grammar", grammar)
     prompts = [first.prompt for first in requests[:: params.n]]
 
     def share() -> list[SharedPrompt]:

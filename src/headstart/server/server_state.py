@@ -22,6 +22,7 @@ from headstart.http.long_work import LongWork
 from headstart.openai.bounds import Bounds
 from headstart.openai.engine_requests import Prepared
 from headstart.openai.json_pieces import Turns
+from headstart.openai.structured.grammar_check import GrammarCheck
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.server.engine.engine_client import EngineClient
@@ -56,6 +57,7 @@ class Model:
     bounds: Bounds
     metrics: Metrics
     created: int  # seconds since 1970
+    grammars: GrammarCheck
 
 
 class ServerState:
@@ -99,7 +101,8 @@ class ServerState:
         metrics.watch(self.engine)
         self.engine.on_step = lambda stats: metrics.iteration_tokens.observe(stats.last_batch_tokens)
         bounds = Bounds.of(info, self.options)
-        return Model(name, info, tokenizer, bounds, metrics, int(time.time()))
+        grammars = GrammarCheck(info, info.eos_token_ids or tokenizer.eos_token_ids)
+        return Model(name, info, tokenizer, bounds, metrics, int(time.time()), grammars)
 
     def open(self, model: Model) -> None:
         """Start to admit requests."""

@@ -59,15 +59,19 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestTooLargeError if it can never run, ValueError for an id in use."""
-        if request.request_id in self._sequences:
-            raise ValueError(f"request id {request.request_id!r} is in use")
-        self._check_length(request)
+        self.check(request)
         seq = self.cache.new_sequence(request, self._num_arrivals)
         self.admission.check(seq)
         self._num_arrivals += 1
         self.accounting.arrived(seq)
         self._sequences[request.request_id] = seq
         self.waiting.add(seq)
+
+    def check(self, request: Request) -> None:
+        """Raise RequestTooLargeError for a prompt longer than the context, ValueError for an id in use."""
+        if request.request_id in self._sequences:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        self._check_length(request)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks at once; return False if there is none."""
@@ -303,7 +307,7 @@ class Scheduler:
         self.accounting.computed(seq, chunk)
         if row.error is not None:
             return self._row_failed(seq, chunk, row, row.error.kind)
-        assert len(row.token_ids) == chunk.num_logits, f"{chunk.num_logits} tokens due, {len(row.token_ids)} came"
+        assert bool(row.token_ids) == bool(chunk.num_logits), f"{chunk.num_logits} due, {len(row.token_ids)} came"
         seq.num_computed_tokens += len(chunk.token_ids)
         if seq.recompute is None:
             self.cache.publish(seq)
@@ -317,13 +321,28 @@ class Scheduler:
         if not row.token_ids:
             return self._output(seq, row, None) if row.prompt_logprobs else None
         breakdown = self.accounting.close(seq) if len(seq.token_ids) == chunk.num_prompt_tokens else None
-        seq.token_ids.extend(row.token_ids)
+        reason = self._append(seq, row.token_ids[0])
+        if len(row.token_ids) > 1:
+            row, reason = self._append_forced(seq, row, reason)
         self.counters.generation_tokens += len(row.token_ids)
-        reason = self._finish_reason(seq)
         if reason is not None:
             self.admission.finished(seq.num_output_tokens)
             self._finish(seq)
         return self._output(seq, row, reason, breakdown)
+
+    def _append(self, seq: Sequence, token: int) -> FinishReason | None:
+        """Append an output token; return the reason if it finishes the sequence."""
+        seq.token_ids.append(token)
+        return self._finish_reason(seq)
+
+    def _append_forced(self, seq: Sequence, row: Row, reason: FinishReason | None) -> tuple[Row, FinishReason | None]:
+        """Append the forced tokens of a row up to the one that finishes the sequence; return the row without others."""
+        num = 1
+        while reason is None and num < len(row.token_ids):
+            reason = self._append(seq, row.token_ids[num])
+            num += 1
+        self.counters.forced_tokens += num - 1
+        return row._replace(token_ids=row.token_ids[:num]), reason
 
     def _row_failed(self, seq: Sequence, chunk: Chunk, row: Row, kind: RowErrorKind) -> Output | None:
         """Finish a sequence whose row failed, or compute it once more if shared blocks may be corrupt."""
@@ -366,6 +385,7 @@ class Scheduler:
             row.prompt_logprobs,
             breakdown,
             seq.scheduled_at,
+            row.error is not None and row.error.kind is RowErrorKind.GRAMMAR,
         )
 
     def _demands(self) -> Iterator[Demand]:

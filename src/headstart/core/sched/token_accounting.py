@@ -33,6 +33,7 @@ class Counters:
     replayed_tokens: int = 0  # of those, computed before and lost to a preemption
     ideal_tokens: int = 0  # computed by a perfect, infinite, shared cache, of all prompts that arrived
     generation_tokens: int = 0
+    forced_tokens: int = 0  # of those, the ones that a grammar forced: not sampled one by one
     prefix_queries: int = 0
     prefix_hits: int = 0
     num_preemptions: int = 0

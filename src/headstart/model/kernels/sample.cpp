@@ -171,15 +171,39 @@ void edit(float *x, const Edits &edits, bool bans) {
     for (long i = 0; bans && i < edits.num_banned; i++) x[edits.banned[i]] = -INFINITY;
 }
 
-// Writes a row with its edits to the buffer and returns the best token. Bans that would leave no token are ignored.
+// Sets the tokens that are not allowed to -inf.
+void mask(float *x, long size, const uint32_t *allowed) {
+    for (long begin = 0; begin < size; begin += 32) {
+        uint32_t word = allowed[begin / 32];
+        if (word == ~0u) continue;
+        long end = begin + 32 < size ? begin + 32 : size;
+        for (long i = begin; i < end; i++)
+            if (!(word >> (i - begin) & 1)) x[i] = -INFINITY;
+    }
+}
+
+// Returns the first token that is allowed, 0 if none is.
+int64_t first_allowed(long size, const uint32_t *allowed) {
+    for (long i = 0; i < size; i++)
+        if (allowed[i / 32] >> (i % 32) & 1) return i;
+    return 0;
+}
+
+// Writes a row with its edits to the buffer and returns the best token. Bans that would leave no token are ignored; the
+// mask never is.
 template <class Logit>
 int64_t edited(const Logit *x, long size, const Edits &edits, const Scratch &scratch, float *best) {
     int64_t token = 0;
     for (int bans = 1; bans >= 0; bans--) {
         for (long i = 0; i < size; i++) scratch.buffer[i] = one_float(x[i]);
         edit(scratch.buffer, edits, bans);
+        if (edits.allowed) mask(scratch.buffer, size, edits.allowed);
         token = first_best(scratch.buffer, size, best);
         if (*best != -INFINITY) break;
+    }
+    if (edits.allowed && *best == -INFINITY) {  // the model's own logits are -inf wherever a token is allowed
+        token = first_allowed(size, edits.allowed);
+        *best = scratch.buffer[token] = 0;
     }
     return token;
 }

@@ -12,6 +12,7 @@ struct Edits {  // of the logits of one row, applied in this order; ids are in b
     const int64_t *biased;
     const float *biases;      // added to `biased`
     const int64_t *banned;    // set to -inf, unless no other token is left
+    const uint32_t *allowed;  // bit i % 32 of word i / 32: token i is allowed; others are set to -inf. Null: all are
     int64_t num_repeated, num_penalised, num_biased, num_banned;
     float repetition;
 };

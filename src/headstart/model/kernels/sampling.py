@@ -19,7 +19,10 @@ from headstart.model.sampling.logit_edits import RowEdits
 # `Edits` and `Row` of sample.h
 _EDITS = np.dtype(
     [
-        *((name, np.uint64) for name in ("repeated", "penalised", "penalties", "biased", "biases", "banned")),
+        *(
+            (name, np.uint64)
+            for name in ("repeated", "penalised", "penalties", "biased", "biases", "banned", "allowed")
+        ),
         *((name, np.int64) for name in ("num_repeated", "num_penalised", "num_biased", "num_banned")),
         ("repetition", np.float32),
     ],
@@ -163,6 +166,7 @@ def _edits(tasks: Sequence[RowTask]) -> NDArray[np.void]:
     values = [
         (
             *(ids.ctypes.data for ids in (e.repeated, e.penalised, e.penalties, e.biased, e.biases, e.banned)),
+            0 if e.allowed is None else e.allowed.ctypes.data,
             *(len(e.repeated), len(e.penalised), len(e.biased), len(e.banned)),
             e.repetition,
         )

@@ -1,13 +1,13 @@
-"""Edits of single logits: repetition, frequency and presence penalty, logit_bias, min_tokens.
+"""Edits of single logits: repetition, frequency and presence penalty, logit_bias, min_tokens, the mask of a grammar.
 
-All edits are sparse, so their cost depends on the number of tokens in the request, not on the vocabulary. Ids are
-checked on the host, row by row, before any write: on a GPU an invalid index would end the whole process. A finite
-logit stays finite with any parameters: a result of the repetition penalty that is too large for float32 becomes the
-largest float32 of its sign, and penalties and biases are too small to overflow (the largest float32 plus 1e31 rounds
-to itself).
+All edits but the mask are sparse, so their cost depends on the number of tokens in the request, not on the vocabulary.
+Ids are checked on the host, row by row, before any write: on a GPU an invalid index would end the whole process. A
+finite logit stays finite with any parameters: a result of the repetition penalty that is too large for float32 becomes
+the largest float32 of its sign, and penalties and biases are too small to overflow (the largest float32 plus 1e31
+rounds to itself).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from headstart.core.batch import Chunk
 
 Ids = npt.NDArray[np.int64]
 Amounts = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.int32]  # bit i % 32 of word i // 32 is set: token i is allowed
 _FLOAT32 = torch.finfo(torch.float32)
 
 
@@ -31,21 +32,24 @@ class RowEdits(NamedTuple):
     penalties: Amounts
     biased: Ids  # then raised by `biases`
     biases: Amounts
-    banned: Ids  # then set to -inf
+    banned: Ids  # then set to -inf, unless no other token is left
+    allowed: Mask | None = None  # of a grammar: all other tokens are set to -inf
 
 
 class LogitEdits:
     """Logit edits of many rows at once. Caches the distinct prompt tokens of requests with a repetition penalty."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, allowed: Callable[[Chunk], Mask | None] | None = None) -> None:
+        """`allowed` returns the mask of a row that has a grammar, in this step."""
         self.vocab_size = vocab_size
+        self._allowed = allowed
         self._prompt_ids: dict[str, Ids] = {}
 
     def wanted(self, chunk: Chunk) -> bool:
         """Return whether this row needs any edit. Changes nothing."""
         s = chunk.sampling
         penalised = s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0
-        return penalised or bool(s.logit_bias) or num_outputs(chunk) < s.min_tokens
+        return penalised or bool(s.logit_bias) or num_outputs(chunk) < s.min_tokens or s.grammar is not None
 
     def apply(self, logits: Tensor, chunks: Mapping[int, Chunk]) -> dict[int, str]:
         """Edit `logits` [R, V] (float32) in place at the rows in `chunks`; return the errors of rows not edited."""
@@ -68,6 +72,9 @@ class LogitEdits:
         banned = {row: (e.banned, np.full(len(e.banned), -np.inf, np.float32)) for row, e in edits.items()}
         for where, amount in _flat(banned, logits):
             logits[where] = amount
+        for row, e in edits.items():
+            if e.allowed is not None:
+                logits[row].masked_fill_(_forbidden(e.allowed, self.vocab_size).to(logits.device), -np.inf)
         return errors
 
     def row_edits(self, chunk: Chunk) -> RowEdits:
@@ -89,6 +96,7 @@ class LogitEdits:
             np.array(list(bias), np.int64),
             np.array(list(bias.values()), np.float32),
             np.array(banned, np.int64),
+            None if self._allowed is None else self._allowed(chunk),
         )
         self._check("a token of the request", edits.repeated)
         self._check("a token of the request", edits.penalised)
@@ -115,6 +123,17 @@ class LogitEdits:
 def num_outputs(chunk: Chunk) -> int:
     """Return the number of tokens generated so far, which is the index of the next one."""
     return len(chunk.history) - chunk.num_prompt_tokens
+
+
+def first_allowed(allowed: Mask) -> int:
+    """Return the first token that a mask allows; 0 if there is none."""
+    return int(np.unpackbits(allowed.view(np.uint8), bitorder="little").argmax())
+
+
+def _forbidden(allowed: Mask, vocab_size: int) -> Tensor:
+    """Return a mask as bool [V], true where a token is not allowed."""
+    bits = np.unpackbits(allowed.view(np.uint8), count=vocab_size, bitorder="little")
+    return torch.from_numpy(bits == 0)
 
 
 def _flat(per_row: Mapping[int, tuple[Ids, Amounts]], like: Tensor) -> Iterable[tuple[tuple[Tensor, Tensor], Tensor]]:

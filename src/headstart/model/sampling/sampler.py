@@ -1,8 +1,8 @@
 """Sampler: chooses the next token of every row of a batch. It is vectorised over rows; rows do not affect each other.
 
-The order is that of vLLM's documentation: penalties, logit_bias, min_tokens; greedy rows take the best token; the
-other rows continue with temperature, min_p, top_k, top_p and one draw. Log-probabilities are those of the model's
-unedited logits.
+The order is that of vLLM's documentation: penalties, logit_bias, min_tokens, the mask of a grammar; greedy rows take
+the best token; the other rows continue with temperature, min_p, top_k, top_p and one draw. Log-probabilities are those
+of the model's unedited logits.
 
 A row's tokens depend only on its logits, parameters, history and key, never on other rows: the random number of output
 i is a hash of (key, i), filters cut at a *value* (ties with the last kept token are kept too, so the order of a sort
@@ -22,11 +22,12 @@ from torch import Tensor
 
 from headstart.core.batch import Chunk, Row, RowError, RowErrorKind, TokenLogprob
 from headstart.core.request import SamplingParams
+from headstart.model.grammar.grammar_rows import GrammarRows
 from headstart.model.kernels.library import Kernels
 from headstart.model.kernels.rows import greatest
 from headstart.model.kernels.sampling import RowSampler, RowTask
 from headstart.model.sampling.draw import draw, take
-from headstart.model.sampling.logit_edits import LogitEdits, num_outputs
+from headstart.model.sampling.logit_edits import LogitEdits, first_allowed, num_outputs
 
 _GREEDY_BELOW = 1e-5  # lower temperatures count as 0
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
@@ -37,11 +38,15 @@ _SLICE_BYTES = 64 * 2**20  # maximum bytes of float32 log-probabilities in memor
 class Sampler:
     """Sampler from logits to rows. Its only state per request is the distinct prompt tokens, if they are penalised."""
 
-    def __init__(self, vocab_size: int, *, seed: int = 0, kernels: Kernels | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, *, seed: int = 0, kernels: Kernels | None = None, grammars: GrammarRows | None = None
+    ) -> None:
+        """`grammars` constrains rows that have a grammar; without it there may be none."""
         self.vocab_size = vocab_size
         self._kernels = kernels
         self._seed = seed
-        self._edits = LogitEdits(vocab_size)
+        self._grammars = grammars
+        self._edits = LogitEdits(vocab_size, None if grammars is None else grammars.allowed)
         self._rows = RowSampler(kernels, vocab_size) if kernels is not None else None
 
     def sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
@@ -53,6 +58,27 @@ class Sampler:
         """
         if logits.shape != (len(chunks), self.vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)} for {len(chunks)} rows x {self.vocab_size} tokens")
+        if self._grammars is not None and any(chunk.sampling.grammar is not None for chunk in chunks):
+            return self._sample_constrained(self._grammars, logits, chunks)
+        return self._sample(logits, chunks)
+
+    def _sample_constrained(self, grammars: GrammarRows, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
+        """Sample rows of which some have a grammar. A grammar that exceeds its limits fails its own row."""
+        errors = grammars.begin(chunks)
+        rows = self._sample(logits, chunks)
+        for index, (chunk, row) in enumerate(zip(chunks, rows, strict=True)):
+            if row.error is not None or chunk.sampling.grammar is None:
+                continue
+            try:
+                if index in errors:
+                    raise ValueError(errors[index])
+                rows[index] = row._replace(token_ids=grammars.accept(chunk, row.token_ids[0]))
+            except ValueError as error:
+                message = f"the output cannot be constrained any further: {str(error).strip()[:300]}"
+                rows[index] = Row(error=RowError(RowErrorKind.GRAMMAR, message))
+        return rows
+
+    def _sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
         if self._rows is not None and self._rows.takes(logits) and any(map(self._is_more_than_greedy, chunks)):
             return self._sample_fused(self._rows, logits, chunks)
         chosen, best = greatest(self._kernels, logits)  # NaN propagates, so `best` is enough to find invalid rows
@@ -95,7 +121,10 @@ class Sampler:
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Drop the state of finished requests; unknown ids are ignored."""
+        request_ids = tuple(request_ids)
         self._edits.drop(request_ids)
+        if self._grammars is not None:
+            self._grammars.drop(request_ids)
 
     def _is_more_than_greedy(self, chunk: Chunk) -> bool:
         """Return whether a row needs more than its greatest logit."""
@@ -168,7 +197,12 @@ class Sampler:
         work.copy_(logits)
         unbanned = chunk._replace(sampling=replace(chunk.sampling, min_tokens=0))
         self._edits.apply(work[None], {0: unbanned})
-        return greatest(self._kernels, work[None])[0][0]
+        tokens, values = greatest(self._kernels, work[None])
+        allowed = None if self._grammars is None else self._grammars.allowed(chunk)
+        if values[0] == -inf and allowed is not None:  # the model's own logits are -inf wherever a token is allowed
+            work[first_allowed(allowed)] = 0.0
+            return first_allowed(allowed)
+        return tokens[0]
 
     def _key(self, chunk: Chunk) -> str:
         seed = chunk.sampling.seed

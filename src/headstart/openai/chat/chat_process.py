@@ -1,117 +1,33 @@
 """The process that renders chat templates: `python -m headstart.openai.chat.chat_process FD`.
 
 A template is a program from the model's folder. In this process it cannot exhaust the memory or the time of the server:
-the process has its own memory limit, its parent kills it when a conversation takes too long, and an alarm ends it if
-the parent has died. It exits with its parent, at the end of the socket FD.
-
-Messages in both directions: one byte for the kind, four for the length, then the data. To this process: marshal of
-plain data. From it: text only, since the parent must not trust a process that runs a possibly hostile template.
+see openai/sandbox/.
 """
 
-import marshal
-import os
-import resource
-import signal
-import socket
-import struct
-import sys
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from headstart.allocator import give_memory_back, trim
-from headstart.core.errors import ConfigError, InvalidRequestError
+from headstart.core.errors import InvalidRequestError
 from headstart.openai.chat.chat_template import ChatTemplate
+from headstart.openai.sandbox.sandbox_process import Handler, serve
 
-HEADER = struct.Struct("!cI")
-READY, DATA, TEXT, ERROR, CONFIG_ERROR = b"R", b"D", b"T", b"E", b"C"
-TRIM_BYTES = 256 << 10  # of a rendered conversation, after which the heap is trimmed
-ALARM_SECONDS = 1.0  # in addition to the time limit of a conversation
-
-
-def main() -> None:
-    """Serve the parent process until it closes its end of the socket."""
-    give_memory_back()
-    stream = socket.socket(fileno=int(sys.argv[1]))
-    with stream, suppress(ConnectionError, EOFError):
-        send(stream, READY, b"")
-        source, named_tokens, max_seconds, max_bytes = marshal.loads(receive(stream))
-        _limit_memory(max_bytes)
-        with _Alarm(max_seconds):
-            try:
-                template = ChatTemplate(source, named_tokens, max_seconds=max_seconds)
-            except ConfigError as error:
-                send(stream, CONFIG_ERROR, encode(str(error)))
-                return
-        send(stream, READY, b"")
-        while True:
-            request = marshal.loads(receive(stream))
-            with _Alarm(max_seconds):
-                kind, answer = _render(template, request)
-            send(stream, kind, answer)
-            is_large = len(answer) > TRIM_BYTES
-            del request, answer
-            if is_large:
-                trim()
+_TOO_LARGE = InvalidRequestError(
+    "the rendered conversation does not fit into memory; shorten the messages", param="messages"
+)
 
 
-def send(stream: socket.socket, kind: bytes, data: bytes) -> None:
-    """Send one message."""
-    stream.sendall(HEADER.pack(kind, len(data)) + data)
+def build(setup: Any) -> Handler:
+    """Return the renderer of the template in `setup`. Raises ConfigError if it does not compile."""
+    source, named_tokens, max_seconds = setup
+    template = ChatTemplate(source, named_tokens, max_seconds=max_seconds)
 
-
-def receive(stream: socket.socket) -> bytes:
-    """Return the data of the next message. Raises EOFError at the end of the stream."""
-    _, size = HEADER.unpack(_exactly(stream, HEADER.size))
-    return _exactly(stream, size)
-
-
-def encode(text: str) -> bytes:
-    """Return a text as bytes, lone surrogates included."""
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _exactly(stream: socket.socket, size: int) -> bytes:
-    data = stream.recv(size, socket.MSG_WAITALL) if size else b""
-    if len(data) < size:
-        raise EOFError
-    return data
-
-
-def _render(template: ChatTemplate, request: Any) -> tuple[bytes, bytes]:
-    messages, generate, go_on, options, tools = request
-    try:
-        text = template.render(
+    def render(request: Any) -> str:
+        messages, generate, go_on, options, tools = request
+        return template.render(
             messages, add_generation_prompt=generate, continue_final_message=go_on, options=options, tools=tools
         )
-        return TEXT, encode(text)
-    except InvalidRequestError as error:
-        return ERROR, encode(f"{error.param or ''}\n{error}")
-    except MemoryError:  # after rendering, when the text is encoded
-        return ERROR, b"messages\nthe rendered conversation does not fit into memory; shorten the messages"
 
-
-class _Alarm:
-    """A context manager that lets the kernel end this process if its block takes too long, in case the parent died."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds + ALARM_SECONDS
-
-    def __enter__(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, self._seconds)
-
-    def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _limit_memory(max_bytes: int) -> None:
-    """Limit this process to `max_bytes` in addition to the memory mapped so far, and disable core files."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        mapped = int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + max_bytes, mapped + max_bytes))
+    return render
 
 
 if __name__ == "__main__":
-    main()
+    serve(build, _TOO_LARGE)

@@ -1,0 +1,1 @@
+"""Processes with limits of time and memory, for work on input that may be hostile."""

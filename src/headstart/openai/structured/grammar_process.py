@@ -1,0 +1,45 @@
+"""The process that checks grammars: `python -m headstart.openai.structured.grammar_process FD`.
+
+A grammar comes from a request, and compiling it can take any amount of time and memory: see openai/sandbox/.
+"""
+
+import time
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+
+from headstart.core.errors import InvalidRequestError
+from headstart.openai.sandbox.sandbox_process import Handler, serve
+from headstart.openai.structured.grammar_limits import parser_limits
+
+_TOO_LARGE = InvalidRequestError("the grammar needs too much memory; simplify it")
+
+
+def build(setup: Any) -> Handler:
+    """Return the check of grammars for the tokenizer in `setup`: its JSON, the rows of the logits, the EOS ids."""
+    text, vocab_size, eos_token_ids, max_seconds = setup
+    tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+
+    def check(grammar: Any) -> str:
+        """Compile a grammar and compute its first mask, as the engine will. Return an empty text."""
+        began = time.monotonic()
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise InvalidRequestError(_reason(matcher.get_error()))
+        if time.monotonic() - began > max_seconds:
+            raise InvalidRequestError("it takes too long to compile; simplify it")
+        return ""
+
+    return check
+
+
+def _reason(message: str) -> str:
+    """Return the first line of llguidance's message, without advice that only its callers could follow."""
+    line = message.strip().split("\n", 1)[0][:300]
+    return "oneOf is supported only if its alternatives exclude each other" if "oneOf" in line else line
+
+
+if __name__ == "__main__":
+    serve(build, _TOO_LARGE)

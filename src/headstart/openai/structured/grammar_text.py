@@ -1,0 +1,46 @@
+"""Grammar text: the form in which llguidance compiles a JSON Schema, a regular expression, choices or a Lark grammar.
+
+Building the text checks little: whether it compiles is known only after compilation (grammar_check.py, and the engine).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llguidance import LLMatcher
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+def json_schema_grammar(schema: Mapping[str, Any], *, whitespace: str | None = None) -> str:
+    """Return the grammar of the JSON documents that a schema allows.
+
+    `whitespace`: a regular expression for the text between two tokens of JSON. None: no whitespace, so that more tokens
+    have one continuation only, and no model can go on writing spaces.
+    """
+    options: JsonCompileOptions = {
+        "whitespace_flexible": False,
+        "lenient": False,  # a keyword that is not supported is an error
+        "json_allowed_escapes": 'nrbtf"\\',  # without \u: "\u0061" would be another way to write the property "a"
+    }
+    if whitespace is not None:
+        options["whitespace_pattern"] = whitespace
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+
+
+def regex_grammar(regex: str) -> str:
+    """Return the grammar of the texts that match a whole regular expression, in the syntax of Rust's regex crate."""
+    return LLMatcher.grammar_from_regex(regex)
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """Return the grammar of one of these texts, none of which is empty."""
+    return lark_grammar("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+
+
+def lark_grammar(grammar: str) -> str:
+    """Return the grammar of a text in llguidance's dialect of Lark."""
+    return LLMatcher.grammar_from_lark(grammar)

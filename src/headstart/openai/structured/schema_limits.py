@@ -1,0 +1,191 @@
+"""Limits of JSON Schemas and regular expressions, checked before they are compiled.
+
+Some small schemas take llguidance minutes or all of a thread's stack (a large `multipleOf`, long chains of `$ref`),
+some make a single mask slow (long counts, thousands of alternatives), and for some it accepts texts that the schema
+does not allow. These are refused by the name of their keyword. Everything else is bounded by GrammarCheck.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+from headstart.openai.value_checks import bad_value, shown
+
+MAX_SUBSCHEMAS = 1000
+MAX_REFERENCES = 256  # $ref: each level of a chain takes some kilobytes of the compiler's stack
+MAX_OPTIONAL = 400  # optional properties of an object
+MAX_ALTERNATIVES = 256  # of anyOf and oneOf
+MAX_ENUM = 1024
+MAX_MULTIPLE = 10_000  # the least common multiple of multipleOf in all parts of an allOf
+MAX_COUNT = 20_000  # product of nested counts of a regular expression, characters of a literal
+RULES_IN_LARK = 512
+SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+SCHEMA_KEYS = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
+OTHER_SCHEMA_KEYS = ("propertyNames", "unevaluatedItems", "unevaluatedProperties")
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_COUNT = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d*)(,?)(\d*)\}|[()]", re.DOTALL)
+_RULE = re.compile(r"^\s*[?!]?[A-Za-z_][\w.]*(?:\[[^\]]*\])?\s*:", re.MULTILINE)
+
+
+def limited_schema(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema with counts such as 2.0 as integers. Raises InvalidRequestError, which names the keyword."""
+    num_references = 0
+    for num_schemas, part in enumerate(_subschemas(schema), 1):
+        num_references += "$ref" in part
+        _check_part(name, part)
+        if num_schemas > MAX_SUBSCHEMAS:
+            bad_value(name, f"has more than {MAX_SUBSCHEMAS} subschemas", "simplify the schema")
+        if num_references > MAX_REFERENCES:
+            bad_value(name, f"has more than {MAX_REFERENCES} $ref", "simplify the schema")
+    return _with_integers(schema)
+
+
+def check_regex(name: str, regex: str) -> None:
+    """Raise InvalidRequestError if a regular expression is too long or its counts are too large."""
+    if len(regex) > MAX_COUNT:
+        bad_value(name, f"has {len(regex)} characters", f"it may have at most {MAX_COUNT}")
+    total = _largest_count(regex)
+    if total > MAX_COUNT:
+        bad_value(name, f"has counts of {total} in all", f"nested counts may multiply to at most {MAX_COUNT}")
+
+
+def check_lark(name: str, grammar: str) -> None:
+    """Raise InvalidRequestError if a grammar has too many rules, or too long a line."""
+    num_rules = len(_RULE.findall(grammar))
+    if num_rules > RULES_IN_LARK:
+        bad_value(name, f"has {num_rules} rules", f"it may have at most {RULES_IN_LARK}")
+    check_regex(name, grammar)
+
+
+def _subschemas(schema: object) -> Iterator[Mapping[str, Any]]:
+    """Yield all subschemas that are objects, the schema itself first."""
+    pending = [schema]
+    while pending:
+        part = pending.pop()
+        if not isinstance(part, Mapping):
+            continue
+        yield part
+        for key in SCHEMA_LISTS:
+            if isinstance(listed := part.get(key), list):
+                pending += listed
+        for key in SCHEMA_MAPS:
+            if isinstance(mapped := part.get(key), Mapping):
+                pending += mapped.values()
+        for key in (*SCHEMA_KEYS, *OTHER_SCHEMA_KEYS):
+            if isinstance(part.get(key), Mapping):
+                pending.append(part[key])
+        if isinstance(part.get("items"), list):  # draft 7
+            pending += part["items"]
+
+
+def _check_part(name: str, part: Mapping[str, Any]) -> None:
+    """Check the keywords of one subschema."""
+    if "x-guidance" in part:
+        bad_value(name, "contains x-guidance", "leave it out: options of the compiler cannot be set here")
+    for key in ("anyOf", "oneOf"):
+        _check_length(name, key, part.get(key), MAX_ALTERNATIVES)
+    _check_length(name, "enum", part.get("enum"), MAX_ENUM)
+    if isinstance(pattern := part.get("pattern"), str):
+        check_regex(f"{name}: pattern", pattern)
+    if isinstance(patterns := part.get("patternProperties"), Mapping):
+        for pattern in patterns:
+            check_regex(f"{name}: patternProperties", str(pattern))
+    _check_count(name, "const", part.get("const"))
+    for value in _listed(part.get("enum")):
+        _check_count(name, "enum", value)
+    for key in ("minLength", "maxLength", "minItems", "maxItems"):
+        value = part.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > MAX_COUNT and key[:3] == "min":
+            bad_value(name, f"has {key} {shown(value)}", f"it may be at most {MAX_COUNT}")
+    _check_properties(name, part)
+    _check_multiples(name, part)
+
+
+def _check_length(name: str, key: str, value: object, most: int) -> None:
+    if isinstance(value, list) and len(value) > most:
+        bad_value(name, f"has {key} with {len(value)} entries", f"it may have at most {most}")
+
+
+def _check_count(name: str, key: str, value: object) -> None:
+    """Check the texts of a const or enum, which are compiled character by character."""
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            if len(one) > MAX_COUNT:
+                bad_value(name, f"has {key} with a text of {len(one)} characters", f"use at most {MAX_COUNT}")
+            if any(character < " " and character not in "\n\r\t\b\f" for character in one):
+                bad_value(name, f"has {key} with the control character {shown(one)}", "leave such characters out")
+        elif isinstance(one, Mapping):
+            pending += [*one.values(), *one]
+        elif isinstance(one, list):
+            pending += one
+
+
+def _check_properties(name: str, part: Mapping[str, Any]) -> None:
+    properties, required = part.get("properties"), _listed(part.get("required"))
+    if isinstance(properties, Mapping):
+        num_optional = len(properties.keys() - {key for key in required if isinstance(key, str)})
+        if num_optional > MAX_OPTIONAL:
+            bad_value(name, f"has {num_optional} optional properties", f"it may have at most {MAX_OPTIONAL}")
+    least = part.get("minProperties")
+    if isinstance(least, int | float) and least > len(required):
+        # Names of other properties could repeat: the text would have enough, the parsed object would not.
+        bad_value(name, f"has minProperties {shown(least)}", f"it may be at most the {len(required)} required ones")
+
+
+def _check_multiples(name: str, part: Mapping[str, Any]) -> None:
+    """Check the least common multiple of multipleOf in a subschema and its allOf."""
+    parts = [part, *(one for one in _listed(part.get("allOf")) if isinstance(one, Mapping))]
+    multiple = math.lcm(*(_digits(one["multipleOf"]) for one in parts if "multipleOf" in one))
+    if multiple > MAX_MULTIPLE:
+        bad_value(name, f"has multipleOf of {multiple} in all", f"it may be at most {MAX_MULTIPLE}")
+
+
+def _digits(number: object) -> int:
+    """Return the digits of a positive number without the decimal point: 25 for 2.5; 1 for anything else."""
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
+        return 1
+    digits = Decimal(str(number)).normalize().as_tuple().digits
+    return int("".join(map(str, digits)))
+
+
+def _largest_count(regex: str) -> int:
+    """Return an upper bound of the product of nested counts: of each group, its count times the largest inside it."""
+    inner: list[int] = [1]  # by depth of open groups: the largest product so far
+    closed = 1  # the product of the group that has just ended
+    for found in _COUNT.finditer(regex):
+        text = found[0]
+        if text == "(":
+            inner.append(1)
+        elif text == ")":
+            closed = inner.pop() if len(inner) > 1 else inner[0]
+            inner[-1] = max(inner[-1], closed)
+        elif text[0] == "{" and (found[1] or found[3]):
+            count = max(int(found[1][:12] or 0), int(found[3][:12] or 0), 1)
+            is_group = found.start() > 0 and regex[found.start() - 1] == ")"
+            inner[-1] = max(inner[-1], count * (closed if is_group else 1))
+    return max(inner)
+
+
+def _with_integers(value: Any) -> Any:
+    """Return a schema in which counts such as 2.0, integers by the standard, are integers."""
+    if isinstance(value, list):
+        return [_with_integers(one) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: int(one)
+        if key in COUNTS and isinstance(one, float) and one.is_integer()
+        else one
+        if key in ("const", "enum", "default", "examples")
+        else _with_integers(one)
+        for key, one in value.items()
+    }
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

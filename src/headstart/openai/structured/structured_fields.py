@@ -1,0 +1,218 @@
+"""Structured output in a request body: OpenAI's response_format, vLLM's structured_outputs and older guided_* fields.
+
+At most one grammar may be requested. `output_grammar` returns its text; grammar_check.py and the engine compile it.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from headstart.core.errors import InvalidRequestError
+from headstart.openai.request_json import parse_json
+from headstart.openai.request_model import RequestModel, checked
+from headstart.openai.structured.grammar_text import (
+    ANY_OBJECT,
+    choice_grammar,
+    json_schema_grammar,
+    lark_grammar,
+    regex_grammar,
+)
+from headstart.openai.structured.schema_limits import check_lark, check_regex, limited_schema
+from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown
+
+MAX_GRAMMAR_BYTES = 64 << 10  # of a schema, a regular expression, a grammar, or all choices
+MAX_CHOICES = 1024
+MAX_WHITESPACE_CHARS = 64
+ANY_WHITESPACE = r"[ \t\r\n]{0,16}"  # bounded, so that no model can go on writing spaces
+
+
+def check_schema(name: str, value: object) -> Mapping[str, Any]:
+    """Return a JSON Schema, also if it is sent as a string of JSON. Raises InvalidRequestError."""
+    if isinstance(value, str):
+        check_size(name, value)
+        value = _parsed(name, value)
+    if not isinstance(value, Mapping | bool):
+        bad_value(name, f"is {shown(value)}", "it must be a JSON Schema, as an object")
+    if value is False:
+        bad_value(name, "is false", "it allows no document at all")
+    value = {} if value is True else value
+    check_size(name, json.dumps(value))
+    return limited_schema(name, value)
+
+
+def _parsed(name: str, text: str) -> Any:
+    try:
+        return parse_json(text.encode())
+    except InvalidRequestError:
+        bad_value(name, f"is {shown(text)}", "it must be a JSON Schema, as an object")
+
+
+def check_size(name: str, text: str) -> str:
+    """Return a text of at most MAX_GRAMMAR_BYTES. Raises InvalidRequestError."""
+    size = len(check_text(name, text).encode())
+    if size > MAX_GRAMMAR_BYTES:
+        bad_value(name, f"has {size} bytes", f"it may have at most {MAX_GRAMMAR_BYTES}")
+    return text
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        bad_value(name, f"is {shown(value)}", "it must be a string that is not empty")
+    return check_size(name, value)
+
+
+def _choices(name: str, value: object) -> tuple[str, ...]:
+    choices = tuple(dict.fromkeys(_text(name, choice) for choice in check_list(name, value, MAX_CHOICES, "strings")))
+    if not choices:
+        bad_value(name, "is an empty list", "send at least one choice")
+    check_size(name, "".join(choices))
+    return choices
+
+
+def _whitespace(name: str, value: object) -> str:
+    if not isinstance(value, str) or len(value) > MAX_WHITESPACE_CHARS:
+        bad_value(name, f"is {shown(value)}", f"it must be a string of at most {MAX_WHITESPACE_CHARS} characters")
+    return check_text(name, value)
+
+
+def _schema_field(name: str) -> Any:
+    return checked(lambda value, _: check_schema(name, value), dict[str, Any] | str)
+
+
+def _text_field(name: str, check: Callable[[str, str], None]) -> Any:
+    def checked_text(value: object, _: object) -> str:
+        text = _text(name, value)
+        check(name, text)
+        return text
+
+    return checked(checked_text, str)
+
+
+def _choice_field(name: str) -> Any:
+    return checked(lambda value, _: _choices(name, value), list[str])
+
+
+def _space_field(name: str) -> Any:
+    return checked(lambda value, _: _whitespace(name, value), str)
+
+
+class JsonSchemaFormat(RequestModel):
+    """The schema of a response_format."""
+
+    max_entries = 16
+    name: str | None = Field(None, max_length=256)
+    description: str | None = None
+    schema_: Annotated[Mapping[str, Any] | None, _schema_field("response_format.json_schema.schema")] = Field(
+        None, alias="schema", description="A JSON Schema of draft 2020-12"
+    )
+    strict: bool = Field(False, description="Has no effect: the output always matches the schema")
+
+
+class ResponseFormat(RequestModel):
+    """OpenAI's response_format."""
+
+    max_entries = 16
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = Field(None, description="Only with type json_schema")
+
+
+class StructuredOutputs(RequestModel):
+    """vLLM's structured_outputs: one of json, regex, choice, grammar and json_object."""
+
+    max_entries = 16
+    json_: Annotated[Mapping[str, Any] | None, _schema_field("structured_outputs.json")] = Field(
+        None, alias="json", description="A JSON Schema"
+    )
+    regex: Annotated[str | None, _text_field("structured_outputs.regex", check_regex)] = None
+    choice: Annotated[tuple[str, ...] | None, _choice_field("structured_outputs.choice")] = None
+    grammar: Annotated[str | None, _text_field("structured_outputs.grammar", check_lark)] = Field(
+        None, description="In Lark"
+    )
+    json_object: bool = False
+    disable_any_whitespace: bool = Field(True, description="No whitespace between the tokens of JSON")
+    whitespace_pattern: Annotated[str | None, _space_field("structured_outputs.whitespace_pattern")] = Field(
+        None, description="A regular expression for the whitespace between the tokens of JSON"
+    )
+
+
+class StructuredFields(RequestModel):
+    """The fields of a request body that constrain its output."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = Field(None, description="As in vLLM")
+    guided_json: Annotated[Mapping[str, Any] | None, _schema_field("guided_json")] = Field(
+        None, description="A JSON Schema"
+    )
+    guided_regex: Annotated[str | None, _text_field("guided_regex", check_regex)] = None
+    guided_choice: Annotated[tuple[str, ...] | None, _choice_field("guided_choice")] = None
+    guided_grammar: Annotated[str | None, _text_field("guided_grammar", check_lark)] = Field(
+        None, description="In Lark"
+    )
+    guided_whitespace_pattern: Annotated[str | None, _space_field("guided_whitespace_pattern")] = Field(
+        None, description="A regular expression for the whitespace between the tokens of JSON"
+    )
+
+
+def output_grammar(fields: StructuredFields) -> tuple[str, str] | None:
+    """Return the name of the field that constrains the output and the text of its grammar; None if there is none.
+
+    Raises InvalidRequestError if several fields do.
+    """
+    found = [*_of_response_format(fields), *_of_structured_outputs(fields), *_of_guided(fields)]
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        bad_value(found[1][0], f"is set beside {found[0][0]}", f"only one of {names} can constrain the output")
+    return found[0] if found else None
+
+
+def _of_response_format(fields: StructuredFields) -> list[tuple[str, str]]:
+    chosen = fields.response_format
+    if chosen is None or chosen.type == "text":
+        return []
+    if chosen.type == "json_object":
+        return [("response_format", json_schema_grammar(ANY_OBJECT))]
+    if chosen.json_schema is None:
+        raise missing("response_format.json_schema")
+    if chosen.json_schema.schema_ is None:
+        raise missing("response_format.json_schema.schema")
+    return [("response_format", json_schema_grammar(chosen.json_schema.schema_))]
+
+
+def _of_structured_outputs(fields: StructuredFields) -> list[tuple[str, str]]:
+    chosen = fields.structured_outputs
+    if chosen is None:
+        return []
+    spaces = chosen.whitespace_pattern
+    if spaces is None and not chosen.disable_any_whitespace:
+        spaces = ANY_WHITESPACE
+    found: list[tuple[str, str]] = []
+    if chosen.json_ is not None:
+        found.append(("structured_outputs.json", json_schema_grammar(chosen.json_, whitespace=spaces)))
+    if chosen.json_object:
+        found.append(("structured_outputs.json_object", json_schema_grammar(ANY_OBJECT, whitespace=spaces)))
+    if chosen.regex is not None:
+        found.append(("structured_outputs.regex", regex_grammar(chosen.regex)))
+    if chosen.choice is not None:
+        found.append(("structured_outputs.choice", choice_grammar(chosen.choice)))
+    if chosen.grammar is not None:
+        found.append(("structured_outputs.grammar", lark_grammar(chosen.grammar)))
+    if not found:
+        bad_value("structured_outputs", "has no constraint", "set one of json, regex, choice, grammar, json_object")
+    return found
+
+
+def _of_guided(fields: StructuredFields) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    if fields.guided_json is not None:
+        found.append(
+            ("guided_json", json_schema_grammar(fields.guided_json, whitespace=fields.guided_whitespace_pattern))
+        )
+    if fields.guided_regex is not None:
+        found.append(("guided_regex", regex_grammar(fields.guided_regex)))
+    if fields.guided_choice is not None:
+        found.append(("guided_choice", choice_grammar(fields.guided_choice)))
+    if fields.guided_grammar is not None:
+        found.append(("guided_grammar", lark_grammar(fields.guided_grammar)))
+    return found
