@@ -31,7 +31,14 @@ from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import Request, SamplingParams
 from headstart.model.setup.threads import prepare_threads
 from headstart.openai.bounds import Bounds
-from headstart.openai.engine_requests import Origin, build_requests, encode_chat, encode_completion
+from headstart.openai.chat.chat_delta import ToolCallDelta
+from headstart.openai.engine_requests import (
+    Origin,
+    build_requests,
+    encode_chat,
+    encode_completion,
+    with_chat_output,
+)
 from headstart.openai.generation_params import GenerationParams, Kind, parse_params
 from headstart.openai.request_bodies import ChatBody, CompletionBody, parse_messages, parse_prompts
 from headstart.openai.request_json import check_depth
@@ -64,6 +71,8 @@ class Completion:
     logprobs: list[TokenEntry] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None  # of every prompt token but the first, if requested
     error: str | None = None
+    tool_calls: tuple[ToolCallDelta, ...] = ()  # of a chat: id, name and arguments of each call
+    reasoning: str = ""  # of a chat whose model writes it apart from the text
     outputs: tuple["Completion", ...] = ()  # of n choices, in order; () for n = 1
 
 
@@ -143,28 +152,32 @@ class LLM:
         """
         params = self._params(sampling, Kind.COMPLETION)
         body = CompletionBody(None, parse_prompts(prompts, self._bounds), params)
-        return self._run(encode_completion(body, self.tokenizer, self._bounds), params, progress)
+        prompts = encode_completion(body, self.tokenizer, self._bounds)
+        return self._run(prompts, [params] * len(prompts), progress)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling: Sampling = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         progress: bool = True,
     ) -> list[Completion]:
         """Return one Completion per conversation, in order. A single conversation is a list of messages.
 
         Like `generate`, but prompts are rendered by the model's chat template. If neither the caller nor the model's
-        defaults set max_tokens, the output is limited by the context only.
+        defaults set max_tokens, the output is limited by the context only. `tools` are functions in OpenAI's form that
+        the model may call: see `Completion.tool_calls`; `sampling` may contain tool_choice and the like.
         """
-        params = self._params(sampling, Kind.CHAT)
+        params = self._params(sampling, Kind.CHAT, tools)
         several = bool(messages) and isinstance(messages[0], list | tuple)
         prompts: list[array[int]] = []
         for conversation in messages if several else [messages]:
             check_depth(conversation)
             body = ChatBody(None, parse_messages(conversation, self._bounds), params)
             prompts.append(encode_chat(body, self.tokenizer, self._bounds))
-        return self._run(prompts, params, progress)
+        outputs = [with_chat_output(params, prompt, self.tokenizer, self._bounds) for prompt in prompts]
+        return self._run(prompts, outputs, progress)
 
     def add_prefix(
         self, prefix: str | Sequence[Mapping[str, Any]] | Sequence[int], name: str, *, progress: bool = True
@@ -211,9 +224,15 @@ class LLM:
         if not self._closing.alive:
             raise InvalidRequestError("this LLM is closed; build another one")
 
-    def _params(self, sampling: Sampling, kind: Kind) -> GenerationParams:
+    def _params(
+        self, sampling: Sampling, kind: Kind, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> GenerationParams:
         self._check_open()
-        params = parse_params(_plain_sampling(sampling, kind), self._bounds, kind)
+        values = _plain_sampling(sampling, kind)
+        if tools is not None:
+            check_depth(tools)
+            values = {**values, "tools": tools}
+        params = parse_params(values, self._bounds, kind)
         if params.ignored:
             raise InvalidRequestError(
                 f"unknown sampling parameter {params.ignored[0]!r}; see the documentation of /v1/completions for names",
@@ -223,22 +242,25 @@ class LLM:
             raise InvalidRequestError("stream works over HTTP only; leave it out", param="stream")
         return params
 
-    def _run(self, prompts: "list[array[int]]", params: GenerationParams, progress: bool) -> list[Completion]:
-        requests = build_requests(prompts, params, self._bounds, Origin(next(self._ids)))
-        stops = StopPatterns(params.stop)
-        shared = [SharedPrompt(self.tokenizer, prompt, params) for prompt in prompts]
-        generations = {
-            request.request_id: Generation(
-                self.tokenizer, request, params, prompt=shared[index // params.n], stops=stops
-            )
-            for index, request in enumerate(requests)
-        }
+    def _run(self, prompts: "list[array[int]]", params: Sequence[GenerationParams], progress: bool) -> list[Completion]:
+        """Run the prompts, each with its own parameters, which differ in the output of a chat only."""
+        if not prompts:
+            return []
+        n = params[0].n
+        requests = build_requests(prompts, params[0], self._bounds, Origin(next(self._ids)))
+        stops = StopPatterns(params[0].stop)
+        shared = [SharedPrompt(self.tokenizer, *pair) for pair in zip(prompts, params, strict=True)]
+        generations: dict[str, Generation] = {}
+        for index, request in enumerate(requests):
+            own, prompt = params[index // n], shared[index // n]
+            requests[index] = request = _with_grammar(request, own.sampling.grammar)
+            generations[request.request_id] = Generation(self.tokenizer, request, own, prompt=prompt, stops=stops)
         with GenerationProgress(len(requests), show=progress) as bar, _interruptible() as interrupted:
             self._finish_all(requests, generations, bar, interrupted)
-        choices = [_completion(request, generations[request.request_id], params) for request in requests]
-        if params.n == 1:
-            return choices
-        groups = [choices[start : start + params.n] for start in range(0, len(choices), params.n)]
+        completions = [_completion(request, generations[request.request_id], params[0]) for request in requests]
+        if n == 1:
+            return completions
+        groups = [completions[start : start + n] for start in range(0, len(completions), n)]
         return [dataclasses.replace(group[0], outputs=tuple(group)) for group in groups]
 
     def _finish_all(
@@ -314,11 +336,18 @@ def _plain_sampling(sampling: object, kind: Kind) -> Mapping[str, Any]:
     return values
 
 
+def _with_grammar(request: Request, grammar: str | None) -> Request:
+    if request.sampling.grammar == grammar:
+        return request
+    return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, grammar=grammar))
+
+
 def _completion(request: Request, generation: Generation, params: GenerationParams) -> Completion:
     assert generation.finish_reason is not None
+    chat = generation.chat
     return Completion(
         prompt_token_ids=list(request.prompt),
-        text=generation.text,
+        text=generation.text if chat is None else chat.content,
         token_ids=generation.token_ids,
         num_cached_tokens=generation.num_cached_tokens,
         finish_reason=generation.finish_reason,
@@ -326,6 +355,8 @@ def _completion(request: Request, generation: Generation, params: GenerationPara
         logprobs=[*(generation.echo or ()), *generation.logprobs] if params.wants_logprobs else None,
         prompt_logprobs=_prompt_logprobs(generation) if params.sampling.prompt_logprobs is not None else None,
         error=generation.error,
+        tool_calls=() if chat is None else chat.tool_calls,
+        reasoning="" if chat is None else chat.reasoning,
     )
 
 

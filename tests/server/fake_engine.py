@@ -4,7 +4,7 @@ EngineOptions.model is a folder with a tokenizer, and after a "?" the knobs: `st
 seconds that it is said to take, `hold` tokens for each request until its `gate` is open (see Gate), `crash` and
 `poison` tokens (a prompt that begins with one breaks the engine, or fails alone), `load` seconds to build, `close`
 seconds to end, `die` to end the process without a word, `config` to refuse to start, `store` to tell of a store (2:
-of one that is degraded), `length` tokens of context.
+of one that is degraded), `length` tokens of context, `vocab` rows of logits.
 """
 
 import os
@@ -214,7 +214,7 @@ def build_fake(options: EngineOptions) -> tuple[FakeEngine, EngineInfo]:
     info = EngineInfo(
         model=folder,
         served_name="fake",
-        vocab_size=VOCAB_SIZE,
+        vocab_size=int(knobs.get("vocab", VOCAB_SIZE)),
         max_model_len=int(knobs.get("length", MAX_MODEL_LEN)),
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,

@@ -20,6 +20,7 @@ from headstart.http.http_errors import HttpError
 
 CHAT, COMPLETIONS, JSON = "/v1/chat/completions", "/v1/completions", {"content-type": "application/json"}
 USER = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def check_error(answer: httpx.Response, status: int, code: str | None = None) -> dict[str, Any]:
@@ -138,7 +139,13 @@ def test_what_is_not_a_json_object_is_400(server: Server, path: str, body: bytes
         (CHAT, {"messages": []}, 400, "invalid_value", "messages"),
         (CHAT, {"messages": "hi"}, 400, "invalid_value", "messages"),
         (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, 400, "invalid_value", "messages[0].role"),
-        (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, 400, "unsupported_parameter", "tools"),
+        (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, 400, "invalid_value", "tools"),
+        (CHAT, {"messages": USER, "tools": [{"type": "web_search"}]}, 400, "unsupported_parameter", "tools"),
+        (CHAT, {"messages": USER, "tools": TOOLS}, 400, "unsupported_parameter", "tools"),
+        (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, 400, "unsupported_parameter", "functions"),
+        (CHAT, {"messages": USER, "tool_choice": "required"}, 400, "missing_required_parameter", "tools"),
+        (CHAT, {"messages": USER, "tool_choice": "some"}, 400, "invalid_value", "tool_choice"),
+        (CHAT, {"messages": USER, "reasoning_effort": "huge"}, 400, "invalid_value", "reasoning_effort"),
         (CHAT, {"messages": USER, "chat_template": "{{ 1 }}"}, 400, "unsupported_parameter", "chat_template"),
         (CHAT, {"messages": USER, "top_logprobs": 3}, 400, "invalid_value", "top_logprobs"),
         (

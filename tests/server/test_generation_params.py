@@ -164,10 +164,8 @@ def test_a_value_beyond_its_limits_is_refused_by_name(name: str, value: Any) -> 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tools", [{"type": "function"}]),
         ("functions", [{"name": "f"}]),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function"}),
+        ("function_call", {"name": "f"}),
         ("modalities", ["text", "audio"]),
         ("suffix", "x"),
         ("audio", {"voice": "x"}),
@@ -184,6 +182,16 @@ def test_what_is_not_built_is_refused_and_never_ignored(name: str, value: Any) -
         chat(**{name: value})
     assert caught.value.code == "unsupported_parameter"
     assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tools", [{"type": "function"}]), ("tool_choice", "required"), ("tool_choice", {"type": "function"})],
+)
+def test_a_completion_has_no_tools(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(**{name: value})
+    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", name)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ _KV_DTYPE = "not needed: the KV cache has the dtype of the model, see --dtype"
 _INT8 = "quantised checkpoints are not loaded; --quantization int8 quantises the weights while it loads them"
 _LORA = "LoRA is not supported; merge the adapter into the weights and serve those"
 _SPECULATIVE = "speculative decoding is not supported; leave it out"
-_TOOLS = "tools and reasoning parsers are not supported; leave it out"
+_TOOLS = "use --tool-call-parser and --reasoning-parser, or leave it out"
 _STRUCTURED = "structured output is not supported; leave it out"
 _MULTIMODAL = "images and audio are not supported; leave it out"
 _EMBEDDING = "only text generation is supported; leave it out"
@@ -71,7 +71,7 @@ _TABLE: dict[tuple[str, ...], str] = {
     ("--max-cpu-loras", "--enable-lora-bias", "--max-loras-per-batch", "--lora-scaled"): _LORA,
     ("--speculative-config", "--speculative-algorithm", "--speculative-draft-model-path", "-md"): _SPECULATIVE,
     ("--speculative-num-steps", "--speculative-model", "--num-speculative-tokens", "--model-draft"): _SPECULATIVE,
-    ("--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser", "--tool-server"): _TOOLS,
+    ("--tool-server",): _TOOLS,
     ("--tool-parser-plugin", "--enable-reasoning", "--reasoning-format", "--reasoning-budget"): _TOOLS,
     ("--structured-outputs-config", "--guided-decoding-backend", "--grammar-backend"): _STRUCTURED,
     ("--grammar", "--json-schema", "-j"): _STRUCTURED,

@@ -9,11 +9,12 @@ from typing import Any
 
 from headstart.core.errors import ConfigError
 
-MODEL, COMPUTE, SCHEDULING, LISTENING, BOUNDS, LIFE, FLEET, ROUTING = (
+MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING = (
     "Model",
     "Compute and memory",
     "Scheduling and caching",
     "Listening and keys",
+    "Tool calls and reasoning",
     "Bounds on requests",
     "Life of the server",
     "Replicas",
@@ -175,6 +176,19 @@ class ServerOptions:
     )
     admin_api_key: tuple[str, ...] = _option(
         (), "Key for /reset_prefix_cache and other admin calls.", LISTENING, secret=True
+    )
+    tool_call_parser: str = _option(
+        "auto",
+        "Format of the model's tool calls; auto: detected from its chat template.",
+        CHATS,
+        choices=("auto", "hermes", "llama3_json", "mistral", "pythonic", "none"),
+    )
+    enable_auto_tool_choice: bool = _option(False, "Accepted for vLLM's sake; tools are always enabled.", CHATS)
+    reasoning_parser: str = _option(
+        "auto",
+        "Format of the model's reasoning; auto: <think> if its chat template has that.",
+        CHATS,
+        choices=("auto", "qwen3", "deepseek_r1", "none"),
     )
     tenants: tuple[TenantEntry, ...] = _table("tenant")
     prefixes: tuple[PrefixEntry, ...] = _table("prefix")

@@ -33,6 +33,8 @@ class Bounds:
     max_answer_entries: int = 16 << 20  # see request_limits.py; 200 MB in memory, 500 MB of JSON
     scheduling_policy: str = "lpm"
     defaults: SamplingDefaults = NO_DEFAULTS  # of the model, for parameters that a request omits
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     @property
     def max_numbers(self) -> int:
@@ -54,6 +56,8 @@ class Bounds:
             max_logprobs=options.max_logprobs,
             scheduling_policy=info.scheduling_policy,
             defaults=info.sampling_defaults,
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
             max_sequence_tokens=max(4 << 20, info.max_model_len * FULL_CHOICES),
             max_answer_entries=max(16 << 20, info.max_model_len * (1 + options.max_logprobs)),
         )

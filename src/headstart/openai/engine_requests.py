@@ -3,17 +3,23 @@
 import hashlib
 from array import array
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.core.request import Request
 from headstart.openai.bounds import INT64_MAX, Bounds
 from headstart.openai.generation_params import GenerationParams, fit
-from headstart.openai.request_bodies import ChatBody, CompletionBody, Prompt
+from headstart.openai.request_bodies import ChatBody, CompletionBody, Message, Prompt
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.openai.tools.chat_format import chat_format, chat_output, reasoning_at_end
+from headstart.openai.tools.default_prompt import messages_with_tools
+from headstart.openai.tools.tool_fields import ToolParams
+from headstart.openai.tools.tool_grammar import answer_grammar
 
 PROBE_CHARS = 16 * 1024
 PROBE_CHARS_PER_TOKEN = 8
+END_TOKENS = 16  # of a prompt, which may open its reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +55,75 @@ def encode_completion(body: CompletionBody, tokenizer: Tokenizer, bounds: Bounds
 
 def encode_chat(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
     """Return the token ids of the rendered conversation. By default only the template adds special tokens."""
+    messages, tools = shown_chat(body.messages, body.params.tools, tokenizer, bounds)
+    options: dict[str, str | int | bool] = dict(body.params.template_options)
+    effort = body.params.reasoning_effort
+    if effort is not None and "reasoning_effort" in (tokenizer.chat_template or ""):
+        options.setdefault("reasoning_effort", effort)
     text = tokenizer.render_chat(
-        body.messages,
+        messages,
         add_generation_prompt=body.params.add_generation_prompt,
         continue_final_message=body.params.continue_final_message,
-        options=dict(body.params.template_options),
+        options=options,
+        tools=tools,
     )
     try:
         return encode_prompt(text, tokenizer, bounds, bool(body.params.add_special_tokens))
     except InvalidRequestError as error:
         error.param = "messages"
         raise
+
+
+def shown_chat(
+    messages: list[Message], tools: ToolParams | None, tokenizer: Tokenizer, bounds: Bounds
+) -> tuple[list[Message], list[dict[str, Any]] | None]:
+    """Return the messages and the tools for the chat template.
+
+    A template without tools gets them in a system message if a parser is chosen; else InvalidRequestError is raised.
+    """
+    if tools is None:
+        return messages, None
+    form = chat_format(tokenizer.chat_template, bounds.tool_call_parser, bounds.reasoning_parser)
+    if form.shows_tools:
+        return messages, tools.definitions
+    if tools.choice.mode == "none":
+        return messages, None
+    if form.family is None or not form.is_chosen:
+        raise InvalidRequestError(
+            "this model's chat template has no tools; leave them out, or start the server with --tool-call-parser",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    return messages_with_tools(messages, tools, form.family), None
+
+
+def with_chat_output(
+    params: GenerationParams, prompt: "array[int]", tokenizer: Tokenizer, bounds: Bounds
+) -> GenerationParams:
+    """Return the parameters of a chat with the formats of its output, and the grammar of the whole answer.
+
+    Raises InvalidRequestError if the family of the model is not known but needed, or a schema is too large.
+    """
+    form = chat_format(tokenizer.chat_template, bounds.tool_call_parser, bounds.reasoning_parser)
+    end = tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False)
+    output = chat_output(form, params.tools, reasoning_at_end(end), tokenizer, params.skip_special_tokens)
+    tools = params.tools
+    if tools is not None and tools.is_constrained and (output is None or output.family is None):
+        raise InvalidRequestError(
+            "the form of this model's tool calls is not known, so they cannot be constrained; send tool_choice auto "
+            "and no strict tools, or start the server with --tool-call-parser",
+            param="tool_choice" if tools.choice.mode == "required" else "tools",
+            code="unsupported_parameter",
+        )
+    if output is None:
+        return params
+    content = params.sampling.grammar
+    grammar = answer_grammar(tools, form, output, tokenizer.backend.token_to_id, content)
+    stops = params.sampling.stop_token_ids
+    if grammar is not None:  # its end is an end
+        stops = tuple(dict.fromkeys((*stops, *bounds.eos_token_ids)))
+    sampling = replace(params.sampling, grammar=grammar, stop_token_ids=stops)
+    return replace(params, chat=output, sampling=sampling, grammar_field=params.grammar_field or "tools")
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, bounds: Bounds, add_special_tokens: bool) -> "array[int]":

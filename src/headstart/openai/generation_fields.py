@@ -12,6 +12,7 @@ from headstart.openai.bounds import FLOAT32_MAX, INT31_MAX, INT64_MAX, Bounds
 from headstart.openai.cache_params import MAX_LABEL_CHARS, CacheFields
 from headstart.openai.request_model import AtMost, RequestModel, checked
 from headstart.openai.structured.structured_fields import StructuredFields
+from headstart.openai.tools.tool_fields import Choice, ReasoningEffort, Tools
 from headstart.openai.value_checks import (
     bad_value,
     check_int,
@@ -171,6 +172,10 @@ class ChatFields(GenerationFields):
 
     logprobs: bool = Field(False, description="Report the log-probabilities of output tokens")
     top_logprobs: Logprobs = Field(None, description="Alternatives per output token; only with logprobs")
+    tools: Tools = Field((), description="Functions that the model may call")
+    tool_choice: Choice = Field(None, description="none, auto, required, or one function; by default auto with tools")
+    parallel_tool_calls: bool = Field(True, description="Several calls in one message")
+    reasoning_effort: ReasoningEffort | None = Field(None, description="A variable for templates that use it")
 
 
 class GenerationConfigFields(RequestModel):

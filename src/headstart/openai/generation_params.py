@@ -17,6 +17,8 @@ from headstart.openai.cache_params import cache_wishes
 from headstart.openai.generation_fields import ChatFields, CompletionFields, GenerationFields
 from headstart.openai.request_model import validated
 from headstart.openai.structured.structured_fields import output_grammar
+from headstart.openai.tools.chat_format import ChatOutput
+from headstart.openai.tools.tool_fields import ToolParams, tool_params
 from headstart.openai.unsupported import UNSUPPORTED, refuse_unsupported
 from headstart.openai.value_checks import bad_value, unsupported
 
@@ -57,6 +59,9 @@ class GenerationParams:
     cache_salt: str | None = None
     user: str | None = None
     grammar_field: str | None = None  # the field that requests `sampling.grammar`
+    tools: ToolParams | None = None  # of a chat
+    reasoning_effort: str | None = None
+    chat: ChatOutput | None = None  # set once the prompt is rendered; None: all output is content
     ignored: tuple[str, ...] = ()  # unknown names in the request, sorted
 
     @property
@@ -75,7 +80,8 @@ def parse_params(values: Mapping[str, Any], bounds: Bounds, kind: Kind) -> Gener
 
 def generation_params(fields: GenerationFields, values: Mapping[str, Any], bounds: Bounds) -> GenerationParams:
     """Return the parameters from the fields of a body, which were read from `values`. Raises InvalidRequestError."""
-    refuse_unsupported(values)
+    known = type(fields).model_fields
+    refuse_unsupported(values, known)
     max_tokens = _max_tokens(fields, bounds)
     if fields.stream_options is not None and not fields.stream:
         bad_value("stream_options", "is set but stream is not true", "send stream: true or leave it out")
@@ -91,7 +97,7 @@ def generation_params(fields: GenerationFields, values: Mapping[str, Any], bound
     if grammar is not None and fields.echo:
         unsupported("echo", f"{grammar[0]} constrains the output only; leave one of them out")
     wishes = cache_wishes(fields, values.get("messages"))
-    known = type(fields).model_fields
+    is_chat = isinstance(fields, ChatFields)
     return GenerationParams(
         sampling=_sampling(fields, bounds, max_tokens, None if grammar is None else grammar[1]),
         max_tokens=max_tokens,
@@ -115,6 +121,8 @@ def generation_params(fields: GenerationFields, values: Mapping[str, Any], bound
         cache_salt=wishes.salt,
         user=fields.user,
         grammar_field=None if grammar is None else grammar[0],
+        tools=tool_params(fields.tools, fields.tool_choice, fields.parallel_tool_calls) if is_chat else None,
+        reasoning_effort=fields.reasoning_effort if is_chat else None,
         ignored=tuple(sorted(str(name) for name in values if name not in known and name not in UNSUPPORTED)),
     )
 

@@ -18,6 +18,7 @@ from headstart.openai.generation_fields import AddGenerationPrompt, ChatFields, 
 from headstart.openai.generation_params import GenerationParams, generation_params
 from headstart.openai.request_json import parse_json
 from headstart.openai.request_model import RequestModel, Text, checked, validated
+from headstart.openai.tools.tool_fields import Tools
 from headstart.openai.value_checks import bad_value, check_int, check_text, check_token_ids, missing, shown, unsupported
 
 MAX_TOOL_CALLS = 128
@@ -84,6 +85,7 @@ class TokenizeRequest(RequestModel):
     add_special_tokens: bool | None = Field(None, description="By default true for a prompt only")
     continue_final_message: bool = False
     add_generation_prompt: AddGenerationPrompt
+    tools: Tools = Field((), description="Functions, for the chat template")
     return_token_strs: bool = Field(False, description="Send the text of each token as well")
 
 
@@ -128,8 +130,8 @@ def parse_tokenize(values: Mapping[str, Any], bounds: Bounds) -> TokenizeRequest
     """Return a validated /tokenize body: exactly one of `prompt` and `messages`. Raises InvalidRequestError."""
     if (values.get("prompt") is None) == (values.get("messages") is None):
         raise InvalidRequestError("send either prompt (a string) or messages (a list)", param="prompt")
-    if values.get("tools"):
-        unsupported("tools", "function calling is not built; leave it out")
+    if values.get("messages") is None and values.get("tools"):
+        raise InvalidRequestError("tools are rendered with messages only; leave them out", param="tools")
     return validated(TokenizeRequest, values, bounds)
 
 
@@ -215,6 +217,8 @@ def _message(name: str, value: object) -> Message:
     message["content"] = _content(f"{name}.content", content)
     for key, max_chars in (("name", 256), ("tool_call_id", 256), ("reasoning_content", None)):
         text = value.get(key)
+        if text is None and key == "reasoning_content":
+            text = value.get("reasoning")  # vLLM's newer name
         if text is not None:
             message[key] = _text(f"{name}.{key}", text, max_chars)
     if tool_calls:

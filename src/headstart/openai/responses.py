@@ -13,6 +13,8 @@ from headstart.core.errors import (
     QueueFullError,
 )
 from headstart.core.request import SamplingDefaults
+from headstart.openai.chat.chat_delta import ChatDelta
+from headstart.openai.chat.chat_message import message_parts, new_parts
 from headstart.openai.json_pieces import SLICE_ITEMS, Sliced
 from headstart.openai.json_pieces import encode as encode
 from headstart.openai.text.generation import Delta, Generation
@@ -149,7 +151,7 @@ def chat_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprobs: boo
     """Return a choice of a whole chat response from `whole(generation)`."""
     choice: Json = {
         "index": index,
-        "message": {"role": "assistant", "content": delta.text, "refusal": None},
+        "message": {"role": "assistant", "content": delta.text, "refusal": None, **message_parts(delta.chat)},
         "logprobs": chat_logprobs(delta.logprobs, tokenizer) if logprobs else None,
         "finish_reason": delta.finish_reason,
         "stop_reason": delta.stop_reason,
@@ -172,7 +174,7 @@ def chat_chunk_choice(index: int, delta: Delta, tokenizer: Tokenizer, *, logprob
     """Return a choice of a streamed chat response."""
     choice: Json = {
         "index": index,
-        "delta": {"content": delta.text} if delta.text else {},
+        "delta": new_parts(ChatDelta(delta.text) if delta.chat is None else delta.chat),
         "logprobs": chat_logprobs(delta.logprobs, tokenizer) if logprobs else None,
         "finish_reason": delta.finish_reason,
     }
@@ -218,6 +220,7 @@ def whole(generation: Generation) -> Delta:
         error=generation.error,
         echo=generation.echo,
         prompt_logprobs=generation.prompt.logprobs if generation.wants_prompt_logprobs else (),
+        chat=generation.chat,
     )
 
 

@@ -1,6 +1,6 @@
 """Known but unsupported parameters: refused by name, since ignoring them would change the answer unnoticed."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from headstart.openai.value_checks import check_list, unsupported
@@ -10,24 +10,22 @@ _OTHERS = (
     "prompt_embeds",
     *("bad_words", "allowed_token_ids", "logits_processors", "truncate_prompt_tokens", "kv_transfer_params"),
 )
-_CALLS = "function calling is not built; leave it out"
+_CALLS = "only chats call functions, with tools and tool_choice; leave it out"
 _MAX_ITEMS = {"tools": 128, "functions": 128, "modalities": 16}  # of parameters that are lists
 # The accepted values (of a list: of its items; of response_format: of its type), and the reason to refuse all others.
 UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("tools", "functions"), ((), f"{_CALLS} or send an empty list")),
-    **dict.fromkeys(
-        ("tool_choice", "function_call"), (("none", "auto"), "function calling is not built; leave it out")
-    ),
+    **dict.fromkeys(("tool_choice", "function_call"), (("none", "auto"), _CALLS)),
     "modalities": (("text",), 'this server writes text only; send ["text"] or leave it out'),
     "suffix": (("",), "insertion is not built; leave it out"),
     **dict.fromkeys(_OTHERS, ((False, [], {}), "leave it out")),
 }
 
 
-def refuse_unsupported(values: Mapping[str, Any]) -> None:
+def refuse_unsupported(values: Mapping[str, Any], supported: Container[str] = ()) -> None:
     """Raise InvalidRequestError for an unsupported parameter; values that mean "off" are accepted."""
     for name, value in values.items():
-        if value is None or name not in UNSUPPORTED:
+        if value is None or name not in UNSUPPORTED or name in supported:
             continue
         accepted, why = UNSUPPORTED[name]
         chosen = [value]

@@ -20,7 +20,7 @@ from headstart.http.http_errors import HttpError, error_response, json_response
 from headstart.http.packed_metrics import CONTENT_TYPE
 from headstart.openai import responses
 from headstart.openai.bounds import Bounds
-from headstart.openai.engine_requests import encode_prompt
+from headstart.openai.engine_requests import encode_prompt, shown_chat
 from headstart.openai.json_pieces import SLICE_ITEMS
 from headstart.openai.openapi import request_body
 from headstart.openai.request_bodies import (
@@ -34,6 +34,7 @@ from headstart.openai.request_bodies import (
 from headstart.openai.request_json import parse_json
 from headstart.openai.responses_api.responses_request import ResponsesRequest
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.openai.tools.tool_fields import tool_params
 from headstart.openai.value_checks import shown
 from headstart.server.apis.choice_apis import check_model
 from headstart.server.apis.generation_routes import GenerationRoutes, run_with_body
@@ -246,10 +247,12 @@ def _tokenized(body: TokenizeRequest, tokenizer: Tokenizer, bounds: Bounds) -> "
     text, special = body.prompt or "", body.add_special_tokens is None or body.add_special_tokens
     if body.messages is not None:
         special = bool(body.add_special_tokens)
+        messages, tools = shown_chat(body.messages, tool_params(body.tools, None, True), tokenizer, bounds)
         text = tokenizer.render_chat(
-            body.messages,
+            messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
+            tools=tools,
         )
     return encode_prompt(text, tokenizer, bounds, special) if text else array("i")
 

@@ -118,6 +118,7 @@ class Metrics:
 
     def finished(self, reason: str) -> None:
         """Count a finished engine request."""
+        reason = "stop" if reason == "tool_calls" else reason  # why the engine finished it
         self._finished.add((self._model_name, reason if reason in FINISH_REASONS else "error"))
 
     def rejected(self) -> None:

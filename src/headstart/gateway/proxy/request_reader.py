@@ -183,7 +183,7 @@ class RequestReader:
         self, values: dict[str, Any], tokenizer: Tokenizer | None, limit: int
     ) -> "tuple[array[int] | None, str | None, int]":
         text = conversation(values)
-        if tokenizer is not None and not values.get("tools") and can_tokenize(text, limit):
+        if tokenizer is not None and can_tokenize(text, limit):
             try:
                 return encode_chat(parse_chat(dict(values), _ANYTHING), tokenizer, _ANYTHING), text, 1
             except (InvalidRequestError, QueueFullError):  # another engine's API, or invalid: the replica decides

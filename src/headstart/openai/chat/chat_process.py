@@ -21,8 +21,10 @@ def build(setup: Any) -> Handler:
     template = ChatTemplate(source, named_tokens, max_seconds=max_seconds)
 
     def render(request: Any) -> str:
-        messages, generate, go_on, options = request
-        return template.render(messages, add_generation_prompt=generate, continue_final_message=go_on, options=options)
+        messages, generate, go_on, options, tools = request
+        return template.render(
+            messages, add_generation_prompt=generate, continue_final_message=go_on, options=options, tools=tools
+        )
 
     return render
 

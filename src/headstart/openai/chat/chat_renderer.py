@@ -48,6 +48,7 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """Return the prompt, as ChatTemplate.render does.
 
@@ -55,9 +56,11 @@ class ChatRenderer:
         SandboxPool.
         """
         try:
-            return self._pool.ask((messages, add_generation_prompt, continue_final_message, dict(options or {})))
+            return self._pool.ask((messages, add_generation_prompt, continue_final_message, dict(options or {}), tools))
         except ValueError:
-            raise InvalidRequestError("the messages hold values that are not plain JSON", param="messages") from None
+            raise InvalidRequestError(
+                "messages or tools hold values that are not plain JSON", param="messages"
+            ) from None
         except ConfigError as error:  # from a template that was not started before
             raise InvalidRequestError(str(error), param="messages") from None
         except SandboxLostError as error:

@@ -45,6 +45,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """Return the prompt. With `continue_final_message` it ends with the last message's content.
 
@@ -56,7 +57,7 @@ class ChatTemplate:
             **self._named_tokens,
             **(options or {}),
             "messages": messages,
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }

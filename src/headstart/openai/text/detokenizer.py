@@ -7,7 +7,7 @@ if that run later proves invalid, they are kept, where decoding all at once woul
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
@@ -19,9 +19,18 @@ _REPLACEMENT = "\ufffd"
 class Detokenizer:
     """Incremental detokenizer of one sequence."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        kept: Collection[int] = (),
+    ) -> None:
+        """`kept`: special tokens that are not skipped."""
         window = list(prompt[-PROMPT_WINDOW:])
         self._skipped = tokenizer.vocabulary.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = self._skipped.difference(kept) if kept else self._skipped
         self._stream: _ByteStream | _Window
         if tokenizer.vocabulary.byte_level:
             self._stream = _ByteStream(tokenizer)

@@ -18,6 +18,7 @@ from headstart.openai.text.logprob_table import LogprobTable, TokenEntry
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.text.stop_strings import StopMatch, StopPatterns, StopStrings
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.openai.tools.parsers.chat_parser import ChatParser, joined
 
 
 class Delta(NamedTuple):
@@ -68,13 +69,19 @@ class Generation:
         self._tokenizer = tokenizer
         self._request = request
         self._params = params
-        self._detokenizer = Detokenizer(tokenizer, request.prompt, skip_special_tokens=params.skip_special_tokens)
+        kept = () if params.chat is None else tuple(params.chat.special or ())
+        self._detokenizer = Detokenizer(
+            tokenizer, request.prompt, skip_special_tokens=params.skip_special_tokens, kept=kept
+        )
         self._stops = StopStrings(StopPatterns(params.stop) if stops is None else stops)
         self._prompt_length = len(self.prompt.text)  # characters of the echoed prompt
         self._length = self._prompt_length  # characters so far, including the echoed prompt
         self._held = ""  # the last of these characters, not returned yet
         self._waiting: list[_Waiting] = []  # the tokens of the held text; few, and an empty deque takes 700 bytes
         self._echoed = not params.echo
+        self._parser = None if params.chat is None else params.chat.parser()
+        self._is_named = params.chat is not None and params.chat.is_named
+        self._silent = _NOTHING  # tokens of a stream whose text the parser holds back
         self._parts: list[str] = []
         self.request_id = request.request_id
         self.num_prompt_tokens = len(request.prompt)
@@ -84,6 +91,7 @@ class Generation:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
+        self.chat: ChatDelta | None = None  # at the end and not of a stream: the parts; None: all of it is content
 
     @property
     def text(self) -> str:
@@ -206,7 +214,32 @@ class Generation:
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         echo = None if self._echoed else self.prompt
         self._echoed = True
-        return Delta(text, tuple(token_ids), tuple(entries), finish_reason, stop_reason, must_abort, echo=echo)
+        delta = Delta(text, tuple(token_ids), tuple(entries), finish_reason, stop_reason, must_abort, echo=echo)
+        return delta if self._parser is None else self._with_chat(delta, self._parser)
+
+    def _with_chat(self, delta: Delta, parser: ChatParser) -> Delta:
+        """Return the delta with the parts of its text: of a stream once there is a new part, otherwise at the end."""
+        stream, is_last = self._params.stream, delta.finish_reason is not None
+        chat = parser.feed(delta.text) if stream else ChatDelta()
+        if is_last:
+            chat = joined(chat, parser.feed("" if stream else self.output_text), parser.finish())
+            if delta.finish_reason == "stop" and parser.num_calls and not self._is_named:
+                self.finish_reason = "tool_calls"
+            self.chat = None if stream else chat
+        elif not stream:
+            return delta._replace(chat=chat)  # all parts come at the end
+        held, self._silent = self._silent, _NOTHING
+        delta = delta._replace(
+            text=held.text + delta.text,
+            token_ids=(*held.token_ids, *delta.token_ids),
+            logprobs=(*held.logprobs, *delta.logprobs),
+            finish_reason=self.finish_reason,
+            chat=chat,
+        )
+        if is_last or any(chat):
+            return delta
+        self._silent = delta
+        return _NOTHING
 
     def _fail(self, output: Output) -> Delta:
         """Finish with "abort" or "error"; held text is not returned."""

@@ -95,6 +95,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """Return the conversation as one prompt text, rendered by the model's template in a separate process.
 
@@ -109,6 +110,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             options=options or {},
+            tools=tools,
         )
 
     def _id_of(self, name: str) -> int | None:

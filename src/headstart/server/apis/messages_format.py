@@ -13,7 +13,7 @@ from headstart.openai.engine_requests import Origin, build_requests, encode_chat
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
 from headstart.server.apis.answer_format import Api, ApiRequest, Head
-from headstart.server.apis.choice_apis import check_model
+from headstart.server.apis.choice_apis import check_model, prepare_chat
 from headstart.server.generation_job import GenerationJob
 from headstart.server.server_state import Model
 
@@ -66,15 +66,15 @@ def _prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequ
     with read.chat.named():
         body = read.chat.parse(bounds)
         check_model(body.model, model)
-        tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
-        prompt = encode_chat(body, tokenizer, bounds)
-        requests = build_requests([prompt], body.params, bounds, origin)
+        params, prompt = prepare_chat(body, model, origin)
+        requests = build_requests([prompt], params, bounds, origin)
     num_marked = 0
-    if body.params.cache is CacheMode.READ_WRITE:
+    if params.cache is CacheMode.READ_WRITE:
         block_size = model.info.block_size
+        tokenizer = tokenizer_of(model.tokenizer, origin, params)
         num_marked = num_marked_tokens(read, prompt, tokenizer, bounds) // block_size * block_size
     marks = CacheMarks(num_marked, is_long=read.ttl >= _HOUR)
-    return ApiRequest(body.params, requests, lambda job, head: MessageFormat(marks, job, head), named=read.chat.named)
+    return ApiRequest(params, requests, lambda job, head: MessageFormat(marks, job, head), named=read.chat.named)
 
 
 MESSAGES = Api("msg_", _prepare)

@@ -1,0 +1,65 @@
+"""Tools for a chat template that has none: a system text that lists them, and tool messages as plain text."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headstart.openai.tools.chat_format import ToolFamily
+from headstart.openai.tools.tool_fields import ToolParams
+
+_CALL_FORMS = {
+    "hermes": '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+    "llama3_json": '{"name": <function-name>, "parameters": <args-json-object>}',
+    "mistral": '[TOOL_CALLS][{"name": <function-name>, "arguments": <args-json-object>}]',
+    "pythonic": "[<function-name>(<arg-name>=<value>, ...), ...]",
+}
+
+
+def messages_with_tools(
+    messages: Sequence[Mapping[str, Any]], tools: ToolParams, family: ToolFamily
+) -> list[dict[str, Any]]:
+    """Return the conversation with the tools in its system message, and without roles that need tools in a template."""
+    text = tools_text(tools, family)
+    plain = [_plain(message, family) for message in messages]
+    if plain and plain[0]["role"] == "system":
+        return [plain[0] | {"content": f"{plain[0]['content']}\n\n{text}"}, *plain[1:]]
+    return [{"role": "system", "content": text}, *plain]
+
+
+def tools_text(tools: ToolParams, family: ToolFamily) -> str:
+    """Return the text that describes tools and the form of a call."""
+    listed = "\n".join(json.dumps(definition, ensure_ascii=False) for definition in tools.definitions)
+    return (
+        "You may call functions to help with the user's request. The functions are listed as JSON within "
+        f"<tools></tools>:\n<tools>\n{listed}\n</tools>\n\n"
+        f"To call a function, answer in this form:\n{_CALL_FORMS[family.name]}"
+    )
+
+
+def calls_text(calls: Sequence[Mapping[str, Any]], family: ToolFamily) -> str:
+    """Return tool calls of a message as the family's models write them."""
+    functions = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    if family.name == "pythonic":
+        return "[" + ", ".join(f"{name}({_keywords(arguments)})" for name, arguments in functions) + "]"
+    key = "parameters" if family.name == "llama3_json" else "arguments"
+    objects = [json.dumps({"name": name, key: arguments}, ensure_ascii=False) for name, arguments in functions]
+    if family.name == "hermes":
+        return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+    return f"[TOOL_CALLS][{', '.join(objects)}]" if family.name == "mistral" else "; ".join(objects)
+
+
+def _keywords(arguments: object) -> str:
+    if not isinstance(arguments, Mapping):
+        return ""
+    return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
+
+
+def _plain(message: Mapping[str, Any], family: ToolFamily) -> dict[str, Any]:
+    content = message["content"]
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = calls_text(message["tool_calls"], family)
+    kept = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**kept, "content": f"{content}\n{calls}" if content else calls}

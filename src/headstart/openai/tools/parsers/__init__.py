@@ -1,0 +1,1 @@
+"""Parsers of model output: text in pieces -> reasoning, content and tool calls."""

@@ -1,0 +1,79 @@
+"""TextReader: a text that arrives in pieces, read by generators that yield while they need more of it.
+
+A generator reads character by character and cannot see where a piece ends, so its result does not depend on the split.
+Consumed text is kept until `take`: a reader that meets something unexpected returns it as content, or rewinds.
+"""
+
+from collections.abc import Generator, Sequence
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+Read = Generator[None, None, T]
+
+
+class Found(NamedTuple):
+    """The first of some markers in a text."""
+
+    marker: str
+    start: int
+
+
+class TextReader:
+    """The unread and the kept text. `ended` is set when no more text will arrive."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0  # text[:at] is consumed and kept, text[at:] is unread
+        self.ended = False
+
+    def add(self, text: str) -> None:
+        """Append the next piece."""
+        self.text += text
+
+    def take(self) -> str:
+        """Return the kept text, which is dropped here."""
+        taken, self.text = self.text[: self.at], self.text[self.at :]
+        self.at = 0
+        return taken
+
+    def rewind(self) -> None:
+        """Make the kept text unread again."""
+        self.at = 0
+
+    def peek(self) -> Read[str]:
+        """Return the next character without consuming it; "" at the end of the text."""
+        while self.at == len(self.text) and not self.ended:
+            yield
+        return self.text[self.at : self.at + 1]
+
+    def skip_space(self) -> Read[None]:
+        """Consume whitespace."""
+        while (yield from self.peek()).isspace():
+            self.at += 1
+
+    def match(self, literal: str) -> Read[bool]:
+        """Consume `literal` if it is next; otherwise consume nothing."""
+        while True:
+            unread = self.text[self.at : self.at + len(literal)]
+            if unread == literal:
+                self.at += len(literal)
+                return True
+            if self.ended or not literal.startswith(unread):
+                return False
+            yield
+
+
+def first_marker(text: str, markers: Sequence[str]) -> Found | None:
+    """Return the marker that begins first in `text`; of two at one position the longer one."""
+    found = [Found(marker, at) for marker in markers if (at := text.find(marker)) >= 0]
+    return min(found, key=lambda one: (one.start, -len(one.marker)), default=None)
+
+
+def num_held(text: str, markers: Sequence[str]) -> int:
+    """Return the length of the longest end of `text` that may become a marker."""
+    longest = min(len(text), max(map(len, markers), default=1) - 1)
+    for length in range(longest, 0, -1):
+        end = text[-length:]
+        if any(len(marker) > length and marker.startswith(end) for marker in markers):
+            return length
+    return 0

@@ -1,0 +1,143 @@
+"""The formats of tool calls in the output of model families: one generator each, which reads a whole answer."""
+
+from headstart.openai.tools.parsers.call_writer import CallWriter
+from headstart.openai.tools.parsers.json_calls import read_balanced, read_object_call
+from headstart.openai.tools.parsers.python_calls import parse_python_call
+from headstart.openai.tools.parsers.text_reader import Read, TextReader
+
+HERMES_MARKERS = ("<tool_call>", "</tool_call>")
+LLAMA3_MARKERS = ("<|python_tag|>",)
+MISTRAL_MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+PYTHONIC_MARKERS = ("<|python_start|>", "<|python_end|>", "<|python_tag|>")
+
+
+def read_hermes(reader: TextReader, writer: CallWriter) -> Read[None]:
+    """Read text with any number of <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+    opening, closing = HERMES_MARKERS
+    while (yield from writer.text_until(reader, (opening,))):
+        yield from reader.skip_space()
+        if not (yield from read_object_call(reader, writer)):
+            writer.content(reader.take())
+            continue
+        yield from reader.skip_space()
+        if (yield from reader.match(closing)):
+            reader.take()
+        else:
+            reader.rewind()
+
+
+def read_llama3_json(reader: TextReader, writer: CallWriter) -> Read[None]:
+    """Read {"name": ..., "parameters": {...}} at the beginning, or after <|python_tag|>; more follow after ";"."""
+    yield from _llama3_calls(reader, writer, is_tagged=False)
+    while (yield from writer.text_until(reader, LLAMA3_MARKERS)):
+        yield from _llama3_calls(reader, writer, is_tagged=True)
+
+
+def read_mistral(reader: TextReader, writer: CallWriter) -> Read[None]:
+    """Read text with [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]name[ARGS]{...}."""
+    while (yield from writer.text_until(reader, MISTRAL_MARKERS[:1])):
+        yield from reader.skip_space()
+        char = yield from reader.peek()
+        if char == "[":
+            yield from _mistral_array(reader, writer)
+        elif not (yield from (read_object_call(reader, writer) if char == "{" else _mistral_named(reader, writer))):
+            writer.content(reader.take())
+
+
+def read_pythonic(reader: TextReader, writer: CallWriter) -> Read[None]:
+    """Read [f(a=1, b="x"), g()] at the beginning, or after <|python_start|> or <|python_tag|>."""
+    openers = (PYTHONIC_MARKERS[0], PYTHONIC_MARKERS[2])
+    yield from _python_list(reader, writer, openers, any_name=False)
+    while (yield from writer.text_until(reader, openers)):
+        yield from _python_list(reader, writer, (), any_name=True)
+
+
+def _llama3_calls(reader: TextReader, writer: CallWriter, *, is_tagged: bool) -> Read[None]:
+    """Read calls in a row; without the tag, an object is a call only with the name of a tool."""
+    while True:
+        yield from reader.skip_space()
+        if (yield from reader.match(LLAMA3_MARKERS[0])):
+            is_tagged = True
+            yield from reader.skip_space()
+        if not (yield from read_object_call(reader, writer, any_name=is_tagged)):
+            writer.last_content(reader.take())
+            return
+        yield from reader.skip_space()
+        if not (yield from reader.match(";")) and (yield from reader.peek()) != "{":
+            reader.rewind()
+            return
+
+
+def _mistral_array(reader: TextReader, writer: CallWriter) -> Read[None]:
+    reader.at += 1
+    while True:
+        yield from reader.skip_space()
+        if not (yield from read_object_call(reader, writer)):
+            writer.content(reader.take())
+            return
+        yield from reader.skip_space()
+        if (yield from reader.match("]")):
+            reader.take()
+            return
+        if not (yield from reader.match(",")):
+            reader.rewind()
+            return
+
+
+def _mistral_named(reader: TextReader, writer: CallWriter) -> Read[bool]:
+    name = yield from _word(reader)
+    yield from reader.skip_space()
+    if (yield from reader.match(MISTRAL_MARKERS[1])):
+        yield from _word(reader)
+    if (yield from reader.match(MISTRAL_MARKERS[2])):
+        yield from reader.skip_space()
+    if not writer.accepts(name, any_name=True) or (yield from reader.peek()) != "{":
+        return False
+    writer.begin(name)
+    reader.take()
+    yield from read_balanced(reader, writer.arguments)
+    return True
+
+
+def _python_list(reader: TextReader, writer: CallWriter, openers: tuple[str, ...], *, any_name: bool) -> Read[None]:
+    """Read a list of calls. Each is written when it is complete, so an invalid one is content as a whole."""
+    yield from reader.skip_space()
+    for opener in openers:
+        if (yield from reader.match(opener)):
+            any_name = True
+            yield from reader.skip_space()
+            break
+    if not (yield from reader.match("[")):
+        writer.last_content(reader.take())
+        return
+    while True:
+        yield from reader.skip_space()
+        start = reader.at
+        name = yield from _word(reader)
+        is_call = writer.accepts(name, any_name=any_name) and (yield from reader.peek()) == "("
+        is_call = is_call and (yield from read_balanced(reader, quotes="\"'"))
+        arguments = parse_python_call(reader.text[start : reader.at]) if is_call else None
+        if arguments is None:
+            writer.last_content(reader.take())
+            return
+        writer.begin(name)
+        writer.arguments(arguments)
+        reader.take()
+        yield from reader.skip_space()
+        if (yield from reader.match(",")):
+            continue
+        if (yield from reader.match("]")):
+            yield from reader.skip_space()
+            yield from reader.match(PYTHONIC_MARKERS[1])
+            reader.take()
+        else:
+            reader.rewind()
+        return
+
+
+def _word(reader: TextReader) -> Read[str]:
+    """Consume and return the characters of a name that are next."""
+    start = reader.at
+    while (char := (yield from reader.peek())) and ((char.isascii() and char.isalnum()) or char in "_.-"):
+        reader.at += 1
+    return reader.text[start : reader.at]

@@ -1,0 +1,209 @@
+"""The fields of a request about tools and reasoning: `tools`, `tool_choice`, `parallel_tool_calls`, `reasoning_effort`.
+
+`tools` is checked by hand, since its schemas are passed on as they are. Rules between the fields: `tool_params`.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import Field
+
+from headstart.openai.bounds import Bounds
+from headstart.openai.request_model import RequestModel, checked
+from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown, unsupported
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_MODES = ("none", "auto", "required")
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. `definition` is what the chat template sees."""
+
+    name: str
+    parameters: Mapping[str, Any]  # a JSON schema
+    definition: Mapping[str, Any]
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which tools the model may or must call."""
+
+    mode: str = "auto"  # none, auto, required
+    name: str | None = None  # of the only tool, which must be called
+    allowed: tuple[str, ...] | None = None  # None: all
+
+
+@dataclass(frozen=True, slots=True)
+class ToolParams:
+    """The tools of a request. `callable_tools` are those that its choice allows."""
+
+    tools: tuple[Tool, ...]
+    choice: ToolChoice = ToolChoice()
+    parallel: bool = True
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that may be called."""
+        choice = self.choice
+        if choice.mode == "none":
+            return ()
+        names = (choice.name,) if choice.name is not None else choice.allowed
+        return self.tools if names is None else tuple(tool for tool in self.tools if tool.name in names)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the output of calls must follow a grammar."""
+        tools = self.callable_tools
+        return bool(tools) and (self.choice.mode == "required" or any(tool.strict for tool in tools))
+
+    @property
+    def definitions(self) -> list[dict[str, Any]]:
+        """The tools for the chat template."""
+        return [dict(tool.definition) for tool in self.tools]
+
+
+class SentFunction(RequestModel):
+    """A function of `tools`."""
+
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema; by default no parameters")
+    strict: bool | None = Field(None, description="Arguments must match the schema")
+
+
+class SentTool(RequestModel):
+    """An item of `tools`."""
+
+    type: Literal["function"]
+    function: SentFunction
+
+
+class SentFunctionName(RequestModel):
+    """The function of a `tool_choice`."""
+
+    name: str
+
+
+class SentNamedChoice(RequestModel):
+    """A `tool_choice` of one function."""
+
+    type: Literal["function"]
+    function: SentFunctionName
+
+
+def _tools(value: object, _: Bounds) -> tuple[Tool, ...]:
+    tools = tuple(
+        _tool(f"tools[{index}]", item) for index, item in enumerate(check_list("tools", value, MAX_TOOLS, "tools"))
+    )
+    names = [tool.name for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            bad_value("tools", f"contains {shown(name)} twice", "names must be unique")
+    return tools
+
+
+def _tool(name: str, value: object) -> Tool:
+    if not isinstance(value, Mapping):
+        _bad_tool(name, f"is {shown(value)}", "it must be an object with type and function")
+    if value.get("type") != "function":
+        if isinstance(value.get("type"), str):
+            unsupported("tools", f"{name} is of type {shown(value['type'])}; only functions are built")
+        _bad_tool(f"{name}.type", f"is {shown(value.get('type'))}", 'it must be "function"')
+    function = value.get("function")
+    if not isinstance(function, Mapping):
+        _bad_tool(f"{name}.function", f"is {shown(function)}", "it must be an object with a name")
+    called = function.get("name")
+    if not isinstance(called, str) or not _NAME.fullmatch(called):
+        problem = f"is {shown(called)}"
+        _bad_tool(f"{name}.function.name", problem, "use 1 to 64 of the characters a-z, A-Z, 0-9, _ and -")
+    parameters = _NO_PARAMETERS if function.get("parameters") is None else function["parameters"]
+    if not isinstance(parameters, Mapping):
+        _bad_tool(f"{name}.function.parameters", f"is {shown(parameters)}", "it must be a JSON schema of an object")
+    if parameters.get("type", "object") != "object":
+        _bad_tool(f"{name}.function.parameters.type", f"is {shown(parameters['type'])}", 'it must be "object"')
+    _check_texts(parameters)
+    strict = function.get("strict")
+    if not isinstance(strict, bool | None):
+        _bad_tool(f"{name}.function.strict", f"is {shown(strict)}", "it must be true or false")
+    definition: dict[str, Any] = {"name": called}
+    if function.get("description") is not None:
+        if not isinstance(function["description"], str):
+            _bad_tool(f"{name}.function.description", f"is {shown(function['description'])}", "it must be a string")
+        definition["description"] = check_text("tools", function["description"])
+    definition["parameters"] = dict(parameters)
+    return Tool(called, parameters, {"type": "function", "function": definition}, bool(strict))
+
+
+def _bad_tool(name: str, problem: str, remedy: str) -> NoReturn:
+    bad_value("tools", f"is invalid: {name} {problem}", remedy)
+
+
+def _check_texts(value: object) -> None:
+    """Raise InvalidRequestError if a schema contains a lone surrogate or no plain JSON. Its depth is checked before."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                bad_value("tools", f"has the key {shown(key)}", "keys must be strings")
+            check_text("tools", key)
+            _check_texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_texts(item)
+    elif isinstance(value, str):
+        check_text("tools", value)
+    elif not isinstance(value, bool | int | float | None) or (isinstance(value, float) and value - value != 0):
+        bad_value("tools", f"contains {shown(value)}", "send plain JSON")
+
+
+def _choice(value: object, _: Bounds) -> ToolChoice:
+    name = "tool_choice"
+    if isinstance(value, str) and value in _MODES:
+        return ToolChoice(value)
+    if isinstance(value, Mapping) and value.get("type") == "function":
+        return ToolChoice("required", name=_function_name(value))
+    if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
+        allowed = value.get("allowed_tools")
+        allowed = allowed if isinstance(allowed, Mapping) else value
+        if allowed.get("mode") not in ("auto", "required"):
+            bad_value(name, f"has the mode {shown(allowed.get('mode'))}", "it must be auto or required")
+        tools = check_list(name, allowed.get("tools"), MAX_TOOLS, "tools")
+        return ToolChoice(allowed["mode"], allowed=tuple(map(_function_name, tools)))
+    remedy = 'it must be none, auto, required, or {"type": "function", "function": {"name": "..."}}'
+    bad_value(name, f"is {shown(value)}", remedy)
+
+
+def _function_name(value: object) -> str:
+    function = value.get("function") if isinstance(value, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        bad_value("tool_choice", f"names {shown(name)}", "each function needs its name")
+    return name
+
+
+Tools = Annotated[tuple[Tool, ...], checked(_tools, Annotated[list[SentTool], Field(max_length=MAX_TOOLS)])]
+Choice = Annotated[
+    ToolChoice | None, checked(_choice, Literal["none", "auto", "required"] | SentNamedChoice | dict[str, Any])
+]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+def tool_params(tools: tuple[Tool, ...], choice: ToolChoice | None, parallel: bool) -> ToolParams | None:
+    """Return the tools of a request, None without any. Raises InvalidRequestError for a choice that cannot be kept."""
+    if not tools:
+        if choice is not None and choice.mode == "required":
+            raise missing("tools")
+        return None
+    choice = choice or ToolChoice()
+    known = {tool.name for tool in tools}
+    for name in [choice.name] if choice.name is not None else choice.allowed or ():
+        if name not in known:
+            bad_value("tool_choice", f"names {shown(name)}", "no function of tools has that name")
+    if choice.allowed == ():
+        bad_value("tool_choice", "allows no tool", "name at least one, or send none")
+    return ToolParams(tools, choice, parallel)

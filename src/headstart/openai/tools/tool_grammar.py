@@ -1,0 +1,228 @@
+"""Grammars of tool calls, in llguidance's Lark syntax and in the model family's own format.
+
+The chat template and the parser of the family fit to what a grammar allows, and the arguments of every call match the
+schema of their tool. A marker that is one token of the vocabulary is written as that token, since the tokenizer library
+of llguidance takes such tokens for special ones, which no text matches.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headstart.core.errors import InvalidRequestError
+from headstart.openai.structured.grammar_text import lark_grammar
+from headstart.openai.structured.schema_limits import limited_schema
+from headstart.openai.tools.chat_format import ChatFormat, ChatOutput
+from headstart.openai.tools.parsers.reasoning_reader import THINK_MARKERS
+from headstart.openai.tools.parsers.tool_formats import HERMES_MARKERS, LLAMA3_MARKERS, MISTRAL_MARKERS
+from headstart.openai.tools.tool_fields import Tool, ToolParams
+
+TokenId = Callable[[str], int | None]
+CONTENT = "@content"  # the grammar of the content, inside that of an answer
+_JSON_FORM = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": False,
+    "json_allowed_escapes": 'nrbtf"\\',
+}
+_ANY = r"/(.|\n)*/"
+_SPACE = r"/[ \n\r\t]*/"
+_DEFINITIONS = ("$defs", "definitions")
+_PLAIN_KEYWORDS = frozenset(
+    (
+        *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
+        "$schema",
+        "title",
+        "description",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """The rules of the calls of one family; `behind` is a call without its opening marker."""
+
+    rules: list[str]
+    call: str  # an expression: one call, or a list of them
+    opener: str | None  # the marker before it; None: calls begin the answer
+    plain: str = _ANY  # text without calls
+    repeats: bool = False  # several calls may follow each other
+
+
+def answer_grammar(
+    tools: ToolParams | None, form: ChatFormat, output: ChatOutput, token_id: TokenId, content: str | None
+) -> str | None:
+    """Return the grammar of an answer in llguidance's form; None if it is free.
+
+    `content`: the grammar that the request sets for the content; calls may take its place unless one is required.
+    Raises InvalidRequestError if a schema is too large, or the family cannot express it.
+    """
+    lines = ["%llguidance {}"]
+    if tools is None or output.family is None or not (tools.is_constrained or content is not None):
+        if content is None:
+            return None
+        body = CONTENT
+    else:
+        grammar = _FAMILIES[output.family.name](tools, form, token_id)
+        lines += [*grammar.rules, f"calls: {_calls(grammar, tools, content)}"]
+        is_required = tools.choice.mode == "required"
+        body = "calls" if is_required else "free" if content is None else f"(calls | {CONTENT})"
+        if body == "free":
+            lines += _free(grammar, tools, token_id)
+    lines += [f"ANY: {_ANY}", f"SPACE: {_SPACE}"]
+    think = _think(output, token_id, lines)
+    text = "\n".join([lines[0], f"start: {think}{body}", *lines[1:], ""])
+    return _with_content(text, content) if CONTENT in body else lark_grammar(text)
+
+
+def _calls(grammar: CallGrammar, tools: ToolParams, content: str | None) -> str:
+    """Return the expression of all calls. Calls with text between them are repeated by `free`."""
+    is_free = tools.choice.mode != "required" and content is None
+    return (
+        f"{grammar.call} (SPACE {grammar.call})*"
+        if grammar.repeats and tools.parallel and not is_free
+        else grammar.call
+    )
+
+
+def _with_content(answer: str, content: str | None) -> str:
+    """Return a grammar in which CONTENT refers to the grammar `content`, a text of Lark or of JSON."""
+    assert content is not None
+    named = [{"lark_grammar": content}] if not content.startswith("{") else json.loads(content)["grammars"]
+    return json.dumps(
+        {"grammars": [{"name": "answer", "lark_grammar": answer}, {**named[0], "name": CONTENT[1:]}, *named[1:]]}
+    )
+
+
+def _free(grammar: CallGrammar, tools: ToolParams, token_id: TokenId) -> list[str]:
+    """Return the rule `free`: text, and calls behind the family's marker, or in place of text if it has none."""
+    if grammar.opener is None:
+        marker = token_id(LLAMA3_MARKERS[0])
+        tagged = "" if marker is None else f" | PLAIN? <[{marker}]> calls"
+        return [f"free: calls | PLAIN{tagged}", f"PLAIN: {grammar.plain}"]
+    repeat = "*" if tools.parallel else "?"
+    number = token_id(grammar.opener)
+    if number is not None:
+        return [f"free: (ANY calls){repeat} ANY"]
+    # Without a token of its own the marker is found in the text, so `calls` begins behind it.
+    escaped = "".join("\\" + char if char in r"\/[](){}.*+?|^$" else char for char in grammar.opener)
+    return [f"free: (head rest){repeat} ANY", f"head[lazy]: /(.|\\n)*{escaped}/", "rest: behind"]
+
+
+def _think(output: ChatOutput, token_id: TokenId, lines: list[str]) -> str:
+    """Append the rules of the reasoning to `lines`; return the expression before the body."""
+    if not output.is_reasoning:
+        return ""
+    opening, closing = THINK_MARKERS
+    number = token_id(closing)
+    if number is None:
+        lines.append(r"thought[lazy]: /(.|\n)*<\/think>/")
+    else:
+        lines.append(f"thought: ANY <[{number}]>")
+    if output.is_open:
+        return "thought SPACE "
+    return f"(SPACE {_marker(opening, token_id)} thought SPACE)? "
+
+
+def _marker(text: str, token_id: TokenId) -> str:
+    number = token_id(text)
+    return json.dumps(text) if number is None else f"<[{number}]>"
+
+
+def _schema(tool: Tool) -> Mapping[str, Any]:
+    """Return the schema of a tool's arguments, which are always an object."""
+    schema = limited_schema("tools", tool.parameters)
+    return schema if "type" in schema or "$ref" in schema else {"type": "object", **schema}
+
+
+def _json(schema: object) -> str:
+    """Return the Lark expression of a JSON value, with the separators that chat templates write."""
+    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_FORM} if isinstance(schema, Mapping) else schema)}"
+
+
+def _objects(tools: ToolParams) -> list[str]:
+    """Return the rules of `object`: a JSON object of name and arguments for any of the tools."""
+    rules: list[str] = []
+    for index, tool in enumerate(tools.callable_tools):
+        begin = json.dumps(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
+        rules.append(f'object_{index}: {begin} arguments_{index} "}}"')
+        rules.append(f"arguments_{index}: {_json(_schema(tool))}")
+    return [*rules, "object: " + " | ".join(f"object_{index}" for index in range(len(tools.callable_tools)))]
+
+
+def _hermes(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGrammar:
+    opening, closing = (_marker(marker, token_id) for marker in HERMES_MARKERS)
+    rules = [*_objects(tools), f"call: {opening} behind", f"behind: SPACE object SPACE {closing}"]
+    return CallGrammar(rules, "call", HERMES_MARKERS[0], repeats=True)
+
+
+def _llama3_json(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGrammar:
+    # One call: Llama's templates refuse a history with several in one message. It is JSON as a whole, so that a
+    # response_format, which may be JSON as well, has the same lexemes.
+    rules: list[str] = []
+    for index, tool in enumerate(tools.callable_tools):
+        schema = _schema(tool)
+        shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
+        call = {"name": {"const": tool.name}, "parameters": schema}
+        required = {"required": list(call), "additionalProperties": False}
+        rules.append(f"object_{index}: {_json({**shared, 'type': 'object', 'properties': call, **required})}")
+    rules.append("object: " + " | ".join(f"object_{index}" for index in range(len(rules))))
+    return CallGrammar(rules, "object", None, r"/[ \n\r\t]*[^{ \n\r\t](.|\n)*/")
+
+
+def _mistral(tools: ToolParams, form: ChatFormat, token_id: TokenId) -> CallGrammar:
+    opening, call_id, arguments = (_marker(marker, token_id) for marker in MISTRAL_MARKERS)
+    if MISTRAL_MARKERS[2] not in form.template:
+        more = ' (", " object)*' if tools.parallel else ""
+        array = [*_objects(tools), f'behind: SPACE "[" object{more} "]"']
+        return CallGrammar(array, f"{opening} behind", MISTRAL_MARKERS[0])
+    with_id = f"{call_id} /[a-zA-Z0-9]{{9}}/ " if MISTRAL_MARKERS[1] in form.template else ""
+    rules: list[str] = []
+    for index, tool in enumerate(tools.callable_tools):
+        rules.append(f"named_{index}: {json.dumps(tool.name)} {with_id}{arguments} arguments_{index}")
+        rules.append(f"arguments_{index}: {_json(_schema(tool))}")
+    rules.append("behind: " + " | ".join(f"named_{index}" for index in range(len(tools.callable_tools))))
+    return CallGrammar(rules, f"{opening} behind", MISTRAL_MARKERS[0], repeats=True)
+
+
+def _pythonic(tools: ToolParams, _: ChatFormat, token_id: TokenId) -> CallGrammar:
+    rules: list[str] = []
+    for index, tool in enumerate(tools.callable_tools):
+        rules += _python_call(index, tool)
+    rules.append("object: " + " | ".join(f"object_{index}" for index in range(len(tools.callable_tools))))
+    more = ' (", " object)*' if tools.parallel else ""
+    return CallGrammar(rules, f'"[" object{more} "]"', None, r"/[ \n\r\t]*[^\[ \n\r\t](.|\n)*/")
+
+
+def _python_call(index: int, tool: Tool) -> list[str]:
+    """Return the rules of one call: keyword arguments in the order of the schema, their values in JSON."""
+    schema = _schema(tool)
+    properties: Any = schema.get("properties") or {}
+    is_plain = isinstance(properties, Mapping) and not set(schema) - _PLAIN_KEYWORDS
+    if not is_plain or not all(name.isidentifier() and name.isascii() for name in properties):
+        message = f"the parameters of {tool.name!r} are no plain object, which pythonic calls need: list its properties"
+        raise InvalidRequestError(message, param="tools", code="unsupported_parameter")
+    must = schema.get("required")
+    required = {name for name in properties if isinstance(must, list | tuple) and name in must}
+    shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
+    rules = [f'object_{index}: {json.dumps(tool.name + "(")} first_{index}_0 ")"']
+    for at, (name, inner) in enumerate(properties.items()):
+        item, rest = f"item_{index}_{at}", f"rest_{index}_{at + 1}"
+        inner = {**shared, **inner} if isinstance(inner, Mapping) else inner
+        rules.append(f"{item}: {json.dumps(name + '=')} {_json(inner)}")
+        skip = "" if name in required else f" | first_{index}_{at + 1}"
+        rules.append(f"first_{index}_{at}: {item} {rest}{skip}")
+        optional = "" if name in required else "?"
+        rules.append(f'rest_{index}_{at}: (", " {item}){optional} {rest}')
+    end = len(properties)
+    return [*rules, f'first_{index}_{end}: ""', f'rest_{index}_{end}: ""']
+
+
+_FAMILIES: Mapping[str, Callable[[ToolParams, ChatFormat, TokenId], CallGrammar]] = {
+    "hermes": _hermes,
+    "llama3_json": _llama3_json,
+    "mistral": _mistral,
+    "pythonic": _pythonic,
+}

@@ -1,0 +1,140 @@
+"""Published chat templates with tools: what they render is what the parser of their family reads."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.openai.bounds import Bounds
+from headstart.openai.chat.chat_renderer import ChatRenderer
+from headstart.openai.chat.chat_template import ChatTemplate
+from headstart.openai.request_bodies import parse_chat
+from headstart.openai.tools.chat_format import chat_format, reasoning_at_end
+from headstart.openai.tools.default_prompt import calls_text
+from headstart.openai.tools.parsers.call_writer import CallRules
+from headstart.openai.tools.parsers.chat_parser import ToolParser, joined
+
+FOLDER = Path(__file__).parents[1] / "data" / "chat_templates"
+NAMED_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+FAMILIES = {
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": "hermes",
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": "hermes",
+    "Qwen-Qwen2.5-7B-Instruct": "hermes",
+    "Qwen-Qwen3-0.6B": "hermes",
+    "Qwen-QwQ-32B": "hermes",
+    "meta-llama-Llama-3.1-8B-Instruct": "llama3_json",
+    "meta-llama-Llama-3.2-3B-Instruct": "llama3_json",
+    "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
+    "Mistral-Small-3.2-24B-Instruct-2506": "mistral",
+    "Qwen3-Coder": None,
+    "google-gemma-2-2b-it": None,
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": None,
+}
+REASONING = {"Qwen-Qwen3-0.6B", "Qwen-QwQ-32B", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"}
+ARGUMENTS = {"city": 'Pär"is', "days": [1, 2], "deep": {"x": None}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "A city."}}},
+    },
+}
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "How is the weather?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "a1b2c3d4e",
+                "type": "function",
+                "function": {
+                    "name": "weather",
+                    "arguments": '{"city": "Pär\\"is", "days": [1, 2], "deep": {"x": null}}',
+                },
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "It rains."},
+]
+
+
+def source(name: str) -> str:
+    return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def render(name: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    body = parse_chat({"messages": messages, "tools": [TOOL]}, Bounds(1000, 1000))
+    assert body.params.tools is not None
+    template = ChatTemplate(source(name), NAMED_TOKENS)
+    return template.render(body.messages, tools=body.params.tools.definitions, **options)
+
+
+def test_every_template_has_an_expected_family() -> None:
+    assert {path.stem for path in FOLDER.glob("*.jinja")} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_formats_of_a_model_follow_from_its_template(name: str) -> None:
+    form = chat_format(source(name), "auto", "auto")
+    assert (form.family.name if form.family else None) == FAMILIES[name]
+    assert (form.reasoning == "qwen3") is (name in REASONING)
+    assert form.shows_tools is (FAMILIES[name] is not None or name == "Qwen3-Coder")
+    assert (
+        chat_format(source(name), "none", "none").family is chat_format(source(name), "none", "none").reasoning is None
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family])
+def test_the_call_that_a_template_renders_is_parsed_back(name: str) -> None:
+    before = render(name, MESSAGES[:1])
+    assert "weather" in before and "Tells the weather." in before
+    text = render(name, MESSAGES[:2], add_generation_prompt=False)
+    assert text.startswith(before.removesuffix("<think>\n")[: len(before) // 2])
+    form = chat_format(source(name), "auto", "auto")
+    assert form.family is not None
+    called = text[text.index("How is the weather?") + len("How is the weather?") :]
+    pieces = re.split(r"<\|eot_id\|>|<\|im_end\|>|</s>|<\|end_header_id\|>", called)
+    called = next(piece for piece in pieces if "weather" in piece)
+    parser = ToolParser(form.family.read_calls, CallRules(frozenset(("weather",)), form.family.new_id))
+    found = joined(parser.feed(called), parser.finish())
+    assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == [("weather", ARGUMENTS)], called
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family])
+def test_a_conversation_with_tool_messages_is_rendered(name: str) -> None:
+    text = render(name, MESSAGES)
+    assert "It rains." in text and text.index("weather") < text.index("It rains.")
+
+
+@pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral", "pythonic"])
+def test_calls_in_a_default_prompt_are_parsed_back(family: str) -> None:
+    body = parse_chat({"messages": MESSAGES}, Bounds(1000, 1000))
+    chosen = chat_format("", family, "auto").family
+    assert chosen is not None
+    parser = ToolParser(chosen.read_calls, CallRules(frozenset(("weather",)), chosen.new_id))
+    found = joined(parser.feed(calls_text(body.messages[1]["tool_calls"], chosen)), parser.finish())
+    assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == [("weather", ARGUMENTS)]
+
+
+def test_the_renderer_passes_tools_on() -> None:
+    name = "Qwen-Qwen3-0.6B"
+    renderer = ChatRenderer(source(name), NAMED_TOKENS)
+    try:
+        assert renderer.render(MESSAGES[:1], tools=[TOOL]) == render(name, MESSAGES[:1])
+        assert renderer.render(MESSAGES[:1], tools=None) != renderer.render(MESSAGES[:1], tools=[TOOL])
+    finally:
+        renderer.close()
+
+
+def test_the_prompt_tells_whether_reasoning_has_begun() -> None:
+    deepseek = ChatTemplate(source("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"), NAMED_TOKENS)
+    qwen = ChatTemplate(source("Qwen-Qwen3-0.6B"), NAMED_TOKENS)
+    opening = ChatTemplate(source("Qwen-QwQ-32B"), NAMED_TOKENS)
+    assert reasoning_at_end(opening.render(MESSAGES[:1], options={"enable_thinking": True})) is True
+    assert reasoning_at_end(deepseek.render(MESSAGES[:1])) is False
+    assert reasoning_at_end(qwen.render(MESSAGES[:1])) is None
+    assert reasoning_at_end(qwen.render(MESSAGES[:1], options={"enable_thinking": False})) is False
