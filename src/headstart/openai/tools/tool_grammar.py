@@ -28,7 +28,7 @@ _JSON_FORM = {
     "json_allowed_escapes": 'nrbtf"\\',
 }
 _ANY = r"/(.|\n)*/"
-_SPACE = r"/[ \n\r\t]*/"
+_SPACE = r"/[ \n\r\t]{0,4}/"  # bounded, so that no model can go on writing spaces
 _DEFINITIONS = ("$defs", "definitions")
 _PLAIN_KEYWORDS = frozenset(
     (
