@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler_config import SchedulerConfig
+from headstart.sim.sim_store import Offload
 from headstart.sim.step_cost import StepCost, SumCost
 
 
@@ -21,6 +22,7 @@ class Profile:
     noise: float = 0.0  # of a step's duration: standard deviation of its logarithm
     scheduling_policy: str = "fcfs"
     eviction_policy: str = "2q"
+    offload: Offload | None = None  # a second, larger cache
 
     @property
     def capacity(self) -> int:

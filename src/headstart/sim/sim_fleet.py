@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 from headstart.core.batch import Output, PromptTokenBreakdown
 from headstart.core.errors import NoReplicaError, RequestTooLargeError
+from headstart.core.sched.ideal_cache import IdealCache
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
-from headstart.router.routing_request import RoutingRequest, Usage
+from headstart.router.routing_request import Prompt, RoutingRequest, Usage
 from headstart.sim.sim_replica import SimReplica
 from headstart.sim.sim_request import SimRequest
 from headstart.workload.request_record import RequestRecord
@@ -85,6 +86,8 @@ class VirtualFleet:
         self._num_open = 0  # requests that have not ended, arrived or not
         self._events: list[tuple[float, int, Act]] = []
         self._num_events = 0
+        self._ideal = IdealCache(1 << 62)
+        self.ideal_tokens = 0  # prompt tokens that one perfect, infinite cache for the whole fleet would compute
 
     def at(self, time: float, act: Act) -> None:
         """Schedule a callback, which receives the time."""
@@ -116,10 +119,24 @@ class VirtualFleet:
 
     def stop(self, name: str, now: float) -> None:
         """Stop a replica at once: its requests break off, and new ones are refused until it is restarted."""
-        self.replicas[name].stop()
+        self.replicas[name].stop(now)
         lost = [call for call in self._calls.values() if call.replica is not None and call.replica.name == name]
         for call in lost:
             self._broken(call, now)
+
+    def restart(self, name: str, now: float) -> None:
+        """Let a stopped or draining replica serve again; routers notice at their next probe."""
+        self.replicas[name].restart(now)
+
+    def drain(self, name: str) -> None:
+        """Let a replica finish what it has and refuse what is new."""
+        self.replicas[name].is_draining = True
+
+    def remove(self, name: str, now: float) -> None:
+        """Stop a replica and remove it from every router; its figures stay."""
+        self.stop(name, now)
+        for router in self.routers:
+            router.remove(name)
 
     def wake(self, replica: SimReplica, now: float) -> None:
         """Begin a step if the replica has work and none is running."""
@@ -139,7 +156,15 @@ class VirtualFleet:
         max_tokens = request.output_tokens if self.options.tells_output else 0
         call.routing = RoutingRequest(prompt, session=request.session, max_tokens=max_tokens)
         self._calls[call.request_id] = call
+        self._count_ideal(prompt, min(sizes, default=0))
         self._route(call, now)
+
+    def _count_ideal(self, prompt: Prompt, block_size: int) -> None:
+        """Count what a perfect cache for the whole fleet would compute of a prompt: at least one token."""
+        block_hashes = prompt.block_hashes(block_size) if block_size else []
+        known = self._ideal.num_known(block_hashes)
+        self._ideal.learn(block_hashes)
+        self.ideal_tokens += max(prompt.num_tokens - known * block_size, 1)
 
     def _route(self, call: _Call, now: float) -> None:
         """Send a request to a replica; to another one while it is refused and attempts are left."""
@@ -155,8 +180,8 @@ class VirtualFleet:
             in_flight = call.in_flight = call.router.sent(decision, now)
             replica = call.replica = self.replicas[decision.endpoint.name]
             call.tried |= {replica.name}
-            if not replica.is_up:
-                call.router.failed(in_flight, now, refused=True)
+            if not replica.is_up or replica.is_draining:
+                self._refused(call, in_flight, replica, now)
                 continue
             try:
                 replica.submit(call.request_id, call.tokens, call.request.output_tokens, now)
@@ -168,6 +193,12 @@ class VirtualFleet:
             self.wake(replica, now)
             return
         self._ended(call, now, error)
+
+    def _refused(self, call: _Call, in_flight: InFlight, replica: SimReplica, now: float) -> None:
+        """Report a refused connection, or an answer that the replica is draining."""
+        if replica.is_up:
+            in_flight.endpoint.health.left(now, draining=True)
+        call.router.failed(in_flight, now, refused=not replica.is_up, blame=not replica.is_up)
 
     def _stepped(self, replica: SimReplica, epoch: int, now: float) -> None:
         """End a step: pass its outputs to the routers, and begin the next one."""
@@ -240,5 +271,7 @@ class VirtualFleet:
 def endpoint_of(replica: SimReplica, num_blocks: int = 0) -> Endpoint:
     """Return the router's state for a new replica; its index believes in `num_blocks` blocks, 0: the true number."""
     profile = replica.profile
-    index = ApproximateIndex(num_blocks or profile.num_blocks, eviction_policy=profile.eviction_policy)
+    allow = (lambda granted, wanted: max(granted, wanted)) if profile.offload is not None else None
+    size = num_blocks or profile.num_blocks
+    index = ApproximateIndex(size, eviction_policy=profile.eviction_policy, allow=allow)
     return Endpoint(replica.name, index, block_size=profile.block_size)
