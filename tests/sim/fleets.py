@@ -6,7 +6,7 @@ from random import Random
 from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
 from headstart.sim.profile import Profile
-from headstart.sim.sim_fleet import FleetOptions, VirtualFleet, endpoint_of
+from headstart.sim.sim_fleet import DEFAULTS, FleetOptions, VirtualFleet, endpoint_of
 from headstart.sim.sim_replica import SimReplica
 from headstart.sim.sim_request import SimRequest
 from headstart.sim.step_cost import SumCost
@@ -34,7 +34,7 @@ def fleet(
     *,
     policy: str = "cost",
     seed: int = 0,
-    options: FleetOptions | None = None,
+    options: FleetOptions = DEFAULTS,
 ) -> VirtualFleet:
     router = Router(make_policy(policy))
     replicas = [SimReplica(f"r{index}", kind, seed=seed) for index in range(num)]

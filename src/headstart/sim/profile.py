@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler_config import SchedulerConfig
+from headstart.core.sched.step_time import StepBound
 from headstart.sim.sim_store import Offload
 from headstart.sim.step_cost import StepCost, SumCost
 
@@ -19,9 +20,11 @@ class Profile:
     block_size: int = 512  # tokens
     max_batched_tokens: int = 8192
     max_seqs: int = 256
+    max_model_len: int = 0  # prompt and output tokens of a request; 0: as many as the pool holds
     noise: float = 0.0  # of a step's duration: standard deviation of its logarithm
     scheduling_policy: str = "fcfs"
     eviction_policy: str = "2q"
+    step_bound: StepBound | None = None  # of steps with prompt tokens, as on a CPU; None: unbounded
     offload: Offload | None = None  # a second, larger cache
 
     @property
@@ -30,12 +33,15 @@ class Profile:
         return self.num_blocks * self.block_size
 
     def scheduler_config(self) -> SchedulerConfig:
-        """Return the settings of its scheduler; the context is as long as the pool."""
+        """Return the settings of its scheduler. Raises ConfigError for limits that could stall."""
         return SchedulerConfig(
             num_blocks=self.num_blocks + 1,
             block_size=self.block_size,
             limits=Limits(
-                max_batched_tokens=self.max_batched_tokens, max_seqs=self.max_seqs, max_model_len=self.capacity
+                max_batched_tokens=self.max_batched_tokens,
+                max_seqs=self.max_seqs,
+                max_model_len=self.max_model_len or self.capacity,
+                step_bound=self.step_bound,
             ),
             policy=self.scheduling_policy,
             eviction_policy=self.eviction_policy,
@@ -52,3 +58,13 @@ REFERENCE = Profile(
     eviction_policy="lru",
 )
 """The setting that results of issue 16 are stated for."""
+SERIAL = Profile(
+    "serial",
+    "one prefill after the other at 15,928 tokens per second, decodes free: gateway-api-inference-extension's figure",
+    SumCost(token=1 / 15_928),
+    num_blocks=2930,
+    max_batched_tokens=1 << 20,
+    max_seqs=1,
+    eviction_policy="lru",
+)
+"""The special case of `headstart bench lab route`: no step is shared by two requests."""

@@ -40,6 +40,9 @@ class FleetOptions:
     tells_output: bool = False  # a request's max_tokens is the length of its output; else it is not known
 
 
+DEFAULTS = FleetOptions()
+
+
 class SimRecord(NamedTuple):
     """The record of one request, and where it was served."""
 
@@ -74,13 +77,14 @@ class VirtualFleet:
     """Replicas, routers, and the events between them. One run per fleet."""
 
     def __init__(
-        self, replicas: Iterable[SimReplica], routers: Sequence[Router], options: FleetOptions | None = None
+        self, replicas: Iterable[SimReplica], routers: Sequence[Router], options: FleetOptions = DEFAULTS
     ) -> None:
         self.replicas = {replica.name: replica for replica in replicas}
         self.routers = routers
-        self.options = options or FleetOptions()
+        self.options = options
         self.records: list[SimRecord] = []  # in order of completion
         self.now = 0.0
+        self.is_halted = False  # set by a caller that has seen enough: the run ends
         self.on_record: Callable[[SimRecord], None] | None = None  # called with every finished request
         self._calls: dict[str, _Call] = {}
         self._num_open = 0  # requests that have not ended, arrived or not
@@ -105,7 +109,7 @@ class VirtualFleet:
             self.at(request.at, lambda now, call=call: self._arrive(call, now))
         if self.options.probe_interval > 0:
             self.at(self.options.probe_interval, self._probe)
-        while self._num_open:
+        while self._num_open and not self.is_halted:
             assert self._events, f"{self._num_open} requests have not ended, and nothing is left to happen"
             self.now, _, act = heappop(self._events)
             act(self.now)

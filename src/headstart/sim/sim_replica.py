@@ -9,6 +9,7 @@ from headstart.core.cache.block_pool import BlockPool
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.token_accounting import Counters
+from headstart.core.warm_up import measure_steps
 from headstart.router.endpoint import Reported
 from headstart.sim.profile import Profile
 from headstart.sim.sim_executor import SimExecutor, Speed
@@ -40,6 +41,8 @@ class SimReplica:
         self.store = SimStore(profile.offload, profile.block_size) if profile.offload is not None else None
         self.scheduler = Scheduler(profile.scheduler_config(), store=self.store)
         self.executor = SimExecutor(profile.num_blocks + 1, profile.block_size, profile.cost, self.speed)
+        if profile.step_bound is not None:
+            measure_steps(self.executor, self.scheduler.step_times, max_tokens=self.scheduler.limits.max_model_len)
         self._step: tuple[Batch, StepResult] | None = None
 
     @property

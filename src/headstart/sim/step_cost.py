@@ -67,7 +67,7 @@ class RooflineCost:
     """The slower of computing and reading memory, after a fixed overhead: both overlap perfectly. All in seconds.
 
     Computing costs `token` for every row of the matrices, prompt or decode, and `pair`; reading costs `weights` once
-    a step and `resident` for each KV token that is read, by a decode or once per pass over a prompt chunk.
+    a step and `resident` for each KV token that a decode reads. A prompt chunk reads its KV while it computes.
     """
 
     overhead: float
