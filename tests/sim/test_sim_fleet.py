@@ -5,10 +5,10 @@ from array import array
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim.fleets import BLOCK, check_conservation, fleet, profile, replica_of, requests
 
 from headstart.sim.sim_fleet import FleetOptions
 from headstart.sim.sim_request import SimRequest
-from tests.sim.fleets import BLOCK, check_conservation, fleet, profile, replica_of, requests
 
 
 def ask(at: float, length: int, output: int, first: int = 1) -> SimRequest:

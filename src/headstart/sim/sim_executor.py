@@ -1,12 +1,14 @@
 """SimExecutor: an executor in virtual time. It computes nothing, and a step takes as long as its cost model says.
 
-Sampled tokens are fake: one token id per request, below 0, so that no output equals a prompt or another output.
+Sampled tokens are fake: all tokens of a request are one id, made from its prompt and below 0, so that an output equals
+no prompt, and equals another output only after the same prompt, as in greedy sampling.
 """
 
 from dataclasses import dataclass, field
 from random import Random
+from zlib import crc32
 
-from headstart.core.batch import Batch, Row, StepResult
+from headstart.core.batch import Batch, Chunk, Row, StepResult
 from headstart.core.cache.block_store import Data
 from headstart.sim.step_cost import StepCost, StepWork
 
@@ -32,43 +34,48 @@ class Speed:
 
 
 class SimExecutor:
-    """An executor over `num_blocks` blocks without content. `elapsed` of its results is the modelled duration."""
+    """An executor over `num_blocks` blocks. `elapsed` of its results is the modelled duration.
 
-    block_bytes = 0
+    With `block_bytes` a block can be read and written, for an offload tier; its content is always zeros.
+    """
 
-    def __init__(self, num_blocks: int, block_size: int, cost: StepCost, speed: Speed | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, cost: StepCost, speed: Speed | None = None, block_bytes: int = 0
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.block_bytes = block_bytes
         self.cost = cost
         self.speed = speed or Speed()
         self.work = StepWork()  # of the last step
         self._rows: dict[str, Row] = {}  # by request id
-        self._num_requests = 0
 
     def execute(self, batch: Batch) -> StepResult:
         for request_id in batch.finished:
             self._rows.pop(request_id, None)
         known = self._rows
         rows = tuple(
-            (known.get(chunk.request_id) or self._row(chunk.request_id)) if chunk.num_logits else _NOT_SAMPLED
+            (known.get(chunk.request_id) or self._row(chunk)) if chunk.num_logits else _NOT_SAMPLED
             for chunk in batch.chunks
         )
         self.work = StepWork.of(batch)
         return StepResult(rows, self.cost.seconds(self.work) * self.speed.draw())
 
     def read_block(self, block_id: int) -> Data:
-        """Raise ValueError: there is no KV in virtual time."""
-        raise ValueError("this executor keeps no KV")
+        """Return zeros. Raises ValueError if blocks have no content here."""
+        if not self.block_bytes:
+            raise ValueError("this executor keeps no KV")
+        return bytes(self.block_bytes)
 
     def write_block(self, block_id: int, data: Data) -> None:
-        """Accept the empty content of a block of an offload tier. Raises ValueError for anything else."""
-        if len(data):
-            raise ValueError(f"a block of this executor has 0 bytes, got {len(data)}")
+        """Do nothing. Raises ValueError for a wrong length, or if blocks have no content here."""
+        if not self.block_bytes or len(data) != self.block_bytes:
+            raise ValueError(f"a block of this executor has {self.block_bytes} bytes, got {len(data)}")
 
     def zero_blocks(self, block_ids: list[int]) -> None:
         """Do nothing: there is no content to clear."""
 
-    def _row(self, request_id: str) -> Row:
-        self._num_requests += 1
-        row = self._rows[request_id] = Row((-self._num_requests,))
+    def _row(self, chunk: Chunk) -> Row:
+        prompt = chunk.history[: chunk.num_prompt_tokens].tobytes()
+        row = self._rows[chunk.request_id] = Row((-1 - (crc32(prompt) >> 1),))
         return row

@@ -13,7 +13,7 @@ from headstart.core.warm_up import measure_steps
 from headstart.router.endpoint import Reported
 from headstart.sim.profile import Profile
 from headstart.sim.sim_executor import SimExecutor, Speed
-from headstart.sim.sim_store import SimStore
+from headstart.sim.sim_store import BLOCK_CONTENT, SimStore
 
 
 class SimReplica:
@@ -40,7 +40,13 @@ class SimReplica:
         profile = self.profile
         self.store = SimStore(profile.offload, profile.block_size) if profile.offload is not None else None
         self.scheduler = Scheduler(profile.scheduler_config(), store=self.store)
-        self.executor = SimExecutor(profile.num_blocks + 1, profile.block_size, profile.cost, self.speed)
+        self.executor = SimExecutor(
+            profile.num_blocks + 1,
+            profile.block_size,
+            profile.cost,
+            self.speed,
+            block_bytes=len(BLOCK_CONTENT) if self.store is not None else 0,
+        )
         if profile.step_bound is not None:
             measure_steps(self.executor, self.scheduler.step_times, max_tokens=self.scheduler.limits.max_model_len)
         self._step: tuple[Batch, StepResult] | None = None

@@ -26,6 +26,7 @@ class FleetReport:
     num_steps: int
     busy: float  # mean share of the time that replicas spent in steps while they were up
     replica_seconds: float  # total time that replicas were up
+    first_error: str  # of a failed request; empty: there is none
     prediction_error: float  # tokens: mean absolute error of the routers' expected hits
 
     def values(self) -> dict[str, Any]:
@@ -67,6 +68,7 @@ def report(fleet: VirtualFleet, slo: Slo | None = None) -> FleetReport:
         num_steps=sum(replica.num_steps for replica in replicas),
         busy=sum(replica.busy_seconds for replica in replicas) / up if up else 0.0,
         replica_seconds=up,
+        first_error=next((record.error for record in records if record.error is not None), ""),
         prediction_error=sum(router.prediction_error for router in fleet.routers) / max(reported, 1),
     )
 

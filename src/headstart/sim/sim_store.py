@@ -13,6 +13,9 @@ from math import inf
 from headstart.core.cache.block_store import BlockKey, BlockSource, Loaded, StoreStats
 from headstart.core.cache.hashing import BlockHash
 
+BLOCK_CONTENT = b"\0"
+"""The content of every simulated block: the scheduler copies it, and its size costs nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Offload:
@@ -55,7 +58,7 @@ class SimStore:
         num = sum(1 for _ in takewhile(lambda key: key.block_hash in self._blocks, keys))
         self._num_loads += 1
         self._free_at = max(self.now, self._free_at) + self._seconds(num)
-        self._loads.append((self._free_at, Loaded(self._num_loads, (b"",) * num, is_last=True)))
+        self._loads.append((self._free_at, Loaded(self._num_loads, (BLOCK_CONTENT,) * num, is_last=True)))
         return self._num_loads
 
     def cancel(self, load_id: int, *, is_late: bool) -> None:

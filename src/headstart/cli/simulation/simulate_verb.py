@@ -107,8 +107,8 @@ def simulate(
 @app.command(cls=GroupedCommand)
 def calibrate(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Folder, hub id or shape; empty: the bundled model.")
-    ] = "",
+        str | None, typer.Argument(metavar="MODEL", help="Folder, hub id or shape; without: the bundled model.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the profile to this .json file.")] = None,
     dtype: Annotated[str, typer.Option(metavar="TEXT", help="auto | bfloat16 | float32.")] = "auto",
     threads: Annotated[int, typer.Option(metavar="N", help="Compute threads; 0: one per granted core.")] = 1,
@@ -123,4 +123,4 @@ def calibrate(
 
         return run_calibration(setup, CalibrationConfig(out=out, blocks=blocks, output=output), bar)
 
-    cli_run.run_on_model(run, Where(model, dtype=dtype, threads=threads, asked_seed=seed))
+    cli_run.run_on_model(run, Where(model or "", dtype=dtype, threads=threads, asked_seed=seed))

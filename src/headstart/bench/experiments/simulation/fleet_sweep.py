@@ -81,6 +81,7 @@ def run_fleet_sweep(config: SweepConfig, bar: Bar = QUIET) -> Report:
         },
         sheets=_sheets(label, results),
         charts=_charts(results),
+        problems=[] if config.scenario is not None else _failures(results),
     )
 
 
@@ -97,6 +98,16 @@ def _profile(name: str, blocks: int, noise: float | None) -> Profile:
     if blocks:
         profile = replace(profile, num_blocks=blocks)
     return profile if noise is None else replace(profile, noise=noise)
+
+
+def _failures(results: Sequence[PointResult]) -> list[str]:
+    """Return a problem per point with failed requests; in a scenario they are a result."""
+    found: list[str] = []
+    for name, one in zip(_labels(results), results, strict=True):
+        failed = [run for run in one.runs if run.summary.errors]
+        if failed:
+            found.append(f"{name}: {failed[0].summary.errors} requests failed, the first with: {failed[0].first_error}")
+    return found
 
 
 def _document(one: PointResult) -> dict[str, Any]:
