@@ -6,6 +6,7 @@ from random import Random
 
 from headstart.core.batch import Batch, Output, StepResult
 from headstart.core.cache.block_pool import BlockPool
+from headstart.core.errors import RequestTooLargeError
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.token_accounting import Counters
@@ -69,6 +70,12 @@ class SimReplica:
 
     def submit(self, request_id: str, prompt: "array[int]", output_tokens: int, now: float) -> None:
         """Queue a request that generates exactly `output_tokens`. Raises RequestTooLargeError."""
+        longest = self.scheduler.limits.max_model_len
+        if len(prompt) + output_tokens > longest:  # the scheduler would end the answer there
+            raise RequestTooLargeError(
+                f"prompt and output of {len(prompt) + output_tokens} tokens exceed the context of {longest}",
+                param="max_tokens",
+            )
         sampling = SamplingParams(max_tokens=output_tokens, temperature=0.0)
         self.scheduler.add(Request(request_id, prompt, sampling, now))
 
