@@ -1,6 +1,6 @@
 """Simulation: one run of a workload on a simulated fleet, from values alone; the same values give the same records."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headstart.router.policies.policy import Policy
@@ -12,6 +12,9 @@ from headstart.sim.scenarios.scenario_run import ScenarioRun
 from headstart.sim.sim_fleet import DEFAULTS, FleetOptions, SimRecord, VirtualFleet, endpoint_of
 from headstart.sim.sim_replica import SimReplica
 from headstart.sim.sim_request import SimRequest
+
+MakePolicy = Callable[[Mapping[str, SimReplica]], Policy]
+"""Map the replicas of a fleet, by name, to a policy: one with exact knowledge reads their state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class Simulation:
     scenario: Scenario = NOTHING_HAPPENS
     options: FleetOptions = DEFAULTS
 
-    def build(self, make: Callable[[], Policy] | None = None) -> VirtualFleet:
+    def build(self, make: MakePolicy | None = None) -> VirtualFleet:
         """Return a fleet with its events, ready to run. `make`: the policy of each router, instead of the named one.
 
         Raises ConfigError for an unknown policy or replica.
@@ -40,11 +43,13 @@ class Simulation:
             return SimReplica(name, profile, seed=self.seed, now=now)
 
         found = [new_replica(f"r{index}", 0.0) for index in range(self.replicas)]
-        routers = [Router(make() if make is not None else make_policy(self.policy)) for _ in range(self.routers)]
-        for router in routers:
+        routers: list[Router] = []
+        fleet = VirtualFleet(found, routers, self.options)
+        for _ in range(self.routers):
+            router = Router(make(fleet.replicas) if make is not None else make_policy(self.policy))
             for one in found:
                 router.add(endpoint_of(one, self.believed_blocks))
-        fleet = VirtualFleet(found, routers, self.options)
+            routers.append(router)
         ScenarioRun(self.scenario, fleet, new_replica)
         return fleet
 

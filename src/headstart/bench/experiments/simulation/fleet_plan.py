@@ -18,7 +18,7 @@ from headstart.workload.slo import Slo
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
-    """What `headstart plan` searches."""
+    """The settings of `headstart plan`."""
 
     workload: MakeRequests
     policies: Sequence[str]

@@ -39,7 +39,7 @@ WORK = {
 
 @dataclass(frozen=True, slots=True)
 class SweepConfig:
-    """What `headstart simulate` runs. `workload` maps (speed, seed) to requests; `blocks` 0: the profile's."""
+    """The settings of `headstart simulate`. `workload` maps (speed, seed) to requests; `blocks` 0: the profile's."""
 
     workload: MakeRequests
     policies: Sequence[str]
