@@ -64,26 +64,34 @@ def requests(seed: int, vocab_size: int) -> list[tuple[int, Request]]:
     return sorted(found, key=lambda pair: pair[0])
 
 
-def steps_of(executor: Executor, asked: list[tuple[int, Request]], policy: str, num_blocks: int) -> list[Planned]:
+def steps_of(
+    executor: Executor, asked: list[tuple[int, Request]], policy: str, num_blocks: int
+) -> tuple[list[Planned], dict[str, int]]:
+    """Return the batches, and the cached tokens of each request."""
     limits = Limits(max_batched_tokens=48, max_seqs=8, max_model_len=512)
     config = SchedulerConfig(num_blocks, BLOCK, limits, policy=policy, eviction_policy="2q")
     recorder = Recorder(executor)
     engine, waiting, step = Engine(Scheduler(config), recorder), asked[:], 0
+    cached: dict[str, int] = {}
     while waiting or engine.has_work:
         while waiting and waiting[0][0] <= step:
             engine.add_request(waiting.pop(0)[1])
-        engine.step()
+        for output in engine.step():
+            cached[output.request_id] = output.num_cached_tokens
         step += 1
-    return recorder.steps
+    return recorder.steps, cached
 
 
 @pytest.mark.parametrize(("seed", "policy", "num_blocks"), [(0, "fcfs", 40), (1, "lpm", 40), (2, "lpm", 24)])
-def test_both_executors_get_the_same_batches(loaded: LoadedModel, seed: int, policy: str, num_blocks: int) -> None:
+def test_both_executors_get_the_same_batches_and_hits(
+    loaded: LoadedModel, seed: int, policy: str, num_blocks: int
+) -> None:
     asked = requests(seed, loaded.vocab_size)
     real = ModelRunner(loaded, num_blocks=num_blocks, block_size=BLOCK)
     simulated = SimExecutor(num_blocks, BLOCK, SumCost(step=1.0))
-    planned = steps_of(simulated, asked, policy, num_blocks)
-    assert planned == steps_of(real, asked, policy, num_blocks)
+    planned, cached = steps_of(simulated, asked, policy, num_blocks)
+    assert (planned, cached) == steps_of(real, asked, policy, num_blocks)
+    assert len(cached) == len(asked) and sum(cached.values()) > 0
     assert any(len(step) > 4 for step in planned), "nothing ran together"
     assert any(start % BLOCK == 0 and start for step in planned for _, start, n, _ in step if n > 1), (
         "nothing was reused"

@@ -13,6 +13,7 @@ from math import exp, log
 from pathlib import Path
 from random import Random
 
+from headstart.bench.experiments.simulation.calibration_check import Check, check_profile
 from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.report import Report, Sheet
 from headstart.bench.runners.engine_runner import EngineRunner
@@ -46,6 +47,7 @@ class CalibrationConfig:
     concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     requests: int = 3
     output: int = 24
+    checked: int = 100  # requests of the check
 
 
 class RecordingExecutor:
@@ -81,7 +83,8 @@ def run_calibration(setup: Setup, config: CalibrationConfig, bar: Bar = QUIET) -
         profile = _profile(setup.label, fit, runner.info, options)
         if config.out is not None:
             write_profile(profile, config.out, fit.errors())
-        return _report(setup, config, fit, runner.info)
+        check = check_profile(runner, profile, config.checked, Random(f"{setup.seed}/check"), bar)
+        return _report(setup, config, fit, check, runner.info)
 
 
 def measure(runner: EngineRunner, config: CalibrationConfig, rng: Random, bar: Bar = QUIET) -> list[StepSample]:
@@ -133,7 +136,7 @@ def _profile(label: str, fit: StepFit, info: EngineInfo, options: EngineOptions)
     )
 
 
-def _report(setup: Setup, config: CalibrationConfig, fit: StepFit, info: EngineInfo) -> Report:
+def _report(setup: Setup, config: CalibrationConfig, fit: StepFit, check: Check, info: EngineInfo) -> Report:
     cost = fit.cost
     rows = (
         ("step, ms", 1e3 * cost.step),
@@ -152,6 +155,7 @@ def _report(setup: Setup, config: CalibrationConfig, fit: StepFit, info: EngineI
             "cost": {"shape": "sum", **{name: getattr(cost, name) for name in SHAPE}},
             "noise": fit.noise,
             "error": fit.errors(),
+            "check": check.document(),
             "samples": fit.num_samples,
             "held_out": fit.num_held_out,
             "profile": None if config.out is None else str(config.out),
@@ -161,7 +165,8 @@ def _report(setup: Setup, config: CalibrationConfig, fit: StepFit, info: EngineI
         threads=info.threads,
         setup={**describe(info), "concurrencies": list(config.concurrencies), "output": config.output},
         sheets=[
-            Sheet(f"step cost of {setup.label}, errors on {fit.num_held_out} held-out steps", ("part", "value"), rows)
+            Sheet(f"step cost of {setup.label}, errors on {fit.num_held_out} held-out steps", ("part", "value"), rows),
+            check.sheet(),
         ],
     )
 
