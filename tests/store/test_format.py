@@ -16,9 +16,9 @@ from headstart.store.format import (
     Header,
     Shape,
     checksum,
+    decode_block_hashes,
     decode_entry,
     decode_header,
-    decode_names,
     encode_entry,
     encode_header,
 )
@@ -143,10 +143,10 @@ def test_names_are_read_up_to_the_last_entry_and_damaged_ones_have_none() -> Non
     entries[2] = b"x" * SHAPE.entry_bytes
     entries[3] = bytes(SHAPE.entry_bytes)
     table = b"".join(entries) + bytes(3 * SHAPE.entry_bytes) + b"incomplete"
-    found = decode_names(HEADER, 2, table)
+    found = decode_block_hashes(HEADER, 2, table)
     assert found.by_slot == [key_of(0).block_hash, b"", b"", b"", key_of(4).block_hash]
     assert found.bad == [2, 3]
-    assert decode_names(HEADER, 0, bytes(500)) == ([], [])
+    assert decode_block_hashes(HEADER, 0, bytes(500)) == ([], [])
 
 
 def test_the_scan_and_the_read_agree_on_every_flag() -> None:
@@ -156,6 +156,6 @@ def test_the_scan_and_the_read_agree_on_every_flag() -> None:
         raw[place] ^= 0x40
         seed = int.from_bytes(OWN_ID, "little")
         whole = bytes(raw) + xxh3_128_digest(bytes(raw), seed)
-        assert decode_names(HEADER, 0, whole) == ([b""], [0])
+        assert decode_block_hashes(HEADER, 0, whole) == ([b""], [0])
         with raises("magic" if place < 4 else "flags"):
             decode_entry(HEADER, 0, whole)

@@ -37,7 +37,7 @@ def test_names_are_added_in_pieces() -> None:
     index.add(one, [name_of(0)])
     index.add(one, [])
     index.add(one, [name_of(1)])
-    assert index.run(KEYS, 1) == Run(one, 1, 1) and one.names == [name_of(0), name_of(1)]
+    assert index.run(KEYS, 1) == Run(one, 1, 1) and one.block_hashes == [name_of(0), name_of(1)]
     assert not one.is_sealed
     index.add(one, [b""] * 6)
     assert one.is_sealed
@@ -62,7 +62,7 @@ def test_forgetting_a_block_where_it_is_not_changes_nothing() -> None:
     index.forget(name_of(5), one, 7)
     assert len(index) == 2
     index.forget(name_of(0), one, 0)
-    assert len(index) == 1 and one.names == [b"", name_of(1)]
+    assert len(index) == 1 and one.block_hashes == [b"", name_of(1)]
     assert index.drop(one) == 1
 
 

@@ -30,7 +30,17 @@ def measure_steps(executor: Executor, times: StepTimes, *, max_tokens: int) -> N
     for is_again in (False, True):  # the first pass includes one-time costs of the process
         for start in starts:
             end = start + 1 if start else num_prompt
-            chunk = Chunk(_NAME, tokens[start:end], start, blocks, start, 1, sampling, num_prompt, tokens)
+            chunk = Chunk(
+                request_id=_NAME,
+                token_ids=tokens[start:end],
+                start=start,
+                block_ids=blocks,
+                write_from=start,
+                num_logits=1,
+                sampling=sampling,
+                num_prompt_tokens=num_prompt,
+                history=tokens,
+            )
             elapsed = executor.execute(Batch((chunk,))).elapsed
             if is_again:
                 times.learn(0 if start else num_prompt, 1 if start else 0, elapsed)

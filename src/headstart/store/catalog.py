@@ -87,8 +87,8 @@ class Catalog:
         """The number of damaged ones among them."""
         return sum(self.skipped.get(reason, 0) for reason in CORRUPT)
 
-    def contains(self, name: BlockHash) -> bool:
-        return self._index.contains(name)
+    def contains(self, block_hash: BlockHash) -> bool:
+        return self._index.contains(block_hash)
 
     def refresh(self) -> None:
         """Index what other processes wrote, and drop what they evicted. Creates the folder if it vanished.
@@ -147,21 +147,21 @@ class Catalog:
         own = self._writer.path.name if self._writer is not None else ""
         return self._eviction.make_room(needed, own, kept)
 
-    def used(self, names: Iterable[BlockHash]) -> None:
+    def used(self, block_hashes: Iterable[BlockHash]) -> None:
         """Mark blocks, and their files, as used now: a request uses them."""
-        for name in names:
-            for segment, slot in self._index.places(name):
+        for block_hash in block_hashes:
+            for segment, slot in self._index.places(block_hash):
                 self._index.mark_used(segment, slot, 1)
                 self._folder.touch(segment)
 
-    def discard(self, names: Iterable[BlockHash]) -> None:
+    def discard(self, block_hashes: Iterable[BlockHash]) -> None:
         """Drop these and mark them in their files, so that other processes do not load them either.
 
         Raises OSError; then unmarked ones are dropped here all the same, and marked by the next call.
         """
-        for name in names:
-            for segment, slot in self._index.places(name):
-                self._index.forget(name, segment, slot)
+        for block_hash in block_hashes:
+            for segment, slot in self._index.places(block_hash):
+                self._index.forget(block_hash, segment, slot)
                 self._unmarked.append((segment, slot))
         while self._unmarked:
             with contextlib.suppress(FileNotFoundError):

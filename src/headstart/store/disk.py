@@ -68,8 +68,8 @@ class DiskStore:
         """Start writing. `source` must not refer to this store, or dropping the store would not end it."""
         self._writer.source = source
 
-    def contains(self, name: BlockHash) -> bool:
-        return not self._is_distrusted(name) and self._catalog.contains(name)
+    def contains(self, block_hash: BlockHash) -> bool:
+        return not self._is_distrusted(block_hash) and self._catalog.contains(block_hash)
 
     def expected_seconds(self, num_blocks: int) -> float:
         now, loader = self._clock(), self._loader
@@ -134,19 +134,19 @@ class DiskStore:
         if not self._is_closed:
             self._writer.offer(Offer(block, version, key))
 
-    def touch(self, names: Sequence[BlockHash]) -> None:
+    def touch(self, block_hashes: Sequence[BlockHash]) -> None:
         if not self._is_closed:
-            self._writer.touch(names)
+            self._writer.touch(block_hashes)
 
-    def keep(self, names: Iterable[BlockHash]) -> None:
-        self._writer.keep(frozenset(names))
+    def keep(self, block_hashes: Iterable[BlockHash]) -> None:
+        self._writer.keep(frozenset(block_hashes))
 
-    def distrust(self, names: Sequence[BlockHash]) -> None:
+    def distrust(self, block_hashes: Sequence[BlockHash]) -> None:
         if self._distrusted_until <= self._writer.num_settled:
             self._distrusted = set()
         if self._distrusted is not None:
-            self._distrusted.update(names)
-        self._forget(names)
+            self._distrusted.update(block_hashes)
+        self._forget(block_hashes)
 
     def clear(self) -> None:
         self._distrusted = None
@@ -212,8 +212,8 @@ class DiskStore:
         load.is_cancelled, load.num_wanted = True, load.num_given
         self._loader.hand_over(Piece(load, None, 0, True, None, 0.0, 0.0))
 
-    def _forget(self, names: Sequence[BlockHash] | None) -> None:
-        self._distrusted_until = self._writer.forget(names)
+    def _forget(self, block_hashes: Sequence[BlockHash] | None) -> None:
+        self._distrusted_until = self._writer.forget(block_hashes)
         for load in self._loads.values():
             self._cut(load)
 
@@ -226,10 +226,10 @@ class DiskStore:
                 load.is_cancelled = not place
                 return
 
-    def _is_distrusted(self, name: BlockHash) -> bool:
+    def _is_distrusted(self, block_hash: BlockHash) -> bool:
         if self._distrusted_until <= self._writer.num_settled:
             return False
-        return self._distrusted is None or name in self._distrusted
+        return self._distrusted is None or block_hash in self._distrusted
 
 
 def _end(writer: Writer, loader: Loader, catalog: Catalog, threads: Sequence[threading.Thread]) -> None:

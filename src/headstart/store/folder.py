@@ -132,7 +132,7 @@ class Folder:
                 self._reject(entry, "other shape")
                 return
             segment = self._new_segment(path, header, entry.num_bytes)
-            names, num_bad = segments.read_names(self._files, segment)
+            block_hashes, num_bad = segments.read_block_hashes(self._files, segment)
             is_cut = segments.is_cut(self._files, segment)
         except FileNotFoundError:
             return
@@ -144,13 +144,13 @@ class Folder:
             self._reject(entry, "unreadable")
         else:
             self.known[entry.name] = segment
-            self._index.add(segment, names)
+            self._index.add(segment, block_hashes)
             self.skipped["entry"] += num_bad
             self.skipped["cut"] += is_cut
 
     def _read_more(self, segment: Segment) -> None:
         try:
-            names, num_bad = segments.read_names(self._files, segment)
+            block_hashes, num_bad = segments.read_block_hashes(self._files, segment)
         except FileNotFoundError:
             self.forget(segment.path.name)
         except OSError as error:
@@ -159,7 +159,7 @@ class Folder:
             self.skipped["unreadable"] += 1
             segment.is_sealed = True
         else:
-            self._index.add(segment, names)
+            self._index.add(segment, block_hashes)
             self.skipped["entry"] += num_bad
 
     def _reject(self, entry: FileEntry, reason: str) -> None:

@@ -31,7 +31,7 @@ _ENTRY_HEAD = struct.Struct("<4sB3s32s32s")
 _CHECKSUM_BYTES = 16
 _PAGE = 4096
 _STORED, _DISCARDED = 0, 1
-_NAME = slice(8, 40)
+_BLOCK_HASH = slice(8, 40)
 
 Reason = Literal["short", "magic", "version", "checksum", "lengths", "swapped", "flags", "discarded", "empty"]
 
@@ -103,7 +103,7 @@ class Entry(NamedTuple):
     payload_checksum: bytes
 
 
-class Names(NamedTuple):
+class BlockHashes(NamedTuple):
     """The block hashes in part of a table. Torn, damaged, discarded and empty entries have none."""
 
     by_slot: list[bytes]  # up to the last non-empty slot; b"": nothing to load
@@ -151,10 +151,10 @@ def checksum(payload: Data) -> bytes:
 
 def encode_entry(header: Header, slot: int, entry: Entry, *, discarded: bool = False) -> bytes:
     """Return the entry of one slot; a discarded one marks its block as not to be used any more."""
-    name, parent, tokens = entry.key
-    sizes = (len(name), len(parent), len(tokens), len(entry.payload_checksum))
+    block_hash, parent, tokens = entry.key
+    sizes = (len(block_hash), len(parent), len(tokens), len(entry.payload_checksum))
     assert sizes == (32, 32, 4 * header.shape.block_size, _CHECKSUM_BYTES), sizes
-    head = _ENTRY_HEAD.pack(_ENTRY_MAGIC, _DISCARDED if discarded else _STORED, bytes(3), name, parent)
+    head = _ENTRY_HEAD.pack(_ENTRY_MAGIC, _DISCARDED if discarded else _STORED, bytes(3), block_hash, parent)
     raw = head + tokens + entry.payload_checksum
     return raw + xxh3_128_digest(raw, _seed(header, slot))
 
@@ -167,7 +167,7 @@ def decode_entry(header: Header, slot: int, raw: bytes) -> Entry:
         raise FormatError("empty")
     if xxh3_128_digest(raw[:-_CHECKSUM_BYTES], _seed(header, slot)) != raw[-_CHECKSUM_BYTES:]:
         raise FormatError("checksum")
-    magic, flags, reserved, name, parent = _ENTRY_HEAD.unpack_from(raw)
+    magic, flags, reserved, block_hash, parent = _ENTRY_HEAD.unpack_from(raw)
     if magic != _ENTRY_MAGIC:
         raise FormatError("magic")
     if flags == _DISCARDED:
@@ -175,21 +175,21 @@ def decode_entry(header: Header, slot: int, raw: bytes) -> Entry:
     if flags != _STORED or any(reserved):
         raise FormatError("flags")
     tokens_end = len(raw) - 2 * _CHECKSUM_BYTES
-    key = BlockKey(BlockHash(name), BlockHash(parent), raw[_ENTRY_HEAD.size : tokens_end])
+    key = BlockKey(BlockHash(block_hash), BlockHash(parent), raw[_ENTRY_HEAD.size : tokens_end])
     return Entry(key, raw[tokens_end:-_CHECKSUM_BYTES])
 
 
-def decode_names(header: Header, first: int, table: bytes) -> Names:
+def decode_block_hashes(header: Header, first: int, table: bytes) -> BlockHashes:
     """Return the block hashes in a piece of the table that begins at slot `first`. A partial last entry is skipped."""
     size, empty = header.shape.entry_bytes, bytes(header.shape.entry_bytes)
     usable = _ENTRY_MAGIC + bytes([_STORED, 0, 0, 0])
-    names: list[bytes] = []
+    block_hashes: list[bytes] = []
     bad: list[int] = []
     holes: list[int] = []
     end = 0
     for place, offset in enumerate(range(0, len(table) - size + 1, size)):
         raw = table[offset : offset + size]
-        name = b""
+        block_hash = b""
         if raw == empty:
             holes.append(place)
         else:
@@ -197,11 +197,11 @@ def decode_names(header: Header, first: int, table: bytes) -> Names:
             if xxh3_128_digest(raw[:-_CHECKSUM_BYTES], _seed(header, first + place)) != raw[-_CHECKSUM_BYTES:]:
                 bad.append(place)
             elif raw.startswith(usable):
-                name = raw[_NAME]
+                block_hash = raw[_BLOCK_HASH]
             elif raw[: len(_ENTRY_MAGIC)] != _ENTRY_MAGIC or raw[len(_ENTRY_MAGIC)] != _DISCARDED:
                 bad.append(place)
-        names.append(name)
-    return Names(names[:end], sorted(bad + [hole for hole in holes if hole < end]))
+        block_hashes.append(block_hash)
+    return BlockHashes(block_hashes[:end], sorted(bad + [hole for hole in holes if hole < end]))
 
 
 def _seed(header: Header, slot: int) -> int:

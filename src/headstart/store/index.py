@@ -34,18 +34,18 @@ class Index:
     def __len__(self) -> int:
         return len(self._where)
 
-    def contains(self, name: bytes) -> bool:
-        return name in self._where
+    def contains(self, block_hash: bytes) -> bool:
+        return block_hash in self._where
 
-    def add(self, segment: Segment, names: list[bytes]) -> None:
+    def add(self, segment: Segment, block_hashes: list[bytes]) -> None:
         """Add block hashes in the next slots of a segment. b"" is a slot without a block."""
         with self._lock:
             self._segments[segment.number] = segment
-            location = segment.number * MAX_SLOTS + len(segment.names)
-            segment.note(names)
-            for name in names:
-                if name and self._where.setdefault(name, location) != location:
-                    self._copies.setdefault(name, []).append(location)
+            location = segment.number * MAX_SLOTS + len(segment.block_hashes)
+            segment.note(block_hashes)
+            for block_hash in block_hashes:
+                if block_hash and self._where.setdefault(block_hash, location) != location:
+                    self._copies.setdefault(block_hash, []).append(location)
                 location += 1
 
     def run(self, keys: Sequence[BlockKey], first: int) -> Run | None:
@@ -56,11 +56,11 @@ class Index:
                 return None
             number, slot = divmod(location, MAX_SLOTS)
             segment, length = self._segments[number], 1
-            names = segment.names
+            block_hashes = segment.block_hashes
             while (
                 first + length < len(keys)
-                and slot + length < len(names)
-                and names[slot + length] == keys[first + length].block_hash
+                and slot + length < len(block_hashes)
+                and block_hashes[slot + length] == keys[first + length].block_hash
             ):
                 length += 1
             return Run(segment, slot, length)
@@ -70,24 +70,26 @@ class Index:
         with self._lock:
             segment.used[slot : slot + length] = b"\1" * len(segment.used[slot : slot + length])
 
-    def places(self, name: bytes) -> list[tuple[Segment, int]]:
+    def places(self, block_hash: bytes) -> list[tuple[Segment, int]]:
         """Return all locations of a block."""
         with self._lock:
-            locations = [self._where[name], *self._copies.get(name, ())] if name in self._where else []
+            locations = (
+                [self._where[block_hash], *self._copies.get(block_hash, ())] if block_hash in self._where else []
+            )
             return [(self._segments[number], slot) for number, slot in (divmod(at, MAX_SLOTS) for at in locations)]
 
-    def forget(self, name: bytes, segment: Segment, slot: int) -> None:
+    def forget(self, block_hash: bytes, segment: Segment, slot: int) -> None:
         """Remove one location of a block. Others may remain."""
         with self._lock:
-            self._forget(name, segment, slot)
+            self._forget(block_hash, segment, slot)
 
     def drop(self, segment: Segment) -> int:
         """Remove a segment. Return the number of blocks that are no longer stored anywhere."""
         with self._lock:
             before = len(self._where)
-            for slot, name in enumerate(segment.names):
-                if name:
-                    self._forget(name, segment, slot)
+            for slot, block_hash in enumerate(segment.block_hashes):
+                if block_hash:
+                    self._forget(block_hash, segment, slot)
             self._segments.pop(segment.number, None)
             return before - len(self._where)
 
@@ -96,9 +98,9 @@ class Index:
         pinned: list[int] = []
         used: list[int] = []
         with self._lock:
-            for slot, name in enumerate(segment.names):
-                if name and name not in self._copies:
-                    if BlockHash(name) in kept:
+            for slot, block_hash in enumerate(segment.block_hashes):
+                if block_hash and block_hash not in self._copies:
+                    if BlockHash(block_hash) in kept:
                         pinned.append(slot)
                     elif segment.used[slot]:
                         used.append(slot)
@@ -108,17 +110,17 @@ class Index:
         with self._lock:
             return list(self._segments.values())
 
-    def _forget(self, name: bytes, segment: Segment, slot: int) -> None:
+    def _forget(self, block_hash: bytes, segment: Segment, slot: int) -> None:
         location = segment.number * MAX_SLOTS + slot
-        if slot < len(segment.names) and segment.names[slot] == name:
-            segment.names[slot] = b""
-        copies = self._copies.get(name, [])
-        if self._where.get(name) == location:
+        if slot < len(segment.block_hashes) and segment.block_hashes[slot] == block_hash:
+            segment.block_hashes[slot] = b""
+        copies = self._copies.get(block_hash, [])
+        if self._where.get(block_hash) == location:
             if copies:
-                self._where[name] = copies.pop(0)
+                self._where[block_hash] = copies.pop(0)
             else:
-                del self._where[name]
+                del self._where[block_hash]
         elif location in copies:
             copies.remove(location)
         if not copies:
-            self._copies.pop(name, None)
+            self._copies.pop(block_hash, None)

@@ -67,7 +67,7 @@ def stat(folder: Path, files: Files | None = None) -> FolderStats:
         if segment is not None:
             stats = by_shape.setdefault(segment.header.shape, ShapeStats(segment.header.shape))
             stats.num_segments += 1
-            stats.num_blocks += sum(map(bool, segment.names))
+            stats.num_blocks += sum(map(bool, segment.block_hashes))
             stats.num_bytes += entry.num_bytes
             stats.oldest_use = min(stats.oldest_use, entry.mtime)
             stats.newest_use = max(stats.newest_use, entry.mtime)
@@ -128,7 +128,7 @@ def _open(files: Files, folder: Path, entry: FileEntry) -> tuple[Segment | None,
         return None, Counter(["unsafe"])
     try:
         segment = Segment(0, path, segments.read_header(files, path, own_id), entry.num_bytes)
-        num_bad = segments.read_all_names(files, segment)
+        num_bad = segments.read_all_block_hashes(files, segment)
         is_cut = segments.is_cut(files, segment)
     except FileNotFoundError:
         return None, Counter()  # evicted just now
@@ -143,8 +143,8 @@ def _check(files: Files, segment: Segment) -> Iterator[tuple[int, str]]:
     """Read all blocks, in runs. Yield the number of good ones, and the fault of the next one, if any."""
     block_bytes = segment.header.shape.block_bytes
     at_once = max(1, READ_BYTES // block_bytes)
-    buffer = memoryview(bytearray(min(at_once, len(segment.names)) * block_bytes))
-    slots = [slot for slot, name in enumerate(segment.names) if name]
+    buffer = memoryview(bytearray(min(at_once, len(segment.block_hashes)) * block_bytes))
+    slots = [slot for slot, block_hash in enumerate(segment.block_hashes) if block_hash]
     while slots:
         found = segments.read_stored(files, segment, segments.first_run(slots, at_once), buffer)[1]
         yield found.num_blocks, found.miss if found.miss and found.miss != "gone" else ""

@@ -36,31 +36,31 @@ class Pending:
 
     def add(self, offer: Offer) -> int:
         """Add an offer; return the number dropped for it (0 or 1): the oldest of the lowest priority."""
-        name = offer.key.block_hash
-        place = self._pinned if name in self._kept else self._used if name in self._used else self._rest
-        place[name] = offer
+        block_hash = offer.key.block_hash
+        place = self._pinned if block_hash in self._kept else self._used if block_hash in self._used else self._rest
+        place[block_hash] = offer
         return self._drop(len(self) - self._max_blocks, self._places)
 
-    def touch(self, names: Iterable[BlockHash]) -> None:
+    def touch(self, block_hashes: Iterable[BlockHash]) -> None:
         """Mark blocks as used."""
-        for name in names:
-            if (offer := self._rest.pop(name, None)) is not None:
-                self._used[name] = offer
+        for block_hash in block_hashes:
+            if (offer := self._rest.pop(block_hash, None)) is not None:
+                self._used[block_hash] = offer
 
-    def keep(self, names: Container[BlockHash]) -> None:
+    def keep(self, block_hashes: Container[BlockHash]) -> None:
         """Set the pinned blocks: these, and only these."""
-        self._kept = names
+        self._kept = block_hashes
         for place in (self._used, self._rest):
-            for name in [name for name in place if name in names]:
-                self._pinned[name] = place.pop(name)
-        for name in [name for name in self._pinned if name not in names]:
-            self._used[name] = self._pinned.pop(name)
+            for block_hash in [block_hash for block_hash in place if block_hash in block_hashes]:
+                self._pinned[block_hash] = place.pop(block_hash)
+        for block_hash in [block_hash for block_hash in self._pinned if block_hash not in block_hashes]:
+            self._used[block_hash] = self._pinned.pop(block_hash)
 
-    def remove(self, names: Iterable[BlockHash]) -> None:
+    def remove(self, block_hashes: Iterable[BlockHash]) -> None:
         """Remove these."""
-        for name in names:
+        for block_hash in block_hashes:
             for place in self._places:
-                place.pop(name, None)
+                place.pop(block_hash, None)
 
     def clear(self) -> int:
         """Remove all; return their number."""
@@ -77,11 +77,11 @@ class Pending:
     def put_back(self, taken: Iterable[Offer]) -> None:
         """Return offers from `take` to the front of their kind, unless they have been offered again since."""
         for offer in reversed(list(taken)):
-            name = offer.key.block_hash
-            if not any(name in place for place in self._places):
-                place = self._pinned if name in self._kept else self._used
-                place[name] = offer
-                place.move_to_end(name, last=False)
+            block_hash = offer.key.block_hash
+            if not any(block_hash in place for place in self._places):
+                place = self._pinned if block_hash in self._kept else self._used
+                place[block_hash] = offer
+                place.move_to_end(block_hash, last=False)
 
     def shed(self, num_left: int) -> int:
         """Drop the oldest unpinned offers until `num_left` of them remain; return the number dropped."""

@@ -34,19 +34,21 @@ class Segment:
     path: Path
     header: Header
     num_bytes: int
-    names: list[bytes] = field(default_factory=list[bytes])  # hashes by slot, as far as read; b"": nothing to load
+    block_hashes: list[bytes] = field(
+        default_factory=list[bytes]
+    )  # hashes by slot, as far as read; b"": nothing to load
     used: bytearray = field(default_factory=bytearray)  # by slot: 1 = used since it was written here
     suspect_until: int = 0  # entries before this slot have been checked twice
     touched_at: float = float("-inf")
     is_sealed: bool = False  # it has no writer any more
 
     def is_full(self) -> bool:
-        return len(self.names) == self.header.num_slots
+        return len(self.block_hashes) == self.header.num_slots
 
-    def note(self, names: list[bytes]) -> None:
+    def note(self, block_hashes: list[bytes]) -> None:
         """Add the block hashes of the next slots."""
-        self.names += names
-        self.used.extend(bytes(len(names)))
+        self.block_hashes += block_hashes
+        self.used.extend(bytes(len(block_hashes)))
         self.is_sealed |= self.is_full()
 
 
@@ -84,27 +86,27 @@ def read_header(files: Files, path: Path, own_id: bytes) -> Header:
         files.close(fd)
 
 
-def read_names(files: Files, segment: Segment) -> tuple[list[bytes], int]:
+def read_block_hashes(files: Files, segment: Segment) -> tuple[list[bytes], int]:
     """Return the block hashes written since the last call, and the number of damaged entries.
 
     Stops before the first damaged entry unless it was damaged at an earlier call: its writer may be writing it.
     Changes only `suspect_until` and `num_bytes`. Raises OSError.
     """
     found = files.stat(segment.path)
-    first, header = len(segment.names), segment.header
+    first, header = len(segment.block_hashes), segment.header
     stop, size = header.slots_within(found.size), header.shape.entry_bytes
     segment.num_bytes = found.num_bytes
-    names: list[bytes] = []
+    block_hashes: list[bytes] = []
     num_bad = 0
     if stop <= first:
-        return names, num_bad
+        return block_hashes, num_bad
     fd = files.open(segment.path)
     try:
         while first < stop:
             asked = min(stop - first, max(1, _TABLE_BYTES // size))
-            piece = format.decode_names(header, first, files.pread(fd, asked * size, header.entry_offset(first)))
+            piece = format.decode_block_hashes(header, first, files.pread(fd, asked * size, header.entry_offset(first)))
             new = next((place for place in piece.bad if first + place >= segment.suspect_until), len(piece.by_slot))
-            names += piece.by_slot[:new]
+            block_hashes += piece.by_slot[:new]
             num_bad += sum(place < new for place in piece.bad)
             if new < len(piece.by_slot):
                 segment.suspect_until = first + len(piece.by_slot)
@@ -113,17 +115,17 @@ def read_names(files: Files, segment: Segment) -> tuple[list[bytes], int]:
             first += new
     finally:
         files.close(fd)
-    return names, num_bad
+    return block_hashes, num_bad
 
 
-def read_all_names(files: Files, segment: Segment) -> int:
+def read_all_block_hashes(files: Files, segment: Segment) -> int:
     """Add all block hashes in the file now; return the number of damaged entries. Raises OSError."""
     num_bad = num_idle = 0
     while num_idle < 2:
-        names, more_bad = read_names(files, segment)
-        segment.note(names)
+        block_hashes, more_bad = read_block_hashes(files, segment)
+        segment.note(block_hashes)
         num_bad += more_bad
-        num_idle = 0 if names else num_idle + 1
+        num_idle = 0 if block_hashes else num_idle + 1
     return num_bad
 
 

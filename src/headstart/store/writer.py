@@ -33,16 +33,16 @@ LOST = ("overwritten", "overload", "degraded", "closing")
 
 
 class _Touch(NamedTuple):
-    names: Sequence[BlockHash]
+    block_hashes: Sequence[BlockHash]
 
 
 class _Keep(NamedTuple):
-    names: frozenset[BlockHash]
+    block_hashes: frozenset[BlockHash]
 
 
 class _Forget(NamedTuple):
     order: int
-    names: Sequence[BlockHash] | None  # None: all blocks
+    block_hashes: Sequence[BlockHash] | None  # None: all blocks
 
 
 class Writer:
@@ -85,19 +85,19 @@ class Writer:
         else:
             self._num_refused += 1
 
-    def touch(self, names: Sequence[BlockHash]) -> None:
+    def touch(self, block_hashes: Sequence[BlockHash]) -> None:
         """Mark blocks as used. From any thread."""
         if len(self._inbox) < MAX_PENDING:
-            self._inbox.append(_Touch(names))
+            self._inbox.append(_Touch(block_hashes))
 
-    def keep(self, names: frozenset[BlockHash]) -> None:
+    def keep(self, block_hashes: frozenset[BlockHash]) -> None:
         """Set the pinned blocks: these, and only these."""
-        self._inbox.append(_Keep(names))
+        self._inbox.append(_Keep(block_hashes))
 
-    def forget(self, names: Sequence[BlockHash] | None) -> int:
+    def forget(self, block_hashes: Sequence[BlockHash] | None) -> int:
         """Order to drop these, or all; executed once `num_settled` has reached the returned number."""
         self._num_orders += 1
-        self._inbox.append(_Forget(self._num_orders, names))
+        self._inbox.append(_Forget(self._num_orders, block_hashes))
         return self._num_orders
 
     @property
@@ -182,14 +182,14 @@ class Writer:
                     if self._forgets or not self._catalog.contains(offer.key.block_hash):
                         self._lost["overload"] += self._pending.add(offer)
                     self._num_read += 1
-                case _Touch(names):
-                    self._pending.touch(names)
-                    used += names
-                case _Keep(names):
-                    self._kept, self._renew_at = names, float("-inf")
-                    self._pending.keep(names)
-                case _Forget(_, names) as forget:
-                    self._pending.clear() if names is None else self._pending.remove(names)
+                case _Touch(block_hashes):
+                    self._pending.touch(block_hashes)
+                    used += block_hashes
+                case _Keep(block_hashes):
+                    self._kept, self._renew_at = block_hashes, float("-inf")
+                    self._pending.keep(block_hashes)
+                case _Forget(_, block_hashes) as forget:
+                    self._pending.clear() if block_hashes is None else self._pending.remove(block_hashes)
                     self._forgets.append(forget)
         if used:
             with suppress(OSError):  # to other processes they look slightly older
@@ -198,8 +198,8 @@ class Writer:
     def _forget(self) -> None:
         """Execute the orders to forget. Raises OSError; then the rest waits, and so do all writes."""
         while self._forgets:
-            order, names = self._forgets[0]
-            self._catalog.clear() if names is None else self._catalog.discard(names)
+            order, block_hashes = self._forgets[0]
+            self._catalog.clear() if block_hashes is None else self._catalog.discard(block_hashes)
             self._forgets.popleft()
             self.num_settled = order
 

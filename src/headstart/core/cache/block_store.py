@@ -66,7 +66,7 @@ class BlockStore(Protocol):
         """Start write-behind of offered blocks, which are read from `source`."""
         ...
 
-    def contains(self, name: BlockHash) -> bool:
+    def contains(self, block_hash: BlockHash) -> bool:
         """Return whether a load of this block would probably succeed; from memory, O(1)."""
         ...
 
@@ -101,18 +101,18 @@ class BlockStore(Protocol):
         """Offer a published block, which is written if there is space and time. O(1)."""
         ...
 
-    def touch(self, names: Sequence[BlockHash]) -> None:
+    def touch(self, block_hashes: Sequence[BlockHash]) -> None:
         """Mark these blocks as used: a request takes them over now, loaded or not. O(1).
 
-        `names` are the block hashes of one chain, in a list that is not modified later.
+        `block_hashes` are the block hashes of one chain, in a list that is not modified later.
         """
         ...
 
-    def keep(self, names: Iterable[BlockHash]) -> None:
+    def keep(self, block_hashes: Iterable[BlockHash]) -> None:
         """Pin only these block hashes: their blocks are written first and never removed for space."""
         ...
 
-    def distrust(self, names: Sequence[BlockHash]) -> None:
+    def distrust(self, block_hashes: Sequence[BlockHash]) -> None:
         """Discard blocks that are or may be corrupt: they are never loaded again, by this or any other process."""
         ...
 

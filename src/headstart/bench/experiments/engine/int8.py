@@ -106,7 +106,17 @@ def logits(loaded: LoadedModel, tokens: Sequence[int]) -> Tensor:
     num_blocks = -(-len(tokens) // BLOCK_SIZE) + 1
     runner = ModelRunner(loaded, num_blocks=num_blocks, block_size=BLOCK_SIZE)
     ids = array("i", tokens)
-    chunk = Chunk("prompt", ids, 0, list(range(1, num_blocks)), 0, 0, GREEDY, len(ids), ids)
+    chunk = Chunk(
+        request_id="prompt",
+        token_ids=ids,
+        start=0,
+        block_ids=list(range(1, num_blocks)),
+        write_from=0,
+        num_logits=0,
+        sampling=GREEDY,
+        num_prompt_tokens=len(ids),
+        history=ids,
+    )
     bounds = StepBounds(num_blocks, BLOCK_SIZE, loaded.vocab_size, loaded.max_model_len)
     step, _, errors = build_step(Batch((chunk,)), bounds, loaded.device)
     assert step is not None and not errors, errors
