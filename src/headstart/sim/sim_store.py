@@ -48,8 +48,8 @@ class SimStore:
     def start(self, source: BlockSource) -> None:
         """Do nothing: blocks have no content to read."""
 
-    def contains(self, name: BlockHash) -> bool:
-        return name in self._blocks
+    def contains(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._blocks
 
     def expected_seconds(self, num_blocks: int) -> float:
         return max(self._free_at - self.now, 0.0) + self._seconds(num_blocks)
@@ -84,18 +84,18 @@ class SimStore:
             self._blocks.popitem(last=False)
             self._num_evicted += 1
 
-    def touch(self, names: Sequence[BlockHash]) -> None:
+    def touch(self, block_hashes: Sequence[BlockHash]) -> None:
         """Mark a chain as used, its head last: its tail is evicted first."""
-        for name in reversed(names):
-            if name in self._blocks:
-                self._blocks.move_to_end(name)
+        for block_hash in reversed(block_hashes):
+            if block_hash in self._blocks:
+                self._blocks.move_to_end(block_hash)
 
-    def keep(self, names: Iterable[BlockHash]) -> None:
+    def keep(self, block_hashes: Iterable[BlockHash]) -> None:
         """Do nothing: simulated replicas have no pinned prefixes."""
 
-    def distrust(self, names: Sequence[BlockHash]) -> None:
-        for name in names:
-            self._blocks.pop(name, None)
+    def distrust(self, block_hashes: Sequence[BlockHash]) -> None:
+        for block_hash in block_hashes:
+            self._blocks.pop(block_hash, None)
 
     def clear(self) -> None:
         self._blocks.clear()
