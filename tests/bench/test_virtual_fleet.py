@@ -3,8 +3,8 @@
 from random import Random
 
 import pytest
+from bench.serial_fleet import Arrival, VirtualFleet, VirtualReplica
 
-from headstart.bench.experiments.router.virtual_fleet import Arrival, VirtualFleet, VirtualReplica
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex

@@ -22,11 +22,13 @@ from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.model.model_runner import ModelRunner
 from headstart.model.weights.model_loader import load_model
+from headstart.sim.sim_executor import SimExecutor
+from headstart.sim.step_cost import SumCost
 
 BLOCK = 16
 NUM_BLOCKS = 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
-KEEPING_KV, WITHOUT_KV = ("checking", "null with blocks", "runner"), ("null", "virtual")
+KEEPING_KV, WITHOUT_KV = ("checking", "null with blocks", "runner"), ("null", "virtual", "simulated")
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,8 @@ def make(request: pytest.FixtureRequest, folder: Path) -> Callable[[], Executor]
         return lambda: NullExecutor(NUM_BLOCKS, BLOCK, vocab_size=97, block_bytes=block_bytes)
     if request.param == "virtual":
         return lambda: VirtualExecutor(NUM_BLOCKS, BLOCK, 97, StepCost(step=1.0, token=0.0), VirtualClock())
+    if request.param == "simulated":
+        return lambda: SimExecutor(NUM_BLOCKS, BLOCK, SumCost(step=1.0))
     loaded = load_model(folder, dtype="float32", device="cpu")
     return lambda: ModelRunner(loaded, num_blocks=NUM_BLOCKS, block_size=BLOCK)
 

@@ -7,7 +7,7 @@ import pytest
 from router.fleets import ask, endpoint, serve
 
 from headstart.core.errors import ConfigError
-from headstart.gateway.decision_log_writer import DecisionLog
+from headstart.http.decision_log_writer import DecisionLog
 from headstart.router.decision_log import DecisionRecord
 from headstart.router.router import Router
 

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from headstart.cli.cli_options import expand_switches
 from headstart.config.option_hints import hint_of
@@ -42,6 +42,23 @@ class GroupedCommand(TyperCommand):
                 formatter.write("\n".join(_lines(member, width)) + "\n")
         if self.epilog:
             formatter.write(f"\n{self.epilog}\n")
+
+
+class GroupedVerb(TyperGroup):
+    """A verb with many options and with verbs of its own, in the same form of help."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help of a command, and its verbs before the examples."""
+        epilog, self.epilog = self.epilog, None
+        GroupedCommand.format_help(self, ctx, formatter)  # type: ignore[arg-type]  # needs only what both have
+        self.epilog = epilog
+        formatter.write("\nVerbs:\n")
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            text = command.get_short_help_str(70) if command is not None else ""
+            formatter.write(f"  {name:<{_FLAGS_WIDTH - 2}}{text}\n")
+        if epilog:
+            formatter.write(f"\n{epilog}\n")
 
 
 def _lines(parameter: Any, width: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The command line: `headstart serve | route | generate | prefix | store | doctor | bench | init-model | explain`.
+"""The command line: `headstart serve | route | generate | simulate | plan | bench | ...`.
 
 This module only assembles the verbs. The command line is the only code that reads argv and environment. Verbs import
 what they need when they run: --help stays fast, and thread settings are made before torch is imported. A usage error is
@@ -18,6 +18,8 @@ from headstart.cli import explain, generate, init_model_verb, route, serve
 from headstart.cli.doctor_verb import doctor
 from headstart.cli.help_text import GroupedCommand, usage_message
 from headstart.cli.prefix import app as prefix
+from headstart.cli.simulation import plan_verb
+from headstart.cli.simulation.simulate_verb import app as simulate
 from headstart.cli.store import app as store
 from headstart.config.config_file import DEBUG_VARIABLE
 from headstart.core.errors import HeadstartError
@@ -34,6 +36,8 @@ app.command(cls=GroupedCommand, epilog=generate.EXAMPLES)(generate.generate)
 app.command(cls=GroupedCommand)(doctor)
 app.command("init-model", cls=GroupedCommand, epilog=init_model_verb.EXAMPLES)(init_model_verb.init_model)
 app.command(cls=GroupedCommand, epilog=explain.EXAMPLES)(explain.explain)
+app.command(cls=GroupedCommand, epilog=plan_verb.EXAMPLES)(plan_verb.plan)
+app.add_typer(simulate, name="simulate", short_help="Simulate a fleet in virtual time, on recorded traffic.")
 app.add_typer(bench, name="bench")
 app.add_typer(prefix, name="prefix", short_help="Show and change the pinned prefixes of a running server.")
 app.add_typer(store, name="store", short_help="Inspect, check and clear a folder of stored blocks.")

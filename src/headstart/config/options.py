@@ -209,6 +209,9 @@ class ServerOptions:
     heartbeat_timeout: float = _option(
         5.0, "Seconds without an engine heartbeat until /health and /livez return 503.", LIFE, minimum=1
     )
+    record: str | None = _option(
+        None, "File to append a line per request to: lengths, times, block hashes; no text (docs/simulation.md).", LIFE
+    )
     stats_interval: float = _option(10.0, "Seconds between statistics lines; 0: none.", LIFE, minimum=0)
     access_log: str = _option(
         "auto",

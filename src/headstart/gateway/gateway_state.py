@@ -13,7 +13,6 @@ from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import DrainingError, HeadstartError
 from headstart.gateway.cache_stats import fetch_replica_stats, fleet_answer
 from headstart.gateway.client_keys import ClientKeys
-from headstart.gateway.decision_log_writer import DecisionLog
 from headstart.gateway.fanout import send_to_all
 from headstart.gateway.gateway_metrics import GatewayMetrics
 from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES
@@ -30,6 +29,7 @@ from headstart.gateway.request_history import RequestHistory
 from headstart.http.access_record import RequestRecord
 from headstart.http.auth import Authenticator, Principal
 from headstart.http.body_reader import BodyReader
+from headstart.http.decision_log_writer import DecisionLog
 from headstart.http.http_errors import ClientGoneError, HttpError, rendered
 from headstart.http.logs import Log
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer

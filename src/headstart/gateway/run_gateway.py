@@ -18,7 +18,6 @@ from headstart import __version__
 from headstart.allocator import give_memory_back, trim_regularly
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
-from headstart.gateway.decision_log_writer import DecisionLog
 from headstart.gateway.discovery.discovery import Discovery, StaticDiscovery
 from headstart.gateway.discovery.discovery_table import make_discovery
 from headstart.gateway.gateway_app import build_front
@@ -28,6 +27,7 @@ from headstart.gateway.proxy.replies import session_options
 from headstart.gateway.proxy.request_reader import RequestReader
 from headstart.gateway.replica_tokenizers import named_tokenizer
 from headstart.gateway.replicas.replica_address import ReplicaAddress, parse_address
+from headstart.http.decision_log_writer import DecisionLog
 from headstart.http.lifecycle import (
     EXIT_BROKEN,
     EXIT_CONFIG,

@@ -14,6 +14,7 @@ from prometheus_client import disable_created_metrics
 from headstart.allocator import give_memory_back, trim_regularly
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.errors import ConfigError, DrainingError, EngineDeadError
+from headstart.http.decision_log_writer import DecisionLog
 from headstart.http.lifecycle import (
     CUT_SECONDS,
     EXIT_BROKEN,
@@ -31,6 +32,7 @@ from headstart.http.protocol.connections import ConnectionTable, connection_cap
 from headstart.server.app import build_app
 from headstart.server.banner import banner, store_text
 from headstart.server.engine.engine_client import Build, EngineClient
+from headstart.server.engine.request_recorder import RequestRecorder
 from headstart.server.engine.wire import stats_of
 from headstart.server.prefix_warmup import warm_prefixes
 from headstart.server.server_state import ServerState
@@ -89,9 +91,12 @@ class _Run:
         engine = EngineClient()
         try:
             state = ServerState(self._options, engine, self._log, self._domain_secret(), num_shares=self._num_shares)
+            recording = DecisionLog(Path(self._options.record)) if self._options.record else None
         except ConfigError as error:
             self._log.line(f"headstart: {error}")
             return EXIT_CONFIG
+        if recording is not None:
+            engine.recorder = RequestRecorder(recording.write)
         shutdown = self._shutdown = Shutdown(
             self._options.drain_timeout, self._log, num_requests=lambda: state.num_jobs, on_drain=state.drain
         )
@@ -106,6 +111,8 @@ class _Run:
             http.force_exit = shutdown.at_once.is_set()
             await asyncio.wait([serving])
             await self._close(engine)
+            if recording is not None:
+                recording.close()
 
     def _domain_secret(self) -> bytes:
         """Return the secret that tenants' domains derive from: random, or with a store that of its folder.

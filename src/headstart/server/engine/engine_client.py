@@ -20,6 +20,7 @@ from headstart.core.batch import Output
 from headstart.core.engine import Engine, EngineInfo, EngineStats
 from headstart.core.errors import ConfigError, EngineDeadError, HeadstartError, InvalidRequestError, RequestFailedError
 from headstart.core.request import Request
+from headstart.server.engine.request_recorder import RequestRecorder
 from headstart.server.engine.wire import (
     Abort,
     Answer,
@@ -90,6 +91,7 @@ class EngineClient:
         self.dead: EngineDeadError | None = None
         self.died = asyncio.Event()
         self.on_step: Callable[[EngineStats], None] | None = None
+        self.recorder: RequestRecorder | None = None
         self._streams: dict[str, OutputStream] = {}
         self._waiting: dict[str, int] = {}  # requests without a first token: id -> prompt tokens
         self._waiting_tokens = 0
@@ -155,6 +157,8 @@ class EngineClient:
             self._streams[request.request_id] = stream
             self._waiting[request.request_id] = len(request.prompt)
             self._waiting_tokens += len(request.prompt)
+        if self.recorder is not None and self.info is not None:
+            self.recorder.submitted(requests, self.info.block_size, time.monotonic())
         for message in Submit.of(requests):
             self._send(message)
         return stream
@@ -242,6 +246,8 @@ class EngineClient:
                 self._waiting_tokens -= self._waiting.pop(output.request_id, 0)
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
+            if self.recorder is not None:
+                self.recorder.output(output, self.last_heard)
             stream.push(output, self.last_heard)
 
     def _take_answer(self, answer: Answer) -> None:
@@ -266,6 +272,8 @@ class EngineClient:
             stream.fail(InvalidRequestError(message, param=param, code=code))
 
     def _forget(self, request_id: str) -> bool:
+        if self.recorder is not None:
+            self.recorder.ended(request_id, time.monotonic())
         self._waiting_tokens -= self._waiting.pop(request_id, 0)
         return self._streams.pop(request_id, None) is not None
 

@@ -1,33 +1,32 @@
 """Experiment: routing policies in virtual time, on recorded traffic. A real router and simulated engines.
 
 A Mooncake trace (block ids) is served by replicas at `speed` times the recorded rate; agent texts, call by call as
-recorded, show the accuracy of predicted cache hits. Nothing is computed, so an hour of a fleet takes seconds, and one
-seed gives one result. Effects of HTTP, batching and preemption are not modelled.
+recorded, show the accuracy of predicted cache hits. The simulator (sim/) runs with the profile `serial`: one prefill
+after the other, and no output. So this is the world in which a policy sees nothing but queues and hits; `headstart
+simulate` has steps that requests share.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headstart.bench.experiments.router.virtual_fleet import Arrival, VirtualFleet, VirtualReplica
 from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.report import Report, Sheet
-from headstart.core.cache.hashing import BlockHash
 from headstart.core.errors import ConfigError
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.policies.policy import Policy
 from headstart.router.policies.policy_table import POLICIES, make_policy
-from headstart.router.prefill_model import PrefillModel
 from headstart.router.router import Router
-from headstart.router.routing_request import Prompt, RoutingRequest, pack_text, router_root
+from headstart.router.routing_request import pack_text
+from headstart.sim.profile import SERIAL
+from headstart.sim.sim_fleet import FleetOptions, VirtualFleet
+from headstart.sim.sim_replica import SimReplica
+from headstart.sim.sim_request import SimRequest
 from headstart.workload.request_record import summarize
 from headstart.workload.traces import CHAIN_BLOCK, read_trace
 
-PREFILL = PrefillModel(
-    0.0, 1e3 / 15_928, 0.0, 0.0
-)  # prefill tokens per second on two H100, measured by gateway-api-inference-extension
 TEXT_BLOCK = 16
 
 
@@ -65,19 +64,19 @@ COLUMNS = ("policy", "hit rate", "TTFT mean ms", "p50", "p90", "p99", "error, to
 
 def run_route(trace: Path, config: RouteConfig, bar: Bar = QUIET) -> Report:
     """Replay a Mooncake trace (or agent texts) once per policy. Raises ConfigError."""
-    arrivals, block_size = _arrivals(trace, config)
-    longest = max((one.request.prompt.num_tokens + one.output for one in arrivals), default=0)
+    requests, block_size = _requests(trace, config)
+    longest = max(one.prompt_tokens + one.output_tokens for one in requests)
     if -(-longest // block_size) > config.cache:
         raise ConfigError(f"--cache-blocks {config.cache}: a request of {longest} tokens never fits; use more blocks")
     values: dict[str, Any] = {}
     rows: list[tuple[Any, ...]] = []
     bar.stage("policies", len(CASES))
     for case in CASES:
-        row = _run(case, arrivals, block_size, config)
+        row = _run(case, requests, block_size, config)
         values |= {f"{case.label}.{key}": value for key, value in row.items()}
         rows.append((case.label, *row.values()))
         bar.advance()
-    title = f"{len(arrivals):,} requests of {trace.name}, {config.replicas} replicas, {config.cache:,} blocks each"
+    title = f"{len(requests):,} requests of {trace.name}, {config.replicas} replicas, {config.cache:,} blocks each"
     return Report(
         "lab route",
         values,
@@ -89,25 +88,27 @@ def run_route(trace: Path, config: RouteConfig, bar: Bar = QUIET) -> Report:
             "speed": config.speed,
             "cache_blocks": config.cache,
             "block_size": block_size,
-            "prefill_tokens_per_second": 1e3 / PREFILL.token,
+            "profile": f"{SERIAL.name}: {SERIAL.source}",
         },
         sheets=[Sheet(title, COLUMNS, tuple(rows))],
     )
 
 
-def _run(case: _Case, arrivals: Sequence[Arrival], block_size: int, config: RouteConfig) -> dict[str, Any]:
-    names = [f"r{index}" for index in range(config.replicas)]
+def _run(case: _Case, requests: Sequence[SimRequest], block_size: int, config: RouteConfig) -> dict[str, Any]:
+    profile = replace(SERIAL, num_blocks=config.cache, block_size=block_size)
+    replicas = [SimReplica(f"r{index}", profile) for index in range(config.replicas)]
     routers: list[Router] = []
     for _ in range(config.routers):
         router = Router(case.make())
-        for name in names:
+        for replica in replicas:
             believed = int(case.size * (config.believed or config.cache))
             shadow = ApproximateIndex(believed, at_pick=case.at_pick, corrects=case.corrects)
-            router.add(Endpoint(name, shadow, block_size=block_size))
+            router.add(Endpoint(replica.name, shadow, block_size=block_size))
         routers.append(router)
-    fleet = VirtualFleet([VirtualReplica(name, config.cache, block_size, PREFILL, 0.0) for name in names])
-    summary = summarize(fleet.run(arrivals, routers))
-    served = [replica.num_served for replica in fleet.replicas.values()]
+    fleet = VirtualFleet(replicas, routers, FleetOptions(probe_interval=0.0))
+    records = fleet.run(requests)
+    summary = summarize([one.record for one in records])
+    served = [sum(one.replica == replica.name for one in records) for replica in replicas]
     assert summary.ttft is not None, "nothing was served"
     return {
         "hit_rate": summary.cached_share,
@@ -121,26 +122,21 @@ def _run(case: _Case, arrivals: Sequence[Arrival], block_size: int, config: Rout
     }
 
 
-def _arrivals(trace: Path, config: RouteConfig) -> tuple[list[Arrival], int]:
-    """Return the requests of a trace with block ids or with texts, and its block size."""
+def _requests(trace: Path, config: RouteConfig) -> tuple[list[SimRequest], int]:
+    """Return the requests of a trace with block ids or with texts, one output token each, and its block size."""
     try:
         with trace.open(encoding="utf-8") as lines:
             found = read_trace(lines).first(config.max_requests)
     except OSError as error:
         raise ConfigError(f"{trace}: {error}") from error
     if found.kind == "mooncake":
-        asks = [_ask(row.hash_ids, row.length, row.output) for row in found.requests]
-        pairs = zip(found.requests, asks, strict=True)
-        return [Arrival(row.at / config.speed, ask, row.output) for row, ask in pairs], CHAIN_BLOCK
+        rows = found.requests
+        return [SimRequest(row.at / config.speed, row.length, 1, row.hash_ids) for row in rows], CHAIN_BLOCK
     if found.kind != "agent":
         raise ConfigError(f"{trace}: a trace of kind {found.kind} does not record shared prefixes")
-    root = router_root("")
-    asks = [RoutingRequest(Prompt(pack_text(row.text.encode()), root), session=row.session) for row in found.requests]
     # Agents' clocks differ by days between files: the calls follow one another at a fixed rate.
-    return [Arrival(index / config.speed, ask, 1) for index, ask in enumerate(asks)], TEXT_BLOCK
-
-
-def _ask(block_ids: tuple[int, ...], prompt_tokens: int, output_tokens: int) -> RoutingRequest:
-    full = block_ids[: prompt_tokens // CHAIN_BLOCK]
-    block_hashes = [BlockHash(number.to_bytes(32, "big")) for number in full]
-    return RoutingRequest(Prompt.of_block_hashes(block_hashes, prompt_tokens, CHAIN_BLOCK), max_tokens=output_tokens)
+    prompts = [(pack_text(row.text.encode()), row.session) for row in found.requests]
+    return [
+        SimRequest(index / config.speed, len(prompt), 1, token_ids=prompt, session=session)
+        for index, (prompt, session) in enumerate(prompts)
+    ], TEXT_BLOCK

@@ -1,4 +1,4 @@
-"""DecisionLog: writes every routing decision as a line of JSON to a file, on its own thread.
+"""DecisionLog: writes routing decisions, or recorded requests, as lines of JSON to a file, on its own thread.
 
 Decisions that the disk does not accept in time are dropped and counted: no request waits for its record.
 """

@@ -1,4 +1,4 @@
-"""A fleet in virtual time: replicas with an engine's block pool that compute nothing, and a real router.
+"""A twin of the simulator for serial prefills: an engine's block pool per replica, behind a real router.
 
 A replica is an engine's block pool and a queue of prefills, run one after the other; answers are generated in parallel
 at a fixed pace and hold their blocks until they end. So a replica evicts what an engine evicts, admits when it has free

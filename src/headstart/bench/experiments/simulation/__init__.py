@@ -1,0 +1,1 @@
+"""Experiments with the simulator: sweeps, capacity plans, calibration on real steps."""

@@ -1,0 +1,182 @@
+"""Experiment: simulated fleets, every combination of policies, sizes, speeds and profiles, over seeds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headstart.bench.progress_bar import QUIET, Bar
+from headstart.bench.report import Chart, Report, Sheet
+from headstart.router.policies.policy_table import POLICIES, make_policy
+from headstart.sim.profile import Profile
+from headstart.sim.profiles.profile_file import load_profile
+from headstart.sim.scenarios.scenario import NOTHING_HAPPENS, read_scenario
+from headstart.sim.simulation import Simulation
+from headstart.sim.sweep import Grid, MakeRequests, PointResult, SweepOptions, run_sweep
+from headstart.workload.slo import Slo
+
+ALL = "all"
+LATENCIES = {
+    "ttft_mean_ms": "TTFT",
+    "ttft_p50_ms": "p50",
+    "ttft_p90_ms": "p90",
+    "ttft_p99_ms": "p99",
+    "tpot_mean_ms": "TPOT",
+    "tpot_p99_ms": "p99",
+    "e2e_mean_ms": "e2e",
+    "e2e_p99_ms": "p99",
+}
+WORK = {
+    "goodput": "good/s",
+    "hit_rate": "hits",
+    "redundancy": "redund.",
+    "busy": "busy",
+    "preemptions": "preempt.",
+    "retries": "retried",
+    "errors": "failed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SweepConfig:
+    """The settings of `headstart simulate`. `workload` maps (speed, seed) to requests; `blocks` 0: the profile's."""
+
+    workload: MakeRequests
+    policies: Sequence[str]
+    replicas: Sequence[int]
+    speeds: Sequence[float]
+    profiles: Sequence[str]
+    blocks: Sequence[int] = (0,)
+    scenario: Path | None = None
+    routers: int = 1
+    noise: float | None = None
+    seeds: int = 1
+    seed: int = 0
+    jobs: int = 1
+    slo: Slo = Slo()  # noqa: RUF009
+
+
+def run_fleet_sweep(config: SweepConfig, bar: Bar = QUIET) -> Report:
+    """Run all combinations. Raises ConfigError for names, files and sizes that cannot be."""
+    policies = policy_names(config.policies)
+    profiles = [_profile(name, blocks, config.noise) for name in config.profiles for blocks in config.blocks]
+    scenario = read_scenario(config.scenario) if config.scenario is not None else NOTHING_HAPPENS
+    base = Simulation(profiles[0], routers=config.routers, seed=config.seed, scenario=scenario)
+    points = list(Grid(profiles, config.replicas, policies, config.speeds).points(base))
+    bar.stage(f"{len(points)} combinations, {config.seeds} seeds", len(points) * config.seeds)
+    options = SweepOptions(config.seeds, config.jobs, config.slo)
+    results = run_sweep(points, config.workload, options, lambda point, count: bar.advance())
+    label = getattr(config.workload, "label", "requests")
+    return Report(
+        "simulate",
+        {"points": [_document(one) for one in results]},
+        seed=config.seed,
+        runs=config.seeds,
+        setup={
+            "workload": label,
+            "profiles": {profile.name: profile.source for profile in profiles},
+            "scenario": None if config.scenario is None else config.scenario.name,
+            "routers": config.routers,
+            "slo": dict(config.slo.limits),
+        },
+        sheets=_sheets(label, results),
+        charts=_charts(results),
+        problems=[] if config.scenario is not None else _failures(results),
+    )
+
+
+def policy_names(names: Sequence[str]) -> list[str]:
+    """Return policy names, with `all` expanded. Raises ConfigError for an unknown one."""
+    found = [name for given in names for name in (POLICIES if given == ALL else [given])]
+    for name in found:
+        make_policy(name)
+    return found
+
+
+def _profile(name: str, blocks: int, noise: float | None) -> Profile:
+    profile = load_profile(name)
+    if blocks:
+        profile = replace(profile, num_blocks=blocks)
+    return profile if noise is None else replace(profile, noise=noise)
+
+
+def _failures(results: Sequence[PointResult]) -> list[str]:
+    """Return a problem per point with failed requests; in a scenario they are a result."""
+    found: list[str] = []
+    for name, one in zip(_labels(results), results, strict=True):
+        failed = [run for run in one.runs if run.summary.errors]
+        if failed:
+            found.append(f"{name}: {failed[0].summary.errors} requests failed, the first with: {failed[0].first_error}")
+    return found
+
+
+def _document(one: PointResult) -> dict[str, Any]:
+    simulation = one.point.simulation
+    setting = {
+        "policy": simulation.policy,
+        "replicas": simulation.replicas,
+        "speed": one.point.speed,
+        "profile": simulation.profile.name,
+        "blocks": simulation.profile.num_blocks,
+    }
+    return {**setting, **one.means(), "spread": one.spread() if len(one.runs) > 1 else {}}
+
+
+def _labels(results: Sequence[PointResult]) -> list[str]:
+    """Return a label per point: its policy, and the settings in which points differ."""
+    parts = [
+        (
+            one.point.simulation.policy,
+            f"x{one.point.simulation.replicas}",
+            f"speed {one.point.speed:g}",
+            one.point.simulation.profile.name,
+            f"{one.point.simulation.profile.num_blocks:,} blocks",
+        )
+        for one in results
+    ]
+    differ = [index for index in range(1, 5) if len({row[index] for row in parts}) > 1]
+    return [", ".join([row[0], *(row[index] for index in differ)]) for row in parts]
+
+
+def _sheets(label: str, results: Sequence[PointResult]) -> list[Sheet]:
+    labels, means = _labels(results), [one.means() for one in results]
+    asked = f"{results[0].runs[0].summary.requests:,} requests of {label}"
+    title = f"{asked}, {results[0].point.simulation.profile.name}; ms"
+    by_replica = (("requests", "requests_by_replica"), ("evictions", "evictions_by_replica"))
+    return [
+        Sheet(
+            title,
+            ("policy", *LATENCIES.values()),
+            tuple((n, *_of(m, LATENCIES)) for n, m in zip(labels, means, strict=True)),
+        ),
+        Sheet(
+            "work", ("policy", *WORK.values()), tuple((n, *_of(m, WORK)) for n, m in zip(labels, means, strict=True))
+        ),
+        Sheet(
+            "by replica: fewest and most",
+            ("policy", *(name for name, _ in by_replica)),
+            tuple((n, *(_range(m[key]) for _, key in by_replica)) for n, m in zip(labels, means, strict=True)),
+        ),
+    ]
+
+
+def _of(means: dict[str, Any], columns: dict[str, str]) -> list[Any]:
+    return [means[key] for key in columns]
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{min(values):,.0f} to {max(values):,.0f}"
+
+
+def _charts(results: Sequence[PointResult]) -> list[Chart]:
+    x = tuple(_labels(results))
+
+    def bars(title: str, *keys: str) -> Chart:
+        means = [one.means() for one in results]
+        return Chart(title, "", "ms", x, {k.split("_")[1]: tuple(m[k] for m in means) for k in keys}, log_y=True)
+
+    return [
+        bars("time to first token", "ttft_mean_ms", "ttft_p99_ms"),
+        bars("time per output token", "tpot_mean_ms", "tpot_p99_ms"),
+        bars("end to end", "e2e_mean_ms"),
+    ]

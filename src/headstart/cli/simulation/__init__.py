@@ -1,0 +1,1 @@
+"""The verbs `simulate` and `plan`: a fleet in virtual time."""

@@ -1,0 +1,78 @@
+"""`headstart plan`: the smallest fleet and the policy that meet a service level objective, by simulation."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headstart.bench.cli import cli_run
+from headstart.cli.simulation.workload_flags import (
+    Count,
+    Decisions,
+    Rate,
+    Scenario,
+    Skip,
+    Synthetic,
+    Trace,
+    Workload,
+    names_of,
+    seconds_of,
+)
+from headstart.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headstart.bench.progress_bar import Bar
+    from headstart.bench.report import Report
+
+EXAMPLES = """Examples:
+  headstart plan --trace conversation_trace.jsonl --slo-ttft 2s --slo-tpot 50ms
+  headstart plan --synthetic decode-heavy --rate 14 --slo-tpot 30ms --profile qwen3-32b@2xh100"""
+
+
+def plan(
+    trace: Trace = None,
+    decisions: Decisions = None,
+    synthetic: Synthetic = None,
+    rate: Rate = 14.0,
+    speed: Annotated[float, typer.Option(metavar="X", min=0.001, help="Times the recorded rate.")] = 1.0,
+    count: Count = 0,
+    skip: Skip = 0,
+    policy: Annotated[str, typer.Option(metavar="NAME,...", help="Routing policies; all: every one.")] = "cost",
+    profile: Annotated[
+        str, typer.Option(metavar="NAME", help="reference, MODEL@2xGPU (datasheets), or a calibrated file.")
+    ] = "reference",
+    max_replicas: Annotated[int, typer.Option(metavar="N", min=1, help="The largest fleet to try.")] = 256,
+    scenario: Scenario = None,
+    slo_ttft: Annotated[str | None, typer.Option(metavar="TIME", help="Limit of its 90th percentile: 500ms.")] = None,
+    slo_tpot: Annotated[str | None, typer.Option(metavar="TIME", help="The same, per output token: 50ms.")] = None,
+    slo_e2e: Annotated[str | None, typer.Option(metavar="TIME", help="The same, to the last token: 20s.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of noise and synthetic traffic.")] = 0,
+) -> None:
+    """Find the smallest simulated fleet, and the routing policy, that meet latency limits.
+
+    A fleet meets them if no request fails and the 90th percentile of every limited latency is within its limit.
+    """
+    with cli_run.refusing():
+        workload = Workload(trace, decisions, synthetic, rate, count, skip)
+        given = (("--slo-ttft", slo_ttft), ("--slo-tpot", slo_tpot), ("--slo-e2e", slo_e2e))
+        seconds = [seconds_of(flag, text) for flag, text in given]
+        if not any(seconds):
+            raise ConfigError("give a limit: --slo-ttft, --slo-tpot or --slo-e2e, such as --slo-ttft 500ms")
+        policies = names_of("--policy", policy)
+
+    def run(bar: "Bar") -> "Report":
+        from headstart.bench.experiments.simulation.fleet_plan import PlanConfig, run_fleet_plan
+        from headstart.workload.slo import Slo
+
+        config = PlanConfig(
+            workload=workload,
+            policies=policies,
+            profile=profile,
+            speed=speed,
+            max_replicas=max_replicas,
+            scenario=scenario,
+            slo=Slo(*seconds),
+            seed=seed,
+        )
+        return run_fleet_plan(config, bar)
+
+    cli_run.finish(run, None)

@@ -1,0 +1,126 @@
+"""`headstart simulate`: a fleet in virtual time on a recorded or synthetic workload; and `simulate calibrate`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headstart.bench.cli import cli_run
+from headstart.bench.cli.bench_flags import Where
+from headstart.cli.help_text import GroupedCommand, GroupedVerb
+from headstart.cli.simulation.workload_flags import (
+    Blocks,
+    Count,
+    Decisions,
+    ProfileName,
+    Rate,
+    Scenario,
+    Skip,
+    Synthetic,
+    Trace,
+    Workload,
+    names_of,
+    seconds_of,
+    values_of,
+)
+
+if TYPE_CHECKING:
+    from headstart.bench.progress_bar import Bar
+    from headstart.bench.report import Report
+    from headstart.bench.runners.engines import Setup
+
+EXAMPLES = """Examples:
+  headstart simulate --trace conversation_trace.jsonl --replicas 8 --policy cost,least-load
+  headstart simulate --trace conversation_trace.jsonl --replicas 4,8 --profile qwen3-32b@2xh100 --plot fleet.png
+  headstart simulate --synthetic decode-heavy --rate 14 --blocks 800 --seeds 5
+  headstart simulate --decisions route.jsonl --policy cost,weighted
+  headstart simulate calibrate llama-100m --out here.json"""
+app = typer.Typer(cls=GroupedVerb, rich_markup_mode=None, invoke_without_command=True, epilog=EXAMPLES)
+
+
+@app.callback()
+def simulate(
+    ctx: typer.Context,
+    trace: Trace = None,
+    decisions: Decisions = None,
+    synthetic: Synthetic = None,
+    rate: Rate = 14.0,
+    speed: Annotated[str, typer.Option(metavar="X,...", help="Times the recorded rate.")] = "1",
+    count: Count = 0,
+    skip: Skip = 0,
+    replicas: Annotated[str, typer.Option(metavar="N,...", help="Replicas behind the router.")] = "8",
+    policy: Annotated[str, typer.Option(metavar="NAME,...", help="Routing policies; all: every one.")] = "cost",
+    routers: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Independent routers, each with a share of the traffic.")
+    ] = 1,
+    profile: ProfileName = "reference",
+    blocks: Blocks = "0",
+    noise: Annotated[
+        float | None, typer.Option(metavar="X", min=0, help="Of a step's time; 0.1: 10 %. Default: profile.")
+    ] = None,
+    scenario: Scenario = None,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Runs per combination; figures are means.")] = 1,
+    seed: Annotated[int, typer.Option(metavar="N", help="The first seed.")] = 0,
+    slo_ttft: Annotated[str | None, typer.Option(metavar="TIME", help="Limit for goodput, such as 500ms.")] = None,
+    slo_tpot: Annotated[str | None, typer.Option(metavar="TIME", help="The same, per output token.")] = None,
+    jobs: Annotated[int, typer.Option(metavar="N", min=1, help="Processes.")] = 1,
+    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Also draw the result into this file.")] = None,
+) -> None:
+    """Simulate a fleet in virtual time: the engine's own scheduler and cache, the router's own policies.
+
+    Only the duration of a step is modelled. Lists with commas are combined. The table goes to stderr; the last line of
+    stdout is one JSON document.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    with cli_run.refusing():
+        workload = Workload(trace, decisions, synthetic, rate, count, skip)
+        limits = seconds_of("--slo-ttft", slo_ttft), seconds_of("--slo-tpot", slo_tpot)
+        settings: dict[str, Any] = {
+            "policies": names_of("--policy", policy),
+            "replicas": [int(value) for value in values_of("--replicas", replicas, int)],
+            "speeds": values_of("--speed", speed, float),
+            "blocks": [int(value) for value in values_of("--blocks", blocks, int)],
+            "profiles": names_of("--profile", profile),
+        }
+
+    def run(bar: "Bar") -> "Report":
+        from headstart.bench.experiments.simulation.fleet_sweep import SweepConfig, run_fleet_sweep
+        from headstart.workload.slo import Slo
+
+        config = SweepConfig(
+            workload=workload,
+            scenario=scenario,
+            routers=routers,
+            noise=noise,
+            seeds=seeds,
+            seed=seed,
+            jobs=jobs,
+            slo=Slo(*limits),
+            **settings,
+        )
+        return run_fleet_sweep(config, bar)
+
+    cli_run.finish(run, plot)
+
+
+@app.command(cls=GroupedCommand)
+def calibrate(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Folder, hub id or shape; without: the bundled model.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the profile to this .json file.")] = None,
+    dtype: Annotated[str, typer.Option(metavar="TEXT", help="auto | bfloat16 | float32.")] = "auto",
+    threads: Annotated[int, typer.Option(metavar="N", help="Compute threads; 0: one per granted core.")] = 1,
+    blocks: Annotated[int, typer.Option(metavar="N", min=64, help="KV blocks of the engine and the profile.")] = 2048,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the prompts.")] = 0,
+    output: Annotated[int, typer.Option("--output-tokens", metavar="N", min=2, help="Output tokens per request.")] = 24,
+) -> None:
+    """Fit a step cost to real steps of a model on this machine, and print its error on held-out steps."""
+
+    def run(setup: "Setup", bar: "Bar") -> "Report":
+        from headstart.bench.experiments.simulation.calibration import CalibrationConfig, run_calibration
+
+        return run_calibration(setup, CalibrationConfig(out=out, blocks=blocks, output=output), bar)
+
+    cli_run.run_on_model(run, Where(model or "", dtype=dtype, threads=threads, asked_seed=seed))

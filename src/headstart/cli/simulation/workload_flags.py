@@ -1,0 +1,114 @@
+"""The flags by which `simulate` and `plan` name a workload, and values given as lists or durations."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headstart.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headstart.sim.sim_request import SimRequest
+
+Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE", help="A Mooncake, LMCache agent or Azure trace."),
+]
+Decisions = Annotated[
+    Path | None,
+    typer.Option("--decisions", metavar="FILE", help="Instead: replay the log of `headstart route --decision-log`."),
+]
+Synthetic = Annotated[
+    str | None,
+    typer.Option("--synthetic", metavar="NAME", help="Instead: decode-heavy or hot-documents, at --rate."),
+]
+Rate = Annotated[
+    float, typer.Option(metavar="X", min=0.001, help="With --synthetic: requests per second, times --speed.")
+]
+Count = Annotated[int, typer.Option("--requests", metavar="N", min=0, help="Use N requests; 0: all (synthetic: 2000).")]
+Skip = Annotated[int, typer.Option(metavar="N", min=0, help="Leave out the first N requests.")]
+Scenario = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Failures, slow replicas, autoscaling, offload tier: TOML or JSON."),
+]
+Blocks = Annotated[str, typer.Option(metavar="N,...", help="KV blocks per replica; 0: the profile's.")]
+ProfileName = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME,...",
+        help="reference, serial, MODEL@2xGPU from datasheets (not measured), or a file of `simulate calibrate`.",
+    ),
+]
+SYNTHETIC_COUNT = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A named workload. Calling it with (speed, seed) gives its requests; picklable."""
+
+    trace: Path | None
+    decisions: Path | None
+    synthetic: str | None
+    rate: float
+    count: int
+    skip: int
+
+    def __post_init__(self) -> None:
+        given = [one for one in (self.trace, self.decisions, self.synthetic) if one is not None]
+        if len(given) != 1:
+            raise ConfigError(f"give one of --trace, --decisions and --synthetic; {len(given)} were given")
+
+    @property
+    def label(self) -> str:
+        if self.synthetic is not None:
+            return f"{self.synthetic} at {self.rate:g}/s"
+        path = self.trace or self.decisions
+        assert path is not None
+        return path.name
+
+    def __call__(self, speed: float, seed: int) -> "Sequence[SimRequest]":
+        """Return the requests. Raises ConfigError for a file that cannot be read."""
+        from headstart.sim import sim_workload
+
+        if self.synthetic is not None:
+            count = self.count or SYNTHETIC_COUNT
+            return sim_workload.synthetic(self.synthetic, self.rate * speed, count, seed)
+        if self.trace is not None:
+            return sim_workload.read_requests(self.trace, speed=speed, skip=self.skip, count=self.count)
+        assert self.decisions is not None
+        return sim_workload.read_decisions(self.decisions, speed=speed, skip=self.skip, count=self.count)
+
+
+def values_of(flag: str, text: str, convert: Callable[[str], float]) -> list[float]:
+    """Return the numbers of a list with commas. Raises ConfigError."""
+    try:
+        found = [convert(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} {text}: a number or several with commas, such as 4,8") from None
+    if min(found) < 0:
+        raise ConfigError(f"{flag} {text}: numbers must not be negative")
+    return found
+
+
+def names_of(flag: str, text: str) -> list[str]:
+    """Return the names of a list with commas. Raises ConfigError."""
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise ConfigError(f"{flag} {text!r}: a name or several with commas")
+    return found
+
+
+def seconds_of(flag: str, text: str | None) -> float | None:
+    """Return a duration such as 500ms, 2s or 0.5 (seconds); None for None. Raises ConfigError."""
+    if text is None:
+        return None
+    number, scale = (text[:-2], 1e-3) if text.endswith("ms") else (text.removesuffix("s"), 1.0)
+    try:
+        found = float(number) * scale
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise ConfigError(f"{flag} {text}: a duration above 0, such as 500ms or 2s")
+    return found

@@ -1,0 +1,1 @@
+"""Profiles by name, from datasheets, from files, and fitted to measured steps."""

@@ -1,0 +1,281 @@
+"""VirtualFleet: simulated replicas behind real routers, and the events between them in time order.
+
+A router sees what it sees in reality: the first token of an answer, its end with the number of cached tokens, the queue
+lengths of each replica at every probe, refused connections and broken answers. Only the replicas' step times are
+modelled. Events at the same time are processed in the order in which they were scheduled, so a run is a function of
+its inputs.
+
+Not modelled: the network, HTTP, tokenization, and the router's own queue limits.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from headstart.core.batch import Output, PromptTokenBreakdown
+from headstart.core.errors import NoReplicaError, RequestTooLargeError
+from headstart.core.sched.ideal_cache import IdealCache
+from headstart.router.endpoint import Endpoint
+from headstart.router.index.approximate_index import ApproximateIndex
+from headstart.router.router import Router
+from headstart.router.routing_decision import InFlight
+from headstart.router.routing_request import Prompt, RoutingRequest, Usage
+from headstart.sim.sim_replica import SimReplica
+from headstart.sim.sim_request import SimRequest
+from headstart.workload.request_record import RequestRecord
+
+Act = Callable[[float], None]
+NOTHING = PromptTokenBreakdown()
+MAX_ATTEMPTS = 3  # of one request, at different replicas
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """Conditions of a run. Intervals in seconds; 0: never."""
+
+    probe_interval: float = 2.0  # after which a router reads the queue lengths and the health of every replica
+    reports_usage: bool = True  # answers state their cached tokens
+    tells_output: bool = False  # a request's max_tokens is the length of its output; else it is not known
+
+
+DEFAULTS = FleetOptions()
+
+
+class SimRecord(NamedTuple):
+    """The record of one request, and where it was served."""
+
+    record: RequestRecord
+    replica: str  # the last one; empty: none was available
+    breakdown: PromptTokenBreakdown  # sources of the prompt's KV
+    num_attempts: int
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One request on its way through the fleet."""
+
+    number: int
+    request: SimRequest
+    router: Router
+    routing: RoutingRequest | None = None
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    in_flight: InFlight | None = None
+    replica: SimReplica | None = None
+    first_token: float | None = None
+    breakdown: PromptTokenBreakdown = NOTHING
+    cached_tokens: int = 0
+    tried: frozenset[str] = frozenset()
+
+    @property
+    def request_id(self) -> str:
+        return str(self.number)
+
+
+class VirtualFleet:
+    """Replicas, routers, and the events between them. One run per fleet."""
+
+    def __init__(
+        self, replicas: Iterable[SimReplica], routers: Sequence[Router], options: FleetOptions = DEFAULTS
+    ) -> None:
+        self.replicas = {replica.name: replica for replica in replicas}
+        self.routers = routers
+        self.options = options
+        self.records: list[SimRecord] = []  # in order of completion
+        self.now = 0.0
+        self.is_halted = False  # set by a caller that has seen enough: the run ends
+        self.on_record: Callable[[SimRecord], None] | None = None  # called with every finished request
+        self._calls: dict[str, _Call] = {}
+        self._num_open = 0  # requests that have not ended, arrived or not
+        self._events: list[tuple[float, int, Act]] = []
+        self._num_events = 0
+        self._ideal = IdealCache(1 << 62)
+        self.ideal_tokens = 0  # prompt tokens that one perfect, infinite cache for the whole fleet would compute
+
+    def at(self, time: float, act: Act) -> None:
+        """Schedule a callback, which receives the time."""
+        heappush(self._events, (time, self._num_events, act))
+        self._num_events += 1
+
+    def run(self, requests: Sequence[SimRequest]) -> list[SimRecord]:
+        """Send each request at its time, to the routers in turn; return the records in completion order.
+
+        The run ends with the last request; later events are dropped.
+        """
+        self._num_open = len(requests)
+        for number, request in enumerate(requests):
+            call = _Call(number, request, self.routers[number % len(self.routers)])
+            self.at(request.at, lambda now, call=call: self._arrive(call, now))
+        if self.options.probe_interval > 0:
+            self.at(self.options.probe_interval, self._probe)
+        while self._num_open and not self.is_halted:
+            assert self._events, f"{self._num_open} requests have not ended, and nothing is left to happen"
+            self.now, _, act = heappop(self._events)
+            act(self.now)
+        return self.records
+
+    def add(self, replica: SimReplica) -> None:
+        """Add a replica to the fleet and to every router."""
+        self.replicas[replica.name] = replica
+        for router in self.routers:
+            router.add(endpoint_of(replica))
+
+    def stop(self, name: str, now: float) -> None:
+        """Stop a replica at once: its requests break off, and new ones are refused until it is restarted."""
+        self.replicas[name].stop(now)
+        lost = [call for call in self._calls.values() if call.replica is not None and call.replica.name == name]
+        for call in lost:
+            self._broken(call, now)
+
+    def restart(self, name: str, now: float) -> None:
+        """Let a stopped or draining replica serve again; routers notice at their next probe."""
+        self.replicas[name].restart(now)
+
+    def drain(self, name: str) -> None:
+        """Let a replica finish what it has and refuse what is new."""
+        self.replicas[name].is_draining = True
+
+    def remove(self, name: str, now: float) -> None:
+        """Stop a replica and remove it from every router; its figures stay."""
+        self.stop(name, now)
+        for router in self.routers:
+            router.remove(name)
+
+    def wake(self, replica: SimReplica, now: float) -> None:
+        """Begin a step if the replica has work and none is running."""
+        seconds = replica.begin(now)
+        if seconds is not None:
+            epoch = replica.epoch
+            self.at(now + seconds, lambda then: self._stepped(replica, epoch, then))
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _arrive(self, call: _Call, now: float) -> None:
+        """Tokenize a request and route it."""
+        request = call.request
+        call.tokens = request.tokens()
+        sizes = {endpoint.block_size for endpoint in call.router.endpoints.values()}
+        prompt = request.prompt(call.tokens, sizes)
+        max_tokens = request.output_tokens if self.options.tells_output else 0
+        call.routing = RoutingRequest(prompt, session=request.session, max_tokens=max_tokens)
+        self._calls[call.request_id] = call
+        self._count_ideal(prompt, min(sizes, default=0))
+        self._route(call, now)
+
+    def _count_ideal(self, prompt: Prompt, block_size: int) -> None:
+        """Count what a perfect cache for the whole fleet would compute of a prompt: at least one token."""
+        block_hashes = prompt.block_hashes(block_size) if block_size else []
+        known = self._ideal.num_known(block_hashes)
+        self._ideal.learn(block_hashes)
+        self.ideal_tokens += max(prompt.num_tokens - known * block_size, 1)
+
+    def _route(self, call: _Call, now: float) -> None:
+        """Send a request to a replica; to another one while it is refused and attempts are left."""
+        assert call.routing is not None
+        error = f"{MAX_ATTEMPTS} attempts failed"
+        while len(call.tried) < MAX_ATTEMPTS:
+            try:
+                before = call.in_flight
+                decision = call.router.pick(call.routing, now, tried=call.tried, before=before)
+            except NoReplicaError:
+                error = "no replica"
+                break
+            in_flight = call.in_flight = call.router.sent(decision, now)
+            replica = call.replica = self.replicas[decision.endpoint.name]
+            call.tried |= {replica.name}
+            if not replica.is_up or replica.is_draining:
+                self._refused(call, in_flight, replica, now)
+                continue
+            try:
+                replica.submit(call.request_id, call.tokens, call.request.output_tokens, now)
+            except RequestTooLargeError as refusal:
+                call.router.failed(in_flight, now, blame=False)
+                error = str(refusal)
+                break
+            call.tokens = array("i")  # the scheduler has them
+            self.wake(replica, now)
+            return
+        self._ended(call, now, error)
+
+    def _refused(self, call: _Call, in_flight: InFlight, replica: SimReplica, now: float) -> None:
+        """Report a refused connection, or an answer that the replica is draining."""
+        if replica.is_up:
+            in_flight.endpoint.health.left(now, draining=True)
+        call.router.failed(in_flight, now, refused=not replica.is_up, blame=not replica.is_up)
+
+    def _stepped(self, replica: SimReplica, epoch: int, now: float) -> None:
+        """End a step: pass its outputs to the routers, and begin the next one."""
+        if replica.epoch != epoch:
+            return
+        for output in replica.end():
+            if output.breakdown is not None or output.finish_reason is not None:
+                self._output(self._calls[output.request_id], output, now)
+        self.wake(replica, now)
+
+    def _output(self, call: _Call, output: Output, now: float) -> None:
+        """Process the first or the last output of a request, or one that is both."""
+        assert call.in_flight is not None
+        if output.breakdown is not None:
+            call.breakdown = output.breakdown
+            call.cached_tokens = output.num_cached_tokens
+            call.first_token = now
+            call.router.first_token(call.in_flight, now)
+        if output.finish_reason is not None:
+            usage = Usage(output.num_prompt_tokens, call.cached_tokens) if self.options.reports_usage else None
+            call.router.finished(call.in_flight, now, usage)
+            self._ended(call, now)
+
+    def _broken(self, call: _Call, now: float) -> None:
+        """Fail a request whose replica stopped: it is routed again unless a client has seen a part of its answer."""
+        assert call.in_flight is not None
+        call.router.failed(call.in_flight, now)
+        if call.first_token is not None:
+            self._ended(call, now, "the replica stopped")
+            return
+        call.tokens = call.request.tokens()
+        self._route(call, now)
+
+    def _ended(self, call: _Call, now: float, error: str | None = None) -> None:
+        del self._calls[call.request_id]
+        self._num_open -= 1
+        request, is_served = call.request, error is None
+        record = RequestRecord(
+            request_id=call.request_id,
+            arrival=request.at,
+            first_token=call.first_token,
+            finish=now if is_served else None,
+            prompt_tokens=request.prompt_tokens,
+            cached_tokens=call.cached_tokens,
+            output_tokens=request.output_tokens if is_served else 0,
+            error=error,
+        )
+        replica = call.replica.name if call.replica is not None else ""
+        found = SimRecord(record, replica, call.breakdown, len(call.tried))
+        self.records.append(found)
+        if self.on_record is not None:
+            self.on_record(found)
+
+    def _probe(self, now: float) -> None:
+        """Let every router read the state of every replica."""
+        for replica in self.replicas.values():
+            reported = replica.report(now) if replica.is_up else None
+            for router in self.routers:
+                endpoint = router.endpoints.get(replica.name)
+                if endpoint is None:
+                    continue
+                if reported is None or replica.is_draining:
+                    endpoint.health.left(now, absent=reported is None, draining=reported is not None)
+                else:
+                    endpoint.health.present()
+                    endpoint.reported = reported
+        self.at(now + self.options.probe_interval, self._probe)
+
+
+def endpoint_of(replica: SimReplica, num_blocks: int = 0) -> Endpoint:
+    """Return the router's state for a new replica; its index believes in `num_blocks` blocks, 0: the true number."""
+    profile = replica.profile
+    allow = (lambda granted, wanted: max(granted, wanted)) if profile.offload is not None else None
+    size = num_blocks or profile.num_blocks
+    index = ApproximateIndex(size, eviction_policy=profile.eviction_policy, allow=allow)
+    return Endpoint(replica.name, index, block_size=profile.block_size)

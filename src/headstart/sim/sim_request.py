@@ -1,0 +1,75 @@
+"""SimRequest: one request of a simulated workload, by block ids or tokens; expanded only when it arrives.
+
+A block id stands for `id_size` equal tokens, so an hour of traffic with 145 million tokens needs a few megabytes until
+it is served, and the scheduler still sees every token.
+"""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from headstart.core.cache.hashing import root_hash
+from headstart.router.routing_request import Prompt
+from headstart.workload.jobs import Job
+from headstart.workload.traces import CHAIN_BLOCK, Trace
+
+ROOT = root_hash(b"")
+"""Parent of every first block: the same in simulated engines and routers, so that block hashes can be compared."""
+CHARS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SimRequest:
+    """A prompt of `prompt_tokens` tokens, `output_tokens` of which follow it.
+
+    The prompt is `token_ids` if given; else the expansion of `block_ids`, chain ids of `id_size` tokens each.
+    """
+
+    at: float  # seconds
+    prompt_tokens: int
+    output_tokens: int
+    block_ids: tuple[int, ...] = ()
+    id_size: int = CHAIN_BLOCK
+    token_ids: "array[int] | None" = None
+    session: str | None = None
+
+    def tokens(self) -> "array[int]":
+        """Return the token ids of the prompt, packed int32."""
+        if self.token_ids is not None:
+            return self.token_ids
+        found, size = array("i"), self.id_size
+        found.frombytes(b"".join([array("i", (number,)).tobytes() * size for number in self.block_ids]))
+        del found[self.prompt_tokens :]
+        assert len(found) == self.prompt_tokens, f"{len(self.block_ids)} ids for {self.prompt_tokens} tokens"
+        return found
+
+    def prompt(self, token_ids: "array[int]", block_sizes: Iterable[int]) -> Prompt:
+        """Return the prompt as a router sees it: the hashes at the given block sizes, without tokens."""
+        prompt = Prompt(token_ids, ROOT)
+        for size in block_sizes:
+            prompt.block_hashes(size)
+        prompt.drop_tokens()
+        return prompt
+
+
+def from_trace(trace: Trace, *, speed: float = 1.0) -> list[SimRequest]:
+    """Return the requests of a trace, arriving `speed` times as fast.
+
+    Prompts without block ids are expanded here: texts with a token for every four characters, lengths with tokens that
+    no other prompt has.
+    """
+    if all(request.hash_ids for request in trace.requests):
+        return [
+            SimRequest(
+                row.at / speed, row.length, max(row.output, 1), block_ids=row.hash_ids, session=row.session or None
+            )
+            for row in trace.requests
+        ]
+    jobs = trace.jobs(1 << 30, 0, speed=speed)
+    sessions = (row.session or None for row in trace.requests)
+    return [from_job(job, session) for job, session in zip(jobs, sessions, strict=True)]
+
+
+def from_job(job: Job, session: str | None = None) -> SimRequest:
+    """Return a job of a synthetic workload as a request."""
+    return SimRequest(job.at, len(job.prompt), job.output, token_ids=job.prompt, session=session)

@@ -1,0 +1,126 @@
+"""Sweep: simulations of every combination of settings, over seeds, in this process or in several."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from itertools import product
+from statistics import fmean
+from typing import Any
+
+from headstart.sim.profile import Profile
+from headstart.sim.sim_report import FleetReport, report
+from headstart.sim.sim_request import SimRequest
+from headstart.sim.simulation import Simulation
+from headstart.workload.slo import Slo
+
+UNLIMITED = Slo()
+MakeRequests = Callable[[float, int], Sequence[SimRequest]]
+"""Map (speed, seed) to a workload; must be picklable for more than one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One combination of settings; its runs differ in the seed only."""
+
+    simulation: Simulation
+    speed: float
+
+    @property
+    def label(self) -> str:
+        simulation = self.simulation
+        return f"{simulation.policy} x{simulation.replicas} @{self.speed:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class PointResult:
+    """The runs of one point, one per seed."""
+
+    point: Point
+    runs: tuple[FleetReport, ...]
+
+    def means(self) -> dict[str, Any]:
+        """Return the figures as plain values: means over the seeds, and of lists the sorted means by rank."""
+        rows = [run.values() for run in self.runs]
+        return {name: _mean([row[name] for row in rows]) for name in rows[0]}
+
+    def spread(self) -> dict[str, list[float]]:
+        """Return [min, max] over the seeds of every figure that is a number."""
+        rows = [run.values() for run in self.runs]
+        found: dict[str, list[float]] = {}
+        for name, value in rows[0].items():
+            if isinstance(value, int | float) and all(row[name] is not None for row in rows):
+                found[name] = [min(row[name] for row in rows), max(row[name] for row in rows)]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The settings to combine."""
+
+    profiles: Sequence[Profile]
+    replicas: Sequence[int]
+    policies: Sequence[str]
+    speeds: Sequence[float]
+
+    def points(self, base: Simulation) -> Iterator[Point]:
+        """Yield every combination; what the grid does not set comes from `base`."""
+        for profile, replicas, speed, policy in product(self.profiles, self.replicas, self.speeds, self.policies):
+            yield Point(replace(base, profile=profile, replicas=replicas, policy=policy), speed)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepOptions:
+    """`seeds` runs per point; `jobs` processes."""
+
+    seeds: int = 1
+    jobs: int = 1
+    slo: Slo = UNLIMITED
+
+
+def run_sweep(
+    points: Sequence[Point], make: MakeRequests, options: SweepOptions, on_run: Callable[[Point, int], None]
+) -> list[PointResult]:
+    """Run every point with every seed; return the results in the order of the points.
+
+    `on_run` is called with the point and the number of requests of each run that has ended.
+    """
+    tasks = [(point, seed) for point in points for seed in range(options.seeds)]
+    found: dict[int, FleetReport] = {}
+    if options.jobs <= 1:
+        for index, (point, seed) in enumerate(tasks):
+            found[index] = run_point(point, seed, make, options.slo)
+            on_run(point, found[index].summary.requests)
+    else:
+        with ProcessPoolExecutor(options.jobs) as pool:
+            futures = {
+                pool.submit(run_point, point, seed, make, options.slo): index
+                for index, (point, seed) in enumerate(tasks)
+            }
+            for future in as_completed(futures):
+                index = futures[future]
+                found[index] = future.result()
+                on_run(tasks[index][0], found[index].summary.requests)
+    size = options.seeds
+    return [
+        PointResult(point, tuple(found[number * size + seed] for seed in range(size)))
+        for number, point in enumerate(points)
+    ]
+
+
+def run_point(point: Point, seed: int, make: MakeRequests, slo: Slo) -> FleetReport:
+    """Run one point with one seed."""
+    simulation = replace(point.simulation, seed=point.simulation.seed + seed)
+    return report(simulation.run(make(point.speed, simulation.seed)), slo)
+
+
+def _mean(values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, list):
+        ranked = [sorted(value) for value in values]
+        return [fmean(rank) for rank in zip(*ranked, strict=False)] if len(values) > 1 else first
+    if isinstance(first, bool):
+        return all(values)
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return fmean(known) if len(values) > 1 else known[0]
