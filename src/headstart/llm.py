@@ -240,6 +240,12 @@ class LLM:
             )
         if params.stream:
             raise InvalidRequestError("stream works over HTTP only; leave it out", param="stream")
+        if params.sampling.grammar is not None:
+            try:
+                self.engine.compile_grammar(params.sampling.grammar)
+            except InvalidRequestError as error:
+                error.param = params.grammar_field
+                raise
         return params
 
     def _run(self, prompts: "list[array[int]]", params: Sequence[GenerationParams], progress: bool) -> list[Completion]:

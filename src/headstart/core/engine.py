@@ -135,6 +135,10 @@ class Engine:
         self.scheduler.add(request)
         self.recent.queued(request.request_id)
 
+    def compile_grammar(self, grammar: str) -> None:
+        """Compile a grammar and keep it for later requests; blocks. Raises InvalidRequestError."""
+        self._compiling.compile(grammar)
+
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks at once; return False if there is none. No Output follows."""
         if self._compiling.remove(request_id):

@@ -35,9 +35,11 @@ class CompilingRequests:
         """Begin to compile the grammar of a request. Raises InvalidRequestError without a compiler."""
         grammar = request.sampling.grammar
         assert grammar is not None, f"{request.request_id} has no grammar"
-        if self._compiler is None:
-            raise InvalidRequestError("this engine has no grammars: leave out the structured output parameters")
-        self._waiting[request.request_id] = request, self._compiler.compile(grammar)
+        self._waiting[request.request_id] = request, self._future(grammar)
+
+    def compile(self, grammar: str) -> None:
+        """Compile a grammar now. Raises InvalidRequestError for an invalid one, and without a compiler."""
+        self._future(grammar).result()
 
     def remove(self, request_id: str) -> bool:
         """Forget a request; return False if it is not waiting here."""
@@ -52,6 +54,11 @@ class CompilingRequests:
             if error is not None and not isinstance(error, HeadstartError):
                 raise error
             yield request, None if error is None else str(error)
+
+    def _future(self, grammar: str) -> "Future[Any]":
+        if self._compiler is None:
+            raise InvalidRequestError("this engine has no grammars: leave out the structured output parameters")
+        return self._compiler.compile(grammar)
 
     def wait(self) -> None:
         """Wait a moment for any of them."""

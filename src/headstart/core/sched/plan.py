@@ -26,17 +26,24 @@ class Plan:
         self._promised: set[BlockHash] = set()
 
     def chunk_len(self, seq: Sequence, start: int, *, alone: bool) -> int:
-        """Return how many tokens of `seq` to compute from `start` on; prefills leave one for each unplanned decode."""
+        """Return how many tokens of `seq` to compute from `start` on; prefills leave one for each unplanned decode.
+
+        A decode with forced tokens gets one token at least, and more of them like a prefill.
+        """
         want = len(seq.token_ids) - start
-        budget = self.budget if want == 1 else self.budget - self._num_decodes
-        return chunk_len(want, start, budget, self.limits, alone=alone, cap=self._prompt_tokens_left)
+        if want == 1:
+            return chunk_len(1, start, self.budget, self.limits, alone=alone)
+        n = chunk_len(
+            want, start, self.budget - self._num_decodes, self.limits, alone=alone, cap=self._prompt_tokens_left
+        )
+        return n or int(self.budget > 0 and is_decode(seq))
 
     def add(self, seq: Sequence, start: int, n: int, *, writes: bool, extra: int = 0) -> None:
         """Plan `n` tokens of `seq`; `writes`: it publishes what it computes. `extra` is charged on top."""
         decode = len(seq.token_ids) - start == 1
         self.budget -= charge(start, n, self.limits, decode=decode) + extra
         self.entries.append((seq, n))
-        if decode and self._num_decodes:
+        if self._num_decodes and (decode or is_decode(seq)):
             self._num_decodes -= 1
         if not decode and self._prompt_tokens_left is not None:
             self._prompt_tokens_left = max(self._prompt_tokens_left - n, 0)
@@ -47,3 +54,8 @@ class Plan:
     def promises(self, seq: Sequence, index: int) -> bool:
         """Return whether block `index` of `seq` is promised."""
         return index < len(seq.block_hashes) and seq.block_hashes[index] in self._promised
+
+
+def is_decode(seq: Sequence) -> bool:
+    """Return whether a running sequence computes output: one token, or forced tokens too."""
+    return len(seq.token_ids) - seq.num_computed_tokens == 1 or seq.num_computed_tokens >= len(seq.request.prompt)

@@ -19,7 +19,7 @@ from headstart.core.cache.trust import Trust
 from headstart.core.errors import RequestTooLargeError
 from headstart.core.request import FinishReason, Request, Sequence, Status
 from headstart.core.sched.admission import MAX_CANDIDATES, Admission, non_preemptible
-from headstart.core.sched.plan import Plan
+from headstart.core.sched.plan import Plan, is_decode
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import StepTimes
 from headstart.core.sched.token_accounting import TokenAccounting
@@ -91,7 +91,7 @@ class Scheduler:
         """
         assert not self._planned, "the step before this one was not updated"
         self._now = self.pool.now = now
-        num_decodes = [len(seq.token_ids) - seq.num_computed_tokens for seq in self.running].count(1)
+        num_decodes = sum(map(is_decode, self.running))
         most = self.step_times.max_prompt_tokens(num_decodes, len(self._sequences) - num_decodes)
         plan = Plan(self.limits, self.block_size, num_decodes=num_decodes, max_prompt_tokens=most)
         preempted = self._plan_running(plan)

@@ -43,7 +43,9 @@ def build(setup: Any) -> Handler:
 
 def _reason(message: str) -> str:
     """Return the first line of llguidance's message, without advice that only its callers could follow."""
-    line = message.strip().split("\n", 1)[0][:300]
+    lines = message.strip().split("\n")
+    details = [line for line in lines[1:] if line.startswith("error: ")]  # of a regular expression
+    line = " ".join((lines[0], *details))[:300]
     for part, rewritten in _MESSAGES.items():
         if part in line:
             return rewritten.format(line)
