@@ -21,6 +21,7 @@ from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.lifecycle import HttpServer, listen, uvicorn_config
 from headstart.http.logs import Log
 
+WHOLE = {"/v1/responses": "output", "/v1/messages": "content"}  # where an answer's text is
 BLOCK = 16
 BLOCKS = 1000
 
@@ -123,7 +124,8 @@ class Replica:
                 return answer
         told = usage(len(body.get("prompt") or []), self.cached)
         if not body.get("stream"):
-            return web.json_response({"choices": [{"index": 0, "text": "abc"}], "usage": told, "who": self.name})
+            answer = {WHOLE.get(request.path, "choices"): [{"index": 0, "text": "abc"}], "usage": told}
+            return web.json_response({**answer, "who": self.name})
         return await self._stream(request, body, told)
 
     async def _stream(self, request: web.Request, body: dict[str, Any], told: dict[str, Any]) -> web.StreamResponse:

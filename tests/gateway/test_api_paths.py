@@ -20,6 +20,9 @@ SENTENCE = "turn on the light in the kitchen and play some quiet music in the li
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": SENTENCE, "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": SENTENCE}], "max_tokens": 2},
+    "/v1/responses": {"input": SENTENCE, "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": SENTENCE}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": SENTENCE}]},
     "/tokenize": {"prompt": "light"},
     "/detokenize": {"tokens": [5, 6, 7]},
     "/v1/cache/explain": {"prompt": SENTENCE},
@@ -52,8 +55,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
         yield [one.wait_ready(), b.wait_ready()]
 
 
-async def ask(client: httpx.AsyncClient, method: str, path: str, answer_id: str) -> httpx.Response:
-    target = path.replace("{id}", "null").replace("{name}", "p")
+async def ask(
+    client: httpx.AsyncClient, method: str, path: str, answer_id: str, response_id: str = ""
+) -> httpx.Response:
+    target = path.replace("{id}", "null").replace("{name}", "p").replace("{response_id}", response_id)
     params = {"request_id": answer_id} if (method, path) == ("GET", "/v1/cache/explain") else {}
     body = BODIES.get(path) if method == "POST" else None
     return await client.request(method, target, params=params, json=body)
@@ -61,13 +66,15 @@ async def ask(client: httpx.AsyncClient, method: str, path: str, answer_id: str)
 
 def test_every_documented_path_answers_behind_a_router_as_at_a_server(servers: list[Server]) -> None:
     table = documented()
-    assert ("GET", "/readyz") in table and ("DELETE", "/v1/prefixes/{name}") in table and len(table) >= 18
+    assert ("GET", "/readyz") in table and ("DELETE", "/v1/prefixes/{name}") in table and len(table) >= 24
 
     async def answers(client: httpx.AsyncClient) -> dict[tuple[str, str], httpx.Response]:
         found: dict[tuple[str, str], httpx.Response] = {}
-        answer_id = ""
+        answer_id = response_id = ""
         for method, path in table:
-            found[method, path] = answer = await ask(client, method, path, answer_id)
+            found[method, path] = answer = await ask(client, method, path, answer_id, response_id)
+            if (method, path) == ("POST", "/v1/responses"):
+                response_id = answer.json()["id"]
             if path == "/v1/completions":
                 answer_id = answer.json()["id"]
         return found

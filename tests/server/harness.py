@@ -176,3 +176,8 @@ def parse_events(text: str) -> list[Any]:
 def quiet_port() -> int:
     """A free port that no system hands out by itself, so that it is still free when a server has ended on it."""
     return quiet_ports(1)[0]
+
+
+def num_told(server: Inside) -> int:
+    """How many tokens the streams of this server have been given."""
+    return sum(generation.num_tokens for job in server.state._jobs for generation in job.generations)

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from server.fake_engine import Gate
-from server.harness import Inside, Server, fake_server, inside, parse_events, until
+from server.harness import Server, fake_server, inside, num_told, parse_events, until
 
 from headstart.http import sse
 from headstart.http.http_errors import HttpError
@@ -97,11 +97,6 @@ def test_an_error_behind_the_first_token_ends_the_stream_as_an_error(folder: str
             assert not any(e["usage"] for e in events[:-2])
 
     asyncio.run(run())
-
-
-def num_told(server: Inside) -> int:
-    """How many tokens the streams of this server have been given."""
-    return sum(generation.num_tokens for job in server.state._jobs for generation in job.generations)
 
 
 def test_a_waiting_stream_is_kept_alive_by_comments(folder: str, tmp_path: Path, gate: Gate) -> None:

@@ -3,7 +3,9 @@
 import json
 import re
 from random import Random
+from typing import Any
 
+import jsonschema_rs
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -16,7 +18,9 @@ from headstart.workload.intent import (
     Preamble,
     Split,
     all_patterns,
+    answer_schema,
     is_correct,
+    is_valid,
     make_examples,
     make_preamble,
     swap_codes,
@@ -167,3 +171,24 @@ def _words(text: str) -> set[str]:
 def _drawn(kind: str, split: Split) -> set[str]:
     rng = Random(f"{kind}/{split}")
     return {draw_value(kind, split, rng) for _ in range(400)}
+
+
+def test_the_schema_of_a_preamble_takes_its_right_answers_and_nothing_else() -> None:
+    preamble = make_preamble("schema", 8)
+    validator = jsonschema_rs.validator_for(answer_schema(preamble))
+    for example in make_examples("heldout", 200, preamble, "schema"):
+        assert validator.is_valid(json.loads(example.answer)) and is_valid(example.answer, preamble)
+    name, code = next(iter(preamble.codes.items()))
+    other = next(code for code in ("z9", "q0") if code not in preamble.codes.values())
+    wrong: list[Any] = [
+        [],
+        {"name": name, "code": other, "slots": {}},
+        {"name": "nothing", "code": code, "slots": {}},
+        {"name": name, "code": code},
+        {"name": name, "code": code, "slots": {"no_slot": "x"}},
+        {"name": name, "code": code, "slots": {}, "more": 1},
+        {"name": name, "code": code, "slots": {slot.name: 1 for slot in INTENTS[name].slots}},
+    ]
+    for value in wrong:
+        assert not validator.is_valid(value) and not is_valid(json.dumps(value), preamble), value
+    assert not is_valid("{", preamble)

@@ -14,7 +14,8 @@ from headstart.core.errors import ConfigError, HeadstartError
 
 EXAMPLES = """Examples:
   headstart generate --model Qwen/Qwen3-0.6B --chat "Why is the sky blue?"
-  headstart generate --model ./my-model --temperature 0 --json < prompt.txt"""
+  headstart generate --model ./my-model --temperature 0 --json < prompt.txt
+  headstart generate "wake me at seven" --json-schema answer.schema.json"""
 
 
 @takes_options(EngineOptions)
@@ -37,6 +38,16 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; repeat for several.")
     ] = None,
+    json_schema: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The text is JSON that matches the schema in FILE.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(metavar="REGEX", help="The whole text matches this expression.")] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="The text is one of these; repeat for several.")
+    ] = None,
+    grammar: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The text matches the Lark grammar in FILE.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt, with token counts.")] = False,
     sources: Sources,
 ) -> None:
@@ -46,6 +57,8 @@ def generate(
         raise ConfigError("--system needs --chat: without a chat template there are no roles")
     texts = _prompts(prompts or [])
     wishes = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "stop": stop or None}
+    wishes |= {"guided_json": _read(json_schema), "guided_regex": regex, "guided_choice": choice or None}
+    wishes["guided_grammar"] = _read(grammar)
     sampling = {name: value for name, value in wishes.items() if value is not None}
     before = [{"role": "system", "content": _system(system)}] if system is not None else []
     from headstart.engine_checks import check_engine
@@ -73,12 +86,17 @@ def _prompts(arguments: list[str]) -> list[str]:
 
 
 def _system(text: str) -> str:
-    if not text.startswith("@"):
-        return text
+    return _read(text[1:], "the system message from ") or "" if text.startswith("@") else text
+
+
+def _read(path: str | None, what: str = "") -> str | None:
+    """Return the text of a file, None without one."""
+    if path is None:
+        return None
     try:
-        return Path(text[1:]).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the system message from {text[1:]}: {error}") from error
+        raise ConfigError(f"cannot read {what}{path}: {error}") from error
 
 
 def _summary(done: Any) -> dict[str, Any]:

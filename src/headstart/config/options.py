@@ -198,6 +198,13 @@ class ServerOptions:
     max_n: int = _option(128, "Largest n of a request.", BOUNDS, minimum=1)
     max_prompts: int = _option(64, "Most prompts in one /v1/completions.", BOUNDS, minimum=1)
     max_logprobs: int = _option(20, "Most alternatives per token.", BOUNDS, minimum=0)
+    response_store_size: int = _option(
+        64 * 1024 * 1024,
+        "Bytes of responses kept for previous_response_id; the least recently used is removed; 0: none.",
+        BOUNDS,
+        minimum=0,
+    )
+    response_store_ttl: float = _option(86400.0, "Seconds for which a response is kept.", BOUNDS, minimum=0)
     drain_timeout: float = _option(120.0, "Seconds to wait for admitted requests after SIGTERM.", LIFE, minimum=0)
     heartbeat_timeout: float = _option(
         5.0, "Seconds without an engine heartbeat until /health and /livez return 503.", LIFE, minimum=1

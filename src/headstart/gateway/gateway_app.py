@@ -13,9 +13,11 @@ from headstart.core.errors import InvalidRequestError
 from headstart.gateway.gateway_routes import PROXIED, ROUTES, is_passed_on
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.held_bytes import ByteReservation, bytes_of
+from headstart.gateway.proxy.api_paths import CHAT, CHAT_PATHS
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.request_reader import ReadRequest, Sender
-from headstart.gateway.request_history import CHAT
+from headstart.gateway.proxy.response_owners import replica_gone
+from headstart.gateway.proxy.upstream import Answer
 from headstart.http.access_record import record_of
 from headstart.http.body_reader import SPOOL_BYTES
 from headstart.http.gate import Gate
@@ -27,9 +29,9 @@ from headstart.openai.request_json import parse_json
 from headstart.openai.responses import Json, model_list
 from headstart.openai.value_checks import shown
 
-CHAT_PATH = "/v1/chat/completions"  # rendered by the chat template, whose run time has no bound
 LONG_BODY_BYTES = 16 * 1024  # longer bodies are parsed and tokenized off the event loop, which relays streams
 _PREFIX = re.compile(r"/v1/prefixes/[A-Za-z0-9._-]*[A-Za-z0-9_-]")
+_STORED = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,128})(?:/input_items)?")
 _ADMINISTRATION = {"/v1/prefixes": ("GET", "POST"), "/reset_prefix_cache": ("POST",)}  # sent to every replica
 MAX_ID_CHARS = 256
 Handler = Callable[[Request], Awaitable[Response]]
@@ -68,7 +70,7 @@ class _Front:
                 if isinstance(error, ClientGoneError):
                     return
                 raise  # part of the answer has been sent: the connection must be cut
-            await error_response(error)(scope, receive, send)
+            await error_response(error, record.path, record.request_id)(scope, receive, send)
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
@@ -83,6 +85,8 @@ class _Front:
             await response(scope, receive, send)
         elif path.startswith("/v1/models/") and method == "GET":
             await self._model(path.removeprefix("/v1/models/"))(scope, receive, send)
+        elif (found := _STORED.fullmatch(path)) is not None and method in ("GET", "DELETE"):
+            await (await self._stored_response(Request(scope, receive, send), found[1]))(scope, receive, send)
         elif known is not None or (path in PROXIED and method != "POST"):
             allow = known[0] if known else "POST"
             message = f"this route does not take {method[:16]}; use {allow}"
@@ -113,13 +117,16 @@ class _Front:
         reading = await self._read(path, body, sender, reservation)
         del body  # the body that is forwarded may differ
         explains = is_admin and (b"x-headstart-explain", b"1") in headers
+        domain = record.principal.domain
         call = ProxiedCall(
-            path, scope["headers"], _sender(scope), reading, record.request_id, explains, shows_replica=is_admin
+            path, headers, _sender(scope), reading, record.request_id, explains, shows_replica=is_admin, domain=domain
         )
         del reading  # the call frees what it no longer needs
         try:
             reservation.set(bytes_of(call.reading))
             self._check_model(call.reading)
+            if call.reading.previous is not None:
+                call.only = self._holder(call.reading.previous, domain, "previous_response_id")
             call.reservation = reservation
             state.metrics.decide.observe(time.perf_counter() - start)
             with state.under_way():
@@ -143,7 +150,7 @@ class _Front:
                 body.close()
                 raise
         reservation.set(len(body))  # other requests may be served while it is parsed
-        renders = path == CHAT_PATH and reader.tokenizer is not None
+        renders = path in CHAT_PATHS and reader.tokenizer is not None
         return await self._long_work.run(len(body), lambda: reader.read(path, body, sender), waits=renders)
 
     def _check_model(self, reading: ReadRequest) -> None:
@@ -155,14 +162,29 @@ class _Front:
                 f"model {shown(name)} is served by no replica; there are {known}", param="model", code="model_not_found"
             )
 
+    def _holder(self, response_id: str, domain: bytes, param: str) -> str:
+        """Return the URL of the replica that holds a stored response of the tenant with this domain.
+
+        Raises HttpError 404 if there is none, or the replica does not serve any more.
+        """
+        url = self._state.proxy.relay.response_owners.find(response_id, domain, param)
+        if url not in self._state.urls_up:
+            raise replica_gone(response_id, param)
+        return url
+
+    async def _stored_response(self, request: Request, response_id: str) -> Response:
+        """Send the request to the replica that holds the response."""
+        scope = request.scope
+        replica = self._holder(response_id, record_of(scope).principal.domain, "response_id")
+        answer = await self._state.send([replica], request.method, _target(request), scope["headers"])
+        return _response_of(answer)
+
     async def _administer(self, request: Request) -> Response:
         """Send the request to every replica. The gate has already rejected everyone but administrators."""
         answer = await self._state.administer(
             request.method, _target(request), request.scope["headers"], await self._state.bodies.read(request)
         )
-        response = Response(answer.body, answer.status)
-        response.raw_headers.extend(answer.headers)
-        return response
+        return _response_of(answer)
 
     # ------------------------------------------------------------------------------------------------------ answered
 
@@ -214,6 +236,12 @@ class _Front:
     async def _version(self, request: Request) -> Response:
         version: Json = {"version": __version__}
         return json_response(version)
+
+
+def _response_of(answer: Answer) -> Response:
+    response = Response(answer.body, answer.status)
+    response.raw_headers.extend(answer.headers)
+    return response
 
 
 def _target(request: Request) -> str:

@@ -55,7 +55,8 @@ class GatewayMetrics:
 
     def answered(self, path: str, method: str, status: int) -> None:
         """Count an HTTP request; unknown paths and methods share one label."""
-        route = path if path in self._routes else "other"
+        is_stored = path.startswith("/v1/responses/")
+        route = path if path in self._routes else "/v1/responses/{id}" if is_stored else "other"
         self._http.add((route, method_label(method), str(status)))
 
     def routed(self, call: ProxiedCall) -> None:

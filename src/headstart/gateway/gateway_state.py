@@ -182,8 +182,8 @@ class GatewayState:
 
     async def administer(self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes) -> Answer:
         """Send an administrator's request to every replica that is up. Raises HttpError if one does not answer."""
-        urls = self._urls_up
-        answer = await send_to_all(self._session, urls, method, target, headers, body, self._own_headers)
+        urls = self.urls_up
+        answer = await self.send(urls, method, target, headers, body)
         if target.startswith("/reset_prefix_cache") and answer.status == 200:
             for url in urls:
                 endpoint = self.router.endpoints.get(url)
@@ -196,11 +196,18 @@ class GatewayState:
 
         Raises HttpError if there is no replica, or none reports statistics.
         """
-        found = await fetch_replica_stats(self._session, self._urls_up, headers, self._own_headers)
+        found = await fetch_replica_stats(self._session, self.urls_up, headers, self._own_headers)
         return fleet_answer(found, is_admin=principal.is_admin, is_own_key=self._passes_keys_on)
 
+    async def send(
+        self, urls: list[str], method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes = b""
+    ) -> Answer:
+        """Send a client's request to replicas; see send_to_all."""
+        return await send_to_all(self._session, urls, method, target, headers, body, self._own_headers)
+
     @property
-    def _urls_up(self) -> list[str]:
+    def urls_up(self) -> list[str]:
+        """The URLs of the replicas that are up."""
         return [member.address.url for member in self.members.members.values() if member.state == "up"]
 
     @property

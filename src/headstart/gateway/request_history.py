@@ -4,6 +4,7 @@ import time
 from collections import OrderedDict
 
 from headstart.core.errors import NoReplicaError
+from headstart.gateway.proxy.api_paths import CHAT_PATHS
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.request_reader import ReadRequest
 from headstart.gateway.recent_routings import MAX_REQUESTS, RecentRoutings, Seen
@@ -11,8 +12,6 @@ from headstart.gateway.routing_explanation import Json, explain, explain_prompt
 from headstart.http.auth import Principal
 from headstart.router.router import Router
 from headstart.router.routing_decision import RoutingDecision
-
-CHAT = "/v1/chat/completions"
 
 
 class RequestHistory:
@@ -68,7 +67,7 @@ def _seen(
         request_id,
         principal.tenant,
         prompt,
-        is_chat=path == CHAT,
+        is_chat=path in CHAT_PATHS,
         domain=reading.domain,
         model=reading.request.model,
         adapter=reading.request.adapter,

@@ -20,7 +20,7 @@ from typing import Any
 
 from headstart.config.options import TenantEntry
 from headstart.core.errors import ConfigError, InvalidRequestError
-from headstart.http.http_errors import HttpError
+from headstart.http.http_errors import HttpError, is_anthropic
 
 Scope = Any  # starlette's: a mutable mapping
 _TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -111,7 +111,7 @@ class Authenticator:
         )
         if access is Access.PUBLIC:
             return ANYONE
-        principal = self._identify(scope["headers"])
+        principal = self._identify(scope["headers"], takes_x_api_key=is_anthropic(scope["path"]))
         if access is Access.OWN:
             access = Access.TENANT if self._has_tenants else Access.ADMIN
         if access is Access.MONITOR:
@@ -145,19 +145,28 @@ class Authenticator:
             raise _forbidden("this key is not an administrator's; use one given by --admin-api-key")
         return principal
 
-    def _identify(self, headers: list[tuple[bytes, bytes]]) -> Principal | None:
+    def _identify(self, headers: list[tuple[bytes, bytes]], *, takes_x_api_key: bool) -> Principal | None:
         """Return the Principal of the request's key. Compares all keys, so that timing reveals no match."""
-        values = [value for name, value in headers if name == b"authorization"]
-        if len(values) != 1:
-            return None
-        scheme, _, key = values[0].partition(b" ")
-        if scheme.lower() != b"bearer":
+        key = _key_in(headers, takes_x_api_key=takes_x_api_key)
+        if key is None:
             return None
         digest, found = _digest(key.strip()), None
         for known, principal in self._known:
             if hmac.compare_digest(known, digest):
                 found = principal
         return found
+
+
+def _key_in(headers: list[tuple[bytes, bytes]], *, takes_x_api_key: bool) -> bytes | None:
+    """Return the key of `Authorization: Bearer`, else of `x-api-key` if that is taken; None without exactly one."""
+    values = [value for name, value in headers if name == b"authorization"]
+    if not values and takes_x_api_key:
+        keys = [value for name, value in headers if name == b"x-api-key"]
+        return keys[0] if len(keys) == 1 else None
+    if len(values) != 1:
+        return None
+    scheme, _, key = values[0].partition(b" ")
+    return key if scheme.lower() == b"bearer" else None
 
 
 def _digest(key: bytes) -> bytes:

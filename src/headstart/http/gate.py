@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart.http.access_record import RequestRecord
 from headstart.http.auth import Authenticator
-from headstart.http.http_errors import HttpError, error_response
+from headstart.http.http_errors import HttpError, error_response, is_anthropic
 from headstart.http.logs import Log
 
 
@@ -40,12 +40,14 @@ class Gate:
         if scope["type"] != "http":
             return
         record = RequestRecord.of(scope)
-        identity = (b"x-request-id", record.request_id.encode("latin-1"))
+        identity = [(b"x-request-id", record.request_id.encode("latin-1"))]
+        if is_anthropic(record.path):
+            identity.append((b"request-id", identity[0][1]))
 
         async def send_identified(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message = {**message, "headers": [*message["headers"], identity]}
+                message = {**message, "headers": [*message["headers"], *identity]}
             await send(message)
 
         try:
@@ -58,7 +60,7 @@ class Gate:
             record.principal = self._state.auth.authorise(scope)
         except HttpError as error:
             record.error = error.code
-            await error_response(error)(scope, receive, send)
+            await error_response(error, record.path, record.request_id)(scope, receive, send)
             return
         try:
             await self._app(scope, receive, send)
@@ -66,7 +68,7 @@ class Gate:
             self._state.note(record, error)
             if record.status is not None:
                 raise  # the response has started: the server must cut the connection
-            await error_response(error)(scope, receive, send)
+            await error_response(error, record.path, record.request_id)(scope, receive, send)
 
     def _settle(self, record: RequestRecord) -> None:
         status = 499 if record.error == "client_closed" else record.status

@@ -5,10 +5,12 @@ Messages contain only limits and what the client itself sent: no paths, no addre
 
 from starlette.responses import Response
 
+from headstart.anthropic.anthropic_errors import anthropic_error
 from headstart.core.errors import DrainingError, HeadstartError, QueueFullError, RequestFailedError
 from headstart.openai.responses import Json, encode, error_object, error_of
 
 Headers = dict[str, str]
+ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 class HttpError(Exception):
@@ -56,7 +58,17 @@ def json_response(value: object, status: int = 200, headers: Headers | None = No
     return Response(encode(value), status, headers, media_type="application/json")
 
 
-def error_response(error: Exception) -> Response:
-    """Return the error response for `error`."""
+def error_response(error: Exception, path: str = "", request_id: str = "") -> Response:
+    """Return the error response for `error`, in the form of the API of `path`."""
     status, body, headers = rendered(error)
-    return json_response(body, status, headers)
+    return json_response(error_body(path, status, body, request_id), status, headers)
+
+
+def error_body(path: str, status: int, body: Json, request_id: str) -> Json:
+    """Return OpenAI's error object in the form of the API of `path`."""
+    return anthropic_error(status, body, request_id) if is_anthropic(path) else body
+
+
+def is_anthropic(path: str) -> bool:
+    """Return whether a path belongs to Anthropic's API."""
+    return path in ANTHROPIC_PATHS

@@ -1,7 +1,7 @@
 """Server-sent events in OpenAI's format: `data: <JSON on one line>` and an empty line, LF only."""
 
 from headstart.http.http_errors import rendered
-from headstart.openai.responses import encode
+from headstart.openai.responses import Json, encode
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"  # a comment: keeps the connection alive while the request waits
@@ -12,6 +12,11 @@ WRITE_SECONDS = 60.0  # a client that reads nothing for this long is disconnecte
 def event(value: object) -> bytes:
     """Return one event."""
     return b"data: " + encode(value) + b"\n\n"
+
+
+def named_event(value: Json) -> bytes:
+    """Return one event with its type as its name, as in the Responses and the Messages API."""
+    return b"event: " + value["type"].encode() + b"\ndata: " + encode(value) + b"\n\n"
 
 
 def error_event(error: Exception) -> bytes:

@@ -39,6 +39,7 @@ class Prepared:
     params: GenerationParams
     requests: list[Request]
     prompts: list[SharedPrompt]
+    num_extra_bytes: int = 0  # held by the form of the answer
 
 
 def tokenizer_of(tokenizer: Tokenizer, origin: Origin, params: GenerationParams) -> Tokenizer:
@@ -94,6 +95,18 @@ def shown_chat(
             code="unsupported_parameter",
         )
     return messages_with_tools(messages, tools, form.family), None
+
+
+def chat_requests(
+    body: ChatBody, tokenizer: Tokenizer, bounds: Bounds, origin: Origin
+) -> tuple[GenerationParams, list[Request]]:
+    """Return the engine requests of a chat, and its parameters with the formats of its output.
+
+    `tokenizer` is from `tokenizer_of`. Blocks: renders the conversation. Raises InvalidRequestError and QueueFullError.
+    """
+    prompt = encode_chat(body, tokenizer, bounds)
+    params = with_chat_output(body.params, prompt, tokenizer, bounds)
+    return params, build_requests([prompt], params, bounds, origin)
 
 
 def with_chat_output(

@@ -32,15 +32,20 @@ MAX_BIAS = 100.0
 TEMPLATE_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 
 
-def _stop(value: object, _: Bounds) -> tuple[str, ...]:
-    stops = check_list("stop", [value] if isinstance(value, str) else value, MAX_STOPS)
+def check_stops(name: str, value: object) -> tuple[str, ...]:
+    """Return stop strings without repeats. Raises InvalidRequestError."""
+    stops = check_list(name, value, MAX_STOPS)
     for text in stops:
         if not isinstance(text, str):
-            bad_value("stop", f"contains {shown(text)}", "it must be a string or a list of strings")
+            bad_value(name, f"contains {shown(text)}", "it must be a string or a list of strings")
         if not 0 < len(text) <= MAX_STOP_CHARS:
-            bad_value("stop", f"has an entry of {len(text)} characters", f"use 1 to {MAX_STOP_CHARS} characters")
-        check_text("stop", text)
+            bad_value(name, f"has an entry of {len(text)} characters", f"use 1 to {MAX_STOP_CHARS} characters")
+        check_text(name, text)
     return tuple(dict.fromkeys(stops))
+
+
+def _stop(value: object, _: Bounds) -> tuple[str, ...]:
+    return check_stops("stop", [value] if isinstance(value, str) else value)
 
 
 def _stop_token_ids(value: object, bounds: Bounds) -> tuple[int, ...]:
@@ -115,16 +120,11 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool = Field(False, description="Send the usage in every chunk")
 
 
-class GenerationFields(StructuredFields, CacheFields):
-    """The generation parameters of completions and chats alike."""
+class SamplingFields(CacheFields):
+    """The generation parameters that all APIs share."""
 
-    max_tokens: int | None = Field(None, ge=0, le=INT31_MAX, description="Output tokens; 0: only echo the prompt")
-    max_completion_tokens: int | None = Field(None, ge=1, le=INT31_MAX, description="The newer name of max_tokens")
     min_tokens: Annotated[int, AtMost("max_model_len")] = Field(0, ge=0, description="At most max_tokens")
-    n: Annotated[int, AtMost("max_n")] = Field(1, ge=1, description="Choices per prompt")
-    best_of: Annotated[int | None, AtMost("max_n")] = Field(None, ge=1, description="May only equal n")
     stream: bool = Field(False, description="Send the answer as server-sent events")
-    stream_options: StreamOptions | None = Field(None, description="Only with stream")
     temperature: Temperature = None
     top_p: TopP = None
     top_k: TopK = None
@@ -139,16 +139,26 @@ class GenerationFields(StructuredFields, CacheFields):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = Field(False, description="End-of-sequence tokens do not end the output")
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text")
+    chat_template_kwargs: TemplateOptions = Field((), description="Variables such as enable_thinking")
+    priority: int = Field(0, ge=-INT31_MAX, le=INT31_MAX, description="Smaller runs sooner; with priority scheduling")
+    user: Label = None
+    safety_identifier: Label = None
+
+
+class GenerationFields(StructuredFields, SamplingFields):
+    """The generation parameters of completions and chats alike."""
+
+    max_tokens: int | None = Field(None, ge=0, le=INT31_MAX, description="Output tokens; 0: only echo the prompt")
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT31_MAX, description="The newer name of max_tokens")
+    n: Annotated[int, AtMost("max_n")] = Field(1, ge=1, description="Choices per prompt")
+    best_of: Annotated[int | None, AtMost("max_n")] = Field(None, ge=1, description="May only equal n")
+    stream_options: StreamOptions | None = Field(None, description="Only with stream")
     prompt_logprobs: Logprobs = Field(None, description="Alternatives per prompt token; not with stream")
     echo: bool = Field(False, description="Begin with the prompt; completions only")
     return_token_ids: bool = False
     add_special_tokens: bool | None = Field(None, description="By default true for completions only")
     continue_final_message: bool = Field(False, description="Continue the last message")
     add_generation_prompt: AddGenerationPrompt
-    chat_template_kwargs: TemplateOptions = Field((), description="Variables such as enable_thinking")
-    priority: int = Field(0, ge=-INT31_MAX, le=INT31_MAX, description="Smaller runs sooner; with priority scheduling")
-    user: Label = None
-    safety_identifier: Label = None
 
 
 class CompletionFields(GenerationFields):

@@ -12,12 +12,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp
 
 from headstart import __version__
+from headstart.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from headstart.core.errors import InvalidRequestError
 from headstart.http.access_record import record_of
 from headstart.http.gate import Gate
 from headstart.http.http_errors import HttpError, error_response, json_response
 from headstart.http.packed_metrics import CONTENT_TYPE
-from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.openai import responses
 from headstart.openai.bounds import Bounds
 from headstart.openai.engine_requests import encode_prompt, shown_chat
@@ -32,11 +32,13 @@ from headstart.openai.request_bodies import (
     parse_tokenize,
 )
 from headstart.openai.request_json import parse_json
+from headstart.openai.responses_api.responses_request import ResponsesRequest
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tools.tool_fields import tool_params
 from headstart.openai.value_checks import shown
+from headstart.server.apis.choice_apis import check_model
+from headstart.server.apis.generation_routes import GenerationRoutes, run_with_body
 from headstart.server.cache_routes import cache_stats, explain
-from headstart.server.inference import CHAT, COMPLETIONS, check_model, infer
 from headstart.server.prefix_requests import PrefixRequest, parse_prefix
 from headstart.server.server_state import ServerState
 from headstart.server.store_metrics import may_see_store
@@ -50,10 +52,16 @@ def build_app(state: ServerState) -> ASGIApp:
     app = FastAPI(
         title="Headstart", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, debug=False
     )
-    routes = _Routes(state)
+    routes, apis = _Routes(state), GenerationRoutes(state)
     for method, path, handler, *bodies in (
-        ("POST", "/v1/completions", routes.completions, CompletionRequest),
-        ("POST", "/v1/chat/completions", routes.chat_completions, ChatRequest),
+        ("POST", "/v1/completions", apis.completions, CompletionRequest),
+        ("POST", "/v1/chat/completions", apis.chat_completions, ChatRequest),
+        ("POST", "/v1/responses", apis.create_response, ResponsesRequest),
+        ("GET", "/v1/responses/{response_id}", apis.retrieve_response),
+        ("DELETE", "/v1/responses/{response_id}", apis.delete_response),
+        ("GET", "/v1/responses/{response_id}/input_items", apis.input_items),
+        ("POST", "/v1/messages", apis.messages, MessagesRequest),
+        ("POST", "/v1/messages/count_tokens", apis.count_tokens, CountTokensRequest),
         ("GET", "/v1/models", routes.models),
         ("GET", "/v1/models/{model_id:path}", routes.model),
         ("POST", "/tokenize", routes.tokenize, TokenizeRequest),
@@ -92,7 +100,7 @@ def _guarded(state: ServerState, handler: Handler) -> Handler:
             return await handler(request)
         except Exception as error:
             state.note(record_of(request.scope), error)
-            return error_response(error)
+            return error_response(error, request.scope["path"], record_of(request.scope).request_id)
 
     guarded.__doc__ = handler.__doc__
     return guarded
@@ -115,14 +123,6 @@ class _Routes:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-
-    async def completions(self, request: Request) -> Response:
-        """Complete prompts."""
-        return await infer(self._state, COMPLETIONS, request)
-
-    async def chat_completions(self, request: Request) -> Response:
-        """Generate the next message of a conversation."""
-        return await infer(self._state, CHAT, request)
 
     async def models(self, request: Request) -> Response:
         """List the served model."""
@@ -148,7 +148,7 @@ class _Routes:
                 token_ids, model.tokenizer, model.bounds.max_model_len, with_texts=body.return_token_strs
             )
 
-        answer = await self._run_with_body(request, work, renders=True)
+        answer = await run_with_body(self._state, request, work, renders=True)
         if answer["count"] <= SLICE_ITEMS:
             return json_response(answer)
         return StreamingResponse(self._state.turns.pieces(answer), media_type="application/json")
@@ -162,15 +162,7 @@ class _Routes:
             check_model(body.model, model)
             return responses.detokenize_answer(model.tokenizer.decode(body.token_ids))
 
-        return json_response(await self._run_with_body(request, work))
-
-    async def _run_with_body(
-        self, request: Request, work: Callable[[bytes], _Result], *, renders: bool = False
-    ) -> _Result:
-        """Return `work(body)`, run off the event loop if the body is long, or if `renders` and it holds messages."""
-        async with self._state.bodies.held(request) as body:
-            waits = renders and (isinstance(body, SpooledBody) or b'"messages"' in body)
-            return await self._state.long_work.run(len(body), lambda: work(in_memory(body)), waits=waits)
+        return json_response(await run_with_body(self._state, request, work))
 
     async def health(self, request: Request) -> Response:
         """Readiness: 200 if requests are admitted; 503 while loading or draining, or with a dead or silent engine."""
@@ -211,8 +203,8 @@ class _Routes:
     async def add_prefix(self, request: Request) -> Response:
         """Pin a prefix and respond when it is computed. Administrators only."""
         model = self._state.check_ready()
-        body = await self._run_with_body(
-            request, lambda data: parse_prefix(parse_json(data, model.bounds.max_numbers), model.bounds)
+        body = await run_with_body(
+            self._state, request, lambda data: parse_prefix(parse_json(data, model.bounds.max_numbers), model.bounds)
         )
         return json_response(await self._state.prefixes.add(body, model.tokenizer, model.bounds), 201)
 

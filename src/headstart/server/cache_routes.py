@@ -18,9 +18,9 @@ from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.openai.engine_requests import Origin
 from headstart.openai.request_json import parse_json
 from headstart.openai.responses import CACHE_SOURCES, Json
+from headstart.server.apis.choice_apis import CHAT, COMPLETIONS
 from headstart.server.engine.wire import stats_of
 from headstart.server.explanation_text import explanation_answer
-from headstart.server.inference import CHAT, COMPLETIONS
 from headstart.server.server_metrics import blocks_by_state, prefill_redundancy
 from headstart.server.server_state import ServerState
 from headstart.server.store_metrics import may_see_store, store_answer
@@ -133,8 +133,8 @@ async def _parsed(state: ServerState, request: Request) -> EngineRequest:
     def prepare(body: bytes | SpooledBody) -> list[EngineRequest]:
         values = parse_json(in_memory(body), model.bounds.max_numbers)
         api = CHAT if "messages" in values else COMPLETIONS
-        params, requests = api.prepare(values, model, origin)
-        return requests[:: params.n]
+        asked = api.prepare(values, model, origin)
+        return asked.requests[:: asked.params.n]
 
     async with state.bodies.held(request) as body:
         requests = await state.long_work.run(len(body), partial(prepare, body), waits=True)

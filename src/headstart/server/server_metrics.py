@@ -127,7 +127,8 @@ class Metrics:
 
     def answered(self, path: str, method: str, status: int) -> None:
         """Count an HTTP request; unknown paths and methods share one label."""
-        route = path if path in self._routes else "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
+        trees = (f"{tree}{{id}}" for tree in ("/v1/models/", "/v1/responses/") if path.startswith(tree))
+        route = path if path in self._routes else next(trees, "other")
         self._http.add((route, method_label(method), str(status)))
 
     def expose(self, *, with_tenants: bool = True, with_store: bool = True) -> bytes:
@@ -167,6 +168,7 @@ class _EngineCollector(Collector):
             "vllm:prompt_tokens_cached", "Prompt tokens read from the prefix cache.", counters.cached_tokens
         )
         yield self._counter("vllm:generation_tokens", "Tokens generated.", counters.generation_tokens)
+        yield self._counter("headstart:forced_tokens", "Output tokens that a grammar forced.", counters.forced_tokens)
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", counters.prefix_queries)
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", counters.prefix_hits)
         yield self._counter("vllm:num_preemptions", "Preempted sequences.", counters.num_preemptions)

@@ -22,6 +22,7 @@ from headstart.http.long_work import LongWork
 from headstart.openai.bounds import Bounds
 from headstart.openai.engine_requests import Prepared
 from headstart.openai.json_pieces import Turns
+from headstart.openai.responses_api.response_memory import ResponseMemory
 from headstart.openai.structured.grammar_check import GrammarCheck
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
@@ -33,7 +34,8 @@ from headstart.server.server_metrics import Metrics
 
 MAX_UNSENT_BYTES = 16 << 20  # queued for sending to the engine; above this, requests are rejected
 ROUTES = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"),
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
     *("/health", "/readyz", "/livez", "/metrics", "/version", "/reset_prefix_cache", "/openapi.json"),
     *("/v1/cache/stats", "/v1/cache/explain", "/v1/prefixes"),
 )
@@ -85,6 +87,7 @@ class ServerState:
         self.long_work = LongWork()
         self.turns = Turns()
         self.prefixes = Prefixes(engine, self.auth.domain_of)
+        self.responses = ResponseMemory(options.response_store_size, options.response_store_ttl)
         self.phase = Phase.LOADING
         self.idle = asyncio.Event()  # set while no admitted request is unanswered
         self.idle.set()
@@ -168,7 +171,7 @@ class ServerState:
         model = self.check_ready()
         try:
             self._check_queue(prepared.requests)
-            lease = self._held.lease(initial_bytes(prepared.requests, prepared.params))
+            lease = self._held.lease(initial_bytes(prepared.requests, prepared.params) + prepared.num_extra_bytes)
         except QueueFullError:
             model.metrics.rejected()
             raise

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 from headstart.workload.intent_people_things import PEOPLE, THINGS
 from headstart.workload.intent_schema import Intent
@@ -140,6 +140,35 @@ def is_correct(text: str, example: Example) -> bool:
 def make_answer(name: str, code: str, slots: Mapping[str, str]) -> str:
     """Return the answer text: compact JSON with the keys name, code, slots in this order."""
     return json.dumps({"name": name, "code": code, "slots": dict(slots)}, ensure_ascii=False, separators=(",", ":"))
+
+
+def answer_schema(preamble: Preamble) -> dict[str, Any]:
+    """Return the JSON Schema of the answers to a preamble: an intent that it lists, its code, slots of that intent."""
+    return {"anyOf": [_intent_schema(INTENTS[name], code) for name, code in preamble.codes.items()]}
+
+
+def is_valid(text: str, preamble: Preamble) -> bool:
+    """Return whether an answer is JSON of the schema of its preamble."""
+    try:
+        value = json.loads(text)
+        slots = value["slots"]
+        names = {slot.name for slot in INTENTS[value["name"]].slots}
+        is_listed = preamble.codes[value["name"]] == value["code"]
+        is_text = all(isinstance(slot, str) for slot in slots.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return is_listed and is_text and value.keys() == {"name", "code", "slots"} and slots.keys() <= names
+
+
+def _intent_schema(intent: Intent, code: str) -> dict[str, Any]:
+    slots = {"type": "object", "properties": {slot.name: {"type": "string"} for slot in intent.slots}}
+    properties = {"name": {"const": intent.name}, "code": {"const": code}}
+    return {
+        "type": "object",
+        "properties": {**properties, "slots": {**slots, "additionalProperties": False}},
+        "required": ["name", "code", "slots"],
+        "additionalProperties": False,
+    }
 
 
 def all_patterns(split: Split) -> Iterator[tuple[str, str]]:

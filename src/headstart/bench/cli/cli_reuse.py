@@ -51,6 +51,9 @@ def intent(
     accuracy: Annotated[
         bool | None, typer.Option(help="Answers of the bundled model, float32. Default: without --model only.")
     ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="With --accuracy: also answers constrained by a JSON Schema.")
+    ] = False,
     examples: Annotated[int, typer.Option(min=1, help="Held-out sentences used by --accuracy.")] = 80,
     runs: Runs = 3,
     draws: Annotated[int, typer.Option(min=1, help="Poisson draws; the search runs once for each.")] = 1,
@@ -86,8 +89,9 @@ def intent(
         from headstart.bench.experiments.intent.intent_report import run_intent
 
         config = QUICK if quick else IntentConfig(runs=runs, draws=draws, seconds=seconds, min_requests=min_requests)
-        asked = accuracy if accuracy is not None else not where.model
-        questions = AccuracyConfig(examples=min(examples, 40) if quick else examples) if asked else None
+        asked = accuracy if accuracy is not None else schema or not where.model
+        num = min(examples, 40) if quick else examples
+        questions = AccuracyConfig(examples=num, schema=schema) if asked else None
         answer = bundled_answers(setup.threads, bar) if asked else None
         return run_intent(setup, config if load else None, questions, bar, answer=answer)
 

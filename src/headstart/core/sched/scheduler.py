@@ -357,8 +357,10 @@ class Scheduler:
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         request, tokens = seq.request, seq.token_ids
         sampling, num_outputs = request.sampling, len(tokens) - len(request.prompt)
-        if num_outputs >= sampling.min_tokens and tokens[-1] in sampling.stop_token_ids:
-            return FinishReason.STOP
+        if tokens[-1] in sampling.stop_token_ids and (
+            num_outputs >= sampling.min_tokens or sampling.grammar is not None
+        ):
+            return FinishReason.STOP  # before min_tokens only if the grammar allows nothing else
         if num_outputs >= sampling.max_tokens or len(tokens) >= self.limits.max_model_len:
             return FinishReason.LENGTH
         return None

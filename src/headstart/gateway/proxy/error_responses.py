@@ -4,7 +4,7 @@ import json
 import re
 
 from headstart.core.errors import NoReplicaError
-from headstart.gateway.proxy.upstream import Answer, AttemptError, Failure
+from headstart.gateway.proxy.upstream import AttemptError, Failure
 from headstart.http.http_errors import HttpError
 from headstart.router.routing_decision import RoutingDecision
 
@@ -17,11 +17,6 @@ def id_in(piece: bytes) -> str:
     """Return the first id in the beginning of an answer; "" if there is none."""
     found = _ID.search(piece, 0, ID_BYTES)
     return found[1].decode() if found else ""
-
-
-def as_event(answer: Answer) -> bytes:
-    """Return a replica's refusal as an event, for a client that reads a stream."""
-    return b"event: error\ndata: " + answer.body.replace(b"\n", b" ") + b"\n\n"
 
 
 def decision_header(decision: RoutingDecision) -> bytes:

@@ -19,6 +19,8 @@ class ProxiedCall:
     request_id: str
     explains: bool = False
     shows_replica: bool = False  # the client is an administrator
+    domain: bytes = b""  # of the router's tenant that sent it
+    only: str | None = None  # the one replica that can answer: it holds the response that this one continues
     reservation: ByteReservation | None = None  # of memory; None: not counted
     num_rest_bytes: int = 0  # of an incomplete event
     is_trimmed: bool = False  # its prompt is too long to be kept for the explainer
@@ -35,6 +37,7 @@ class ProxiedCall:
     first_token_at: float | None = None
     output_tokens: int | None = None
     answer_id: str = ""  # the id in the answer that the client receives
+    num_events: int = 0  # relayed of a stream of named events
     failures: list[Failure] = field(default_factory=list[Failure])
     outcome: str = "error"  # or ok; lost: in the middle of a stream; gone: the client disconnected
 

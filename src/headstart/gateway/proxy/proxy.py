@@ -13,6 +13,7 @@ from starlette.types import Receive, Send
 
 from headstart.core.errors import NoReplicaError, QueueFullError
 from headstart.gateway.held_bytes import MAX_HELD_BYTES, HeldBytes
+from headstart.gateway.proxy.api_paths import error_ending
 from headstart.gateway.proxy.error_responses import (
     decision_header,
     no_answer,
@@ -34,7 +35,7 @@ from headstart.gateway.proxy.upstream import (
 )
 from headstart.gateway.proxy.write_timeout import WriteTimeout
 from headstart.http.http_errors import ClientGoneError, HttpError
-from headstart.http.sse import DONE, WRITE_SECONDS, error_event
+from headstart.http.sse import WRITE_SECONDS
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
 
@@ -181,7 +182,10 @@ class Proxy:
     async def _attempt(self, call: ProxiedCall, send: Send) -> None:
         """Send the request to the best replica that was not tried yet. Raises AttemptError and NoReplicaError."""
         router, now = self.router, time.monotonic()
-        decision = router.pick(call.reading.request, now, tried=frozenset(call.tried), before=call.in_flight)
+        others = () if call.only is None else router.endpoints.keys() - {call.only}
+        decision = router.pick(
+            call.reading.request, now, tried=frozenset((*call.tried, *others)), before=call.in_flight
+        )
         if call.explains:
             call.route = decision_header(decision)
         call.trim()
@@ -215,7 +219,7 @@ class Proxy:
             raise AttemptError(failure, f"{type(error).__name__}") from error
         call.failures.append(failure)
         call.outcome = "lost"
-        await write(send, error_event(replica_lost()) + DONE, more=False)
+        await self._end_stream(call, replica_lost(), send)
 
     async def _send(self, attempt: Attempt, send: Send) -> None:
         call, in_flight, _ = attempt
@@ -257,7 +261,10 @@ class Proxy:
             failure = no_replicas(error) if isinstance(error, NoReplicaError) else no_answer(error, call.num_attempts)
         if not call.started:
             raise failure
-        await write(send, error_event(failure) + DONE, more=False)
+        await self._end_stream(call, failure, send)
+
+    async def _end_stream(self, call: ProxiedCall, error: HttpError, send: Send) -> None:
+        await write(send, error_ending(call.path, error, call.request_id, call.num_events), more=False)
 
 
 def _retry_failed_connections(call: ProxiedCall) -> None:

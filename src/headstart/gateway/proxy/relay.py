@@ -9,9 +9,11 @@ from typing import NamedTuple
 import aiohttp
 from starlette.types import Send
 
-from headstart.gateway.proxy.error_responses import as_event, id_in, replica_lost
+from headstart.gateway.proxy.api_paths import RESPONSES, refusal_ending
+from headstart.gateway.proxy.error_responses import id_in, replica_lost
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.replies import EVENTS, error_in_first, read_answer
+from headstart.gateway.proxy.response_owners import ResponseOwners
 from headstart.gateway.proxy.silence import Watched
 from headstart.gateway.proxy.sse_reader import EventStream, ReportedUsage, read_usage, read_usage_at_end
 from headstart.gateway.proxy.upstream import (
@@ -24,7 +26,6 @@ from headstart.gateway.proxy.upstream import (
     refusal,
     refusal_in_event,
 )
-from headstart.http.sse import DONE
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
 
@@ -45,6 +46,7 @@ class Relay:
 
     def __init__(self, router: Router) -> None:
         self.num_pending = 0
+        self.response_owners = ResponseOwners()
         self._router = router
 
     def begin_wait(self, call: ProxiedCall) -> None:
@@ -78,7 +80,7 @@ class Relay:
         if failure is not None:
             raise AttemptError(failure, f"the replica answered {response.status}", answer)
         if response.status < 300:
-            call.answer_id = id_in(answer.body)
+            self._note_id(call, in_flight, answer.body)
             if not answer.is_whole:
                 await self._relay_long(attempt, answer, response, send)
                 return
@@ -132,7 +134,7 @@ class Relay:
     async def relay_stream(self, attempt: Attempt, response: aiohttp.ClientResponse, send: Send) -> None:
         """Relay a stream of events as they arrive."""
         call, in_flight, (activity, wait) = attempt
-        stream = EventStream(hides_usage=call.reading.hides_usage)
+        stream = EventStream(call.path, hides_usage=call.reading.hides_usage)
         content = response.content
         while True:
             try:
@@ -144,6 +146,7 @@ class Relay:
             if not piece:
                 break
             passed = stream.feed(piece)
+            call.num_events = stream.num_events
             if stream.num_rest_bytes or call.num_rest_bytes:
                 call.reserve_rest(stream.num_rest_bytes)
             activity.heard_at = now = time.monotonic()
@@ -162,7 +165,7 @@ class Relay:
         if not call.committed and (stream.is_done or stream.has_data):
             raise GarbledError("a stream without an event")
         if not stream.is_done:
-            raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
+            raise aiohttp.ClientPayloadError("the stream ended without its last event")
         self._finished(call, in_flight, stream)
         await write(send, rest, more=False)
 
@@ -172,7 +175,7 @@ class Relay:
         if not error_in_first(stream.first):
             call.committed = True
             call.drop_body()
-            call.answer_id = id_in(passed)
+            self._note_id(call, in_flight, passed)
             self._router.first_token(in_flight, now)
             self._first_token(call, now)
             return
@@ -190,6 +193,12 @@ class Relay:
             self._router.finished(
                 in_flight, time.monotonic(), stream.reported.usage if call.reading.is_single else None
             )
+
+    def _note_id(self, call: ProxiedCall, in_flight: InFlight, beginning: bytes) -> None:
+        """Note the id in the answer, before the client sees it: it may continue the response at once."""
+        call.answer_id = id_in(beginning)
+        if call.path == RESPONSES:
+            self.response_owners.add(call.answer_id, in_flight.endpoint.name, call.domain)
 
     def _first_token(self, call: ProxiedCall, now: float) -> None:
         if call.first_token_at is None:
@@ -209,7 +218,8 @@ class Relay:
     async def send_whole(self, call: ProxiedCall, answer: Answer, send: Send) -> None:
         """Send a complete answer or refusal, as an event if the client already reads a stream."""
         if call.started:  # a stream had begun with comments: the client now reads events
-            await write(send, as_event(answer) + DONE, more=False)
+            ending = refusal_ending(call.path, answer.status, answer.body, call.request_id, call.num_events)
+            await write(send, ending, more=False)
             return
         length = (b"content-length", str(len(answer.body)).encode())
         await self._start(call, answer.status, [*answer.headers, length], send)

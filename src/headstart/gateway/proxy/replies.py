@@ -14,7 +14,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from headstart.gateway.proxy.api_paths import CHAT, MESSAGES, RESPONSES
 from headstart.gateway.proxy.upstream import Answer, GarbledError, headers_back
+from headstart.http.http_errors import error_body
 from headstart.openai.responses import encode, error_object
 
 MAX_ANSWER_BYTES = 64 << 20  # on routes that do not generate
@@ -26,8 +28,7 @@ A longer one is relayed as it arrives, and no other replica is tried then.
 MAX_ERROR_BYTES = 1 << 20
 UNCOUNTED_BYTES = 16 << 10  # of an answer that arrived at once; not counted as held
 MAX_INTERIM = 32  # responses of status 1xx before the final one
-GENERATION = frozenset(("/v1/completions", "/v1/chat/completions"))
-_OBJECTS = GENERATION | {"/tokenize", "/detokenize"}  # routes whose answers are JSON objects
+_OBJECTS = frozenset(("/tokenize", "/detokenize", "/v1/messages/count_tokens"))  # their answers are JSON objects
 _JSON = b"application/json"
 _BEGINNING = re.compile(rb'\s*\{[^{}]{0,2048}"choices"\s*:\s*\[\s*\{')  # of a generated answer
 _OBJECT_BEGINNING = re.compile(rb'\s*\{\s*"')
@@ -44,12 +45,26 @@ class _Choices(msgspec.Struct):
     choices: list[msgspec.Raw]
 
 
+class _Output(msgspec.Struct):
+    output: list[msgspec.Raw]
+
+
+class _Content(msgspec.Struct):
+    content: list[msgspec.Raw]
+
+
 class _Object(msgspec.Struct):
     pass
 
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANSWER, _ANYTHING = msgspec.json.Decoder(_Choices), msgspec.json.Decoder(_Object)
+GENERATION: Mapping[str, tuple[re.Pattern[bytes], "msgspec.json.Decoder[Any]"]] = {
+    **dict.fromkeys(("/v1/completions", CHAT), (_BEGINNING, _ANSWER)),
+    RESPONSES: (_OBJECT_BEGINNING, msgspec.json.Decoder(_Output)),
+    MESSAGES: (_OBJECT_BEGINNING, msgspec.json.Decoder(_Content)),
+}
+"""The generation routes: the beginning of a long answer, and the fields that an answer must have."""
 
 
 class Reply(aiohttp.ClientResponse):
@@ -129,16 +144,18 @@ async def read_answer(response: aiohttp.ClientResponse, path: str, keep: Callabl
     if status >= 400:
         body = await read_bounded(response, MAX_ERROR_BYTES)
         if not is_error_object(body):
-            body = encode(error_object(f"the replica answered {status}", status=status))
+            told = error_object(f"the replica answered {status}", status=status)
+            body = encode(error_body(path, status, told, ""))
         return Answer(status, headers_back(response, _JSON), body)
-    if path not in _OBJECTS:
+    beginning, decoder = GENERATION.get(path) or (_OBJECT_BEGINNING, _ANYTHING)
+    if path not in _OBJECTS and path not in GENERATION:
         return Answer(status, headers_back(response), await read_bounded(response, MAX_ANSWER_BYTES, keep))
     body, is_whole = await _read_up_to(response, KEPT_BYTES, keep)
     if not is_whole:
-        if not (_BEGINNING if path in GENERATION else _OBJECT_BEGINNING).match(body):
+        if not beginning.match(body):
             raise GarbledError("the replica's answer does not begin like one of this route")
         return Answer(status, headers_back(response, _JSON), body, is_whole=False)
-    _check_object(body, _ANSWER if path in GENERATION else _ANYTHING)
+    _check_object(body, decoder)
     return Answer(status, headers_back(response, _JSON), body)
 
 
@@ -163,7 +180,8 @@ def error_in_first(data: bytes) -> bool:
         found = _FIELDS.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise GarbledError("the replica's first event is no JSON object") from None
-    return "error" in found and "choices" not in found
+    is_named_error = bytes(found.get("type", b"")) == b'"error"'
+    return is_named_error or ("error" in found and "choices" not in found)
 
 
 def _check_object(body: bytes, decoder: "msgspec.json.Decoder[Any]") -> None:

@@ -18,6 +18,7 @@ import msgspec
 
 from headstart.core.errors import InvalidRequestError, QueueFullError, RequestTooLargeError
 from headstart.gateway.kv_events.kv_event_decoding import event_domain
+from headstart.gateway.proxy.api_paths import CHAT_PATHS, NAMED, chat_values, previous_response
 from headstart.http.spooled_body import SpooledBody, spooled
 from headstart.openai.bounds import MAX_JSON_VALUES, Bounds
 from headstart.openai.engine_requests import encode_chat, encode_completion
@@ -40,10 +41,13 @@ _OPENING = re.compile(rb"\s*\{")
 _RUN = re.compile(r"\w+|[^\w\s]+|\s+")
 _WINDOW = 32 * 1024  # characters; a run of twice as many contains a whole window
 LONGEST_TOKEN = 64  # characters; a longer text than this for each token of the context is taken as too long for it
-UNCACHED = frozenset(("/tokenize", "/detokenize"))  # no cache is used or filled: any replica will do
+UNCACHED = frozenset(
+    ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+)  # no cache is used or filled: any replica will do
 _LONG_BYTES = 256 << 10  # of a body
 _SHORT_BYTES = 16 << 10  # of a field
 _ANY_PROMPTS = 128  # in one body; the default of --max-prompts is 64
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 
 
@@ -77,6 +81,7 @@ class ReadRequest:
     text: str | None = None  # the prompt as text, for the explainer; None: it came as token ids
     domain: bytes = b""  # isolation domain: the tenant's, narrowed by a salt
     is_single: bool = True  # one prompt: the engine's usage is about the prompt that was routed
+    previous: str | None = None  # the id of the stored response that it continues
 
     def drop_body(self) -> None:
         """Free the body."""
@@ -126,20 +131,21 @@ class RequestReader:
         else:
             prompt = Prompt(pack_text((text or "")[: limit * LONGEST_TOKEN].encode()), root, exact=False)
         stream = values.get("stream") is True
-        sent, hides_usage = _asking_for_usage(body, values) if stream else (body, False)
+        sent, hides_usage = _asking_for_usage(body, values) if stream and path not in NAMED else (body, False)
         if sender.is_salted and path not in UNCACHED:
             sent = _with(sent, "cache_salt", salt)
-        limits = (values.get(limit) for limit in ("max_completion_tokens", "max_tokens"))
-        most = next((limit for limit in limits if limit is not None), model_info.default_max_tokens)
+        limits = (values.get(name) for name in _LIMITS)
+        most = next((given for given in limits if given is not None), model_info.default_max_tokens)
         request = RoutingRequest(
             prompt,
             model=name,
             adapter=served.adapter,
             session=_session(sender, values),
             max_tokens=most if isinstance(most, int) and most > 0 else 0,
-            form="chat" if path == "/v1/chat/completions" else "ids" if text is None else "text",
+            form="chat" if path in CHAT_PATHS else "ids" if text is None else "text",
         )
-        return ReadRequest(request, sent, stream, hides_usage, text, domain, count == 1)
+        previous = previous_response(path, values)
+        return ReadRequest(request, sent, stream, hides_usage, text, domain, count == 1, previous)
 
     def _values(self, path: str, body: bytes) -> dict[str, Any]:
         """Return the fields of a body, without the long ones if they do not matter. Raises InvalidRequestError."""
@@ -162,8 +168,13 @@ class RequestReader:
 
         A text that is too long for `limit` tokens is not tokenized.
         """
-        if path == "/v1/chat/completions":
-            return self._chat(values, tokenizer, limit)
+        if previous_response(path, values) is not None:
+            return None, "", 0  # only its replica knows the prompt
+        if path in CHAT_PATHS:
+            try:
+                return self._chat(dict(chat_values(path, values, _ANYTHING)), tokenizer, limit)
+            except InvalidRequestError:  # another engine's API, or invalid: the replica decides
+                return None, msgspec.json.encode(values).decode(), 1
         if path == "/v1/completions":
             return self._completion(values, tokenizer, limit)
         return None, "" if path in UNCACHED else msgspec.json.encode(values).decode(), 1

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from headstart.gateway.proxy.api_paths import NAMED, stream_end
 from headstart.gateway.proxy.upstream import GarbledError
 from headstart.router.routing_request import Usage
 
@@ -16,7 +17,6 @@ MAX_EVENT_BYTES = 128 << 20  # a prompt of 128,000 tokens echoed with 20 alterna
 MAX_COMMENT_BYTES = 1 << 20  # between two events with data; engines send a few bytes of comments every few seconds
 MAX_COUNT = 2**31 - 1  # tokens: more than any real answer has
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
-_DONE = re.compile(rb"^data:\s*\[DONE\]", re.MULTILINE)
 _DATA = re.compile(rb"^data:", re.MULTILINE)
 _END = re.compile(rb"\r?\n\r?\n")
 
@@ -29,11 +29,34 @@ class _Tokens(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
+    input_tokens: int | None = None  # of the Responses and the Messages API
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None  # of the Messages API, where input_tokens are those behind
+    cache_creation_input_tokens: int | None = None
+
+    def counts(self) -> tuple[int, int | None, int | None]:
+        """Return the prompt's tokens, those of them that were cached, and the output's tokens; None: not reported."""
+        if self.input_tokens is None:
+            details, prompt = self.prompt_tokens_details, self.prompt_tokens
+            output = self.output_tokens if self.completion_tokens is None else self.completion_tokens
+            return prompt, details.cached_tokens if details else None, output
+        if self.cache_read_input_tokens is None:
+            details = self.input_tokens_details
+            return self.input_tokens, details.cached_tokens if details else None, self.output_tokens
+        cached = self.cache_read_input_tokens
+        return self.input_tokens + cached + (self.cache_creation_input_tokens or 0), cached, self.output_tokens
+
+
+class _Inner(msgspec.Struct):
+    usage: _Tokens | None = None
 
 
 class _UsageBody(msgspec.Struct):
     usage: _Tokens | None = None
     choices: list[msgspec.Raw] | None = None
+    response: _Inner | None = None  # of an event of the Responses API
+    message: _Inner | str | None = None  # of an event of the Messages API
 
 
 class ReportedUsage(NamedTuple):
@@ -63,13 +86,16 @@ def read_usage_at_end(tail: bytes) -> ReportedUsage:
 class EventStream:
     """One event stream. `hides_usage`: the router requested the usage event, not the client."""
 
-    def __init__(self, *, hides_usage: bool = False) -> None:
+    def __init__(self, path: str = "", *, hides_usage: bool = False) -> None:
         self.reported = ReportedUsage()
         self.has_data = False  # an event with data was seen: from now on the client has part of this answer
         self.is_done = False
         self.first = b""  # the data of the first event with data
         self.num_comment_bytes = 0  # since the last event with data
         self.num_rest_bytes = 0  # of an incomplete event
+        self.num_events = 0  # with data; counted in streams of named events only
+        self._is_named = path in NAMED
+        self._end = stream_end(path)
         self._hides_usage = hides_usage
         self._rest = bytearray()
 
@@ -123,7 +149,9 @@ class EventStream:
                 end = _END.search(piece, data.start())
                 self.first = _data_of(piece[data.start() : end.start() if end is not None else len(piece)])
         self.num_comment_bytes = 0
-        if b"[DONE]" in piece and _DONE.search(piece):
+        if self._is_named:
+            self.num_events += len(_DATA.findall(piece))
+        if (self._is_named or b"[DONE]" in piece) and self._end.search(piece):
             self.is_done = True
 
     def _without_usage(self, piece: bytes) -> bytes:
@@ -141,8 +169,11 @@ class EventStream:
             decoded = _DECODER.decode(_data_of(event))
         except (msgspec.DecodeError, UnicodeDecodeError):
             return False
-        if decoded.usage is not None:
-            self.reported = _checked_usage(decoded)
+        reported = _checked_usage(decoded)
+        if reported != ReportedUsage():
+            before = self.reported
+            output = before.output_tokens if reported.output_tokens is None else reported.output_tokens
+            self.reported = ReportedUsage(reported.usage or before.usage, output)
         return decoded.usage is not None and decoded.choices == []
 
 
@@ -157,13 +188,13 @@ def _last_end(piece: bytes) -> int:
 
 
 def _checked_usage(decoded: Any) -> ReportedUsage:
-    usage = decoded.usage
+    inner = decoded.response or (decoded.message if isinstance(decoded.message, _Inner) else None)
+    usage = decoded.usage or (inner.usage if inner is not None else None)
     if usage is None:
         return ReportedUsage()
-    cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else None
-    is_true = cached is not None and 0 <= cached <= usage.prompt_tokens <= MAX_COUNT and usage.prompt_tokens > 0
-    output = usage.completion_tokens
+    prompt, cached, output = usage.counts()
+    is_true = cached is not None and 0 <= cached <= prompt <= MAX_COUNT and prompt > 0
     return ReportedUsage(
-        Usage(usage.prompt_tokens, cached) if is_true and cached is not None else None,
+        Usage(prompt, cached) if is_true and cached is not None else None,
         output if output is not None and 0 <= output <= MAX_COUNT else None,
     )

@@ -111,7 +111,7 @@ class _Error(msgspec.Struct):
     type: str | None = None
 
 
-class _ErrorBody(msgspec.Struct):
+class _ErrorBody(_Error):
     error: _Error | None = None
 
 
@@ -170,7 +170,8 @@ def _failure_by_code(code: str | int | None) -> Failure | None:
 
 def _error_in(document: bytes) -> _Error:
     try:
-        return msgspec.json.decode(document, type=_ErrorBody).error or _Error()
+        body = msgspec.json.decode(document, type=_ErrorBody)
+        return body.error or body  # an error event of the Responses API is flat
     except (msgspec.DecodeError, UnicodeDecodeError):
         return _Error()
 
@@ -189,6 +190,8 @@ def headers_on(
             if raw == b"connection":
                 dropped |= _names_in(value)
             continue
+        if raw == b"x-api-key" and "authorization" in own:
+            continue  # the other way to send a key
         name, text = raw.decode("latin-1"), value.decode("latin-1")
         if name == "x-forwarded-for":
             route += text + ", "

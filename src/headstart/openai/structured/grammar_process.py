@@ -12,6 +12,12 @@ from headstart.core.errors import InvalidRequestError
 from headstart.openai.sandbox.sandbox_process import Handler, serve
 from headstart.openai.structured.grammar_limits import parser_limits
 
+_MESSAGES = {  # a part of a message of llguidance, and the message to send
+    "oneOf": "oneOf is supported only if its alternatives exclude each other",
+    "not present in a registry": "$schema or $ref names a schema that is not part of this one: {}",
+    "not disjoint": "patternProperties is supported only if no name matches two of its patterns: {}",
+    "float range": "minimum and maximum: {}",
+}
 _TOO_LARGE = InvalidRequestError("the grammar needs too much memory; simplify it")
 
 
@@ -38,7 +44,10 @@ def build(setup: Any) -> Handler:
 def _reason(message: str) -> str:
     """Return the first line of llguidance's message, without advice that only its callers could follow."""
     line = message.strip().split("\n", 1)[0][:300]
-    return "oneOf is supported only if its alternatives exclude each other" if "oneOf" in line else line
+    for part, rewritten in _MESSAGES.items():
+        if part in line:
+            return rewritten.format(line)
+    return line
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher
 
+from headstart.core.errors import InvalidRequestError
+
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
@@ -28,7 +30,10 @@ def json_schema_grammar(schema: Mapping[str, Any], *, whitespace: str | None = N
     }
     if whitespace is not None:
         options["whitespace_pattern"] = whitespace
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+    try:
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+    except ValueError as error:
+        raise InvalidRequestError(f"the JSON Schema cannot be read: {str(error)[:200]}") from None
 
 
 def regex_grammar(regex: str) -> str:

@@ -7,6 +7,7 @@ does not allow. These are refused by the name of their keyword. Everything else 
 
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
@@ -27,11 +28,14 @@ SCHEMA_KEYS = ("items", "additionalProperties", "additionalItems", "not", "if", 
 OTHER_SCHEMA_KEYS = ("propertyNames", "unevaluatedItems", "unevaluatedProperties")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _COUNT = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d*)(,?)(\d*)\}|[()]", re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # JSON can write them only as \\u escapes
+_CONTROL_ESCAPE = re.compile(r"\\(?:c|x0[0-7be]|x1|x7[fF]|u00(?:0[0-7beBE]|1|7[fF])|u\{|v|0)")
 _RULE = re.compile(r"^\s*[?!]?[A-Za-z_][\w.]*(?:\[[^\]]*\])?\s*:", re.MULTILINE)
 
 
 def limited_schema(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema with counts such as 2.0 as integers. Raises InvalidRequestError, which names the keyword."""
+    _check_numbers(name, schema)
     num_references = 0
     for num_schemas, part in enumerate(_subschemas(schema), 1):
         num_references += "$ref" in part
@@ -40,6 +44,8 @@ def limited_schema(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
             bad_value(name, f"has more than {MAX_SUBSCHEMAS} subschemas", "simplify the schema")
         if num_references > MAX_REFERENCES:
             bad_value(name, f"has more than {MAX_REFERENCES} $ref", "simplify the schema")
+        if "$id" in part and part is not schema:
+            bad_value(name, "has $id in a subschema", "leave it out: $ref refers to the whole schema")
     return _with_integers(schema)
 
 
@@ -81,6 +87,19 @@ def _subschemas(schema: object) -> Iterator[Mapping[str, Any]]:
             pending += part["items"]
 
 
+def _check_numbers(name: str, schema: object) -> None:
+    """Check that all numbers are finite as doubles, which is all that other parsers of JSON read."""
+    pending = [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, Mapping):
+            pending += part.values()
+        elif isinstance(part, list):
+            pending += part
+        elif isinstance(part, int | float) and not abs(part) <= sys.float_info.max:
+            bad_value(name, f"has the number {shown(part)}", "use numbers within the range of doubles")
+
+
 def _check_part(name: str, part: Mapping[str, Any]) -> None:
     """Check the keywords of one subschema."""
     if "x-guidance" in part:
@@ -88,11 +107,9 @@ def _check_part(name: str, part: Mapping[str, Any]) -> None:
     for key in ("anyOf", "oneOf"):
         _check_length(name, key, part.get(key), MAX_ALTERNATIVES)
     _check_length(name, "enum", part.get("enum"), MAX_ENUM)
-    if isinstance(pattern := part.get("pattern"), str):
-        check_regex(f"{name}: pattern", pattern)
-    if isinstance(patterns := part.get("patternProperties"), Mapping):
-        for pattern in patterns:
-            check_regex(f"{name}: patternProperties", str(pattern))
+    _check_pattern(name, "pattern", part.get("pattern"))
+    for pattern in _listed([*patterns] if isinstance(patterns := part.get("patternProperties"), Mapping) else None):
+        _check_pattern(name, "patternProperties", pattern)
     _check_count(name, "const", part.get("const"))
     for value in _listed(part.get("enum")):
         _check_count(name, "enum", value)
@@ -102,6 +119,14 @@ def _check_part(name: str, part: Mapping[str, Any]) -> None:
             bad_value(name, f"has {key} {shown(value)}", f"it may be at most {MAX_COUNT}")
     _check_properties(name, part)
     _check_multiples(name, part)
+
+
+def _check_pattern(name: str, key: str, pattern: object) -> None:
+    if not isinstance(pattern, str):
+        return
+    check_regex(f"{name}: {key}", pattern)
+    if _CONTROL.search(pattern) or _CONTROL_ESCAPE.search(pattern):
+        bad_value(name, f"has {key} with a control character, {shown(pattern)}", "leave such characters out")
 
 
 def _check_length(name: str, key: str, value: object, most: int) -> None:
@@ -117,8 +142,8 @@ def _check_count(name: str, key: str, value: object) -> None:
         if isinstance(one, str):
             if len(one) > MAX_COUNT:
                 bad_value(name, f"has {key} with a text of {len(one)} characters", f"use at most {MAX_COUNT}")
-            if any(character < " " and character not in "\n\r\t\b\f" for character in one):
-                bad_value(name, f"has {key} with the control character {shown(one)}", "leave such characters out")
+            if _CONTROL.search(one):
+                bad_value(name, f"has {key} with a control character, {shown(one)}", "leave such characters out")
         elif isinstance(one, Mapping):
             pending += [*one.values(), *one]
         elif isinstance(one, list):

@@ -3,13 +3,13 @@
 Computed in float32, so that the order of additions cannot decide between two tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headstart.bench.progress_bar import QUIET, Bar
 from headstart.llm import LLM, Completion
-from headstart.workload.intent import Example, is_correct, make_examples, make_preamble
+from headstart.workload.intent import Example, answer_schema, is_correct, is_valid, make_examples, make_preamble
 
 MAX_TOKENS = 96  # an answer has about 30
 TOGETHER = 20  # sentences in one batch
@@ -28,8 +28,12 @@ class Completed(Protocol):
     def num_cached_tokens(self) -> int: ...
 
 
-Answer = Callable[[list[list[dict[str, str]]], bool], Sequence[Completed]]
-"""(conversations, caching) -> one completion each, greedy, in float32."""
+class Answer(Protocol):
+    """Greedy completions in float32, one per conversation, each constrained by its schema if `schemas` are given."""
+
+    def __call__(
+        self, conversations: list[list[dict[str, str]]], caching: bool, schemas: list[dict[str, Any]] | None = None, /
+    ) -> Sequence[Completed]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class AccuracyConfig:
     examples: int = 200
     preambles: int = 4
     seed: int = 0
+    schema: bool = False  # also with answers constrained by the schema of their preamble
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +82,45 @@ def measure_accuracy(answer: Answer, config: AccuracyConfig, bar: Bar = QUIET) -
         problems.append(f"{differing} of {len(examples)} answers differ between caching off and on in float32")
     if cached["off"]:
         problems.append(f"{cached['off']} tokens were cached with caching off")
+    if config.schema:
+        _measure_with_schema(answer, config, Accuracy(values, problems), bar)
     return Accuracy(values, problems)
+
+
+def _measure_with_schema(answer: Answer, config: AccuracyConfig, found: Accuracy, bar: Bar) -> None:
+    """Send every request with the schema of its preamble; add the figures and problems to `found`."""
+    examples, conversations = questions(config)
+    preambles = [make_preamble(seed) for seed, share in _shares(config) for _ in range(share)]
+    bar.stage(f"{len(examples)} sentences, with a schema", len(examples))
+    completions = answer(conversations, True, [answer_schema(preamble) for preamble in preambles])
+    num_valid = sum(is_valid(one.text, preamble) for one, preamble in zip(completions, preambles, strict=True))
+    num_right = sum(is_correct(one.text, example) for one, example in zip(completions, examples, strict=True))
+    found.values["accuracy_schema"] = num_right / len(examples)
+    found.values["valid_schema"] = num_valid / len(examples)
+    if num_valid < len(examples):
+        found.problems.append(f"{len(examples) - num_valid} of {len(examples)} constrained answers are not valid")
+    if found.values["accuracy_schema"] < found.values["accuracy_on"]:
+        found.problems.append("fewer answers are exact with a schema than without")
 
 
 def bundled_answers(threads: int, bar: Bar = QUIET) -> Answer:
     """Return the answer function of the bundled model, in float32, through the Python API and its chat template."""
 
-    def answer(conversations: list[list[dict[str, str]]], caching: bool) -> list[Completion]:
+    def answer(
+        conversations: list[list[dict[str, str]]], caching: bool, schemas: list[dict[str, Any]] | None = None, /
+    ) -> list[Completion]:
         llm = LLM(dtype="float32", threads=threads, enable_prefix_caching=caching)
         completions: list[Completion] = []
-        for start in range(0, len(conversations), TOGETHER):
+        start = 0
+        while start < len(conversations):
+            schema = None if schemas is None else schemas[start]
             part = conversations[start : start + TOGETHER]
-            completions += llm.chat(part, {"temperature": 0, "max_tokens": MAX_TOKENS}, progress=False)
+            if schemas is not None:  # the requests of one call have one schema
+                part = part[: next((i for i, one in enumerate(schemas[start:]) if one != schema), len(part))]
+            sampling = {"temperature": 0, "max_tokens": MAX_TOKENS, "guided_json": schema}
+            completions += llm.chat(part, sampling, progress=False)
             bar.advance(len(part))
+            start += len(part)
         return completions
 
     return answer
@@ -99,12 +130,22 @@ def questions(config: AccuracyConfig) -> tuple[list[Example], list[list[dict[str
     """Return held-out examples and one conversation for each."""
     examples: list[Example] = []
     conversations: list[list[dict[str, str]]] = []
-    for index in range(config.preambles):
-        preamble = make_preamble(f"bench/{config.seed}/{index}")
-        share = config.examples // config.preambles + (index < config.examples % config.preambles)
-        for example in make_examples("heldout", share, preamble, f"bench/{config.seed}/{index}"):
+    for seed, share in _shares(config):
+        preamble = make_preamble(seed)
+        for example in make_examples("heldout", share, preamble, seed):
             examples.append(example)
             conversations.append(
                 [{"role": "system", "content": preamble.text}, {"role": "user", "content": example.sentence}]
             )
     return examples, conversations
+
+
+def _shares(config: AccuracyConfig) -> list[tuple[str, int]]:
+    """Return the seed of each preamble and its number of sentences."""
+    return [
+        (
+            f"bench/{config.seed}/{index}",
+            config.examples // config.preambles + (index < config.examples % config.preambles),
+        )
+        for index in range(config.preambles)
+    ]

@@ -156,6 +156,9 @@ def _answers(values: dict[str, Any]) -> Sheet:
         ("exact answers", values["accuracy_off"], values["accuracy_on"]),
         ("prompt tokens cached", 0.0, values["cached_share"]),
     )
+    if "accuracy_schema" in values:
+        rows += (("exact with a schema", None, values["accuracy_schema"]),)
+        rows += (("valid with a schema", None, values["valid_schema"]),)
     return Sheet(f"{values['examples']} held-out sentences, {values['preambles']} preambles", columns, rows)
 
 

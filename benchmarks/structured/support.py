@@ -1,0 +1,227 @@
+"""Which JSON schemas llguidance supports: support.py [--json FILE] [--docs FILE].
+
+Asks llguidance about every schema of the JSON-Schema-Test-Suite, and whether the grammars of supported schemas accept
+the suite's valid instances and reject its invalid ones. "Looser": the grammar accepts an invalid instance, so an answer
+can be invalid. "Stricter": it rejects a valid instance in every tried form, so the model cannot give that answer.
+"""
+
+import argparse
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llguidance import LLMatcher, LLTokenizer
+from suite import DRAFTS, VERSION, SuiteSchema, fetch_suite, integral, read_suite
+
+KEYWORDS = re.compile(r'Unimplemented keys: \["(.*?)"\]')
+
+OPTIONS = {"lenient": False, "json_allowed_escapes": 'nrbtf"\\'}  # the server's, but for whitespace
+PAGE = """# JSON Schema support
+
+Which schemas of the JSON-Schema-Test-Suite llguidance {llguidance} compiles, and how far its grammars agree with the
+standard. Written on {date} by `benchmarks/structured/support.py`, from the suite in `jsonschema`
+{jsonschema}: {counts}. The server refuses some more, to bound time and memory.
+
+*Accepts invalid*: instances that violate the schema, and that the grammar accepts in some form. An answer can then be
+invalid by the standard. *Rejects valid*: instances that satisfy the schema, and that the grammar rejects in every form
+tried (spaces, escapes, order of properties); a model cannot give such an answer. Formats are always asserted, also in
+draft 2020-12, whose default is to ignore them.
+
+## Invalid instances that are accepted
+
+{differences}
+
+Not in the suite, and accepted too: two equal names among additional properties, so that `minProperties` can be violated
+(the server refuses `minProperties` where that is possible); numbers beyond the doubles, such as `1e999`, where a number
+has no bounds; `0.99999999999999999999`, which is 1.0 as a double, with `exclusiveMaximum: 1`; U+0085 for `\\s`.
+
+{tables}
+"""
+
+
+class Verdict(NamedTuple):
+    """What llguidance makes of a schema; `refusal` is its message, empty if the schema is supported."""
+
+    schema: SuiteSchema
+    refusal: str
+    looser: tuple[str, ...]  # invalid instances that the grammar accepts
+    stricter: tuple[str, ...]  # valid instances that it rejects in every form
+    reordered: int  # valid instances that it accepts only with their properties in another order
+
+
+class Grammar:
+    """llguidance's grammar of a schema over bytes."""
+
+    def __init__(self, schema: Any, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+        sent = {} if schema is True else schema
+        options = OPTIONS if isinstance(sent, dict) else None  # llguidance applies options to objects only
+        try:
+            text = LLMatcher.grammar_from_json_schema(json.dumps(sent), overrides=options)
+        except ValueError as error:
+            text, self.error = "", str(error)
+        else:
+            failed, messages = LLMatcher.validate_grammar_with_warnings(text, tokenizer)
+            self.error = messages[0] if failed else ""
+        self._matcher = None if self.error else LLMatcher(tokenizer, text, log_level=0)
+
+    def accepts(self, text: str) -> bool:
+        """Return whether the whole text is an answer of this grammar."""
+        assert self._matcher is not None
+        matcher = self._matcher.deep_copy()
+        tokens = self._tokenizer.tokenize_bytes(text.encode())
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def forms(value: Any) -> Iterator[str]:
+    """Yield JSON texts of a value: compact and spaced, with and without escapes, integral floats as integers."""
+    for shape in (value, integral(value)):
+        for escaped in (False, True):
+            try:
+                yield json.dumps(shape, ensure_ascii=escaped, separators=(",", ":"))
+                yield json.dumps(shape, ensure_ascii=escaped)
+            except UnicodeEncodeError:
+                continue
+
+
+def reordered(value: Any, most: int = 5) -> Iterator[Any]:
+    """Yield the value with the properties of its outer object, and of objects in it, in all orders."""
+    if isinstance(value, list) and len(value) <= most:
+        for items in itertools.product(*([*itertools.islice(reordered(item), 6)] for item in value)):
+            yield list(items)
+    elif isinstance(value, dict) and len(value) <= most:
+        for names in itertools.permutations(value):
+            inner = [[*itertools.islice(reordered(value[name]), 6)] for name in names]
+            for items in itertools.product(*inner):
+                yield dict(zip(names, items, strict=True))
+    else:
+        yield value
+
+
+def judge(case: SuiteSchema, tokenizer: LLTokenizer) -> Verdict:
+    """Return what llguidance makes of a schema."""
+    grammar = Grammar(case.schema, tokenizer)
+    if grammar.error:
+        return Verdict(case, grammar.error, (), (), 0)
+    looser, stricter, num_reordered = [], [], 0
+    for instance in case.instances:
+        accepted = any(grammar.accepts(text) for text in forms(instance.data) if _encodable(text))
+        if not instance.valid and accepted:
+            looser.append(instance.description)
+        elif instance.valid and not accepted:
+            orders = itertools.islice(reordered(instance.data), 500)
+            if any(grammar.accepts(text) for value in orders for text in forms(value) if _encodable(text)):
+                num_reordered += 1
+            else:
+                stricter.append(instance.description)
+    return Verdict(case, "", tuple(looser), tuple(stricter), num_reordered)
+
+
+def _encodable(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def refusal_reason(refusal: str) -> str:
+    """Return the keyword, or the kind of construct, that a refusal names."""
+    if found := KEYWORDS.search(refusal):
+        return found[1]
+    first = refusal.splitlines()[0]
+    return re.sub(r"(?<=[:=]) ?.{40,}", " ...", first)[:90]
+
+
+def report(verdicts: list[Verdict]) -> dict[str, Any]:
+    """Return the JSON document: totals, and rows by draft and keyword."""
+    rows = []
+    for (draft, keyword), group in itertools.groupby(verdicts, lambda v: (v.schema.draft, v.schema.keyword)):
+        members = list(group)
+        accepted = [verdict for verdict in members if not verdict.refusal]
+        rows.append(
+            {
+                "draft": draft,
+                "keyword": keyword,
+                "schemas": len(members),
+                "supported": len(accepted),
+                "refused_for": dict(Counter(refusal_reason(v.refusal) for v in members if v.refusal)),
+                "instances": sum(len(v.schema.instances) for v in accepted),
+                "looser": {v.schema.description: v.looser for v in accepted if v.looser},
+                "stricter": {v.schema.description: v.stricter for v in accepted if v.stricter},
+                "other_order": sum(v.reordered for v in accepted),
+            }
+        )
+    return {
+        "date": date.today().isoformat(),
+        "llguidance": version("llguidance"),
+        "jsonschema": VERSION,
+        "schemas": len(verdicts),
+        "supported": sum(not v.refusal for v in verdicts),
+        "rows": rows,
+    }
+
+
+def markdown(document: dict[str, Any], draft: str) -> str:
+    """Return the table of one draft."""
+    lines = [
+        "| keyword | supported | refused, and the keyword named | accepts invalid | rejects valid |",
+        "|---|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        if row["draft"] != draft:
+            continue
+        refused = ", ".join(f"`{_cell(name)}` {count}" for name, count in row["refused_for"].items())
+        looser = sum(map(len, row["looser"].values()))
+        stricter = sum(map(len, row["stricter"].values()))
+        cells = (
+            f"`{row['keyword']}`",
+            f"{row['supported']} of {row['schemas']}",
+            refused,
+            looser or "",
+            stricter or "",
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def differences(document: dict[str, Any]) -> str:
+    """Return a list of the invalid instances that grammars accept, by keyword."""
+    lines: list[str] = []
+    for row in document["rows"]:
+        for description, instances in row["looser"].items():
+            found = "; ".join(_cell(text) for text in instances[:4])
+            more = f"; and {len(instances) - 4} more" if len(instances) > 4 else ""
+            lines.append(f"- {row['draft']}, `{row['keyword']}`, {_cell(description)}: {found}{more}")
+    return "\n".join(lines)
+
+
+def page(document: dict[str, Any]) -> str:
+    """Return the page of the documentation."""
+    tables = "\n\n".join(f"## {draft}\n\n{markdown(document, draft)}" for draft in DRAFTS)
+    counts = f"{document['supported']} of {document['schemas']} schemas are supported"
+    return PAGE.format(**document, counts=counts, differences=differences(document), tables=tables)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("`", "'")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the whole report here")
+    parser.add_argument("--docs", type=Path, help="write the page of the documentation here")
+    options = parser.parse_args()
+    folder, tokenizer = fetch_suite(), LLTokenizer("byte")
+    document = report([judge(case, tokenizer) for draft in DRAFTS for case in read_suite(folder, draft)])
+    if options.json:
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if options.docs:
+        options.docs.write_text(page(document), encoding="utf-8")
+    print(json.dumps({key: value for key, value in document.items() if key != "rows"}))
+
+
+if __name__ == "__main__":
+    main()

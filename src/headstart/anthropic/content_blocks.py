@@ -1,0 +1,189 @@
+"""Content blocks of a Messages conversation, checked, as the messages of a chat.
+
+A user message with tool results becomes one message of role `tool` per result, and user messages of the text between
+and behind them. Positions of cache breakpoints are kept.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from headstart.openai.responses import Json
+from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown, unsupported
+
+MAX_MESSAGES = 100_000
+MAX_BLOCKS = 4096
+MAX_ID_CHARS = 256
+TTL_SECONDS = {"5m": 300.0, "1h": 3600.0}
+
+
+@dataclass(slots=True)
+class ReadConversation:
+    """Messages of a chat, the field that each comes from, and the cache breakpoints.
+
+    `last_breakpoint`: the number of messages up to and including the one of the last breakpoint, and the number of
+    that message's text parts up to it; None without any breakpoint.
+    """
+
+    messages: list[Json] = field(default_factory=list[Json])
+    names: list[str] = field(default_factory=list[str])
+    ttl: float = 0.0  # seconds; the longest of all breakpoints
+    last_breakpoint: tuple[int, int] | None = None
+
+    def append(self, name: str, message: Json) -> None:
+        """Add a message."""
+        self.messages.append(message)
+        self.names.append(name)
+
+    def mark(self, name: str, block: Mapping[str, Any]) -> None:
+        """Note the breakpoint behind the block that was added last, if it has one. Raises InvalidRequestError."""
+        ttl = cache_ttl(f"{name}.cache_control", block.get("cache_control"))
+        if ttl:
+            self.ttl = max(self.ttl, ttl)
+            content = self.messages[-1]["content"] if self.messages else ""
+            self.last_breakpoint = (len(self.messages), len(content) if isinstance(content, list) else 1)
+
+
+def cache_ttl(name: str, mark: object) -> float:
+    """Return the lifetime that a cache_control requests, in seconds; 0 without one. Raises InvalidRequestError."""
+    if mark is None:
+        return 0.0
+    if not isinstance(mark, Mapping) or mark.get("type") != "ephemeral":
+        bad_value(name, f"is {shown(mark)}", 'it must be {"type": "ephemeral"}, with a ttl of "5m" or "1h" perhaps')
+    ttl = mark.get("ttl") or "5m"
+    if not isinstance(ttl, str) or ttl not in TTL_SECONDS:
+        bad_value(f"{name}.ttl", f"is {shown(ttl)}", 'it must be "5m" or "1h"')
+    return TTL_SECONDS[ttl]
+
+
+def read_system(value: object, into: ReadConversation) -> None:
+    """Add the system prompt: a text, or text blocks. Raises InvalidRequestError."""
+    if isinstance(value, str):
+        into.append("system", {"role": "system", "content": check_text("system", value)})
+        return
+    blocks = check_list("system", value, MAX_BLOCKS, "text blocks")
+    if not blocks:
+        return
+    into.append("system", {"role": "system", "content": (parts := list[Json]())})
+    for index, block in enumerate(blocks):
+        name = f"system[{index}]"
+        parts.append({"type": "text", "text": _text(name, _typed(name, block, ("text",)))})
+        into.mark(name, block)
+
+
+def read_messages(value: object, into: ReadConversation) -> None:
+    """Add the messages. Raises InvalidRequestError."""
+    if value is None:
+        raise missing("messages")
+    messages = check_list("messages", value, MAX_MESSAGES, "messages")
+    if not messages:
+        bad_value("messages", "is empty", "send at least one message")
+    for index, message in enumerate(messages):
+        name = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            bad_value(name, f"is {shown(message)}", "it must be an object with role and content")
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant", "system"):
+            bad_value(f"{name}.role", f"is {shown(role)}", "it must be user or assistant")
+        if isinstance(content, str):
+            into.append(name, {"role": role, "content": check_text(f"{name}.content", content)})
+            continue
+        blocks = check_list(f"{name}.content", content, MAX_BLOCKS, "blocks")
+        (_read_assistant if role == "assistant" else _read_user)(name, str(role), blocks, into)
+
+
+def _read_user(name: str, role: str, blocks: "list[Any] | tuple[Any, ...]", into: ReadConversation) -> None:
+    parts: list[Json] | None = None  # of the user message that is open
+    if not blocks:
+        into.append(name, {"role": role, "content": ""})
+    for index, item in enumerate(blocks):
+        at = f"{name}.content[{index}]"
+        block = _typed(at, item, ("text", "tool_result") if role == "user" else ("text",))
+        if block["type"] == "text":
+            if parts is None:
+                parts = []
+                into.append(name, {"role": role, "content": parts})
+            parts.append({"type": "text", "text": _text(at, block)})
+        else:
+            call_id = _string(f"{at}.tool_use_id", block.get("tool_use_id"), MAX_ID_CHARS)
+            into.append(name, {"role": "tool", "tool_call_id": call_id, "content": _result(at, block, into)})
+            parts = None
+        into.mark(at, block)
+
+
+def _read_assistant(name: str, role: str, blocks: "list[Any] | tuple[Any, ...]", into: ReadConversation) -> None:
+    message: Json = {"role": role, "content": (parts := list[Json]())}
+    into.append(name, message)
+    for index, item in enumerate(blocks):
+        at = f"{name}.content[{index}]"
+        block = _typed(at, item, ("text", "tool_use", "thinking", "redacted_thinking"))
+        match block["type"]:
+            case "text":
+                parts.append({"type": "text", "text": _text(at, block)})
+            case "thinking":
+                text = _string(f"{at}.thinking", block.get("thinking"))
+                message["reasoning_content"] = message.get("reasoning_content", "") + text
+            case "tool_use":
+                message.setdefault("tool_calls", []).append(_call(at, block))
+            case _:  # encrypted by another server: it cannot be read
+                pass
+        into.mark(at, block)
+    if not parts:
+        message["content"] = ""
+
+
+def _call(name: str, block: Mapping[str, Any]) -> Json:
+    arguments = block.get("input")
+    if not isinstance(arguments, Mapping):
+        bad_value(f"{name}.input", f"is {shown(arguments)}", "it must be an object")
+    return {
+        "id": _string(f"{name}.id", block.get("id"), MAX_ID_CHARS),
+        "type": "function",
+        "function": {
+            "name": _string(f"{name}.name", block.get("name")),
+            "arguments": msgspec.json.encode(arguments).decode(),
+        },
+    }
+
+
+def _result(name: str, block: Mapping[str, Any], into: ReadConversation) -> str:
+    """Return the content of a tool result as one text. Breakpoints inside of it count as one behind it."""
+    content = block.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return check_text(f"{name}.content", content)
+    texts: list[str] = []
+    for index, item in enumerate(check_list(f"{name}.content", content, MAX_BLOCKS, "blocks")):
+        at = f"{name}.content[{index}]"
+        inner = _typed(at, item, ("text",))
+        texts.append(_text(at, inner))
+        into.ttl = max(into.ttl, cache_ttl(f"{at}.cache_control", inner.get("cache_control")))
+    return "\n".join(texts)
+
+
+def _typed(name: str, block: object, known: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return a block of one of the `known` types. Raises InvalidRequestError."""
+    if not isinstance(block, Mapping):
+        bad_value(name, f"is {shown(block)}", 'it must be an object such as {"type": "text", "text": "..."}')
+    kind = block.get("type")
+    if kind in known:
+        return block
+    if isinstance(kind, str):
+        unsupported(name, f"blocks of type {shown(kind)} are not built here; send {', '.join(known)}")
+    bad_value(f"{name}.type", f"is {shown(kind)}", f"it must be one of {', '.join(known)}")
+
+
+def _text(name: str, block: Mapping[str, Any]) -> str:
+    return _string(f"{name}.text", block.get("text"))
+
+
+def _string(name: str, value: object, max_chars: int | None = None) -> str:
+    if value is None:
+        raise missing(name)
+    if not isinstance(value, str) or (max_chars is not None and len(value) > max_chars):
+        limit = "" if max_chars is None else f" of at most {max_chars} characters"
+        bad_value(name, f"is {shown(value)}", f"it must be a string{limit}")
+    return check_text(name, value)

@@ -1,0 +1,137 @@
+"""MessageEvents: the output of one request of the Messages API, as a whole message and as the events of a stream."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from headstart.core.errors import InvalidRequestError
+from headstart.openai.chat.chat_parts import ChatPart, ChatParts, PartKind, PartStep
+from headstart.openai.request_json import parse_json
+from headstart.openai.responses import Json
+from headstart.openai.text.generation import Delta
+
+PING: Json = {"type": "ping"}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMarks:
+    """The cache breakpoints of a prompt. `num_tokens` up to the last one, whole blocks only; 0 without any."""
+
+    num_tokens: int = 0
+    is_long: bool = False  # the longest lifetime is an hour
+
+
+class MessageEvents:
+    """Builder of one message. `marks`: the cache breakpoints of its prompt."""
+
+    def __init__(self, message_id: str, model: str, marks: CacheMarks) -> None:
+        self.parts = ChatParts()
+        self._message_id = message_id
+        self._model = model
+        self._marks = marks
+
+    def opening(self, usage: Json) -> list[Json]:
+        """Return the event that begins a stream; `usage` as of a chat."""
+        return [{"type": "message_start", "message": self._message([], None, None, usage)}]
+
+    def add(self, delta: Delta) -> list[Json]:
+        """Process a delta and return its events."""
+        return [event for step in self.parts.add(delta) for event in self._of_step(step)]
+
+    def closing(self, usage: Json) -> list[Json]:
+        """Return the last events of a finished message."""
+        last = self.parts.open_part()
+        reason, sequence = self._stop()
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        return [
+            *([] if last is None else [_stop_of(last)]),
+            {"type": "message_delta", "delta": delta, "usage": self._usage(usage)},
+            {"type": "message_stop"},
+        ]
+
+    def message(self, usage: Json) -> Json:
+        """Return the finished message."""
+        return self._message([_block(part) for part in self.parts.parts], *self._stop(), usage)
+
+    def _message(self, content: list[Json], reason: str | None, sequence: str | None, usage: Json) -> Json:
+        return {
+            "id": self._message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": self._usage(usage),
+        }
+
+    def _usage(self, usage: Json) -> Json:
+        """Return the usage. The three counts of input tokens add up to those of the prompt."""
+        prompt, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+        created = max(self._marks.num_tokens - cached, 0)
+        an_hour = created if self._marks.is_long else 0
+        return {
+            "input_tokens": prompt - cached - created,
+            "cache_creation_input_tokens": created,
+            "cache_read_input_tokens": cached,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": created - an_hour,
+                "ephemeral_1h_input_tokens": an_hour,
+            },
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": self.parts.num_reasoning_tokens},
+        }
+
+    def _stop(self) -> tuple[str, str | None]:
+        """Return stop_reason and stop_sequence."""
+        parts = self.parts
+        if parts.finish_reason == "length":
+            return "max_tokens", None
+        if parts.has_calls:
+            return "tool_use", None
+        if isinstance(parts.stop_reason, str):
+            return "stop_sequence", parts.stop_reason
+        return "end_turn", None
+
+    def _of_step(self, step: PartStep) -> Iterator[Json]:
+        part = step.part
+        if step.closed is not None:
+            yield _stop_of(step.closed)
+        if step.is_new:
+            yield {"type": "content_block_start", "index": part.index, "content_block": _block(part, is_empty=True)}
+        if step.text:
+            yield {"type": "content_block_delta", "index": part.index, "delta": _delta(part.kind, step.text)}
+
+
+def _stop_of(part: ChatPart) -> Json:
+    return {"type": "content_block_stop", "index": part.index}
+
+
+def _delta(kind: PartKind, text: str) -> Json:
+    match kind:
+        case PartKind.TOOL_CALL:
+            return {"type": "input_json_delta", "partial_json": text}
+        case PartKind.REASONING:
+            return {"type": "thinking_delta", "thinking": text}
+        case PartKind.CONTENT:
+            return {"type": "text_delta", "text": text}
+
+
+def _block(part: ChatPart, *, is_empty: bool = False) -> Json:
+    """Return the content block of a part; `is_empty`: as it is before any text. Thinking has an empty signature."""
+    text = "" if is_empty else part.text
+    match part.kind:
+        case PartKind.TOOL_CALL:
+            assert part.call is not None
+            return {"type": "tool_use", "id": part.call.call_id, "name": part.call.name, "input": _arguments(text)}
+        case PartKind.REASONING:
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        case PartKind.CONTENT:
+            return {"type": "text", "text": text, "citations": None}
+
+
+def _arguments(text: str) -> Json:
+    """Return the arguments of a call; empty if they are no JSON object, as when the output was cut by max_tokens."""
+    try:
+        return parse_json(text.encode()) if text else {}
+    except InvalidRequestError:
+        return {}

@@ -1,0 +1,290 @@
+"""MessagesRequest: the bodies of /v1/messages and /v1/messages/count_tokens, translated to chat requests."""
+
+import re
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
+
+from headstart.anthropic.content_blocks import MAX_BLOCKS, ReadConversation, cache_ttl, read_messages, read_system
+from headstart.core.errors import InvalidRequestError
+from headstart.openai.bounds import INT31_MAX, Bounds
+from headstart.openai.chat.chat_translation import ChatTranslation, passed_on, template_variables
+from headstart.openai.engine_requests import encode_chat
+from headstart.openai.generation_fields import Model, SamplingFields, StopTexts, check_stops
+from headstart.openai.request_model import checked, validated
+from headstart.openai.responses import Json
+from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.openai.value_checks import bad_value, check_list, check_mapping, shown, unsupported
+
+MAX_TOOLS = 128
+_RENAMES = (
+    (re.compile(r"\bmax_completion_tokens\b"), "max_tokens"),
+    (re.compile(r"\btools\[(\d+)\]\.function\.parameters\b"), r"tools[\1].input_schema"),
+    (re.compile(r"\btools\[(\d+)\]\.function\b"), r"tools[\1]"),
+    (re.compile(r"\btool_choice\.function\b"), "tool_choice"),
+    (re.compile(r"\bresponse_format(\.json_schema)?\b"), "output_config.format"),
+)
+Objects = list[dict[str, Any]]
+StopSequences = Annotated[tuple[str, ...], checked(lambda value, _: check_stops("stop_sequences", value), StopTexts)]
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+_UNSUPPORTED = ("container", "mcp_servers", "context_management")  # would change the answer unnoticed
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """Tools in the form of a chat, and the longest lifetime of their cache breakpoints in seconds."""
+
+    tools: list[Json]
+    ttl: float = 0.0
+
+
+class ToolChoice(NamedTuple):
+    """A tool choice in the form of a chat."""
+
+    choice: Any = "auto"
+    parallel: bool = True
+
+
+class OutputConfig(NamedTuple):
+    """Form and effort of the output."""
+
+    format: Json | None = None
+    effort: str | None = None
+
+
+class PromptFields(SamplingFields):
+    """The fields of a prompt, which both bodies have."""
+
+    model: Model = None
+    system: Annotated[ReadConversation | None, checked(lambda value, _: _system(value), str | Objects)] = None
+    messages: Annotated[list[Any], checked(lambda value, _: _list(value), Objects)]
+    tools: Annotated[Tools, checked(lambda value, _: _tools(value), Objects)] = Field(
+        Tools([]), description="Tools of the client"
+    )
+    tool_choice: Annotated[ToolChoice, checked(lambda value, _: _tool_choice(value), dict[str, Any])] = Field(
+        ToolChoice(), description="auto, any, tool or none, with disable_parallel_tool_use perhaps"
+    )
+    thinking: Annotated[bool | None, checked(lambda value, _: _thinking(value), dict[str, Any])] = Field(
+        None, description="Passed to the chat template as enable_thinking; budget_tokens is not enforced"
+    )
+    output_config: Annotated[OutputConfig, checked(lambda value, _: _output_config(value), dict[str, Any])] = Field(
+        OutputConfig(), description="format: a JSON schema; effort: passed to the chat template"
+    )
+    output_format: Annotated[Json | None, checked(lambda value, _: _format("output_format", value), dict[str, Any])] = (
+        Field(None, description="The older name of output_config.format")
+    )
+    cache_control: Annotated[float, checked(lambda value, _: cache_ttl("cache_control", value), dict[str, Any])] = (
+        Field(0.0, description="A cache breakpoint behind the whole prompt")
+    )
+
+
+class MessagesRequest(PromptFields):
+    """A /v1/messages body."""
+
+    max_tokens: int = Field(ge=1, le=INT31_MAX)
+    stop_sequences: StopSequences = Field((), description="Texts before which the output ends")
+    metadata: Annotated[str | None, checked(lambda value, _: _metadata(value), dict[str, Any])] = Field(
+        None, description="user_id"
+    )
+
+
+class CountTokensRequest(PromptFields):
+    """A /v1/messages/count_tokens body."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMessages:
+    """A body as a chat request, and where its cache breakpoints are."""
+
+    chat: ChatTranslation
+    last_breakpoint: tuple[int, int] | None = None  # as in ReadConversation
+    marks_all: bool = False  # there is one behind the whole prompt
+    ttl: float = 0.0  # seconds; the longest of all breakpoints
+
+
+def read_body(
+    model: type[MessagesRequest] | type[CountTokensRequest], values: Mapping[str, Any], bounds: Bounds
+) -> ReadMessages:
+    """Return a validated body as a chat request. Raises InvalidRequestError."""
+    for name in _UNSUPPORTED:
+        if values.get(name):
+            unsupported(name, "leave it out")
+    fields = validated(model, values, bounds)
+    conversation = fields.system or ReadConversation()
+    read_messages(fields.messages, conversation)
+    ttl = max(conversation.ttl, fields.tools.ttl, fields.cache_control)
+    chat = _chat_values(fields, values, conversation, ttl)
+    if isinstance(fields, MessagesRequest):
+        chat |= _generation_values(fields)
+    last = conversation.last_breakpoint
+    if last is None and fields.tools.ttl:  # templates place tools before or behind the system prompt
+        last = (sum(message["role"] == "system" for message in conversation.messages[:1]), MAX_BLOCKS)
+    translation = ChatTranslation(chat, "messages", conversation.names, _RENAMES)
+    return ReadMessages(translation, last, marks_all=bool(fields.cache_control), ttl=ttl)
+
+
+def num_marked_tokens(read: ReadMessages, prompt: "array[int]", tokenizer: Tokenizer, bounds: Bounds) -> int:
+    """Return the number of prompt tokens up to the last cache breakpoint; 0 without one. Slow: renders a second chat.
+
+    The prompt is compared with that of the same conversation with other text behind the breakpoint, so the position is
+    right with any template.
+    """
+    if read.marks_all:
+        return len(prompt)
+    if read.last_breakpoint is None:
+        return 0
+    changed = _changed_behind(read.chat.values["messages"], *read.last_breakpoint)
+    if changed is None:
+        return len(prompt)
+    try:
+        body = replace(read.chat, values={**read.chat.values, "messages": changed}).parse(bounds)
+        return common_length(prompt, encode_chat(body, tokenizer, bounds))
+    except InvalidRequestError:  # the template refuses the changed text
+        return len(prompt)
+
+
+def _changed_behind(messages: list[Json], num_messages: int, num_parts: int) -> list[Json] | None:
+    """Return the messages with other text in the first part behind a breakpoint; None: there is no such part."""
+    at, part = num_messages - 1, num_parts
+    if at < 0 or not isinstance(messages[at]["content"], list) or part >= len(messages[at]["content"]):
+        at, part = num_messages, 0
+    if at >= len(messages):
+        return None
+    changed = dict(messages[at])
+    content = changed["content"]
+    if isinstance(content, str) or not content:
+        changed["content"] = _other(content or "")
+    else:
+        changed["content"] = [
+            *content[:part],
+            {**content[part], "text": _other(content[part]["text"])},
+            *content[part + 1 :],
+        ]
+    return [*messages[:at], changed, *messages[at + 1 :]]
+
+
+def _other(text: str) -> str:
+    return ("b" if text.startswith("a") else "a") + text
+
+
+def common_length(one: "array[int]", other: "array[int]") -> int:
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _chat_values(fields: PromptFields, values: Mapping[str, Any], conversation: ReadConversation, ttl: float) -> Json:
+    config = fields.output_config
+    chat: Json = {
+        **passed_on(values, MessagesRequest.model_fields),
+        **template_variables(values, enable_thinking=fields.thinking, reasoning_effort=config.effort),
+        "model": fields.model,
+        "messages": conversation.messages,
+    }
+    if ttl and values.get("prompt_cache_options") is None:
+        chat["prompt_cache_options"] = {"ttl": ttl}
+    if fields.tools.tools:
+        chat |= {
+            "tools": fields.tools.tools,
+            "tool_choice": fields.tool_choice.choice,
+            "parallel_tool_calls": fields.tool_choice.parallel,
+        }
+    shape = config.format or fields.output_format
+    if shape is not None:
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": shape}}
+    return chat
+
+
+def _generation_values(fields: MessagesRequest) -> Json:
+    chat: Json = {"max_completion_tokens": fields.max_tokens}
+    if fields.stop_sequences and fields.stop:
+        bad_value("stop", "is set beside stop_sequences", "send only one of them")
+    if fields.stop_sequences:
+        chat["stop"] = list(fields.stop_sequences)
+    if fields.metadata is not None and fields.user is None:
+        chat["user"] = fields.metadata
+    return chat
+
+
+def _list(value: object) -> list[Any]:
+    return list(check_list("messages", value, 1 << 20, "messages"))
+
+
+def _system(value: object) -> ReadConversation:
+    read = ReadConversation()
+    read_system(value, read)
+    return read
+
+
+def _tools(value: object) -> Tools:
+    read: list[Json] = []
+    ttl = 0.0
+    for index, tool in enumerate(check_list("tools", value, MAX_TOOLS, "tools")):
+        name = f"tools[{index}]"
+        if not isinstance(tool, Mapping):
+            bad_value(name, f"is {shown(tool)}", "it must be an object with name and input_schema")
+        if tool.get("type") not in (None, "custom"):
+            unsupported(name, f"tools of type {shown(tool.get('type'))} are not built; send tools of the client")
+        for key, kind in (("name", str), ("input_schema", Mapping)):
+            if not isinstance(tool.get(key), kind):
+                remedy = "it must be a string" if kind is str else "it must be a JSON schema"
+                bad_value(f"{name}.{key}", f"is {shown(tool.get(key))}", remedy)
+        function = {"name": tool["name"], "parameters": tool["input_schema"]}
+        function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
+        read.append({"type": "function", "function": function})
+        ttl = max(ttl, cache_ttl(f"{name}.cache_control", tool.get("cache_control")))
+    return Tools(read, ttl)
+
+
+def _tool_choice(value: object) -> ToolChoice:
+    sent = check_mapping("tool_choice", value, 16)
+    kind, single = sent.get("type"), sent.get("disable_parallel_tool_use") or False
+    if not isinstance(single, bool):
+        bad_value("tool_choice.disable_parallel_tool_use", f"is {shown(single)}", "it must be true or false")
+    if kind == "tool":
+        if not isinstance(sent.get("name"), str):
+            bad_value("tool_choice.name", f"is {shown(sent.get('name'))}", "it must be the name of a tool")
+        return ToolChoice({"type": "function", "function": {"name": sent["name"]}}, not single)
+    choices = {"auto": "auto", "any": "required", "none": "none"}
+    if not isinstance(kind, str) or kind not in choices:
+        bad_value("tool_choice.type", f"is {shown(kind)}", "it must be one of auto, any, tool, none")
+    return ToolChoice(choices[kind], not single)
+
+
+def _thinking(value: object) -> bool:
+    kind = check_mapping("thinking", value, 16).get("type")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        bad_value("thinking.type", f"is {shown(kind)}", "it must be one of enabled, adaptive, disabled")
+    return kind != "disabled"
+
+
+def _output_config(value: object) -> OutputConfig:
+    sent = check_mapping("output_config", value, 16)
+    effort, shape = sent.get("effort"), sent.get("format")
+    if effort is not None and effort not in _EFFORTS:
+        bad_value("output_config.effort", f"is {shown(effort)}", f"it must be one of {', '.join(_EFFORTS)}")
+    return OutputConfig(None if shape is None else _format("output_config.format", shape), effort)
+
+
+def _format(name: str, value: object) -> Json:
+    sent = check_mapping(name, value, 16)
+    if sent.get("type") != "json_schema":
+        bad_value(f"{name}.type", f"is {shown(sent.get('type'))}", "it must be json_schema")
+    if not isinstance(sent.get("schema"), Mapping):
+        bad_value(f"{name}.schema", f"is {shown(sent.get('schema'))}", "it must be a JSON schema")
+    return sent["schema"]
+
+
+def _metadata(value: object) -> str | None:
+    user = check_mapping("metadata", value, 16).get("user_id")
+    if user is not None and (not isinstance(user, str) or len(user) > 256):
+        bad_value("metadata.user_id", f"is {shown(user)}", "it must be a string of at most 256 characters")
+    return user

@@ -1,0 +1,111 @@
+"""ResponseEvents: the output of one response, as a whole object and as the events of a stream."""
+
+from collections.abc import Iterator
+
+from headstart.openai.chat.chat_parts import ChatPart, ChatParts, PartKind, PartStep
+from headstart.openai.responses import Json
+from headstart.openai.responses_api.response_objects import ResponseShape, content_part
+from headstart.openai.text.generation import Delta
+
+_INCOMPLETE = "max_output_tokens"
+_TEXT_EVENTS = {PartKind.CONTENT: "response.output_text", PartKind.REASONING: "response.reasoning_text"}
+_ARGUMENTS = "response.function_call_arguments"
+
+
+class ResponseEvents:
+    """Builder of one response. Every event of a stream has the next sequence number."""
+
+    def __init__(self, shape: ResponseShape) -> None:
+        self.parts = ChatParts()
+        self._shape = shape
+        self._num_events = 0
+
+    def opening(self) -> list[Json]:
+        """Return the events that begin a stream."""
+        started = self._shape.response("in_progress", [])
+        return [
+            self._event("response.created", {"response": started}),
+            self._event("response.in_progress", {"response": started}),
+        ]
+
+    def add(self, delta: Delta) -> list[Json]:
+        """Process a delta and return its events."""
+        return [event for step in self.parts.add(delta) for event in self._of_step(step)]
+
+    def closing(self, usage: Json) -> tuple[list[Json], Json]:
+        """Return the last events of a finished response, and the response. An empty one has a message without text."""
+        events: list[Json] = []
+        if not self.parts.parts:
+            part = ChatPart(PartKind.CONTENT, 0)
+            self.parts.parts.append(part)
+            events += self._begin(part)
+        last = self.parts.open_part()
+        assert last is not None
+        response = self.response(usage)
+        status = "incomplete" if self._is_incomplete else "completed"
+        events += self._end(last, status)
+        events.append(self._event(f"response.{status}", {"response": response}))
+        return events, response
+
+    def failed(self, error: Json) -> list[Json]:
+        """Return the event that ends a stream whose response failed; `error` has code and message."""
+        output = [self._shape.item(part, "incomplete") for part in self.parts.parts]
+        response = self._shape.response("failed", output, error=error)
+        return [self._event("response.failed", {"response": response})]
+
+    def response(self, usage: Json) -> Json:
+        """Return the finished response; an empty one has a message without text. Changes nothing."""
+        parts = self.parts.parts or [ChatPart(PartKind.CONTENT, 0)]
+        output = [self._shape.item(part, "completed") for part in parts]
+        if not self._is_incomplete:
+            return self._shape.response("completed", output, usage)
+        output[-1]["status"] = "incomplete"
+        return self._shape.response("incomplete", output, usage, reason=_INCOMPLETE)
+
+    @property
+    def _is_incomplete(self) -> bool:
+        return self.parts.finish_reason == "length"
+
+    def _of_step(self, step: PartStep) -> Iterator[Json]:
+        if step.closed is not None:
+            yield from self._end(step.closed, "completed")
+        if step.is_new:
+            yield from self._begin(step.part)
+        if step.text:
+            name = _ARGUMENTS if step.part.kind is PartKind.TOOL_CALL else _TEXT_EVENTS[step.part.kind]
+            logprobs: Json = {"logprobs": []} if step.part.kind is PartKind.CONTENT else {}
+            yield self._event(f"{name}.delta", {**self._place(step.part), "delta": step.text, **logprobs})
+
+    def _begin(self, part: ChatPart) -> Iterator[Json]:
+        item = self._shape.item(part, "in_progress", is_empty=True)
+        yield self._event("response.output_item.added", {"output_index": part.index, "item": item})
+        if part.kind is not PartKind.TOOL_CALL:
+            empty = content_part(part.kind, "")
+            yield self._event("response.content_part.added", {**self._place(part), "part": empty})
+
+    def _end(self, part: ChatPart, status: str) -> Iterator[Json]:
+        place, text = self._place(part), part.text
+        if part.kind is PartKind.TOOL_CALL:
+            assert part.call is not None
+            yield self._event(f"{_ARGUMENTS}.done", {**place, "name": part.call.name, "arguments": text})
+        else:
+            logprobs: Json = {"logprobs": []} if part.kind is PartKind.CONTENT else {}
+            yield self._event(f"{_TEXT_EVENTS[part.kind]}.done", {**place, "text": text, **logprobs})
+            yield self._event("response.content_part.done", {**place, "part": content_part(part.kind, text)})
+        item = self._shape.item(part, status)
+        yield self._event("response.output_item.done", {"output_index": part.index, "item": item})
+
+    def _place(self, part: ChatPart) -> Json:
+        place: Json = {"item_id": self._shape.item_id(part), "output_index": part.index}
+        return place if part.kind is PartKind.TOOL_CALL else {**place, "content_index": 0}
+
+    def _event(self, kind: str, fields: Json) -> Json:
+        number = self._num_events
+        self._num_events += 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+
+def error_data(body: Json, sequence_number: int = 0) -> Json:
+    """Return the data of an error event, from OpenAI's error object."""
+    fields = {name: body["error"][name] for name in ("code", "message", "param")}
+    return {"type": "error", "sequence_number": sequence_number, **fields}

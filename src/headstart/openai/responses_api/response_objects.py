@@ -1,0 +1,123 @@
+"""Objects of the Responses API as plain dicts: the response, its output items, its usage. Only shapes, no decisions."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from headstart.openai.chat.chat_parts import ChatPart, ChatParts, PartKind
+from headstart.openai.responses import CACHE_SOURCES, Json
+
+_PREFIXES = {PartKind.CONTENT: "msg_", PartKind.REASONING: "rs_", PartKind.TOOL_CALL: "fc_"}
+PART_TYPES = {PartKind.CONTENT: "output_text", PartKind.REASONING: "reasoning_text"}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseShape:
+    """The parts of a response object that do not change while it is computed. `echo`: fields of the request."""
+
+    response_id: str
+    created_at: int  # seconds since 1970
+    model: str
+    echo: Json
+
+    def item_id(self, part: ChatPart) -> str:
+        """Return the id of the output item of a part: unique, since the response's id is."""
+        return f"{_PREFIXES[part.kind]}{self.response_id.rpartition('_')[2]}{part.index:02x}"
+
+    def item(self, part: ChatPart, status: str, *, is_empty: bool = False) -> Json:
+        """Return the output item of a part; `is_empty`: as it is before any text."""
+        item: Json = {"id": self.item_id(part)}
+        text = "" if is_empty else part.text
+        if part.kind is PartKind.TOOL_CALL:
+            assert part.call is not None
+            call = {"call_id": part.call.call_id, "name": part.call.name, "arguments": text}
+            return {**item, "type": "function_call", "status": status, **call}
+        content = [] if is_empty else [content_part(part.kind, text)]
+        if part.kind is PartKind.REASONING:
+            return {**item, "type": "reasoning", "status": status, "summary": [], "content": content}
+        return {**item, "type": "message", "status": status, "role": "assistant", "content": content}
+
+    def response(
+        self, status: str, output: list[Json], usage: Json | None = None, error: Json | None = None, reason: str = ""
+    ) -> Json:
+        """Return the response object; `reason` why it is incomplete. The usage is last, where routers look for it."""
+        return {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": self.created_at,
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": {"reason": reason} if reason else None,
+            "model": self.model,
+            "output": output,
+            **self.echo,
+            "usage": usage,
+        }
+
+
+def content_part(kind: PartKind, text: str) -> Json:
+    """Return the content part of a message or of reasoning."""
+    part: Json = {"type": PART_TYPES[kind], "text": text}
+    return part | {"annotations": [], "logprobs": []} if kind is PartKind.CONTENT else part
+
+
+def response_usage(usage: Json, parts: ChatParts, num_written_tokens: int) -> Json:
+    """Return the usage of a response from that of a chat. `num_written_tokens`: computed and published in the cache."""
+    details = usage["prompt_tokens_details"]
+    cached = {f"{source}_tokens": details[f"{source}_tokens"] for source in CACHE_SOURCES}
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {
+            "cached_tokens": details["cached_tokens"],
+            "cache_write_tokens": num_written_tokens,
+            **cached,
+        },
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": parts.num_reasoning_tokens},
+        "total_tokens": usage["total_tokens"],
+    }
+
+
+def input_item(item: Json, response_id: str, index: int) -> Json:
+    """Return an item of the input as `/v1/responses/{id}/input_items` lists it: with id and status."""
+    prefix = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_"}.get(item["type"], "rs_")
+    shaped: Json = {"id": f"{prefix}{response_id.rpartition('_')[2]}i{index:02x}", "status": "completed", **item}
+    if item["type"] == "message" and item["role"] == "assistant":
+        shaped["content"] = [{"annotations": [], **part} for part in item["content"]]
+    return shaped
+
+
+def item_list(items: list[Json], *, has_more: bool) -> Json:
+    """Return a list of items; all of them have ids."""
+    first, last = (items[0]["id"], items[-1]["id"]) if items else ("", "")
+    return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": has_more}
+
+
+def deleted(response_id: str) -> Json:
+    """Return the answer to a deletion."""
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+def echo_of(fields: Any, sampling: Any) -> Json:
+    """Return the fields of a response that repeat its request; `sampling`: the parameters in force."""
+    return {
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": fields.metadata,
+        "parallel_tool_calls": fields.parallel_tool_calls,
+        "previous_response_id": fields.previous_response_id,
+        "prompt_cache_key": fields.prompt_cache_key,
+        "reasoning": {"effort": fields.reasoning.effort, "summary": None},
+        "safety_identifier": fields.safety_identifier,
+        "service_tier": "default",
+        "store": fields.store,
+        "temperature": sampling.temperature,
+        "text": {"format": fields.text.format or {"type": "text"}},
+        "tool_choice": fields.tool_choice,
+        "tools": [{"parameters": None, "strict": None, **tool} for tool in fields.tools],
+        "top_logprobs": 0,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "user": fields.user,
+    }

@@ -1,0 +1,192 @@
+"""ResponsesRequest: the body of /v1/responses, and its translation to a chat request."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from headstart.openai.bounds import INT31_MAX, Bounds
+from headstart.openai.chat.chat_translation import ChatTranslation, passed_on, template_variables
+from headstart.openai.generation_fields import Label, Model, SamplingFields
+from headstart.openai.request_model import RequestModel, Text, checked, validated
+from headstart.openai.responses import Json
+from headstart.openai.responses_api.input_items import chat_messages, check_calls, read_items
+from headstart.openai.value_checks import bad_value, check_list, check_mapping, missing, shown, unsupported
+
+MAX_TOOLS = 128
+MAX_METADATA = 16
+MAX_METADATA_CHARS = 64, 512  # of a key, of a value
+_LOGPROBS = "message.output_text.logprobs"
+_RENAMES = (
+    (re.compile(r"\b(max_completion_tokens|max_tokens)\b"), "max_output_tokens"),
+    (re.compile(r"\btools\[(\d+)\]\.function\b"), r"tools[\1]"),
+    (re.compile(r"\btool_choice\.function\b"), "tool_choice"),
+    (re.compile(r"\bresponse_format(\.json_schema)?\b"), "text.format"),
+)
+_REFUSED = {  # would change the answer unnoticed
+    "background": "responses are computed while the request lasts; leave it out",
+    "conversation": "send the items as input, or previous_response_id",
+    "prompt": "templates of prompts are not built; send input",
+    "context_management": "leave it out",
+    "moderation": "leave it out",
+}
+
+
+class ReasoningOptions(RequestModel):
+    """Options of reasoning models."""
+
+    max_entries = 16
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="Passed to the chat template as reasoning_effort; none: enable_thinking is false"
+    )
+    summary: Label = Field(None, description="Ignored: reasoning is sent in full")
+
+
+TextFormat = Annotated[Json | None, checked(lambda value, _: _text_format(value), dict[str, Any])]
+
+
+class TextOptions(RequestModel):
+    """Options of the text of the answer."""
+
+    max_entries = 16
+    format: TextFormat = Field(None, description="As response_format of a chat")
+    verbosity: Literal["medium"] | None = None
+
+
+Items = Annotated[list[Json], checked(lambda value, _: read_items(value), str | list[dict[str, Any]])]
+Tools = Annotated[list[Json], checked(lambda value, _: _tools(value), list[dict[str, Any]])]
+ToolChoice = Annotated[Any, checked(lambda value, _: _tool_choice(value), str | dict[str, Any])]
+Metadata = Annotated[dict[str, str], checked(lambda value, _: _metadata(value), dict[str, str])]
+Include = Annotated[tuple[str, ...], checked(lambda value, _: _include(value), list[str])]
+
+
+class ResponsesRequest(SamplingFields):
+    """A /v1/responses body."""
+
+    model: Model = None
+    input: Items = Field(description="A text, or items: messages, function calls and their outputs, reasoning")
+    instructions: Text | None = Field(None, description="A system message before the conversation")
+    previous_response_id: str | None = Field(None, max_length=128, description="Continue after this stored response")
+    store: bool = Field(True, description="Keep the response for previous_response_id and GET")
+    max_output_tokens: int | None = Field(None, ge=1, le=INT31_MAX)
+    tools: Tools = Field([], description="Functions")
+    tool_choice: ToolChoice = Field("auto", description="none, auto, required, or a function")
+    parallel_tool_calls: bool = True
+    text: TextOptions = Field(default_factory=lambda: TextOptions(format=None))
+    reasoning: ReasoningOptions = Field(default_factory=lambda: ReasoningOptions(effort=None, summary=None))
+    metadata: Metadata = Field({}, description="Up to 16 texts, returned with the response")
+    truncation: Literal["disabled"] = "disabled"
+    include: Include = Field((), description="Accepted; nothing is added to the response")
+    service_tier: Label = Field(None, description="Ignored")
+    top_logprobs: int = Field(0, ge=0, le=0)
+
+
+def parse_responses(values: Mapping[str, Any], bounds: Bounds) -> ResponsesRequest:
+    """Return a validated /v1/responses body. Raises InvalidRequestError."""
+    if values.get("input") is None:
+        raise missing("input")
+    for name, why in _REFUSED.items():
+        if values.get(name) not in (None, False):
+            unsupported(name, why)
+    return validated(ResponsesRequest, values, bounds)
+
+
+def translate_responses(
+    request: ResponsesRequest, values: Mapping[str, Any], history: Sequence[Json] = ()
+) -> ChatTranslation:
+    """Return the chat request of a body: instructions, history and input. Raises InvalidRequestError."""
+    check_calls(history, request.input)
+    named = [("previous_response_id", item) for item in history]
+    named += [(f"input[{index}]", item) for index, item in enumerate(request.input)]
+    messages, names = chat_messages(named)
+    if request.instructions is not None:
+        messages.insert(0, {"role": "system", "content": request.instructions})
+        names.insert(0, "instructions")
+    effort = request.reasoning.effort
+    chat: Json = {
+        **passed_on(values, ResponsesRequest.model_fields),
+        **template_variables(
+            values, enable_thinking=None if effort is None else effort != "none", reasoning_effort=effort
+        ),
+        "model": request.model,
+        "messages": messages,
+        "max_completion_tokens": request.max_output_tokens,
+    }
+    if request.tools:
+        chat |= {
+            "tools": [_chat_tool(tool) for tool in request.tools],
+            "tool_choice": _chat_choice(request.tool_choice),
+            "parallel_tool_calls": request.parallel_tool_calls,
+        }
+    if request.text.format is not None:
+        chat["response_format"] = _chat_format(request.text.format)
+    return ChatTranslation(chat, "input", names, _RENAMES)
+
+
+def _chat_tool(tool: Json) -> Json:
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _chat_choice(choice: Any) -> Any:
+    return {"type": "function", "function": {"name": choice["name"]}} if isinstance(choice, dict) else choice
+
+
+def _chat_format(sent: Json) -> Json:
+    if sent["type"] != "json_schema":
+        return {"type": sent["type"]}
+    return {"type": "json_schema", "json_schema": {name: value for name, value in sent.items() if name != "type"}}
+
+
+def _text_format(value: object) -> Json:
+    name = "text.format"
+    sent = dict(check_mapping(name, value, 16))
+    kind = sent.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        bad_value(f"{name}.type", f"is {shown(kind)}", "it must be one of text, json_object, json_schema")
+    if kind == "json_schema" and not isinstance(sent.get("schema"), Mapping):
+        bad_value(f"{name}.schema", f"is {shown(sent.get('schema'))}", "it must be a JSON schema")
+    return sent
+
+
+def _tools(value: object) -> list[Json]:
+    """Return the function tools; their schemas are checked as those of a chat. Other types are refused by name."""
+    read: list[Json] = []
+    for index, tool in enumerate(check_list("tools", value, MAX_TOOLS, "tools")):
+        name = f"tools[{index}]"
+        if not isinstance(tool, Mapping):
+            bad_value(name, f"is {shown(tool)}", "it must be an object with type, name and parameters")
+        if tool.get("type") != "function":
+            unsupported(name, f"tools of type {shown(tool.get('type'))} are not built; send functions")
+        if not isinstance(tool.get("name"), str):
+            bad_value(f"{name}.name", f"is {shown(tool.get('name'))}", "it must be a string")
+        known = ("type", "name", "description", "parameters", "strict")
+        read.append({key: tool[key] for key in known if tool.get(key) is not None})
+    return read
+
+
+def _tool_choice(value: object) -> Any:
+    if value in ("none", "auto", "required"):
+        return value
+    if isinstance(value, Mapping) and value.get("type") == "function" and isinstance(value.get("name"), str):
+        return {"type": "function", "name": value["name"]}
+    if isinstance(value, Mapping) and isinstance(value.get("type"), str):
+        unsupported("tool_choice", f"a choice of type {shown(value['type'])} is not built; name a function")
+    bad_value("tool_choice", f"is {shown(value)}", 'it must be "none", "auto", "required" or a function')
+
+
+def _metadata(value: object) -> dict[str, str]:
+    sent = check_mapping("metadata", value, MAX_METADATA)
+    for pair in sent.items():
+        for text, max_chars in zip(pair, MAX_METADATA_CHARS, strict=True):
+            if not isinstance(text, str) or len(text) > max_chars:
+                remedy = f"keys and values must be strings of at most {' and '.join(map(str, MAX_METADATA_CHARS))}"
+                bad_value("metadata", f"contains {shown(text)}", f"{remedy} characters")
+    return dict(sent)
+
+
+def _include(value: object) -> tuple[str, ...]:
+    names = check_list("include", value, 64)
+    if _LOGPROBS in names:
+        unsupported("include", f"{_LOGPROBS} is not built; use /v1/chat/completions with logprobs")
+    return tuple(str(name) for name in names)

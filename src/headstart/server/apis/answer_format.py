@@ -1,0 +1,79 @@
+"""AnswerFormat: the form in which one API sends an answer; Api: the preparation of its requests.
+
+inference.py sends every answer in the same way, whatever its format.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from headstart.core.request import Request as EngineRequest
+from headstart.openai.engine_requests import Origin
+from headstart.openai.generation_params import GenerationParams
+from headstart.openai.responses import Json
+from headstart.openai.text.generation import Delta
+from headstart.server.generation_job import GenerationJob
+from headstart.server.server_state import Model
+
+
+class AnswerFormat(Protocol):
+    """The answer to one client request in the form of its API. One of `whole` and the events is used."""
+
+    ping: bytes  # keeps a stream alive that has begun
+
+    def collect(self, choice: int, delta: Delta) -> None:
+        """Process a delta of an answer that is sent whole."""
+        ...
+
+    def whole(self, *, in_pieces: bool) -> Json:
+        """Return the finished answer; `in_pieces`: long lists in it may be iterators."""
+        ...
+
+    def opening(self) -> bytes:
+        """Return the events before the first delta."""
+        ...
+
+    def events(self, choice: int, delta: Delta) -> bytes:
+        """Return the events of a delta."""
+        ...
+
+    def long_event(self, choice: int, delta: Delta) -> Json | None:
+        """Return the data of the event of a delta if it may be long and is to be encoded in pieces, else None."""
+        ...
+
+    def closing(self) -> bytes:
+        """Return the events after the last delta, up to the end of the stream."""
+        ...
+
+    def failure(self, error: Exception) -> bytes:
+        """Return the events that end a stream that failed."""
+        ...
+
+
+class Head(NamedTuple):
+    """The values that identify one answer."""
+
+    request_id: str
+    created: int  # seconds since 1970
+    model: Model
+
+
+@dataclass(frozen=True, slots=True)
+class ApiRequest:
+    """A client request of one API: parameters, engine requests, and the format of its answer."""
+
+    params: GenerationParams
+    requests: list[EngineRequest]
+    answer: Callable[[GenerationJob, Head], AnswerFormat]
+    num_extra_bytes: int = 0  # held by `answer` until the job ends
+    named: Callable[[], AbstractContextManager[None]] = nullcontext  # renames fields in errors raised inside
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """One of the generation APIs. `renders`: its prompts are rendered by the chat template, which may take seconds."""
+
+    id_prefix: str
+    prepare: Callable[[Mapping[str, Any], Model, Origin], ApiRequest]
+    renders: bool = True

@@ -1,0 +1,94 @@
+"""/v1/messages: preparation of requests from content blocks, and answers as messages; /v1/messages/count_tokens."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headstart.anthropic.anthropic_errors import anthropic_error
+from headstart.anthropic.message_events import PING, CacheMarks, MessageEvents
+from headstart.anthropic.messages_request import CountTokensRequest, MessagesRequest, num_marked_tokens, read_body
+from headstart.core.request import CacheMode
+from headstart.http.http_errors import rendered
+from headstart.http.sse import named_event
+from headstart.openai.engine_requests import Origin, chat_requests, encode_chat, tokenizer_of
+from headstart.openai.responses import Json
+from headstart.openai.text.generation import Delta
+from headstart.server.apis.answer_format import Api, ApiRequest, Head
+from headstart.server.apis.choice_apis import check_model
+from headstart.server.generation_job import GenerationJob
+from headstart.server.server_state import Model
+
+_HOUR = 3600.0
+
+
+class MessageFormat:
+    """The answer of one job as a message, whole or as events."""
+
+    ping = named_event(PING)
+
+    def __init__(self, marks: CacheMarks, job: GenerationJob, head: Head) -> None:
+        self._job = job
+        self._events = MessageEvents(head.request_id, head.model.name, marks)
+
+    def collect(self, choice: int, delta: Delta) -> None:
+        """Process a delta of an answer that is sent whole."""
+        self._events.parts.add(delta)
+
+    def whole(self, *, in_pieces: bool) -> Json:
+        """Return the finished message."""
+        return self._events.message(self._job.usage())
+
+    def opening(self) -> bytes:
+        """Return message_start."""
+        usage = self._job.usage()
+        return _encoded(self._events.opening({**usage, "completion_tokens": min(usage["completion_tokens"], 1)}))
+
+    def events(self, choice: int, delta: Delta) -> bytes:
+        """Return the events of a delta."""
+        return _encoded(self._events.add(delta))
+
+    def long_event(self, choice: int, delta: Delta) -> Json | None:
+        """Return None: no event contains the prompt."""
+        return None
+
+    def closing(self) -> bytes:
+        """Return the last events."""
+        return _encoded(self._events.closing(self._job.usage()))
+
+    def failure(self, error: Exception) -> bytes:
+        """Return the error event."""
+        status, body, _ = rendered(error)
+        return named_event(anthropic_error(status, body, self._job.record.request_id))
+
+
+def _prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
+    bounds = model.bounds
+    read = read_body(MessagesRequest, values, bounds)
+    with read.chat.named():
+        body = read.chat.parse(bounds)
+        check_model(body.model, model)
+        tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
+        params, requests = chat_requests(body, tokenizer, bounds, origin)
+    prompt = requests[0].prompt
+    num_marked = 0
+    if params.cache is CacheMode.READ_WRITE:
+        block_size = model.info.block_size
+        num_marked = num_marked_tokens(read, prompt, tokenizer, bounds) // block_size * block_size
+    marks = CacheMarks(num_marked, is_long=read.ttl >= _HOUR)
+    return ApiRequest(params, requests, lambda job, head: MessageFormat(marks, job, head), named=read.chat.named)
+
+
+MESSAGES = Api("msg_", _prepare)
+
+
+def count_tokens(values: Mapping[str, Any], model: Model, origin: Origin) -> Json:
+    """Return the answer of /v1/messages/count_tokens. Raises InvalidRequestError."""
+    read = read_body(CountTokensRequest, values, model.bounds)
+    with read.chat.named():
+        body = read.chat.parse(model.bounds)
+        check_model(body.model, model)
+        tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
+        return {"input_tokens": len(encode_chat(body, tokenizer, model.bounds))}
+
+
+def _encoded(events: list[Json]) -> bytes:
+    return b"".join(named_event(event) for event in events)

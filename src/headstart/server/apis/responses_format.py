@@ -1,0 +1,143 @@
+"""/v1/responses: preparation of requests from items and stored responses, and answers as response objects."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headstart.core.request import CacheMode
+from headstart.http.http_errors import HttpError, rendered
+from headstart.http.sse import PING, named_event
+from headstart.openai.engine_requests import Origin, chat_requests, tokenizer_of
+from headstart.openai.responses import Json
+from headstart.openai.responses_api.response_events import ResponseEvents, error_data
+from headstart.openai.responses_api.response_memory import Conversation, ResponseMemory, StoredResponse, Turn
+from headstart.openai.responses_api.response_objects import ResponseShape, echo_of, response_usage
+from headstart.openai.responses_api.responses_request import ResponsesRequest, parse_responses, translate_responses
+from headstart.openai.text.generation import Delta
+from headstart.server.apis.answer_format import Api, ApiRequest, Head
+from headstart.server.apis.choice_apis import check_model
+from headstart.server.generation_job import GenerationJob
+from headstart.server.server_state import Model
+
+ITEM_BYTES = 4  # in memory per byte of JSON of the input
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The parts of a request that its answer needs. `tenant`: the owner of the stored response."""
+
+    fields: ResponsesRequest
+    memory: ResponseMemory
+    tenant: str
+    previous: Turn | None
+
+
+class ResponseFormat:
+    """The answer of one job as a response object, whole or as events; stored when it is finished."""
+
+    ping = PING
+
+    def __init__(self, asked: Asked, job: GenerationJob, head: Head) -> None:
+        self._job = job
+        self._asked = asked
+        self._block_size = head.model.info.block_size
+        echo = echo_of(asked.fields, job.params.sampling)
+        self._events = ResponseEvents(ResponseShape(head.request_id, head.created, head.model.name, echo))
+        self._is_open = False
+
+    def collect(self, choice: int, delta: Delta) -> None:
+        """Process a delta of an answer that is sent whole."""
+        self._events.parts.add(delta)
+
+    def whole(self, *, in_pieces: bool) -> Json:
+        """Return the finished response, and store it."""
+        response = self._events.response(self._usage())
+        self._store(response)
+        return response
+
+    def opening(self) -> bytes:
+        """Return response.created and response.in_progress."""
+        self._is_open = True
+        return _encoded(self._events.opening())
+
+    def events(self, choice: int, delta: Delta) -> bytes:
+        """Return the events of a delta."""
+        return _encoded(self._events.add(delta))
+
+    def long_event(self, choice: int, delta: Delta) -> Json | None:
+        """Return None: no event contains the prompt."""
+        return None
+
+    def closing(self) -> bytes:
+        """Return the last events, and store the response: clients may continue it at once."""
+        events, response = self._events.closing(self._usage())
+        self._store(response)
+        return _encoded(events)
+
+    def failure(self, error: Exception) -> bytes:
+        """Return response.failed, or an error event if the stream has no response yet."""
+        status, body, _ = rendered(error)
+        details = body["error"]
+        if not self._is_open:
+            return _encoded([error_data(body)])
+        code = "rate_limit_exceeded" if status == 429 else "server_error"
+        return _encoded(self._events.failed({"code": code, "message": details["message"]}))
+
+    def _store(self, response: Json) -> None:
+        asked = self._asked
+        if asked.fields.store:
+            stored = StoredResponse(response, asked.fields.input)
+            asked.memory.add(asked.tenant, stored, time.monotonic(), asked.previous)
+
+    def _usage(self) -> Json:
+        usage, params = self._job.usage(), self._job.params
+        num_blocks = usage["prompt_tokens"] // self._block_size
+        written = num_blocks * self._block_size - usage["prompt_tokens_details"]["cached_tokens"]
+        return response_usage(usage, self._events.parts, written if params.cache is CacheMode.READ_WRITE else 0)
+
+
+def responses_api(memory: ResponseMemory) -> Api:
+    """Return the Responses API of a server that stores responses in `memory`."""
+
+    def prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
+        fields = parse_responses(values, model.bounds)
+        check_model(fields.model, model)
+        before = _conversation(memory, origin.tenant, fields.previous_response_id)
+        translation = translate_responses(fields, values, before.items if before is not None else ())
+        with translation.named():
+            body = translation.parse(model.bounds)
+            tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
+            params, requests = chat_requests(body, tokenizer, model.bounds, origin)
+        asked = Asked(fields, memory, origin.tenant, before.last if before is not None else None)
+        held = ITEM_BYTES * len(msgspec.json.encode(fields.input))
+        return ApiRequest(params, requests, lambda job, head: ResponseFormat(asked, job, head), held, translation.named)
+
+    return Api("resp_", prepare)
+
+
+def _conversation(memory: ResponseMemory, tenant: str, response_id: str | None) -> Conversation | None:
+    """Return the stored conversation. Raises HttpError 404 for an id that is unknown, another tenant's or removed."""
+    if response_id is None:
+        return None
+    found = memory.history(tenant, response_id, time.monotonic())
+    if found is None:
+        raise response_not_found(response_id, "previous_response_id")
+    return found
+
+
+def response_not_found(response_id: str, param: str) -> HttpError:
+    """Return the error for a response that is not stored here."""
+    return HttpError(
+        404,
+        f"response {response_id[:128]!a} is not stored here: it was never, it is too old, or it was removed to make "
+        "room; send the whole conversation as input",
+        code="response_not_found",
+        param=param,
+    )
+
+
+def _encoded(events: list[Json]) -> bytes:
+    return b"".join(named_event(event) for event in events)
