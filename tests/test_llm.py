@@ -20,7 +20,7 @@ from headstart import llm as llm_module
 from headstart.core.batch import Chunk, Output
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError, RequestTooLargeError
-from headstart.core.request import NO_DEFAULTS, Request, SamplingDefaults
+from headstart.core.request import NO_DEFAULTS, FinishReason, Request, SamplingDefaults
 from headstart.model.weights.init_model import init_model
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
@@ -50,6 +50,36 @@ def test_a_batch_is_answered_in_its_order() -> None:
 def test_one_prompt_may_be_given_in_any_form(prompts: object) -> None:
     [completion] = make_llm().generate(prompts, GREEDY)  # type: ignore[arg-type]
     assert completion.token_ids == expected_tokens(completion.prompt_token_ids, 6)
+
+
+def test_a_chat_with_tools_reports_calls_and_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = TEMPLATE + "{# tools <tool_call> <think> #}"
+    llm = make_llm()
+    llm.tokenizer = Tokenizer(build(BYTE_LEVEL), chat_template=template)
+    text = '<think>hm</think>ok<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    *output, end = llm.tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False)
+
+    def step(now: float) -> list[Output]:
+        ids = [request.request_id for request in requests]
+        requests.clear()
+        return [Output(request_id, (*output, end), (), FinishReason.STOP) for request_id in ids]
+
+    requests: list[Request] = []
+    seen: list[Request] = []
+    monkeypatch.setattr(llm.engine, "add_request", lambda request: (requests.append(request), seen.append(request)))
+    monkeypatch.setattr(llm.engine, "step", step)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = [{"role": "user", "content": "go"}]
+    [completion] = llm.chat(chat, {"max_tokens": 8}, tools=tools)
+    assert (completion.text, completion.reasoning, completion.finish_reason) == ("ok", "hm", "tool_calls")
+    [call] = completion.tool_calls
+    assert (call.name, call.arguments) == ("f", '{"a": 1}') and call.call_id.startswith("call_")
+    assert completion.token_ids == [*output, end]
+    [plain] = llm.chat(chat, {"max_tokens": 8, "tool_choice": "none"}, tools=tools)
+    assert plain.tool_calls == () and plain.text.startswith("ok<tool_call>")
+    seen.clear()
+    llm.chat([chat, chat], {"max_tokens": 8, "tool_choice": "required"}, tools=tools)
+    assert len(seen) == 2 and all("tool_call" in str(request.sampling.grammar) for request in seen)
 
 
 def sampled(llm: LLM, ask: Callable[[], object]) -> SamplingParams:

@@ -103,7 +103,7 @@ TOOLS = [{"type": "function", "function": {"name": "light", "parameters": {"type
 
 
 def test_a_chat_with_tools_is_found_again_where_events_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The router does not render tools as replicas do, so no event ever names what it names."""
+    """The template here has no tools, so the router cannot render the prompt, and no event names what it names."""
     monkeypatch.setattr(told, "SPECULATION", 0.0)
     monkeypatch.setattr(told, "SPECULATION_COMPUTED", 0.0)
 

@@ -14,7 +14,10 @@ from headstart.bundled import bundled_model
 from headstart.core.errors import InvalidRequestError
 from headstart.gateway.proxy.request_reader import ReadRequest, RequestReader, Sender, Served, has_endless_word
 from headstart.gateway.replicas.probes import ModelCard
+from headstart.openai.bounds import Bounds
 from headstart.openai.chat.chat_renderer import ChatRenderer
+from headstart.openai.engine_requests import Origin, chat_requests
+from headstart.openai.request_bodies import parse_chat
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -52,6 +55,21 @@ def test_the_prompt_is_counted_in_the_replicas_tokens_where_their_tokenizer_is_h
     assert (
         chat.request.prompt.num_tokens == len(tokenizer.encode(rendered, add_special_tokens=False))
         and chat.request.prompt.exact
+    )
+
+
+def test_a_chat_with_tools_is_rendered_as_the_replica_renders_it(tmp_path: Path) -> None:
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    folder = write(tmp_path / "model", BYTE_LEVEL, chat_template=template)
+    tokenizer = Tokenizer.from_folder(folder)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": MESSAGES, "tools": tools, "tool_choice": "auto"}
+    routed = read(body, CHAT, RequestReader(tokenizer)).request.prompt
+    bounds = Bounds(10**6, 4096)
+    _, requests = chat_requests(parse_chat(body, bounds), tokenizer, bounds, Origin("x"))
+    assert routed.exact and list(routed.token_ids) == list(requests[0].prompt)
+    assert tokenizer.decode(requests[0].prompt).startswith(
+        '[{"type": "function", "function": {"name": "f", "parameters"'
     )
 
 

@@ -288,4 +288,4 @@ def test_a_template_without_tools_gets_them_in_a_system_message_if_a_parser_is_c
 def test_invalid_tools_are_refused(tools: Any, part: str) -> None:
     with pytest.raises(InvalidRequestError, match=part) as caught:
         parse_params({"tools": tools}, Bounds(100, 100), Kind.CHAT)
-    assert caught.value.param == "tools"
+    assert (caught.value.param or "").startswith("tools")

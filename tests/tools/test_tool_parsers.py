@@ -111,6 +111,8 @@ def test_what_is_no_call_is_content_as_it_is(family: str, text: str) -> None:
 def test_text_behind_the_arguments_of_a_call_that_goes_wrong_is_content() -> None:
     found = parse("hermes", ['<tool_call>{"name": "f", "arguments": {"a": 1} oops</tool_call>'])
     assert calls_of(found) == [("f", '{"a": 1}')] and found.content == "oops</tool_call>"
+    found = parse("hermes", ['<tool_call>{"name": "f", "arguments": {"a": 1}, </tool_call>'])
+    assert calls_of(found) == [("f", '{"a": 1}')] and found.content == ", </tool_call>"
 
 
 def test_only_the_first_call_is_kept_without_parallel_calls() -> None:

@@ -97,6 +97,18 @@ def shown_chat(
     return messages_with_tools(messages, tools, form.family), None
 
 
+def chat_requests(
+    body: ChatBody, tokenizer: Tokenizer, bounds: Bounds, origin: Origin
+) -> tuple[GenerationParams, list[Request]]:
+    """Return the engine requests of a chat, and its parameters with the formats of its output.
+
+    `tokenizer` is from `tokenizer_of`. Blocks: renders the conversation. Raises InvalidRequestError and QueueFullError.
+    """
+    prompt = encode_chat(body, tokenizer, bounds)
+    params = with_chat_output(body.params, prompt, tokenizer, bounds)
+    return params, build_requests([prompt], params, bounds, origin)
+
+
 def with_chat_output(
     params: GenerationParams, prompt: "array[int]", tokenizer: Tokenizer, bounds: Bounds
 ) -> GenerationParams:

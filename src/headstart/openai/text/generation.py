@@ -42,6 +42,7 @@ class Delta(NamedTuple):
 
 
 _NOTHING = Delta()
+MAX_CHATS = 64  # deltas that are kept until they are joined
 
 
 class _Waiting(NamedTuple):
@@ -80,6 +81,7 @@ class Generation:
         self._waiting: list[_Waiting] = []  # the tokens of the held text; few, and an empty deque takes 700 bytes
         self._echoed = not params.echo
         self._parser = None if params.chat is None else params.chat.parser()
+        self._chats: list[ChatDelta] = []  # unless streamed
         self._is_named = params.chat is not None and params.chat.is_named
         self._silent = _NOTHING  # tokens of a stream whose text the parser holds back
         self._parts: list[str] = []
@@ -218,16 +220,13 @@ class Generation:
         return delta if self._parser is None else self._with_chat(delta, self._parser)
 
     def _with_chat(self, delta: Delta, parser: ChatParser) -> Delta:
-        """Return the delta with the parts of its text: of a stream once there is a new part, otherwise at the end."""
-        stream, is_last = self._params.stream, delta.finish_reason is not None
-        chat = parser.feed(delta.text) if stream else ChatDelta()
+        """Return the delta with the parts of its text. That of a stream without a new part waits for the next one."""
+        is_last = delta.finish_reason is not None
+        chat = parser.feed(delta.text)
         if is_last:
-            chat = joined(chat, parser.feed("" if stream else self.output_text), parser.finish())
+            chat = joined(chat, parser.finish())
             if delta.finish_reason == "stop" and parser.num_calls and not self._is_named:
                 self.finish_reason = "tool_calls"
-            self.chat = None if stream else chat
-        elif not stream:
-            return delta._replace(chat=chat)  # all parts come at the end
         held, self._silent = self._silent, _NOTHING
         delta = delta._replace(
             text=held.text + delta.text,
@@ -236,7 +235,12 @@ class Generation:
             finish_reason=self.finish_reason,
             chat=chat,
         )
-        if is_last or any(chat):
+        if not self._params.stream:
+            self._chats.append(chat)
+            if is_last or len(self._chats) >= MAX_CHATS:
+                self._chats = [joined(*self._chats)]
+            self.chat = self._chats[0] if is_last else None
+        if is_last or any(chat) or not self._params.stream:
             return delta
         self._silent = delta
         return _NOTHING

@@ -6,7 +6,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -110,38 +110,34 @@ def _tools(value: object, _: Bounds) -> tuple[Tool, ...]:
 
 def _tool(name: str, value: object) -> Tool:
     if not isinstance(value, Mapping):
-        _bad_tool(name, f"is {shown(value)}", "it must be an object with type and function")
+        bad_value(name, f"is {shown(value)}", "it must be an object with type and function")
     if value.get("type") != "function":
         if isinstance(value.get("type"), str):
-            unsupported("tools", f"{name} is of type {shown(value['type'])}; only functions are built")
-        _bad_tool(f"{name}.type", f"is {shown(value.get('type'))}", 'it must be "function"')
+            unsupported(name, f"tools of type {shown(value['type'])} are not built; send functions")
+        bad_value(f"{name}.type", f"is {shown(value.get('type'))}", 'it must be "function"')
     function = value.get("function")
     if not isinstance(function, Mapping):
-        _bad_tool(f"{name}.function", f"is {shown(function)}", "it must be an object with a name")
+        bad_value(f"{name}.function", f"is {shown(function)}", "it must be an object with a name")
     called = function.get("name")
     if not isinstance(called, str) or not _NAME.fullmatch(called):
         problem = f"is {shown(called)}"
-        _bad_tool(f"{name}.function.name", problem, "use 1 to 64 of the characters a-z, A-Z, 0-9, _ and -")
+        bad_value(f"{name}.function.name", problem, "use 1 to 64 of the characters a-z, A-Z, 0-9, _ and -")
     parameters = _NO_PARAMETERS if function.get("parameters") is None else function["parameters"]
     if not isinstance(parameters, Mapping):
-        _bad_tool(f"{name}.function.parameters", f"is {shown(parameters)}", "it must be a JSON schema of an object")
+        bad_value(f"{name}.function.parameters", f"is {shown(parameters)}", "it must be a JSON schema of an object")
     if parameters.get("type", "object") != "object":
-        _bad_tool(f"{name}.function.parameters.type", f"is {shown(parameters['type'])}", 'it must be "object"')
+        bad_value(f"{name}.function.parameters.type", f"is {shown(parameters['type'])}", 'it must be "object"')
     _check_texts(parameters)
     strict = function.get("strict")
     if not isinstance(strict, bool | None):
-        _bad_tool(f"{name}.function.strict", f"is {shown(strict)}", "it must be true or false")
+        bad_value(f"{name}.function.strict", f"is {shown(strict)}", "it must be true or false")
     definition: dict[str, Any] = {"name": called}
     if function.get("description") is not None:
         if not isinstance(function["description"], str):
-            _bad_tool(f"{name}.function.description", f"is {shown(function['description'])}", "it must be a string")
+            bad_value(f"{name}.function.description", f"is {shown(function['description'])}", "it must be a string")
         definition["description"] = check_text("tools", function["description"])
     definition["parameters"] = dict(parameters)
     return Tool(called, parameters, {"type": "function", "function": definition}, bool(strict))
-
-
-def _bad_tool(name: str, problem: str, remedy: str) -> NoReturn:
-    bad_value("tools", f"is invalid: {name} {problem}", remedy)
 
 
 def _check_texts(value: object) -> None:

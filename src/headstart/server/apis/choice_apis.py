@@ -1,6 +1,5 @@
 """/v1/completions and /v1/chat/completions: preparation of requests, and answers that are lists of choices."""
 
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,16 +8,8 @@ from typing import Any
 from headstart.core.errors import InvalidRequestError
 from headstart.http.sse import DONE, PING, error_event, event
 from headstart.openai import responses
-from headstart.openai.engine_requests import (
-    Origin,
-    build_requests,
-    encode_chat,
-    encode_completion,
-    tokenizer_of,
-    with_chat_output,
-)
-from headstart.openai.generation_params import GenerationParams
-from headstart.openai.request_bodies import ChatBody, parse_chat, parse_completion
+from headstart.openai.engine_requests import Origin, build_requests, chat_requests, encode_completion, tokenizer_of
+from headstart.openai.request_bodies import parse_chat, parse_completion
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
 from headstart.openai.text.shared_prompt import SharedPrompt
@@ -139,19 +130,13 @@ def _prepare_completion(values: Mapping[str, Any], model: Model, origin: Origin)
 def _prepare_chat(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
     body = parse_chat(values, model.bounds)
     check_model(body.model, model)
-    params, prompt = prepare_chat(body, model, origin)
+    tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
     try:
-        requests = build_requests([prompt], params, model.bounds, origin)
+        params, requests = chat_requests(body, tokenizer, model.bounds, origin)
     except InvalidRequestError as error:
         error.param = "messages" if error.param == "prompt" else error.param
         raise
     return ApiRequest(params, requests, partial(ChoiceFormat, _CHAT_SHAPES))
-
-
-def prepare_chat(body: ChatBody, model: Model, origin: Origin) -> "tuple[GenerationParams, array[int]]":
-    """Return the parameters of a chat, with the formats of its output, and its prompt. Raises InvalidRequestError."""
-    prompt = encode_chat(body, tokenizer_of(model.tokenizer, origin, body.params), model.bounds)
-    return with_chat_output(body.params, prompt, model.tokenizer, model.bounds), prompt
 
 
 _COMPLETION_SHAPES = ChoiceShapes(

@@ -9,11 +9,11 @@ from headstart.anthropic.messages_request import CountTokensRequest, MessagesReq
 from headstart.core.request import CacheMode
 from headstart.http.http_errors import rendered
 from headstart.http.sse import named_event
-from headstart.openai.engine_requests import Origin, build_requests, encode_chat, tokenizer_of
+from headstart.openai.engine_requests import Origin, chat_requests, encode_chat, tokenizer_of
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
 from headstart.server.apis.answer_format import Api, ApiRequest, Head
-from headstart.server.apis.choice_apis import check_model, prepare_chat
+from headstart.server.apis.choice_apis import check_model
 from headstart.server.generation_job import GenerationJob
 from headstart.server.server_state import Model
 
@@ -66,12 +66,12 @@ def _prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequ
     with read.chat.named():
         body = read.chat.parse(bounds)
         check_model(body.model, model)
-        params, prompt = prepare_chat(body, model, origin)
-        requests = build_requests([prompt], params, bounds, origin)
+        tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
+        params, requests = chat_requests(body, tokenizer, bounds, origin)
+    prompt = requests[0].prompt
     num_marked = 0
     if params.cache is CacheMode.READ_WRITE:
         block_size = model.info.block_size
-        tokenizer = tokenizer_of(model.tokenizer, origin, params)
         num_marked = num_marked_tokens(read, prompt, tokenizer, bounds) // block_size * block_size
     marks = CacheMarks(num_marked, is_long=read.ttl >= _HOUR)
     return ApiRequest(params, requests, lambda job, head: MessageFormat(marks, job, head), named=read.chat.named)

@@ -10,7 +10,7 @@ import msgspec
 from headstart.core.request import CacheMode
 from headstart.http.http_errors import HttpError, rendered
 from headstart.http.sse import PING, named_event
-from headstart.openai.engine_requests import Origin, build_requests
+from headstart.openai.engine_requests import Origin, chat_requests, tokenizer_of
 from headstart.openai.responses import Json
 from headstart.openai.responses_api.response_events import ResponseEvents, error_data
 from headstart.openai.responses_api.response_memory import Conversation, ResponseMemory, StoredResponse, Turn
@@ -18,7 +18,7 @@ from headstart.openai.responses_api.response_objects import ResponseShape, echo_
 from headstart.openai.responses_api.responses_request import ResponsesRequest, parse_responses, translate_responses
 from headstart.openai.text.generation import Delta
 from headstart.server.apis.answer_format import Api, ApiRequest, Head
-from headstart.server.apis.choice_apis import check_model, prepare_chat
+from headstart.server.apis.choice_apis import check_model
 from headstart.server.generation_job import GenerationJob
 from headstart.server.server_state import Model
 
@@ -109,8 +109,8 @@ def responses_api(memory: ResponseMemory) -> Api:
         translation = translate_responses(fields, values, before.items if before is not None else ())
         with translation.named():
             body = translation.parse(model.bounds)
-            params, prompt = prepare_chat(body, model, origin)
-            requests = build_requests([prompt], params, model.bounds, origin)
+            tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
+            params, requests = chat_requests(body, tokenizer, model.bounds, origin)
         asked = Asked(fields, memory, origin.tenant, before.last if before is not None else None)
         held = ITEM_BYTES * len(msgspec.json.encode(fields.input))
         return ApiRequest(params, requests, lambda job, head: ResponseFormat(asked, job, head), held, translation.named)
