@@ -11,7 +11,7 @@ from anthropic import Anthropic
 from server.fake_engine import Gate
 from server.harness import Server, inside, num_told, parse_events, until
 
-SENTENCE = "The quick brown fox jumps over the lazy dog, and the lazy dog does not mind it at all. "
+SENTENCE = "By Messages: the quick brown fox jumps over the lazy dog, and the lazy dog does not mind it at all. "
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 
 
@@ -52,7 +52,7 @@ def test_the_second_request_reads_the_cache(client: Anthropic) -> None:
 
 def test_without_breakpoints_nothing_counts_as_created(client: Anthropic) -> None:
     usage = client.messages.create(
-        model="tiny", max_tokens=2, messages=[{"role": "user", "content": SENTENCE * 3 + "!"}]
+        model="tiny", max_tokens=2, messages=[{"role": "user", "content": "No breakpoints! " + SENTENCE * 3}]
     ).usage
     assert usage.cache_creation_input_tokens == 0 and usage.input_tokens > 100
 

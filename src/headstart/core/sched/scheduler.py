@@ -277,7 +277,7 @@ class Scheduler:
         end = start + n
         seq.num_scheduled_tokens = n
         write_from = max(start, seq.num_published_blocks * self.block_size)
-        return Chunk(
+        return Chunk(  # in the order of its fields: keywords cost a tenth of a step of 256 decodes
             request.request_id,
             tokens[start:end],
             start,
@@ -376,7 +376,7 @@ class Scheduler:
     def _output(
         self, seq: Sequence, row: Row, reason: FinishReason | None, breakdown: PromptTokenBreakdown | None = None
     ) -> Output:
-        return Output(
+        return Output(  # in the order of its fields, as in `_chunk`
             seq.request.request_id,
             row.token_ids,
             row.logprobs,
