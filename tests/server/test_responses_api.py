@@ -26,7 +26,12 @@ def run(coroutine: Any) -> Any:
 
 
 def test_a_stream_ends_with_what_a_whole_response_has(client: OpenAI) -> None:
-    options: Any = {"model": "tiny", "input": SENTENCE, "instructions": "Be brief, by Responses.", "max_output_tokens": 12}
+    options: Any = {
+        "model": "tiny",
+        "input": SENTENCE,
+        "instructions": "Be brief, by Responses.",
+        "max_output_tokens": 12,
+    }
     whole = client.responses.create(**options, temperature=0)
     assert whole.status == "incomplete" and whole.output_text and whole.usage is not None
     assert whole.incomplete_details is not None and whole.incomplete_details.reason == "max_output_tokens"
