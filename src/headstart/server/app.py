@@ -153,12 +153,12 @@ class _Routes:
     async def model(self, request: Request) -> Response:
         """Describe the served model."""
         name = request.path_params["model_id"]
-        check_model(name, self._state.model)
+        check_model(name, self._state.loaded_model)
         return json_response(self._model_object())
 
     async def tokenize(self, request: Request) -> Response:
         """Convert a text or a conversation to token ids."""
-        model = self._state.model
+        model = self._state.loaded_model
         principal = record_of(request.scope).principal
         tokenizer = model.tokenizer.for_domain(principal.tenant, principal.domain)
 
@@ -177,7 +177,7 @@ class _Routes:
 
     async def detokenize(self, request: Request) -> Response:
         """Convert token ids to text."""
-        model = self._state.model
+        model = self._state.loaded_model
 
         def work(data: bytes) -> responses.Json:
             body = parse_detokenize(parse_json(data, model.bounds.max_numbers), model.bounds)
@@ -200,7 +200,7 @@ class _Routes:
     async def metrics(self, request: Request) -> Response:
         """Metrics in the Prometheus text format."""
         principal = record_of(request.scope).principal
-        metrics = self._state.model.metrics
+        metrics = self._state.loaded_model.metrics
         text = metrics.expose(with_tenants=principal.is_admin, with_store=may_see_store(principal))
         return Response(text, media_type=CONTENT_TYPE)
 
@@ -252,7 +252,7 @@ class _Routes:
         return json_response(await explain(self._state, request))
 
     def _model_object(self) -> responses.Json:
-        model = self._state.model
+        model = self._state.loaded_model
         info = model.info
         return responses.model_object(
             model.name,
