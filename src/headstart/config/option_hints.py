@@ -109,7 +109,10 @@ _TABLE: dict[tuple[str, ...], str] = {
     ("--reload",): "restart the server; with --kv-store DIR its cache is still there",
     # routers
     ("--worker-urls", "--static-backends", "--backends", "--worker-url"): _REPLICAS,
-    ("--policy", "--routing-logic"): "use --routing-policy cost, weighted, prefix-threshold, least-load or round-robin",
+    (
+        "--policy",
+        "--routing-logic",
+    ): "use --routing-policy cost, llm-d, dynamo, smg, ray or another one of docs/routing.md",
     ("--service-discovery", "--selector"): "use --discover file:PATH or dns:NAME:PORT",
     ("--prefill", "--decode", "--pd-disaggregation", "--disaggregation-mode"): "prefill and decode run in one server",
 }
