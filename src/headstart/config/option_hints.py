@@ -112,7 +112,7 @@ _TABLE: dict[tuple[str, ...], str] = {
     (
         "--policy",
         "--routing-logic",
-    ): "use --routing-policy cost, llm-d, dynamo, smg, ray or another one of docs/routing.md",
+    ): "use --routing-policy cost, llm-d, dynamo, smg, ray or round-robin",
     ("--service-discovery", "--selector"): "use --discover file:PATH or dns:NAME:PORT",
     ("--prefill", "--decode", "--pd-disaggregation", "--disaggregation-mode"): "prefill and decode run in one server",
 }
