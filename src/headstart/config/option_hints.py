@@ -110,7 +110,7 @@ _TABLE: dict[tuple[str, ...], str] = {
     # routers
     ("--worker-urls", "--static-backends", "--backends", "--worker-url"): _REPLICAS,
     ("--policy", "--routing-logic"): "use --routing-policy cost, weighted, prefix-threshold, least-load or round-robin",
-    ("--service-discovery", "--selector"): "use --discover file:PATH or dns:NAME:PORT",
+    ("--service-discovery", "--selector"): "use --discover file:PATH, dns:NAME:PORT or kubernetes:...",
     ("--prefill", "--decode", "--pd-disaggregation", "--disaggregation-mode"): "prefill and decode run in one server",
 }
 HINTS = {flag: hint for flags, hint in _TABLE.items() for flag in flags}

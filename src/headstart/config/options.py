@@ -230,7 +230,10 @@ class RouterOptions:
         (), "Address of a replica: URL[,events=tcp://...][,replay=tcp://...]; repeat for several.", FLEET
     )
     discover: str | None = _option(
-        None, "List of replicas: file:PATH (watched), or dns:NAME:PORT (resolved repeatedly).", FLEET
+        None,
+        "List of replicas: file:PATH (watched), dns:NAME:PORT (resolved repeatedly), "
+        "kubernetes:inferencepool/[NAMESPACE/]NAME or kubernetes:service/[NAMESPACE/]NAME[:PORT] (watched).",
+        FLEET,
     )
     replica_api_key: str | None = _option(None, "Key sent to replicas (default: the client's own).", FLEET, secret=True)
     replicas: int = _option(1, "Servers on this machine behind one router.", FLEET, minimum=1)
