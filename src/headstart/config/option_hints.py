@@ -109,7 +109,7 @@ _TABLE: dict[tuple[str, ...], str] = {
     ("--reload",): "restart the server; with --kv-store DIR its cache is still there",
     # routers
     ("--worker-urls", "--static-backends", "--backends", "--worker-url"): _REPLICAS,
-    ("--policy", "--routing-logic"): "use --routing-policy cost, weighted, prefix-threshold, least-load or round-robin",
+    ("--policy", "--routing-logic"): ("use --routing-policy cost, llm-d, dynamo, smg, ray or round-robin"),
     ("--service-discovery", "--selector"): "use --discover file:PATH, dns:NAME:PORT or kubernetes:...",
     ("--prefill", "--decode", "--pd-disaggregation", "--disaggregation-mode"): "prefill and decode run in one server",
 }

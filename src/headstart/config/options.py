@@ -257,9 +257,12 @@ class RouterOptions:
     )
     routing_policy: str = _option(
         "cost",
-        "Choice of the replica: cost (earliest first token), weighted, prefix-threshold, least-load, round-robin.",
+        "Choice of the replica: cost (earliest first token), or another policy (docs/routing.md).",
         ROUTING,
-        choices=("cost", "weighted", "prefix-threshold", "least-load", "round-robin"),
+        choices=(
+            *("cost", "weighted", "work", "llm-d", "dynamo", "smg", "ray"),
+            *("prefix-threshold", "least-load", "round-robin"),
+        ),
     )
     shadow_policy: tuple[str, ...] = _option(
         (), "Policy that is evaluated but not applied; /metrics shows its regret. Repeat for several.", ROUTING

@@ -50,7 +50,7 @@ class FleetConfig:
     """Sizes. A rate of 0 is replaced by `load` times the measured capacity of round robin."""
 
     replicas: int = 4
-    policies: tuple[str, ...] = tuple(POLICIES)
+    policies: tuple[str, ...] = ("cost", "weighted", "prefix-threshold", "least-load", "round-robin")
     peers: tuple[Entrant, ...] = ()
     groups: int = 12
     prompts: int = 8
