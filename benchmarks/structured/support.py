@@ -46,7 +46,8 @@ differ; `date`, `time` and `date-time` become patterns, since llguidance knows n
 whitespace in patterns (`\\s`, `\\S`) becomes that of ECMA 262. What cannot be rewritten is refused: a bound beyond 2^53
 from the wrong side, bounds that need rounding beside `oneOf`, `$id` beside `$ref` without `$schema` (drafts differ in
 it), a `$ref` into `const`, `enum`, `default` or `examples`, control characters in `const`, `enum` and `pattern`, and
-`minProperties` above the number of required properties and one (further names can be equal). Limits of size: [API](api.md#structured-output).
+`minProperties` above the number of required properties and one (further names can be equal). Limits of size:
+[API](api.md#structured-output).
 
 ## Schemas that llguidance alone accepts, and the server refuses
 
