@@ -18,7 +18,7 @@ from hostile_grammars import Case, handmade
 from probe import Workers
 from random_grammars import drawn
 from suite import Instance, SuiteSchema, read_suite, validator
-from support import judge, markdown, refusal_reason, report
+from support import judge, markdown, page, refusal_reason, report
 
 BYTES = LLTokenizer("byte")
 SCHEMAS: tuple[Any, ...] = (
@@ -122,15 +122,19 @@ def test_suite_is_read_with_remote_files_and_optional_folders(tmp_path: Path) ->
 
 def test_support_counts_refusals_by_keyword_and_finds_what_is_looser() -> None:
     unique = judge(case_of({"uniqueItems": True}), BYTES)
-    assert refusal_reason(unique.refusal) == "uniqueItems"
-    dates = (Instance("leap day of no leap year", "2021-02-29", False), Instance("a date", "2021-02-28", True))
-    date = judge(case_of({"type": "string", "format": "date"}, *dates), BYTES)
-    assert date.looser == ("leap day of no leap year",) and not date.stricter
+    assert refusal_reason(unique) == "uniqueItems" and not unique.is_known
+    many = judge(case_of({"type": "object", "minProperties": 7}), BYTES)
+    assert refusal_reason(many) == "minProperties" and many.is_known
+    spaces = (Instance("a space only by ECMA 262", "\u180e", False), Instance("a space", " ", True))
+    space = judge(case_of({"type": "string", "pattern": "^.$"}, *spaces), BYTES)
+    assert space.looser == ("a space only by ECMA 262",) and not space.stricter
     order = {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False}
     assert judge(case_of(order, Instance("other order", {"b": 1, "a": 2}, True)), BYTES).reordered == 1
-    document = report([unique, date])
-    assert (document["schemas"], document["supported"]) == (2, 1)
-    assert "| `made` | 1 of 2 | `uniqueItems` 1 | 1 |  |" in markdown(document, "draft2020-12")
+    document = report([unique, many, space])
+    assert (document["schemas"], document["known"], document["supported"], document["unnamed"]) == (3, 2, 1, 0)
+    row = "| `made` | 3 | 2 | 1 | `uniqueItems` 1, `minProperties` 1 | 1 |  |"
+    assert row in markdown(document, "draft2020-12")
+    assert "made: schema has minProperties 7" in page(document)
 
 
 def test_a_case_that_hangs_or_crashes_is_reported_and_the_next_one_runs(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.report import Chart, Report, Sheet
 from headstart.router.policies.policy_table import POLICIES, make_policy
+from headstart.sim.oracle_policy import ORACLE
 from headstart.sim.profile import Profile
 from headstart.sim.profiles.profile_file import load_profile
 from headstart.sim.scenarios.scenario import NOTHING_HAPPENS, read_scenario
@@ -97,9 +98,10 @@ def run_fleet_sweep(config: SweepConfig, bar: Bar = QUIET) -> Report:
 
 def policy_names(names: Sequence[str]) -> list[str]:
     """Return policy names, with `all` expanded. Raises ConfigError for an unknown one."""
-    found = [name for given in names for name in (POLICIES if given == ALL else [given])]
+    found = [name for given in names for name in ((*POLICIES, ORACLE) if given == ALL else [given])]
     for name in found:
-        make_policy(name)
+        if name != ORACLE:
+            make_policy(name)
     return found
 
 
