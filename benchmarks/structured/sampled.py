@@ -17,7 +17,7 @@ from datetime import date
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import aiohttp
 from bounded import bounded
@@ -40,9 +40,10 @@ class Ask(NamedTuple):
 
 
 class Tally:
-    """Counts of results, in all and by keyword, and the first broken answers."""
+    """Counts of results, in all and by keyword, and the first broken answers. Finished answers go into `kept`."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: TextIO | None = None) -> None:
+        self._kept = kept
         self.results: Counter[Result] = Counter()
         self.refusals: Counter[str] = Counter()
         self.broken: dict[str, list[dict[str, Any]]] = {}
@@ -52,6 +53,9 @@ class Tally:
         self.results[result] += 1
         if answer.status == 400:
             self.refusals[f"{ask.case.draft} {ask.case.keyword}: {answer.text[:160]}"] += 1
+        if self._kept is not None and answer.finish_reason == "stop":
+            schema = {"draft": ask.case.draft, "schema": ask.case.schema, "text": answer.text}
+            self._kept.write(json.dumps(schema) + "\n")
         if result in BROKEN:
             shown = {"schema": ask.case.name, "sent": json.dumps(ask.sent)[:600], "text": answer.text[:300]}
             same = self.broken.setdefault(result.value, [])
@@ -105,9 +109,10 @@ async def sample(server: Running, asks: list[Ask], folder: Path, tally: Tally, a
     return refused
 
 
-def run(server: Running, cases: list[SuiteSchema], folder: Path, wanted: int, at_once: int) -> Tally:
-    """Sample rounds until there are `wanted` answers; refused schemas are sent in the first round only."""
-    tally, skip = Tally(), set[str]()
+def run(server: Running, cases: list[SuiteSchema], folder: Path, options: argparse.Namespace, tally: Tally) -> None:
+    """Sample rounds until there are enough answers; refused schemas are sent in the first round only."""
+    wanted, at_once = -(-options.answers // (2 + len(options.model))), options.at_once
+    skip = set[str]()
     for asks in rounds(cases):
         asks = [ask for ask in asks if json.dumps(ask.sent) not in skip]
         before = tally.num_answers
@@ -117,7 +122,7 @@ def run(server: Running, cases: list[SuiteSchema], folder: Path, wanted: int, at
             f"{tally.num_answers} answers; broken: {sum(tally.results[result] for result in BROKEN)}", file=sys.stderr
         )
         if tally.num_answers >= wanted or tally.num_answers == before:
-            return tally
+            return
 
 
 def random_model(folder: Path) -> str:
@@ -134,17 +139,21 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--keyword", action="append", help="only these files of the suite")
     parser.add_argument("--report", type=Path, help="also write the report here")
+    parser.add_argument("--keep", type=Path, help="also write the finished answers here, for rejudge.py")
     options = parser.parse_args()
     suite = fetch_suite()
     cases = [case for draft in DRAFTS for case in read_suite(suite, draft)]
     cases = [case for case in cases if not options.keyword or case.keyword in options.keyword]
-    models, tallies = ["", RANDOM_WEIGHTS, *options.model], {}
+    models, tallies = ["", RANDOM_WEIGHTS, *options.model], dict[str, Tally]()
+    kept = options.keep.open("w", encoding="utf-8") if options.keep else None
     for model in models:
         with tempfile.TemporaryDirectory() as room:
             source = random_model(Path(room)) if model == RANDOM_WEIGHTS else model
             with serving(source, Path(room) / "log", "--no-access-log") as server:
-                wanted = -(-options.answers // len(models))
-                tallies[model or "bundled"] = run(server, cases, suite, wanted, options.at_once)
+                tallies[model or "bundled"] = tally = Tally(kept)
+                run(server, cases, suite, options, tally)
+    if kept is not None:
+        kept.close()
     document = {
         "date": date.today().isoformat(),
         "llguidance": version("llguidance"),

@@ -74,7 +74,7 @@ async def envoy_front(*replicas: Replica, **options: Any) -> AsyncIterator[Front
             picker = PickerServer(state, addresses, trusts_address=True)
             try:
                 await picker.start(f"unix:{folder / SOCKET}")
-                await envoy.wait_ready("127.0.0.1", port)
+                await envoy.wait_ready("127.0.0.1", port, lambda: picker.num_requests > 0)
                 limits = httpx.Limits(max_connections=None)
                 url = f"http://127.0.0.1:{port}"
                 async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as client:

@@ -231,7 +231,10 @@ class RouterOptions:
         (), "Address of a replica: URL[,events=tcp://...][,replay=tcp://...]; repeat for several.", FLEET
     )
     discover: str | None = _option(
-        None, "List of replicas: file:PATH (watched), or dns:NAME:PORT (resolved repeatedly).", FLEET
+        None,
+        "List of replicas: file:PATH (watched), dns:NAME:PORT (resolved repeatedly), "
+        "kubernetes:inferencepool/[NAMESPACE/]NAME or kubernetes:service/[NAMESPACE/]NAME[:PORT] (watched).",
+        FLEET,
     )
     replica_api_key: str | None = _option(None, "Key sent to replicas (default: the client's own).", FLEET, secret=True)
     replicas: int = _option(1, "Servers on this machine behind one router.", FLEET, minimum=1)
@@ -255,9 +258,12 @@ class RouterOptions:
     )
     routing_policy: str = _option(
         "cost",
-        "Choice of the replica: cost (earliest first token), weighted, prefix-threshold, least-load, round-robin.",
+        "Choice of the replica: cost (earliest first token), or another policy (docs/routing.md).",
         ROUTING,
-        choices=("cost", "weighted", "prefix-threshold", "least-load", "round-robin"),
+        choices=(
+            *("cost", "weighted", "work", "llm-d", "dynamo", "smg", "ray"),
+            *("prefix-threshold", "least-load", "round-robin"),
+        ),
     )
     shadow_policy: tuple[str, ...] = _option(
         (), "Policy that is evaluated but not applied; /metrics shows its regret. Repeat for several.", ROUTING

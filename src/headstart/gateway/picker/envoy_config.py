@@ -18,6 +18,7 @@ _MANY = 1 << 20  # connections, requests and retries: no circuit breaker opens
 _LB = "envoy.lb"
 BOOTSTRAP, REPLICAS, SOCKET = "envoy.json", "replicas.json", "picker.sock"
 """Files in the folder of an Envoy: its configuration, the addresses of the replicas, the picker's socket."""
+PROBE_SECONDS = 0.25  # between two probes of the picker
 MESSAGE_SECONDS = 60  # limit for one reply of the picker: requests may wait in it for a replica
 
 
@@ -166,6 +167,28 @@ def _clusters(settings: EnvoySettings) -> list[dict[str, Any]]:
         "name": "picker",
         "type": "STATIC",
         "connect_timeout": "1s",
+        # A request whose body waits for a connection to the picker cannot pass without it any more. So the first one
+        # that finds no picker takes it out of service, until it answers probes again.
+        "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
+        "outlier_detection": {
+            "split_external_local_origin_errors": True,
+            "consecutive_local_origin_failure": 1,
+            "enforcing_consecutive_local_origin_failure": 100,
+            "base_ejection_time": f"{PROBE_SECONDS}s",
+            "max_ejection_time": f"{PROBE_SECONDS}s",
+            "interval": f"{PROBE_SECONDS}s",
+            "max_ejection_percent": 100,
+        },
+        "health_checks": [
+            {
+                "timeout": "5s",
+                "interval": f"{PROBE_SECONDS}s",
+                "no_traffic_interval": f"{PROBE_SECONDS}s",
+                "unhealthy_threshold": 2,
+                "healthy_threshold": 1,
+                "grpc_health_check": {"service_name": "liveness"},
+            }
+        ],
         "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2},
         "circuit_breakers": {"thresholds": [thresholds]},
         "load_assignment": {

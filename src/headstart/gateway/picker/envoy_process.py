@@ -2,10 +2,10 @@
 
 import asyncio
 import ctypes
+import http.client
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -68,10 +68,10 @@ class EnvoyProcess:
         """The id of the process."""
         return self._process.pid
 
-    async def wait_ready(self, host: str, port: int) -> None:
-        """Wait until it accepts connections. Raises ConfigError with its own message if it ends instead."""
+    async def wait_ready(self, host: str, port: int, is_heard: Callable[[], bool]) -> None:
+        """Send requests until the picker heard one. Raises ConfigError with its message if it ends instead."""
         deadline = time.monotonic() + START_SECONDS
-        while not await asyncio.to_thread(_accepts, host, port):
+        while not (await asyncio.to_thread(_answers, host, port) and is_heard()):
             if self.ended.is_set() or time.monotonic() > deadline:
                 said = self._output.read_text(errors="replace").strip().splitlines()
                 raise ConfigError(f"Envoy does not start: {said[-1][-500:] if said else 'it wrote nothing'}")
@@ -96,12 +96,16 @@ class EnvoyProcess:
         self.ended.set()
 
 
-def _accepts(host: str, port: int) -> bool:
+def _answers(host: str, port: int) -> bool:
+    connection = http.client.HTTPConnection(host, port, timeout=5.0)
     try:
-        with socket.create_connection((host, port), timeout=1.0):
-            return True
-    except OSError:
+        connection.request("GET", "/livez")
+        connection.getresponse()
+    except (OSError, http.client.HTTPException):
         return False
+    finally:
+        connection.close()
+    return True
 
 
 def _die_with_parent() -> Callable[[], object] | None:

@@ -124,11 +124,12 @@ class EnvoyFront:
             self.ended = self._envoy.ended
         self._server = PickerServer(state, self._addresses, trusts_address=True)
         await self._server.start(f"unix:{socket}")
-        os.chmod(socket, 0o600)  # whoever writes to it is taken for Envoy
+        os.chmod(socket, 0o600)  # a writer is taken for Envoy
         if self._envoy is None:
             return
         host, _, port = self.url.removeprefix("http://").rpartition(":")
-        await self._envoy.wait_ready(host.strip("[]"), int(port))
+        picker = self._server
+        await self._envoy.wait_ready(host.strip("[]"), int(port), lambda: picker.num_requests > 0)
 
     async def stop(self, *, at_once: bool) -> None:
         """Stop serving."""

@@ -33,6 +33,7 @@ class PickerServer:
     """The gRPC server of one router. `trusts_address`: its only client is our own Envoy."""
 
     def __init__(self, state: GatewayState, addresses: EndpointAddresses, *, trusts_address: bool = False) -> None:
+        self.num_requests = 0
         self._state = state
         self._app: ASGIApp = build_front(state, EndpointPicker(state, addresses).forward)
         self._trusts_address = trusts_address
@@ -72,6 +73,7 @@ class PickerServer:
         if first.WhichOneof("request") != "request_headers" or first.observability_mode:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be request_headers")
         stream = ExtProcStream(peer, first, trusts_address=self._trusts_address)
+        self.num_requests += 1
         if not stream.is_usable:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "set request_body_mode to FULL_DUPLEX_STREAMED")
         await stream.run(self._app)
