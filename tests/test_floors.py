@@ -29,7 +29,8 @@ FORBIDDEN = {
 # Lazy on purpose: the command line (Ctrl-C while it is imported), its verbs (fast --help, threads before torch), the
 # attention table, `headstart.LLM`.
 LAZY = ("__init__.py", "__main__.py", "cli/", "bench/cli/", "model/attention/__init__.py")
-OPTIONAL = {"matplotlib", "transformers"}  # an extra; a fallback that would bring torch along
+# extras; a fallback that would bring torch along
+OPTIONAL = {"matplotlib", "kubernetes_asyncio", "transformers"}
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:

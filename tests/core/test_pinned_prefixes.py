@@ -56,6 +56,21 @@ def test_a_flood_never_evicts_it() -> None:
     assert cached(engine, [*FIXED, 9]) == 8
 
 
+def test_the_counters_of_pinned_blocks_follow_their_use() -> None:
+    engine = pinned_engine()
+    pool = engine.stats().pool
+    assert (pool.num_pinned, pool.num_pinned_idle, pool.num_free) == (2, 2, 6)
+    engine.add_request(make_request("uses", [*FIXED[:4], 9, 10], max_tokens=3))
+    engine.step()
+    pool = engine.stats().pool
+    assert (pool.num_pinned, pool.num_pinned_idle) == (2, 1) and pool.num_free < 6
+    assert run(engine)["uses"][-1].num_cached_tokens == 4
+    pool = engine.stats().pool
+    assert (pool.num_pinned, pool.num_pinned_idle, pool.num_free) == (2, 2, 6)
+    assert info_of(engine)[-3:-1] == (1, 4)  # hits, tokens saved
+    assert engine.stats().counters.pinned_tokens == 4
+
+
 def test_what_is_pinned_is_not_free() -> None:
     engine = pinned_engine()
     assert engine.stats().pool.num_free == 6

@@ -1,5 +1,6 @@
 """Every policy by hand-made cases; endpoints are real, what they know is what was served."""
 
+from dataclasses import fields
 from random import Random
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router.fleets import RATES, ask, endpoint, serve
 
+from headstart.config.options import RouterOptions
 from headstart.core.errors import ConfigError
 from headstart.router.endpoint import Reported
 from headstart.router.policies.cost import CostPolicy
@@ -46,13 +48,16 @@ def send(router: Router, request: RoutingRequest, now: float = 0.0, to: str | No
 
 
 def test_policies_have_the_names_in_the_table() -> None:
-    assert set(POLICIES) == {"cost", "weighted", "prefix-threshold", "least-load", "round-robin"}
+    peers = {"work", "llm-d", "dynamo", "smg", "ray"}
+    assert set(POLICIES) == {"cost", "weighted", "prefix-threshold", "least-load", "round-robin"} | peers
+    choices = next(field for field in fields(RouterOptions) if field.name == "routing_policy").metadata["choices"]
+    assert set(choices) == set(POLICIES)
     assert all(make_policy(name).name == name for name in POLICIES)
     with pytest.raises(ConfigError, match="no routing policy 'best'"):
         make_policy("best")
 
 
-@pytest.mark.parametrize("name", ["cost", "weighted", "prefix-threshold"])
+@pytest.mark.parametrize("name", ["cost", "weighted", "prefix-threshold", "work", "llm-d", "dynamo", "smg", "ray"])
 def test_a_warm_prefix_is_asked_where_it_is(name: str) -> None:
     router = fleet(make_policy(name))
     warm(router, "r1", ask(1, 2, 3, 4))
@@ -202,9 +207,11 @@ def test_kv_usage_and_adapters_are_what_replicas_say_of_themselves() -> None:
 
 
 def test_inflight_tokens_count_what_is_to_be_generated_too() -> None:
+    """Law: 1.5 times the prompt, unless the request allows less (llm-d)."""
     router = fleet(WeightedPolicy({"inflight-tokens": 1.0}), count=2)
-    send(router, RoutingRequest(ask(1).prompt, max_tokens=1000), to="r0")
-    send(router, ask(*range(100)), to="r1")
+    send(router, RoutingRequest(ask(*range(20)).prompt, max_tokens=1000), to="r0")
+    send(router, RoutingRequest(ask(*range(40)).prompt, max_tokens=1), to="r1")
+    assert [one.load.inflight_tokens for one in router.endpoints.values()] == [81 + 122, 161 + 1]
     assert router.pick(ask(5), 0.0).endpoint.name == "r1"
 
 

@@ -105,7 +105,7 @@ class FakeEngine:
             cached = self._look_up(request)
             self.prompted += len(request.prompt)
             self.cached += cached
-        token = request.prompt[count % len(request.prompt)]
+        token = self.next_token(request, count)
         count += 1
         self.generated += 1
         self.live[request_id] = (request, count)
@@ -132,6 +132,10 @@ class FakeEngine:
             prompt_logprobs=known,
             breakdown=breakdown,
         )
+
+    def next_token(self, request: Request, count: int) -> int:
+        """The token that follows `count` tokens of an answer."""
+        return request.prompt[count % len(request.prompt)]
 
     def _look_up(self, request: Request) -> int:
         key = (request.domain, request.prompt.tobytes())

@@ -192,13 +192,13 @@ def test_tokens_and_their_texts_come_off_the_loop_and_in_pieces(folder: str, mon
     async def run() -> None:
         async with inside(folder) as server:
             server.state.long_work = LongWork(100, 200)
-            encode, threads = server.state.model.tokenizer.encode, []
+            encode, threads = server.state.loaded_model.tokenizer.encode, []
 
             def watched(*args: Any, **options: Any) -> Any:
                 threads.append(threading.current_thread())
                 return encode(*args, **options)
 
-            monkeypatch.setattr(server.state.model.tokenizer, "encode", watched)
+            monkeypatch.setattr(server.state.loaded_model.tokenizer, "encode", watched)
             for count in (1, 20, 60, 100):
                 text = "fox brown " * count
                 body = {"prompt": text, "return_token_strs": True}

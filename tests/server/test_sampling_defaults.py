@@ -229,7 +229,9 @@ def test_the_defaults_in_force_are_told(tmp_path: Path) -> None:
     async def run(folder: Path) -> tuple[dict[str, Any], str]:
         async with inside(str(folder)) as server:
             [told] = (await server.client.get("/v1/models")).json()["data"]
-            return told["default_sampling_params"], banner(server.state.model, ServerOptions(), "127.0.0.1", 8000)
+            return told["default_sampling_params"], banner(
+                server.state.loaded_model, ServerOptions(), "127.0.0.1", 8000
+            )
 
     told, text = asyncio.run(run(model(tmp_path / "a", {"temperature": 0.6, "max_new_tokens": 40})))
     assert told == {"temperature": 0.6, "max_tokens": 40}

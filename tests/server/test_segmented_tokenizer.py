@@ -331,7 +331,7 @@ def test_a_server_remembers_segments_by_key_and_salt(tmp_path: Path) -> None:
     async def run() -> None:
         options = {"api_key": ("one", "two"), "max_body_bytes": 1 << 20}
         async with inside(f"{tmp_path}?length=100000", **options) as server:
-            tokenizer = server.state.model.tokenizer
+            tokenizer = server.state.loaded_model.tokenizer
             assert isinstance(tokenizer, SegmentedTokenizer) and tokenizer.is_segmented
             memory = tokenizer.memory
             text = words(2000)

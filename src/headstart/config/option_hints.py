@@ -109,8 +109,8 @@ _TABLE: dict[tuple[str, ...], str] = {
     ("--reload",): "restart the server; with --kv-store DIR its cache is still there",
     # routers
     ("--worker-urls", "--static-backends", "--backends", "--worker-url"): _REPLICAS,
-    ("--policy", "--routing-logic"): "use --routing-policy cost, weighted, prefix-threshold, least-load or round-robin",
-    ("--service-discovery", "--selector"): "use --discover file:PATH or dns:NAME:PORT",
+    ("--policy", "--routing-logic"): ("use --routing-policy cost, llm-d, dynamo, smg, ray or round-robin"),
+    ("--service-discovery", "--selector"): "use --discover file:PATH, dns:NAME:PORT or kubernetes:...",
     ("--prefill", "--decode", "--pd-disaggregation", "--disaggregation-mode"): "prefill and decode run in one server",
 }
 HINTS = {flag: hint for flags, hint in _TABLE.items() for flag in flags}

@@ -9,7 +9,7 @@ from typing import Any
 
 from headstart.core.errors import ConfigError
 
-MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING = (
+MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING, ENVOY = (
     "Model",
     "Compute and memory",
     "Scheduling and caching",
@@ -19,6 +19,7 @@ MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING = (
     "Life of the server",
     "Replicas",
     "Routing",
+    "Envoy",
 )
 
 
@@ -230,7 +231,10 @@ class RouterOptions:
         (), "Address of a replica: URL[,events=tcp://...][,replay=tcp://...]; repeat for several.", FLEET
     )
     discover: str | None = _option(
-        None, "List of replicas: file:PATH (watched), or dns:NAME:PORT (resolved repeatedly).", FLEET
+        None,
+        "List of replicas: file:PATH (watched), dns:NAME:PORT (resolved repeatedly), "
+        "kubernetes:inferencepool/[NAMESPACE/]NAME or kubernetes:service/[NAMESPACE/]NAME[:PORT] (watched).",
+        FLEET,
     )
     replica_api_key: str | None = _option(None, "Key sent to replicas (default: the client's own).", FLEET, secret=True)
     replicas: int = _option(1, "Servers on this machine behind one router.", FLEET, minimum=1)
@@ -254,9 +258,12 @@ class RouterOptions:
     )
     routing_policy: str = _option(
         "cost",
-        "Choice of the replica: cost (earliest first token), weighted, prefix-threshold, least-load, round-robin.",
+        "Choice of the replica: cost (earliest first token), or another policy (docs/routing.md).",
         ROUTING,
-        choices=("cost", "weighted", "prefix-threshold", "least-load", "round-robin"),
+        choices=(
+            *("cost", "weighted", "work", "llm-d", "dynamo", "smg", "ray"),
+            *("prefix-threshold", "least-load", "round-robin"),
+        ),
     )
     shadow_policy: tuple[str, ...] = _option(
         (), "Policy that is evaluated but not applied; /metrics shows its regret. Repeat for several.", ROUTING
@@ -268,6 +275,19 @@ class RouterOptions:
         "auto",
         "Folder or hub id of the replicas' tokenizer; auto: theirs, if it is on this machine; none: count in bytes.",
         ROUTING,
+    )
+    envoy: str = _option(
+        "none",
+        "Have Envoy serve clients at --host and --port: auto (found in the environment or on the PATH), its path, or "
+        "external (only its configuration is written). The router picks the replicas.",
+        ENVOY,
+        switch=("auto", "none"),
+    )
+    envoy_folder: str | None = _option(
+        None, "Folder of Envoy's configuration and of the router's socket (default: a temporary one).", ENVOY
+    )
+    ext_proc: str | None = _option(
+        None, "HOST:PORT of an endpoint picker for a gateway's Envoy (gRPC), in addition to HTTP.", ENVOY
     )
     decision_log: str | None = _option(None, "File to append routing decisions to, one JSON line each.", ROUTING)
 

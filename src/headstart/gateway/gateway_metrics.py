@@ -137,6 +137,11 @@ class _Collector(Collector):
         ejections = {e.name: e.health.num_ejections for e in ends}
         yield _count("ejections", "Times a replica was ejected after failures.", "replica", ejections)
         yield _single("queued", "Client requests without a first token.", view.num_pending)
+        yield _single(
+            "requests_in_flight",
+            "Requests sent to replicas that have not ended; a signal for autoscaling.",
+            sum(e.load.num_requests for e in ends),
+        )
         yield _total("blind_replicas", "Replicas whose KV events are ignored: none was usable.", router.num_blind)
         yield _total("retries_refused", "Retries that the budget did not allow.", view.budget.num_refused)
         yield _total("reports", "Answers that reported their cached tokens.", router.num_reported)

@@ -19,7 +19,7 @@ class Flight:
         self.work = work
         self.prefill_ms = prefill_ms
         self.backlog_ms = backlog_ms
-        self.output_tokens = output_tokens  # upper bound; 0: not known
+        self.output_tokens = output_tokens  # estimate
         self.sent_at = 0.0
         self.answered_at: float | None = None
         self.took_ms: float | None = None  # duration of the prefill alone, from its end until it is learned
@@ -39,6 +39,7 @@ class Load:
         self.mean_prefill_ms = 0.0
         self.num_streams = 0  # responses being generated
         self.inflight_tokens = 0  # to prefill, and to generate
+        self.pending_tokens = 0  # to prefill
         self._pending: dict[Flight, None] = {}  # without a first token, in sending order
         self._pending_ms = 0.0
         self._since = 0.0  # start of work on the first pending request
@@ -79,6 +80,7 @@ class Load:
             self._since, self._pending_ms = now, 0.0
         self._pending[flight] = None
         self._pending_ms += flight.prefill_ms
+        self.pending_tokens += flight.work.tokens
         self.inflight_tokens += flight.work.tokens + flight.output_tokens
         self.last_sent = order
         weight = 0.1 if self.mean_prefill_ms else 1.0
@@ -112,5 +114,6 @@ class Load:
 
     def _left(self, flight: Flight, now: float) -> None:
         del self._pending[flight]
+        self.pending_tokens -= flight.work.tokens
         self._pending_ms = max(self._pending_ms - flight.prefill_ms, 0.0)
         self._since = now

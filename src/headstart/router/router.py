@@ -22,6 +22,8 @@ from headstart.router.prefill_model import Work
 from headstart.router.routing_decision import Comparison, InFlight, RoutingDecision
 from headstart.router.routing_request import RoutingRequest, Usage
 
+OUTPUT_SHARE = 1.5  # of the prompt: estimate of an output's tokens
+
 
 @dataclass(slots=True)
 class Regret:
@@ -98,7 +100,7 @@ class Router:
         chosen = candidate.endpoint
         cost = cost_of(view, chosen.name)
         work = Work.of(view.prompt_tokens, candidate.hit_tokens, chosen.load.num_streams)
-        flight = Flight(work, cost.prefill, cost.backlog, view.request.max_tokens)
+        flight = Flight(work, cost.prefill, cost.backlog, _output_estimate(view.request))
         index = _index_for(chosen, view.request)
         reservation = index.sent(view.request.prompt.block_hashes(chosen.block_size), now)
         chosen.load.sent(flight, now, self._count)
@@ -232,6 +234,12 @@ class Router:
             adapter=request.adapter,
         )
         self._log(record)
+
+
+def _output_estimate(request: RoutingRequest) -> int:
+    """Return llm-d's estimate of the tokens that a request generates (its in-flight load producer)."""
+    tokens = round(OUTPUT_SHARE * request.prompt.num_tokens)
+    return min(tokens, request.max_tokens) if request.max_tokens else tokens
 
 
 def _index_for(endpoint: Endpoint, request: RoutingRequest) -> PrefixIndex:

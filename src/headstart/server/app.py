@@ -3,6 +3,7 @@
 import time
 from array import array
 from collections.abc import Awaitable, Callable
+from functools import cache
 from typing import TypeVar
 
 from fastapi import FastAPI
@@ -13,16 +14,21 @@ from starlette.types import ASGIApp
 
 from headstart import __version__
 from headstart.anthropic.messages_request import CountTokensRequest, MessagesRequest
+from headstart.anthropic.messages_schema import Message, MessageEvent, MessagesError, TokenCount
 from headstart.core.errors import InvalidRequestError
 from headstart.http.access_record import record_of
 from headstart.http.gate import Gate
 from headstart.http.http_errors import HttpError, error_response, json_response
 from headstart.http.packed_metrics import CONTENT_TYPE
 from headstart.openai import responses
+from headstart.openai.api_schema import responses_schema as api
+from headstart.openai.api_schema.api_object import Status, Version
+from headstart.openai.api_schema.completion_schema import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from headstart.openai.api_schema.model_schema import DetokenizeAnswer, Model, ModelList, TokenizeAnswer
 from headstart.openai.bounds import Bounds
 from headstart.openai.engine_requests import encode_prompt, shown_chat
 from headstart.openai.json_pieces import SLICE_ITEMS
-from headstart.openai.openapi import request_body
+from headstart.openai.openapi import Answers, Operation, describe
 from headstart.openai.request_bodies import (
     ChatRequest,
     CompletionRequest,
@@ -39,6 +45,13 @@ from headstart.openai.value_checks import shown
 from headstart.server.apis.choice_apis import check_model
 from headstart.server.apis.generation_routes import GenerationRoutes, run_with_body
 from headstart.server.cache_routes import cache_stats, explain
+from headstart.server.cache_schema import (
+    CacheExplanation,
+    CacheStatistics,
+    PinnedPrefix,
+    PinnedPrefixList,
+    RemovedPrefix,
+)
 from headstart.server.prefix_requests import PrefixRequest, parse_prefix
 from headstart.server.server_state import ServerState
 from headstart.server.store_metrics import may_see_store
@@ -53,31 +66,39 @@ def build_app(state: ServerState) -> ASGIApp:
         title="Headstart", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, debug=False
     )
     routes, apis = _Routes(state), GenerationRoutes(state)
-    for method, path, handler, *bodies in (
-        ("POST", "/v1/completions", apis.completions, CompletionRequest),
-        ("POST", "/v1/chat/completions", apis.chat_completions, ChatRequest),
-        ("POST", "/v1/responses", apis.create_response, ResponsesRequest),
-        ("GET", "/v1/responses/{response_id}", apis.retrieve_response),
-        ("DELETE", "/v1/responses/{response_id}", apis.delete_response),
-        ("GET", "/v1/responses/{response_id}/input_items", apis.input_items),
-        ("POST", "/v1/messages", apis.messages, MessagesRequest),
-        ("POST", "/v1/messages/count_tokens", apis.count_tokens, CountTokensRequest),
-        ("GET", "/v1/models", routes.models),
-        ("GET", "/v1/models/{model_id:path}", routes.model),
-        ("POST", "/tokenize", routes.tokenize, TokenizeRequest),
-        ("POST", "/detokenize", routes.detokenize, DetokenizeRequest),
-        ("GET", "/health", routes.health),
-        ("GET", "/readyz", routes.health),
-        ("GET", "/livez", routes.livez),
-        ("GET", "/metrics", routes.metrics),
-        ("GET", "/version", routes.version),
-        ("POST", "/reset_prefix_cache", routes.reset_prefix_cache),
-        ("GET", "/v1/prefixes", routes.list_prefixes),
-        ("POST", "/v1/prefixes", routes.add_prefix, PrefixRequest),
-        ("DELETE", "/v1/prefixes/{name}", routes.remove_prefix),
-        ("GET", "/v1/cache/stats", routes.cache_stats),
-        ("GET", "/v1/cache/explain", routes.explain_request),
-        ("POST", "/v1/cache/explain", routes.explain_prompt, CompletionRequest, ChatRequest),
+    token_count = Answers(TokenCount, error=MessagesError)
+    operations: list[Operation] = []
+    for method, path, handler, answers, *bodies in (
+        ("POST", "/v1/completions", apis.completions, Answers(Completion, CompletionChunk), CompletionRequest),
+        ("POST", "/v1/chat/completions", apis.chat_completions, Answers(ChatCompletion, ChatChunk), ChatRequest),
+        (
+            "POST",
+            "/v1/responses",
+            apis.create_response,
+            Answers(api.Response, api.ResponseEvent),
+            ResponsesRequest,
+        ),
+        ("GET", "/v1/responses/{response_id}", apis.retrieve_response, Answers(api.Response)),
+        ("DELETE", "/v1/responses/{response_id}", apis.delete_response, Answers(api.DeletedResponse)),
+        ("GET", "/v1/responses/{response_id}/input_items", apis.input_items, Answers(api.InputItems)),
+        ("POST", "/v1/messages", apis.messages, Answers(Message, MessageEvent, MessagesError), MessagesRequest),
+        ("POST", "/v1/messages/count_tokens", apis.count_tokens, token_count, CountTokensRequest),
+        ("GET", "/v1/models", routes.models, Answers(ModelList)),
+        ("GET", "/v1/models/{model_id:path}", routes.model, Answers(Model)),
+        ("POST", "/tokenize", routes.tokenize, Answers(TokenizeAnswer), TokenizeRequest),
+        ("POST", "/detokenize", routes.detokenize, Answers(DetokenizeAnswer), DetokenizeRequest),
+        ("GET", "/health", routes.health, Answers(Status)),
+        ("GET", "/readyz", routes.health, Answers(Status)),
+        ("GET", "/livez", routes.livez, Answers(Status)),
+        ("GET", "/metrics", routes.metrics, Answers(None)),
+        ("GET", "/version", routes.version, Answers(Version)),
+        ("POST", "/reset_prefix_cache", routes.reset_prefix_cache, Answers(Status)),
+        ("GET", "/v1/prefixes", routes.list_prefixes, Answers(PinnedPrefixList)),
+        ("POST", "/v1/prefixes", routes.add_prefix, Answers(PinnedPrefix, status=201), PrefixRequest),
+        ("DELETE", "/v1/prefixes/{name}", routes.remove_prefix, Answers(RemovedPrefix)),
+        ("GET", "/v1/cache/stats", routes.cache_stats, Answers(CacheStatistics)),
+        ("GET", "/v1/cache/explain", routes.explain_request, Answers(CacheExplanation)),
+        ("POST", "/v1/cache/explain", routes.explain_prompt, Answers(CacheExplanation), CompletionRequest, ChatRequest),
     ):
         app.add_api_route(
             path,
@@ -86,8 +107,9 @@ def build_app(state: ServerState) -> ASGIApp:
             response_model=None,
             summary=handler.__doc__,
             operation_id=f"{handler.__name__}{path.replace('/', '_')}" if path == "/readyz" else handler.__name__,
-            openapi_extra=request_body(*bodies) if bodies else None,
         )
+        operations.append(Operation(method, path, answers, tuple(bodies)))
+    app.openapi = cache(lambda: describe(FastAPI.openapi(app), operations))
     app.add_exception_handler(HTTPException, _framework_error)
     return Gate(app, state)
 
@@ -131,12 +153,12 @@ class _Routes:
     async def model(self, request: Request) -> Response:
         """Describe the served model."""
         name = request.path_params["model_id"]
-        check_model(name, self._state.model)
+        check_model(name, self._state.loaded_model)
         return json_response(self._model_object())
 
     async def tokenize(self, request: Request) -> Response:
         """Convert a text or a conversation to token ids."""
-        model = self._state.model
+        model = self._state.loaded_model
         principal = record_of(request.scope).principal
         tokenizer = model.tokenizer.for_domain(principal.tenant, principal.domain)
 
@@ -155,7 +177,7 @@ class _Routes:
 
     async def detokenize(self, request: Request) -> Response:
         """Convert token ids to text."""
-        model = self._state.model
+        model = self._state.loaded_model
 
         def work(data: bytes) -> responses.Json:
             body = parse_detokenize(parse_json(data, model.bounds.max_numbers), model.bounds)
@@ -178,7 +200,7 @@ class _Routes:
     async def metrics(self, request: Request) -> Response:
         """Metrics in the Prometheus text format."""
         principal = record_of(request.scope).principal
-        metrics = self._state.model.metrics
+        metrics = self._state.loaded_model.metrics
         text = metrics.expose(with_tenants=principal.is_admin, with_store=may_see_store(principal))
         return Response(text, media_type=CONTENT_TYPE)
 
@@ -230,7 +252,7 @@ class _Routes:
         return json_response(await explain(self._state, request))
 
     def _model_object(self) -> responses.Json:
-        model = self._state.model
+        model = self._state.loaded_model
         info = model.info
         return responses.model_object(
             model.name,

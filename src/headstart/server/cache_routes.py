@@ -127,7 +127,7 @@ def _request_id(request: Request) -> str:
 
 async def _parsed(state: ServerState, request: Request) -> EngineRequest:
     """Return the engine request that this body would produce as a completion or a chat. Raises InvalidRequestError."""
-    model, principal = state.model, record_of(request.scope).principal
+    model, principal = state.loaded_model, record_of(request.scope).principal
     origin = Origin("explain", domain=principal.domain, tenant=principal.tenant)
 
     def prepare(body: bytes | SpooledBody) -> list[EngineRequest]:

@@ -124,7 +124,7 @@ class ServerState:
         return None if self._model is None else self._model.metrics
 
     @property
-    def model(self) -> Model:
+    def loaded_model(self) -> Model:
         """The loaded model. Raises HttpError 503 while loading."""
         if self._model is None:
             raise HttpError(503, "the model is still loading", code="loading", headers={"retry-after": "2"})
@@ -145,7 +145,7 @@ class ServerState:
             raise self.engine.dead
         if self.phase is Phase.DRAINING:
             raise DrainingError("the server is shutting down and takes no new requests; send it to another one")
-        model = self.model
+        model = self.loaded_model
         now = time.monotonic()
         if not self.is_alive(now):
             silent = self.engine.silent_seconds(now)

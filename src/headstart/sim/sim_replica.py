@@ -29,6 +29,7 @@ class SimReplica:
         self.is_up = True
         self.is_draining = False
         self.speed = Speed(profile.noise, Random(f"{seed}/{name}"))
+        self.step_ends = 0.0  # when the last step ends or ended
         self.epoch = 0  # number of stops: a step begun before the last one never ends
         self.num_steps = 0
         self.busy_seconds = 0.0
@@ -93,11 +94,13 @@ class SimReplica:
         if not batch.chunks:
             assert self.store is not None and self.store.next_ready > now
             self._step = (batch, StepResult((), self.store.next_ready - now))
+            self.step_ends = self.store.next_ready
             return self._step[1].elapsed
         result = self.executor.execute(batch)
         self._step = (batch, result)
         self.num_steps += 1
         self.busy_seconds += result.elapsed
+        self.step_ends = now + result.elapsed
         return result.elapsed
 
     def end(self) -> list[Output]:

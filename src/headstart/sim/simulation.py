@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from headstart.router.policies.policy import Policy
 from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
+from headstart.sim.oracle_policy import ORACLE, OraclePolicy
 from headstart.sim.profile import Profile
 from headstart.sim.scenarios.scenario import NOTHING_HAPPENS, Scenario
 from headstart.sim.scenarios.scenario_run import ScenarioRun
@@ -46,12 +47,15 @@ class Simulation:
         routers: list[Router] = []
         fleet = VirtualFleet(found, routers, self.options)
         for _ in range(self.routers):
-            router = Router(make(fleet.replicas) if make is not None else make_policy(self.policy))
+            router = Router((make or self._policy)(fleet.replicas))
             for one in found:
                 router.add(endpoint_of(one, self.believed_blocks))
             routers.append(router)
         ScenarioRun(self.scenario, fleet, new_replica)
         return fleet
+
+    def _policy(self, replicas: Mapping[str, SimReplica]) -> Policy:
+        return OraclePolicy(replicas) if self.policy == ORACLE else make_policy(self.policy)
 
     def run(self, requests: Sequence[SimRequest], on_record: Callable[[SimRecord], None] | None = None) -> VirtualFleet:
         """Run the workload; return the fleet in its final state."""

@@ -68,6 +68,7 @@ class Sender:
     domain: bytes = b""  # isolation domain: prompts of different domains share no cache
     is_salted: bool = False  # replicas see one key for all tenants: a salt keeps the domain separate there
     session: str | None = None  # from a header
+    reads_answer: bool = True  # the router reads the answer: a stream is asked for its usage
 
 
 @dataclass(slots=True)
@@ -131,7 +132,8 @@ class RequestReader:
         else:
             prompt = Prompt(pack_text((text or "")[: limit * LONGEST_TOKEN].encode()), root, exact=False)
         stream = values.get("stream") is True
-        sent, hides_usage = _asking_for_usage(body, values) if stream and path not in NAMED else (body, False)
+        asks_usage = stream and path not in NAMED and sender.reads_answer
+        sent, hides_usage = _asking_for_usage(body, values) if asks_usage else (body, False)
         if sender.is_salted and path not in UNCACHED:
             sent = _with(sent, "cache_salt", salt)
         limits = (values.get(name) for name in _LIMITS)

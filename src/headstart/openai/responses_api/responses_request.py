@@ -73,7 +73,7 @@ class ResponsesRequest(SamplingFields):
     tools: Tools = Field([], description="Functions")
     tool_choice: ToolChoice = Field("auto", description="none, auto, required, a function, or allowed_tools")
     parallel_tool_calls: bool = True
-    text: TextOptions = Field(default_factory=lambda: TextOptions(format=None))
+    text: TextOptions = Field(default_factory=lambda: TextOptions(format=None, verbosity=None))
     reasoning: ReasoningOptions = Field(default_factory=lambda: ReasoningOptions(effort=None, summary=None))
     metadata: Metadata = Field({}, description="Up to 16 texts, returned with the response")
     truncation: Literal["disabled"] = "disabled"

@@ -15,10 +15,23 @@ from headstart.openai.structured.grammar_limits import parser_limits
 _MESSAGES = {  # a part of a message of llguidance, and the message to send
     "oneOf": "oneOf is supported only if its alternatives exclude each other",
     "not present in a registry": "$schema or $ref names a schema that is not part of this one: {}",
+    "Anchor '": "$ref: {}",
     "not disjoint": "patternProperties is supported only if no name matches two of its patterns: {}",
-    "float range": "minimum and maximum: {}",
+    "float range": "minimum, exclusiveMinimum, maximum and exclusiveMaximum: {}",
+    "integer range": "minimum, exclusiveMinimum, maximum and exclusiveMaximum: {}",
 }
 _TOO_LARGE = InvalidRequestError("the grammar needs too much memory; simplify it")
+
+
+def reason(message: str) -> str:
+    """Return the first line of llguidance's message, without advice that only its callers could follow."""
+    lines = message.strip().split("\n")
+    details = [line for line in lines[1:] if line.startswith("error: ")]  # of a regular expression
+    line = " ".join((lines[0], *details))[:300]
+    for part, rewritten in _MESSAGES.items():
+        if part in line:
+            return rewritten.format(line)
+    return line
 
 
 def build(setup: Any) -> Handler:
@@ -33,23 +46,12 @@ def build(setup: Any) -> Handler:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise InvalidRequestError(_reason(matcher.get_error()))
+            raise InvalidRequestError(reason(matcher.get_error()))
         if time.monotonic() - began > max_seconds:
             raise InvalidRequestError("it takes too long to compile; simplify it")
         return ""
 
     return check
-
-
-def _reason(message: str) -> str:
-    """Return the first line of llguidance's message, without advice that only its callers could follow."""
-    lines = message.strip().split("\n")
-    details = [line for line in lines[1:] if line.startswith("error: ")]  # of a regular expression
-    line = " ".join((lines[0], *details))[:300]
-    for part, rewritten in _MESSAGES.items():
-        if part in line:
-            return rewritten.format(line)
-    return line
 
 
 if __name__ == "__main__":

@@ -199,6 +199,18 @@ class ApproximateIndex:
         looked_at = min(num, LOOKED_AT)
         return self._worth[looked_at - 1] * num / looked_at
 
+    def held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+        """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
+        pool, low, high = self._pool, 0, len(block_hashes)
+        while low < high:
+            middle = (low + high) // 2
+            entry = pool.entry(block_hashes[middle])
+            if entry is not None and pool.refs(entry[0]):
+                low = middle + 1
+            else:
+                high = middle
+        return pool.num_usable - pool.num_free - len(self._ballast), low
+
     def clear(self) -> None:
         """Empty the index, as after a restart. Blocks of requests in flight are added when they are answered."""
         self._forget_flush()

@@ -136,6 +136,10 @@ class KVEventIndex:
         """Return the loss of the approximate index; 0 without one."""
         return 0.0 if self.guess is None else self.guess.loss(num_blocks)
 
+    def held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+        """Return the blocks that requests in flight use, by the approximate index; none without one."""
+        return (0, 0) if self.guess is None else self.guess.held(block_hashes)
+
     def clear(self) -> None:
         """Drop everything: the engine was restarted, or events are lost. Memory is freed later."""
         self._discards.add(self._handles, self._copies, self._uses, self._before, self._after, self._speculative)

@@ -67,6 +67,10 @@ class PrefixIndex(Protocol):
         """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
         ...
 
+    def held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
+        """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
+        ...
+
     @property
     def by_prompts(self) -> "PrefixIndex":
         """The index to ask about prompts whose hashes the replica's events cannot contain."""

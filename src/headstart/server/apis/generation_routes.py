@@ -59,7 +59,7 @@ class GenerationRoutes:
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a conversation (Anthropic's Messages API)."""
-        model, principal = self._state.model, record_of(request.scope).principal
+        model, principal = self._state.loaded_model, record_of(request.scope).principal
         origin = Origin("count", domain=principal.domain, tenant=principal.tenant)
 
         def work(data: bytes) -> Json:

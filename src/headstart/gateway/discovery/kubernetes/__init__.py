@@ -1,0 +1,1 @@
+"""Discovery from Kubernetes: pods of an InferencePool, endpoints of a Service. Needs the extra [kubernetes]."""

@@ -1,0 +1,42 @@
+"""Models of the responses about the model and its tokenizer."""
+
+from typing import Any, Literal
+
+from headstart.openai.api_schema.api_object import ApiObject
+
+
+class Model(ApiObject):
+    """The served model. `max_model_len` in tokens; the size of the KV cache is `num_gpu_blocks` x `block_size`."""
+
+    id: str
+    object: Literal["model"]
+    created: int  # seconds since 1970
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+    block_size: int
+    num_gpu_blocks: int
+    default_sampling_params: dict[str, Any]
+
+
+class ModelList(ApiObject):
+    """The models of a server: one."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class TokenizeAnswer(ApiObject):
+    """The tokens of a text or of a conversation."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(ApiObject):
+    """The text of token ids."""
+
+    prompt: str

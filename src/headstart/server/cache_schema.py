@@ -1,0 +1,176 @@
+"""Models of the responses about the prefix cache: statistics, explanations, pinned prefixes. Unit: tokens."""
+
+from typing import Literal
+
+from headstart.openai.api_schema.api_object import ApiObject, CachedTokens
+
+
+class PromptTokens(ApiObject):
+    """Prompt tokens of all requests, and how they were obtained."""
+
+    total: int
+    cached: int
+    pinned: int
+    shared: int
+    store: int
+    followed: int
+    computed: int
+
+
+class Blocks(ApiObject):
+    """Numbers of KV blocks by state."""
+
+    total: int
+    scratch: int
+    idle: int
+    pinned_idle: int
+    referenced: int
+    published: int
+    pinned: int
+
+
+class Requests(ApiObject):
+    """Numbers of requests."""
+
+    running: int
+    waiting: int
+    failed: int
+
+
+class TenantTokens(ApiObject):
+    """Prompt tokens of one tenant."""
+
+    cached: int
+    pinned: int
+    shared: int
+    store: int
+    followed: int
+    computed: int
+
+
+class StoreStatistics(ApiObject):
+    """State and counters of the store on disk."""
+
+    blocks: int
+    bytes: int
+    max_bytes: int
+    segments: int
+    pending_blocks: int
+    loading_blocks: int
+    loaded_blocks: int
+    loaded_bytes: int
+    misses: dict[str, int]
+    written_blocks: int
+    written_bytes: int
+    lost_writes: dict[str, int]
+    evicted_blocks: int
+    degraded: str | None
+    degradations: int
+    load_bytes_per_s: float
+    write_bytes_per_s: float
+    compute_tokens_per_s: float
+
+
+class CacheStatistics(ApiObject):
+    """Counters since the start of the server, and its current state."""
+
+    object: Literal["cache.stats"]
+    model: str
+    block_size: int
+    prompt_tokens: PromptTokens
+    hit_rate: float | None
+    prefill_tokens: int
+    ideal_tokens: int
+    replayed_tokens: int
+    prefill_redundancy: float | None
+    generation_tokens: int
+    computed_tokens: int
+    blocks: Blocks
+    evictions: dict[str, int]
+    requests: Requests
+    preemptions: int
+    promise_skips: int
+    adoptions: int
+    steps: int
+    step_seconds: float
+    tenants: dict[str, TenantTokens]
+    store: StoreStatistics | None = None
+
+
+class TokenSources(CachedTokens):
+    """The tokens of a prompt by source."""
+
+    computed_tokens: int
+
+
+class ShownToken(ApiObject):
+    """A token and its text."""
+
+    id: int
+    text: str
+
+
+class NearestRequest(ApiObject):
+    """The recent request with the longest common prefix, and the texts where the prompts diverge."""
+
+    request_id: str
+    common_tokens: int
+    text_before: str
+    token: ShownToken | None
+    text: str
+    other_token: ShownToken | None
+    other_text: str
+
+
+class BlockEviction(ApiObject):
+    """The eviction of the first block that was missing."""
+
+    cause: Literal["capacity", "failed", "reset"]
+    by: str | None
+    by_another_tenant: bool
+    seconds_ago: float
+
+
+class CacheExplanation(ApiObject):
+    """Why a request had no more prefix cache hits; `message` says it in words."""
+
+    object: Literal["cache.explanation"]
+    request_id: str | None
+    status: str | None
+    prompt_tokens: int
+    block_size: int
+    reused_tokens: int
+    sources: TokenSources | None
+    now: TokenSources
+    reason: str
+    near_match: NearestRequest | None
+    eviction: BlockEviction | None
+    message: str
+
+
+class PinnedPrefix(ApiObject):
+    """A pinned prefix and what it has saved."""
+
+    name: str
+    tenant: str
+    state: str
+    tokens: int
+    blocks: int
+    hits: int
+    tokens_saved: int
+    last_used: float | None
+    error: str | None
+
+
+class PinnedPrefixList(ApiObject):
+    """All pinned prefixes, the rejected ones last."""
+
+    object: Literal["list"]
+    data: list[PinnedPrefix]
+
+
+class RemovedPrefix(ApiObject):
+    """The answer to the removal of a prefix."""
+
+    name: str
+    deleted: Literal[True]

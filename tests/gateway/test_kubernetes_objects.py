@@ -1,0 +1,118 @@
+"""Objects of Kubernetes: what of them is a replica, and what --discover kubernetes:... takes."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from gateway.stub_api_server import endpoint_slice, pod, pool
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headstart.core.errors import ConfigError
+from headstart.gateway.discovery.discovery_table import make_discovery
+from headstart.gateway.discovery.kubernetes.kubernetes_objects import (
+    EndpointSlice,
+    InferencePool,
+    Pod,
+    pool_addresses,
+    slice_addresses,
+)
+
+
+def decoded(kind: Any, body: dict[str, Any], name: str = "x") -> Any:
+    body = {**body, "metadata": {"managedFields": [{}], **body.get("metadata", {}), "name": name}}
+    return msgspec.json.decode(json.dumps(body), type=kind)
+
+
+def of_pool(pool_body: dict[str, Any], *pods: dict[str, Any]) -> list[str]:
+    found = pool_addresses(decoded(InferencePool, pool_body), [decoded(Pod, one) for one in pods])
+    return [address.url for address in found]
+
+
+def of_slices(port: str, *slices: dict[str, Any]) -> list[str]:
+    return [one.url for one in slice_addresses([decoded(EndpointSlice, part) for part in slices], port)]
+
+
+def test_each_port_of_each_pod_is_a_replica() -> None:
+    found = of_pool(pool(8001, 8000, 8000, app="m"), pod("10.0.0.2"), pod("10.0.0.1"))
+    assert found == [f"http://10.0.0.{host}:{port}" for host in (1, 2) for port in (8000, 8001)]
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        pod(""),
+        pod("10.0.0.1", terminating=True),
+        pod("10.0.0.1", phase="Succeeded"),
+        pod("10.0.0.1", phase="Failed"),
+        pod("10.0.0.1\n"),
+        pod("evil.example/"),
+        pod("fe80::1%eth0"),
+    ],
+)
+def test_a_pod_without_an_address_or_near_its_end_is_not_listed(one: dict[str, Any]) -> None:
+    assert of_pool(pool(8000, app="m"), one, pod("fd00::7")) == ["http://[fd00::7]:8000"]
+
+
+def test_a_pod_that_is_not_ready_is_listed_because_the_router_probes_it_itself() -> None:
+    one = pod("10.0.0.1", phase="Pending")
+    one["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    assert of_pool(pool(8000, app="m"), one) == ["http://10.0.0.1:8000"]
+
+
+def test_endpoints_are_listed_until_they_terminate() -> None:
+    ready = {"addresses": ["10.0.0.1"], "conditions": {"ready": True}}
+    starting = {"addresses": ["10.0.0.2"], "conditions": {"ready": False, "serving": False, "terminating": False}}
+    ending = {"addresses": ["10.0.0.3"], "conditions": {"ready": False, "serving": True, "terminating": True}}
+    unknown = {"addresses": ["10.0.0.4"]}
+    part = endpoint_slice(ready, starting, ending, unknown, http=8000)
+    assert of_slices("", part) == [f"http://10.0.0.{host}:8000" for host in (1, 2, 4)]
+
+
+def test_the_port_is_the_named_one_or_the_only_one() -> None:
+    one = {"addresses": ["10.0.0.1"]}
+    both = endpoint_slice(one, http=8000, metrics=9000)
+    assert of_slices("metrics", both) == of_slices("9000", both) == ["http://10.0.0.1:9000"]
+    assert of_slices("", both) == of_slices("other", both) == of_slices("", endpoint_slice(one)) == []
+
+
+def test_a_pod_of_both_families_is_one_replica() -> None:
+    target = {"kind": "Pod", "name": "m-0"}
+    six = endpoint_slice({"addresses": ["fd00::1"], "targetRef": target}, family="IPv6", http=8000)
+    four = endpoint_slice({"addresses": ["10.0.0.1"], "targetRef": target}, http=8000)
+    assert of_slices("", six, four) == ["http://10.0.0.1:8000"]
+    assert of_slices("", six) == ["http://[fd00::1]:8000"]
+
+
+def test_slices_of_names_or_without_endpoints_list_nothing() -> None:
+    empty: dict[str, Any] = {"addressType": "IPv4", "endpoints": None, "ports": None}
+    names = endpoint_slice({"addresses": ["example.org"]}, {"addresses": ["10.0.0.9"]}, family="FQDN", http=8000)
+    assert of_slices("", empty, names, endpoint_slice({"addresses": []}, http=8000)) == []
+
+
+@given(st.permutations([pod(f"10.0.{n}.1") for n in range(5)]), st.lists(st.integers(1, 65535), min_size=1, max_size=8))
+def test_the_list_depends_on_no_order(pods: list[dict[str, Any]], ports: list[int]) -> None:
+    found = of_pool(pool(*ports, app="m"), *pods)
+    assert found == sorted(found) and len(found) == 5 * len(set(ports))
+    assert found == of_pool(pool(*reversed(ports), app="m"), *reversed(pods))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["inferencepool/p", "inferencepool/ns/p.q", "service/s", "service/s:8000", "service/ns/s:http"],
+)
+def test_a_target_describes_itself_as_it_was_asked_for(text: str) -> None:
+    assert make_discovery(f"kubernetes:{text}").describe() == f"kubernetes:{text}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("p", "pool/p", "inferencepool/", "inferencepool//p", "inferencepool/a/b/c", "inferencepool/p:8000"),
+        *("service/s:", "service/S", "service/a b", "service/s:..", "inferencepool/p?watch=x", "service/../s"),
+    ],
+)
+def test_any_other_target_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match="write it like kubernetes:inferencepool/NAME"):
+        make_discovery(f"kubernetes:{text}")

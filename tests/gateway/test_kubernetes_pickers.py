@@ -1,0 +1,81 @@
+"""Several routers on one pool: they find the same replicas, agree on cold prefixes, and see each other's load."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from io import StringIO
+from pathlib import Path
+from random import Random
+
+from gateway.harness import Front, Replica, front
+from gateway.stub_api_server import SLICES, StubApiServer, endpoint_slice, stub_api_server
+from server.harness import until
+
+from headstart.gateway.discovery.kubernetes.kubernetes_discovery import KubernetesDiscovery
+from headstart.gateway.discovery.kubernetes.kubernetes_target import parse_target
+from headstart.http.logs import Log
+from headstart.router.routing_request import Prompt, RoutingRequest, router_root
+
+
+@asynccontextmanager
+async def picker(kubeconfig: Path) -> AsyncIterator[Front]:
+    """A router whose replicas come from the stub."""
+    async with front() as router:
+        discovery = KubernetesDiscovery(parse_target("service/llama"), kubeconfig=kubeconfig, log=Log(StringIO()))
+        watching = asyncio.create_task(discovery.watch(router.state.members.changed))
+        try:
+            yield router
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+
+async def add(stub: StubApiServer, name: str, replica: Replica) -> None:
+    """List a replica at the stub, in a slice of its own: each has a port of its own on this machine."""
+    one = endpoint_slice({"addresses": ["127.0.0.1"], "targetRef": {"kind": "Pod", "name": name}}, http=replica.port)
+    await stub.put(SLICES, name, one, {"kubernetes.io/service-name": "llama"})
+
+
+def picks(router: Front, count: int = 40) -> list[str]:
+    """The replicas chosen for prompts that no router has seen."""
+    rng, now = Random(7), time.monotonic()
+    prompts = [Prompt([rng.randrange(1_000) for _ in range(64)], router_root("m")) for _ in range(count)]
+    return [router.state.router.pick(RoutingRequest(prompt), now).endpoint.name for prompt in prompts]
+
+
+def test_pickers_agree_on_cold_prefixes_and_see_each_others_load(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with AsyncExitStack() as stack:
+            stub, kubeconfig = await stack.enter_async_context(stub_api_server(tmp_path))
+            replicas = [await Replica("m").start() for _ in range(3)]
+            for replica in replicas:
+                stack.push_async_callback(replica.stop)
+            for n, replica in enumerate(replicas):
+                await add(stub, f"m-{n}", replica)
+            one, two = [await stack.enter_async_context(picker(kubeconfig)) for _ in range(2)]
+            for router in (one, two):
+                await router.up(3)
+            assert picks(one) == picks(two) and len(set(picks(one))) == 3
+
+            before = picks(one)
+            await stub.delete(SLICES, "m-1")
+            for router in (one, two):
+                await until(lambda router=router: len(router.state.router.endpoints) == 2)
+            assert picks(one) == picks(two)
+            moved = [a for a, b in zip(before, picks(one), strict=True) if a != b]
+            assert set(moved) == {replicas[1].url}  # all other prefixes stay where they were
+
+            for router in (one, two):  # both learn what a request costs at each replica
+                loads = [endpoint.load for endpoint in router.state.router.endpoints.values()]
+                for n in range(100):
+                    if all(load.mean_prefill_ms for load in loads):
+                        break
+                    await router.complete(f"{n} {n}")
+                assert all(load.mean_prefill_ms for load in loads)
+            busy = replicas[0]
+            busy.waiting = 1_000_000  # requests that a third picker sent there
+            for router in (one, two):
+                await until(lambda router=router: busy.url not in picks(router))
+
+    asyncio.run(go())
