@@ -205,18 +205,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--model", default="", help="a model folder; default: the bundled model")
+    parser.add_argument("--family", action="append", choices=FAMILIES, help="only this one; --report keeps the others")
     parser.add_argument("--report", type=Path, help="also write the report here")
     options = parser.parse_args()
+    families: list[str] = options.family or [*FAMILIES]
     runs: dict[str, dict[str, Any]] = {}
-    for number, family in enumerate(FAMILIES):
+    if options.report and options.report.exists() and options.family:
+        runs = json.loads(options.report.read_text(encoding="utf-8"))["runs"]
+    for family in families:
         flags = ("--no-access-log", "--tool-call-parser", family)
-        count = (options.requests * (number + 1)) // len(FAMILIES) - (options.requests * number) // len(FAMILIES)
+        count, seed = options.requests // len(families), options.seed + FAMILIES.index(family)
         with tempfile.TemporaryDirectory() as room, serving(options.model, Path(room) / "log", *flags) as server:
-            runs[family] = asyncio.run(fuzz(server, count, options.seed + number, options.at_once))
-        print(f"{family}: {'valid' if is_valid(runs[family]) else 'not valid'}", file=sys.stderr)
+            run = asyncio.run(fuzz(server, count, seed, options.at_once))
+        print(f"{family}: {'valid' if is_valid(run) else 'not valid'}", file=sys.stderr)
+        runs[family] = {"date": date.today().isoformat(), "llguidance": version("llguidance"), **run}
     document = {
-        "date": date.today().isoformat(),
-        "llguidance": version("llguidance"),
         "valid": all(map(is_valid, runs.values())),
         "requests": sum(run["requests"] for run in runs.values()),
         "max_engine_cpu_ms": max(run["gaps_ms"]["cpu"]["max"] for run in runs.values()),

@@ -9,7 +9,7 @@ from typing import Any
 
 from headstart.core.errors import ConfigError
 
-MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING = (
+MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING, ENVOY = (
     "Model",
     "Compute and memory",
     "Scheduling and caching",
@@ -19,6 +19,7 @@ MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING = (
     "Life of the server",
     "Replicas",
     "Routing",
+    "Envoy",
 )
 
 
@@ -281,6 +282,19 @@ class RouterOptions:
         "auto",
         "Folder or hub id of the replicas' tokenizer; auto: theirs, if it is on this machine; none: count in bytes.",
         ROUTING,
+    )
+    envoy: str = _option(
+        "none",
+        "Have Envoy serve clients at --host and --port: auto (found in the environment or on the PATH), its path, or "
+        "external (only its configuration is written). The router picks the replicas.",
+        ENVOY,
+        switch=("auto", "none"),
+    )
+    envoy_folder: str | None = _option(
+        None, "Folder of Envoy's configuration and of the router's socket (default: a temporary one).", ENVOY
+    )
+    ext_proc: str | None = _option(
+        None, "HOST:PORT of an endpoint picker for a gateway's Envoy (gRPC), in addition to HTTP.", ENVOY
     )
     decision_log: str | None = _option(None, "File to append routing decisions to, one JSON line each.", ROUTING)
 
