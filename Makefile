@@ -42,7 +42,7 @@ format: $(DEV)  ## format and repair what lint can repair
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test-long: $(DEV) ## the minutes-long tests: the whole oracle, fuzzing, planted bugs, a published checkpoint (needs PyPI once)
+test-long: $(DEV) ## the minutes-long tests: the whole oracle, fuzzing, planted bugs, a published checkpoint, clients (needs PyPI and npm once)
 	$(QUIET_CORES) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m long --timeout 3600 $(ARGS)
 
 test-gpu: $(DEV) ## the tests that need a CUDA device

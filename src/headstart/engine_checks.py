@@ -12,6 +12,7 @@ from headstart.config.options import EngineOptions, check_values
 from headstart.core.errors import ConfigError
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.step_time import StepBound
+from headstart.core.speculation.speculation_config import parse_speculative_config
 from headstart.model.setup.sizes import format_bytes, parse_bytes
 from headstart.model.weights.architectures import check_model_folder
 from headstart.model.weights.hub import local_folder, resolve_model
@@ -76,6 +77,7 @@ def check_options(options: EngineOptions) -> None:
     store_bytes(options)
     if parse_kv_events_config(options.kv_events_config) is not None and not options.enable_prefix_caching:
         raise ConfigError("kv_events_config: there are no events without the prefix cache; leave one of the two out")
+    parse_speculative_config(options.speculative_config)
     if options.page_charge == "ceil" and not options.page_aligned_scheduling:
         raise ConfigError(
             "--page-charge ceil needs --page-aligned-scheduling: without it no chunk is aligned; add it, or use exact"

@@ -12,6 +12,7 @@ module does not import torch. Constructing an LLM does, after setting the thread
 import dataclasses
 import importlib
 import itertools
+import json
 import signal
 import sys
 import threading
@@ -321,6 +322,9 @@ def _engine_options(model: str, values: Mapping[str, Any]) -> EngineOptions:
     unknown = sorted(set(named) - known)
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}")
+    for field in dataclasses.fields(EngineOptions):
+        if field.metadata.get("json") and isinstance(value := named.get(field.name), Mapping):
+            named[field.name] = json.dumps(value)
     options = EngineOptions(**named)
     check_values(options)
     return options

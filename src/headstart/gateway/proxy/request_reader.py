@@ -143,7 +143,7 @@ class RequestReader:
             model=name,
             adapter=served.adapter,
             session=_session(sender, values),
-            max_tokens=most if isinstance(most, int) and most > 0 else 0,
+            max_tokens=min(most, limit) if isinstance(most, int) and most > 0 else 0,
             form="chat" if path in CHAT_PATHS else "ids" if text is None else "text",
         )
         previous = previous_response(path, values)
