@@ -42,11 +42,12 @@ draft 2020-12, whose default is to ignore them. A refusal is a 400 that names a 
 
 Before llguidance reads a schema, the server rewrites it to one that allows the same or a part of it: counts such as 2.0
 become integers; bounds of numbers are rounded inwards to 15 digits, 15 decimals and 2^53, beyond which parsers of JSON
-differ; `date`, `time` and `date-time` become patterns, since llguidance knows neither leap years nor leap seconds.
-What cannot be rewritten is refused: a bound beyond 2^53 from the wrong side, bounds that need rounding beside `oneOf`,
-`$id` beside `$ref` without `$schema` (drafts differ in it), a `$ref` into `const`, `enum`, `default` or `examples`,
-control characters in `const`, `enum` and `pattern`, and `minProperties` above the number of required properties and
-one (the names of further ones can be equal). Limits of size: [API](api.md#structured-output).
+differ; `date`, `time` and `date-time` become patterns, since llguidance knows neither leap years nor leap seconds;
+whitespace in patterns (`\\s`, `\\S`) becomes that of ECMA 262. What cannot be rewritten is refused: a bound beyond 2^53
+from the wrong side, bounds that need rounding beside `oneOf`, `$id` beside `$ref` without `$schema` (drafts differ in
+it), a `$ref` into `const`, `enum`, `default` or `examples`, control characters in `const`, `enum` and `pattern`, and
+`minProperties` above the number of required properties and one (further names can be equal). Limits of size:
+[API](api.md#structured-output).
 
 ## Schemas that llguidance alone accepts, and the server refuses
 
@@ -57,7 +58,7 @@ one (the names of further ones can be equal). Limits of size: [API](api.md#struc
 {differences}
 
 Not in the suite, and accepted too: numbers beyond the doubles, such as `1e999`, where a number has no bounds;
-`0.99999999999999999999`, which is 1.0 as a double, with `exclusiveMaximum: 1`; U+0085 for `\\s`.
+`0.99999999999999999999`, which is 1.0 as a double, with `exclusiveMaximum: 1`.
 
 {tables}
 """

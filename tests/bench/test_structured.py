@@ -14,6 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "structured"))
 
 from bounded import bounded
 from checks import Answer, Checker, Result, names_keyword
+from cost import KINDS, new_grammar
+from fuzz_structured import is_valid, requests
+from gaps import percentiles
 from hostile_grammars import Case, handmade
 from probe import Workers
 from random_grammars import drawn
@@ -146,6 +149,45 @@ def test_a_case_that_hangs_or_crashes_is_reported_and_the_next_one_runs(tmp_path
     fine = workers.run(Case("fine", "regex", "a+"))
     assert "error" not in fine and fine["num_masks"] > 0
     assert "error" in workers.run(Case("wrong", "regex", "((("))
+
+
+def test_a_third_of_the_fuzzed_requests_have_tools_and_all_are_repeatable() -> None:
+    first, second = ([*requests(random.Random(3), 600)] for _ in range(2))
+    assert first == second and len(first) == 600
+    kinds = [kind for _, kind, _ in first]
+    assert set(kinds) == {"json", "regex", "lark", "tools"} and kinds.count("tools") > 100
+    assert all(("tools" in json.loads(body)) == (kind == "tools") for _, kind, body in first)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_failures": 1},
+        {"distrusted_blocks": 1.0},
+        {"unfinished": 1.0},
+        {"growth_mb": 301.0},
+        {"gaps_ms": {"count": 9, "failures": [], "engine": {"max": 501.0}, "server": {"max": 9.0}}},
+        {"gaps_ms": {"count": 9, "failures": [], "engine": {"max": 9.0}, "server": {"max": 501.0}}},
+        {"gaps_ms": {"count": 0, "failures": [], "engine": {"max": 0.0}, "server": {"max": 0.0}}},
+        {"gaps_ms": {"count": 9, "failures": ["lost"], "engine": {"max": 5.0}, "server": {"max": 9.0}}},
+    ],
+)
+def test_a_run_of_the_fuzz_is_judged(change: dict[str, Any]) -> None:
+    fine = {"num_failures": 0, "distrusted_blocks": 0.0, "unfinished": 0.0, "growth_mb": 20.0}
+    fine["gaps_ms"] = {"count": 9, "failures": [], "engine": {"max": 499.0}, "server": {"max": 499.0}}
+    assert is_valid(fine) and not is_valid({**fine, **change})
+
+
+def test_percentiles_are_in_milliseconds() -> None:
+    found = percentiles(tuple(number / 1000 for number in range(1001)))
+    assert found == {"p50": 500.0, "p99": 990.0, "p99.9": 999.0, "max": 1000.0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_schemas_of_the_cost_are_all_different_and_compile(kind: str) -> None:
+    grammars = {new_grammar(kind, number) for number in range(32)}
+    assert len(grammars) == 32
+    assert all(LLMatcher.validate_grammar(grammar) == "" for grammar in grammars)
 
 
 def test_drawn_cases_are_repeatable_and_of_all_kinds() -> None:

@@ -151,6 +151,22 @@ def test_a_format_holds_beside_a_pattern_and_other_types_are_free() -> None:
     assert found == [True, False, False, False, True]
 
 
+SPACES = [chr(point) for point in range(0x20, 0x10000) if chr(point).isspace() or point in (0x180E, 0x200B, 0xFEFF)]
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"^\s$", r"^\S$", r"^[\s]$", r"^[^\s]$", r"^[^\S]$", r"^[a\S]$", r"^[a\]\s]$", r"^\\s$"]
+)
+def test_whitespace_is_that_of_ecma_262(pattern: str) -> None:
+    schema = {"type": "string", "pattern": pattern}
+    names = {"type": "object", "patternProperties": {pattern: {}}, "additionalProperties": False}
+    check = jsonschema_rs.Draft202012Validator(schema)
+    for text in (*SPACES, "a", "]", "\\s"):
+        is_valid = check.is_valid(text)
+        assert accepts(schema, json.dumps(text, ensure_ascii=False)) == is_valid, (pattern, text)
+        assert accepts(names, json.dumps({text: 1}, ensure_ascii=False, separators=(",", ":"))) == is_valid
+
+
 def test_values_and_names_that_look_like_keywords_stay() -> None:
     schema = {
         "properties": {"format": {"const": {"format": "date", "maxItems": 2.0}}, "const": {"maxItems": 2.0}},

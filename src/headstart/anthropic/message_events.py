@@ -21,13 +21,17 @@ class CacheMarks:
 
 
 class MessageEvents:
-    """Builder of one message. `marks`: the cache breakpoints of its prompt."""
+    """Builder of one message.
 
-    def __init__(self, message_id: str, model: str, marks: CacheMarks) -> None:
+    `marks`: the cache breakpoints of its prompt. `fills_context`: fewer tokens than max_tokens fit into the context.
+    """
+
+    def __init__(self, message_id: str, model: str, marks: CacheMarks, *, fills_context: bool = False) -> None:
         self.parts = ChatParts()
         self._message_id = message_id
         self._model = model
         self._marks = marks
+        self._cut_reason = "model_context_window_exceeded" if fills_context else "max_tokens"
 
     def opening(self, usage: Json) -> list[Json]:
         """Return the event that begins a stream; `usage` as of a chat."""
@@ -85,7 +89,7 @@ class MessageEvents:
         """Return stop_reason and stop_sequence."""
         parts = self.parts
         if parts.finish_reason == "length":
-            return "max_tokens", None
+            return self._cut_reason, None
         if parts.has_calls:
             return "tool_use", None
         if isinstance(parts.stop_reason, str):

@@ -9,7 +9,7 @@ from typing import Any
 
 from headstart.core.errors import ConfigError
 
-MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING = (
+MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING, ENVOY = (
     "Model",
     "Compute and memory",
     "Scheduling and caching",
@@ -19,15 +19,17 @@ MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING = (
     "Life of the server",
     "Replicas",
     "Routing",
+    "Envoy",
 )
 
 
 def _option(default: Any, help_text: str, group: str, **extra: Any) -> Any:  # the type dataclasses.field itself has
     """Return a field with metadata: help and group (a panel of --help); optional in `extra`: alias, secret, choices,
-    minimum, maximum, switch.
+    minimum, maximum, switch, json.
 
     `switch` lets a text option also be used as a switch: its first value stands for `--flag`, true and 1, its second
-    for `--no-flag`, false and 0.
+    for `--no-flag`, false and 0. `json` lets the text of a JSON object also be given as a table of headstart.toml, and
+    as a mapping to headstart.LLM.
     """
     return field(default=default, metadata={"help": help_text, "group": group, **extra})
 
@@ -157,7 +159,13 @@ class EngineOptions:
     )
     kv_store_size: str = _option("20GiB", "Size limit of that folder; the least recently used is evicted.", SCHEDULING)
     kv_events_config: str | None = _option(
-        None, "JSON as in vLLM: publish KV events over ZMQ, see docs/api.md.", SCHEDULING
+        None, "JSON as in vLLM: publish KV events over ZMQ, see docs/api.md.", SCHEDULING, json=True
+    )
+    speculative_config: str | None = _option(
+        None,
+        'JSON as in vLLM: {"method": "ngram"} drafts from prompt and earlier outputs, see docs/speculation.md.',
+        SCHEDULING,
+        json=True,
     )
     seed: int = _option(0, "Sampling seed for requests without one.", SCHEDULING)
 
@@ -280,6 +288,19 @@ class RouterOptions:
         "auto",
         "Folder or hub id of the replicas' tokenizer; auto: theirs, if it is on this machine; none: count in bytes.",
         ROUTING,
+    )
+    envoy: str = _option(
+        "none",
+        "Have Envoy serve clients at --host and --port: auto (found in the environment or on the PATH), its path, or "
+        "external (only its configuration is written). The router picks the replicas.",
+        ENVOY,
+        switch=("auto", "none"),
+    )
+    envoy_folder: str | None = _option(
+        None, "Folder of Envoy's configuration and of the router's socket (default: a temporary one).", ENVOY
+    )
+    ext_proc: str | None = _option(
+        None, "HOST:PORT of an endpoint picker for a gateway's Envoy (gRPC), in addition to HTTP.", ENVOY
     )
     decision_log: str | None = _option(None, "File to append routing decisions to, one JSON line each.", ROUTING)
 

@@ -14,7 +14,7 @@ from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.openai.tokenizer.turn_memory import Conversation
 from headstart.openai.tools.chat_format import chat_format, chat_output, reasoning_at_end
-from headstart.openai.tools.default_prompt import messages_with_tools
+from headstart.openai.tools.default_prompt import messages_with_tools, messages_without_calls
 from headstart.openai.tools.tool_fields import ToolParams
 from headstart.openai.tools.tool_grammar import answer_grammar
 
@@ -90,22 +90,22 @@ def shown_chat(
 ) -> tuple[list[Message], list[dict[str, Any]] | None]:
     """Return the messages and the tools for the chat template.
 
-    A template without tools gets them in a system message if a parser is chosen; else InvalidRequestError is raised.
+    A template without tools gets them in a system message, and earlier calls as text, if a parser is chosen; else
+    InvalidRequestError is raised for tools that may be called.
     """
-    if tools is None:
-        return messages, None
     form = chat_format(tokenizer.chat_template, bounds.tool_call_parser, bounds.reasoning_parser)
     if form.shows_tools:
-        return messages, tools.definitions
-    if tools.choice.mode == "none":
+        return messages, None if tools is None else tools.definitions
+    if form.family is not None and form.is_chosen:
+        plain = messages_without_calls(messages, form.family)
+        return plain if tools is None else messages_with_tools(plain, tools, form.family), None
+    if tools is None or tools.choice.mode == "none":
         return messages, None
-    if form.family is None or not form.is_chosen:
-        raise InvalidRequestError(
-            "this model's chat template has no tools; leave them out, or start the server with --tool-call-parser",
-            param="tools",
-            code="unsupported_parameter",
-        )
-    return messages_with_tools(messages, tools, form.family), None
+    raise InvalidRequestError(
+        "this model's chat template has no tools; leave them out, or start the server with --tool-call-parser",
+        param="tools",
+        code="unsupported_parameter",
+    )
 
 
 def chat_requests(

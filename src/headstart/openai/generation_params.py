@@ -129,6 +129,14 @@ def generation_params(fields: GenerationFields, values: Mapping[str, Any], bound
     )
 
 
+def shortened(params: GenerationParams, num_prompt_tokens: int, bounds: Bounds) -> GenerationParams:
+    """Return the parameters with max_tokens lowered to what fits behind a prompt of that length, if anything does."""
+    room = bounds.max_model_len - num_prompt_tokens
+    if params.max_tokens is None or room < 1 or params.max_tokens <= room:
+        return params
+    return replace(params, max_tokens=room)
+
+
 def fit(params: GenerationParams, num_prompt_tokens: int, bounds: Bounds) -> SamplingParams:
     """Return the sampling parameters for a prompt of that length, with max_tokens set.
 

@@ -175,6 +175,10 @@ class _EngineCollector(Collector):
         )
         yield self._counter("vllm:generation_tokens", "Tokens generated.", counters.generation_tokens)
         yield self._counter("headstart:forced_tokens", "Output tokens that a grammar forced.", counters.forced_tokens)
+        yield self._counter("headstart:spec_decode_num_drafts", "Drafts verified.", counters.num_drafts)
+        drafted, accepted = counters.num_draft_tokens, counters.num_accepted_tokens
+        yield self._counter("headstart:spec_decode_num_draft_tokens", "Draft tokens verified.", drafted)
+        yield self._counter("headstart:spec_decode_num_accepted_tokens", "Draft tokens accepted.", accepted)
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", counters.prefix_queries)
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", counters.prefix_hits)
         yield self._counter("vllm:num_preemptions", "Preempted sequences.", counters.num_preemptions)

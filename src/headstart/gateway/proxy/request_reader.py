@@ -68,6 +68,7 @@ class Sender:
     domain: bytes = b""  # isolation domain: prompts of different domains share no cache
     is_salted: bool = False  # replicas see one key for all tenants: a salt keeps the domain separate there
     session: str | None = None  # from a header
+    reads_answer: bool = True  # the router reads the answer: a stream is asked for its usage
 
 
 @dataclass(slots=True)
@@ -131,7 +132,8 @@ class RequestReader:
         else:
             prompt = Prompt(pack_text((text or "")[: limit * LONGEST_TOKEN].encode()), root, exact=False)
         stream = values.get("stream") is True
-        sent, hides_usage = _asking_for_usage(body, values) if stream and path not in NAMED else (body, False)
+        asks_usage = stream and path not in NAMED and sender.reads_answer
+        sent, hides_usage = _asking_for_usage(body, values) if asks_usage else (body, False)
         if sender.is_salted and path not in UNCACHED:
             sent = _with(sent, "cache_salt", salt)
         limits = (values.get(name) for name in _LIMITS)
@@ -141,7 +143,7 @@ class RequestReader:
             model=name,
             adapter=served.adapter,
             session=_session(sender, values),
-            max_tokens=most if isinstance(most, int) and most > 0 else 0,
+            max_tokens=min(most, limit) if isinstance(most, int) and most > 0 else 0,
             form="chat" if path in CHAT_PATHS else "ids" if text is None else "text",
         )
         previous = previous_response(path, values)

@@ -2,9 +2,11 @@
 
 The rewritten schema allows what the original allows, or a part of it. Bounds are rounded inwards to numbers that
 llguidance reads exactly. The formats of dates and times become patterns: llguidance knows neither leap years nor when
-a minute has 61 seconds. With `oneOf`, where a part of an alternative could be too much, bounds are not rounded.
+a minute has 61 seconds. Whitespace in patterns becomes that of ECMA 262. With `oneOf`, where a part of an alternative
+could be too much, bounds are not rounded.
 """
 
+import re
 from collections.abc import Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any
@@ -31,6 +33,10 @@ _FRACTION = r"(?:\.[0-9]{1,9})?"
 _TIME = f"(?:{_HOUR_MINUTE}:[0-5][0-9]{_FRACTION}(?:[zZ]|[+-]{_HOUR_MINUTE})|23:59:60{_FRACTION}[zZ])"
 FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
 
+# ECMA 262, 22.2.2.9: without U+000B here, since it is a control character, which no answer contains
+_SPACES = r" \t\n\f\r\u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
+_ESCAPE_OR_BRACKET = re.compile(r"\\.|[\[\]]", re.DOTALL)
+
 
 def rewritten_schema(name: str, schema: Mapping[str, Any], *, is_exact: bool = False) -> Mapping[str, Any]:
     """Return the schema as llguidance reads it right. Raises InvalidRequestError, which names the keyword.
@@ -52,7 +58,9 @@ def _rewritten(name: str, schema: Any, is_exact: bool, *, is_map: bool) -> Any:
         else _rewritten(name, value, is_exact, is_map=key in SCHEMA_MAPS and not is_map)
         for key, value in schema.items()
     }
-    return inner if is_map else _with_format(_with_bounds(name, _with_counts(inner), is_exact))
+    if is_map:
+        return inner
+    return _with_format(_with_spaces(_with_bounds(name, _with_counts(inner), is_exact)))
 
 
 def _with_counts(part: dict[str, Any]) -> dict[str, Any]:
@@ -101,3 +109,35 @@ def _with_format(part: dict[str, Any]) -> dict[str, Any]:
         return {**rest, "pattern": FORMATS[chosen]}
     others = part.get("allOf")
     return {**rest, "allOf": [*(others if isinstance(others, list) else ()), {"pattern": FORMATS[chosen]}]}
+
+
+def _with_spaces(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a subschema in whose patterns the whitespace is that of ECMA 262."""
+    changed: dict[str, Any] = {}
+    if isinstance(pattern := part.get("pattern"), str):
+        changed["pattern"] = ecma_spaces(pattern)
+    if isinstance(patterns := part.get("patternProperties"), Mapping):
+        changed["patternProperties"] = {ecma_spaces(one): inner for one, inner in patterns.items()}
+    return {**part, **changed}
+
+
+def ecma_spaces(pattern: str) -> str:
+    r"""Return a regular expression of Rust in which \s and \S mean what they mean in ECMA 262."""
+    is_in_class = False
+
+    def rewritten(found: re.Match[str]) -> str:
+        nonlocal is_in_class
+        match found[0]:
+            case "[":
+                is_in_class = True
+            case "]":
+                is_in_class = False
+            case r"\s":
+                return _SPACES if is_in_class else f"[{_SPACES}]"
+            case r"\S":
+                return rf"[^{_SPACES}]"
+            case _:
+                pass
+        return found[0]
+
+    return _ESCAPE_OR_BRACKET.sub(rewritten, pattern)
