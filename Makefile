@@ -77,7 +77,7 @@ $(RUN): pyproject.toml | $(BIN)/python
 	  $(BIN)/pip install --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)"; \
 	else $(BIN)/pip install "$(TORCH)"; fi
 	@echo "== headstart"
-	$(BIN)/pip install $(QUIET) -e .
+	$(BIN)/pip install $(QUIET) -e '.[engine]'
 	@touch $@
 
 $(DEV): pyproject.toml $(RUN)

@@ -30,6 +30,7 @@ from headstart.core.cache.pinned_prefix import PrefixInfo, PrefixState
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import Request, SamplingParams
+from headstart.engine_checks import check_installed
 from headstart.model.setup.threads import prepare_threads
 from headstart.openai.bounds import Bounds
 from headstart.openai.chat.chat_delta import ToolCallDelta
@@ -91,6 +92,7 @@ class LLM:
         Raises ConfigError for unknown options and for a model that cannot be served.
         """
         options = _engine_options(model, engine_options)
+        check_installed()
         prepare_threads(options.threads)
         engine, info = _build(options)
         self._adopt(engine, info, Tokenizer.from_folder(info.model))
