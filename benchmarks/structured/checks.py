@@ -86,7 +86,7 @@ class Checker:
         return Result.OVERFLOW if overflows else Result.VALID
 
     def _is_prefix(self, text: str) -> bool:
-        # What the rewritten schema allows, the sent one does, too; llguidance compiles it wherever the server accepts it.
+        # The rewritten schema allows a part of the sent one; llguidance compiles it if the server accepts it.
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(rewritten_schema("schema", integral(self._sent))))
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         tokens = self._tokenizer.tokenize_bytes(text.rstrip("\ufffd").encode())
