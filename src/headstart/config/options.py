@@ -198,6 +198,12 @@ class ServerOptions:
         CHATS,
         choices=("auto", "qwen3", "deepseek_r1", "none"),
     )
+    history_size: int = _option(
+        64 * 1024 * 1024,
+        "Bytes of generated turns kept, so that a chat that comes back has the tokens that were generated; 0: none.",
+        CHATS,
+        minimum=0,
+    )
     tenants: tuple[TenantEntry, ...] = _table("tenant")
     prefixes: tuple[PrefixEntry, ...] = _table("prefix")
     max_num_queued_reqs: int = _option(1024, "Requests that may wait; more get 429.", BOUNDS, minimum=1)

@@ -16,6 +16,8 @@ from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.http.packed_metrics import Counter, Histogram, method_label
 from headstart.openai.responses import CACHE_SOURCES
+from headstart.openai.tokenizer.turn_memory import TurnMemory
+from headstart.server.prompt_metrics import TurnCollector
 from headstart.server.store_metrics import StoreCollector
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -109,6 +111,10 @@ class Metrics:
         self._registry.register(_EngineCollector(engine, self._model_name))
         self._by_tenant.register(_TenantCollector(self._model_name, self.tenants))
         self._of_store.register(StoreCollector(lambda: engine.stats, self._model_name))
+
+    def watch_turns(self, turns: TurnMemory | None) -> None:
+        """Add the counters of generated turns to every scrape."""
+        self._registry.register(TurnCollector(turns, self._model_name))
 
     def prompts(self, tenant: str, breakdown: PromptTokenBreakdown) -> None:
         """Add the prompt token breakdown of one client request; `tenant` is that of a configured key, or empty."""
