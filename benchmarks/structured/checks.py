@@ -99,10 +99,17 @@ def names_keyword(message: str, schema: Any) -> bool:
 
     The word false is enough if the schema contains it, and any keyword if the schema refers to one outside itself.
     """
+    return bool(named_keywords(message, schema))
+
+
+def named_keywords(message: str, schema: Any) -> set[str]:
+    """Return the words of a message that `names_keyword` counts."""
     words = set(re.findall(r"[$\w]+", message))
     text = json.dumps(schema)
     is_external = re.search(r'"\$(dynamicR|r)ef": "(?!#)', text) is not None
-    return bool(words & (KEYWORDS if is_external else used_keywords(schema))) or ("false" in words and "false" in text)
+    return words & (KEYWORDS if is_external else used_keywords(schema)) | (
+        words & {"false"} if "false" in text else set()
+    )
 
 
 def used_keywords(schema: Any) -> set[str]:

@@ -1,7 +1,7 @@
-"""Sample constrained answers from a server and check every one: sampled.py [--answers 10000] [--model FOLDER ...].
+"""Sample constrained answers from a server and check every one: sampled.py [--answers 10000] [--model MODEL ...].
 
 Every schema of the JSON-Schema-Test-Suite is sent as it is and with bounds (bounded.py), at temperatures 0 and 1 with
-several seeds, to a server with the bundled model, one with random weights, and those of --model. An answer that ends
+several seeds, to a server with the bundled model and one with random weights, or those of --model. An answer that ends
 by itself must be valid by the standard; an answer cut by max_tokens must be a prefix of a valid one; a refusal must be
 a 400 that names a keyword of the schema. Exits with 1 otherwise. The last line of stdout is JSON.
 """
@@ -17,7 +17,7 @@ from datetime import date
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import aiohttp
 from bounded import bounded
@@ -26,7 +26,7 @@ from llguidance import LLTokenizer
 from serving import Running, post_chat, schema_request, serving
 from suite import DRAFTS, SuiteSchema, fetch_suite, read_suite
 
-RANDOM_WEIGHTS = "random weights"
+BUNDLED, RANDOM_WEIGHTS = "bundled", "random weights"
 MAX_TOKENS = 96
 SHOWN = 12  # broken answers of each kind in the report
 
@@ -40,9 +40,10 @@ class Ask(NamedTuple):
 
 
 class Tally:
-    """Counts of results, in all and by keyword, and the first broken answers."""
+    """Counts of results, in all and by keyword, and the first broken answers. Finished answers go into `kept`."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: TextIO | None = None) -> None:
+        self._kept = kept
         self.results: Counter[Result] = Counter()
         self.refusals: Counter[str] = Counter()
         self.broken: dict[str, list[dict[str, Any]]] = {}
@@ -52,6 +53,9 @@ class Tally:
         self.results[result] += 1
         if answer.status == 400:
             self.refusals[f"{ask.case.draft} {ask.case.keyword}: {answer.text[:160]}"] += 1
+        if self._kept is not None and answer.finish_reason == "stop":
+            schema = {"draft": ask.case.draft, "schema": ask.case.schema, "text": answer.text}
+            self._kept.write(json.dumps(schema) + "\n")
         if result in BROKEN:
             shown = {"schema": ask.case.name, "sent": json.dumps(ask.sent)[:600], "text": answer.text[:300]}
             same = self.broken.setdefault(result.value, [])
@@ -105,9 +109,9 @@ async def sample(server: Running, asks: list[Ask], folder: Path, tally: Tally, a
     return refused
 
 
-def run(server: Running, cases: list[SuiteSchema], folder: Path, wanted: int, at_once: int) -> Tally:
+def run(server: Running, cases: list[SuiteSchema], folder: Path, wanted: int, at_once: int, tally: Tally) -> None:
     """Sample rounds until there are `wanted` answers; refused schemas are sent in the first round only."""
-    tally, skip = Tally(), set[str]()
+    skip = set[str]()
     for asks in rounds(cases):
         asks = [ask for ask in asks if json.dumps(ask.sent) not in skip]
         before = tally.num_answers
@@ -117,7 +121,7 @@ def run(server: Running, cases: list[SuiteSchema], folder: Path, wanted: int, at
             f"{tally.num_answers} answers; broken: {sum(tally.results[result] for result in BROKEN)}", file=sys.stderr
         )
         if tally.num_answers >= wanted or tally.num_answers == before:
-            return tally
+            return
 
 
 def random_model(folder: Path) -> str:
@@ -130,27 +134,40 @@ def random_model(folder: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=10_000, help="over all models; default: 10000")
-    parser.add_argument("--model", action="append", default=[], help="a further model folder; may be repeated")
+    parser.add_argument(
+        "--model", action="append", help="a folder, bundled or 'random weights'; --report keeps the others"
+    )
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--keyword", action="append", help="only these files of the suite")
     parser.add_argument("--report", type=Path, help="also write the report here")
+    parser.add_argument("--keep", type=Path, help="also write the finished answers here, for rejudge.py")
     options = parser.parse_args()
     suite = fetch_suite()
     cases = [case for draft in DRAFTS for case in read_suite(suite, draft)]
     cases = [case for case in cases if not options.keyword or case.keyword in options.keyword]
-    models, tallies = ["", RANDOM_WEIGHTS, *options.model], {}
+    models: list[str] = options.model or [BUNDLED, RANDOM_WEIGHTS]
+    reports: dict[str, dict[str, Any]] = {}
+    if options.report and options.report.exists() and options.model:
+        reports = json.loads(options.report.read_text(encoding="utf-8"))["models"]
+    kept = options.keep.open("a", encoding="utf-8") if options.keep else None
     for model in models:
+        tally = Tally(kept)
         with tempfile.TemporaryDirectory() as room:
-            source = random_model(Path(room)) if model == RANDOM_WEIGHTS else model
+            source = random_model(Path(room)) if model == RANDOM_WEIGHTS else "" if model == BUNDLED else model
             with serving(source, Path(room) / "log", "--no-access-log") as server:
-                wanted = -(-options.answers // len(models))
-                tallies[model or "bundled"] = run(server, cases, suite, wanted, options.at_once)
+                run(server, cases, suite, -(-options.answers // len(models)), options.at_once, tally)
+        reports[Path(model).name] = {
+            "date": date.today().isoformat(),
+            "llguidance": version("llguidance"),
+            **tally.report(),
+        }
+    if kept is not None:
+        kept.close()
+    broken = sum(report["results"][result.value] for report in reports.values() for result in BROKEN)
     document = {
-        "date": date.today().isoformat(),
-        "llguidance": version("llguidance"),
-        "answers": sum(tally.num_answers for tally in tallies.values()),
-        "valid": not any(tally.results[result] for tally in tallies.values() for result in BROKEN),
-        "models": {Path(model).name: tally.report() for model, tally in tallies.items()},
+        "valid": not broken,
+        "answers": sum(report["answers"] for report in reports.values()),
+        "models": reports,
     }
     if options.report:
         options.report.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import psutil
 from checks import Answer
 
 READY_SECONDS = 300
@@ -24,6 +25,12 @@ class Running(NamedTuple):
 
     url: str
     pid: int
+
+    @property
+    def engine_pid(self) -> int:
+        """Return the id of the engine's process."""
+        children = psutil.Process(self.pid).children(recursive=True)
+        return next(child.pid for child in children if any("engine_process" in part for part in child.cmdline()))
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""Which JSON schemas llguidance supports: support.py [--json FILE] [--docs FILE].
+"""Which JSON schemas are supported, by llguidance and by the server: support.py [--json FILE] [--docs FILE].
 
-Asks llguidance about every schema of the JSON-Schema-Test-Suite, and whether the grammars of supported schemas accept
-the suite's valid instances and reject its invalid ones. "Looser": the grammar accepts an invalid instance, so an answer
-can be invalid. "Stricter": it rejects a valid instance in every tried form, so the model cannot give that answer.
+Asks both about every schema of the JSON-Schema-Test-Suite, and whether the server's grammars accept the suite's valid
+instances and reject its invalid ones. "Looser": the grammar accepts an invalid instance, so an answer can be invalid.
+"Stricter": it rejects a valid instance in every tried form, so the model cannot give that answer.
 """
 
 import argparse
@@ -16,39 +16,59 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from checks import KEYWORDS, named_keywords
 from llguidance import LLMatcher, LLTokenizer
 from suite import DRAFTS, VERSION, SuiteSchema, fetch_suite, integral, read_suite
 
-KEYWORDS = re.compile(r'Unimplemented keys: \["(.*?)"\]')
+from headstart.core.errors import InvalidRequestError
+from headstart.openai.structured.grammar_limits import parser_limits
+from headstart.openai.structured.grammar_process import reason
+from headstart.openai.structured.grammar_text import json_schema_grammar
+from headstart.openai.structured.structured_fields import check_schema
 
+UNNAMED = "no keyword"
+UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["(.*?)"\]')
 OPTIONS = {"lenient": False, "json_allowed_escapes": 'nrbtf"\\'}  # the server's, but for whitespace
 PAGE = """# JSON Schema support
 
-Which schemas of the JSON-Schema-Test-Suite llguidance {llguidance} compiles, and how far its grammars agree with the
-standard. Written on {date} by `benchmarks/structured/support.py`, from the suite in `jsonschema`
-{jsonschema}: {counts}. The server refuses some more, to bound time and memory.
+Which schemas of the JSON-Schema-Test-Suite the server accepts, beside llguidance {llguidance} alone, and how far its
+grammars agree with the standard. Written on {date} by `benchmarks/structured/support.py`, from the suite in
+`jsonschema` {jsonschema}: {counts}.
 
 *Accepts invalid*: instances that violate the schema, and that the grammar accepts in some form. An answer can then be
 invalid by the standard. *Rejects valid*: instances that satisfy the schema, and that the grammar rejects in every form
 tried (spaces, escapes, order of properties); a model cannot give such an answer. Formats are always asserted, also in
-draft 2020-12, whose default is to ignore them.
+draft 2020-12, whose default is to ignore them. A refusal is a 400 that names a keyword of the schema.
+
+Before llguidance reads a schema, the server rewrites it to one that allows the same or a part of it: counts such as 2.0
+become integers; bounds of numbers are rounded inwards to 15 digits, 15 decimals and 2^53, beyond which parsers of JSON
+differ; `date`, `time` and `date-time` become patterns, since llguidance knows neither leap years nor leap seconds;
+whitespace in patterns (`\\s`, `\\S`) becomes that of ECMA 262. What cannot be rewritten is refused: a bound beyond 2^53
+from the wrong side, bounds that need rounding beside `oneOf`, `$id` beside `$ref` without `$schema` (drafts differ in
+it), a `$ref` into `const`, `enum`, `default` or `examples`, control characters in `const`, `enum` and `pattern`, and
+`minProperties` above the number of required properties and one (further names can be equal). Limits of size:
+[API](api.md#structured-output).
+
+## Schemas that llguidance alone accepts, and the server refuses
+
+{stricter}
 
 ## Invalid instances that are accepted
 
 {differences}
 
-Not in the suite, and accepted too: two equal names among additional properties, so that `minProperties` can be violated
-(the server refuses `minProperties` where that is possible); numbers beyond the doubles, such as `1e999`, where a number
-has no bounds; `0.99999999999999999999`, which is 1.0 as a double, with `exclusiveMaximum: 1`; U+0085 for `\\s`.
+Not in the suite, and accepted too: numbers beyond the doubles, such as `1e999`, where a number has no bounds;
+`0.99999999999999999999`, which is 1.0 as a double, with `exclusiveMaximum: 1`.
 
 {tables}
 """
 
 
 class Verdict(NamedTuple):
-    """What llguidance makes of a schema; `refusal` is its message, empty if the schema is supported."""
+    """What the server makes of a schema; `refusal` is its message, empty if the schema is supported."""
 
     schema: SuiteSchema
+    is_known: bool  # llguidance alone compiles it
     refusal: str
     looser: tuple[str, ...]  # invalid instances that the grammar accepts
     stricter: tuple[str, ...]  # valid instances that it rejects in every form
@@ -56,20 +76,20 @@ class Verdict(NamedTuple):
 
 
 class Grammar:
-    """llguidance's grammar of a schema over bytes."""
+    """The server's grammar of a schema, over bytes. `error` is the message of the refusal, if any."""
 
     def __init__(self, schema: Any, tokenizer: LLTokenizer) -> None:
-        self._tokenizer = tokenizer
-        sent = {} if schema is True else schema
-        options = OPTIONS if isinstance(sent, dict) else None  # llguidance applies options to objects only
+        self._tokenizer, self._matcher, self.error = tokenizer, None, ""
         try:
-            text = LLMatcher.grammar_from_json_schema(json.dumps(sent), overrides=options)
-        except ValueError as error:
-            text, self.error = "", str(error)
+            text = json_schema_grammar(check_schema("schema", schema))
+        except InvalidRequestError as error:
+            self.error = str(error)
+            return
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=parser_limits())
+        if matcher.is_error():
+            self.error = reason(matcher.get_error())
         else:
-            failed, messages = LLMatcher.validate_grammar_with_warnings(text, tokenizer)
-            self.error = messages[0] if failed else ""
-        self._matcher = None if self.error else LLMatcher(tokenizer, text, log_level=0)
+            self._matcher = matcher
 
     def accepts(self, text: str) -> bool:
         """Return whether the whole text is an answer of this grammar."""
@@ -104,11 +124,22 @@ def reordered(value: Any, most: int = 5) -> Iterator[Any]:
         yield value
 
 
+def is_known(schema: Any, tokenizer: LLTokenizer) -> bool:
+    """Return whether llguidance alone compiles a schema."""
+    sent = {} if schema is True else schema
+    options = OPTIONS if isinstance(sent, dict) else None  # llguidance applies options to objects only
+    try:
+        text = LLMatcher.grammar_from_json_schema(json.dumps(sent), overrides=options)
+    except ValueError:
+        return False
+    return not LLMatcher.validate_grammar_with_warnings(text, tokenizer)[0]
+
+
 def judge(case: SuiteSchema, tokenizer: LLTokenizer) -> Verdict:
-    """Return what llguidance makes of a schema."""
-    grammar = Grammar(case.schema, tokenizer)
+    """Return what the server and llguidance make of a schema."""
+    grammar, known = Grammar(case.schema, tokenizer), is_known(case.schema, tokenizer)
     if grammar.error:
-        return Verdict(case, grammar.error, (), (), 0)
+        return Verdict(case, known, grammar.error, (), (), 0)
     looser, stricter, num_reordered = [], [], 0
     for instance in case.instances:
         accepted = any(grammar.accepts(text) for text in forms(instance.data) if _encodable(text))
@@ -120,19 +151,19 @@ def judge(case: SuiteSchema, tokenizer: LLTokenizer) -> Verdict:
                 num_reordered += 1
             else:
                 stricter.append(instance.description)
-    return Verdict(case, "", tuple(looser), tuple(stricter), num_reordered)
+    return Verdict(case, known, "", tuple(looser), tuple(stricter), num_reordered)
 
 
 def _encodable(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def refusal_reason(refusal: str) -> str:
-    """Return the keyword, or the kind of construct, that a refusal names."""
-    if found := KEYWORDS.search(refusal):
-        return found[1]
-    first = refusal.splitlines()[0]
-    return re.sub(r"(?<=[:=]) ?.{40,}", " ...", first)[:90]
+def refusal_reason(verdict: Verdict) -> str:
+    """Return the keywords of the schema that a refusal names; UNNAMED if there are none."""
+    if found := UNIMPLEMENTED.search(verdict.refusal):
+        return found[1].replace('"', "")
+    named = named_keywords(verdict.refusal, verdict.schema.schema)
+    return ", ".join(sorted(named & KEYWORDS) or sorted(named)) or UNNAMED
 
 
 def report(verdicts: list[Verdict]) -> dict[str, Any]:
@@ -146,8 +177,10 @@ def report(verdicts: list[Verdict]) -> dict[str, Any]:
                 "draft": draft,
                 "keyword": keyword,
                 "schemas": len(members),
+                "known": sum(v.is_known for v in members),
                 "supported": len(accepted),
-                "refused_for": dict(Counter(refusal_reason(v.refusal) for v in members if v.refusal)),
+                "refused_for": dict(Counter(refusal_reason(v) for v in members if v.refusal)),
+                "refused_but_known": {v.schema.description: v.refusal for v in members if v.refusal and v.is_known},
                 "instances": sum(len(v.schema.instances) for v in accepted),
                 "looser": {v.schema.description: v.looser for v in accepted if v.looser},
                 "stricter": {v.schema.description: v.stricter for v in accepted if v.stricter},
@@ -159,6 +192,8 @@ def report(verdicts: list[Verdict]) -> dict[str, Any]:
         "llguidance": version("llguidance"),
         "jsonschema": VERSION,
         "schemas": len(verdicts),
+        "known": sum(v.is_known for v in verdicts),
+        "unnamed": sum(refusal_reason(v) == UNNAMED for v in verdicts if v.refusal),
         "supported": sum(not v.refusal for v in verdicts),
         "rows": rows,
     }
@@ -167,8 +202,8 @@ def report(verdicts: list[Verdict]) -> dict[str, Any]:
 def markdown(document: dict[str, Any], draft: str) -> str:
     """Return the table of one draft."""
     lines = [
-        "| keyword | supported | refused, and the keyword named | accepts invalid | rejects valid |",
-        "|---|---|---|---|---|",
+        "| keyword | schemas | llguidance | server | refused, keyword named | accepts invalid | rejects valid |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in document["rows"]:
         if row["draft"] != draft:
@@ -178,7 +213,9 @@ def markdown(document: dict[str, Any], draft: str) -> str:
         stricter = sum(map(len, row["stricter"].values()))
         cells = (
             f"`{row['keyword']}`",
-            f"{row['supported']} of {row['schemas']}",
+            row["schemas"],
+            row["known"],
+            row["supported"],
             refused,
             looser or "",
             stricter or "",
@@ -198,11 +235,24 @@ def differences(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def refused(document: dict[str, Any]) -> str:
+    """Return a list of the schemas that the server refuses though llguidance compiles them."""
+    return "\n".join(
+        f"- {row['draft']}, `{row['keyword']}`, {_cell(description)}: {_cell(refusal)}"
+        for row in document["rows"]
+        for description, refusal in row["refused_but_known"].items()
+    )
+
+
 def page(document: dict[str, Any]) -> str:
     """Return the page of the documentation."""
     tables = "\n\n".join(f"## {draft}\n\n{markdown(document, draft)}" for draft in DRAFTS)
-    counts = f"{document['supported']} of {document['schemas']} schemas are supported"
-    return PAGE.format(**document, counts=counts, differences=differences(document), tables=tables)
+    counts = (
+        f"of {document['schemas']} schemas llguidance compiles {document['known']}, the server {document['supported']}"
+    )
+    return PAGE.format(
+        **document, counts=counts, stricter=refused(document), differences=differences(document), tables=tables
+    )
 
 
 def _cell(text: str) -> str:

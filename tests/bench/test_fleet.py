@@ -7,9 +7,9 @@ from bench.made_up import setup_for
 from tokenizers import Tokenizer
 
 from headstart.bench.bootstrap import Interval
-from headstart.bench.experiments.router.fleet import FleetConfig, Measured, Trial
 from headstart.bench.experiments.router.fleet_report import goals, make_report, run_fleet
-from headstart.bench.experiments.router.fleet_workload import Words, shared_prefix
+from headstart.bench.experiments.router.fleet_trial import FleetConfig, Measured, Trial
+from headstart.bench.experiments.router.fleet_workload import Words, decode_heavy, shared_prefix
 from headstart.bench.runners.route_process import Entrant
 from headstart.core.errors import ConfigError
 from headstart.workload.request_record import RequestRecord
@@ -58,6 +58,31 @@ def test_questions_of_a_group_share_its_system_prompt_and_nothing_else(tiny: str
     assert [question.group for question in questions] != sorted(question.group for question in questions)
     again = shared_prefix(words, 3, 4, Shape(40, 8, 2), [0.0] * 12, Random(0))
     assert [question.text for question in again] == [question.text for question in questions]
+
+
+def test_decode_heavy_chats_have_popular_groups_and_long_outputs(tiny: str) -> None:
+    words, due = Words.of_model(tiny), [float(at) for at in range(200)]
+    chats = decode_heavy(words, 10, 20, Shape(40, 8, 50), due, Random(0))
+    assert [chat.job.at for chat in chats] == due and {len(chat.job.prompt) for chat in chats} == {48}
+    assert len({(chat.group, bytes(chat.job.prompt[:40])) for chat in chats}) == len({chat.group for chat in chats}) > 5
+    assert len({bytes(chat.job.prompt) for chat in chats}) == 200
+    sizes = [sum(chat.group == group for chat in chats) for group in range(10)]
+    assert sizes[0] == max(sizes) > 2 * sizes[4]
+    outputs = sorted(chat.job.output for chat in chats)
+    assert outputs[0] >= 1 and 35 < outputs[100] < 70 and 150 < outputs[-1] <= 200
+    assert [chat.text for chat in decode_heavy(words, 10, 20, Shape(40, 8, 50), due, Random(0))] == [
+        chat.text for chat in chats
+    ]
+
+
+def test_decode_heavy_chats_must_fit_the_context() -> None:
+    assert (
+        FleetConfig(decode_output=128).shapes["decode"] == Shape(1536, 512, 128)
+        and "decode" not in FleetConfig().shapes
+    )
+    FleetConfig(decode_output=512).check()
+    with pytest.raises(ConfigError, match="--decode-output-tokens 513: the longest chat has 4100 tokens"):
+        FleetConfig(decode_output=513).check()
 
 
 def test_lengths_are_those_of_the_source_scaled_to_the_model() -> None:

@@ -37,6 +37,18 @@ def test_a_sweep_has_a_point_per_combination(capsys: pytest.CaptureFixture[str])
     assert found["setup"]["slo"] == {"ttft": 0.5}  # type: ignore[index]
 
 
+def test_a_pool_may_be_a_share_of_the_distinct_blocks_and_nothing_beats_the_bound(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*SYNTHETIC[:-2], "--blocks", "20%,400", "--replicas", "1", "--policy", "round-robin", "--noise", "0"]
+    found = run(capsys, "simulate", *words)
+    counted, share = found["points"]  # type: ignore[misc]
+    assert counted["blocks"] == 400
+    assert 60 < 5 * share["blocks"] < 60 * 4  # a block of its own per request, and three per group
+    for point in (counted, share):
+        assert 1.0 <= point["redundancy_bound"] <= point["redundancy"]
+
+
 def test_failed_requests_make_a_run_invalid_unless_a_scenario_says_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -63,6 +75,7 @@ def test_a_plan_names_the_smallest_fleet(capsys: pytest.CaptureFixture[str]) -> 
         (["simulate"], "give one of --trace, --decisions and --synthetic"),
         (["simulate", *SYNTHETIC, "--policy", "nobody"], "no routing policy 'nobody'"),
         (["simulate", *SYNTHETIC, "--replicas", "two"], "--replicas two"),
+        (["simulate", *SYNTHETIC, "--blocks", "some%"], "--blocks some"),
         (["simulate", *SYNTHETIC, "--slo-ttft", "soon"], "--slo-ttft soon"),
         (["simulate", *SYNTHETIC, "--profile", "mine"], "no profile 'mine'"),
         (["simulate", "--trace", "/no/such/file"], "--trace /no/such/file"),

@@ -14,11 +14,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "structured"))
 
 from bounded import bounded
 from checks import Answer, Checker, Result, names_keyword
+from cost import KINDS, new_grammar
+from fuzz_structured import is_valid, requests
+from gaps import percentiles
 from hostile_grammars import Case, handmade
 from probe import Workers
 from random_grammars import drawn
 from suite import Instance, SuiteSchema, read_suite, validator
-from support import judge, markdown, refusal_reason, report
+from support import judge, markdown, page, refusal_reason, report
 
 BYTES = LLTokenizer("byte")
 SCHEMAS: tuple[Any, ...] = (
@@ -122,15 +125,19 @@ def test_suite_is_read_with_remote_files_and_optional_folders(tmp_path: Path) ->
 
 def test_support_counts_refusals_by_keyword_and_finds_what_is_looser() -> None:
     unique = judge(case_of({"uniqueItems": True}), BYTES)
-    assert refusal_reason(unique.refusal) == "uniqueItems"
-    dates = (Instance("leap day of no leap year", "2021-02-29", False), Instance("a date", "2021-02-28", True))
-    date = judge(case_of({"type": "string", "format": "date"}, *dates), BYTES)
-    assert date.looser == ("leap day of no leap year",) and not date.stricter
+    assert refusal_reason(unique) == "uniqueItems" and not unique.is_known
+    many = judge(case_of({"type": "object", "minProperties": 7}), BYTES)
+    assert refusal_reason(many) == "minProperties" and many.is_known
+    spaces = (Instance("a space only by ECMA 262", "\u180e", False), Instance("a space", " ", True))
+    space = judge(case_of({"type": "string", "pattern": "^.$"}, *spaces), BYTES)
+    assert space.looser == ("a space only by ECMA 262",) and not space.stricter
     order = {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False}
     assert judge(case_of(order, Instance("other order", {"b": 1, "a": 2}, True)), BYTES).reordered == 1
-    document = report([unique, date])
-    assert (document["schemas"], document["supported"]) == (2, 1)
-    assert "| `made` | 1 of 2 | `uniqueItems` 1 | 1 |  |" in markdown(document, "draft2020-12")
+    document = report([unique, many, space])
+    assert (document["schemas"], document["known"], document["supported"], document["unnamed"]) == (3, 2, 1, 0)
+    row = "| `made` | 3 | 2 | 1 | `uniqueItems` 1, `minProperties` 1 | 1 |  |"
+    assert row in markdown(document, "draft2020-12")
+    assert "made: schema has minProperties 7" in page(document)
 
 
 def test_a_case_that_hangs_or_crashes_is_reported_and_the_next_one_runs(tmp_path: Path) -> None:
@@ -142,6 +149,45 @@ def test_a_case_that_hangs_or_crashes_is_reported_and_the_next_one_runs(tmp_path
     fine = workers.run(Case("fine", "regex", "a+"))
     assert "error" not in fine and fine["num_masks"] > 0
     assert "error" in workers.run(Case("wrong", "regex", "((("))
+
+
+def test_a_third_of_the_fuzzed_requests_have_tools_and_all_are_repeatable() -> None:
+    first, second = ([*requests(random.Random(3), 600)] for _ in range(2))
+    assert first == second and len(first) == 600
+    kinds = [kind for _, kind, _ in first]
+    assert set(kinds) == {"json", "regex", "lark", "tools"} and kinds.count("tools") > 100
+    assert all(("tools" in json.loads(body)) == (kind == "tools") for _, kind, body in first)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_failures": 1},
+        {"distrusted_blocks": 1.0},
+        {"unfinished": 1.0},
+        {"growth_mb": 301.0},
+        {"gaps_ms": {"count": 9, "failures": [], "engine": {"max": 501.0}, "server": {"max": 9.0}}},
+        {"gaps_ms": {"count": 9, "failures": [], "engine": {"max": 9.0}, "server": {"max": 501.0}}},
+        {"gaps_ms": {"count": 0, "failures": [], "engine": {"max": 0.0}, "server": {"max": 0.0}}},
+        {"gaps_ms": {"count": 9, "failures": ["lost"], "engine": {"max": 5.0}, "server": {"max": 9.0}}},
+    ],
+)
+def test_a_run_of_the_fuzz_is_judged(change: dict[str, Any]) -> None:
+    fine = {"num_failures": 0, "distrusted_blocks": 0.0, "unfinished": 0.0, "growth_mb": 20.0}
+    fine["gaps_ms"] = {"count": 9, "failures": [], "engine": {"max": 499.0}, "server": {"max": 499.0}}
+    assert is_valid(fine) and not is_valid({**fine, **change})
+
+
+def test_percentiles_are_in_milliseconds() -> None:
+    found = percentiles(tuple(number / 1000 for number in range(1001)))
+    assert found == {"p50": 500.0, "p99": 990.0, "p99.9": 999.0, "max": 1000.0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_schemas_of_the_cost_are_all_different_and_compile(kind: str) -> None:
+    grammars = {new_grammar(kind, number) for number in range(32)}
+    assert len(grammars) == 32
+    assert all(LLMatcher.validate_grammar(grammar) == "" for grammar in grammars)
 
 
 def test_drawn_cases_are_repeatable_and_of_all_kinds() -> None:

@@ -20,9 +20,10 @@ TOKEN = "a-token"
 class StubApiServer:
     """Objects by collection path and name. Every change has a version of its own, as in etcd."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespace: str = "serving") -> None:
+        self.namespace = namespace
         self.version = 100
-        self.objects: dict[str, dict[str, dict[str, Any]]] = {POOLS: {}, PODS: {}, SLICES: {}}
+        self.objects: dict[str, dict[str, dict[str, Any]]] = {self.path(one): {} for one in (POOLS, PODS, SLICES)}
         self.history: list[tuple[int, str, str, dict[str, Any], dict[str, Any] | None]] = []
         self.compacted = 0  # the newest version that no watch can begin at any more
         self.refusals: list[int] = []  # statuses of the next requests, whatever they ask for
@@ -38,8 +39,13 @@ class StubApiServer:
         self._changed = asyncio.Condition()
         self._transports: set[asyncio.Transport] = set()
         self._injected: list[bytes] = []
+        self._num_ends = 0
 
     # ------------------------------------------------------------------------------------------------ what tests do
+
+    def path(self, path: str) -> str:
+        """The path of a collection in the stub's namespace."""
+        return path.replace("/serving/", f"/{self.namespace}/")
 
     async def put(self, path: str, name: str, body: dict[str, Any], labels: Mapping[str, str] | None = None) -> None:
         """Create or replace an object."""
@@ -83,6 +89,11 @@ class StubApiServer:
         """Cut all connections."""
         for transport in list(self._transports):
             transport.abort()
+
+    async def end(self) -> None:
+        """End all watches in an orderly way, before their time."""
+        self._num_ends += 1
+        await self._wake()
 
     # ------------------------------------------------------------------------------------------------------- answers
 
@@ -130,7 +141,7 @@ class StubApiServer:
         assert isinstance(transport, asyncio.Transport)
         self._transports.add(transport)
         self.num_watches += 1
-        num_injected = len(self._injected)
+        num_injected, num_ends = len(self._injected), self._num_ends
         seconds = 1e6 if request.path in self.late else float(query["timeoutSeconds"])
         deadline = asyncio.get_running_loop().time() + seconds
         try:
@@ -148,6 +159,8 @@ class StubApiServer:
                 for line in self._injected[num_injected:]:
                     await response.write(line)
                 num_injected = len(self._injected)
+                if num_ends < self._num_ends:
+                    return response
                 if any(at > version and path == request.path for at, path, *_ in self.history):
                     continue
                 async with self._changed:
@@ -188,9 +201,9 @@ def _status(code: int, reason: str, message: str) -> web.Response:
 
 
 @asynccontextmanager
-async def stub_api_server(folder: Path) -> AsyncIterator[tuple[StubApiServer, Path]]:
+async def stub_api_server(folder: Path, namespace: str = "serving") -> AsyncIterator[tuple[StubApiServer, Path]]:
     """A running stub, and a kubeconfig of it."""
-    stub = StubApiServer()
+    stub = StubApiServer(namespace)
     app = web.Application()
     app.router.add_get("/{path:.*}", stub.answer)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -198,19 +211,19 @@ async def stub_api_server(folder: Path) -> AsyncIterator[tuple[StubApiServer, Pa
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     stub.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
-        yield stub, write_kubeconfig(folder / "kubeconfig", stub.url)
+        yield stub, write_kubeconfig(folder / "kubeconfig", stub.url, namespace=namespace)
     finally:
         await runner.cleanup()
 
 
-def write_kubeconfig(path: Path, url: str, token: str = TOKEN) -> Path:
-    """A kubeconfig whose context is in the namespace `serving`."""
+def write_kubeconfig(path: Path, url: str, token: str = TOKEN, namespace: str = "serving") -> Path:
+    """A kubeconfig whose context is in that namespace."""
     document = {
         "apiVersion": "v1",
         "kind": "Config",
         "clusters": [{"name": "c", "cluster": {"server": url}}],
         "users": [{"name": "u", "user": {"token": token}}],
-        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "serving"}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": namespace}}],
         "current-context": "x",
     }
     path.write_text(json.dumps(document))

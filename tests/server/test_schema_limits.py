@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ AT_THE_LIMIT: dict[str, Any] = {
     "enum": {"enum": list(range(MAX_ENUM))},
     "$ref": chain(MAX_REFERENCES - 1),
     "multipleOf": {"type": "integer", "multipleOf": MAX_MULTIPLE},
-    "minProperties": {"required": ["a", "b"], "properties": {"a": {}, "b": {}}, "minProperties": 2},
+    "minProperties": {"required": ["a", "b"], "properties": {"a": {}, "b": {}}, "minProperties": 3},
     "pattern": {"pattern": "a{200}"},
     "decimals": {"type": "number", "multipleOf": 0.01},
     "escapes": {"const": 'a\n\t"\\'},
@@ -55,14 +56,14 @@ BEYOND: dict[str, Any] = {
     "$ref": chain(MAX_REFERENCES),
     "subschemas": {"required": names(MAX_SUBSCHEMAS), "properties": {key: {} for key in names(MAX_SUBSCHEMAS)}},
     "multipleOf": {"allOf": [{"multipleOf": 97}, {"multipleOf": 101}, {"multipleOf": 103}]},
-    "minProperties": {"required": ["a"], "minProperties": 2},
+    "minProperties": {"required": ["a"], "minProperties": 3},
     "minItems": {"type": "array", "minItems": MAX_COUNT + 1},
     "minLength": {"properties": {"a": {"type": "string", "minLength": 1e9}}},
     "pattern": {"pattern": "((a{100}b){50}){5}"},
     "patternProperties": {"patternProperties": {"^a{30000}$": {}}},
     "const": {"const": "a\x7fb"},
     "x-guidance": {"type": "string", "x-guidance": {"lenient": True}},
-    "$id": {"properties": {"a": {"$id": "http://x.y/z"}}},
+    "$id": {"properties": {"a": {"$id": "http://x.y/z", "$ref": "a"}}},
     "number": {"minimum": -(10**447)},
     "control character": {"pattern": "^\\x01$"},
 }
@@ -106,6 +107,19 @@ def test_nested_counts_multiply(counts: list[int]) -> None:
 )
 def test_usual_and_odd_expressions_are_no_error_here(regex: str) -> None:
     check_regex("x", regex)
+
+
+OPENED = ("[", "a[", "[^", "[\\", "{1", "{", "(", "\\", "\n", "a\n", "a[\n", " a [", "a:", "[]")
+
+
+@pytest.mark.timeout(60)  # with quadratic expressions some of them take seconds, and all together minutes
+@pytest.mark.parametrize("part", OPENED)
+def test_the_checks_are_linear_in_what_is_never_closed(part: str) -> None:
+    text = part * (MAX_COUNT // len(part))
+    for _ in range(15):
+        for check in (check_regex, check_lark):
+            with suppress(InvalidRequestError):
+                check("x", text)
 
 
 @pytest.mark.parametrize("regex", ["a{99999}", "(a{300}){300}", "(a|b{20}){2000}", "x{1,20001}", "a" * (MAX_COUNT + 1)])

@@ -68,6 +68,21 @@ def test_a_stream_has_the_same_text(server: Server) -> None:
     assert server.metric("headstart:forced_tokens_total") > 0
 
 
+def test_a_stream_of_choices_with_logprobs_penalties_and_a_stop_joins_to_the_whole_answers(server: Server) -> None:
+    values: dict[str, Any] = {"response_format": FORMAT, "n": 3, "seed": 9, "temperature": 1.0, "logprobs": True}
+    values |= {"presence_penalty": 1.0, "stop": ["level"], "max_tokens": 150}
+    whole = ask(server, CHAT, **values)
+    assert {choice["finish_reason"] for choice in whole} == {"stop"}
+    lines = server.post(CHAT, json={"messages": USER, "stream": True, **values}).text.splitlines()
+    pieces = [choice for line in lines if line.startswith("data: {") for choice in json.loads(line[6:])["choices"]]
+    for choice in whole:
+        own = [piece for piece in pieces if piece["index"] == choice["index"]]
+        assert "".join(piece["delta"].get("content") or "" for piece in own) == choice["message"]["content"]
+        entries = [entry for piece in own if piece.get("logprobs") for entry in piece["logprobs"]["content"]]
+        assert [entry["token"] for entry in entries] == [entry["token"] for entry in choice["logprobs"]["content"]]
+        assert own[-1]["finish_reason"] == "stop"
+
+
 @pytest.mark.parametrize(
     ("values", "param", "message"),
     [

@@ -8,9 +8,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from headstart.core.cache.hashing import BlockHash
 from headstart.core.errors import ConfigError
 from headstart.router.decision_log import NAME_BYTES, DecisionRecord
 from headstart.sim.sim_request import SimRequest, from_trace
+from headstart.workload.block_paths import BlockPaths
 from headstart.workload.synthetic import poisson_arrivals
 from headstart.workload.traces import CHAIN_BLOCK, read_trace
 
@@ -127,6 +129,18 @@ def _ids(group: int, traffic: Traffic, number: int) -> tuple[int, ...]:
     shared, own = traffic.shared // CHAIN_BLOCK, -(-traffic.own // CHAIN_BLOCK)
     first = traffic.groups * shared + number * own
     return (*range(group * shared, (group + 1) * shared), *range(first, first + own))
+
+
+def prompt_paths(requests: Iterable[SimRequest], block_size: int) -> BlockPaths:
+    """Return the chains of full blocks of the prompts; equal ids are equal blocks behind equal prefixes."""
+    ids: dict[BlockHash, int] = {}
+    paths: list[list[int]] = []
+    lengths: list[int] = []
+    for request in requests:
+        block_hashes = request.prompt(request.tokens(), [block_size]).block_hashes(block_size)
+        paths.append([ids.setdefault(block_hash, len(ids)) for block_hash in block_hashes])
+        lengths.append(request.prompt_tokens)
+    return BlockPaths(block_size, paths, lengths)
 
 
 def total_tokens(requests: Iterable[SimRequest]) -> int:

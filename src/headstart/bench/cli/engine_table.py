@@ -1,6 +1,9 @@
 """The experiments of `headstart bench lab ...` on engine, store and kernels: a row per verb, in the order of --help."""
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from headstart.bench.cli.bench_flags import (
     FIVE_RUNS,
@@ -17,6 +20,7 @@ from headstart.bench.cli.bench_flags import (
 )
 from headstart.bench.cli.experiment_verb import Experiment
 
+TRACE = typer.Option(metavar="FILE", help="A Mooncake or LMCache agent trace.")
 ENGINE = (
     Experiment(
         name="repeat",
@@ -81,6 +85,28 @@ ENGINE = (
         },
         summary="A hot prefix between scans of one-off prompts.",
         help="Use a prefix again and again between scans of one-off prompts: the share that 2q and lru still cache.",
+    ),
+    Experiment(
+        name="eviction",
+        run="cache.eviction_replay:run_eviction",
+        config="EvictionConfig",
+        flags={
+            "trace": Flag(Annotated[Path, TRACE]),
+            "pools": flag(
+                None,
+                "Pool, in per cent of the trace's distinct blocks; may be repeated. Default: 1, 2, 5, 10, 20.",
+                "--pool",
+                kind=list[float] | None,
+                min=0.001,
+            ),
+            "concurrency": flag(1, "Requests that hold their blocks at a time.", min=1),
+            "at_once": flag(0, "Sessions of agents that overlap; 0: as recorded.", "--sessions-at-once", min=0),
+            "stretch": flag(1.0, "Times the recorded pauses of overlapping sessions.", "--pauses", min=0),
+            **PLOT,
+        },
+        summary="Eviction policies on recorded traffic, beside the best possible.",
+        help="Replay a trace on the block pool: redundancy of every eviction policy, and over that of Belady's, "
+        "which knows the future.",
     ),
     Experiment(
         name="fairness",

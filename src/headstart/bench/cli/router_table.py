@@ -65,6 +65,10 @@ FLEET = Experiment(
         "output": flag(16, "Tokens to generate (ignore_eos).", "--output-tokens", min=1),
         "high_rate": flag(0.0, "Requests/s at high hit; 0: --load.", min=0),
         "low_rate": flag(0.0, "Requests/s at low hit; 0: --load.", min=0),
+        "decode_output": flag(
+            0, "Median output of decode-heavy chats, a third workload; 0: off.", "--decode-output-tokens", min=0
+        ),
+        "decode_rate": flag(0.0, "Requests/s of decode-heavy chats; 0: --load.", min=0),
         "load": flag(0.7, "Share of the capacity under round robin.", min=0.01, max=2),
         "runs": flag(1, "Repetitions, in turn; published: 3.", min=1),
         "dtype": Flag(Dtype, "auto"),
@@ -72,7 +76,7 @@ FLEET = Experiment(
         **QUICK,
         **PLOT,
     },
-    keeps=("replicas", "policies", "output", "high_rate", "low_rate", "load"),
+    keeps=("replicas", "policies", "output", "high_rate", "low_rate", "decode_output", "decode_rate", "load"),
     caps=("groups", "prompts"),
     summary="Real replicas behind our router and others.",
     help="Serve generated-shared-prefix (gateway-api-inference-extension): 3000 + 128 tokens and the reverse.",

@@ -82,6 +82,11 @@ class Replica:
         self._process = process
         self._connection = http.client.HTTPConnection(address.hostname, address.port, timeout=ANSWER_SECONDS)
 
+    @property
+    def pid(self) -> int:
+        """Return the process id of the HTTP front end, whose child the engine is."""
+        return self._process.pid
+
     def ask(self, prompt: "array[int]", *, key: str = "", output_tokens: int = 1) -> Answer:
         """Send one greedy, streamed completion of token ids. Errors are in the answer's `error`."""
         body = {

@@ -19,6 +19,7 @@ from headstart.cli.simulation.workload_flags import (
     Synthetic,
     Trace,
     Workload,
+    blocks_of,
     names_of,
     seconds_of,
     values_of,
@@ -33,6 +34,7 @@ EXAMPLES = """Examples:
   headstart simulate --trace conversation_trace.jsonl --replicas 8 --policy cost,least-load
   headstart simulate --trace conversation_trace.jsonl --replicas 4,8 --profile qwen3-32b@2xh100 --plot fleet.png
   headstart simulate --synthetic decode-heavy --rate 14 --blocks 800 --seeds 5
+  headstart simulate --trace conversation_trace.jsonl --replicas 1 --blocks 1%,2%,5%,10%,20%
   headstart simulate --decisions route.jsonl --policy cost,weighted
   headstart simulate calibrate llama-100m --out here.json"""
 app = typer.Typer(cls=GroupedVerb, rich_markup_mode=None, invoke_without_command=True, epilog=EXAMPLES)
@@ -75,13 +77,15 @@ def simulate(
         return
     with cli_run.refusing():
         workload = Workload(trace, decisions, synthetic, rate, count, skip)
+        counts, shares = blocks_of("--blocks", blocks)
         limits = seconds_of("--slo-ttft", slo_ttft), seconds_of("--slo-tpot", slo_tpot)
         settings: dict[str, Any] = {
             "policies": names_of("--policy", policy),
             "replicas": [int(value) for value in values_of("--replicas", replicas, int)],
             "speeds": values_of("--speed", speed, float),
-            "blocks": [int(value) for value in values_of("--blocks", blocks, int)],
             "profiles": names_of("--profile", profile),
+            "blocks": counts,
+            "pool_shares": shares,
         }
 
     def run(bar: "Bar") -> "Report":

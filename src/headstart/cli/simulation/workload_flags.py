@@ -33,7 +33,12 @@ Scenario = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Failures, slow replicas, autoscaling, offload tier: TOML or JSON."),
 ]
-Blocks = Annotated[str, typer.Option(metavar="N,...", help="KV blocks per replica; 0: the profile's.")]
+Blocks = Annotated[
+    str,
+    typer.Option(
+        metavar="N,...", help="KV blocks per replica; 5%: of the workload's distinct blocks; 0: the profile's."
+    ),
+]
 ProfileName = Annotated[
     str,
     typer.Option(
@@ -90,6 +95,20 @@ def values_of(flag: str, text: str, convert: Callable[[str], float]) -> list[flo
     if min(found) < 0:
         raise ConfigError(f"{flag} {text}: numbers must not be negative")
     return found
+
+
+def blocks_of(flag: str, text: str) -> tuple[list[int], list[float]]:
+    """Return the numbers of a list such as 2930,5%: counts, and shares of a whole from parts in per cent.
+
+    Raises ConfigError.
+    """
+    parts = text.split(",")
+    shares = [part[:-1] for part in parts if part.endswith("%")]
+    counts = [part for part in parts if not part.endswith("%")]
+    return (
+        [int(value) for value in values_of(flag, ",".join(counts), int)] if counts else [],
+        [value / 100 for value in values_of(flag, ",".join(shares), float)] if shares else [],
+    )
 
 
 def names_of(flag: str, text: str) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
+from headstart.openai.structured.schema_rewrites import SCHEMA_MAPS, VALUES, rewritten_schema
 from headstart.openai.value_checks import bad_value, shown
 
 MAX_SUBSCHEMAS = 1000
@@ -22,31 +23,29 @@ MAX_ENUM = 1024
 MAX_MULTIPLE = 10_000  # the least common multiple of multipleOf in all parts of an allOf
 MAX_COUNT = 20_000  # product of nested counts of a regular expression, characters of a literal
 RULES_IN_LARK = 512
-SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-SCHEMA_KEYS = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
-OTHER_SCHEMA_KEYS = ("propertyNames", "unevaluatedItems", "unevaluatedProperties")
-COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_COUNT = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d*)(,?)(\d*)\}|[()]", re.DOTALL)
+# Each also matches what is not closed, to the end, which keeps the time linear.
+_COUNT = re.compile(r"\\.|\[(?:\\.|[^\]\\])*+(?:\]|\\?\Z)|\{(\d*+)(,?)(\d*+)\}|[()]", re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # JSON can write them only as \\u escapes
 _CONTROL_ESCAPE = re.compile(r"\\(?:c|x0[0-7be]|x1|x7[fF]|u00(?:0[0-7beBE]|1|7[fF])|u\{|v|0)")
-_RULE = re.compile(r"^\s*[?!]?[A-Za-z_][\w.]*(?:\[[^\]]*\])?\s*:", re.MULTILINE)
+_RULE = re.compile(r"^[ \t]*+[?!]?[A-Za-z_][\w.]*+(?:\[[^\]\n]*+\])?[ \t]*+:", re.MULTILINE)
 
 
 def limited_schema(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema with counts such as 2.0 as integers. Raises InvalidRequestError, which names the keyword."""
+    """Return the schema as llguidance reads it right. Raises InvalidRequestError, which names the keyword."""
     _check_numbers(name, schema)
     num_references = 0
+    is_of_draft, has_one_of = isinstance(schema.get("$schema"), str), False
     for num_schemas, part in enumerate(_subschemas(schema), 1):
         num_references += "$ref" in part
+        has_one_of |= "oneOf" in part
         _check_part(name, part)
         if num_schemas > MAX_SUBSCHEMAS:
             bad_value(name, f"has more than {MAX_SUBSCHEMAS} subschemas", "simplify the schema")
         if num_references > MAX_REFERENCES:
             bad_value(name, f"has more than {MAX_REFERENCES} $ref", "simplify the schema")
-        if "$id" in part and part is not schema:
-            bad_value(name, "has $id in a subschema", "leave it out: $ref refers to the whole schema")
-    return _with_integers(schema)
+        if "$id" in part and "$ref" in part and part is not schema and not is_of_draft:
+            bad_value(name, "has $id beside $ref", "set $schema: drafts differ in whether it changes the reference")
+    return rewritten_schema(name, schema, is_exact=has_one_of)
 
 
 def check_regex(name: str, regex: str) -> None:
@@ -66,25 +65,31 @@ def check_lark(name: str, grammar: str) -> None:
     check_regex(name, grammar)
 
 
-def _subschemas(schema: object) -> Iterator[Mapping[str, Any]]:
-    """Yield all subschemas that are objects, the schema itself first."""
-    pending = [schema]
+def _subschemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield all subschemas that are objects, the schema itself first.
+
+    Also those in keywords that JSON Schema does not know, such as "components": a $ref may point there.
+    """
+    pending: list[tuple[object, bool]] = [(schema, False)]
     while pending:
-        part = pending.pop()
-        if not isinstance(part, Mapping):
-            continue
-        yield part
-        for key in SCHEMA_LISTS:
-            if isinstance(listed := part.get(key), list):
-                pending += listed
-        for key in SCHEMA_MAPS:
-            if isinstance(mapped := part.get(key), Mapping):
-                pending += mapped.values()
-        for key in (*SCHEMA_KEYS, *OTHER_SCHEMA_KEYS):
-            if isinstance(part.get(key), Mapping):
-                pending.append(part[key])
-        if isinstance(part.get("items"), list):  # draft 7
-            pending += part["items"]
+        part, is_map = pending.pop()
+        if isinstance(part, list):
+            pending += [(one, False) for one in part]
+        elif isinstance(part, Mapping) and is_map:
+            pending += [(one, False) for one in part.values()]
+        elif isinstance(part, Mapping):
+            yield part
+            pending += [(one, key in SCHEMA_MAPS) for key, one in part.items() if key not in VALUES]
+
+
+def _is_value(reference: str) -> bool:
+    """Return whether a $ref points into the value of a keyword such as const, which is no schema."""
+    is_name = False
+    for token in reference.partition("#")[2].split("/")[1:]:
+        if token in VALUES and not is_name:
+            return True
+        is_name = token in SCHEMA_MAPS and not is_name
+    return False
 
 
 def _check_numbers(name: str, schema: object) -> None:
@@ -102,6 +107,8 @@ def _check_numbers(name: str, schema: object) -> None:
 
 def _check_part(name: str, part: Mapping[str, Any]) -> None:
     """Check the keywords of one subschema."""
+    if isinstance(reference := part.get("$ref"), str) and _is_value(reference):
+        bad_value(name, f"has $ref {shown(reference)}", "move the schema that it points to into $defs")
     if "x-guidance" in part:
         bad_value(name, "contains x-guidance", "leave it out: options of the compiler cannot be set here")
     for key in ("anyOf", "oneOf"):
@@ -156,10 +163,12 @@ def _check_properties(name: str, part: Mapping[str, Any]) -> None:
         num_optional = len(properties.keys() - {key for key in required if isinstance(key, str)})
         if num_optional > MAX_OPTIONAL:
             bad_value(name, f"has {num_optional} optional properties", f"it may have at most {MAX_OPTIONAL}")
-    least = part.get("minProperties")
-    if isinstance(least, int | float) and least > len(required):
+    least, most = part.get("minProperties"), 1 + len({key for key in required if isinstance(key, str)})
+    if isinstance(least, int | float) and least > most:
         # Names of other properties could repeat: the text would have enough, the parsed object would not.
-        bad_value(name, f"has minProperties {shown(least)}", f"it may be at most the {len(required)} required ones")
+        bad_value(
+            name, f"has minProperties {shown(least)}", f"it may be at most {most}: the required ones and one more"
+        )
 
 
 def _check_multiples(name: str, part: Mapping[str, Any]) -> None:
@@ -194,22 +203,6 @@ def _largest_count(regex: str) -> int:
             is_group = found.start() > 0 and regex[found.start() - 1] == ")"
             inner[-1] = max(inner[-1], count * (closed if is_group else 1))
     return max(inner)
-
-
-def _with_integers(value: Any) -> Any:
-    """Return a schema in which counts such as 2.0, integers by the standard, are integers."""
-    if isinstance(value, list):
-        return [_with_integers(one) for one in value]
-    if not isinstance(value, Mapping):
-        return value
-    return {
-        key: int(one)
-        if key in COUNTS and isinstance(one, float) and one.is_integer()
-        else one
-        if key in ("const", "enum", "default", "examples")
-        else _with_integers(one)
-        for key, one in value.items()
-    }
 
 
 def _listed(value: object) -> list[Any]:

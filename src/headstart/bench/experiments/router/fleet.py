@@ -1,4 +1,4 @@
-"""Real replicas behind a real router: generated-shared-prefix, high hit and low hit, one policy after another.
+"""Real replicas behind a real router: shared prefixes with high and low hit, decode-heavy chats; policies by turns.
 
 `headstart serve` processes of one thread each, whose pools hold a third of the groups' prefixes each, so that placement
 matters. They stay up; before each run their caches are cleared and a fresh router is started in front of them. All
@@ -11,13 +11,13 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from headstart.bench.experiments.router.fleet_workload import Question, Words, shared_prefix
-from headstart.bench.machine import ContentionLog, ContentionMeter
+from headstart.bench.experiments.router.fleet_trial import BASELINE, BLOCK_SIZE, TITLES, FleetConfig, Measured, Trial
+from headstart.bench.experiments.router.fleet_workload import Question, Words, decode_heavy, shared_prefix
+from headstart.bench.machine import ContentionMeter
 from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.runners.engines import Setup
 from headstart.bench.runners.route_process import Entrant, RouterProcess, running_router
@@ -32,106 +32,17 @@ from headstart.bench.runners.streamed_request import (
     send,
 )
 from headstart.core.errors import ConfigError
-from headstart.router.policies.policy_table import POLICIES
 from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord
-from headstart.workload.synthetic import Shape, unit_arrivals
+from headstart.workload.synthetic import unit_arrivals
 
-BLOCK_SIZE = 16
 WARM_UPS = 8  # requests of less than a block through every router before its run: connections, first calls of code
-BASELINE = "round-robin"
 LOADED = 2  # requests in flight per replica while the capacity of round robin is measured
 PATIENCE = 30.0  # seconds
-SYSTEM, QUESTION = 3000, 128  # tokens, as in gateway-api-inference-extension; swapped for low hit
-
-
-@dataclass(frozen=True, slots=True)
-class FleetConfig:
-    """Sizes. A rate of 0 is replaced by `load` times the measured capacity of round robin."""
-
-    replicas: int = 4
-    policies: tuple[str, ...] = ("cost", "weighted", "prefix-threshold", "least-load", "round-robin")
-    peers: tuple[Entrant, ...] = ()
-    groups: int = 12
-    prompts: int = 8
-    output: int = 16  # tokens
-    context: int = 4096  # of the model: prompts are scaled down to it
-    runs: int = 1
-    high_rate: float = 0.0  # requests per second
-    low_rate: float = 0.0
-    load: float = 0.7
-
-    @property
-    def scale(self) -> float:
-        """Return the factor that scales the lengths of gateway-api-inference-extension so that they fit the context."""
-        return min((self.context - self.output) / (SYSTEM + QUESTION), 1.0)
-
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """Return the lengths by workload."""
-        long, short = int(SYSTEM * self.scale), int(QUESTION * self.scale)
-        return {"high": Shape(long, short, self.output), "low": Shape(short, long, self.output)}
-
-    @property
-    def pool_blocks(self) -> int:
-        """Return the KV blocks of each replica: a third of the groups' system prompts of high hit."""
-        return self.groups * self.shapes["high"].shared // 3 // BLOCK_SIZE
-
-    def check(self) -> None:
-        """Raise ConfigError if a replica cannot hold a single request."""
-        need = -(-sum(astuple(self.shapes["high"])) // BLOCK_SIZE)
-        if self.pool_blocks < need:
-            raise ConfigError(
-                f"--groups {self.groups}: a third of their system prompts is {self.pool_blocks} blocks, "
-                f"and one request needs {need}; use more groups"
-            )
-
-    def entrants(self) -> list[Entrant]:
-        """Return all routers, in the order of the report. Raises ConfigError."""
-        unknown = [name for name in self.policies if name not in POLICIES]
-        if unknown:
-            raise ConfigError(f"routing policy {unknown[0]!r} is unknown; use one of {', '.join(POLICIES)}")
-        return [*(Entrant(name, policy=name) for name in self.policies), *self.peers]
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One run of one router on one workload."""
-
-    records: tuple[RequestRecord, ...]
-    shares: tuple[float, ...]  # of the prompt tokens, by replica
-    prediction_errors: tuple[int, ...] = ()  # tokens, by the decision log: of our routers only
-    router_cpu: float = 0.0  # seconds
-    version: str = ""
-
-    @property
-    def ttfts(self) -> list[float]:
-        """Return the times to first token of successful requests, in milliseconds."""
-        return [1e3 * record.ttft for record in self.records if record.ok and record.ttft is not None]
-
-    @property
-    def hit_rate(self) -> float:
-        """Return cached prompt tokens / prompt tokens, from the usage in the replicas' answers."""
-        done = [record for record in self.records if record.ok]
-        return sum(record.cached_tokens for record in done) / max(sum(record.prompt_tokens for record in done), 1)
-
-    @property
-    def errors(self) -> list[str]:
-        return [record.error for record in self.records if record.error is not None]
-
-
-@dataclass(slots=True)
-class Measured:
-    """All runs: by workload, by router."""
-
-    trials: dict[str, dict[str, list[Trial]]]
-    rates: dict[str, float] = field(default_factory=dict[str, float])
-    borne: dict[str, float] = field(default_factory=dict[str, float])  # requests/s by round robin, under full load
-    log: ContentionLog = field(default_factory=ContentionLog.new)
 
 
 def measure_fleet(setup: Setup, config: FleetConfig, bar: Bar = QUIET) -> Measured:
-    """Start the replicas and run every router on both workloads `config.runs` times, in turn. Raises ConfigError."""
+    """Start the replicas and run every router on each workload `config.runs` times, in turn. Raises ConfigError."""
     config.check()
     entrants, words = config.entrants(), Words.of_model(setup.model)
     measured = Measured({kind: {entrant.name: [] for entrant in entrants} for kind in config.shapes})
@@ -171,10 +82,11 @@ class _Fleet:
 
     def settle_rates(self) -> None:
         """Set the requested rates, or a share of the measured capacity of round robin."""
-        for kind, rate in zip(self.config.shapes, (self.config.high_rate, self.config.low_rate), strict=True):
+        for kind in self.config.shapes:
+            rate = self.config.rates[kind]
             if rate == 0.0:
                 questions = self._questions(kind, "load", 1.0)
-                self.bar.stage(f"{kind} hit: capacity of {BASELINE}", len(questions))
+                self.bar.stage(f"{TITLES[kind]}: capacity of {BASELINE}", len(questions))
                 trial = self._serve(Entrant(BASELINE, policy=BASELINE), questions, LOADED * len(self.replicas))
                 seconds = max((record.finish or 0.0 for record in trial.records), default=0.0)
                 if trial.errors or seconds <= 0.0:
@@ -186,7 +98,7 @@ class _Fleet:
     def run(self, entrant: Entrant, kind: str, run: int) -> Trial:
         """Run one router on one workload; texts and arrivals depend only on the run."""
         questions = self._questions(kind, str(run), self.measured.rates[kind])
-        self.bar.stage(f"{kind} hit, {entrant.name}, run {run + 1} of {self.config.runs}", len(questions))
+        self.bar.stage(f"{TITLES[kind]}, {entrant.name}, run {run + 1} of {self.config.runs}", len(questions))
         meter, before = ContentionMeter(), self._cpu_seconds()
         meter.start()
         try:
@@ -201,7 +113,8 @@ class _Fleet:
     def _questions(self, kind: str, name: str, rate: float) -> list[Question]:
         config, rng = self.config, Random(f"{self.setup.seed}/{kind}/{name}")
         due = [at / rate for at in unit_arrivals(config.groups * config.prompts, rng)]
-        return shared_prefix(self.words, config.groups, config.prompts, config.shapes[kind], due, rng)
+        make = decode_heavy if kind == "decode" else shared_prefix
+        return make(self.words, config.groups, config.prompts, config.shapes[kind], due, rng)
 
     def _serve(self, entrant: Entrant, questions: Sequence[Question], concurrency: int) -> Trial:
         """Clear all caches, start the router, send the questions through it, stop it."""

@@ -7,7 +7,8 @@ from random import Random
 from typing import Any
 
 from headstart.bench.bootstrap import Interval, interval, mean
-from headstart.bench.experiments.router.fleet import BASELINE, FleetConfig, Measured, Trial, measure_fleet
+from headstart.bench.experiments.router.fleet import measure_fleet
+from headstart.bench.experiments.router.fleet_trial import BASELINE, TITLES, FleetConfig, Measured, Trial
 from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.report import Chart, Report, Sheet, spread
 from headstart.bench.runners.engines import Setup
@@ -18,11 +19,14 @@ QUICK = FleetConfig(groups=6, prompts=3)
 OURS = "cost"
 RATIO = 3.0  # round robin's mean time to the first token / ours, at high hit
 FIGURES = ("ttft_mean_ms", "ttft_p90_ms")
-COLUMNS = ("router", "TTFT mean ms", "95 %", "p90", "hit rate", "error, tokens", "router CPU ms", "shares")
+COLUMNS = (
+    *("router", "TTFT mean ms", "95 %", "p90", "TPOT p99 ms", "end to end ms", "hit rate", "error, tokens"),
+    *("router CPU ms", "shares"),
+)
 
 
 def run_fleet(setup: Setup, config: FleetConfig, bar: Bar = QUIET, *, peer: Sequence[str] = ()) -> Report:
-    """Measure every router on both workloads, and every NAME=ENVIRONMENT of `peer`. Raises ConfigError."""
+    """Measure every router on each workload, and every NAME=ENVIRONMENT of `peer`. Raises ConfigError."""
     config = replace(config, peers=(*config.peers, *map(parse_peer, peer)))
     return make_report(setup, config, measure_fleet(setup, config, bar))
 
@@ -53,7 +57,7 @@ def make_report(setup: Setup, config: FleetConfig, measured: Measured) -> Report
             report.spread[f"{key}.ttft_mean_ms"] = spread([mean(trial.ttfts) for trial in runs])
             intervals |= {f"{key}.{figure}": found for figure, found in _intervals(runs, setup.seed).items()}
             rows.append(_row(name, report.values, intervals[f"{key}.ttft_mean_ms"], key, runs))
-        title = f"{kind} hit: {_lengths(config, kind)}, {measured.rates[kind]:.3g} requests/s"
+        title = f"{TITLES[kind]}: {_lengths(config, kind)}, {measured.rates[kind]:.3g} requests/s"
         report.sheets.append(Sheet(title, COLUMNS, tuple(rows)))
     report.values["intervals"] = {key: list(found) for key, found in intervals.items()}
     report.values |= goals(report.values, intervals)
@@ -66,7 +70,7 @@ def goals(values: Mapping[str, Any], intervals: Mapping[str, Interval]) -> dict[
 
     "No worse" means a smaller mean, or overlapping intervals.
     """
-    names = {kind: _names(values, kind) for kind in ("high", "low")}
+    names = {kind: _names(values, kind) for kind in TITLES}
     found: dict[str, Any] = {}
     if OURS in names["high"] and BASELINE in names["high"]:
         ratio = values[f"high.{BASELINE}.ttft_mean_ms"] / values[f"high.{OURS}.ttft_mean_ms"]
@@ -94,6 +98,8 @@ def _figures(runs: Sequence[Trial]) -> dict[str, float]:
     found = {
         "ttft_mean_ms": mean(ttfts),
         "ttft_p90_ms": percentile(ttfts, 90),
+        "tpot_p99_ms": percentile(list(chain.from_iterable(trial.tpots for trial in runs)) or [0.0], 99),
+        "e2e_mean_ms": mean(list(chain.from_iterable(trial.latencies for trial in runs))),
         "hit_rate": mean([trial.hit_rate for trial in runs]),
         "router_cpu_ms": 1e3 * sum(trial.router_cpu for trial in runs) / len(ttfts),
     }
@@ -116,6 +122,8 @@ def _row(name: str, values: Mapping[str, Any], found: Interval, key: str, runs: 
         values[f"{key}.ttft_mean_ms"],
         f"{found.low:.4g} to {found.high:.4g}",
         values[f"{key}.ttft_p90_ms"],
+        values[f"{key}.tpot_p99_ms"],
+        values[f"{key}.e2e_mean_ms"],
         values[f"{key}.hit_rate"],
         values.get(f"{key}.prediction_error_tokens"),
         values[f"{key}.router_cpu_ms"],
@@ -125,6 +133,10 @@ def _row(name: str, values: Mapping[str, Any], found: Interval, key: str, runs: 
 
 def _lengths(config: FleetConfig, kind: str) -> str:
     shape = config.shapes[kind]
+    if kind == "decode":
+        return (
+            f"{config.groups} groups by Zipf, prompt {shape.shared} + {shape.own}, output about {shape.output} tokens"
+        )
     return f"{config.groups} groups of {config.prompts}, system {shape.shared}, question {shape.own} tokens"
 
 
@@ -137,6 +149,7 @@ def _setup(config: FleetConfig, measured: Measured) -> dict[str, Any]:
         "groups": config.groups,
         "prompts_per_group": config.prompts,
         "output_tokens": config.output,
+        "decode_output_tokens": config.decode_output,
         "scale": config.scale,
         "requests_per_second": measured.rates,
         "round_robin_bears": measured.borne,
@@ -148,7 +161,7 @@ def _setup(config: FleetConfig, measured: Measured) -> dict[str, Any]:
 def _chart(values: Mapping[str, Any], measured: Measured) -> Chart:
     names = list(next(iter(measured.trials.values())))
     series = {
-        f"{kind} hit, {label}": tuple(values.get(f"{kind}.{name}.{figure}") for name in names)
+        f"{TITLES[kind]}, {label}": tuple(values.get(f"{kind}.{name}.{figure}") for name in names)
         for kind in measured.trials
         for figure, label in zip(FIGURES, ("mean", "p90"), strict=True)
     }

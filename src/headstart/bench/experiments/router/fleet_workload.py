@@ -1,4 +1,4 @@
-"""Texts of an exact number of tokens, and the generated-shared-prefix workload of `bench fleet` made of them.
+"""Texts of an exact number of tokens, and the workloads of `bench fleet` made of them.
 
 Texts, not token ids: other routers route by text. Every word is one token of the model's tokenizer, independent of its
 neighbours, so lengths are exact and a shared beginning is shared token by token.
@@ -7,17 +7,21 @@ neighbours, so lengths are exact and a shared beginning is shared token by token
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import log
 from pathlib import Path
 from random import Random
 
 from tokenizers import Tokenizer
 
+from headstart.bench.experiments.router.fleet_trial import LONGEST
 from headstart.core.errors import ConfigError
 from headstart.workload.jobs import Job
 from headstart.workload.synthetic import Shape
 
 MIN_WORDS = 32
 MAX_WORDS = 512
+SIGMA = 1.0  # of the logarithm of a decode-heavy output's length
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,24 @@ def shared_prefix(
         Question("".join(text), Job(words.ids(text), shape.output, at), group)
         for (group, text), at in zip(made, due, strict=False)
     ]
+
+
+def decode_heavy(
+    words: Words, groups: int, prompts: int, shape: Shape, due: Sequence[float], rng: Random
+) -> list[Question]:
+    """Return chats with long outputs: the group by Zipf's law, lognormal lengths with median `shape.output`.
+
+    An output has at most LONGEST times the median. `due` as for `shared_prefix`.
+    """
+    prefixes = [words.draw(shape.shared, rng) for _ in range(groups)]
+    weights = list(accumulate(1 / rank for rank in range(1, groups + 1)))
+    questions: list[Question] = []
+    for at in due[: groups * prompts]:
+        group = rng.choices(range(groups), cum_weights=weights)[0]
+        text = prefixes[group] + words.draw(shape.own, rng)
+        output = min(max(round(rng.lognormvariate(log(shape.output), SIGMA)), 1), LONGEST * shape.output)
+        questions.append(Question("".join(text), Job(words.ids(text), output, at), group))
+    return questions
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -12,8 +12,11 @@ from headstart.sim.oracle_policy import ORACLE
 from headstart.sim.profile import Profile
 from headstart.sim.profiles.profile_file import load_profile
 from headstart.sim.scenarios.scenario import NOTHING_HAPPENS, read_scenario
+from headstart.sim.sim_workload import prompt_paths
 from headstart.sim.simulation import Simulation
 from headstart.sim.sweep import Grid, MakeRequests, PointResult, SweepOptions, run_sweep
+from headstart.workload.belady import infinite_hits, optimal_hits
+from headstart.workload.block_paths import BlockPaths
 from headstart.workload.slo import Slo
 
 ALL = "all"
@@ -31,6 +34,7 @@ WORK = {
     "goodput": "good/s",
     "hit_rate": "hits",
     "redundancy": "redund.",
+    "redundancy_bound": "bound",
     "busy": "busy",
     "preemptions": "preempt.",
     "retries": "retried",
@@ -40,7 +44,10 @@ WORK = {
 
 @dataclass(frozen=True, slots=True)
 class SweepConfig:
-    """The settings of `headstart simulate`. `workload` maps (speed, seed) to requests; `blocks` 0: the profile's."""
+    """The settings of `headstart simulate`. `workload` maps (speed, seed) to requests.
+
+    Pools have each of `blocks` (0: the profile's) and each of `pool_shares`, in distinct blocks of the workload.
+    """
 
     workload: MakeRequests
     policies: Sequence[str]
@@ -48,6 +55,7 @@ class SweepConfig:
     speeds: Sequence[float]
     profiles: Sequence[str]
     blocks: Sequence[int] = (0,)
+    pool_shares: Sequence[float] = ()
     scenario: Path | None = None
     routers: int = 1
     noise: float | None = None
@@ -60,17 +68,19 @@ class SweepConfig:
 def run_fleet_sweep(config: SweepConfig, bar: Bar = QUIET) -> Report:
     """Run all combinations. Raises ConfigError for names, files and sizes that cannot be."""
     policies = policy_names(config.policies)
-    profiles = [_profile(name, blocks, config.noise) for name in config.profiles for blocks in config.blocks]
+    bounds = _Bounds(config)
+    profiles = [profile for name in config.profiles for profile in _profiles(name, config, bounds)]
     scenario = read_scenario(config.scenario) if config.scenario is not None else NOTHING_HAPPENS
     base = Simulation(profiles[0], routers=config.routers, seed=config.seed, scenario=scenario)
     points = list(Grid(profiles, config.replicas, policies, config.speeds).points(base))
     bar.stage(f"{len(points)} combinations, {config.seeds} seeds", len(points) * config.seeds)
     options = SweepOptions(config.seeds, config.jobs, config.slo)
     results = run_sweep(points, config.workload, options, lambda point, count: bar.advance())
+    means = [{**one.means(), "redundancy_bound": bounds.redundancy(one.point.simulation)} for one in results]
     label = getattr(config.workload, "label", "requests")
     return Report(
         "simulate",
-        {"points": [_document(one) for one in results]},
+        {"points": [_document(one, mean) for one, mean in zip(results, means, strict=True)]},
         seed=config.seed,
         runs=config.seeds,
         setup={
@@ -80,7 +90,7 @@ def run_fleet_sweep(config: SweepConfig, bar: Bar = QUIET) -> Report:
             "routers": config.routers,
             "slo": dict(config.slo.limits),
         },
-        sheets=_sheets(label, results),
+        sheets=_sheets(label, results, means),
         charts=_charts(results),
         problems=[] if config.scenario is not None else _failures(results),
     )
@@ -95,11 +105,47 @@ def policy_names(names: Sequence[str]) -> list[str]:
     return found
 
 
-def _profile(name: str, blocks: int, noise: float | None) -> Profile:
+class _Bounds:
+    """Belady's bound of the workload of the first seed, by block size and pool; computed when it is asked for."""
+
+    def __init__(self, config: SweepConfig) -> None:
+        self._config = config
+        self._paths: dict[int, BlockPaths] = {}
+        self._found: dict[tuple[int, int], float] = {}
+
+    def paths(self, block_size: int) -> BlockPaths:
+        """Return the prompts in order of arrival."""
+        if block_size not in self._paths:
+            requests = self._config.workload(self._config.speeds[0], self._config.seed)
+            self._paths[block_size] = prompt_paths(requests, block_size)
+        return self._paths[block_size]
+
+    def redundancy(self, simulation: Simulation) -> float | None:
+        """Return the least redundancy of one pool of all replicas' blocks, serving in order of arrival.
+
+        None in a scenario, which may change the pool.
+        """
+        if self._config.scenario is not None:
+            return None
+        profile = simulation.profile
+        key = (profile.block_size, profile.num_blocks * simulation.replicas)
+        if key not in self._found:
+            paths = self.paths(profile.block_size)
+            least = paths.computed_tokens(infinite_hits(paths.paths))
+            self._found[key] = paths.computed_tokens(optimal_hits(paths.paths, key[1])) / least
+        return self._found[key]
+
+
+def _profiles(name: str, config: SweepConfig, bounds: _Bounds) -> list[Profile]:
+    """Return a profile with each pool size."""
     profile = load_profile(name)
-    if blocks:
-        profile = replace(profile, num_blocks=blocks)
-    return profile if noise is None else replace(profile, noise=noise)
+    if config.noise is not None:
+        profile = replace(profile, noise=config.noise)
+    sizes = [blocks or profile.num_blocks for blocks in config.blocks]
+    if config.pool_shares:
+        distinct = bounds.paths(profile.block_size).num_distinct
+        sizes += [max(int(share * distinct), 1) for share in config.pool_shares]
+    return [replace(profile, num_blocks=size) for size in sizes]
 
 
 def _failures(results: Sequence[PointResult]) -> list[str]:
@@ -112,7 +158,7 @@ def _failures(results: Sequence[PointResult]) -> list[str]:
     return found
 
 
-def _document(one: PointResult) -> dict[str, Any]:
+def _document(one: PointResult, mean: dict[str, Any]) -> dict[str, Any]:
     simulation = one.point.simulation
     setting = {
         "policy": simulation.policy,
@@ -121,7 +167,7 @@ def _document(one: PointResult) -> dict[str, Any]:
         "profile": simulation.profile.name,
         "blocks": simulation.profile.num_blocks,
     }
-    return {**setting, **one.means(), "spread": one.spread() if len(one.runs) > 1 else {}}
+    return {**setting, **mean, "spread": one.spread() if len(one.runs) > 1 else {}}
 
 
 def _labels(results: Sequence[PointResult]) -> list[str]:
@@ -140,8 +186,8 @@ def _labels(results: Sequence[PointResult]) -> list[str]:
     return [", ".join([row[0], *(row[index] for index in differ)]) for row in parts]
 
 
-def _sheets(label: str, results: Sequence[PointResult]) -> list[Sheet]:
-    labels, means = _labels(results), [one.means() for one in results]
+def _sheets(label: str, results: Sequence[PointResult], means: Sequence[dict[str, Any]]) -> list[Sheet]:
+    labels = _labels(results)
     asked = f"{results[0].runs[0].summary.requests:,} requests of {label}"
     title = f"{asked}, {results[0].point.simulation.profile.name}; ms"
     by_replica = (("requests", "requests_by_replica"), ("evictions", "evictions_by_replica"))

@@ -1,0 +1,143 @@
+"""Rewrites of JSON Schemas where llguidance reads a keyword otherwise than the standard.
+
+The rewritten schema allows what the original allows, or a part of it. Bounds are rounded inwards to numbers that
+llguidance reads exactly. The formats of dates and times become patterns: llguidance knows neither leap years nor when
+a minute has 61 seconds. Whitespace in patterns becomes that of ECMA 262. With `oneOf`, where a part of an alternative
+could be too much, bounds are not rounded.
+"""
+
+import re
+from collections.abc import Mapping
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from typing import Any
+
+from headstart.openai.value_checks import bad_value, shown
+
+SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # names -> subschemas
+VALUES = ("const", "enum", "default", "examples")  # their values are no subschemas, whatever they look like
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+BOUNDS = {
+    "minimum": ROUND_CEILING,
+    "exclusiveMinimum": ROUND_CEILING,
+    "maximum": ROUND_FLOOR,
+    "exclusiveMaximum": ROUND_FLOOR,
+}
+MAX_BOUND = 2**53  # the integers up to it are doubles
+MAX_DIGITS = 15  # decimals of so many digits are read alike by all parsers of doubles
+MAX_DECIMALS = 15
+_DAY = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
+_LEAP_YEAR = "[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00"
+_DATE = f"(?:[0-9]{{4}}-(?:{_DAY})|(?:{_LEAP_YEAR})-02-29)"
+_HOUR_MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_FRACTION = r"(?:\.[0-9]{1,9})?"
+_TIME = f"(?:{_HOUR_MINUTE}:[0-5][0-9]{_FRACTION}(?:[zZ]|[+-]{_HOUR_MINUTE})|23:59:60{_FRACTION}[zZ])"
+FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
+
+# ECMA 262, 22.2.2.9: without U+000B here, since it is a control character, which no answer contains
+_SPACES = r" \t\n\f\r\u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
+_ESCAPE_OR_BRACKET = re.compile(r"\\.|[\[\]]", re.DOTALL)
+
+
+def rewritten_schema(name: str, schema: Mapping[str, Any], *, is_exact: bool = False) -> Mapping[str, Any]:
+    """Return the schema as llguidance reads it right. Raises InvalidRequestError, which names the keyword.
+
+    `is_exact`: refuse bounds that need rounding.
+    """
+    return _rewritten(name, schema, is_exact, is_map=False)
+
+
+def _rewritten(name: str, schema: Any, is_exact: bool, *, is_map: bool) -> Any:
+    """Return a rewritten subschema, list of subschemas, or, if `is_map`, mapping of names to them."""
+    if isinstance(schema, list):
+        return [_rewritten(name, one, is_exact, is_map=False) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    inner = {
+        key: value
+        if key in VALUES and not is_map
+        else _rewritten(name, value, is_exact, is_map=key in SCHEMA_MAPS and not is_map)
+        for key, value in schema.items()
+    }
+    if is_map:
+        return inner
+    return _with_format(_with_spaces(_with_bounds(name, _with_counts(inner), is_exact)))
+
+
+def _with_counts(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a subschema in which counts such as 2.0, integers by the standard, are integers."""
+    floats = {key: part[key] for key in COUNTS if isinstance(part.get(key), float)}
+    return {**part, **{key: int(value) for key, value in floats.items() if value.is_integer()}}
+
+
+def _with_bounds(name: str, part: dict[str, Any], is_exact: bool) -> dict[str, Any]:
+    """Return a subschema whose bounds are exact in llguidance."""
+    for key in BOUNDS:
+        bound = part.get(key)
+        if isinstance(bound, bool) or not isinstance(bound, int | float):
+            continue
+        exact = _exact_bound(name, key, bound)
+        if is_exact and exact != bound:
+            bad_value(name, f"has {key} {shown(bound)} beside oneOf", f"use at most {MAX_DIGITS} digits")
+        part = {**part, key: exact}
+    return part
+
+
+def _exact_bound(name: str, key: str, bound: float) -> int | float:
+    """Return the nearest bound inwards that is an integer up to MAX_BOUND or a decimal of at most MAX_DIGITS digits."""
+    is_upper = BOUNDS[key] == ROUND_FLOOR
+    if abs(bound) > MAX_BOUND:
+        if (bound < 0) == is_upper:
+            bad_value(
+                name, f"has {key} {shown(bound)}", f"only numbers between -{MAX_BOUND} and {MAX_BOUND} are written"
+            )
+        return MAX_BOUND if is_upper else -MAX_BOUND
+    exact = Decimal(repr(bound))
+    if exact == exact.to_integral_value():
+        return int(exact)
+    decimals = min(MAX_DECIMALS, MAX_DIGITS - 1 - exact.adjusted())
+    rounded = exact.quantize(Decimal(1).scaleb(-max(decimals, 0)), rounding=BOUNDS[key])
+    return int(rounded) if rounded == rounded.to_integral_value() else float(rounded)
+
+
+def _with_format(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a subschema with a pattern in place of a format of FORMATS."""
+    chosen = part.get("format")
+    if not isinstance(chosen, str) or chosen not in FORMATS:
+        return part
+    rest = {key: value for key, value in part.items() if key != "format"}
+    if "pattern" not in part:
+        return {**rest, "pattern": FORMATS[chosen]}
+    others = part.get("allOf")
+    return {**rest, "allOf": [*(others if isinstance(others, list) else ()), {"pattern": FORMATS[chosen]}]}
+
+
+def _with_spaces(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a subschema in whose patterns the whitespace is that of ECMA 262."""
+    changed: dict[str, Any] = {}
+    if isinstance(pattern := part.get("pattern"), str):
+        changed["pattern"] = ecma_spaces(pattern)
+    if isinstance(patterns := part.get("patternProperties"), Mapping):
+        changed["patternProperties"] = {ecma_spaces(one): inner for one, inner in patterns.items()}
+    return {**part, **changed}
+
+
+def ecma_spaces(pattern: str) -> str:
+    r"""Return a regular expression of Rust in which \s and \S mean what they mean in ECMA 262."""
+    is_in_class = False
+
+    def rewritten(found: re.Match[str]) -> str:
+        nonlocal is_in_class
+        match found[0]:
+            case "[":
+                is_in_class = True
+            case "]":
+                is_in_class = False
+            case r"\s":
+                return _SPACES if is_in_class else f"[{_SPACES}]"
+            case r"\S":
+                return rf"[^{_SPACES}]"
+            case _:
+                pass
+        return found[0]
+
+    return _ESCAPE_OR_BRACKET.sub(rewritten, pattern)
