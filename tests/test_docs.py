@@ -15,7 +15,7 @@ from headstart.openai.openapi import request_body
 from headstart.openai.request_bodies import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -38,14 +38,23 @@ def test_the_first_example_gives_the_answers_that_are_shown(server: Server) -> N
         assert answer["usage"] == expected and sentence in README
 
 
-def test_the_example_with_the_openai_client_runs(server: Server) -> None:
-    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "import OpenAI" in block)
+def run_example(server: Server, word: str) -> str:
+    """Runs the first Python example with `word` against the server, and returns its output."""
+    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if word in block)
     assert ADDRESS in code
     done = subprocess.run(
         [sys.executable, "-c", code.replace(ADDRESS, server.url)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1].isdecimal()  # cached tokens
+    return done.stdout
+
+
+def test_the_example_with_the_openai_client_runs(server: Server) -> None:
+    assert run_example(server, "cached_tokens)").split()[-1].isdecimal()
+
+
+def test_the_example_with_a_schema_runs(server: Server) -> None:
+    assert re.fullmatch(r"room='(kitchen|hall)' on=(True|False)\n", run_example(server, "class Lamp"))
 
 
 def test_the_client_of_the_example_is_answered_rightly(server: Server) -> None:

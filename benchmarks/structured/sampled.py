@@ -1,7 +1,7 @@
-"""Sample constrained answers from a server and check every one: sampled.py [--answers 10000] [--model FOLDER ...].
+"""Sample constrained answers from a server and check every one: sampled.py [--answers 10000] [--model MODEL ...].
 
 Every schema of the JSON-Schema-Test-Suite is sent as it is and with bounds (bounded.py), at temperatures 0 and 1 with
-several seeds, to a server with the bundled model, one with random weights, and those of --model. An answer that ends
+several seeds, to a server with the bundled model and one with random weights, or those of --model. An answer that ends
 by itself must be valid by the standard; an answer cut by max_tokens must be a prefix of a valid one; a refusal must be
 a 400 that names a keyword of the schema. Exits with 1 otherwise. The last line of stdout is JSON.
 """
@@ -26,7 +26,7 @@ from llguidance import LLTokenizer
 from serving import Running, post_chat, schema_request, serving
 from suite import DRAFTS, SuiteSchema, fetch_suite, read_suite
 
-RANDOM_WEIGHTS = "random weights"
+BUNDLED, RANDOM_WEIGHTS = "bundled", "random weights"
 MAX_TOKENS = 96
 SHOWN = 12  # broken answers of each kind in the report
 
@@ -109,9 +109,8 @@ async def sample(server: Running, asks: list[Ask], folder: Path, tally: Tally, a
     return refused
 
 
-def run(server: Running, cases: list[SuiteSchema], folder: Path, options: argparse.Namespace, tally: Tally) -> None:
-    """Sample rounds until there are enough answers; refused schemas are sent in the first round only."""
-    wanted, at_once = -(-options.answers // (2 + len(options.model))), options.at_once
+def run(server: Running, cases: list[SuiteSchema], folder: Path, wanted: int, at_once: int, tally: Tally) -> None:
+    """Sample rounds until there are `wanted` answers; refused schemas are sent in the first round only."""
     skip = set[str]()
     for asks in rounds(cases):
         asks = [ask for ask in asks if json.dumps(ask.sent) not in skip]
@@ -135,7 +134,9 @@ def random_model(folder: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=10_000, help="over all models; default: 10000")
-    parser.add_argument("--model", action="append", default=[], help="a further model folder; may be repeated")
+    parser.add_argument(
+        "--model", action="append", help="a folder, bundled or 'random weights'; --report keeps the others"
+    )
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--keyword", action="append", help="only these files of the suite")
     parser.add_argument("--report", type=Path, help="also write the report here")
@@ -144,22 +145,29 @@ def main() -> int:
     suite = fetch_suite()
     cases = [case for draft in DRAFTS for case in read_suite(suite, draft)]
     cases = [case for case in cases if not options.keyword or case.keyword in options.keyword]
-    models, tallies = ["", RANDOM_WEIGHTS, *options.model], dict[str, Tally]()
-    kept = options.keep.open("w", encoding="utf-8") if options.keep else None
+    models: list[str] = options.model or [BUNDLED, RANDOM_WEIGHTS]
+    reports: dict[str, dict[str, Any]] = {}
+    if options.report and options.report.exists() and options.model:
+        reports = json.loads(options.report.read_text(encoding="utf-8"))["models"]
+    kept = options.keep.open("a", encoding="utf-8") if options.keep else None
     for model in models:
+        tally = Tally(kept)
         with tempfile.TemporaryDirectory() as room:
-            source = random_model(Path(room)) if model == RANDOM_WEIGHTS else model
+            source = random_model(Path(room)) if model == RANDOM_WEIGHTS else "" if model == BUNDLED else model
             with serving(source, Path(room) / "log", "--no-access-log") as server:
-                tallies[model or "bundled"] = tally = Tally(kept)
-                run(server, cases, suite, options, tally)
+                run(server, cases, suite, -(-options.answers // len(models)), options.at_once, tally)
+        reports[Path(model).name] = {
+            "date": date.today().isoformat(),
+            "llguidance": version("llguidance"),
+            **tally.report(),
+        }
     if kept is not None:
         kept.close()
+    broken = sum(report["results"][result.value] for report in reports.values() for result in BROKEN)
     document = {
-        "date": date.today().isoformat(),
-        "llguidance": version("llguidance"),
-        "answers": sum(tally.num_answers for tally in tallies.values()),
-        "valid": not any(tally.results[result] for tally in tallies.values() for result in BROKEN),
-        "models": {Path(model).name: tally.report() for model, tally in tallies.items()},
+        "valid": not broken,
+        "answers": sum(report["answers"] for report in reports.values()),
+        "models": reports,
     }
     if options.report:
         options.report.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -60,7 +60,10 @@ def changed(key: tuple[str, str], path: str, value: Any) -> dict[str, Any]:
         (("HorizontalPodAutoscaler", "replica"), "spec.maxReplicas", "8"),
         (("InferencePool", "headstart"), "spec.targetPortNumber", 8000),
         (("InferencePool", "headstart"), "spec.targetPorts", []),
+        (("InferencePool", "headstart"), "spec.endpointPickerRef.failureMode", "Open"),
         (("InferencePool", "headstart"), "apiVersion", "inference.networking.k8s.io/v1alpha2"),
+        (("HTTPRoute", "headstart"), "spec.rules.0.timeouts.request", "forever"),
+        (("Gateway", "headstart"), "spec.listeners.0.port", 0),
     ],
 )
 def test_what_kubernetes_would_refuse_is_found(key: tuple[str, str], path: str, value: Any) -> None:
@@ -100,11 +103,18 @@ def test_selectors_select_exactly_the_pods_they_are_meant_for(owner: dict[str, A
         assert {port["port"] for port in entry["ports"]} <= set(ports)
 
 
-def test_the_pool_selects_the_replicas() -> None:
+def test_the_pool_selects_the_replicas_and_its_picker() -> None:
     pool, replica, picker = ALL["InferencePool", "headstart"]["spec"], *POD_OWNERS
     assert pool["selector"]["matchLabels"] == labels(replica) != labels(picker)
     assert [port["number"] for port in pool["targetPorts"]] == [8000]
     assert {port["containerPort"] for port in container(replica)["ports"]} == {8000}
+    service = ALL["Service", pool["endpointPickerRef"]["name"]]
+    assert pool["endpointPickerRef"]["port"]["number"] in {port["port"] for port in service["spec"]["ports"]}
+    [rule] = ALL["HTTPRoute", "headstart"]["spec"]["rules"]
+    assert [(ref["kind"], ref["name"]) for ref in rule["backendRefs"]] == [("InferencePool", "headstart")]
+    [parent] = ALL["HTTPRoute", "headstart"]["spec"]["parentRefs"]
+    listeners = [listener["name"] for listener in ALL["Gateway", parent["name"]]["spec"]["listeners"]]
+    assert listeners == [parent["sectionName"]]
 
 
 @pytest.mark.parametrize("owner", POD_OWNERS, ids=lambda owner: owner["metadata"]["name"])
@@ -193,3 +203,17 @@ def test_the_discovery_of_the_picker_names_the_pool() -> None:
     [discover] = [word for word in container(POD_OWNERS[1])["args"] if word.startswith("--discover=")]
     target = parse_target(discover.removeprefix("--discover=kubernetes:"))
     assert ("InferencePool", target.name) in ALL and target.kind == "inferencepool" and target.namespace is None
+
+
+def test_prometheus_scrapes_each_kind_of_pod_at_its_port_and_sets_the_namespace() -> None:
+    found = yaml.safe_load((FOLDER / "prometheus-scrape.yaml").read_text(encoding="utf-8"))["scrape_configs"]
+    for job, owner in zip(found, POD_OWNERS, strict=True):
+        by_label = {rule["source_labels"][0]: rule for rule in job["relabel_configs"]}
+        component = by_label["__meta_kubernetes_pod_label_app_kubernetes_io_component"]["regex"]
+        assert component == labels(owner)["app.kubernetes.io/component"]
+        port = by_label["__meta_kubernetes_pod_container_port_name"]["regex"]
+        assert port in {port["name"] for port in container(owner)["ports"]}
+        assert by_label["__meta_kubernetes_namespace"]["target_label"] == "namespace"
+        [discovery] = job["kubernetes_sd_configs"]
+        assert discovery["namespaces"]["names"] == [owner["metadata"]["namespace"]]
+        assert ("authorization" in job) == any(env["name"].endswith("ADMIN_API_KEY") for env in container(owner)["env"])

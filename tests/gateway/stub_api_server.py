@@ -39,6 +39,7 @@ class StubApiServer:
         self._changed = asyncio.Condition()
         self._transports: set[asyncio.Transport] = set()
         self._injected: list[bytes] = []
+        self._num_ends = 0
 
     # ------------------------------------------------------------------------------------------------ what tests do
 
@@ -89,6 +90,11 @@ class StubApiServer:
         for transport in list(self._transports):
             transport.abort()
 
+    async def end(self) -> None:
+        """End all watches in an orderly way, before their time."""
+        self._num_ends += 1
+        await self._wake()
+
     # ------------------------------------------------------------------------------------------------------- answers
 
     async def _wake(self) -> None:
@@ -135,7 +141,7 @@ class StubApiServer:
         assert isinstance(transport, asyncio.Transport)
         self._transports.add(transport)
         self.num_watches += 1
-        num_injected = len(self._injected)
+        num_injected, num_ends = len(self._injected), self._num_ends
         seconds = 1e6 if request.path in self.late else float(query["timeoutSeconds"])
         deadline = asyncio.get_running_loop().time() + seconds
         try:
@@ -153,6 +159,8 @@ class StubApiServer:
                 for line in self._injected[num_injected:]:
                     await response.write(line)
                 num_injected = len(self._injected)
+                if num_ends < self._num_ends:
+                    return response
                 if any(at > version and path == request.path for at, path, *_ in self.history):
                     continue
                 async with self._changed:

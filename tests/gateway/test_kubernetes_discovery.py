@@ -116,11 +116,16 @@ def test_a_pool_that_changes_its_selector_or_ports_changes_the_list(tmp_path: Pa
             await watched.lists_now("10.0.0.1:8000", "10.0.0.1:8001")
             await watched.stub.put(POOLS, "llama", pool(8000, app="other"))
             await watched.lists_now("10.9.9.9:8000")
+            await watched.watches(3)
+            await watched.stub.put(PODS, "10.0.0.1", pod("10.0.0.3"), MINE)  # of the selector before: not watched
+            await watched.stub.put(PODS, "more", pod("10.9.9.8"), {"app": "other"})
+            await watched.lists_now("10.9.9.8:8000", "10.9.9.9:8000")
+            assert not any("10.0.0.3:8000" in found for found in watched.lists)
             await watched.stub.delete(POOLS, "llama")
             await watched.lists_now()
             await watched.has_told("inferencepool/llama does not exist")
             await watched.stub.put(POOLS, "llama", pool(80, **MINE))
-            await watched.lists_now("10.0.0.1:80")
+            await watched.lists_now("10.0.0.3:80")
 
     asyncio.run(go())
 
@@ -181,26 +186,36 @@ def test_a_dropped_watch_is_resumed_where_it_was(tmp_path: Path) -> None:
         async with pool_of(tmp_path, "10.0.0.1") as watched:
             stub = watched.stub
             num_lists = num(stub, "limit")
+            await stub.put(PODS, "10.0.0.1", pod("10.0.0.9"), MINE)
+            await watched.lists_now("10.0.0.9:8000")
+            version = stub.version
             stub.drop()
             await stub.put(PODS, "b", pod("10.0.0.2"), MINE)  # while there is no watch
-            await watched.lists_now("10.0.0.1:8000", "10.0.0.2:8000")
+            await watched.lists_now("10.0.0.2:8000", "10.0.0.9:8000")
             await watched.watches(4)
+            resumed = [query["resourceVersion"] for path, query in stub.requests if path == PODS and "watch" in query]
+            assert resumed[1] == str(version)
             assert num(stub, "limit") == num_lists  # nothing was listed again
-            assert len(watched.lists) == 2
+            assert len(watched.lists) == 3
 
     asyncio.run(go())
 
 
-def test_a_line_that_is_cut_off_is_not_applied(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_orderly", [False, True])
+def test_a_line_that_is_cut_off_is_not_applied(tmp_path: Path, is_orderly: bool) -> None:
     async def go() -> None:
         async with pool_of(tmp_path, "10.0.0.1") as watched:
+            num_lists = num(watched.stub, "limit")
             await watched.stub.inject(b'{"type": "DELETED", "object": {"metadata": {"name": "10.0.0.1"')
             await asyncio.sleep(0.05)
-            watched.stub.drop()
+            if is_orderly:
+                await watched.stub.end()
+            else:
+                watched.stub.drop()
             await watched.watches(4)
             await watched.stub.put(PODS, "b", pod("10.0.0.2"), MINE)
             await watched.lists_now("10.0.0.1:8000", "10.0.0.2:8000")
-            assert len(watched.lists) == 2
+            assert len(watched.lists) == 2 and num(watched.stub, "limit") == num_lists
 
     asyncio.run(go())
 
@@ -233,9 +248,10 @@ def test_a_version_that_is_gone_is_listed_again(tmp_path: Path, how: str) -> Non
                 stub.compact()
             else:
                 stub.refusals = [410, 410] if how == "status" else [504, 504]  # 504: a version of the future
+            del stub.objects[PODS]["10.0.0.1"]  # of which no watch will tell
             stub.objects[PODS]["b"] = {**pod("10.0.0.2"), "metadata": {"name": "b", "labels": MINE}}
             stub.drop()
-            await watched.lists_now("10.0.0.1:8000", "10.0.0.2:8000")
+            await watched.lists_now("10.0.0.2:8000")
 
     asyncio.run(go())
 

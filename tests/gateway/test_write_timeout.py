@@ -95,7 +95,7 @@ def test_a_stream_whose_client_takes_nothing_ends_and_is_no_fault_of_the_replica
             )
             monkeypatch.setattr(proxy, "WRITE_SECONDS", SECONDS)
             with pytest.raises(ClientGoneError):
-                await router.state.proxy.serve(call, receive, Client().send)
+                await router.state.proxy.serve(call, {}, receive, Client().send)
             assert call.outcome == "gone" and router.state.proxy.budget.num_active == 0
             assert router.state.proxy.num_pending == 0 and call.failures == []
 

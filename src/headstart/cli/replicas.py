@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from headstart.cli.replica_process import ReplicaOptions, encode_options
+from headstart.cli.route import fronts_of
 from headstart.config.options import EngineOptions, RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.gateway.replicas.subprocesses import Launch, LocalReplicas
@@ -46,7 +47,7 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
 
 def _routed(fleet: LocalReplicas, router: RouterOptions, server: ServerOptions) -> int:
     with fleet:
-        code = route(router, server, discovery=fleet)
+        code = route(router, server, discovery=fleet, fronts=fronts_of(router, server))
         if code == EXIT_INTERRUPTED:  # by a second Ctrl-C: do not wait for the replicas
             fleet.kill()
         return code

@@ -1,14 +1,22 @@
 """`headstart route`: a router in front of replicas that run already."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import typer
 
 from headstart.cli.cli_options import Sources, takes_options
 from headstart.config.config_file import settle
 from headstart.config.options import RouterOptions, ServerOptions
+from headstart.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headstart.gateway.http_front import Front
 
 EXAMPLES = """Examples:
   headstart route --replica http://10.0.0.7:8000 --replica http://10.0.0.8:8000 --host 0.0.0.0
   headstart route --discover file:replicas.txt --port 9000
+  headstart route --replica http://10.0.0.7:8000 --replica http://10.0.0.8:8000 --envoy
   curl -sD- localhost:8000/v1/completions -H 'x-headstart-explain: 1' -d '{"prompt": "Hi"}' -o/dev/null"""
 NOT_OF_A_ROUTER = (
     *("served_model_name", "max_num_queued_tokens", "max_n", "max_prompts", "max_logprobs", "heartbeat_timeout"),
@@ -26,4 +34,15 @@ def route(*, sources: Sources) -> None:
     router, server = settle(RouterOptions, *sources), settle(ServerOptions, *sources)
     from headstart.gateway.run_gateway import route as run_router
 
-    raise typer.Exit(run_router(router, server))
+    raise typer.Exit(run_router(router, server, fronts=fronts_of(router, server)))
+
+
+def fronts_of(router: RouterOptions, server: ServerOptions) -> "Sequence[Front]":
+    """Return the fronts that the options about Envoy ask for. Raises ConfigError."""
+    if router.envoy == "none" and router.ext_proc is None:
+        return ()
+    try:
+        from headstart.gateway.picker.picker_fronts import picker_fronts
+    except ImportError as error:
+        raise ConfigError(f"Envoy's endpoint picker needs {error.name}: pip install 'headstart[envoy]'") from None
+    return picker_fronts(router, server)

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,18 +36,25 @@ _STORED = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,128})(?:/input_items)?")
 _ADMINISTRATION = {"/v1/prefixes": ("GET", "POST"), "/reset_prefix_cache": ("POST",)}  # sent to every replica
 MAX_ID_CHARS = 256
 Handler = Callable[[Request], Awaitable[Response]]
+Forward = Callable[[ProxiedCall, Scope, Receive, Send], Awaitable[None]]
+"""Has a request answered by a replica."""
 
 
-def build_front(state: GatewayState) -> ASGIApp:
-    """Return the complete application of one router."""
-    return Gate(_Front(state), state)
+def build_front(state: GatewayState, forward: Forward | None = None) -> ASGIApp:
+    """Return the complete application of one router.
+
+    `forward` None: the router's own proxy; else one of which the router does not read the answers.
+    """
+    return Gate(_Front(state, forward), state)
 
 
 class _Front:
     """Dispatches requests to their handlers and turns errors into responses."""
 
-    def __init__(self, state: GatewayState) -> None:
+    def __init__(self, state: GatewayState, forward: Forward | None) -> None:
         self._state = state
+        self._forward = forward or state.proxy.serve
+        self._reads_answers = forward is None
         self._long_work = LongWork(LONG_BODY_BYTES, SPOOL_BYTES)
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/models": ("GET", self._models),
@@ -111,7 +119,7 @@ class _Front:
         state.check_admission()
         state.proxy.check_queue()
         path, headers = scope["path"], scope["headers"]
-        sender = state.sender(record.principal, headers)
+        sender = replace(state.sender(record.principal, headers), reads_answer=self._reads_answers)
         body = await state.bodies.read_spooled(Request(scope, receive, send))
         start = time.perf_counter()
         reading = await self._read(path, body, sender, reservation)
@@ -125,13 +133,14 @@ class _Front:
         try:
             reservation.set(bytes_of(call.reading))
             self._check_model(call.reading)
-            if call.reading.previous is not None:
-                call.only = self._holder(call.reading.previous, domain, "previous_response_id")
+            used = call.reading.used
+            if used is not None:
+                call.only = self._holder(used.response_id, domain, used.param)
             call.reservation = reservation
             state.metrics.decide.observe(time.perf_counter() - start)
             with state.under_way():
                 try:
-                    await state.proxy.serve(call, receive, send)
+                    await self._forward(call, scope, receive, send)
                 finally:
                     state.ended(record, call)
         finally:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
-import socket
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -20,9 +19,9 @@ from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.gateway.discovery.discovery import Discovery, StaticDiscovery
 from headstart.gateway.discovery.discovery_table import make_discovery
-from headstart.gateway.gateway_app import build_front
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.held_log import HeldLog
+from headstart.gateway.http_front import Front, HttpFront
 from headstart.gateway.proxy.replies import session_options
 from headstart.gateway.proxy.request_reader import RequestReader
 from headstart.gateway.replica_tokenizers import named_tokenizer
@@ -33,14 +32,11 @@ from headstart.http.lifecycle import (
     EXIT_CONFIG,
     EXIT_INTERRUPTED,
     EXIT_OK,
-    HttpServer,
     Shutdown,
     first_of,
     listen,
-    uvicorn_config,
 )
 from headstart.http.logs import Log
-from headstart.http.protocol.connections import ConnectionTable, connection_cap
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
@@ -48,8 +44,16 @@ KEEPALIVE_SECONDS = 4.0  # of idle connections to replicas; vLLM closes them aft
 FIRST_LOOK_SECONDS = 3.0  # the banner waits this long for the first probe of the replicas
 
 
-def route(router_options: RouterOptions, server_options: ServerOptions, discovery: Discovery | None = None) -> int:
+def route(
+    router_options: RouterOptions,
+    server_options: ServerOptions,
+    discovery: Discovery | None = None,
+    fronts: Sequence[Front] = (),
+) -> int:
     """Run a router until SIGTERM or Ctrl-C; return the exit code. Replicas come from `discovery`, else the options.
+
+    `fronts`: further ways into the router; unless the first of them has an address for clients, the router's own HTTP
+    server serves them, too.
 
     0: all admitted requests were answered. 1: requests were cut off at the end of the drain. 2: invalid options, with a
     message of one line. 130: stopped at once by a second Ctrl-C.
@@ -60,14 +64,16 @@ def route(router_options: RouterOptions, server_options: ServerOptions, discover
         found = discovery or discovery_of(router_options)
         reader = RequestReader(_tokenizer(router_options.tokenizer))
         decisions = DecisionLog(Path(router_options.decision_log)) if router_options.decision_log else None
-        listener = listen(server_options.host, server_options.port)
+        is_own = not (fronts and fronts[0].url)
+        listener = listen(server_options.host, server_options.port) if is_own else None
     except ConfigError as error:
         log.line(f"headstart: {error}")
         return EXIT_CONFIG
     disable_created_metrics()
     try:
-        with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            life = _Life(router_options, server_options, found, reader, decisions, listener, log)
+        with listener or contextlib.nullcontext(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            all_fronts = fronts if listener is None else [HttpFront(listener), *fronts]
+            life = _Life(router_options, server_options, found, reader, decisions, all_fronts, log)
             return runner.run(life.run())
     finally:
         if decisions is not None:
@@ -100,7 +106,7 @@ class _Life:
         discovery: Discovery,
         reader: RequestReader,
         decisions: DecisionLog | None,
-        listener: socket.socket,
+        fronts: Sequence[Front],
         log: Log,
     ) -> None:
         self._router_options = router_options
@@ -108,7 +114,7 @@ class _Life:
         self._discovery = discovery
         self._reader = reader
         self._decisions = decisions
-        self._listener = listener
+        self._fronts = fronts  # the first one is that of the clients
         self._log = log
         self._held_log = HeldLog()  # for lines that contain addresses of replicas
         self._listed = asyncio.Event()  # discovery has listed the replicas
@@ -134,6 +140,8 @@ class _Life:
 
             def changed(addresses: Sequence[ReplicaAddress]) -> None:
                 state.members.changed(addresses)
+                for front in self._fronts:
+                    front.changed(addresses)
                 self._listed.set()
 
             watching = asyncio.create_task(self._discovery.watch(changed))
@@ -152,11 +160,14 @@ class _Life:
             return EXIT_CONFIG
         if self._router_options.tokenizer == "auto":
             state.find_tokenizer(self._log)
-        cap = connection_cap(self._options.max_num_queued_reqs, files_each=2)  # one to the client, and one to a replica
-        http = HttpServer(uvicorn_config(build_front(state), ConnectionTable(cap)))
-        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         trimming = asyncio.create_task(trim_regularly())
         try:
+            try:
+                for front in self._fronts:
+                    await front.start(state)
+            except ConfigError as error:
+                self._log.line(f"headstart: {error}")
+                return EXIT_CONFIG
             if not self._listed.is_set():  # replicas that are still starting
                 await _any_of(watching, self._listed.wait(), self._shutdown.begun.wait())
                 await self._first_look(state, watching, timeout=None)
@@ -165,9 +176,10 @@ class _Life:
             self._held_log.release()
             gc.collect()
             gc.freeze()  # modules and large indexes: a full collection of them would stop all streams for 60 ms
-            stopped = asyncio.ensure_future(self._shutdown.begun.wait())
-            await asyncio.wait([stopped, watching], return_when=asyncio.FIRST_COMPLETED)
-            stopped.cancel()
+            await _any_of(watching, self._shutdown.begun.wait(), *(front.ended.wait() for front in self._fronts))
+            if any(front.ended.is_set() for front in self._fronts):
+                state.drain()
+                return EXIT_BROKEN
             if watching.done() and not watching.cancelled():
                 more = "; the router stops" if self._listed.is_set() else ""
                 self._log.line(f"headstart: {watching.exception() or 'discovery has ended'}{more}")
@@ -176,9 +188,8 @@ class _Life:
             return await self._drain(state)
         finally:
             trimming.cancel()
-            http.should_exit = True
-            http.force_exit = self._shutdown.at_once.is_set()
-            await asyncio.wait([serving])
+            for front in self._fronts:
+                await front.stop(at_once=self._shutdown.at_once.is_set())
 
     async def _first_look(
         self, state: GatewayState, watching: "asyncio.Task[None]", timeout: float | None = FIRST_LOOK_SECONDS
@@ -196,18 +207,17 @@ class _Life:
         return EXIT_INTERRUPTED if self._shutdown.at_once.is_set() else EXIT_BROKEN
 
     def _banner(self, state: GatewayState) -> str:
-        host, port = self._listener.getsockname()[:2]
-        where = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        url = self._fronts[0].url
         members = state.members.members.values()
         up = sum(member.state == "up" for member in members)
         names = sorted({card.id for card in state.members.cards()})
         counting = "the replicas' own tokens" if state.reader.tokenizer is not None else "bytes (no tokenizer here)"
         lines = [
-            f"Headstart {__version__} routes to {self._discovery.describe()} at http://{where}:{port}/v1",
+            f"Headstart {__version__} routes to {self._discovery.describe()} at {url}/v1",
             f"  replicas {up} of {len(members)} up" + (f", serving {', '.join(names[:4])}" if names else ""),
             f"  policy   {state.router.policy.name}, prompts counted in {counting}",
-            f"  keys     {_keys(self._options, host)}",
-            f"  look     curl http://{where}:{port}/v1/fleet",
+            f"  keys     {_keys(self._options)}",
+            f"  look     curl {url}/v1/fleet",
         ]
         return "\n".join(lines)
 
@@ -222,11 +232,11 @@ async def _any_of(
         task.cancel()
 
 
-def _keys(options: ServerOptions, host: str) -> str:
+def _keys(options: ServerOptions) -> str:
     count = len(options.api_key) + sum(len(tenant.api_keys) for tenant in options.tenants)
     if count:
         return f"{count} configured, of {len(options.api_key) + len(options.tenants)} tenants"
     with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
+        if ipaddress.ip_address(options.host).is_loopback:
             return "clients' keys are the replicas' business"
     return "NONE HERE: clients' keys are the replicas' business, and everyone can reach this address"

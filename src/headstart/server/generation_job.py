@@ -7,6 +7,7 @@ from headstart.core.batch import Output, PromptTokenBreakdown
 from headstart.core.errors import InvalidRequestError, RequestFailedError
 from headstart.core.request import FinishReason
 from headstart.http.access_record import RequestRecord
+from headstart.http.answer_report import AnswerReport
 from headstart.http.byte_budget import Lease
 from headstart.openai.engine_requests import Prepared
 from headstart.openai.responses import Json, usage
@@ -101,6 +102,14 @@ class GenerationJob:
         """Return OpenAI's usage object for the output so far."""
         return usage(sum(len(prompt.token_ids) for prompt in self.prompts), self._num_tokens, self._ledger)
 
+    def report(self, answer_id: str) -> AnswerReport | None:
+        """Return the usage and the prefill time for a proxy that does not read the answer; None before a token."""
+        first, scheduled = self.record.first_token_at, self.record.scheduled_at
+        if first is None or scheduled is None:
+            return None
+        num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
+        return AnswerReport(answer_id, num_prompt_tokens, self._ledger.cached, (first - scheduled) * 1e3)
+
     def close(self) -> None:
         """Abort unfinished requests, release the lease, and complete the record and the metrics."""
         for _ in self._open:
@@ -176,6 +185,8 @@ class GenerationJob:
         if delta.must_abort:
             self._engine.abort((request_id,))
         generation, first = self.generations[index], self._first_token_at[index] or at
+        if self.params.turn is not None:
+            self.params.turn.ended(generation.kept_token_ids)
         metrics = self._metrics
         metrics.finished(delta.finish_reason or "")
         metrics.e2e_latency.observe(time.monotonic() - self.record.arrival)

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headstart.http.access_record import RequestRecord, record_of
+from headstart.http.answer_report import REPORT_HEADER
 from headstart.http.http_errors import ClientGoneError, Headers, json_response
 from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.http.sse import HEADERS, PING, WRITE_SECONDS
@@ -44,17 +45,28 @@ async def infer(state: ServerState, api: Api, request: Request) -> Response:
     try:
         if job.params.stream:
             body = answer.events(await answer.next_news())
-            return _Sent(answer, body, watcher, "text/event-stream; charset=utf-8", HEADERS)
+            headers = HEADERS | _report(request, job, origin.request_id)
+            return _Sent(answer, body, watcher, "text/event-stream; charset=utf-8", headers)
         whole = await answer.whole()
+        headers = _report(request, job, origin.request_id)
     except BaseException:
         watcher.cancel()
         state.release(job)
         raise
     if not isinstance(whole, Response):
-        return _Sent(answer, whole, watcher, "application/json", {})
+        return _Sent(answer, whole, watcher, "application/json", headers)
+    whole.headers.update(headers)
     watcher.cancel()
     state.release(job)
     return whole
+
+
+def _report(request: Request, job: GenerationJob, answer_id: str) -> Headers:
+    """Return the header that reports usage and prefill time, if it was requested and they are known."""
+    if all(name != REPORT_HEADER for name, _ in request.scope["headers"]):
+        return {}
+    report = job.report(answer_id)
+    return {} if report is None else {REPORT_HEADER.decode(): report.encode().decode()}
 
 
 async def _prepared(

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 import aiohttp
-from starlette.types import Receive, Send
+from starlette.types import Receive, Scope, Send
 
 from headstart.core.errors import NoReplicaError, QueueFullError
 from headstart.gateway.held_bytes import MAX_HELD_BYTES, HeldBytes
@@ -101,7 +101,32 @@ class Proxy:
                 f"{self.num_pending} requests are waiting: try again later", retry_after=min(wait, 60.0)
             )
 
-    async def serve(self, call: ProxiedCall, receive: Receive, send: Send) -> None:
+    async def waited(self, call: ProxiedCall) -> bool:
+        """Wait until a replica is up; return False if the request may wait no longer."""
+        now = time.monotonic()
+        if call.deadline is None:
+            call.deadline = self.replica_wait.deadline(call, now)
+        return now < call.deadline and await self.replica_wait.wait(call.deadline)
+
+    def place(self, call: ProxiedCall, now: float) -> InFlight:
+        """Choose the best replica that the request did not try yet, and record that it is sent there.
+
+        Raises NoReplicaError.
+        """
+        router = self.router
+        others = () if call.only is None else router.endpoints.keys() - {call.only}
+        decision = router.pick(
+            call.reading.request, now, tried=frozenset((*call.tried, *others)), before=call.in_flight
+        )
+        if call.explains:
+            call.route = decision_header(decision)
+        call.trim()
+        call.in_flight = in_flight = router.sent(decision, now)
+        call.tried.append(in_flight.endpoint.name)
+        call.num_attempts += 1
+        return in_flight
+
+    async def serve(self, call: ProxiedCall, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Raises HttpError, NoReplicaError and ClientGoneError if nothing was sent yet."""
         self.check_queue()
         self.budget.num_active += 1
@@ -158,7 +183,7 @@ class Proxy:
                     if not again and any(failure.is_of_connection for failure in call.failures):
                         again = True
                         _retry_failed_connections(call)
-                    elif await self._waited(call):
+                    elif await self.waited(call):
                         call.tried.clear()
                     else:
                         await self._give_up(call, last or error, send)
@@ -167,13 +192,6 @@ class Proxy:
             if retrying:
                 self.budget.give_back()
 
-    async def _waited(self, call: ProxiedCall) -> bool:
-        """Wait until a replica is up; return False if the request may wait no longer."""
-        now = time.monotonic()
-        if call.deadline is None:
-            call.deadline = self.replica_wait.deadline(call, now)
-        return now < call.deadline and await self.replica_wait.wait(call.deadline)
-
     def _may_retry(self, call: ProxiedCall, failure: Failure, retrying: bool) -> bool:
         if call.num_attempts >= self._settings.max_attempts:
             return False
@@ -181,17 +199,8 @@ class Proxy:
 
     async def _attempt(self, call: ProxiedCall, send: Send) -> None:
         """Send the request to the best replica that was not tried yet. Raises AttemptError and NoReplicaError."""
-        router, now = self.router, time.monotonic()
-        others = () if call.only is None else router.endpoints.keys() - {call.only}
-        decision = router.pick(
-            call.reading.request, now, tried=frozenset((*call.tried, *others)), before=call.in_flight
-        )
-        if call.explains:
-            call.route = decision_header(decision)
-        call.trim()
-        call.in_flight = in_flight = router.sent(decision, now)
-        call.tried.append(in_flight.endpoint.name)
-        call.num_attempts += 1
+        now = time.monotonic()
+        in_flight = self.place(call, now)
         activity, wait = self.silence.begin(call, in_flight, now)
         try:
             await self._send(Attempt(call, in_flight, (activity, wait)), send)
@@ -208,7 +217,7 @@ class Proxy:
             wait.take_cancel_back()
             self.silence.end(activity, wait)
             if in_flight.finish is None:  # the client disconnected, or the router stops: not the replica's fault
-                router.failed(in_flight, time.monotonic(), blame=False)
+                self.router.failed(in_flight, time.monotonic(), blame=False)
 
     async def _broken(
         self, call: ProxiedCall, in_flight: InFlight, failure: Failure, error: BaseException, send: Send

@@ -159,7 +159,7 @@ class Relay:
                 self._finished(call, in_flight, stream)  # before it is relayed: clients disconnect after it
             if passed and (call.committed or call.reading.stream):  # a client that requested no stream gets no comments
                 if not call.started:
-                    await self._start(call, 200, headers_back(response, EVENTS), send)
+                    await self._start(call, 200, headers_back(response.raw_headers, EVENTS), send)
                 await send({"type": "http.response.body", "body": passed, "more_body": True})
         rest = stream.close()
         if not call.committed and (stream.is_done or stream.has_data):
@@ -206,14 +206,8 @@ class Relay:
         self.end_wait(call)
 
     async def _start(self, call: ProxiedCall, status: int, headers: "list[tuple[bytes, bytes]]", send: Send) -> None:
-        assert call.in_flight is not None, "no replica was selected"
-        own = list[tuple[bytes, bytes]]()
-        if call.shows_replica and status not in (401, 403):  # a refused key gets no addresses, from any server
-            own.append((b"x-headstart-replica", call.in_flight.endpoint.name.encode("latin-1")))
-            if call.route:
-                own.append((b"x-headstart-route", call.route))
         call.started = True
-        await send({"type": "http.response.start", "status": status, "headers": [*headers, *own]})
+        await send({"type": "http.response.start", "status": status, "headers": [*headers, *own_headers(call, status)]})
 
     async def send_whole(self, call: ProxiedCall, answer: Answer, send: Send) -> None:
         """Send a complete answer or refusal, as an event if the client already reads a stream."""
@@ -225,6 +219,15 @@ class Relay:
         await self._start(call, answer.status, [*answer.headers, length], send)
         call.drop_body()
         await write(send, answer.body, more=False)
+
+
+def own_headers(call: ProxiedCall, status: int) -> list[tuple[bytes, bytes]]:
+    """Return the router's own headers of an answer: the replica and the reasons for it, for administrators."""
+    assert call.in_flight is not None, "no replica was selected"
+    if not call.shows_replica or status in (401, 403):  # a refused key gets no addresses, from any server
+        return []
+    own = [(b"x-headstart-replica", call.in_flight.endpoint.name.encode("latin-1"))]
+    return [*own, (b"x-headstart-route", call.route)] if call.route else own
 
 
 async def write(send: Send, data: bytes, *, more: bool = True) -> None:

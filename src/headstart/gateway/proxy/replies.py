@@ -146,17 +146,17 @@ async def read_answer(response: aiohttp.ClientResponse, path: str, keep: Callabl
         if not is_error_object(body):
             told = error_object(f"the replica answered {status}", status=status)
             body = encode(error_body(path, status, told, ""))
-        return Answer(status, headers_back(response, _JSON), body)
+        return Answer(status, headers_back(response.raw_headers, _JSON), body)
     beginning, decoder = GENERATION.get(path) or (_OBJECT_BEGINNING, _ANYTHING)
     if path not in _OBJECTS and path not in GENERATION:
-        return Answer(status, headers_back(response), await read_bounded(response, MAX_ANSWER_BYTES, keep))
+        return Answer(status, headers_back(response.raw_headers), await read_bounded(response, MAX_ANSWER_BYTES, keep))
     body, is_whole = await _read_up_to(response, KEPT_BYTES, keep)
     if not is_whole:
         if not beginning.match(body):
             raise GarbledError("the replica's answer does not begin like one of this route")
-        return Answer(status, headers_back(response, _JSON), body, is_whole=False)
+        return Answer(status, headers_back(response.raw_headers, _JSON), body, is_whole=False)
     _check_object(body, decoder)
-    return Answer(status, headers_back(response, _JSON), body)
+    return Answer(status, headers_back(response.raw_headers, _JSON), body)
 
 
 def is_error_object(body: bytes) -> bool:

@@ -206,14 +206,25 @@ def headers_on(
     return [*sent, ("accept-encoding", "identity"), *own.items()]
 
 
-def headers_back(response: aiohttp.ClientResponse, content_type: bytes = b"") -> "list[tuple[bytes, bytes]]":
+def headers_changed(headers: Iterable[tuple[bytes, bytes]], own: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the headers that another proxy must set, and those it must remove, to forward a request as `headers_on`.
+
+    The headers of the client's connection, and x-forwarded-for, are left to that proxy.
+    """
+    removed = {name for name, _ in headers if name in _OTHER_TARGETS or name == b"x-headstart-explain"}
+    if "authorization" in own:
+        removed.add(b"x-api-key")
+    return {"accept-encoding": "identity", **own}, sorted(name.decode("latin-1") for name in removed)
+
+
+def headers_back(headers: Iterable[tuple[bytes, bytes]], content_type: bytes = b"") -> "list[tuple[bytes, bytes]]":
     """Return the headers of a replica that are returned to the client: a closed list, printable values, repeats kept.
 
     All others are not meant for clients: cookies, redirects, the replica's name and address. `content_type` replaces
     the replica's own.
     """
     kept, dropped = list[tuple[bytes, bytes]](), set[str]()
-    for header in response.raw_headers:
+    for header in headers:
         name = header[0].lower()
         if name in _SENT_BACK or name.startswith(_SENT_BACK_PREFIXES):
             kept.append((name, header[1]))

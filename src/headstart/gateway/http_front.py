@@ -1,0 +1,74 @@
+"""Front: where clients, or a proxy of theirs, reach a router. HttpFront: the router's own HTTP server."""
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from typing import Protocol
+
+from headstart.gateway.gateway_app import build_front
+from headstart.gateway.gateway_state import GatewayState
+from headstart.gateway.replicas.replica_address import ReplicaAddress
+from headstart.http.lifecycle import HttpServer, uvicorn_config
+from headstart.http.protocol.connections import ConnectionTable, connection_cap
+
+
+class Front(Protocol):
+    """One way into a router. `ended` is set if it stops by itself, after it has written why to the log."""
+
+    ended: asyncio.Event
+
+    @property
+    def url(self) -> str:
+        """The address of its clients; empty: it has none of its own."""
+        ...
+
+    def changed(self, replicas: Sequence[ReplicaAddress]) -> None:
+        """Note the replicas that there are now."""
+        ...
+
+    async def start(self, state: GatewayState) -> None:
+        """Serve. Raises ConfigError."""
+        ...
+
+    async def stop(self, *, at_once: bool) -> None:
+        """Stop serving: after the responses that are being written, or `at_once`."""
+        ...
+
+
+class HttpFront:
+    """The router's own HTTP server on a listening socket, which it does not close."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.ended = asyncio.Event()
+        self._listener = listener
+        self._http: HttpServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """The address of its clients."""
+        host, port = self._listener.getsockname()[:2]
+        return url_of(host, port)
+
+    def changed(self, replicas: Sequence[ReplicaAddress]) -> None:
+        """Do nothing: the router's proxy reads the router's own table."""
+
+    async def start(self, state: GatewayState) -> None:
+        """Serve."""
+        cap = connection_cap(state.server_options.max_num_queued_reqs, files_each=2)  # to the client and to a replica
+        self._http = HttpServer(uvicorn_config(build_front(state), ConnectionTable(cap)))
+        self._serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+
+    async def stop(self, *, at_once: bool) -> None:
+        """Stop serving."""
+        if self._http is None or self._serving is None:
+            return
+        self._http.should_exit = True
+        self._http.force_exit = at_once
+        await asyncio.wait([self._serving])
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the URL by which a client on this machine reaches a server that listens at an address."""
+    where = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{where}:{port}"

@@ -1,0 +1,237 @@
+"""EndpointPicker: routes requests that another proxy, Envoy, forwards; the counterpart of proxy.py.
+
+It chooses replicas and records outcomes by the same code as the router's own proxy. Envoy sends the request, tries the
+next replica of the list if one does not answer, and passes the answer on untouched. The picker sees the head of the
+answer, and its end. Replicas that report their usage in the head (http/answer_report.py) correct the index by it; for
+others the time of the first token is assumed, and nothing is learned from their answers.
+"""
+
+import asyncio
+import time
+from dataclasses import replace
+
+from starlette.types import Receive, Scope, Send
+
+from headstart.core.errors import NoReplicaError
+from headstart.gateway.gateway_state import GatewayState
+from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
+from headstart.gateway.picker.ext_proc_stream import EXTENSION, AnswerHead, ExtProcStream
+from headstart.gateway.proxy.api_paths import RESPONSES
+from headstart.gateway.proxy.error_responses import no_answer, no_replicas
+from headstart.gateway.proxy.proxied_call import ProxiedCall
+from headstart.gateway.proxy.relay import own_headers
+from headstart.gateway.proxy.sse_reader import EventStream
+from headstart.gateway.proxy.upstream import AttemptError, Failure, headers_back, headers_changed
+from headstart.http.answer_report import REPORT_HEADER, AnswerReport, decode_report
+from headstart.http.http_errors import ClientGoneError, HttpError
+from headstart.router.routing_decision import InFlight
+from headstart.router.routing_request import Usage
+
+_EVENTS = b"text/event-stream"
+_OF_PROXY = frozenset((502, 503, 504))
+
+
+class EndpointPicker:
+    """Chooses the replicas of one router for the requests of Envoy. `max_attempts`: the longest list of replicas."""
+
+    def __init__(self, state: GatewayState, addresses: EndpointAddresses) -> None:
+        self._state = state
+        self._addresses = addresses
+        self._proxy = state.proxy
+        self._router = state.router
+
+    async def forward(self, call: ProxiedCall, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have one request answered. Raises HttpError and ClientGoneError if nothing was sent yet."""
+        proxy, stream = self._proxy, scope["extensions"][EXTENSION]
+        proxy.check_queue()
+        proxy.budget.num_active += 1
+        proxy.relay.begin_wait(call)
+        try:
+            await self._forward(call, stream, send)
+        except asyncio.CancelledError:
+            call.outcome = call.outcome if call.outcome == "ok" else "gone"
+            raise
+        finally:
+            proxy.budget.num_active -= 1
+            proxy.relay.end_wait(call)
+
+    async def _forward(self, call: ProxiedCall, stream: ExtProcStream, send: Send) -> None:
+        if stream.subset is not None:
+            names = frozenset(url for address in stream.subset if (url := self._addresses.url(address)) is not None)
+            call.reading.request = replace(call.reading.request, subset=names)
+        in_flight = await self._placed(call)
+        try:
+            await self._sent(call, in_flight, stream)
+            timer = self._first_token_timer(call, in_flight) if not call.reading.stream else None
+            try:
+                head = await stream.answer_head()
+            finally:
+                if timer is not None:
+                    timer.cancel()
+            if head is None:
+                call.outcome = "gone"
+                raise ClientGoneError
+            in_flight = self._served(call, in_flight, head)
+            await self._answered(call, in_flight, head, stream, send)
+        finally:
+            if in_flight.finish is None:
+                self._router.failed(in_flight, time.monotonic(), blame=False)
+
+    async def _placed(self, call: ProxiedCall) -> InFlight:
+        """Choose a replica; wait if one left a moment ago. Raises HttpError 503."""
+        while True:
+            try:
+                return self._proxy.place(call, time.monotonic())
+            except NoReplicaError as error:
+                if not await self._proxy.waited(call):
+                    raise no_replicas(error) from error
+
+    async def _sent(self, call: ProxiedCall, in_flight: InFlight, stream: ExtProcStream) -> None:
+        names = (in_flight.endpoint.name, *in_flight.fallbacks)[: self._state.options.max_attempts]
+        own = {"x-request-id": call.request_id, REPORT_HEADER.decode(): "1"}
+        if self._state.options.replica_api_key is not None:
+            own["authorization"] = f"Bearer {self._state.options.replica_api_key}"
+        changed, removed = headers_changed(call.headers, own)
+        addresses = [address for name in names if (address := self._addresses.address(name)) is not None]
+        body = call.reading.body
+        call.reading.body = b""  # the picker sends it once; Envoy keeps it for its own retries
+        try:
+            await stream.forward(addresses, body, changed, removed)
+        finally:
+            call.reading.body = body
+            call.drop_body()
+
+    def _first_token_timer(self, call: ProxiedCall, in_flight: InFlight) -> asyncio.TimerHandle:
+        """Assume the first token of an answer in one piece at its expected time."""
+        seconds = in_flight.flight.expected_ms / 1e3
+        return asyncio.get_running_loop().call_later(seconds, self._proxy.relay.assume, call, in_flight)
+
+    def _served(self, call: ProxiedCall, in_flight: InFlight, head: AnswerHead) -> InFlight:
+        """Return the request at the replica that answered, after recording the failures of those tried before it."""
+        url = self._addresses.url(head.served)
+        names = [candidate.name for candidate in in_flight.choice.ranked]
+        if url is None or url == in_flight.endpoint.name:
+            return in_flight
+        now = time.monotonic()
+        call.failures.append(Failure.LOST)
+        self._proxy.relay.failed(in_flight, Failure.LOST)
+        if url not in names:
+            return in_flight  # Envoy's own choice
+        for name in names[1 : names.index(url)]:
+            endpoint = self._router.endpoints.get(name)
+            call.num_attempts += 1
+            call.failures.append(Failure.LOST)
+            if endpoint is not None:
+                endpoint.health.failed(now, sent_at=in_flight.sent_at)
+        call.num_attempts += 1
+        call.in_flight = sent = self._router.sent(in_flight, now, url)
+        self._router.assume_first_token(sent, now)  # when it was sent is not known
+        return sent
+
+    async def _answered(
+        self, call: ProxiedCall, in_flight: InFlight, head: AnswerHead, stream: ExtProcStream, send: Send
+    ) -> None:
+        """Pass an answer on, and record it. Raises HttpError in place of one that is not meant for clients."""
+        now = time.monotonic()
+        is_json = any(n == b"content-type" and v.startswith(b"application/json") for n, v in head.headers)
+        if not (200 <= head.status < 300 or 400 <= head.status < 600) or head.status == 407:
+            raise self._refused(call, in_flight, Failure.GARBLED)
+        if head.status in _OF_PROXY and not is_json:
+            raise self._refused(call, in_flight, Failure.LOST)  # Envoy's own answer: no replica gave one
+        report = None
+        if head.status >= 300:
+            self._failed(in_flight, head.status)
+        else:
+            report = decode_report(head.headers)
+            self._begun(call, in_flight, report, is_stream=_is_stream(head), now=now)
+        kept = [*headers_back(head.headers), *own_headers(call, head.status)]
+        await send({"type": "http.response.start", "status": head.status, "headers": kept})
+        call.started = call.committed = True
+        await stream.pass_head(head)
+        if in_flight.finish is not None:
+            call.outcome = "ok" if head.status < 500 else call.outcome
+        await self._pass_body(call, in_flight, head, report, stream)
+
+    async def _pass_body(
+        self,
+        call: ProxiedCall,
+        in_flight: InFlight,
+        head: AnswerHead,
+        report: AnswerReport | None,
+        stream: ExtProcStream,
+    ) -> None:
+        is_stream = _is_stream(head) and head.status < 300
+        events = EventStream(call.path, hides_usage=False) if is_stream and stream.reads_answers else None
+        if is_stream and report is None and events is None and in_flight.first_token is None:
+            timer = self._first_token_timer(call, in_flight)
+        else:
+            timer = None
+
+        def read(piece: bytes) -> None:
+            if events is None or not piece:
+                return
+            events.feed(piece)
+            if events.has_data and in_flight.first_token is None and in_flight.finish is None:
+                self._router.first_token(in_flight, time.monotonic())
+                self._first_token(call, time.monotonic())
+
+        try:
+            is_whole = head.is_whole or await stream.pass_answer(read)
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if in_flight.finish is not None:
+            return
+        if stream.reads_answers and not is_whole:  # by the client or by the replica: Envoy does not say
+            call.outcome = "gone"
+            return
+        call.outcome = "ok"
+        reported = events.reported if events is not None else None
+        usage = reported.usage if reported is not None and call.reading.is_single else None
+        self._finish(call, in_flight, usage or _usage(call, report))
+
+    def _begun(
+        self, call: ProxiedCall, in_flight: InFlight, report: AnswerReport | None, *, is_stream: bool, now: float
+    ) -> None:
+        """Record the beginning of an answer."""
+        if report is not None:
+            call.answer_id = report.answer_id
+            if call.path == RESPONSES:
+                self._proxy.relay.response_owners.add(report.answer_id, in_flight.endpoint.name, call.domain)
+        if is_stream and report is not None:  # such a head comes with the first token
+            self._router.first_token(in_flight, now, _usage(call, report))
+            self._first_token(call, now)
+        elif not is_stream:
+            self._router.assume_first_token(in_flight, now)
+            self._first_token(call, now)
+
+    def _finish(self, call: ProxiedCall, in_flight: InFlight, usage: Usage | None) -> None:
+        now = time.monotonic()
+        if in_flight.first_token is None:
+            self._router.assume_first_token(in_flight, now)
+        self._router.finished(in_flight, now, usage)
+
+    def _first_token(self, call: ProxiedCall, now: float) -> None:
+        call.first_token_at = call.first_token_at or now
+        self._proxy.relay.end_wait(call)
+
+    def _failed(self, in_flight: InFlight, status: int) -> None:
+        if status == 429:
+            self._proxy.relay.failed(in_flight, Failure.BUSY)
+        else:
+            self._router.failed(in_flight, time.monotonic(), blame=status >= 500)
+
+    def _refused(self, call: ProxiedCall, in_flight: InFlight, failure: Failure) -> HttpError:
+        call.failures.append(failure)
+        self._proxy.relay.failed(in_flight, failure)
+        return no_answer(AttemptError(failure, "no answer"), max(call.num_attempts, 1))
+
+
+def _is_stream(head: AnswerHead) -> bool:
+    return any(name == b"content-type" and value.startswith(_EVENTS) for name, value in head.headers)
+
+
+def _usage(call: ProxiedCall, report: AnswerReport | None) -> Usage | None:
+    if report is None or not call.reading.is_single:
+        return None
+    return Usage(report.prompt_tokens, report.cached_tokens)

@@ -1,0 +1,206 @@
+"""Configuration of an Envoy in front of a router's replicas: one listener, an external processing filter, one cluster.
+
+The endpoint picker names the replicas of each request; Envoy tries them in that order. Without the picker, Envoy sends
+requests to replicas in turn, unless the router has keys: then requests are refused, since nothing would check them.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headstart.gateway.picker.ext_proc_stream import DESTINATION, SERVED
+
+_TYPE = "type.googleapis.com/envoy"
+_MANY = 1 << 20  # connections, requests and retries: no circuit breaker opens
+_LB = "envoy.lb"
+BOOTSTRAP, REPLICAS, SOCKET = "envoy.json", "replicas.json", "picker.sock"
+"""Files in the folder of an Envoy: its configuration, the addresses of the replicas, the picker's socket."""
+PROBE_SECONDS = 0.25  # between two probes of the picker
+MESSAGE_SECONDS = 60  # limit for one reply of the picker: requests may wait in it for a replica
+
+
+@dataclass(frozen=True, slots=True)
+class EnvoySettings:
+    """Settings of an Envoy. Times in seconds. `fails_open`: requests are served while there is no picker."""
+
+    folder: Path
+    host: str
+    port: int
+    fails_open: bool
+    max_attempts: int
+    connect_timeout: float
+    response_timeout: float
+    max_body_bytes: int
+    max_connections: int
+
+
+def write_bootstrap(settings: EnvoySettings) -> Path:
+    """Write the configuration and return its path."""
+    path = settings.folder / BOOTSTRAP
+    monitor = {
+        "@type": f"{_TYPE}.extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig",
+        "max_active_downstream_connections": settings.max_connections,
+    }
+    name = "envoy.resource_monitors.global_downstream_max_connections"
+    document = {
+        "node": {"id": "headstart", "cluster": "headstart"},
+        "static_resources": {"listeners": [_listener(settings)], "clusters": _clusters(settings)},
+        "overload_manager": {"resource_monitors": [{"name": name, "typed_config": monitor}]},
+    }
+    _replace(path, document)
+    return path
+
+
+def write_replicas(folder: Path, addresses: Sequence[str]) -> None:
+    """Write the addresses of the replicas, IP:port; a running Envoy reads them again."""
+    endpoints = [{"endpoint": {"address": _socket(address)}} for address in addresses]
+    assignment = {
+        "@type": f"{_TYPE}.config.endpoint.v3.ClusterLoadAssignment",
+        "cluster_name": "replicas",
+        "endpoints": [{"lb_endpoints": endpoints}],
+    }
+    _replace(folder / REPLICAS, {"resources": [assignment]})
+
+
+def _replace(path: Path, document: dict[str, Any]) -> None:
+    """Write a file under another name and rename it: a reader never sees a part of it."""
+    draft = path.with_suffix(".new")
+    draft.write_text(json.dumps(document, indent=1) + "\n")
+    os.replace(draft, path)
+
+
+def _listener(settings: EnvoySettings) -> dict[str, Any]:
+    retries = {
+        "retry_on": "connect-failure,refused-stream,reset,retriable-status-codes",
+        "num_retries": settings.max_attempts - 1,
+        "retriable_status_codes": [429, 502, 503, 504],
+        "retry_back_off": {"base_interval": "0.001s", "max_interval": "0.005s"},
+    }
+    route = {
+        "match": {"prefix": "/"},
+        "route": {"cluster": "replicas", "timeout": "0s", "retry_policy": retries},
+        "request_body_buffer_limit": settings.max_body_bytes,  # bodies are kept for retries
+    }
+    router = {"@type": f"{_TYPE}.extensions.filters.http.router.v3.Router", "suppress_envoy_headers": True}
+    manager = {
+        "@type": f"{_TYPE}.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "front",
+        "use_remote_address": True,
+        "server_header_transformation": "PASS_THROUGH",
+        "generate_request_id": False,
+        "preserve_external_request_id": True,
+        "normalize_path": False,
+        "stream_idle_timeout": f"{settings.response_timeout:g}s",
+        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
+        "http_filters": [
+            {"name": "headstart.picker", "typed_config": _picker_filter(settings)},
+            {"name": "router", "typed_config": router},
+        ],
+    }
+    return {
+        "name": "front",
+        "address": _socket(
+            f"[{settings.host}]:{settings.port}" if ":" in settings.host else f"{settings.host}:{settings.port}"
+        ),
+        "per_connection_buffer_limit_bytes": 1 << 20,
+        "filter_chains": [{"filters": [{"name": "http", "typed_config": manager}]}],
+    }
+
+
+def _picker_filter(settings: EnvoySettings) -> dict[str, Any]:
+    return {
+        "@type": f"{_TYPE}.extensions.filters.http.ext_proc.v3.ExternalProcessor",
+        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
+        "failure_mode_allow": settings.fails_open,
+        "request_attributes": ["source.address"],
+        "message_timeout": f"{MESSAGE_SECONDS}s",
+        "processing_mode": {
+            "request_header_mode": "SEND",
+            "request_body_mode": "FULL_DUPLEX_STREAMED",
+            "request_trailer_mode": "SEND",
+            "response_header_mode": "SEND",
+            "response_body_mode": "NONE",
+            "response_trailer_mode": "SEND",
+        },
+        "metadata_options": {
+            "forwarding_namespaces": {"untyped": [_LB, f"{_LB}.subset_hint"]},
+            "receiving_namespaces": {"untyped": [_LB]},
+        },
+    }
+
+
+def _clusters(settings: EnvoySettings) -> list[dict[str, Any]]:
+    round_robin = {"@type": f"{_TYPE}.extensions.load_balancing_policies.round_robin.v3.RoundRobin"}
+    override = {
+        "@type": f"{_TYPE}.extensions.load_balancing_policies.override_host.v3.OverrideHost",
+        "override_host_sources": [{"metadata": {"key": _LB, "path": [{"key": DESTINATION}]}}],
+        "selected_host_key": {"key": _LB, "path": [{"key": SERVED}]},
+        "fallback_policy": {
+            "policies": [{"typed_extension_config": {"name": "round_robin", "typed_config": round_robin}}]
+        },
+    }
+    thresholds = {key: _MANY for key in ("max_connections", "max_pending_requests", "max_requests", "max_retries")}
+    replicas = {
+        "name": "replicas",
+        "type": "EDS",
+        "eds_cluster_config": {
+            "eds_config": {
+                "path_config_source": {"path": str(settings.folder / REPLICAS)},
+                "resource_api_version": "V3",
+            }
+        },
+        "connect_timeout": f"{settings.connect_timeout:g}s",
+        "load_balancing_policy": {
+            "policies": [{"typed_extension_config": {"name": "override_host", "typed_config": override}}]
+        },
+        "circuit_breakers": {"thresholds": [thresholds]},
+        "per_connection_buffer_limit_bytes": 1 << 20,
+    }
+    http2 = {
+        "@type": f"{_TYPE}.extensions.upstreams.http.v3.HttpProtocolOptions",
+        "explicit_http_config": {"http2_protocol_options": {}},
+    }
+    picker = {
+        "name": "picker",
+        "type": "STATIC",
+        "connect_timeout": "1s",
+        # A request whose body waits for a connection to the picker cannot pass without it any more. So the first one
+        # that finds no picker takes it out of service, until it answers probes again.
+        "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
+        "outlier_detection": {
+            "split_external_local_origin_errors": True,
+            "consecutive_local_origin_failure": 1,
+            "enforcing_consecutive_local_origin_failure": 100,
+            "base_ejection_time": f"{PROBE_SECONDS}s",
+            "max_ejection_time": f"{PROBE_SECONDS}s",
+            "interval": f"{PROBE_SECONDS}s",
+            "max_ejection_percent": 100,
+        },
+        "health_checks": [
+            {
+                "timeout": "5s",
+                "interval": f"{PROBE_SECONDS}s",
+                "no_traffic_interval": f"{PROBE_SECONDS}s",
+                "unhealthy_threshold": 2,
+                "healthy_threshold": 1,
+                "grpc_health_check": {"service_name": "liveness"},
+            }
+        ],
+        "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2},
+        "circuit_breakers": {"thresholds": [thresholds]},
+        "load_assignment": {
+            "cluster_name": "picker",
+            "endpoints": [
+                {"lb_endpoints": [{"endpoint": {"address": {"pipe": {"path": str(settings.folder / SOCKET)}}}}]}
+            ],
+        },
+    }
+    return [replicas, picker]
+
+
+def _socket(address: str) -> dict[str, Any]:
+    host, _, port = address.rpartition(":")
+    return {"socket_address": {"address": host.strip("[]"), "port_value": int(port)}}

@@ -1,0 +1,288 @@
+"""ExtProcStream: one HTTP request as Envoy's external processing filter presents it, over one gRPC stream.
+
+It is the ASGI server of the router's own application: the request's headers and body arrive as ASGI events. What the
+application sends becomes an immediate response, unless it has the request forwarded: then `forward` names the replicas
+and sends the body back to Envoy, and the rest of the stream is about the replica's answer. Protocol: Gateway API
+inference extension, proposal 004, v1.0.0.
+"""
+
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import unquote_to_bytes
+
+from starlette.types import ASGIApp, Message
+
+from headstart.gateway.picker import ext_proc_pb2 as pb
+from headstart.http.spooled_body import SpooledBody
+
+EXTENSION = "headstart.picker"
+"""The key of the ASGI scope's extensions under which an application finds the ExtProcStream."""
+CHUNK_BYTES = 62_000  # of a body that is sent back, per message; Envoy's limit is 64 kB
+FULL_DUPLEX = 4  # FULL_DUPLEX_STREAMED
+DESTINATION = "x-gateway-destination-endpoint"
+SERVED, SUBSET = f"{DESTINATION}-served", f"{DESTINATION}-subset"
+_LB, _SUBSET_HINT = "envoy.lb", "envoy.lb.subset_hint"  # namespaces of metadata
+_APPEND, _OVERWRITE = 0, 2
+_BY_ENVOY = frozenset((b"content-length", b"connection", b"transfer-encoding"))
+Headers = list[tuple[bytes, bytes]]
+
+
+class Peer(Protocol):
+    """The gRPC stream. `read` returns None at its end; both raise CancelledError when Envoy gives the request up."""
+
+    async def read(self) -> pb.ProcessingRequest | None: ...
+
+    async def write(self, response: pb.ProcessingResponse) -> None: ...
+
+
+class AnswerHead(NamedTuple):
+    """The head of a replica's answer."""
+
+    status: int
+    headers: Headers  # names in lower case
+    served: str  # address of the replica, as Envoy reports it; empty: not reported
+    is_whole: bool  # no body follows
+
+
+class ExtProcStream:
+    """One request."""
+
+    def __init__(self, peer: Peer, first: pb.ProcessingRequest, *, trusts_address: bool = False) -> None:
+        """`first` is the first message, with the headers of the request.
+
+        `trusts_address`: Envoy is our own, and the first proxy: it reports the client's address, and has appended one
+        to x-forwarded-for. Otherwise the address is unknown, and no client counts as one on this machine.
+        """
+        self._peer = peer
+        self._head = first.request_headers
+        self._response_mode = first.protocol_config.response_body_mode
+        self.is_usable = first.protocol_config.request_body_mode in (0, FULL_DUPLEX) or self._head.end_of_stream
+        self.subset = _subset_in(first.metadata_context)
+        self._source = _source_in(first.attributes.values()) if trusts_address else ""
+        self._is_read = False  # the request's body
+        self._has_trailers = False
+        self._is_over = False  # Envoy has ended the stream
+        self._start: Message | None = None  # of an immediate response
+        self._pieces: list[bytes] = []
+
+    async def run(self, app: ASGIApp) -> None:
+        """Serve the request by an application."""
+        await app(self._scope(), self.receive, self.send)
+
+    # ------------------------------------------------------------------------------------------ ASGI, for applications
+
+    async def receive(self) -> Message:
+        """Return the next ASGI event of the request."""
+        if self._is_read:
+            return {"type": "http.disconnect"}
+        if self._head.end_of_stream:
+            self._is_read = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+        message = await self._next()
+        kind = None if message is None else message.WhichOneof("request")
+        if message is not None and kind == "request_body":
+            self._is_read = message.request_body.end_of_stream
+            return {"type": "http.request", "body": message.request_body.body, "more_body": not self._is_read}
+        self._is_read = True
+        self._has_trailers = kind == "request_trailers"
+        if not self._has_trailers:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(self, message: Message) -> None:
+        """Collect an immediate response and send it when it is complete. What comes after the stream is dropped."""
+        if self._is_over:
+            return
+        if message["type"] == "http.response.start":
+            self._start = message
+        elif self._start is not None:
+            self._pieces.append(message.get("body", b""))
+            if not message.get("more_body"):
+                start, self._start = self._start, None
+                await self._respond_at_once(start, b"".join(self._pieces))
+
+    async def _respond_at_once(self, start: Message, body: bytes) -> None:
+        headers = [header for header in start["headers"] if header[0] not in _BY_ENVOY]
+        response = pb.ImmediateResponse(
+            status=pb.HttpStatus(code=start["status"]), headers=_mutation(headers), body=body, details="headstart"
+        )
+        await self._peer.write(pb.ProcessingResponse(immediate_response=response))
+
+    # ------------------------------------------------------------------------------------------- for forwarded requests
+
+    async def forward(
+        self,
+        endpoints: Iterable[str],
+        body: bytes | SpooledBody,
+        headers: Mapping[str, str],
+        removed: Iterable[str],
+    ) -> None:
+        """Have Envoy forward the request to the first of `endpoints` that takes it, with this body and these headers.
+
+        `endpoints` are addresses, IP:port, the preferred one first.
+        """
+        picked = ",".join(endpoints)
+        mutation = _mutation([(DESTINATION.encode(), picked.encode()), *_encoded(headers)], removed)
+        common = pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
+        response = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common))
+        response.dynamic_metadata.update({_LB: {DESTINATION: picked}})
+        await self._peer.write(response)
+        if self._head.end_of_stream:
+            return
+        sent = 0
+        async for chunk in _chunks(body):
+            sent += len(chunk)
+            is_last = sent == len(body) and not self._has_trailers
+            await self._peer.write(_body_of_request(chunk, is_last=is_last))
+        if not len(body) and not self._has_trailers:
+            await self._peer.write(_body_of_request(b"", is_last=True))
+        if self._has_trailers:
+            await self._peer.write(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
+
+    async def answer_head(self) -> AnswerHead | None:
+        """Return the head of the answer; None: the request ended without one."""
+        while (message := await self._next()) is not None:
+            if message.WhichOneof("request") != "response_headers":
+                continue
+            pairs = _pairs(message.response_headers.headers)
+            status = next((value for name, value in pairs if name == b":status"), b"0")
+            served = _text_in(message.metadata_context, _LB, SERVED)
+            headers = [header for header in pairs if not header[0].startswith(b":")]
+            return AnswerHead(int(status), headers, served, message.response_headers.end_of_stream)
+        return None
+
+    async def pass_head(self, head: AnswerHead) -> None:
+        """Let the answer begin, with the headers of the `http.response.start` that was sent in place of its own."""
+        assert self._start is not None, "the application has not sent the head of its response"
+        kept, self._start = self._start["headers"], None
+        names = {name for name, _ in kept} | _BY_ENVOY | {b"date"}
+        removed = sorted({name.decode("latin-1") for name, _ in head.headers if name not in names})
+        common = pb.CommonResponse(header_mutation=_mutation(kept, removed))
+        await self._peer.write(pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common)))
+
+    async def pass_answer(self, read: Callable[[bytes], Any]) -> bool:
+        """Pass the body of the answer, each piece of which `read` receives if Envoy sends them.
+
+        Return whether the end of the answer arrived; False if Envoy does not send bodies, or the answer was cut off.
+        """
+        is_whole = False
+        while (message := await self._next()) is not None:
+            kind = message.WhichOneof("request")
+            if kind == "response_body":
+                body = message.response_body
+                is_whole = is_whole or body.end_of_stream
+                read(body.body)
+                common = pb.CommonResponse()
+                if self._response_mode == FULL_DUPLEX:
+                    streamed = pb.StreamedBodyResponse(body=body.body, end_of_stream=body.end_of_stream)
+                    common = pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed))
+                await self._peer.write(pb.ProcessingResponse(response_body=pb.BodyResponse(response=common)))
+            elif kind == "response_trailers":
+                is_whole = True
+                await self._peer.write(pb.ProcessingResponse(response_trailers=pb.TrailersResponse()))
+        return is_whole
+
+    async def _next(self) -> pb.ProcessingRequest | None:
+        message = None if self._is_over else await self._peer.read()
+        self._is_over = message is None
+        return message
+
+    @property
+    def reads_answers(self) -> bool:
+        """Whether Envoy sends the bodies of answers."""
+        return self._response_mode != 0
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _scope(self) -> dict[str, Any]:
+        pairs = _pairs(self._head.headers)
+        pseudo = {name: value for name, value in pairs if name.startswith(b":")}
+        headers = [header for header in pairs if not header[0].startswith(b":")]
+        if b":authority" in pseudo:
+            headers.insert(0, (b"host", pseudo[b":authority"]))
+        if self._source:
+            headers = _without_own_hop(headers)
+        target, _, query = pseudo.get(b":path", b"/").partition(b"?")
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": pseudo.get(b":method", b"GET").decode("latin-1"),
+            "scheme": pseudo.get(b":scheme", b"http").decode("latin-1"),
+            "path": unquote_to_bytes(target).decode("utf-8", "replace"),
+            "raw_path": target,
+            "query_string": query,
+            "root_path": "",
+            "headers": headers,
+            "client": (self._source, 0) if self._source else None,
+            "server": None,
+            "extensions": {EXTENSION: self},
+        }
+
+
+def _source_in(attributes: Iterable[Any]) -> str:
+    """Return the client's address without its port, from the attributes of a request; empty: not reported."""
+    for struct in attributes:
+        if "source.address" in struct and isinstance(address := struct["source.address"], str):
+            return address.rpartition(":")[0].strip("[]")
+    return ""
+
+
+def _without_own_hop(headers: Headers) -> Headers:
+    """Return headers without the address that our own Envoy appended to x-forwarded-for."""
+    kept = Headers()
+    for name, value in headers:
+        before = value.rpartition(b",")[0].strip() if name == b"x-forwarded-for" else value
+        if before or name != b"x-forwarded-for":
+            kept.append((name, before))
+    return kept
+
+
+def _pairs(headers: pb.HeaderMap) -> Headers:
+    return [(entry.key.encode("latin-1"), entry.raw_value or entry.value.encode()) for entry in headers.headers]
+
+
+def _encoded(headers: Mapping[str, str]) -> Headers:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+
+def _mutation(headers: Headers, removed: Iterable[str] = ()) -> pb.HeaderMutation:
+    """Return the mutation that sets headers, repeats kept, and removes others."""
+    options, names = list[pb.HeaderValueOption](), set[bytes]()
+    for name, value in headers:
+        header = pb.HeaderValue(key=name.decode("latin-1"), raw_value=value)
+        options.append(pb.HeaderValueOption(header=header, append_action=_APPEND if name in names else _OVERWRITE))
+        names.add(name)
+    return pb.HeaderMutation(set_headers=options, remove_headers=removed)
+
+
+def _body_of_request(chunk: bytes, *, is_last: bool) -> pb.ProcessingResponse:
+    streamed = pb.StreamedBodyResponse(body=chunk, end_of_stream=is_last)
+    common = pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed))
+    return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common))
+
+
+async def _chunks(body: bytes | SpooledBody) -> AsyncIterator[bytes]:
+    if isinstance(body, bytes):
+        for start in range(0, len(body), CHUNK_BYTES):
+            yield body[start : start + CHUNK_BYTES]
+        return
+    async for piece in body.pieces():
+        for start in range(0, len(piece), CHUNK_BYTES):
+            yield piece[start : start + CHUNK_BYTES]
+
+
+def _subset_in(metadata: pb.Metadata) -> frozenset[str] | None:
+    """Return the addresses that the request is restricted to; None: it is not."""
+    if _SUBSET_HINT not in metadata.filter_metadata or SUBSET not in metadata.filter_metadata[_SUBSET_HINT]:
+        return None
+    hint: Any = metadata.filter_metadata[_SUBSET_HINT][SUBSET]  # a list of addresses, or one text with commas
+    texts = hint.split(",") if isinstance(hint, str) else hint if isinstance(hint, Iterable) else ()
+    return frozenset(text.strip() for text in texts if isinstance(text, str) and text.strip())
+
+
+def _text_in(metadata: pb.Metadata, namespace: str, key: str) -> str:
+    if namespace not in metadata.filter_metadata or key not in metadata.filter_metadata[namespace]:
+        return ""
+    value = metadata.filter_metadata[namespace][key]
+    return value if isinstance(value, str) else ""
