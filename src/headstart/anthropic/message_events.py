@@ -1,5 +1,6 @@
 """MessageEvents: the output of one request of the Messages API, as a whole message and as the events of a stream."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ class MessageEvents:
         reason, sequence = self._stop()
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return [
-            *([] if last is None else [_stop_of(last)]),
+            *([] if last is None else _end_of(last)),
             {"type": "message_delta", "delta": delta, "usage": self._usage(usage)},
             {"type": "message_stop"},
         ]
@@ -99,15 +100,23 @@ class MessageEvents:
     def _of_step(self, step: PartStep) -> Iterator[Json]:
         part = step.part
         if step.closed is not None:
-            yield _stop_of(step.closed)
+            yield from _end_of(step.closed)
         if step.is_new:
             yield {"type": "content_block_start", "index": part.index, "content_block": _block(part, is_empty=True)}
         if step.text:
             yield {"type": "content_block_delta", "index": part.index, "delta": _delta(part.kind, step.text)}
 
 
-def _stop_of(part: ChatPart) -> Json:
-    return {"type": "content_block_stop", "index": part.index}
+def _end_of(part: ChatPart) -> Iterator[Json]:
+    if part.kind is PartKind.REASONING:
+        delta = {"type": "signature_delta", "signature": _signature(part.text)}
+        yield {"type": "content_block_delta", "index": part.index, "delta": delta}
+    yield {"type": "content_block_stop", "index": part.index}
+
+
+def _signature(thinking: str) -> str:
+    """Return a signature, which clients need to send the thinking back. It is not checked."""
+    return hashlib.sha256(thinking.encode()).hexdigest()
 
 
 def _delta(kind: PartKind, text: str) -> Json:
@@ -121,14 +130,14 @@ def _delta(kind: PartKind, text: str) -> Json:
 
 
 def _block(part: ChatPart, *, is_empty: bool = False) -> Json:
-    """Return the content block of a part; `is_empty`: as it is before any text. Thinking has an empty signature."""
+    """Return the content block of a part; `is_empty`: as it is before any text."""
     text = "" if is_empty else part.text
     match part.kind:
         case PartKind.TOOL_CALL:
             assert part.call is not None
             return {"type": "tool_use", "id": part.call.call_id, "name": part.call.name, "input": _arguments(text)}
         case PartKind.REASONING:
-            return {"type": "thinking", "thinking": text, "signature": ""}
+            return {"type": "thinking", "thinking": text, "signature": "" if is_empty else _signature(text)}
         case PartKind.CONTENT:
             return {"type": "text", "text": text, "citations": None}
 

@@ -71,7 +71,8 @@ export async function checkResponsesText({ bundled }) {
 }
 
 export async function checkResponsesTools({ scripted }) {
-  await loop(responses(scripted, SCRIPTED), { reasons: false, store: false }); // it shows summaries only
+  await loop(responses(scripted, SCRIPTED), { reasons: false }); // it shows summaries only
+  await loop(responses(scripted, SCRIPTED), { reasons: false, store: false });
 }
 
 export async function checkResponsesSchema({ bundled }) {

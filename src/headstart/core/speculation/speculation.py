@@ -18,7 +18,8 @@ from headstart.core.speculation.ngram_index import NgramIndex
 from headstart.core.speculation.output_history import OutputHistory
 from headstart.core.speculation.speculation_config import SpeculationConfig
 
-ENTERED_PER_STEP = 2048  # tokens of one prompt that are indexed in one step: some milliseconds
+ENTERED_PER_STEP = 2048  # tokens that are indexed in one step: about a millisecond
+ENTERED_EACH = 64  # of each sequence, even if others have used that up
 _MAX_CAPACITY = 1 << 16
 
 
@@ -43,12 +44,13 @@ class Speculation:
         self._config = config
         self._cache = cache
         self._max_model_len = max_model_len
+        self._num_enterable = 0  # tokens that may still be indexed in this step
         self._states: dict[str, _Drafting] = {}  # by request id
         self._history = OutputHistory(config.prompt_lookup_min, config.prompt_lookup_max)
 
     def drafts(self, planned: Iterable[tuple[Sequence, int]], budget: int) -> "dict[str, array[int]]":
         """Return drafts by request id, of `budget` tokens at most, for the sequences of a step that decode."""
-        num_decodes = 0
+        num_decodes, self._num_enterable = 0, ENTERED_PER_STEP
         found: list[tuple[Sequence, _Drafting, array[int]]] = []
         for seq, n in planned:
             if seq.num_computed_tokens + n < len(seq.token_ids) or len(seq.token_ids) == len(seq.request.prompt):
@@ -104,7 +106,9 @@ class Speculation:
             state = self._states[seq.request_id] = _Drafting(self._config, seq)
         tokens, sampling, config = seq.token_ids, seq.request.sampling, self._config
         index, num_known = state.index, len(seq.token_ids)
-        index.enter(tokens, min(num_known, index.num_entered + ENTERED_PER_STEP))
+        num_new = min(num_known - index.num_entered, max(self._num_enterable, ENTERED_EACH))
+        self._num_enterable -= num_new
+        index.enter(tokens, index.num_entered + num_new)
         left = min(sampling.max_tokens - seq.num_output_tokens, self._max_model_len - num_known)
         most = min(config.num_speculative_tokens, left - 1)
         if (
