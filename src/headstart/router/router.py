@@ -121,11 +121,14 @@ class Router:
             self._reported(in_flight, usage, now)
         in_flight.index.computed(in_flight.reservation, now)
 
-    def assume_first_token(self, in_flight: InFlight, now: float) -> None:
-        """Assume the first token of a response that comes as one piece and does not show it. Nothing is learned."""
+    def assume_first_token(self, in_flight: InFlight, now: float, prefill_ms: float | None = None) -> None:
+        """Assume the first token of a response that comes as one piece and does not show it.
+
+        The rates learn from `prefill_ms`, which some replicas report; without it nothing is learned.
+        """
         if in_flight.first_token is None and in_flight.finish is None:
             in_flight.endpoint.load.answered(in_flight.flight, now)
-            in_flight.flight.took_ms = None
+            in_flight.flight.took_ms = prefill_ms
 
     def finished(self, in_flight: InFlight, now: float, usage: Usage | None = None, output: Sequence[int] = ()) -> None:
         """Record the complete response. `output` are its token ids, where the caller knows them."""

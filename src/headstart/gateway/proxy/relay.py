@@ -26,6 +26,7 @@ from headstart.gateway.proxy.upstream import (
     refusal,
     refusal_in_event,
 )
+from headstart.http.answer_report import AnswerReport, decode_report
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
 
@@ -84,16 +85,25 @@ class Relay:
             if not answer.is_whole:
                 await self._relay_long(attempt, answer, response, send)
                 return
-            self._answered(call, in_flight, read_usage(answer.body))
+            report = decode_report((name.lower(), value) for name, value in response.raw_headers)
+            self._answered(call, in_flight, read_usage(answer.body), report)
         else:
             router.failed(in_flight, time.monotonic(), blame=response.status >= 500)
         await self.send_whole(call, answer, send)
 
-    def _answered(self, call: ProxiedCall, in_flight: InFlight, reported: ReportedUsage) -> None:
+    def _answered(
+        self,
+        call: ProxiedCall,
+        in_flight: InFlight,
+        reported: ReportedUsage,
+        report: AnswerReport | None = None,
+    ) -> None:
         """Record a complete answer in one piece."""
         now = time.monotonic()
         call.output_tokens = reported.output_tokens
-        if reported.output_tokens != 1:  # otherwise its end is its first token
+        if report is not None:
+            self._router.assume_first_token(in_flight, now, report.prefill_ms)
+        elif reported.output_tokens != 1:  # otherwise its end is its first token
             self._router.assume_first_token(in_flight, now)
         self._router.finished(in_flight, now, reported.usage if call.reading.is_single else None)
         self._first_token(call, now)
