@@ -42,7 +42,7 @@ format: $(DEV)  ## format and repair what lint can repair
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test-long: $(DEV) ## the minutes-long tests: the whole oracle, fuzzing, planted bugs, a published checkpoint (needs PyPI once)
+test-long: $(DEV) ## the minutes-long tests: the whole oracle, fuzzing, planted bugs, a published checkpoint, clients (needs PyPI and npm once)
 	$(QUIET_CORES) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m long --timeout 3600 $(ARGS)
 
 test-gpu: $(DEV) ## the tests that need a CUDA device
@@ -77,7 +77,7 @@ $(RUN): pyproject.toml | $(BIN)/python
 	  $(BIN)/pip install --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)"; \
 	else $(BIN)/pip install "$(TORCH)"; fi
 	@echo "== headstart"
-	$(BIN)/pip install $(QUIET) -e .
+	$(BIN)/pip install $(QUIET) -e '.[engine]'
 	@touch $@
 
 $(DEV): pyproject.toml $(RUN)

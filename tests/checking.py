@@ -19,9 +19,13 @@ from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
+from headstart.core.speculation.speculation_config import SpeculationConfig
 
 VOCAB = 97
 EMPTY, GARBAGE = (-1, -1), (-2, -2)
+
+
+NextToken = Callable[["array[int]"], int]
 
 
 def next_token(tokens: "array[int]") -> int:
@@ -29,11 +33,20 @@ def next_token(tokens: "array[int]") -> int:
     return zlib.crc32(tokens.tobytes()) % VOCAB
 
 
-def expected_tokens(prompt: Iterable[int], num: int, stop: tuple[int, ...] = ()) -> list[int]:
+def repeating_token(tokens: "array[int]") -> int:
+    """What a model says that mostly continues as before: a function of the last two tokens, but for one time in six."""
+    if zlib.crc32(tokens.tobytes()) % 6 == 0:
+        return zlib.crc32(tokens.tobytes()) // 6 % VOCAB
+    return zlib.crc32(tokens[-2:].tobytes()) % 5
+
+
+def expected_tokens(
+    prompt: Iterable[int], num: int, stop: tuple[int, ...] = (), model: NextToken = next_token
+) -> list[int]:
     """The output of `num` tokens at most, without any engine."""
     tokens, out = array("i", prompt), []
     while len(out) < num:
-        out.append(next_token(tokens))
+        out.append(model(tokens))
         tokens.append(out[-1])
         if out[-1] in stop:
             break
@@ -54,12 +67,14 @@ class CheckingExecutor:
         block_size: int,
         poison: Callable[[Chunk], bool] = lambda _: False,
         refuse: Callable[[Chunk], bool] = lambda _: False,
+        model: NextToken = next_token,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.block_bytes = 8 * block_size
         self.poison = poison
         self.refuse = refuse
+        self.model = model
         self.slots: list[tuple[int, int] | str | None] = [None] * (num_blocks * block_size)
         self.batches: list[Batch] = []
         self.finished: list[str] = []
@@ -108,9 +123,11 @@ class CheckingExecutor:
         return StepResult(rows, elapsed=1.0)
 
     def _row(self, chunk: Chunk) -> Row:
+        drafts = chunk.token_ids[len(chunk.token_ids) + 1 - chunk.num_logits :] if chunk.num_logits else array("i")
         end = chunk.start + len(chunk.token_ids)
-        assert len(chunk.token_ids) >= 1 and end <= len(chunk.history)
-        assert chunk.history[chunk.start : end] == chunk.token_ids
+        known = chunk.history + drafts
+        assert len(chunk.token_ids) >= 1 and end <= len(known) and len(drafts) < len(chunk.token_ids)
+        assert known[chunk.start : end] == chunk.token_ids
         blocks = -(-end // self.block_size)
         assert len(chunk.block_ids) >= blocks, f"{chunk.request_id}: {end} tokens in {len(chunk.block_ids)} blocks"
         for block in set(chunk.block_ids[:blocks]):
@@ -120,19 +137,25 @@ class CheckingExecutor:
                     return Row(error=RowError(RowErrorKind.NON_FINITE, "not finite"))
         for position in range(end):
             held = self.slots[self._slot(chunk, position)]
-            assert held == (position, chunk.history[position]), (
-                f"{chunk.request_id} reads {held} at position {position}, token {chunk.history[position]} is due"
+            assert held == (position, known[position]), (
+                f"{chunk.request_id} reads {held} at position {position}, token {known[position]} is due"
             )
-        assert chunk.num_logits == (1 if end == len(chunk.history) else 0)
+        assert (chunk.num_logits > 0) == (end - len(drafts) == len(chunk.history))
         if self.refuse(chunk):
             return Row(error=RowError(RowErrorKind.REQUEST, "refused"))
-        tokens = tuple(next_token(chunk.history) for _ in range(chunk.num_logits))
-        if tokens and chunk.sampling.grammar is not None:
-            tokens = tuple(expected_tokens(chunk.history, 1 + int(chunk.sampling.grammar)))
+        tokens = self._sampled(chunk, drafts) if chunk.num_logits else ()
         if chunk.sampling.prompt_logprobs is None:
             return Row(tokens)
         followers = chunk.history[chunk.start + 1 : min(end + 1, chunk.num_prompt_tokens)]
         return Row(tokens, prompt_logprobs=tuple(TokenLogprob(token, 0.0) for token in followers))
+
+    def _sampled(self, chunk: Chunk, drafts: "array[int]") -> tuple[int, ...]:
+        """The tokens that are sampled up to the first that differs from the drafts, and the forced ones behind each."""
+        num_forced = 0 if chunk.sampling.grammar is None else int(chunk.sampling.grammar)
+        tokens: list[int] = []
+        while len(tokens) <= len(drafts) and drafts[: len(tokens)].tolist() == tokens:
+            tokens += expected_tokens([*chunk.history, *tokens], 1 + num_forced, model=self.model)
+        return tuple(tokens)
 
     def _check_writers(self, batch: Batch) -> None:
         readers: dict[int, int] = {}
@@ -188,6 +211,8 @@ def make_engine(
     expects_short_outputs: bool = False,
     store: BlockStore | None = None,
     grammars: GrammarCompiler | None = None,
+    model: NextToken = next_token,
+    speculation: SpeculationConfig | None = None,
     **limits: int,
 ) -> Engine:
     """A small engine over the checking executor: 8 usable blocks of 4 tokens.
@@ -205,12 +230,14 @@ def make_engine(
             lpm_k=lpm_k,
             eviction_policy=eviction_policy,
             tenant_floor=tenant_floor,
+            speculation=speculation,
         ),
         store=store,
     )
     for _ in range(300 * expects_short_outputs):
         scheduler.admission.finished(1)
-    return Engine(scheduler, CheckingExecutor(num_blocks, block_size, poison), store=store, grammars=grammars)
+    executor = CheckingExecutor(num_blocks, block_size, poison, model=model)
+    return Engine(scheduler, executor, store=store, grammars=grammars)
 
 
 def make_request(request_id: str, prompt: Iterable[int], max_tokens: int = 1, **fields: object) -> Request:

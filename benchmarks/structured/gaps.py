@@ -1,8 +1,8 @@
-"""The gaps between events of unconstrained streams, seen by a client in a process of its own: gaps.py URL ENGINE_PID.
+"""The gaps between events of unconstrained streams, seen by a client of its own: gaps.py URL ENGINE_PID SERVER_PID.
 
 Streams one completion after the other until its stdin is closed, and prints a JSON object with percentiles. Beside each
-gap stands the CPU time that the engine process used in it, all threads together: on a machine with other work a gap
-is long also because the engine waits for a core.
+gap stands the CPU time that the engine process and the server process used in it, all threads of each together: on a
+machine with other work a gap is long also because the processes wait for a core.
 """
 
 import asyncio
@@ -19,20 +19,21 @@ PROCESS_CPU = 2  # CPUCLOCK_SCHED of Linux, for the clock of another process
 
 
 class Gap(NamedTuple):
-    """The time between two events of one stream in seconds: elapsed, and of the engine's CPU."""
+    """The time between two events of one stream in seconds: elapsed, and CPU time of the two processes."""
 
     elapsed: float
-    cpu: float
+    engine: float
+    server: float
 
 
 class Gaps:
     """A client that keeps the gaps between the events of its responses."""
 
-    def __init__(self, url: str, engine_pid: int) -> None:
+    def __init__(self, url: str, *pids: int) -> None:
         self.gaps: list[Gap] = []
         self.failures: list[str] = []
         self._url = url
-        self._clock = (~engine_pid << 3) | PROCESS_CPU
+        self._clocks = [(~pid << 3) | PROCESS_CPU for pid in pids]
 
     async def run(self) -> None:
         """Stream one response after the other until cancelled."""
@@ -50,17 +51,17 @@ class Gaps:
     async def _read(self, pieces: AsyncIterator[bytes]) -> None:
         last = None
         async for piece in pieces:
-            now = time.perf_counter(), time.clock_gettime(self._clock)
+            now = [time.perf_counter(), *map(time.clock_gettime, self._clocks)]
             if b"event: error" in piece:
                 raise ConnectionError(piece.decode(errors="replace"))
             if last is not None:
-                self.gaps.append(Gap(now[0] - last[0], now[1] - last[1]))
+                self.gaps.append(Gap(*(new - old for new, old in zip(now, last, strict=True))))
             last = now
 
     def report(self) -> dict[str, Any]:
-        """Return the percentiles of the gaps in milliseconds, elapsed and of the engine's CPU time."""
+        """Return the percentiles of the gaps in milliseconds, elapsed and of the CPU time of each process."""
         facts = {"count": len(self.gaps), "failures": self.failures[:10]}
-        columns = zip(*self.gaps, strict=True) if self.gaps else ((0.0,), (0.0,))
+        columns = zip(*self.gaps, strict=True) if self.gaps else ((0.0,),) * len(Gap._fields)
         return facts | dict(zip(Gap._fields, map(percentiles, columns), strict=True))
 
 
@@ -72,7 +73,7 @@ def percentiles(seconds: tuple[float, ...]) -> dict[str, float]:
 
 
 async def main() -> None:
-    gaps = Gaps(sys.argv[1], int(sys.argv[2]))
+    gaps = Gaps(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
     task = asyncio.create_task(gaps.run())
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     task.cancel()

@@ -11,7 +11,8 @@ from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
-from headstart.core.warm_up import measure_steps
+from headstart.core.speculation.speculation_config import parse_speculative_config
+from headstart.core.warm_up import measure_drafts, measure_steps
 from headstart.engine_checks import check_options, limits_of, model_folder, store_bytes
 from headstart.model.grammar.grammar_compiler import CompiledGrammars
 from headstart.model.model_runner import ModelRunner
@@ -67,10 +68,13 @@ def build_engine(
         eviction_policy=options.eviction_policy,
         tenant_floor=options.tenant_cache_floor,
         max_pinned_share=options.max_pinned_share,
+        speculation=parse_speculative_config(options.speculative_config),
     )
     scheduler = scheduler_class(config, store=store)
     if on_cpu:
         measure_steps(runner, scheduler.step_times, max_tokens=max_model_len)
+        if scheduler.speculation is not None:
+            measure_drafts(runner, scheduler.speculation.cost, max_tokens=max_model_len)
     info = EngineInfo(
         model=str(folder),
         served_name=_served_name(options.model),

@@ -4,6 +4,7 @@ Importing torch and Transformers takes five seconds of CPU time; these checks ta
 """
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from headstart.bundled import bundled_model
@@ -11,17 +12,27 @@ from headstart.config.options import EngineOptions, check_values
 from headstart.core.errors import ConfigError
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.step_time import StepBound
+from headstart.core.speculation.speculation_config import parse_speculative_config
 from headstart.model.setup.sizes import format_bytes, parse_bytes
 from headstart.model.weights.architectures import check_model_folder
 from headstart.model.weights.hub import local_folder, resolve_model
 from headstart.server.kv_events.kv_event_publisher import parse_kv_events_config
 
 MIN_STORE_BYTES = 64 * 2**20
+ENGINE_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "fastapi")  # the extra [engine]
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
+
+
+def check_installed() -> None:
+    """Raise ConfigError if packages of an engine are missing: the base package only routes, simulates and measures."""
+    missing = [name for name in ENGINE_PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"no engine here: {', '.join(missing)} missing; install it: pip install 'headstart[engine]'")
 
 
 def check_engine(options: EngineOptions) -> None:
     """Raise ConfigError for options, a folder or a config.json that no engine can start with. Does not use the hub."""
+    check_installed()
     check_options(options)
     folder = local_folder(options.model) if options.model else None
     if folder is not None:
@@ -66,6 +77,7 @@ def check_options(options: EngineOptions) -> None:
     store_bytes(options)
     if parse_kv_events_config(options.kv_events_config) is not None and not options.enable_prefix_caching:
         raise ConfigError("kv_events_config: there are no events without the prefix cache; leave one of the two out")
+    parse_speculative_config(options.speculative_config)
     if options.page_charge == "ceil" and not options.page_aligned_scheduling:
         raise ConfigError(
             "--page-charge ceil needs --page-aligned-scheduling: without it no chunk is aligned; add it, or use exact"

@@ -12,6 +12,7 @@ module does not import torch. Constructing an LLM does, after setting the thread
 import dataclasses
 import importlib
 import itertools
+import json
 import signal
 import sys
 import threading
@@ -29,6 +30,7 @@ from headstart.core.cache.pinned_prefix import PrefixInfo, PrefixState
 from headstart.core.engine import Engine, EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import Request, SamplingParams
+from headstart.engine_checks import check_installed
 from headstart.model.setup.threads import prepare_threads
 from headstart.openai.bounds import Bounds
 from headstart.openai.chat.chat_delta import ToolCallDelta
@@ -90,6 +92,7 @@ class LLM:
         Raises ConfigError for unknown options and for a model that cannot be served.
         """
         options = _engine_options(model, engine_options)
+        check_installed()
         prepare_threads(options.threads)
         engine, info = _build(options)
         self._adopt(engine, info, Tokenizer.from_folder(info.model))
@@ -319,6 +322,9 @@ def _engine_options(model: str, values: Mapping[str, Any]) -> EngineOptions:
     unknown = sorted(set(named) - known)
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}")
+    for field in dataclasses.fields(EngineOptions):
+        if field.metadata.get("json") and isinstance(value := named.get(field.name), Mapping):
+            named[field.name] = json.dumps(value)
     options = EngineOptions(**named)
     check_values(options)
     return options

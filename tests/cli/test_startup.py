@@ -74,6 +74,7 @@ MISTAKES = [
     ("serve --kv-cache-memory 0.5", "kv_cache_memory: '0.5' is not a size"),
     ("serve --kv-store-size 1MiB --kv-store x", "kv_store_size is 1.0 MiB"),
     ("serve --kv-events-config {", "kv_events_config"),
+    ("serve --speculative-config {}", "speculative_config: method is None"),
     ("generate --model /no/such hi", "there is no folder '/no/such'"),
     ("generate --model unknown hi", "NovelForCausalLM is not supported"),
     ("generate --chat --system @nope hi", "cannot read the system message from nope"),

@@ -49,6 +49,15 @@ def test_a_whole_number_is_a_number_and_one_key_is_a_list_of_keys(tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    "text",
+    ['speculative_config = \'{"method": "ngram"}\'', '[speculative_config]\nmethod = "ngram"'],
+    ids=["text", "table"],
+)
+def test_an_option_that_is_json_may_be_a_table(tmp_path: Path, text: str) -> None:
+    assert read_file(write(tmp_path, text), tmp_path) == {"speculative_config": '{"method": "ngram"}'}
+
+
+@pytest.mark.parametrize(
     ("text", "complaint"),
     [
         pytest.param("port = " + "[" * 100_000, "nested too deeply", id="lists"),

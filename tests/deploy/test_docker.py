@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 import yaml
 from deploy.manifests import ROOT
-from deploy.test_manifests import OPTIONS
+from deploy.test_manifests import OPTIONS, POD_OWNERS, container
 
 from headstart.config.options import flag_of
 
@@ -67,6 +67,12 @@ def test_images_run_as_a_user_without_rights_and_are_checked(stage: str) -> None
     assert json.loads(instruction(stage, "ENTRYPOINT")) == ["headstart"]
     verb, *words = json.loads(instruction(stage, "CMD"))
     assert {word for word in words if word.startswith("--")} <= {flag_of(field.name) for field in OPTIONS[verb]}
+
+
+def test_images_have_the_extras_that_the_manifests_need() -> None:
+    extras = set(re.findall(r"\$\{wheel\}\[([a-z,]+)\]", stages()["router"])[-1].split(","))
+    flags = " ".join(container(POD_OWNERS[1])["args"])
+    assert ("kubernetes:" in flags) <= ("kubernetes" in extras) and ("--ext-proc" in flags) <= ("picker" in extras)
 
 
 @contextmanager

@@ -60,7 +60,10 @@ def changed(key: tuple[str, str], path: str, value: Any) -> dict[str, Any]:
         (("HorizontalPodAutoscaler", "replica"), "spec.maxReplicas", "8"),
         (("InferencePool", "headstart"), "spec.targetPortNumber", 8000),
         (("InferencePool", "headstart"), "spec.targetPorts", []),
+        (("InferencePool", "headstart"), "spec.endpointPickerRef.failureMode", "Open"),
         (("InferencePool", "headstart"), "apiVersion", "inference.networking.k8s.io/v1alpha2"),
+        (("HTTPRoute", "headstart"), "spec.rules.0.timeouts.request", "forever"),
+        (("Gateway", "headstart"), "spec.listeners.0.port", 0),
     ],
 )
 def test_what_kubernetes_would_refuse_is_found(key: tuple[str, str], path: str, value: Any) -> None:
@@ -100,11 +103,18 @@ def test_selectors_select_exactly_the_pods_they_are_meant_for(owner: dict[str, A
         assert {port["port"] for port in entry["ports"]} <= set(ports)
 
 
-def test_the_pool_selects_the_replicas() -> None:
+def test_the_pool_selects_the_replicas_and_its_picker() -> None:
     pool, replica, picker = ALL["InferencePool", "headstart"]["spec"], *POD_OWNERS
     assert pool["selector"]["matchLabels"] == labels(replica) != labels(picker)
     assert [port["number"] for port in pool["targetPorts"]] == [8000]
     assert {port["containerPort"] for port in container(replica)["ports"]} == {8000}
+    service = ALL["Service", pool["endpointPickerRef"]["name"]]
+    assert pool["endpointPickerRef"]["port"]["number"] in {port["port"] for port in service["spec"]["ports"]}
+    [rule] = ALL["HTTPRoute", "headstart"]["spec"]["rules"]
+    assert [(ref["kind"], ref["name"]) for ref in rule["backendRefs"]] == [("InferencePool", "headstart")]
+    [parent] = ALL["HTTPRoute", "headstart"]["spec"]["parentRefs"]
+    listeners = [listener["name"] for listener in ALL["Gateway", parent["name"]]["spec"]["listeners"]]
+    assert listeners == [parent["sectionName"]]
 
 
 @pytest.mark.parametrize("owner", POD_OWNERS, ids=lambda owner: owner["metadata"]["name"])

@@ -1,6 +1,7 @@
 """Several routers on one pool: they find the same replicas, agree on cold prefixes, and see each other's load."""
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -8,12 +9,17 @@ from io import StringIO
 from pathlib import Path
 from random import Random
 
+import grpc.aio
+import httpx
+import pytest
 from gateway.harness import Front, Replica, front
-from gateway.stub_api_server import SLICES, StubApiServer, endpoint_slice, stub_api_server
-from server.harness import until
+from gateway.stub_api_server import PODS, POOLS, SLICES, StubApiServer, endpoint_slice, pod, pool, stub_api_server
+from server.harness import PATIENCE, quiet_port, spawn, until
 
 from headstart.gateway.discovery.kubernetes.kubernetes_discovery import KubernetesDiscovery
 from headstart.gateway.discovery.kubernetes.kubernetes_target import parse_target
+from headstart.gateway.picker import ext_proc_pb2 as pb
+from headstart.gateway.picker.picker_server import HEALTH
 from headstart.http.logs import Log
 from headstart.router.routing_request import Prompt, RoutingRequest, router_root
 
@@ -79,3 +85,44 @@ def test_pickers_agree_on_cold_prefixes_and_see_each_others_load(tmp_path: Path)
                 await until(lambda router=router: busy.url not in picks(router))
 
     asyncio.run(go())
+
+
+def test_the_container_of_the_manifest_serves_a_pool_over_http_and_grpc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command of deploy/kubernetes/picker.yaml as a process, with a kubeconfig in place of a service account."""
+
+    async def go() -> None:
+        async with stub_api_server(tmp_path) as (stub, kubeconfig):
+            monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+            port = quiet_port()
+            words = ["route", "--discover=kubernetes:inferencepool/llama", f"--ext-proc=127.0.0.1:{port}"]
+            command = [sys.executable, "-m", "headstart", *words, "--port", "0", "--tokenizer", "none"]
+            with spawn([*command, "--health-interval", "0.1"], tmp_path / "log") as router:
+                await asyncio.to_thread(router.wait_ready)
+                channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+                async with channel, httpx.AsyncClient(base_url=router.url, timeout=PATIENCE) as client:
+                    assert (await client.get("/readyz")).status_code == 503 and await health(channel) == "NOT_SERVING"
+                    replica = await Replica("m").start()
+                    await stub.put(POOLS, "llama", pool(replica.port, app="m"))
+                    await stub.put(PODS, "m-0", pod("127.0.0.1"), {"app": "m"})
+                    while await health(channel) != "SERVING":
+                        await asyncio.sleep(0.02)
+                    answer = await client.post("/v1/completions", json={"prompt": "Hello"})
+                    assert answer.status_code == 200 and replica.bodies
+                    await stub.delete(PODS, "m-0")
+                    while await health(channel) != "NOT_SERVING":
+                        await asyncio.sleep(0.02)
+                    await replica.stop()
+                assert await asyncio.to_thread(router.stop) == 0
+
+    asyncio.run(go())
+
+
+async def health(channel: grpc.aio.Channel) -> str:
+    """The status of the service `readiness`, as a probe of a kubelet asks for it."""
+    check = channel.unary_unary(
+        f"/{HEALTH}/Check", pb.HealthCheckRequest.SerializeToString, pb.HealthCheckResponse.FromString
+    )
+    answer = await check(pb.HealthCheckRequest(service="readiness"))
+    return {1: "SERVING", 2: "NOT_SERVING"}[answer.status]

@@ -92,6 +92,25 @@ def test_a_response_is_continued_at_the_replica_that_holds_it(servers: list[Serv
     run(go())
 
 
+def test_an_item_is_referred_to_at_the_replica_that_holds_it(servers: list[Server]) -> None:
+    async def go() -> None:
+        async with front(*replicas(servers), routing_policy="round-robin") as router:
+            await router.up(2)
+            for number in range(4):
+                answer = await respond(router, f"{number}")
+                for _ in range(2):
+                    [said] = answer.json()["output"]
+                    items = [*HELLO, {"type": "item_reference", "id": said["id"]}, *HELLO]
+                    again = await router.client.post("/v1/responses", json={"input": items, "max_output_tokens": 2})
+                    assert again.status_code == 200, again.text
+                    assert again.headers["x-headstart-replica"] == answer.headers["x-headstart-replica"]
+                    answer = again
+            lost = await router.client.post("/v1/responses", json={"input": [{**items[1], "id": "msg_" + "0" * 34}]})
+            assert (lost.status_code, lost.json()["error"]["param"]) == (404, "input")
+
+    run(go())
+
+
 def test_a_tenants_response_is_not_found_by_another_behind_one_replica_key(servers: list[Server]) -> None:
     async def go() -> None:
         keys = {"api_key": ("one", "two")}

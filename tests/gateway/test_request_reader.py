@@ -227,6 +227,8 @@ def test_an_answers_length_is_the_requests_else_the_replicas_default() -> None:
     assert read({"prompt": [1], "model": "other"}, reader=reader).request.max_tokens == 0
     reader.default_model = "m"
     assert read({"prompt": [1]}, reader=reader).request.max_tokens == 40
+    reader.served = {"m": Served("m", max_model_len=50)}
+    assert read({**prompt, "max_tokens": 60}, reader=reader).request.max_tokens == 50  # /v1/messages accepts that
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from headstart.core.sched.admission import MAX_PREEMPTIONS
 from headstart.core.sched.limits import charge
 from headstart.core.sched.step_time import StepBound
 from headstart.core.sched.token_accounting import TokenAccounting
+from headstart.core.speculation.speculation_config import SpeculationConfig
 
 BLOCK = 4
 
@@ -78,11 +79,12 @@ class SchedulerLaws(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         store=st.sampled_from([None, 1, 2, 3]),
         bound=st.sampled_from([None, None, 1, 3, 5]),
+        drafts=st.sampled_from([None, None, 1, 6]),
     )
     def start(
         self, num_blocks: int, budget: int, max_seqs: int, long_prefill: int, align: int, ceil: bool, policy: str,
         k: int, eviction: str, floor: float, short: bool, caching: bool, store: int | None,
-        bound: int | None,
+        bound: int | None, drafts: int | None,
     ) -> None:  # fmt: skip
         if align > 1:
             budget = max(budget, max_seqs + align)
@@ -105,6 +107,7 @@ class SchedulerLaws(RuleBasedStateMachine):
             align=align,
             charge_ceil=ceil,
             max_model_len=28,
+            speculation=None if drafts is None else SpeculationConfig(drafts, 3, 1),
             step_bound=None if bound is None else StepBound(0.5, least_tokens=bound),  # a step takes 1 s here
         )
         self.engine = self.build()
@@ -235,7 +238,8 @@ def check_batch(engine: Engine, batch: Batch, computed: dict[str, int]) -> None:
         if chunk.num_logits == 0:
             assert (chunk.start + n) % limits.align == 0, "law 6: only the last chunk may end inside a block"
         charged += charge(chunk.start, n, limits, decode=n == chunk.num_logits)
-        assert len(chunk.block_ids) * BLOCK >= chunk.start + n, "law 4"
+        kept = n - max(chunk.num_logits - 1, 0)  # the table is trimmed behind rejected drafts; the executor checks all
+        assert len(chunk.block_ids) * BLOCK >= chunk.start + kept, "law 4"
         if chunk.request_id in computed:
             assert chunk.start >= computed[chunk.request_id], "law 7: a victim is in the batch"
     assert charged <= limits.max_batched_tokens, "law 5"

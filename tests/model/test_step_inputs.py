@@ -53,7 +53,7 @@ GOOD = chunk([1, 2, 3], 0, 3, [1])
         (chunk([1], 0, 1, [20]), r"block id outside \[1, 20\)"),
         (chunk([1] * 40, 30, 33, list(range(1, 11))), "position 32 lies beyond the 32 positions of the model"),
         (chunk([1], 1, 1, [1]), "chunk of 0 tokens"),
-        (chunk([1, 2], 0, 2, [1], num_logits=2), "num_logits is 2"),
+        (chunk([1, 2], 0, 2, [1], num_logits=3), "num_logits is 3"),
         (chunk([1], 0, 1, [1])._replace(start=-1), "from position -1"),
         (chunk([1], 0, 1, [1])._replace(adapter="a"), "adapter 'a'"),
     ],

@@ -4,7 +4,7 @@ EngineOptions.model is a folder with a tokenizer, and after a "?" the knobs: `st
 seconds that it is said to take, `hold` tokens for each request until its `gate` is open (see Gate), `crash` and
 `poison` tokens (a prompt that begins with one breaks the engine, or fails alone), `load` seconds to build, `close`
 seconds to end, `die` to end the process without a word, `config` to refuse to start, `store` to tell of a store (2:
-of one that is degraded), `length` tokens of context, `vocab` rows of logits.
+of one that is degraded), `length` tokens of context, `vocab` rows of logits, `eos` the end-of-sequence token.
 """
 
 import os
@@ -227,7 +227,7 @@ def build_fake(options: EngineOptions) -> tuple[FakeEngine, EngineInfo]:
         device="cpu",
         threads=1,
         attention_backend="none",
-        eos_token_ids=(),
+        eos_token_ids=(int(knobs["eos"]),) if "eos" in knobs else (),
         scheduling_policy=options.scheduling_policy,
         sampling_defaults=read_sampling_defaults(Path(folder), options.generation_config),
     )

@@ -8,7 +8,7 @@ from tokenizer_folders import BYTE_LEVEL, build
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.explain.reuse_explainer import Eviction, Explanation, NearMatch, Reason
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.server.explanation_text import explanation_answer
+from headstart.server.cache_api.explanation_text import explanation_answer
 
 TOKENIZER = Tokenizer(build(BYTE_LEVEL))
 MONDAY, TUESDAY = (tuple(TOKENIZER.encode(text)) for text in ("Monday at noon", "Tuesday at noon"))

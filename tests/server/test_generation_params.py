@@ -6,10 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.openai.bounds import FLOAT32_MAX, Bounds
-from headstart.openai.generation_params import GenerationParams, Kind, fit, parse_params
+from headstart.openai.generation_params import GenerationParams, Kind, fit, parse_params, shortened
 from headstart.openai.request_bodies import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from headstart.openai.request_json import parse_json
 
@@ -315,6 +317,21 @@ def test_prompt_and_output_share_the_context() -> None:
     assert e.value.code == "context_length_exceeded"
     with pytest.raises(RequestTooLargeError, match="shorten the prompt by 1 tokens"):
         fit(chat(), 64, BOUNDS)
+
+
+@given(st.integers(1, 64) | st.none(), st.integers(1, 63))
+def test_shortened_parameters_fit_and_are_lowered_only_then(max_tokens: int | None, num_prompt_tokens: int) -> None:
+    params = chat(max_tokens=max_tokens)
+    lowered = shortened(params, num_prompt_tokens, BOUNDS)
+    room = BOUNDS.max_model_len - num_prompt_tokens
+    assert fit(lowered, num_prompt_tokens, BOUNDS).max_tokens == min(max_tokens or room, room)
+    assert lowered is params if max_tokens is None or max_tokens <= room else lowered.max_tokens == room
+
+
+def test_a_prompt_without_room_is_not_shortened_away() -> None:
+    for num_prompt_tokens in (64, 65):
+        with pytest.raises(RequestTooLargeError):
+            fit(shortened(chat(max_tokens=10), num_prompt_tokens, BOUNDS), num_prompt_tokens, BOUNDS)
 
 
 def test_a_chat_without_max_tokens_may_use_what_is_left() -> None:

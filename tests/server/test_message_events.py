@@ -1,5 +1,6 @@
 """Events and messages of Anthropic's Messages API, read by the models of the anthropic package."""
 
+import hashlib
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from headstart.openai.text.generation import Delta
 
 EVENT: Any = TypeAdapter(RawMessageStreamEvent)
 NO_MARKS = CacheMarks()
+SIGNATURE = hashlib.sha256(b"Let me see. ").hexdigest()
 
 
 def streamed(deltas: list[Delta], marks: CacheMarks = NO_MARKS) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -33,10 +35,13 @@ def test_thinking_text_and_two_calls_are_four_blocks() -> None:
         EVENT.validate_python(event, strict=True)
     kinds = [event["type"].removeprefix("content_block_") for event in events]
     block = ["start", "delta", "delta", "stop"]
-    assert kinds == ["message_start", *block * 3, "start", "delta", "stop", "message_delta", "message_stop"]
-    assert [event["index"] for event in events if "index" in event] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 3
+    thinking = ["start", "delta", "delta", "delta", "stop"]  # the last delta is the signature
+    rest = [*block * 2, "start", "delta", "stop", "message_delta", "message_stop"]
+    assert kinds == ["message_start", *thinking, *rest]
+    assert [event["index"] for event in events if "index" in event] == [0] * 5 + [1] * 4 + [2] * 4 + [3] * 3
+    assert events[4]["delta"] == {"type": "signature_delta", "signature": SIGNATURE}
     assert whole["content"] == [
-        {"type": "thinking", "thinking": "Let me see. ", "signature": ""},
+        {"type": "thinking", "thinking": "Let me see. ", "signature": SIGNATURE},
         {"type": "text", "text": "I will look.", "citations": None},
         {"type": "tool_use", "id": "call_a", "name": "find", "input": {"x": 1}},
         {"type": "tool_use", "id": "call_b", "name": "stop", "input": {}},

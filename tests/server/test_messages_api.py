@@ -70,13 +70,40 @@ def test_a_schema_bounds_the_text(client: Anthropic) -> None:
 
 def test_errors_have_anthropics_form(client: Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
-        client.messages.create(model="tiny", max_tokens=5000, messages=HELLO)
+        client.messages.create(model="tiny", max_tokens=0, messages=HELLO)
     body: Any = caught.value.body
     assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
     assert body["error"]["param"] == "max_tokens" and body["request_id"] == caught.value.request_id
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(model="other", max_tokens=1, messages=HELLO)
     assert missing.value.type == "not_found_error"
+
+
+def test_max_tokens_may_exceed_the_context(folder: str) -> None:
+    """As in Anthropic's API; clients have large defaults. The fake model has a context of 40 tokens."""
+
+    async def go() -> None:
+        async with inside(f"{folder}?length=40") as server:
+            prompt = (await server.client.post("/v1/messages/count_tokens", json={"messages": HELLO})).json()
+            for max_tokens, reason in (
+                (40 - prompt["input_tokens"], "max_tokens"),
+                (41 - prompt["input_tokens"], "model_context_window_exceeded"),
+                (16_384, "model_context_window_exceeded"),
+            ):
+                body = {"max_tokens": max_tokens, "messages": HELLO}
+                message = (await server.client.post("/v1/messages", json=body)).json()
+                assert message["stop_reason"] == reason
+                assert message["usage"]["output_tokens"] == 40 - prompt["input_tokens"]
+                events = parse_events((await server.client.post("/v1/messages", json={**body, "stream": True})).text)
+                assert events[-2]["delta"]["stop_reason"] == reason
+            stopped = {"max_tokens": 500, "messages": HELLO, "stop_sequences": ["er"]}
+            message = (await server.client.post("/v1/messages", json=stopped)).json()
+            assert message["stop_reason"] == "stop_sequence"
+            long = {"max_tokens": 1, "messages": [{"role": "user", "content": SENTENCE}]}
+            refused = await server.client.post("/v1/messages", json=long)
+            assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+
+    run(go())
 
 
 @pytest.mark.parametrize(

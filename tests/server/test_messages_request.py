@@ -128,7 +128,7 @@ def test_the_longest_lifetime_of_a_breakpoint_is_a_retention_hint(values: dict[s
         ({"messages": HELLO * 21}, "messages"),
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 20_000}, "max_tokens"),
+        ({"max_tokens": 2**31}, "max_tokens"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
         (

@@ -17,7 +17,7 @@ from headstart.openai.api_schema.completion_schema import ChatChunk, ChatComplet
 from headstart.openai.api_schema.model_schema import DetokenizeAnswer, Model, ModelList, TokenizeAnswer
 from headstart.openai.api_schema.responses_schema import DeletedResponse, InputItems, Response, ResponseEvent
 from headstart.openai.openapi import Answers, responses_of
-from headstart.server.cache_schema import (
+from headstart.server.cache_api.cache_schema import (
     CacheExplanation,
     CacheStatistics,
     PinnedPrefix,

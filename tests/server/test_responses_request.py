@@ -11,6 +11,8 @@ from headstart.openai.responses_api.responses_request import parse_responses, tr
 
 BOUNDS = Bounds(vocab_size=100, max_model_len=1000, max_messages=20)
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x": 1}'}
+CHOICE: Json = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
+ALLOWED: Json = {"tools": [{"type": "function", "name": "f"}, {"type": "function", "name": "g"}], "tool_choice": CHOICE}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "7"}
 
 
@@ -83,6 +85,14 @@ def test_options_have_their_meaning_in_a_chat() -> None:
     assert "unknown" not in values and "text" not in values
 
 
+def test_a_choice_among_some_tools_is_that_of_a_chat() -> None:
+    fields = parse_responses({"input": "x", **ALLOWED}, BOUNDS)
+    assert fields.tool_choice == CHOICE
+    tools = translate_responses(fields, {"input": "x", **ALLOWED}).parse(BOUNDS).params.tools
+    assert tools is not None and [tool.name for tool in tools.callable_tools] == ["f"]
+    assert tools.choice.mode == "required" and len(tools.definitions) == 2
+
+
 def test_the_clients_template_variables_take_precedence() -> None:
     values = chat(input="x", reasoning={"effort": "none"}, chat_template_kwargs={"enable_thinking": True, "a": 1})
     assert values["chat_template_kwargs"] == {"enable_thinking": True, "reasoning_effort": "none", "a": 1}
@@ -97,7 +107,8 @@ def test_the_clients_template_variables_take_precedence() -> None:
         ({"input": [5]}, "input[0]"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
         ({"input": [{"role": "user", "content": "x"}] * 21}, "input"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
@@ -110,6 +121,12 @@ def test_the_clients_template_variables_take_precedence() -> None:
         ({"input": "x", "top_logprobs": 2}, "top_logprobs"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"input": "x", "tool_choice": {"type": "mcp"}}, "tool_choice"),
+        ({"input": "x", "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
+        ({"input": "x", **ALLOWED, "tool_choice": {**CHOICE, "mode": "any"}}, "tool_choice.mode"),
+        ({"input": "x", **ALLOWED, "tool_choice": {**CHOICE, "tools": []}}, "tool_choice"),
+        ({"input": "x", **ALLOWED, "tool_choice": {**CHOICE, "tools": [{"name": "f"}]}}, "tool_choice.tools[0]"),
+        ({"input": "x", "tools": [], "tool_choice": CHOICE | {"mode": 1}}, "tool_choice.mode"),
+        ({"input": "x", "text": {"verbosity": "loud"}}, "text.verbosity"),
         ({"input": "x", "text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"input": "x", "reasoning": {"effort": "much"}}, "reasoning.effort"),
         ({"input": "x", "metadata": {"a": 1}}, "metadata"),
@@ -127,7 +144,7 @@ def test_an_error_names_the_field_that_the_client_sent(values: dict[str, Any], p
     [
         {"include": ["reasoning.encrypted_content", "file_search_call.results"]},
         {"service_tier": "flex", "truncation": "disabled", "background": False, "store": False},
-        {"tools": [], "metadata": None, "text": {"verbosity": "medium"}, "previous_response_id": None},
+        {"tools": [], "metadata": None, "text": {"verbosity": "low"}, "previous_response_id": None},
         {"stream_options": {"include_obfuscation": False}, "max_tool_calls": 3},
     ],
 )

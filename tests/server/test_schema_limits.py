@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -106,6 +107,19 @@ def test_nested_counts_multiply(counts: list[int]) -> None:
 )
 def test_usual_and_odd_expressions_are_no_error_here(regex: str) -> None:
     check_regex("x", regex)
+
+
+OPENED = ("[", "a[", "[^", "[\\", "{1", "{", "(", "\\", "\n", "a\n", "a[\n", " a [", "a:", "[]")
+
+
+@pytest.mark.timeout(60)  # with quadratic expressions some of them take seconds, and all together minutes
+@pytest.mark.parametrize("part", OPENED)
+def test_the_checks_are_linear_in_what_is_never_closed(part: str) -> None:
+    text = part * (MAX_COUNT // len(part))
+    for _ in range(15):
+        for check in (check_regex, check_lark):
+            with suppress(InvalidRequestError):
+                check("x", text)
 
 
 @pytest.mark.parametrize("regex", ["a{99999}", "(a{300}){300}", "(a|b{20}){2000}", "x{1,20001}", "a" * (MAX_COUNT + 1)])

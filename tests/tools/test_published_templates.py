@@ -84,8 +84,7 @@ def _joined(events: list[Any]) -> dict[str, Any]:
     return {**texts, "calls": [*calls.values()]}
 
 
-def serve(folder: Path, name: str, scenario: Any) -> None:
-    source = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+def serve(folder: Path, source: str, scenario: Any, **options: Any) -> None:
     model = tokenizer_folders.write(
         folder / "model",
         tokenizer_folders.BYTE_LEVEL,
@@ -95,7 +94,7 @@ def serve(folder: Path, name: str, scenario: Any) -> None:
     )
 
     async def go() -> None:
-        async with inside(f"{model}?vocab=1000&length=9000", build_scripted) as running:
+        async with inside(f"{model}?vocab=1000&length=9000", build_scripted, **options) as running:
             await scenario(Agent(running.client, model))
 
     asyncio.run(go())
@@ -126,4 +125,25 @@ def test_an_agent_asks_calls_a_tool_and_gets_an_answer(tmp_path: Path, name: str
         plain, _ = await agent.ask([question], before + text, tool_choice="none")
         assert plain["finish_reason"] == "stop" and not plain["message"].get("tool_calls")
 
-    serve(tmp_path, name, scenario)
+    serve(tmp_path, (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"), scenario)
+
+
+def test_without_tools_in_the_template_every_tool_choice_has_the_same_prompt_and_earlier_calls_stay(
+    tmp_path: Path,
+) -> None:
+    """As SmolLM2's: the tools are shown in a system message, also if the model may not or need not call them."""
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    question = {"role": "user", "content": "How is the weather?"}
+
+    async def scenario(agent: Agent) -> None:
+        called, prompt = await agent.ask([question], HERMES % NAMED)
+        for choice in ("none", "required", {"type": "function", "function": {"name": "weather"}}):
+            assert (await agent.ask([question], HERMES % NAMED, tool_choice=choice))[1] == prompt
+        (call,) = called["message"]["tool_calls"]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "It rains."}
+        for fields in ({"tool_choice": "none"}, {"tools": None}):
+            _, later = await agent.ask([question, called["message"], result], "Zoë.", **fields)
+            assert "<assistant><tool_call>" in later and later.endswith("It rains.\n</tool_response><assistant>")
+            assert later.startswith(prompt) == ("tools" not in fields)
+
+    serve(tmp_path, template, scenario, tool_call_parser="hermes")

@@ -132,6 +132,7 @@ def test_hermes(tmp_path: Path) -> None:
         await check(chats, one, Expected(content=one), tools=[])
         named = {"type": "function", "function": {"name": "weather"}}
         await check(chats, one, Expected(PARIS, finish_reason="stop"), tool_choice=named)
+        await check(chats, one + one, Expected(PARIS, finish_reason="stop"), tool_choice=named)
         await check(chats, one, Expected(PARIS), tool_choice="required")
         await check(chats, f"{one} and stop here", Expected(PARIS, content="and "), stop=["stop"])
         cut = await chats.whole(one, max_tokens=50)

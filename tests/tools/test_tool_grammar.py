@@ -157,7 +157,7 @@ def test_tools_that_are_not_strict_have_no_grammar(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("family", ["hermes", "mistral", "mistral-args", "pythonic"])
-def test_several_calls_are_allowed_unless_switched_off(backend: Backend, family: str) -> None:
+def test_several_calls_are_allowed_unless_switched_off_or_one_is_named(backend: Backend, family: str) -> None:
     call = written(family, "weather", {"city": "x"})
     two = {"hermes": f"{call}\n{call}", "mistral-args": call + call}.get(family)
     if two is None:  # both in one list
@@ -167,7 +167,9 @@ def test_several_calls_are_allowed_unless_switched_off(backend: Backend, family:
     many = Answers(backend, family, tool_choice="required")
     assert many.allows(two), two
     assert many.calls(two) == [("weather", {"city": "x"})] * 2
-    assert one.allows(call) and not one.allows(two)
+    named = Answers(backend, family, tool_choice={"type": "function", "function": {"name": "weather"}})
+    for answers in (one, named):
+        assert answers.allows(call) and not answers.allows(two)
     assert one.calls(two) == [("weather", {"city": "x"})]
 
 

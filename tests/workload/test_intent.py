@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from headstart.bundled import bundled_model
 from headstart.workload.intent import (
     INTENTS,
+    MAX_SLOT_CHARS,
     NUM_LISTED,
     Example,
     Preamble,
@@ -191,4 +192,9 @@ def test_the_schema_of_a_preamble_takes_its_right_answers_and_nothing_else() -> 
     ]
     for value in wrong:
         assert not validator.is_valid(value) and not is_valid(json.dumps(value), preamble), value
+    named = next(name for name in preamble.codes if INTENTS[name].slots)
+    slots = {INTENTS[named].slots[0].name: "x" * MAX_SLOT_CHARS}
+    assert validator.is_valid({"name": named, "code": preamble.codes[named], "slots": slots})
+    endless = {name: text + "x" for name, text in slots.items()}
+    assert not validator.is_valid({"name": named, "code": preamble.codes[named], "slots": endless})
     assert not is_valid("{", preamble)

@@ -1,5 +1,6 @@
 """MessageEvents: the output of one request of the Messages API, as a whole message and as the events of a stream."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,13 +22,17 @@ class CacheMarks:
 
 
 class MessageEvents:
-    """Builder of one message. `marks`: the cache breakpoints of its prompt."""
+    """Builder of one message.
 
-    def __init__(self, message_id: str, model: str, marks: CacheMarks) -> None:
+    `marks`: the cache breakpoints of its prompt. `fills_context`: fewer tokens than max_tokens fit into the context.
+    """
+
+    def __init__(self, message_id: str, model: str, marks: CacheMarks, *, fills_context: bool = False) -> None:
         self.parts = ChatParts()
         self._message_id = message_id
         self._model = model
         self._marks = marks
+        self._cut_reason = "model_context_window_exceeded" if fills_context else "max_tokens"
 
     def opening(self, usage: Json) -> list[Json]:
         """Return the event that begins a stream; `usage` as of a chat."""
@@ -43,7 +48,7 @@ class MessageEvents:
         reason, sequence = self._stop()
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return [
-            *([] if last is None else [_stop_of(last)]),
+            *([] if last is None else _end_of(last)),
             {"type": "message_delta", "delta": delta, "usage": self._usage(usage)},
             {"type": "message_stop"},
         ]
@@ -85,7 +90,7 @@ class MessageEvents:
         """Return stop_reason and stop_sequence."""
         parts = self.parts
         if parts.finish_reason == "length":
-            return "max_tokens", None
+            return self._cut_reason, None
         if parts.has_calls:
             return "tool_use", None
         if isinstance(parts.stop_reason, str):
@@ -95,15 +100,23 @@ class MessageEvents:
     def _of_step(self, step: PartStep) -> Iterator[Json]:
         part = step.part
         if step.closed is not None:
-            yield _stop_of(step.closed)
+            yield from _end_of(step.closed)
         if step.is_new:
             yield {"type": "content_block_start", "index": part.index, "content_block": _block(part, is_empty=True)}
         if step.text:
             yield {"type": "content_block_delta", "index": part.index, "delta": _delta(part.kind, step.text)}
 
 
-def _stop_of(part: ChatPart) -> Json:
-    return {"type": "content_block_stop", "index": part.index}
+def _end_of(part: ChatPart) -> Iterator[Json]:
+    if part.kind is PartKind.REASONING:
+        delta = {"type": "signature_delta", "signature": _signature(part.text)}
+        yield {"type": "content_block_delta", "index": part.index, "delta": delta}
+    yield {"type": "content_block_stop", "index": part.index}
+
+
+def _signature(thinking: str) -> str:
+    """Return a signature, which clients need to send the thinking back. It is not checked."""
+    return hashlib.sha256(thinking.encode()).hexdigest()
 
 
 def _delta(kind: PartKind, text: str) -> Json:
@@ -117,14 +130,14 @@ def _delta(kind: PartKind, text: str) -> Json:
 
 
 def _block(part: ChatPart, *, is_empty: bool = False) -> Json:
-    """Return the content block of a part; `is_empty`: as it is before any text. Thinking has an empty signature."""
+    """Return the content block of a part; `is_empty`: as it is before any text."""
     text = "" if is_empty else part.text
     match part.kind:
         case PartKind.TOOL_CALL:
             assert part.call is not None
             return {"type": "tool_use", "id": part.call.call_id, "name": part.call.name, "input": _arguments(text)}
         case PartKind.REASONING:
-            return {"type": "thinking", "thinking": text, "signature": ""}
+            return {"type": "thinking", "thinking": text, "signature": "" if is_empty else _signature(text)}
         case PartKind.CONTENT:
             return {"type": "text", "text": text, "citations": None}
 

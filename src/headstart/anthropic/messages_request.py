@@ -118,7 +118,7 @@ def read_body(
     ttl = max(conversation.ttl, fields.tools.ttl, fields.cache_control)
     chat = _chat_values(fields, values, conversation, ttl)
     if isinstance(fields, MessagesRequest):
-        chat |= _generation_values(fields)
+        chat |= _generation_values(fields, bounds)
     last = conversation.last_breakpoint
     if last is None and fields.tools.ttl:  # templates place tools before or behind the system prompt
         last = (sum(message["role"] == "system" for message in conversation.messages[:1]), MAX_BLOCKS)
@@ -203,8 +203,8 @@ def _chat_values(fields: PromptFields, values: Mapping[str, Any], conversation: 
     return chat
 
 
-def _generation_values(fields: MessagesRequest) -> Json:
-    chat: Json = {"max_completion_tokens": fields.max_tokens}
+def _generation_values(fields: MessagesRequest, bounds: Bounds) -> Json:
+    chat: Json = {"max_completion_tokens": min(fields.max_tokens, bounds.max_model_len)}
     if fields.stop_sequences and fields.stop:
         bad_value("stop", "is set beside stop_sequences", "send only one of them")
     if fields.stop_sequences:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from headstart.engine_checks import check_installed
 from headstart.model.setup.threads import prepare_threads
 
 
@@ -15,6 +16,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")] = False,
 ) -> None:
     """Show the resources of this machine, and problems with them."""
+    check_installed()
     prepare_threads(threads)
     from headstart.model.setup.doctor import report
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from headstart.engine_checks import check_installed
 from headstart.model.setup.threads import prepare_threads
 from headstart.model.weights.shapes import check_weights
 
@@ -33,6 +34,7 @@ def init_model(
 
     It has the shape of a real architecture, which determines speed and memory, and needs no download.
     """
+    check_installed()
     check_weights(shape, std=std, dtype=dtype)
     prepare_threads()
     from headstart.model.weights.init_model import init_model as write_model

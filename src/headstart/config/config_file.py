@@ -6,6 +6,7 @@ file raises ConfigError with the source, the value and the remedy; an unknown va
 
 import dataclasses
 import difflib
+import json
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
@@ -156,6 +157,8 @@ def _from_toml(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
     wanted, switch = plain_type(field), field.metadata.get("switch")
     if switch is not None and isinstance(value, bool):
         return switch[0] if value else switch[1]
+    if field.metadata.get("json") and isinstance(value, dict):
+        return json.dumps(value, default=str)
     if takes_several(field):
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list) or not all(isinstance(item, str) for item in items):

@@ -16,7 +16,8 @@ _OFFLOAD = "use --kv-store DIR: blocks on disk that outlive the process"
 _KV_DTYPE = "not needed: the KV cache has the dtype of the model, see --dtype"
 _INT8 = "quantised checkpoints are not loaded; --quantization int8 quantises the weights while it loads them"
 _LORA = "LoRA is not supported; merge the adapter into the weights and serve those"
-_SPECULATIVE = "speculative decoding is not supported; leave it out"
+_SPECULATIVE = """draft models are not supported; --speculative-config '{"method": "ngram"}' drafts from known tokens"""
+_DRAFT_LENGTH = """use --speculative-config '{"method": "ngram", "num_speculative_tokens": 15}'"""
 _TOOLS = "use --tool-call-parser and --reasoning-parser, or leave it out"
 _STRUCTURED = "structured output is not supported; leave it out"
 _MULTIMODAL = "images and audio are not supported; leave it out"
@@ -69,8 +70,10 @@ _TABLE: dict[tuple[str, ...], str] = {
     ("--load-in-8bit", "--load-in-4bit", "--quantize", "--torchao-config", "--modelopt-quant"): _INT8,
     ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--lora-paths", "--lora"): _LORA,
     ("--max-cpu-loras", "--enable-lora-bias", "--max-loras-per-batch", "--lora-scaled"): _LORA,
-    ("--speculative-config", "--speculative-algorithm", "--speculative-draft-model-path", "-md"): _SPECULATIVE,
-    ("--speculative-num-steps", "--speculative-model", "--num-speculative-tokens", "--model-draft"): _SPECULATIVE,
+    ("--speculative-algorithm", "--speculative-draft-model-path", "-md"): _SPECULATIVE,
+    ("--speculative-model", "--model-draft"): _SPECULATIVE,
+    ("--speculative-num-steps", "--speculative-num-draft-tokens", "--num-speculative-tokens"): _DRAFT_LENGTH,
+    ("--draft-max", "--draft"): _DRAFT_LENGTH,
     ("--tool-server",): _TOOLS,
     ("--tool-parser-plugin", "--enable-reasoning", "--reasoning-format", "--reasoning-budget"): _TOOLS,
     ("--structured-outputs-config", "--guided-decoding-backend", "--grammar-backend"): _STRUCTURED,

@@ -25,10 +25,11 @@ MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING, ENVO
 
 def _option(default: Any, help_text: str, group: str, **extra: Any) -> Any:  # the type dataclasses.field itself has
     """Return a field with metadata: help and group (a panel of --help); optional in `extra`: alias, secret, choices,
-    minimum, maximum, switch.
+    minimum, maximum, switch, json.
 
     `switch` lets a text option also be used as a switch: its first value stands for `--flag`, true and 1, its second
-    for `--no-flag`, false and 0.
+    for `--no-flag`, false and 0. `json` lets the text of a JSON object also be given as a table of headstart.toml, and
+    as a mapping to headstart.LLM.
     """
     return field(default=default, metadata={"help": help_text, "group": group, **extra})
 
@@ -158,7 +159,13 @@ class EngineOptions:
     )
     kv_store_size: str = _option("20GiB", "Size limit of that folder; the least recently used is evicted.", SCHEDULING)
     kv_events_config: str | None = _option(
-        None, "JSON as in vLLM: publish KV events over ZMQ, see docs/api.md.", SCHEDULING
+        None, "JSON as in vLLM: publish KV events over ZMQ, see docs/api.md.", SCHEDULING, json=True
+    )
+    speculative_config: str | None = _option(
+        None,
+        'JSON as in vLLM: {"method": "ngram"} drafts from prompt and earlier outputs, see docs/speculation.md.',
+        SCHEDULING,
+        json=True,
     )
     seed: int = _option(0, "Sampling seed for requests without one.", SCHEDULING)
 
@@ -190,6 +197,12 @@ class ServerOptions:
         "Format of the model's reasoning; auto: <think> if its chat template has that.",
         CHATS,
         choices=("auto", "qwen3", "deepseek_r1", "none"),
+    )
+    history_size: int = _option(
+        64 * 1024 * 1024,
+        "Bytes of generated turns kept, so that a chat that comes back has the tokens that were generated; 0: none.",
+        CHATS,
+        minimum=0,
     )
     tenants: tuple[TenantEntry, ...] = _table("tenant")
     prefixes: tuple[PrefixEntry, ...] = _table("prefix")

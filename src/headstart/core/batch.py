@@ -60,7 +60,8 @@ class Row(NamedTuple):
     """The result of one chunk. A row fails alone: `error` is set and the other rows are valid.
 
     `token_ids` are empty without logits to sample, else the sampled token and those that the request's grammar forces
-    after it, which are not computed yet. With log-probabilities there is one token, and its entry.
+    after it, which are not computed yet. While they equal the chunk's drafts, what is sampled behind them follows. With
+    log-probabilities there is one entry per token.
 
     `prompt_logprobs` (only if requested) holds one entry per position of the chunk, for the *next* prompt token of
     each; positions whose next token is not a prompt token have none.

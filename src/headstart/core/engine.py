@@ -198,6 +198,8 @@ class Engine:
         if external and self._store is not None:
             self._store.clear()
         self.scheduler.pool.clear(pinned=pinned)
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.clear()
         self._publish_events()
         self._keep_prefixes()  # the store may have lost them, and they need not be computed again
         self._warm_prefixes()

@@ -133,8 +133,9 @@ class _Front:
         try:
             reservation.set(bytes_of(call.reading))
             self._check_model(call.reading)
-            if call.reading.previous is not None:
-                call.only = self._holder(call.reading.previous, domain, "previous_response_id")
+            used = call.reading.used
+            if used is not None:
+                call.only = self._holder(used.response_id, domain, used.param)
             call.reservation = reservation
             state.metrics.decide.observe(time.perf_counter() - start)
             with state.under_way():

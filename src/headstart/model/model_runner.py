@@ -85,12 +85,18 @@ class ModelRunner:
         rows = [Row() if ok else Row(error=_NOT_FINITE) for ok in finite]
         sampling = [index for index, chunk in enumerate(chunks) if chunk.num_logits and finite[index]]
         if sampling:
+            sampled_chunks = [chunks[index] for index in sampling]
+            ends = step.qo_indptr[1:][sampling].astype(np.int64)
             last = hidden  # if all of them are sampled
-            if len(sampling) < len(hidden):
-                rows_of = torch.from_numpy(step.qo_indptr[1:][sampling].astype(np.int64) - 1)
-                last = hidden.index_select(0, rows_of.to(hidden.device))
+            num_logits = sum(chunk.num_logits for chunk in sampled_chunks)
+            if num_logits < len(hidden):
+                rows_of = ends - 1
+                if num_logits > len(sampling):
+                    spans = zip(ends.tolist(), sampled_chunks, strict=True)
+                    rows_of = np.concatenate([np.arange(end - chunk.num_logits, end) for end, chunk in spans])
+                last = hidden.index_select(0, torch.from_numpy(rows_of).to(hidden.device))
             logits = self.loaded.model.logits(last)
-            sampled = self.sampler.sample(logits, [chunks[index] for index in sampling])
+            sampled = self.sampler.sample(logits, sampled_chunks)
             for index, row in zip(sampling, sampled, strict=True):
                 rows[index] = row
         for index, chunk in enumerate(chunks):

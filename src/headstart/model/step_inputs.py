@@ -71,7 +71,7 @@ def build_step(
 
 def _pack(chunks: Sequence[Chunk], bounds: StepBounds, device: torch.device) -> StepInputs | None:
     """Return the step of all `chunks`, or None if any chunk is out of bounds."""
-    if any(chunk.num_logits not in (0, 1) or chunk.adapter is not None for chunk in chunks):
+    if any(not 0 <= chunk.num_logits <= len(chunk.token_ids) or chunk.adapter is not None for chunk in chunks):
         return None
     block_size = bounds.block_size
     sizes = np.array([(c.start, len(c.token_ids), len(c.block_ids), c.write_from) for c in chunks], np.int64)
@@ -135,8 +135,8 @@ def _problem(chunk: Chunk, ids: Int32s, table: Int32s, used: int, bounds: StepBo
         return f"{len(table)} blocks of {bounds.block_size} tokens do not cover {end} positions"
     if table.min() < 1 or table.max() >= bounds.num_blocks:
         return f"block id outside [1, {bounds.num_blocks}) in the block table"
-    if chunk.num_logits not in (0, 1):
-        return f"num_logits is {chunk.num_logits}; this executor samples the last position only"
+    if not 0 <= chunk.num_logits <= len(ids):
+        return f"num_logits is {chunk.num_logits}, of a chunk of {len(ids)} tokens"
     if chunk.adapter is not None:
         return f"adapter {chunk.adapter!r}: this executor has no adapters"
     return None

@@ -12,8 +12,9 @@ from headstart.openai.generation_params import GenerationParams, fit
 from headstart.openai.request_bodies import ChatBody, CompletionBody, Message, Prompt
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.openai.tokenizer.turn_memory import Conversation
 from headstart.openai.tools.chat_format import chat_format, chat_output, reasoning_at_end
-from headstart.openai.tools.default_prompt import messages_with_tools
+from headstart.openai.tools.default_prompt import messages_with_tools, messages_without_calls
 from headstart.openai.tools.tool_fields import ToolParams
 from headstart.openai.tools.tool_grammar import answer_grammar
 
@@ -55,6 +56,11 @@ def encode_completion(body: CompletionBody, tokenizer: Tokenizer, bounds: Bounds
 
 def encode_chat(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[int]":
     """Return the token ids of the rendered conversation. By default only the template adds special tokens."""
+    return encode_conversation(body, tokenizer, bounds).token_ids
+
+
+def encode_conversation(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> Conversation:
+    """Return the rendered conversation; the tokens of turns that were generated here are those generated."""
     messages, tools = shown_chat(body.messages, body.params.tools, tokenizer, bounds)
     options: dict[str, str | int | bool] = dict(body.params.template_options)
     effort = body.params.reasoning_effort
@@ -68,7 +74,12 @@ def encode_chat(body: ChatBody, tokenizer: Tokenizer, bounds: Bounds) -> "array[
         tools=tools,
     )
     try:
-        return encode_prompt(text, tokenizer, bounds, bool(body.params.add_special_tokens))
+        if body.params.add_special_tokens:
+            return Conversation(encode_prompt(text, tokenizer, bounds, add_special_tokens=True))
+        _check_length(text, tokenizer, bounds)
+        conversation = tokenizer.encode_conversation(text)
+        _check_not_empty(conversation.token_ids)
+        return conversation
     except InvalidRequestError as error:
         error.param = "messages"
         raise
@@ -79,22 +90,22 @@ def shown_chat(
 ) -> tuple[list[Message], list[dict[str, Any]] | None]:
     """Return the messages and the tools for the chat template.
 
-    A template without tools gets them in a system message if a parser is chosen; else InvalidRequestError is raised.
+    A template without tools gets them in a system message, and earlier calls as text, if a parser is chosen; else
+    InvalidRequestError is raised for tools that may be called.
     """
-    if tools is None:
-        return messages, None
     form = chat_format(tokenizer.chat_template, bounds.tool_call_parser, bounds.reasoning_parser)
     if form.shows_tools:
-        return messages, tools.definitions
-    if tools.choice.mode == "none":
+        return messages, None if tools is None else tools.definitions
+    if form.family is not None and form.is_chosen:
+        plain = messages_without_calls(messages, form.family)
+        return plain if tools is None else messages_with_tools(plain, tools, form.family), None
+    if tools is None or tools.choice.mode == "none":
         return messages, None
-    if form.family is None or not form.is_chosen:
-        raise InvalidRequestError(
-            "this model's chat template has no tools; leave them out, or start the server with --tool-call-parser",
-            param="tools",
-            code="unsupported_parameter",
-        )
-    return messages_with_tools(messages, tools, form.family), None
+    raise InvalidRequestError(
+        "this model's chat template has no tools; leave them out, or start the server with --tool-call-parser",
+        param="tools",
+        code="unsupported_parameter",
+    )
 
 
 def chat_requests(
@@ -104,8 +115,8 @@ def chat_requests(
 
     `tokenizer` is from `tokenizer_of`. Blocks: renders the conversation. Raises InvalidRequestError and QueueFullError.
     """
-    prompt = encode_chat(body, tokenizer, bounds)
-    params = with_chat_output(body.params, prompt, tokenizer, bounds)
+    prompt, turn = encode_conversation(body, tokenizer, bounds)
+    params = replace(with_chat_output(body.params, prompt, tokenizer, bounds), turn=turn)
     return params, build_requests([prompt], params, bounds, origin)
 
 
@@ -145,6 +156,19 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, bounds: Bounds, add_spec
     """
     if isinstance(prompt, array):
         return prompt
+    _check_length(prompt, tokenizer, bounds)
+    token_ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    _check_not_empty(token_ids)
+    return token_ids
+
+
+def _check_not_empty(token_ids: "array[int]") -> None:
+    if not token_ids:
+        raise InvalidRequestError("the prompt is empty: it has no tokens; send some text", param="prompt")
+
+
+def _check_length(prompt: str, tokenizer: Tokenizer, bounds: Bounds) -> None:
+    """Raise RequestTooLargeError if a text is too long for the context, as far as is known before it is tokenized."""
     longest = tokenizer.max_token_chars
     if longest and len(prompt) > bounds.max_model_len * longest:
         raise RequestTooLargeError(
@@ -153,10 +177,6 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, bounds: Bounds, add_spec
             param="prompt",
         )
     _probe_length(prompt, tokenizer, bounds)
-    token_ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-    if not token_ids:
-        raise InvalidRequestError("the prompt is empty: it has no tokens; send some text", param="prompt")
-    return token_ids
 
 
 def _probe_length(text: str, tokenizer: Tokenizer, bounds: Bounds) -> None:

@@ -17,6 +17,7 @@ from headstart.openai.cache_params import cache_wishes
 from headstart.openai.generation_fields import ChatFields, CompletionFields, GenerationFields
 from headstart.openai.request_model import validated
 from headstart.openai.structured.structured_fields import output_grammar
+from headstart.openai.tokenizer.turn_memory import OpenTurn
 from headstart.openai.tools.chat_format import ChatOutput
 from headstart.openai.tools.tool_fields import ToolParams, tool_params
 from headstart.openai.unsupported import UNSUPPORTED, refuse_unsupported
@@ -62,6 +63,7 @@ class GenerationParams:
     tools: ToolParams | None = None  # of a chat
     reasoning_effort: str | None = None
     chat: ChatOutput | None = None  # set once the prompt is rendered; None: all output is content
+    turn: OpenTurn | None = None  # set once the prompt is rendered: where the generated tokens are stored
     ignored: tuple[str, ...] = ()  # unknown names in the request, sorted
 
     @property
@@ -125,6 +127,14 @@ def generation_params(fields: GenerationFields, values: Mapping[str, Any], bound
         reasoning_effort=fields.reasoning_effort if is_chat else None,
         ignored=tuple(sorted(str(name) for name in values if name not in known and name not in UNSUPPORTED)),
     )
+
+
+def shortened(params: GenerationParams, num_prompt_tokens: int, bounds: Bounds) -> GenerationParams:
+    """Return the parameters with max_tokens lowered to what fits behind a prompt of that length, if anything does."""
+    room = bounds.max_model_len - num_prompt_tokens
+    if params.max_tokens is None or room < 1 or params.max_tokens <= room:
+        return params
+    return replace(params, max_tokens=room)
 
 
 def fit(params: GenerationParams, num_prompt_tokens: int, bounds: Bounds) -> SamplingParams:

@@ -44,8 +44,8 @@ from headstart.openai.tools.tool_fields import tool_params
 from headstart.openai.value_checks import shown
 from headstart.server.apis.choice_apis import check_model
 from headstart.server.apis.generation_routes import GenerationRoutes, run_with_body
-from headstart.server.cache_routes import cache_stats, explain
-from headstart.server.cache_schema import (
+from headstart.server.cache_api.cache_routes import cache_stats, explain
+from headstart.server.cache_api.cache_schema import (
     CacheExplanation,
     CacheStatistics,
     PinnedPrefix,

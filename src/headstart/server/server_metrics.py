@@ -16,6 +16,8 @@ from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.http.packed_metrics import Counter, Histogram, method_label
 from headstart.openai.responses import CACHE_SOURCES
+from headstart.openai.tokenizer.turn_memory import TurnMemory
+from headstart.server.prompt_metrics import TurnCollector
 from headstart.server.store_metrics import StoreCollector
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -110,6 +112,10 @@ class Metrics:
         self._by_tenant.register(_TenantCollector(self._model_name, self.tenants))
         self._of_store.register(StoreCollector(lambda: engine.stats, self._model_name))
 
+    def watch_turns(self, turns: TurnMemory | None) -> None:
+        """Add the counters of generated turns to every scrape."""
+        self._registry.register(TurnCollector(turns, self._model_name))
+
     def prompts(self, tenant: str, breakdown: PromptTokenBreakdown) -> None:
         """Add the prompt token breakdown of one client request; `tenant` is that of a configured key, or empty."""
         if tenant:
@@ -169,6 +175,10 @@ class _EngineCollector(Collector):
         )
         yield self._counter("vllm:generation_tokens", "Tokens generated.", counters.generation_tokens)
         yield self._counter("headstart:forced_tokens", "Output tokens that a grammar forced.", counters.forced_tokens)
+        yield self._counter("headstart:spec_decode_num_drafts", "Drafts verified.", counters.num_drafts)
+        drafted, accepted = counters.num_draft_tokens, counters.num_accepted_tokens
+        yield self._counter("headstart:spec_decode_num_draft_tokens", "Draft tokens verified.", drafted)
+        yield self._counter("headstart:spec_decode_num_accepted_tokens", "Draft tokens accepted.", accepted)
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", counters.prefix_queries)
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", counters.prefix_hits)
         yield self._counter("vllm:num_preemptions", "Preempted sequences.", counters.num_preemptions)

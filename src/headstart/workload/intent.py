@@ -29,6 +29,7 @@ from headstart.workload.intent_values import draw_value, is_adverb
 Split = Literal["train", "heldout"]
 
 INTENTS: dict[str, Intent] = {intent.name: intent for intent in (*TRAVEL, *HOME, *PEOPLE, *THINGS)}
+MAX_SLOT_CHARS = 48  # of a slot in the schema: the longest have about 30
 NUM_LISTED = 15
 """Intents in a full preamble: about 900 tokens of the bundled tokenizer."""
 
@@ -161,7 +162,8 @@ def is_valid(text: str, preamble: Preamble) -> bool:
 
 
 def _intent_schema(intent: Intent, code: str) -> dict[str, Any]:
-    slots = {"type": "object", "properties": {slot.name: {"type": "string"} for slot in intent.slots}}
+    text = {"type": "string", "maxLength": MAX_SLOT_CHARS}
+    slots = {"type": "object", "properties": {slot.name: text for slot in intent.slots}}
     properties = {"name": {"const": intent.name}, "code": {"const": code}}
     return {
         "type": "object",

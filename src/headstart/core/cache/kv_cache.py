@@ -157,6 +157,13 @@ class KVCache:
         tokens = seq.token_ids[start : start + self.block_size].tobytes()
         return BlockKey(seq.block_hashes[index], self.parent(seq, index), tokens)
 
+    def trim(self, seq: Sequence) -> None:
+        """Release the blocks behind its tokens, which rejected drafts have needed."""
+        needed = -(-len(seq.token_ids) // self.block_size)
+        if len(seq.block_ids) > needed:
+            self.pool.release(seq.block_ids[needed:])
+            del seq.block_ids[needed:]
+
     def release(self, seq: Sequence) -> None:
         """Release the whole block table."""
         self.pool.release(seq.block_ids, seq.request.retention)

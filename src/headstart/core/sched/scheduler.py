@@ -24,6 +24,7 @@ from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import StepTimes
 from headstart.core.sched.token_accounting import TokenAccounting
 from headstart.core.sched.waiting_queue import POLICIES, Group, OrderedSequences, WaitingQueue
+from headstart.core.speculation.speculation import Speculation
 
 
 class Scheduler:
@@ -44,6 +45,9 @@ class Scheduler:
         self.transfers = Transfers(self.cache, store)
         self.trust = Trust(self.cache, self.transfers, self.admission)
         self.step_times = StepTimes(limits.step_bound)
+        self.speculation: Speculation | None = None
+        if config.speculation is not None:
+            self.speculation = Speculation(config.speculation, self.cache, limits.max_model_len)
         self.accounting = TokenAccounting(self.cache, self.transfers, self.prefixes.is_warming)
         self.counters = self.accounting.counters
         self._by_priority = config.policy == "priority"
@@ -104,6 +108,8 @@ class Scheduler:
             f"with {self.pool.num_free} free blocks"
         )
         self._planned = [(seq, self._chunk(seq, n)) for seq, n in plan.entries]
+        if self.speculation is not None:
+            self._add_drafts(self.speculation, plan)
         finished, self._finished = self._finished, []
         return Batch(tuple(chunk for _, chunk in self._planned), tuple(finished))
 
@@ -290,6 +296,21 @@ class Scheduler:
             request.adapter,
         )
 
+    def _add_drafts(self, speculation: Speculation, plan: Plan) -> None:
+        """Append drafts to the planned chunks, within the budget and the free blocks that are left.
+
+        No sequence waits or is preempted for a draft.
+        """
+        drafts = speculation.drafts(plan.entries, plan.budget)
+        for index, (seq, chunk) in enumerate(self._planned if drafts else ()):
+            draft = drafts.get(seq.request_id)
+            if draft is None:
+                continue
+            end = chunk.start + len(chunk.token_ids)
+            if not self.cache.extend(seq, NO_HIT, end + len(draft)):
+                draft = draft[: len(seq.block_ids) * self.block_size - end]
+            self._planned[index] = seq, chunk._replace(token_ids=chunk.token_ids + draft, num_logits=1 + len(draft))
+
     # ------------------------------------------------------------------------------------------------- results
 
     def _learn(self, planned: list[tuple[Sequence, Chunk]], elapsed: float) -> None:
@@ -301,6 +322,8 @@ class Scheduler:
         if num_tokens > num_single:
             num_single = sum(1 for seq, _ in planned if seq.num_scheduled_tokens == 1)
         self.step_times.learn(num_tokens - num_single, num_single, elapsed)
+        if self.speculation is not None:
+            self.speculation.learn([chunk for _, chunk in planned], elapsed)
 
     def _update_row(self, seq: Sequence, chunk: Chunk, row: Row) -> Output | None:
         seq.num_scheduled_tokens = 0
@@ -308,44 +331,71 @@ class Scheduler:
         if row.error is not None:
             return self._row_failed(seq, chunk, row, row.error.kind)
         assert bool(row.token_ids) == bool(chunk.num_logits), f"{chunk.num_logits} due, {len(row.token_ids)} came"
-        seq.num_computed_tokens += len(chunk.token_ids)
+        breakdown: PromptTokenBreakdown | None = None
+        reason: FinishReason | None = None
+        num_drafts = max(chunk.num_logits - 1, 0)
+        if row.token_ids:
+            if len(seq.token_ids) == chunk.num_prompt_tokens:
+                breakdown = self.accounting.close(seq)
+            row, reason = self._append(seq, row, num_drafts)
+        num_accepted = self._num_accepted(seq, chunk, row.token_ids) if num_drafts else 0
+        seq.num_computed_tokens += len(chunk.token_ids) - num_drafts + num_accepted
         if seq.recompute is None:
             self.cache.publish(seq)
         elif self.trust.row_passed(seq):
             self.cache.publish(seq)
             self.cache.share(seq)
+        if num_drafts:
+            self.cache.trim(seq)
         if row.prompt_logprobs:
             fresh = row.prompt_logprobs[max(seq.num_prompt_logprobs - chunk.start, 0) :]
             seq.num_prompt_logprobs += len(fresh)
             row = row._replace(prompt_logprobs=fresh)
         if not row.token_ids:
             return self._output(seq, row, None) if row.prompt_logprobs else None
-        breakdown = self.accounting.close(seq) if len(seq.token_ids) == chunk.num_prompt_tokens else None
-        reason = self._append(seq, row.token_ids[0])
-        if len(row.token_ids) > 1:
-            row, reason = self._append_forced(seq, row, reason)
-        self.counters.generation_tokens += len(row.token_ids)
         if reason is not None:
             self.admission.finished(seq.num_output_tokens)
             self._finish(seq)
         return self._output(seq, row, reason, breakdown)
 
-    def _append(self, seq: Sequence, token: int) -> FinishReason | None:
-        """Append an output token; return the reason if it finishes the sequence."""
-        seq.token_ids.append(token)
-        return self._finish_reason(seq)
+    def _append(self, seq: Sequence, row: Row, num_drafts: int) -> tuple[Row, FinishReason | None]:
+        """Append the output tokens of a row up to the one that finishes the sequence.
 
-    def _append_forced(self, seq: Sequence, row: Row, reason: FinishReason | None) -> tuple[Row, FinishReason | None]:
-        """Append the forced tokens of a row up to the one that finishes the sequence; return the row without others."""
-        num = 1
+        Return the row without others, and the reason if it is finished.
+        """
+        num, reason = 0, None
         while reason is None and num < len(row.token_ids):
-            reason = self._append(seq, row.token_ids[num])
+            seq.token_ids.append(row.token_ids[num])
             num += 1
-        self.counters.forced_tokens += num - 1
-        return row._replace(token_ids=row.token_ids[:num]), reason
+            reason = self._finish_reason(seq)
+        self.counters.generation_tokens += num
+        self.counters.forced_tokens += 0 if num_drafts else num - 1
+        if num < len(row.token_ids):
+            row = row._replace(token_ids=row.token_ids[:num], logprobs=row.logprobs[:num])
+        return row, reason
+
+    def _num_accepted(self, seq: Sequence, chunk: Chunk, token_ids: tuple[int, ...]) -> int:
+        """Return the number of leading draft tokens that are now tokens of the sequence, and count them.
+
+        Its last token does not count: it is to be computed for the logits behind it.
+        """
+        drafts = chunk.token_ids[1 - chunk.num_logits :]
+        num = 0
+        while num < min(len(drafts), len(token_ids) - 1) and drafts[num] == token_ids[num]:
+            num += 1
+        self.counters.num_drafts += 1
+        self.counters.num_draft_tokens += len(drafts)
+        self.counters.num_accepted_tokens += num
+        self.counters.forced_tokens += len(token_ids) - 1 - num
+        assert self.speculation is not None
+        self.speculation.verified(seq, len(drafts), num)
+        return num
 
     def _row_failed(self, seq: Sequence, chunk: Chunk, row: Row, kind: RowErrorKind) -> Output | None:
-        """Finish a sequence whose row failed, or compute it once more if shared blocks may be corrupt."""
+        """Finish a sequence whose row failed, or compute it once more if shared blocks or a draft may be the cause."""
+        if kind is RowErrorKind.NON_FINITE and chunk.num_logits > 1:
+            self._row_with_draft_failed(seq, chunk)
+            return None
         if kind is RowErrorKind.NON_FINITE and self.trust.row_failed(seq, chunk.start + len(chunk.token_ids)):
             self.accounting.recomputes(seq)
             self._requeue(seq)
@@ -353,6 +403,14 @@ class Scheduler:
         self.counters.num_row_errors += 1
         self._finish(seq)
         return self._output(seq, row, FinishReason.ERROR)
+
+    def _row_with_draft_failed(self, seq: Sequence, chunk: Chunk) -> None:
+        """Compute a sequence again, without drafts: its own next token may be finite."""
+        assert self.speculation is not None
+        self.speculation.disable(seq)
+        self.pool.distrust(seq.block_ids[max(chunk.start // self.block_size, seq.num_published_blocks) :])
+        seq.num_covered_tokens = max(seq.num_covered_tokens, seq.num_computed_tokens)
+        self._requeue(seq)
 
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         request, tokens = seq.request, seq.token_ids
@@ -369,6 +427,8 @@ class Scheduler:
         (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
         self.cache.release(seq)
         self.accounting.finished(seq)
+        if self.speculation is not None:
+            self.speculation.finished(seq)
         seq.status = Status.FINISHED
         del self._sequences[seq.request_id]
         self._finished.append(seq.request_id)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from headstart.core.sched.limits import Limits
+from headstart.core.speculation.speculation_config import SpeculationConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +20,4 @@ class SchedulerConfig:
     eviction_policy: str = "lru"  # or 2q
     tenant_floor: float = 0.0  # share of the pool that is divided among tenants
     max_pinned_share: float = 0.5  # of the pool
+    speculation: SpeculationConfig | None = None

@@ -34,6 +34,9 @@ class Counters:
     ideal_tokens: int = 0  # computed by a perfect, infinite, shared cache, of all prompts that arrived
     generation_tokens: int = 0
     forced_tokens: int = 0  # of those, the ones that a grammar forced: not sampled one by one
+    num_drafts: int = 0  # verified by speculation
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # of those
     prefix_queries: int = 0
     prefix_hits: int = 0
     num_preemptions: int = 0

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -12,6 +12,7 @@ from headstart.http.http_errors import rendered
 from headstart.http.sse import DONE, error_event, named_event
 from headstart.openai.bounds import Bounds
 from headstart.openai.responses import Json, error_object
+from headstart.openai.responses_api.item_references import first_referenced_response
 from headstart.openai.responses_api.response_events import error_data
 from headstart.openai.responses_api.responses_request import parse_responses, translate_responses
 
@@ -52,10 +53,22 @@ def chat_values(path: str, values: Mapping[str, Any], bounds: Bounds) -> Mapping
     return read_body(MessagesRequest, values, bounds).chat.values if path == MESSAGES else values
 
 
-def previous_response(path: str, values: Mapping[str, Any]) -> str | None:
-    """Return the id of the stored response that a request continues."""
-    previous = values.get("previous_response_id") if path == RESPONSES else None
-    return previous if isinstance(previous, str) else None
+class UsedResponse(NamedTuple):
+    """A stored response that a request needs, and the field of the request that names it."""
+
+    response_id: str
+    param: str
+
+
+def used_response(path: str, values: Mapping[str, Any]) -> UsedResponse | None:
+    """Return the stored response that a request continues, or whose items it refers to. Its replica has it alone."""
+    if path != RESPONSES:
+        return None
+    previous = values.get("previous_response_id")
+    if isinstance(previous, str):
+        return UsedResponse(previous, "previous_response_id")
+    referenced = first_referenced_response(values.get("input"))
+    return None if referenced is None else UsedResponse(referenced, "input")
 
 
 def _named_error(path: str, status: int, body: Json, request_id: str, num_events: int) -> bytes:

@@ -18,7 +18,7 @@ import msgspec
 
 from headstart.core.errors import InvalidRequestError, QueueFullError, RequestTooLargeError
 from headstart.gateway.kv_events.kv_event_decoding import event_domain
-from headstart.gateway.proxy.api_paths import CHAT_PATHS, NAMED, chat_values, previous_response
+from headstart.gateway.proxy.api_paths import CHAT_PATHS, NAMED, UsedResponse, chat_values, used_response
 from headstart.http.spooled_body import SpooledBody, spooled
 from headstart.openai.bounds import MAX_JSON_VALUES, Bounds
 from headstart.openai.engine_requests import encode_chat, encode_completion
@@ -82,7 +82,7 @@ class ReadRequest:
     text: str | None = None  # the prompt as text, for the explainer; None: it came as token ids
     domain: bytes = b""  # isolation domain: the tenant's, narrowed by a salt
     is_single: bool = True  # one prompt: the engine's usage is about the prompt that was routed
-    previous: str | None = None  # the id of the stored response that it continues
+    used: UsedResponse | None = None  # the stored response that it needs
 
     def drop_body(self) -> None:
         """Free the body."""
@@ -143,11 +143,11 @@ class RequestReader:
             model=name,
             adapter=served.adapter,
             session=_session(sender, values),
-            max_tokens=most if isinstance(most, int) and most > 0 else 0,
+            max_tokens=min(most, limit) if isinstance(most, int) and most > 0 else 0,
             form="chat" if path in CHAT_PATHS else "ids" if text is None else "text",
         )
-        previous = previous_response(path, values)
-        return ReadRequest(request, sent, stream, hides_usage, text, domain, count == 1, previous)
+        used = used_response(path, values)
+        return ReadRequest(request, sent, stream, hides_usage, text, domain, count == 1, used)
 
     def _values(self, path: str, body: bytes) -> dict[str, Any]:
         """Return the fields of a body, without the long ones if they do not matter. Raises InvalidRequestError."""
@@ -170,7 +170,7 @@ class RequestReader:
 
         A text that is too long for `limit` tokens is not tokenized.
         """
-        if previous_response(path, values) is not None:
+        if used_response(path, values) is not None:
             return None, "", 0  # only its replica knows the prompt
         if path in CHAT_PATHS:
             try:

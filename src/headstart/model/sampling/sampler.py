@@ -28,6 +28,7 @@ from headstart.model.kernels.rows import greatest
 from headstart.model.kernels.sampling import RowSampler, RowTask
 from headstart.model.sampling.draw import draw, take
 from headstart.model.sampling.logit_edits import LogitEdits, first_allowed, num_outputs
+from headstart.model.sampling.verification import sample_drafts
 
 _GREEDY_BELOW = 1e-5  # lower temperatures count as 0
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
@@ -52,12 +53,22 @@ class Sampler:
     def sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
         """Return one row per chunk, from logits [R, V] of any float type, which are not modified.
 
+        A chunk has `num_logits` adjacent rows of the logits, at least one. With drafts its tokens are those sampled up
+        to the first that differs from the draft.
+
         A row with NaN or +inf, or with only -inf, returns an error of kind NON_FINITE; a row with a token id that
         cannot be edited returns an error of kind REQUEST. Other rows are not affected. No valid sampling parameter
         makes a row fail: edited logits stay finite, and min_tokens is ignored where it forbids all tokens.
         """
-        if logits.shape != (len(chunks), self.vocab_size):
-            raise ValueError(f"logits are {tuple(logits.shape)} for {len(chunks)} rows x {self.vocab_size} tokens")
+        num_logits = sum(chunk.num_logits for chunk in chunks)
+        if logits.shape != (num_logits, self.vocab_size):
+            raise ValueError(f"logits are {tuple(logits.shape)} for {num_logits} rows x {self.vocab_size} tokens")
+        if num_logits > len(chunks):
+            return sample_drafts(self._sample_chunks, logits, chunks, lambda c: not self._is_more_than_greedy(c))
+        return self._sample_chunks(logits, chunks)
+
+    def _sample_chunks(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
+        """Return one row per chunk, from logits [R, V], one row of them per chunk."""
         if self._grammars is not None and any(chunk.sampling.grammar is not None for chunk in chunks):
             return self._sample_constrained(self._grammars, logits, chunks)
         return self._sample(logits, chunks)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headstart.openai.responses import Json
+from headstart.openai.responses_api.item_references import REFERENCE
 from headstart.openai.value_checks import bad_value, check_list, check_text, missing, shown, unsupported
 
 MAX_ITEMS = 4096
@@ -26,7 +27,20 @@ def read_items(value: object) -> list[Json]:
     items = check_list("input", value, MAX_ITEMS, "items")
     if not items:
         bad_value("input", "is empty", "send a string or at least one item")
-    return [_item(f"input[{index}]", item) for index, item in enumerate(items)]
+    read = [read_item(f"input[{index}]", item) for index, item in enumerate(items)]
+    _check_references(read)
+    return read
+
+
+def _check_references(items: Iterable[Json]) -> None:
+    """Raise InvalidRequestError for an item that is referred to twice: its size would count several times."""
+    known: set[str] = set()
+    for index, item in enumerate(items):
+        if item["type"] != REFERENCE:
+            continue
+        if item["id"] in known:
+            bad_value(f"input[{index}].id", f"is {shown(item['id'])}", "an item may be referred to once")
+        known.add(item["id"])
 
 
 def check_calls(history: Iterable[Json], items: Sequence[Json]) -> None:
@@ -62,6 +76,8 @@ def chat_messages(named: Iterable[tuple[str, Json]]) -> tuple[list[Json], list[s
                     last.setdefault("tool_calls", []).append(call)
                     continue
                 message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            case "item_reference":
+                bad_value(f"{name}.id", f"is {shown(item['id'])}", "no stored response has this item")
             case "function_call_output":
                 message = {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
             case _:
@@ -80,7 +96,8 @@ def _chat_parts(parts: list[Json]) -> list[Json]:
     return [{**part, "type": "text"} for part in parts]
 
 
-def _item(name: str, item: object) -> Json:
+def read_item(name: str, item: object) -> Json:
+    """Return an item in canonical form; `name` is that of the field. Raises InvalidRequestError."""
     if not isinstance(item, Mapping):
         bad_value(name, f"is {shown(item)}", "it must be an object such as a message")
     match item.get("type", "message"):
@@ -95,6 +112,8 @@ def _item(name: str, item: object) -> Json:
             return _with_id(name, item, {"type": "function_call_output", "call_id": call_id, "output": output})
         case "reasoning":
             return _with_id(name, item, {"type": "reasoning", "summary": [], "content": _reasoning(name, item)})
+        case "item_reference":
+            return {"type": REFERENCE, "id": _string(f"{name}.id", item.get("id"), MAX_ID_CHARS)}
         case str() as kind:
             unsupported(name, f"items of type {shown(kind)} are not built; send messages, function calls and outputs")
         case kind:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import Field
 
@@ -51,7 +51,7 @@ class TextOptions(RequestModel):
 
     max_entries = 16
     format: TextFormat = Field(None, description="As response_format of a chat")
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted, without effect")
 
 
 Items = Annotated[list[Json], checked(lambda value, _: read_items(value), str | list[dict[str, Any]])]
@@ -71,9 +71,9 @@ class ResponsesRequest(SamplingFields):
     store: bool = Field(True, description="Keep the response for previous_response_id and GET")
     max_output_tokens: int | None = Field(None, ge=1, le=INT31_MAX)
     tools: Tools = Field([], description="Functions")
-    tool_choice: ToolChoice = Field("auto", description="none, auto, required, or a function")
+    tool_choice: ToolChoice = Field("auto", description="none, auto, required, a function, or allowed_tools")
     parallel_tool_calls: bool = True
-    text: TextOptions = Field(default_factory=lambda: TextOptions(format=None))
+    text: TextOptions = Field(default_factory=lambda: TextOptions(format=None, verbosity=None))
     reasoning: ReasoningOptions = Field(default_factory=lambda: ReasoningOptions(effort=None, summary=None))
     metadata: Metadata = Field({}, description="Up to 16 texts, returned with the response")
     truncation: Literal["disabled"] = "disabled"
@@ -129,7 +129,16 @@ def _chat_tool(tool: Json) -> Json:
 
 
 def _chat_choice(choice: Any) -> Any:
-    return {"type": "function", "function": {"name": choice["name"]}} if isinstance(choice, dict) else choice
+    if not isinstance(choice, dict):
+        return choice
+    if choice["type"] == "function":
+        return _chat_function(choice)
+    tools = [_chat_function(tool) for tool in choice["tools"]]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": tools}}
+
+
+def _chat_function(named: Json) -> Json:
+    return {"type": "function", "function": {"name": named["name"]}}
 
 
 def _chat_format(sent: Json) -> Json:
@@ -168,11 +177,30 @@ def _tools(value: object) -> list[Json]:
 def _tool_choice(value: object) -> Any:
     if value in ("none", "auto", "required"):
         return value
-    if isinstance(value, Mapping) and value.get("type") == "function" and isinstance(value.get("name"), str):
+    if _is_named(value):
         return {"type": "function", "name": value["name"]}
+    if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
+        return _allowed_tools(value)
     if isinstance(value, Mapping) and isinstance(value.get("type"), str):
         unsupported("tool_choice", f"a choice of type {shown(value['type'])} is not built; name a function")
     bad_value("tool_choice", f"is {shown(value)}", 'it must be "none", "auto", "required" or a function')
+
+
+def _is_named(value: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping) and value.get("type") == "function" and isinstance(value.get("name"), str)
+
+
+def _allowed_tools(value: Mapping[str, Any]) -> Json:
+    """Return a choice among some of the tools."""
+    mode = value.get("mode")
+    if mode not in ("auto", "required"):
+        bad_value("tool_choice.mode", f"is {shown(mode)}", "it must be auto or required")
+    tools = check_list("tool_choice.tools", value.get("tools"), MAX_TOOLS, "tools")
+    for index, tool in enumerate(tools):
+        if not _is_named(tool):
+            bad_value(f"tool_choice.tools[{index}]", f"is {shown(tool)}", "it must be a function of tools, by name")
+    named = [{"type": "function", "name": tool["name"]} for tool in tools]
+    return {"type": "allowed_tools", "mode": mode, "tools": named}
 
 
 def _metadata(value: object) -> dict[str, str]:

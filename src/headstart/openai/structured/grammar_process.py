@@ -16,11 +16,21 @@ _MESSAGES = {  # a part of a message of llguidance, and the message to send
     "oneOf": "oneOf is supported only if its alternatives exclude each other",
     "not present in a registry": "$schema or $ref names a schema that is not part of this one: {}",
     "Anchor '": "$ref: {}",
+    "NoExtensionBias": "no text matches it; a $ref, or a rule, may lead to itself only",
+    "ff_tokens": "the text that it begins with is too long; a $ref, or a rule, may require itself",
     "not disjoint": "patternProperties is supported only if no name matches two of its patterns: {}",
     "float range": "minimum, exclusiveMinimum, maximum and exclusiveMaximum: {}",
     "integer range": "minimum, exclusiveMinimum, maximum and exclusiveMaximum: {}",
 }
 _TOO_LARGE = InvalidRequestError("the grammar needs too much memory; simplify it")
+
+
+def begin_answer(matcher: LLMatcher) -> None:
+    """Compute the first mask, and the one behind the forced tokens; leave an error in a matcher that has no text."""
+    matcher.compute_bitmask()
+    if forced := matcher.compute_ff_tokens():
+        matcher.consume_tokens(forced)
+        matcher.compute_bitmask()
 
 
 def reason(message: str) -> str:
@@ -40,11 +50,11 @@ def build(setup: Any) -> Handler:
     tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
 
     def check(grammar: Any) -> str:
-        """Compile a grammar and compute its first mask, as the engine will. Return an empty text."""
+        """Compile a grammar and begin an answer, as the engine will. Return an empty text."""
         began = time.monotonic()
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
         if not matcher.is_error():
-            matcher.compute_bitmask()
+            begin_answer(matcher)
         if matcher.is_error():
             raise InvalidRequestError(reason(matcher.get_error()))
         if time.monotonic() - began > max_seconds:

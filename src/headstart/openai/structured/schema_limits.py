@@ -23,10 +23,11 @@ MAX_ENUM = 1024
 MAX_MULTIPLE = 10_000  # the least common multiple of multipleOf in all parts of an allOf
 MAX_COUNT = 20_000  # product of nested counts of a regular expression, characters of a literal
 RULES_IN_LARK = 512
-_COUNT = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d*)(,?)(\d*)\}|[()]", re.DOTALL)
+# Each also matches what is not closed, to the end, which keeps the time linear.
+_COUNT = re.compile(r"\\.|\[(?:\\.|[^\]\\])*+(?:\]|\\?\Z)|\{(\d*+)(,?)(\d*+)\}|[()]", re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # JSON can write them only as \\u escapes
 _CONTROL_ESCAPE = re.compile(r"\\(?:c|x0[0-7be]|x1|x7[fF]|u00(?:0[0-7beBE]|1|7[fF])|u\{|v|0)")
-_RULE = re.compile(r"^\s*[?!]?[A-Za-z_][\w.]*(?:\[[^\]]*\])?\s*:", re.MULTILINE)
+_RULE = re.compile(r"^[ \t]*+[?!]?[A-Za-z_][\w.]*+(?:\[[^\]\n]*+\])?[ \t]*+:", re.MULTILINE)
 
 
 def limited_schema(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 import tokenizers
 
 from headstart.core.request import CacheMode
-from headstart.openai.tokenizer.segment_memory import Scope, SegmentMemory
+from headstart.openai.tokenizer.segment_memory import SegmentMemory
+from headstart.openai.tokenizer.tenant_cache import Scope
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.openai.tokenizer.turn_memory import Conversation, OpenTurn, TurnMemory, ending_of
 from headstart.openai.tokenizer.word_borders import BORDER, has_safe_borders
 
 SEGMENT_CHARS = 1024
@@ -24,10 +26,17 @@ class SegmentedTokenizer(Tokenizer):
     """A tokenizer with the same tokens as `base`, faster for texts whose beginnings are cached. Thread-safe."""
 
     def __init__(
-        self, base: Tokenizer, memory: SegmentMemory | None = None, *, segment_chars: int = SEGMENT_CHARS
+        self,
+        base: Tokenizer,
+        memory: SegmentMemory | None = None,
+        *,
+        segment_chars: int = SEGMENT_CHARS,
+        turns: TurnMemory | None = None,
     ) -> None:
+        """`turns`: where generated turns are stored, for `encode_conversation`; None: nowhere."""
         self.__dict__.update(base.__dict__)
         self.memory = SegmentMemory() if memory is None else memory
+        self.turns = turns
         self._scope = Scope()
         self._segment_chars = segment_chars
         self._around = _around(self.backend) if has_safe_borders(self.backend) else None
@@ -63,6 +72,25 @@ class SegmentedTokenizer(Tokenizer):
             token_ids += super().encode(rest, add_special_tokens=False)
         token_ids.extend(after)
         return token_ids
+
+    def encode_conversation(self, text: str) -> Conversation:
+        """Return the token ids of a rendered conversation, with the generated ones of turns that are stored.
+
+        The text of the ids is always `text`. Without stored turns they are those of the base tokenizer. Only if texts
+        may be cut into segments: otherwise a piece might have other tokens alone, such as a blank before it.
+        """
+        if self.turns is None or self._around is None:
+            return super().encode_conversation(text)
+        pieces, rest, key = self.turns.read(self._scope, text)
+        token_ids = array("i")
+        for piece in pieces:
+            token_ids += self.encode(piece.text, add_special_tokens=False)
+            token_ids += piece.token_ids
+        token_ids += self.encode(rest, add_special_tokens=False)
+        ending = ending_of(token_ids, text, self.vocabulary)
+        if not ending:
+            return Conversation(token_ids)
+        return Conversation(token_ids, OpenTurn(self.turns, self._scope, key, ending, self.vocabulary))
 
     def _parts(self, text: str) -> Iterator[str]:
         """Yield the segments of a text, and last the rest, possibly empty."""

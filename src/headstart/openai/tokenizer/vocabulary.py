@@ -1,4 +1,4 @@
-"""Vocabulary: the bytes of each single token, and the ids of special tokens."""
+"""Vocabulary: the bytes of each single token, and the ids of added and special tokens."""
 
 import json
 import re
@@ -18,7 +18,9 @@ class Vocabulary:
         kinds = [part["type"] for part in parts_of(backend.decoder)]
         self.byte_level = kinds == ["ByteLevel"]
         self.byte_fallback = "ByteFallback" in kinds
-        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        added = backend.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes: dict[int, bytes] = {}  # filled on demand
 
     def token_bytes(self, token_id: int) -> bytes:

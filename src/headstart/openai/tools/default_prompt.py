@@ -16,14 +16,18 @@ _CALL_FORMS = {
 
 
 def messages_with_tools(
-    messages: Sequence[Mapping[str, Any]], tools: ToolParams, family: ToolFamily
+    messages: Sequence[dict[str, Any]], tools: ToolParams, family: ToolFamily
 ) -> list[dict[str, Any]]:
-    """Return the conversation with the tools in its system message, and without roles that need tools in a template."""
+    """Return the conversation with the tools in its system message."""
     text = tools_text(tools, family)
-    plain = [_plain(message, family) for message in messages]
-    if plain and plain[0]["role"] == "system":
-        return [plain[0] | {"content": f"{plain[0]['content']}\n\n{text}"}, *plain[1:]]
-    return [{"role": "system", "content": text}, *plain]
+    if messages and messages[0]["role"] == "system":
+        return [messages[0] | {"content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def messages_without_calls(messages: Sequence[Mapping[str, Any]], family: ToolFamily) -> list[dict[str, Any]]:
+    """Return the conversation with calls and tool messages as text, for a template that knows neither."""
+    return [_plain(message, family) for message in messages]
 
 
 def tools_text(tools: ToolParams, family: ToolFamily) -> str:

@@ -202,4 +202,4 @@ def tool_params(tools: tuple[Tool, ...], choice: ToolChoice | None, parallel: bo
             bad_value("tool_choice", f"names {shown(name)}", "no function of tools has that name")
     if choice.allowed == ():
         bad_value("tool_choice", "allows no tool", "name at least one, or send none")
-    return ToolParams(tools, choice, parallel)
+    return ToolParams(tools, choice, parallel and choice.name is None)  # as in OpenAI's API, one function is one call

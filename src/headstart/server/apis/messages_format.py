@@ -1,6 +1,7 @@
 """/v1/messages: preparation of requests from content blocks, and answers as messages; /v1/messages/count_tokens."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from headstart.anthropic.anthropic_errors import anthropic_error
@@ -9,7 +10,8 @@ from headstart.anthropic.messages_request import CountTokensRequest, MessagesReq
 from headstart.core.request import CacheMode
 from headstart.http.http_errors import rendered
 from headstart.http.sse import named_event
-from headstart.openai.engine_requests import Origin, chat_requests, encode_chat, tokenizer_of
+from headstart.openai.engine_requests import Origin, build_requests, encode_chat, tokenizer_of, with_chat_output
+from headstart.openai.generation_params import shortened
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
 from headstart.server.apis.answer_format import Api, ApiRequest, Head
@@ -25,9 +27,9 @@ class MessageFormat:
 
     ping = named_event(PING)
 
-    def __init__(self, marks: CacheMarks, job: GenerationJob, head: Head) -> None:
+    def __init__(self, marks: CacheMarks, fills_context: bool, job: GenerationJob, head: Head) -> None:
         self._job = job
-        self._events = MessageEvents(head.request_id, head.model.name, marks)
+        self._events = MessageEvents(head.request_id, head.model.name, marks, fills_context=fills_context)
 
     def collect(self, choice: int, delta: Delta) -> None:
         """Process a delta of an answer that is sent whole."""
@@ -67,14 +69,18 @@ def _prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequ
         body = read.chat.parse(bounds)
         check_model(body.model, model)
         tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
-        params, requests = chat_requests(body, tokenizer, bounds, origin)
-    prompt = requests[0].prompt
+        prompt = encode_chat(body, tokenizer, bounds)
+        params = shortened(body.params, len(prompt), bounds)
+        params = with_chat_output(params, prompt, tokenizer, bounds)
+        requests = build_requests([prompt], params, bounds, origin)
+    fills_context = params.max_tokens != body.params.max_tokens
     num_marked = 0
     if params.cache is CacheMode.READ_WRITE:
         block_size = model.info.block_size
         num_marked = num_marked_tokens(read, prompt, tokenizer, bounds) // block_size * block_size
     marks = CacheMarks(num_marked, is_long=read.ttl >= _HOUR)
-    return ApiRequest(params, requests, lambda job, head: MessageFormat(marks, job, head), named=read.chat.named)
+    form = partial(MessageFormat, marks, fills_context)
+    return ApiRequest(params, requests, form, named=read.chat.named)
 
 
 MESSAGES = Api("msg_", _prepare)

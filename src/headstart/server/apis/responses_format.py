@@ -12,6 +12,8 @@ from headstart.http.http_errors import HttpError, rendered
 from headstart.http.sse import PING, named_event
 from headstart.openai.engine_requests import Origin, chat_requests, tokenizer_of
 from headstart.openai.responses import Json
+from headstart.openai.responses_api.input_items import read_item
+from headstart.openai.responses_api.item_references import REFERENCE, output_item, response_of
 from headstart.openai.responses_api.response_events import ResponseEvents, error_data
 from headstart.openai.responses_api.response_memory import Conversation, ResponseMemory, StoredResponse, Turn
 from headstart.openai.responses_api.response_objects import ResponseShape, echo_of, response_usage
@@ -105,6 +107,7 @@ def responses_api(memory: ResponseMemory) -> Api:
     def prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
         fields = parse_responses(values, model.bounds)
         check_model(fields.model, model)
+        fields = _with_referenced_items(fields, memory, origin.tenant)
         before = _conversation(memory, origin.tenant, fields.previous_response_id)
         translation = translate_responses(fields, values, before.items if before is not None else ())
         with translation.named():
@@ -126,6 +129,37 @@ def _conversation(memory: ResponseMemory, tenant: str, response_id: str | None) 
     if found is None:
         raise response_not_found(response_id, "previous_response_id")
     return found
+
+
+def _with_referenced_items(fields: ResponsesRequest, memory: ResponseMemory, tenant: str) -> ResponsesRequest:
+    """Return the request with stored items in place of references. Raises HttpError 404 for items not stored here."""
+    responses: dict[str, Json] = {}
+    items: list[Json] = []
+    for index, item in enumerate(fields.input):
+        if item["type"] != REFERENCE:
+            items.append(item)
+            continue
+        name, item_id = f"input[{index}]", item["id"]
+        response_id = response_of(item_id) or ""
+        if response_id not in responses:
+            stored = memory.get(tenant, response_id, time.monotonic())
+            responses[response_id] = {"output": []} if stored is None else stored.response
+        found = output_item(responses[response_id], item_id)
+        if found is None:
+            raise item_not_found(item_id, f"{name}.id")
+        items.append(read_item(name, found))
+    return fields if not responses else fields.model_copy(update={"input": items})
+
+
+def item_not_found(item_id: str, param: str) -> HttpError:
+    """Return the error for a reference to an item that is not stored here."""
+    return HttpError(
+        404,
+        f"item {item_id[:128]!a} is not stored here: it was never, its response is too old, or it was removed to make "
+        "room; send the item itself",
+        code="item_not_found",
+        param=param,
+    )
 
 
 def response_not_found(response_id: str, param: str) -> HttpError:

@@ -11,7 +11,7 @@ from headstart.bench.progress_bar import QUIET, Bar
 from headstart.llm import LLM, Completion
 from headstart.workload.intent import Example, answer_schema, is_correct, is_valid, make_examples, make_preamble
 
-MAX_TOKENS = 96  # an answer has about 30
+MAX_TOKENS = 192  # an answer has about 30; with a schema it ends before, whatever the model writes
 TOGETHER = 20  # sentences in one batch
 
 

@@ -19,8 +19,8 @@ from headstart.openai.engine_requests import Origin
 from headstart.openai.request_json import parse_json
 from headstart.openai.responses import CACHE_SOURCES, Json
 from headstart.server.apis.choice_apis import CHAT, COMPLETIONS
+from headstart.server.cache_api.explanation_text import explanation_answer
 from headstart.server.engine.wire import stats_of
-from headstart.server.explanation_text import explanation_answer
 from headstart.server.server_metrics import blocks_by_state, prefill_redundancy
 from headstart.server.server_state import ServerState
 from headstart.server.store_metrics import may_see_store, store_answer

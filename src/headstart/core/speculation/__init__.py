@@ -1,0 +1,1 @@
+"""Speculation by prompt lookup: drafts from known tokens, and their number by measured step times."""

@@ -1,0 +1,73 @@
+"""NgramIndex: finds earlier occurrences of the last tokens of a sequence, as LZ77 finds matches (RFC 1951, section 4).
+
+Tokens are entered once, in order, each in constant time: every run of `length` tokens is hashed, and positions with one
+hash form a chain, newest first. A lookup follows a bounded number of links and compares the tokens before each
+position. Memory is 8 bytes per token, and the tokens are not copied. Nothing depends on hash seeds of the process.
+"""
+
+from array import array
+from typing import NamedTuple
+from zlib import crc32
+
+MAX_LINKS = 16  # positions that one lookup compares
+MIN_BUCKETS = 256
+
+
+class Match(NamedTuple):
+    """An earlier occurrence of a sequence's last `length` tokens; `end` is the position behind it."""
+
+    end: int
+    length: int
+
+
+class NgramIndex:
+    """The runs of `length` tokens of one growing array of token ids, which is given to each call."""
+
+    def __init__(self, length: int, capacity: int) -> None:
+        """`capacity` is the number of tokens expected; more are entered too, with longer chains."""
+        self.num_entered = 0  # tokens whose runs can be found
+        self._length = length
+        buckets = max(1 << max(capacity - 1, 1).bit_length(), MIN_BUCKETS)
+        self._mask = buckets - 1
+        self._heads = array("i", bytes(4 * buckets))  # by hash: end of the newest run; 0: none
+        self._links = array("i")  # by end of a run, less `length`: end of the run before it in the chain; 0: none
+
+    def enter(self, tokens: "array[int]", end: int) -> None:
+        """Enter the runs of `tokens[:end]` that are not entered yet."""
+        heads, links, length, mask = self._heads, self._links, self._length, self._mask
+        for at in range(max(self.num_entered + 1, length), end + 1):
+            bucket = crc32(tokens[at - length : at]) & mask
+            links.append(heads[bucket])
+            heads[bucket] = at
+        self.num_entered = max(self.num_entered, end)
+
+    def find(self, tokens: "array[int]", last: "array[int]") -> Match | None:
+        """Return the longest occurrence in `tokens` of the end of `last`; of equal ones the newest. Changes nothing.
+
+        At least `length` and at most `len(last)` tokens match. At least one token follows the occurrence.
+        """
+        length, links, num_last = self._length, self._links, len(last)
+        if num_last < length:
+            return None
+        best, best_end = 0, 0
+        end = self._heads[crc32(last[-length:]) & self._mask]
+        for _ in range(MAX_LINKS):
+            if not end:
+                break
+            if end < len(tokens):
+                matched = _num_equal(tokens, end, last)
+                if matched > best:
+                    best, best_end = matched, end
+                    if best == num_last:
+                        break
+            end = links[end - length]
+        return Match(best_end, best) if best >= length else None
+
+
+def _num_equal(tokens: "array[int]", end: int, last: "array[int]") -> int:
+    """Return the number of tokens before `end` that equal the last ones of `last`."""
+    most = min(end, len(last))
+    num = 0
+    while num < most and tokens[end - 1 - num] == last[-1 - num]:
+        num += 1
+    return num

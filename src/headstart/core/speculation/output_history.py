@@ -1,0 +1,99 @@
+"""OutputHistory: earlier outputs, by isolation domain and beginning of the prompt, as a source of drafts.
+
+An agent's calls begin with the same system prompt and often repeat what it wrote before. The key of an entry contains
+the isolation domain of its requests, so no request is timed by the outputs of another domain. Memory is bounded: the
+least recently used entry is removed, and an entry keeps between one and two generations of tokens.
+"""
+
+from array import array
+from collections import OrderedDict
+from typing import NamedTuple
+
+from headstart.core.request import Sequence
+from headstart.core.speculation.ngram_index import NgramIndex
+
+MAX_ENTRIES = 64
+GENERATION_TOKENS = 8192
+SEPARATOR = -1  # no token id: ends an output
+
+Key = tuple[bytes, str | None, bytes]
+
+
+class Found(NamedTuple):
+    """An occurrence in earlier outputs: the tokens that followed it, and the number of tokens that matched."""
+
+    draft: "array[int]"
+    length: int
+
+
+class _Entry:
+    """The latest outputs of one key: the generation that is being filled, and the full one before it."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._generations = [(array("i"), NgramIndex(length, GENERATION_TOKENS))]
+
+    def add(self, tokens: "array[int]") -> None:
+        """Append an output; of a long one its end."""
+        kept = tokens[-GENERATION_TOKENS:]
+        if len(self._generations[0][0]) + len(kept) > GENERATION_TOKENS:
+            fresh = array("i"), NgramIndex(self._length, GENERATION_TOKENS)
+            self._generations = [fresh, self._generations[0]]
+        text, index = self._generations[0]
+        text.extend(kept)
+        text.append(SEPARATOR)
+        index.enter(text, len(text))
+
+    def find(self, last: "array[int]", num: int) -> Found | None:
+        """Return up to `num` tokens behind the longest occurrence of the end of `last`."""
+        best: Found | None = None
+        for text, index in self._generations:
+            match = index.find(text, last)
+            if match is None or (best is not None and match.length <= best.length):
+                continue
+            draft = text[match.end : match.end + num]
+            if SEPARATOR in draft:
+                draft = draft[: draft.index(SEPARATOR)]
+            if draft:
+                best = Found(draft, match.length)
+        return best
+
+
+class OutputHistory:
+    """The latest outputs of each domain and beginning of a prompt."""
+
+    def __init__(self, length: int, context: int) -> None:
+        """`length`: least number of matching tokens. `context`: prompt tokens that are kept before an output."""
+        self._length = length
+        self._context = context
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, seq: Sequence) -> None:
+        """Keep the output of a sequence, unless it is too short to be found."""
+        if seq.num_output_tokens < self._length:
+            return
+        key = _key(seq)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = _Entry(self._length)
+            if len(self._entries) > MAX_ENTRIES:
+                self._entries.popitem(last=False)
+        self._entries.move_to_end(key)
+        entry.add(seq.token_ids[max(seq.num_prompt_tokens - self._context, 0) :])
+
+    def find(self, seq: Sequence, last: "array[int]", num: int) -> Found | None:
+        """Return up to `num` tokens that followed the end of `last` in an earlier output of its key."""
+        entry = self._entries.get(_key(seq))
+        return None if entry is None else entry.find(last, num)
+
+    def clear(self) -> None:
+        """Forget all outputs."""
+        self._entries.clear()
+
+
+def _key(seq: Sequence) -> Key:
+    """Return the isolation domain, the adapter, and the beginning of the prompt: its first block."""
+    return seq.request.domain, seq.request.adapter, seq.block_hashes[0] if seq.block_hashes else b""

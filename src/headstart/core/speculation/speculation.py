@@ -1,0 +1,147 @@
+"""Speculation: drafts for the sequences of a step, verified in the step itself.
+
+A draft is a guess of the next output tokens: those that followed an earlier occurrence of the last tokens, in the
+sequence itself (prompt lookup, as in vLLM's method ngram) or in earlier outputs behind the same beginning of a prompt.
+The executor computes it with the sequence's next token as one chunk, samples every position, and returns the tokens
+sampled until one differs from the draft. Since a draw depends on its seed and position only, the output is the same as
+without drafts. Draft tokens are never part of `Sequence.token_ids`, so they are neither hashed nor published.
+"""
+
+from array import array
+from collections.abc import Iterable
+
+from headstart.core.batch import Chunk
+from headstart.core.cache.kv_cache import KVCache
+from headstart.core.request import Sequence
+from headstart.core.speculation.draft_length import Acceptance, DecodeCost, draft_lengths
+from headstart.core.speculation.ngram_index import NgramIndex
+from headstart.core.speculation.output_history import OutputHistory
+from headstart.core.speculation.speculation_config import SpeculationConfig
+
+ENTERED_PER_STEP = 2048  # tokens that are indexed in one step: about a millisecond
+ENTERED_EACH = 64  # of each sequence, even if others have used that up
+_MAX_CAPACITY = 1 << 16
+
+
+class _Drafting:
+    """The state of one sequence."""
+
+    __slots__ = ("acceptance", "enabled", "index", "match_length")
+
+    def __init__(self, config: SpeculationConfig, seq: Sequence) -> None:
+        capacity = min(len(seq.token_ids) + seq.request.sampling.max_tokens, _MAX_CAPACITY)
+        self.index = NgramIndex(config.prompt_lookup_min, capacity)
+        self.acceptance = Acceptance()
+        self.enabled = True
+        self.match_length = 0  # of the latest draft
+
+
+class Speculation:
+    """The drafts of one scheduler's sequences."""
+
+    def __init__(self, config: SpeculationConfig, cache: KVCache, max_model_len: int) -> None:
+        self.cost = DecodeCost()
+        self._config = config
+        self._cache = cache
+        self._max_model_len = max_model_len
+        self._num_enterable = 0  # tokens that may still be indexed in this step
+        self._states: dict[str, _Drafting] = {}  # by request id
+        self._history = OutputHistory(config.prompt_lookup_min, config.prompt_lookup_max)
+
+    def drafts(self, planned: Iterable[tuple[Sequence, int]], budget: int) -> "dict[str, array[int]]":
+        """Return drafts by request id, of `budget` tokens at most, for the sequences of a step that decode."""
+        num_decodes, self._num_enterable = 0, ENTERED_PER_STEP
+        found: list[tuple[Sequence, _Drafting, array[int]]] = []
+        for seq, n in planned:
+            if seq.num_computed_tokens + n < len(seq.token_ids) or len(seq.token_ids) == len(seq.request.prompt):
+                continue
+            num_decodes += 1
+            draft = self._find(seq)
+            if draft:
+                found.append((seq, self._states[seq.request_id], draft))
+        if not found:
+            return {}
+        probabilities = [state.acceptance.probability(state.match_length) for _, state, _ in found]
+        lengths = draft_lengths(self.cost, num_decodes, probabilities, [len(draft) for *_, draft in found], budget)
+        chosen: dict[str, array[int]] = {}
+        for (seq, state, draft), length in zip(found, lengths, strict=True):
+            if not length and len(chosen) < budget and state.acceptance.skip():
+                length = 1
+            if length:
+                chosen[seq.request_id] = draft[:length]
+        return chosen
+
+    def learn(self, chunks: Iterable[Chunk], elapsed: float) -> None:
+        """Update the cost of decodes from a step; steps with prompt tokens are ignored."""
+        num_tokens = 0
+        for chunk in chunks:
+            if chunk.start < chunk.num_prompt_tokens or len(chunk.token_ids) != chunk.num_logits:
+                return
+            num_tokens += chunk.num_logits
+        self.cost.learn(num_tokens, elapsed)
+
+    def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Update the acceptance of a sequence from one draft."""
+        state = self._states[seq.request_id]
+        state.acceptance.learn(state.match_length, num_drafts, num_accepted)
+
+    def disable(self, seq: Sequence) -> None:
+        """Give a sequence no more drafts."""
+        self._states[seq.request_id].enabled = False
+
+    def finished(self, seq: Sequence) -> None:
+        """Drop the state of a sequence, and keep its output as a source of drafts if others may reuse its KV."""
+        self._states.pop(seq.request_id, None)
+        if self._cache.writes(seq):
+            self._history.add(seq)
+
+    def clear(self) -> None:
+        """Forget earlier outputs."""
+        self._history.clear()
+
+    def _find(self, seq: Sequence) -> "array[int] | None":
+        """Return the longest draft for a sequence that its limits permit, if any."""
+        state = self._states.get(seq.request_id)
+        if state is None:
+            state = self._states[seq.request_id] = _Drafting(self._config, seq)
+        tokens, sampling, config = seq.token_ids, seq.request.sampling, self._config
+        index, num_known = state.index, len(seq.token_ids)
+        num_new = min(num_known - index.num_entered, max(self._num_enterable, ENTERED_EACH))
+        self._num_enterable -= num_new
+        index.enter(tokens, index.num_entered + num_new)
+        left = min(sampling.max_tokens - seq.num_output_tokens, self._max_model_len - num_known)
+        most = min(config.num_speculative_tokens, left - 1)
+        if (
+            most < 1
+            or not state.enabled
+            or seq.recompute is not None
+            or seq.num_computed_tokens < seq.num_covered_tokens
+        ):
+            return None
+        draft, state.match_length = self._lookup(seq, state, most)
+        return None if draft is None else _until_stop(draft, sampling.stop_token_ids)
+
+    def _lookup(self, seq: Sequence, state: _Drafting, most: int) -> "tuple[array[int] | None, int]":
+        """Return the tokens behind the longest match, `most` of them at most, and the length of the match."""
+        tokens = seq.token_ids
+        last = tokens[-self._config.prompt_lookup_max :]
+        match = state.index.find(tokens, last)
+        length = 0 if match is None else match.length
+        if length < len(last) and self._cache.reads(seq):
+            earlier = self._history.find(seq, last, most)
+            if earlier is not None and earlier.length > length:
+                return earlier.draft, earlier.length
+        if match is None:
+            return None, 0
+        draft = tokens[match.end : match.end + most]
+        while len(draft) < most:  # the occurrence overlaps the end: its tokens repeat
+            draft.extend(draft[: most - len(draft)])
+        return draft, length
+
+
+def _until_stop(draft: "array[int]", stop_token_ids: tuple[int, ...]) -> "array[int]":
+    """Return the draft up to its first stop token, behind which nothing is sampled."""
+    for token in stop_token_ids:
+        if token in draft:
+            draft = draft[: draft.index(token)]
+    return draft

@@ -1,0 +1,1 @@
+"""The routes about the prefix cache: statistics, explanations, and the schemas of their answers."""

@@ -1,0 +1,33 @@
+"""Metrics of prompts before they reach the engine: generated turns that came back."""
+
+from collections.abc import Iterable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from headstart.openai.tokenizer.turn_memory import TurnMemory, TurnStats
+
+
+class TurnCollector(Collector):
+    """The counters of a TurnMemory; zeros if there is none."""
+
+    def __init__(self, turns: TurnMemory | None, model_name: str) -> None:
+        self._turns = turns
+        self._model = [model_name]
+
+    def collect(self) -> Iterable[Metric]:
+        stats = TurnStats() if self._turns is None else self._turns.stats
+        labels = ("model_name", "match")
+        text = "Generated turns that came back in a prompt: as a whole, in part, or with another text."
+        turns = CounterMetricFamily("headstart:history_turns", text, labels=labels)
+        rows = {"whole": stats.num_whole, "partial": stats.num_partial, "changed": stats.num_changed}
+        for match, value in rows.items():
+            turns.add_metric([*self._model, match], value)
+        yield turns
+        text = "Prompt tokens that are the generated ones, not those of the text."
+        tokens = CounterMetricFamily("headstart:history_tokens", text, labels=labels[:1])
+        tokens.add_metric(self._model, stats.num_tokens)
+        yield tokens
+        held = GaugeMetricFamily("headstart:history_bytes", "Memory held for generated turns.", labels=labels[:1])
+        held.add_metric(self._model, stats.num_bytes)
+        yield held

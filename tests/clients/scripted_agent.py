@@ -1,0 +1,82 @@
+"""A model whose answers are scripted, so that the loop of an agent runs to its end.
+
+The engine of server/fake_engine.py repeats its prompt, up to the end-of-sequence token. So what this chat template
+renders is what the model answers: a call of the first tool that fits, reasoning if the user asks to think, and, when
+the output of a tool is there, a sentence that contains it. Calls are in the format of the hermes family.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import tokenizer_folders
+from server.harness import Server, fake_command, spawn
+
+END = "<|im_end|>"
+TEMPLATE = (
+    """
+{%- set last = messages[-1] %}
+{%- set asked = messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join(' ') %}
+{%- set told = messages | map(attribute='content') | join(' ') %}
+{%- set names = (tools or []) | map(attribute='function') | map(attribute='name') | list %}
+{%- macro call(name, arguments) %}<tool_call>
+{"name": "{{ name }}", "arguments": {{ arguments }}}
+</tool_call>
+{% endmacro %}
+{%- set answer = '{"city": "Paris", "degrees": 21}' %}
+{%- if 'think' in asked %}<think>
+I look it up.
+</think>
+
+{% endif %}
+{%- if names and names[0].startswith('transfer_to') %}{{ call(names[0], '{}') }}
+{%- elif 'get_weather' in names and last.role != 'tool' %}
+{%- if 'say something first' in asked %}Let me look.
+{% endif %}{{ call('get_weather', '{"city": "Paris"}') }}
+{%- if 'both' in asked %}{{ call('get_weather', '{"city": "Rome"}') }}{% endif %}
+{%- elif names and names[-1] != 'get_weather' %}{{ call(names[-1], answer) }}
+{%- elif last.role == 'tool' and 'as JSON' in told %}{{ answer }}
+{%- elif last.role == 'tool' %}The weather report: {{ last.content }}
+{%- else %}You said: {{ last.content }}
+{%- endif %}"""
+    + END
+)
+MAX_MODEL_LEN = 8192
+
+
+def write_model(folder: Path) -> str:
+    """Write the folder of the scripted model and return it with the engine's knobs."""
+    kind = tokenizer_folders.BYTE_LEVEL
+    tokenizer_folders.write(folder, kind, chat_template=TEMPLATE)
+    end = tokenizer_folders.build(kind).token_to_id(END)
+    return f"{folder}?vocab=1000&length={MAX_MODEL_LEN}&eos={end}&step=0.0005"
+
+
+@contextmanager
+def scripted_server(room: Path) -> Iterator[Server]:
+    """A ready server of the scripted model; logs are in `room`."""
+    with spawn(fake_command(write_model(room / "model")), room / "log") as server:
+        yield server.wait_ready()
+
+
+@contextmanager
+def scripted_router(room: Path) -> Iterator[Server]:
+    """A ready router in front of two scripted servers."""
+    model = write_model(room / "model")
+    with ExitStack() as stack:
+        servers = [stack.enter_context(spawn(fake_command(model), room / f"log-{n}")) for n in range(2)]
+        urls = [server.wait_ready().url for server in servers]
+        command = [sys.executable, "-m", "headstart", "route", "--port", "0"]
+        command += [word for url in urls for word in ("--replica", url)]
+        yield stack.enter_context(spawn(command, room / "log")).wait_ready()
+
+
+@contextmanager
+def bundled_server(room: Path, num_replicas: int = 1) -> Iterator[Server]:
+    """`headstart serve` as users run it, with the bundled model; more than one replica: behind a router."""
+    command = [sys.executable, "-m", "headstart", "serve", "--port", "0", "--num-blocks", "1024"]
+    command += ["--tool-call-parser", "hermes", "--heartbeat-timeout", "600"]
+    command += ["--replicas", str(num_replicas)] if num_replicas > 1 else []
+    with spawn(command, room / "bundled-log") as server:
+        yield server.wait_ready()

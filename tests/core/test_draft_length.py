@@ -1,0 +1,83 @@
+"""Draft lengths: as many tokens as raise the rate of output, by measured costs; probes are rare."""
+
+from itertools import pairwise, product
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headstart.core.speculation.draft_length import LEAST_PAUSE, MOST_PAUSE, Acceptance, DecodeCost, draft_lengths
+
+
+def cost_of(base: float, slope: float) -> DecodeCost:
+    cost = DecodeCost()
+    cost.base, cost.slope = base, slope
+    return cost
+
+
+def rate(cost: DecodeCost, num: int, probabilities: list[float], lengths: tuple[int, ...]) -> float:
+    """Output tokens per second of a step."""
+    yielded = num + sum(p**depth for p, n in zip(probabilities, lengths, strict=True) for depth in range(1, n + 1))
+    return yielded / cost.seconds(num + sum(lengths))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.floats(0.01, 0.99), min_size=1, max_size=3),
+    st.integers(0, 3),
+    st.floats(0.001, 2.0),
+    st.integers(0, 9),
+)
+def test_no_other_choice_has_a_higher_rate(probabilities: list[float], others: int, slope: float, budget: int) -> None:
+    cost, num, limits = cost_of(1.0, slope), len(probabilities) + others, [3] * len(probabilities)
+    chosen = draft_lengths(cost, num, probabilities, limits, budget)
+    assert sum(chosen) <= budget and all(0 <= n <= 3 for n in chosen)
+    choices = [c for c in product(range(4), repeat=len(limits)) if sum(c) <= budget]
+    best = max(rate(cost, num, probabilities, choice) for choice in choices)
+    assert rate(cost, num, probabilities, tuple(chosen)) == pytest.approx(best, rel=1e-9)
+
+
+def test_a_draft_that_costs_as_much_as_it_yields_is_not_computed() -> None:
+    assert draft_lengths(cost_of(0.0, 1.0), 1, [0.99], [5], 100) == [0]
+    assert draft_lengths(cost_of(1.0, 0.0), 1, [0.01], [5], 100) == [5]
+
+
+@pytest.mark.parametrize(("base", "slope"), [(7.0, 0.17), (1.0, 0.5), (0.02, 0.0001)])
+def test_the_measured_cost_approaches_that_of_noisy_steps(base: float, slope: float) -> None:
+    rng, cost = Random(5), DecodeCost()
+    for _ in range(600):
+        num = rng.choice([1, 1, 4, 8, 16])
+        noise = rng.choice([1.0, 1.0, 1.0, 1.05, 0.95, 20.0 if rng.random() < 0.02 else 1.0])
+        cost.learn(num, (base + slope * num) * noise)
+    assert cost.seconds(1) == pytest.approx(base + slope, rel=0.2)
+    assert cost.slope == pytest.approx(slope, rel=0.5)
+
+
+def test_the_measurement_recovers_after_the_machine_was_slow() -> None:
+    cost = DecodeCost()
+    for factor, rounds in ((1.0, 50), (3.0, 200), (1.0, 100)):
+        for num in (1, 8, 16) * rounds:
+            cost.learn(num if factor == 1.0 else 1, (1.0 + 0.05 * num) * factor)
+    assert cost.seconds(1) == pytest.approx(1.05, rel=0.05) and cost.slope == pytest.approx(0.05, rel=0.2)
+
+
+def test_rejected_drafts_lower_the_estimate_and_accepted_ones_raise_it() -> None:
+    acceptance = Acceptance()
+    first = acceptance.probability(2)
+    for _ in range(50):
+        acceptance.learn(2, 4, 0)
+    assert 0.0 < acceptance.probability(2) < 0.02
+    assert acceptance.probability(8) > first  # of longer matches nothing is known yet
+    for _ in range(50):
+        acceptance.learn(2, 4, 4)
+    assert 0.95 < acceptance.probability(2) < 1.0
+
+
+def test_probes_become_rarer_until_one_is_accepted() -> None:
+    acceptance = Acceptance()
+    probes = [number for number in range(4000) if acceptance.skip()]
+    gaps = [later - earlier for earlier, later in pairwise(probes)]
+    assert probes[0] == LEAST_PAUSE - 1 and gaps == sorted(gaps) and gaps[-1] == MOST_PAUSE
+    acceptance.learn(2, 1, 1)
+    assert [acceptance.skip() for _ in range(LEAST_PAUSE)].count(True) == 1

@@ -1,0 +1,52 @@
+"""The index of runs of tokens finds what a search of the whole text finds."""
+
+from array import array
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from headstart.core.speculation.ngram_index import MAX_LINKS, Match, NgramIndex
+
+TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+
+
+def searched(tokens: list[int], length: int, most: int) -> Match | None:
+    """The longest earlier occurrence of the last tokens, the newest of equal ones, by trying all."""
+    last, best = tokens[-most:], None
+    for end in range(length, len(tokens)):
+        matched = 0
+        while matched < min(len(last), end) and tokens[end - 1 - matched] == last[-1 - matched]:
+            matched += 1
+        if matched >= length and (best is None or matched >= best.length):
+            best = Match(end, matched)
+    return best
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS, st.integers(1, 4), st.integers(0, 4), st.integers(1, 7))
+@example([1, 1, 1, 1, 1], 2, 0, 1)
+def test_the_match_is_that_of_a_full_search(text: list[int], length: int, more: int, pace: int) -> None:
+    tokens, index = array("i", text), NgramIndex(length, 8)  # fewer buckets than tokens: collisions
+    for end in range(0, len(tokens) + pace, pace):
+        index.enter(tokens, min(end, len(tokens)))
+    found, due = index.find(tokens, tokens[-length - more :]), searched(text, length, length + more)
+    if due is None or len(text) <= MAX_LINKS:
+        assert found == due
+    elif found is not None:  # the chain may be longer than what is followed
+        assert length <= found.length <= due.length
+        assert text[found.end - found.length : found.end] == text[-found.length :]
+
+
+def test_a_match_is_followed_by_a_token() -> None:
+    tokens, index = array("i", [5, 6, 7, 5, 6]), NgramIndex(2, 16)
+    index.enter(tokens, len(tokens))
+    assert index.find(tokens, tokens[-2:]) == Match(2, 2)
+    assert index.find(tokens, array("i", [6, 7])) == Match(3, 2)
+    assert index.find(tokens, array("i", [7, 6])) is None
+    assert index.find(tokens, array("i", [6])) is None
+
+
+def test_memory_is_bounded_by_the_tokens() -> None:
+    index = NgramIndex(2, 1000)
+    index.enter(array("i", range(1000)), 1000)
+    assert len(index._heads) == 1024 and len(index._links) == 999
