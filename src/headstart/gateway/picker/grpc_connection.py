@@ -1,7 +1,7 @@
 """GrpcConnection: one HTTP/2 connection of a gRPC client, on the event loop that also picks replicas.
 
-`grpcio` moves every message between its own threads and the event loop; that added more to each request than all other
-work on it (docs/experiments.md). The client is a proxy: no TLS, no compression.
+`grpcio` moves every message between its own threads and the event loop, which costs more CPU time than the messages
+themselves (docs/experiments.md). The client is a proxy: no TLS, no compression.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from headstart.gateway.picker.http2_frames import FrameHead, Http2Error
 
 CONNECTION_WINDOW = 16 << 20  # bytes that a client may send on all streams before they arrive here
 MAX_STREAMS = 65_536
+LATE_SECONDS = 0.002  # for the ends of calls, for which no client waits
 MAX_HEADER_BYTES = 64 << 10
 
 
@@ -47,6 +48,7 @@ class GrpcConnection(asyncio.Protocol):
         self._peer_window = h2.DEFAULT_WINDOW  # of a new stream
         self._room: asyncio.Future[None] | None = None  # done when a window or the socket has room again
         self._is_paused = False
+        self._late: list[bytes] = []
 
     # ------------------------------------------------------------------------------------------------------- transport
 
@@ -78,10 +80,19 @@ class GrpcConnection(asyncio.Protocol):
         except hpack.HPACKError:
             self._abort(h2.COMPRESSION_ERROR)
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes = b"") -> None:
         """Send frames at once."""
-        if self._transport is not None:
+        if self._late:
+            data = b"".join((*self._late, data))
+            self._late.clear()
+        if self._transport is not None and data:
             self._transport.write(data)
+
+    def send_later(self, data: bytes) -> None:
+        """Send frames together with the next ones, at the latest after LATE_SECONDS: a write costs a system call."""
+        self._late.append(data)
+        if len(self._late) == 1:
+            asyncio.get_running_loop().call_later(LATE_SECONDS, self.send)
 
     def close(self) -> None:
         """Close the connection; its calls are cancelled."""
@@ -113,6 +124,7 @@ class GrpcConnection(asyncio.Protocol):
             self._room.set_result(None)
 
     def _abort(self, code: int) -> None:
+        self.send()
         if self._transport is not None:
             last = self._last_id.to_bytes(4) + code.to_bytes(4)
             self._transport.write(h2.frame(h2.GOAWAY, 0, 0, last))

@@ -20,6 +20,10 @@ class Outlet(Protocol):
         """Send frames at once."""
         ...
 
+    def send_later(self, data: bytes) -> None:
+        """Send frames together with the next ones, or soon."""
+        ...
+
     async def send_data(self, stream: "GrpcStream", stream_id: int, opening: bytes, data: bytes) -> None:
         """Send the data of one stream, after the frame `opening`, within the client's windows."""
         ...
@@ -82,7 +86,7 @@ class GrpcStream:
             trailers += h2.literal("grpc-message", message.encode("ascii", "replace").decode()[:100].replace("%", " "))
         opening = b"" if self._is_open else self._opening()
         last = h2.frame(h2.HEADERS, h2.END_STREAM | h2.END_HEADERS, self._id, trailers)
-        self._connection.send(opening + last)
+        self._connection.send_later(opening + last)
 
     def received(self, data: bytes, num_bytes: int) -> None:
         """Take a part of the client's messages, of a frame with `num_bytes`. Raises GrpcError if one is too long."""
