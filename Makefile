@@ -11,13 +11,14 @@ ARGS        ?=
 BIN  := $(VENV)/bin
 RUN  := $(VENV)/.installed
 DEV  := $(VENV)/.installed-dev
+DIST := $(VENV)/.installed-dist
 # pip's progress bars where somebody looks at them.
 QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 # One compute thread per test process, and no spinning: two processes share the cores instead of fighting for them.
 QUIET_CORES := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install serve test check tests test-long test-gpu format bench docs clean
+.PHONY: help setup install serve test check tests test-long test-gpu format bench docs dist sbom clean
 
 help:           ## this list
 	@awk -F ':|## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, substr($$0, index($$0, "## ") + 3) }' $(MAKEFILE_LIST)
@@ -57,8 +58,23 @@ bench: $(DEV)   ## four workloads, in this process or against a server: make ben
 docs: $(DEV)    ## write the generated tables in docs/
 	$(BIN)/python docs/generate.py
 
+# libgomp is torch's own: a second one in the wheel would start a second set of threads.
+dist: $(DIST)   ## sdist and manylinux wheel with compiled kernels, checked, in dist/
+	rm -rf dist build
+	$(BIN)/python -m build --outdir build/raw .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 --wheel-dir dist build/raw/*.whl
+	mv build/raw/*.tar.gz dist/
+	$(BIN)/twine check --strict dist/*.whl dist/*.tar.gz
+
+sbom: dist      ## CycloneDX lists of what the wheel brings along, without and with its engine, in dist/
+	for extra in router engine; do \
+	  $(PYTHON) -m venv build/$$extra && if [ $$extra = engine ]; then build/$$extra/bin/pip install $(QUIET) "$(TORCH)"; fi \
+	  && build/$$extra/bin/pip install $(QUIET) "$$(echo dist/*.whl)[$$([ $$extra = engine ] && echo engine || echo kubernetes,picker)]" \
+	  && $(BIN)/cyclonedx-py environment build/$$extra/bin/python --output-file dist/$$extra.cdx.json || exit 1; \
+	done
+
 clean:          ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
 	find src tests benchmarks examples training -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:
@@ -83,4 +99,9 @@ $(RUN): pyproject.toml | $(BIN)/python
 $(DEV): pyproject.toml $(RUN)
 	@echo "== tools for tests, checks and plots"
 	$(BIN)/pip install $(QUIET) -e '.[dev]'
+	@touch $@
+
+$(DIST): pyproject.toml | $(BIN)/python
+	@echo "== tools for packages"
+	$(BIN)/pip install $(QUIET) -e '.[dist]'
 	@touch $@

@@ -1,9 +1,19 @@
 """Headstart: an LLM inference server with prefix caching."""
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-__version__ = "0.1.0"
+
+def _installed_version() -> str:
+    """Return the version of the installed package; a checkout that is only on the path has none."""
+    try:
+        return version("headstart")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+__version__ = _installed_version()
 
 _LAZY = {"LLM": "headstart.llm", "Completion": "headstart.llm", "SamplingParams": "headstart.core.request"}
 

@@ -19,7 +19,7 @@ def test_without_a_config_nothing_is_drafted() -> None:
         ({}, SpeculationConfig()),
         ({"num_speculative_tokens": 3}, SpeculationConfig(num_speculative_tokens=3)),
         ({"prompt_lookup_max": 1}, SpeculationConfig(prompt_lookup_max=1, prompt_lookup_min=1)),
-        ({"prompt_lookup_min": 12}, SpeculationConfig(prompt_lookup_max=12, prompt_lookup_min=12)),
+        ({"prompt_lookup_min": 20}, SpeculationConfig(prompt_lookup_max=20, prompt_lookup_min=20)),
         ({"prompt_lookup_max": 5, "prompt_lookup_min": 3}, SpeculationConfig(15, 5, 3)),
     ],
 )

@@ -14,7 +14,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 CRDS = Path(__file__).parents[1] / "data" / "crds"
-NO_MANIFESTS = ("kustomization.yaml", "prometheus-adapter.yaml")
+NO_MANIFESTS = ("kustomization.yaml", "prometheus-adapter.yaml", "prometheus-scrape.yaml")
 FILES = sorted(path for path in FOLDER.glob("*.yaml") if path.name not in NO_MANIFESTS)
 
 Document = dict[str, Any]

@@ -203,3 +203,17 @@ def test_the_discovery_of_the_picker_names_the_pool() -> None:
     [discover] = [word for word in container(POD_OWNERS[1])["args"] if word.startswith("--discover=")]
     target = parse_target(discover.removeprefix("--discover=kubernetes:"))
     assert ("InferencePool", target.name) in ALL and target.kind == "inferencepool" and target.namespace is None
+
+
+def test_prometheus_scrapes_each_kind_of_pod_at_its_port_and_sets_the_namespace() -> None:
+    found = yaml.safe_load((FOLDER / "prometheus-scrape.yaml").read_text(encoding="utf-8"))["scrape_configs"]
+    for job, owner in zip(found, POD_OWNERS, strict=True):
+        by_label = {rule["source_labels"][0]: rule for rule in job["relabel_configs"]}
+        component = by_label["__meta_kubernetes_pod_label_app_kubernetes_io_component"]["regex"]
+        assert component == labels(owner)["app.kubernetes.io/component"]
+        port = by_label["__meta_kubernetes_pod_container_port_name"]["regex"]
+        assert port in {port["name"] for port in container(owner)["ports"]}
+        assert by_label["__meta_kubernetes_namespace"]["target_label"] == "namespace"
+        [discovery] = job["kubernetes_sd_configs"]
+        assert discovery["namespaces"]["names"] == [owner["metadata"]["namespace"]]
+        assert ("authorization" in job) == any(env["name"].endswith("ADMIN_API_KEY") for env in container(owner)["env"])

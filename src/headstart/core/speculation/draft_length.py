@@ -9,8 +9,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
-MATCHES = (3, 7)  # matched tokens from which the next of the classes below begins
-PRIOR_ACCEPTED = (0.5, 0.65, 0.85)  # share of a sequence without drafts so far (benchmarks/speculation)
+MATCHES = (3, 7, 12)  # matched tokens from which the next of the classes below begins
+PRIOR_ACCEPTED = (0.5, 0.65, 0.85, 0.93)  # share of a sequence without drafts so far (benchmarks/speculation)
 PRIOR_TRIED = 2.0
 MEMORY = 0.9  # weight of earlier drafts against the latest one
 LEAST_PAUSE, MOST_PAUSE = 16, 256  # drafts skipped between two probes
