@@ -18,7 +18,8 @@ from typing import Any
 
 from headstart.bench.machine import print_document
 from headstart.core.cache.block_pool import BlockPool
-from headstart.core.cache.eviction import EVICTION_POLICIES, PROTECTED_SHARE, EvictionOrder, TwoQueue
+from headstart.core.cache.eviction import PROTECTED_SHARE, EvictionOrder, TwoQueue
+from headstart.core.cache.free_blocks import EVICTION_POLICIES
 from headstart.core.cache.hashing import BlockHash
 
 ROOT = BlockHash(b"root")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headstart.bench.experiments.cache.eviction_replay import EvictionConfig, run_eviction
-from headstart.core.cache.eviction import EVICTION_POLICIES
+from headstart.core.cache.free_blocks import EVICTION_POLICIES
 from headstart.core.errors import ConfigError
 
 

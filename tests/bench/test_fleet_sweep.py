@@ -41,11 +41,14 @@ def test_a_pool_may_be_a_share_of_the_distinct_blocks_and_nothing_beats_the_boun
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = [*SYNTHETIC[:-2], "--blocks", "20%,400", "--replicas", "1", "--policy", "round-robin", "--noise", "0"]
-    found = run(capsys, "simulate", *words)
-    counted, share = found["points"]  # type: ignore[misc]
+    found = run(capsys, "simulate", *words, "--eviction-policy", "lru,lhd")
+    points = found["points"]
+    assert isinstance(points, list)
+    counted, _, share, learned = points
+    assert [point["eviction_policy"] for point in points] == ["lru", "lhd"] * 2
     assert counted["blocks"] == 400
     assert 60 < 5 * share["blocks"] < 60 * 4  # a block of its own per request, and three per group
-    for point in (counted, share):
+    for point in (counted, share, learned):
         assert 1.0 <= point["redundancy_bound"] <= point["redundancy"]
 
 
@@ -76,6 +79,7 @@ def test_a_plan_names_the_smallest_fleet(capsys: pytest.CaptureFixture[str]) -> 
         (["simulate", *SYNTHETIC, "--policy", "nobody"], "no routing policy 'nobody'"),
         (["simulate", *SYNTHETIC, "--replicas", "two"], "--replicas two"),
         (["simulate", *SYNTHETIC, "--blocks", "some%"], "--blocks some"),
+        (["simulate", *SYNTHETIC, "--eviction-policy", "mru"], "no eviction policy 'mru'"),
         (["simulate", *SYNTHETIC, "--slo-ttft", "soon"], "--slo-ttft soon"),
         (["simulate", *SYNTHETIC, "--profile", "mine"], "no profile 'mine'"),
         (["simulate", "--trace", "/no/such/file"], "--trace /no/such/file"),

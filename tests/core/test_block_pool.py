@@ -7,6 +7,7 @@ from pools import ROOT, STRIDE, Index, lookup, names_of, publish_chain
 
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import root_hash
+from headstart.core.cache.history import Evicted
 
 
 def test_scratch_is_reused_before_published_blocks_and_tails_before_heads() -> None:
@@ -185,9 +186,9 @@ def test_what_was_evicted_is_remembered_with_who_needed_its_place_and_when() -> 
     assert pool.eviction_of(names[1]) is None
     pool.now = 7.0
     pool.allocate(1, by="r9")
-    assert pool.eviction_of(names[1]) == ("capacity", "r9", 7.0) and pool.eviction_of(names[0]) is None
+    assert pool.eviction_of(names[1]) == Evicted("capacity", "r9", 7.0) and pool.eviction_of(names[0]) is None
     pool.distrust(blocks[:1])
-    assert pool.eviction_of(names[0]) == ("failed", "", 7.0)
+    assert pool.eviction_of(names[0]) == Evicted("failed", "", 7.0)
     assert pool.evictions == {"capacity": 1, "failed": 1, "reset": 0}
 
 
@@ -236,5 +237,5 @@ def test_clear_counts_what_it_forgets() -> None:
     names = publish_chain(pool, blocks, range(8))
     pool.release(blocks)
     pool.clear()
-    assert pool.evictions["reset"] == 2 and pool.eviction_of(names[0]) == ("reset", "", 0.0)
+    assert pool.evictions["reset"] == 2 and pool.eviction_of(names[0]) == Evicted("reset", "", 0.0)
     pool.check()

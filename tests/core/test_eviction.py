@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from headstart.core.cache.eviction import EVICTION_POLICIES, HOT, EvictionOrder, TwoQueue
+from headstart.core.cache.eviction import HOT, EvictionOrder, TwoQueue
+from headstart.core.cache.free_blocks import EVICTION_POLICIES
 
 MakeOrder = Callable[[], EvictionOrder]
 

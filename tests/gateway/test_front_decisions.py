@@ -53,7 +53,7 @@ async def decisions(kind: str, seed: int, replicas: list[Replica], monkeypatch: 
         clock.now += seconds
         tokens = len(body["prompt"]) // 4
         told = AnswerReport("cmpl-1", tokens, tokens * int(percent) // 100, seconds * 1e3)
-        used = usage(tokens, told.cached_tokens)
+        used = usage(tokens, told.cached_tokens, completion_tokens=0)  # its length is in no header
         head = {"x-headstart-report": told.encode().decode()} if "x-headstart-report" in request.headers else {}
         if not body["stream"]:
             return web.json_response({"choices": [{"index": 0, "text": "abc"}], "usage": used}, headers=head)

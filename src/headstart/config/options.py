@@ -131,9 +131,9 @@ class EngineOptions:
     )
     eviction_policy: str = _option(
         "2q",
-        "Which idle blocks are evicted first: lru, or 2q, which resists a scan of one-off prompts.",
+        "Which idle blocks are evicted first: lru; 2q, which resists scans of one-off prompts; or lhd, which learns.",
         SCHEDULING,
-        choices=("2q", "lru"),
+        choices=("2q", "lru", "lhd"),
     )
     page_aligned_scheduling: bool = _option(
         False, "End every prompt chunk but the last on a block boundary (vLLM #19878).", SCHEDULING

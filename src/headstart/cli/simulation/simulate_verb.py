@@ -34,7 +34,7 @@ EXAMPLES = """Examples:
   headstart simulate --trace conversation_trace.jsonl --replicas 8 --policy cost,least-load
   headstart simulate --trace conversation_trace.jsonl --replicas 4,8 --profile qwen3-32b@2xh100 --plot fleet.png
   headstart simulate --synthetic decode-heavy --rate 14 --blocks 800 --seeds 5
-  headstart simulate --trace conversation_trace.jsonl --replicas 1 --blocks 1%,2%,5%,10%,20%
+  headstart simulate --trace conversation_trace.jsonl --replicas 1 --blocks 5%,20% --eviction-policy lru,lhd
   headstart simulate --decisions route.jsonl --policy cost,weighted
   headstart simulate calibrate llama-100m --out here.json"""
 app = typer.Typer(cls=GroupedVerb, rich_markup_mode=None, invoke_without_command=True, epilog=EXAMPLES)
@@ -57,6 +57,9 @@ def simulate(
     ] = 1,
     profile: ProfileName = "reference",
     blocks: Blocks = "0",
+    eviction: Annotated[
+        str, typer.Option("--eviction-policy", metavar="NAME,...", help="2q, lru, lhd. Default: the profile's.")
+    ] = "",
     noise: Annotated[
         float | None, typer.Option(metavar="X", min=0, help="Of a step's time; 0.1: 10 %. Default: profile.")
     ] = None,
@@ -86,6 +89,7 @@ def simulate(
             "profiles": names_of("--profile", profile),
             "blocks": counts,
             "pool_shares": shares,
+            "evictions": names_of("--eviction-policy", eviction) if eviction else (),
         }
 
     def run(bar: "Bar") -> "Report":

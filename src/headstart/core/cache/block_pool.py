@@ -68,6 +68,7 @@ class BlockPool:
         size = max(num_blocks, max_blocks)
         self._idle = FreeBlocks(num_blocks, eviction_policy, tenant_floor, size)
         self._marks, self._tenants = self._idle.marks, self._idle.tenants
+        self._model = self._idle.model
         self._pins: dict[BlockHash, int] = {}
         self._idle_pinned: set[int] = set()
         self._queued_refs = QueuedBlockRefs()
@@ -259,7 +260,11 @@ class BlockPool:
         self._entries[block_hash] = (block, parent, tokens)
         self._block_hashes[block] = block_hash
         evicted = self._history.forget(block_hash)
-        self._marks[block] = HOT if evicted is not None and evicted.cause == "capacity" else 0
+        is_again = evicted is not None and evicted.cause == "capacity"
+        self._marks[block] = HOT if is_again else 0
+        if self._model is not None:
+            before = self._entries.get(parent)
+            self._model.published(block, before[0] if before else 0, evicted.memo if evicted and is_again else -1)
         self._tenants[block] = tenant
         if tenant:
             self._idle.sees(tenant)
@@ -422,11 +427,14 @@ class BlockPool:
         listeners = self.listeners if tell else ()
         retentions = self._idle.retentions if self._idle.retentions else None
         num_before = len(entries)
+        model = self._model
         for block in blocks:
             block_hash = block_hashes[block]
             assert block_hash is not None, f"block {block} has no name to forget"
             del entries[block_hash]
             block_hashes[block] = None
+            if model is not None:
+                evicted = Evicted(evicted.cause, evicted.by, evicted.at, model.forgotten(block))
             remember(block_hash, evicted)
             if retentions is not None:
                 retentions.drop(block)

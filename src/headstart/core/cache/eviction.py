@@ -1,5 +1,7 @@
 """Eviction orders of idle blocks: `lru`, and `2q`, which is resistant to scans of prompts used once.
 
+A third, `lhd`, is in hit_density.py.
+
 An order holds the idle blocks of one class (one tenant, one retention priority); every operation is O(1) per block.
 Further state of a block is in `marks`, one byte per block of the pool, shared by all orders and the pool.
 
@@ -7,7 +9,7 @@ Blocks are added tails first, so a chain loses its tail before its head.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 HOT = 1  # used again after it had been idle or evicted: not used only once
@@ -151,6 +153,3 @@ class TwoQueue:
     def __iter__(self) -> Iterator[int]:
         yield from self._probation
         yield from self._protected
-
-
-EVICTION_POLICIES: dict[str, Callable[[bytearray, int], EvictionOrder]] = {"2q": TwoQueue, "lru": Lru}

@@ -9,20 +9,28 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
 
-from headstart.core.cache.eviction import EVICTION_POLICIES, HOT, PROTECTED_SHARE, SEEN, EvictionOrder
+from headstart.core.cache.eviction import HOT, PROTECTED_SHARE, SEEN, EvictionOrder, Lru, TwoQueue
+from headstart.core.cache.hit_density import HitDensity, ReuseModel
 from headstart.core.cache.retention import DEFAULT_PRIORITY, Retentions
 from headstart.core.request import DEFAULT_RETENTION, Retention
 
 Wanted = Callable[[int], bool]
 
+EVICTION_POLICIES: dict[str, Callable[[bytearray, int], EvictionOrder]] = {
+    "2q": TwoQueue,
+    "lru": Lru,
+    "lhd": HitDensity,
+}
+
 
 class _Shelf:
     """The idle blocks of one tenant."""
 
-    __slots__ = ("_new_order", "aside", "levels")
+    __slots__ = ("_model", "_new_order", "aside", "levels")
 
-    def __init__(self, new_order: Callable[[], EvictionOrder]) -> None:
+    def __init__(self, new_order: Callable[[], EvictionOrder], model: ReuseModel | None) -> None:
         self._new_order = new_order
+        self._model = model
         self.levels: dict[int, EvictionOrder] = {DEFAULT_PRIORITY: new_order()}
         self.aside: OrderedDict[int, None] = OrderedDict()  # next to be evicted, but referenced by queued requests
 
@@ -50,6 +58,8 @@ class _Shelf:
                 if len(found) == num:
                     return found
                 block = order.pop()
+                if self._model is not None:
+                    self._model.detach(block)
                 if wanted is None or not wanted(block):
                     found.append(block)
                 else:
@@ -74,8 +84,11 @@ class FreeBlocks:
         self.num_aside = 0  # idle blocks skipped because queued requests reference them
         self._protected_share = tenant_floor * (size - 1)
         self._seen: set[str] = set()  # tenants other than the public one
+        self.model = ReuseModel(num_blocks, size - 1) if make is HitDensity else None
         self._new_order: Callable[[], EvictionOrder] = lambda: make(self.marks, max_protected)
-        self._shelves = {"": _Shelf(self._new_order)}
+        if self.model is not None:
+            self._new_order = lambda: HitDensity(self.marks, model=self.model)
+        self._shelves = {"": _Shelf(self._new_order, self.model)}
         self._queue = self._shelves[""].levels[DEFAULT_PRIORITY]  # the only order, in the usual case
 
     @property
@@ -93,6 +106,8 @@ class FreeBlocks:
         """Add state for `num` more blocks, none of them idle."""
         self.marks += bytes(num)
         self.tenants += [""] * num
+        if self.model is not None:
+            self.model.grow(num)
 
     def __len__(self) -> int:
         return self._size
@@ -217,7 +232,7 @@ class FreeBlocks:
         tenant = self.tenants[block]
         shelf = self._shelves.get(tenant)
         if shelf is None:
-            shelf = self._shelves[tenant] = _Shelf(self._new_order)
+            shelf = self._shelves[tenant] = _Shelf(self._new_order, self.model)
         return shelf.order(self.retentions.level(block))
 
     def _leave_aside(self, block: int) -> bool:

@@ -14,6 +14,7 @@ class Evicted(NamedTuple):
     cause: str  # "capacity": the space was needed; "failed": it may not be finite; "reset": the cache was cleared
     by: str  # id of the request that needed the space; empty for other causes
     at: float  # seconds, the scheduler's clock
+    memo: int = -1  # of the eviction policy `lhd`; -1: none
 
 
 class EvictionHistory:

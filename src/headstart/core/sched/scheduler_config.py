@@ -17,7 +17,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     policy: str = "fcfs"  # order of the waiting queue: fcfs, lpm or priority
     lpm_k: int = 8
-    eviction_policy: str = "lru"  # or 2q
+    eviction_policy: str = "lru"  # or 2q, lhd
     tenant_floor: float = 0.0  # share of the pool that is divided among tenants
     max_pinned_share: float = 0.5  # of the pool
     speculation: SpeculationConfig | None = None

@@ -20,7 +20,7 @@ from headstart.gateway.proxy.api_paths import RESPONSES
 from headstart.gateway.proxy.error_responses import no_answer, no_replicas
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.relay import own_headers
-from headstart.gateway.proxy.sse_reader import EventStream
+from headstart.gateway.proxy.sse_reader import EventStream, ReportedUsage
 from headstart.gateway.proxy.upstream import AttemptError, Failure, headers_back, headers_changed
 from headstart.http.answer_report import REPORT_HEADER, AnswerReport, decode_report
 from headstart.http.http_errors import ClientGoneError, HttpError
@@ -183,10 +183,11 @@ class EndpointPicker:
                 timer.cancel()
             if in_flight.finish is None and (is_whole or not stream.reads_answers):
                 call.outcome = "ok"
-                reported = events.reported if events is not None else None
-                usage = reported.usage if reported is not None and call.reading.is_single else None
+                is_read = events is not None and call.reading.is_single
+                reported = events.reported if events is not None and is_read else ReportedUsage()
+                usage, num_output = reported.usage or _usage(call, report), reported.output_tokens or 0
                 self._router.assume_first_token(in_flight, time.monotonic())
-                self._router.finished(in_flight, time.monotonic(), usage or _usage(call, report))
+                self._router.finished(in_flight, time.monotonic(), usage, num_output=num_output)
         if in_flight.finish is None:
             call.outcome = "gone"
 
@@ -203,7 +204,7 @@ class EndpointPicker:
             self._first_token(call, now)
         elif not is_stream:  # such a head comes when the answer is complete
             self._first_token(call, now)
-            self._router.assume_first_token(in_flight, now, report.prefill_ms if report is not None else None)
+            self._router.assume_first_token(in_flight, now)
             self._router.finished(in_flight, now, _usage(call, report))
 
     def _first_token(self, call: ProxiedCall, now: float) -> None:

@@ -34,7 +34,6 @@ from headstart.gateway.proxy.upstream import (
     headers_on,
 )
 from headstart.gateway.proxy.write_timeout import WriteTimeout
-from headstart.http.answer_report import REPORT_HEADER
 from headstart.http.http_errors import ClientGoneError, HttpError
 from headstart.http.sse import WRITE_SECONDS
 from headstart.router.router import Router
@@ -233,7 +232,7 @@ class Proxy:
 
     async def _send(self, attempt: Attempt, send: Send) -> None:
         call, in_flight, _ = attempt
-        own = {"x-request-id": call.request_id, REPORT_HEADER.decode(): "1"}
+        own = {"x-request-id": call.request_id}
         if self._settings.replica_api_key is not None:
             own["authorization"] = f"Bearer {self._settings.replica_api_key}"
         body, timer = call.reading.body, None

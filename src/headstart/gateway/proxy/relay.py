@@ -26,7 +26,6 @@ from headstart.gateway.proxy.upstream import (
     refusal,
     refusal_in_event,
 )
-from headstart.http.answer_report import AnswerReport, decode_report
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
 
@@ -85,27 +84,18 @@ class Relay:
             if not answer.is_whole:
                 await self._relay_long(attempt, answer, response, send)
                 return
-            report = decode_report((name.lower(), value) for name, value in response.raw_headers)
-            self._answered(call, in_flight, read_usage(answer.body), report)
+            self._answered(call, in_flight, read_usage(answer.body))
         else:
             router.failed(in_flight, time.monotonic(), blame=response.status >= 500)
         await self.send_whole(call, answer, send)
 
-    def _answered(
-        self,
-        call: ProxiedCall,
-        in_flight: InFlight,
-        reported: ReportedUsage,
-        report: AnswerReport | None = None,
-    ) -> None:
+    def _answered(self, call: ProxiedCall, in_flight: InFlight, reported: ReportedUsage) -> None:
         """Record a complete answer in one piece."""
         now = time.monotonic()
         call.output_tokens = reported.output_tokens
-        if report is not None:
-            self._router.assume_first_token(in_flight, now, report.prefill_ms)
-        elif reported.output_tokens != 1:  # otherwise its end is its first token
+        if reported.output_tokens != 1:  # otherwise its end is its first token
             self._router.assume_first_token(in_flight, now)
-        self._router.finished(in_flight, now, reported.usage if call.reading.is_single else None)
+        self._end(call, in_flight, now, reported)
         self._first_token(call, now)
         call.outcome = "ok"
 
@@ -200,9 +190,14 @@ class Relay:
         """Record that the answer is complete; only the first call counts."""
         if in_flight.finish is None:
             call.output_tokens, call.outcome = stream.reported.output_tokens, "ok"
-            self._router.finished(
-                in_flight, time.monotonic(), stream.reported.usage if call.reading.is_single else None
-            )
+            self._end(call, in_flight, time.monotonic(), stream.reported)
+
+    def _end(self, call: ProxiedCall, in_flight: InFlight, now: float, reported: ReportedUsage) -> None:
+        """Tell the router what was reported; of several answers to one request the counts mean nothing to it."""
+        if call.reading.is_single:
+            self._router.finished(in_flight, now, reported.usage, num_output=reported.output_tokens or 0)
+        else:
+            self._router.finished(in_flight, now)
 
     def _note_id(self, call: ProxiedCall, in_flight: InFlight, beginning: bytes) -> None:
         """Note the id in the answer, before the client sees it: it may continue the response at once."""

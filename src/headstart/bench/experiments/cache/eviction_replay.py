@@ -14,7 +14,7 @@ from typing import Any
 from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.report import Chart, Report, Sheet
 from headstart.core.cache.block_pool import BlockPool
-from headstart.core.cache.eviction import EVICTION_POLICIES
+from headstart.core.cache.free_blocks import EVICTION_POLICIES
 from headstart.core.cache.hashing import BlockHash
 from headstart.core.errors import ConfigError
 from headstart.workload.belady import infinite_hits, optimal_hits

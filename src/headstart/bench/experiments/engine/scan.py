@@ -15,7 +15,7 @@ from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.report import Report, Sheet
 from headstart.bench.runners.inprocess import drive, make_requests
 from headstart.bench.runners.null_executor import NullExecutor
-from headstart.core.cache.eviction import EVICTION_POLICIES
+from headstart.core.cache.free_blocks import EVICTION_POLICIES
 from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
 from headstart.core.sched.limits import Limits

@@ -7,6 +7,8 @@ from typing import Any
 
 from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.report import Chart, Report, Sheet
+from headstart.core.cache.free_blocks import EVICTION_POLICIES
+from headstart.core.errors import ConfigError
 from headstart.router.policies.policy_table import POLICIES, make_policy
 from headstart.sim.oracle_policy import ORACLE
 from headstart.sim.profile import Profile
@@ -46,7 +48,8 @@ WORK = {
 class SweepConfig:
     """The settings of `headstart simulate`. `workload` maps (speed, seed) to requests.
 
-    Pools have each of `blocks` (0: the profile's) and each of `pool_shares`, in distinct blocks of the workload.
+    Pools have each of `blocks` (0: the profile's) and each of `pool_shares`, in distinct blocks of the workload, and
+    each of `evictions`, eviction policies; none: the profile's.
     """
 
     workload: MakeRequests
@@ -56,6 +59,7 @@ class SweepConfig:
     profiles: Sequence[str]
     blocks: Sequence[int] = (0,)
     pool_shares: Sequence[float] = ()
+    evictions: Sequence[str] = ()
     scenario: Path | None = None
     routers: int = 1
     noise: float | None = None
@@ -137,15 +141,19 @@ class _Bounds:
 
 
 def _profiles(name: str, config: SweepConfig, bounds: _Bounds) -> list[Profile]:
-    """Return a profile with each pool size."""
+    """Return a profile with each pool size and eviction policy."""
     profile = load_profile(name)
+    for eviction in config.evictions:
+        if eviction not in EVICTION_POLICIES:
+            raise ConfigError(f"there is no eviction policy {eviction!r}; there are {', '.join(EVICTION_POLICIES)}")
     if config.noise is not None:
         profile = replace(profile, noise=config.noise)
     sizes = [blocks or profile.num_blocks for blocks in config.blocks]
     if config.pool_shares:
         distinct = bounds.paths(profile.block_size).num_distinct
         sizes += [max(int(share * distinct), 1) for share in config.pool_shares]
-    return [replace(profile, num_blocks=size) for size in sizes]
+    evictions = config.evictions or (profile.eviction_policy,)
+    return [replace(profile, num_blocks=size, eviction_policy=each) for size in sizes for each in evictions]
 
 
 def _failures(results: Sequence[PointResult]) -> list[str]:
@@ -166,6 +174,7 @@ def _document(one: PointResult, mean: dict[str, Any]) -> dict[str, Any]:
         "speed": one.point.speed,
         "profile": simulation.profile.name,
         "blocks": simulation.profile.num_blocks,
+        "eviction_policy": simulation.profile.eviction_policy,
     }
     return {**setting, **mean, "spread": one.spread() if len(one.runs) > 1 else {}}
 
@@ -179,10 +188,11 @@ def _labels(results: Sequence[PointResult]) -> list[str]:
             f"speed {one.point.speed:g}",
             one.point.simulation.profile.name,
             f"{one.point.simulation.profile.num_blocks:,} blocks",
+            one.point.simulation.profile.eviction_policy,
         )
         for one in results
     ]
-    differ = [index for index in range(1, 5) if len({row[index] for row in parts}) > 1]
+    differ = [index for index in range(1, 6) if len({row[index] for row in parts}) > 1]
     return [", ".join([row[0], *(row[index] for index in differ)]) for row in parts]
 
 
