@@ -13,10 +13,10 @@ from itertools import count, takewhile
 
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash
-from headstart.router.prefill_model import PrefillModel, Work
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
 from headstart.router.routing_request import RoutingRequest, Usage
+from headstart.router.step_rates import StepRates, Work
 from headstart.workload.request_record import RequestRecord
 
 
@@ -47,7 +47,7 @@ class VirtualReplica:
     """One simulated engine. `rates` models the duration of a prefill; `token_ms` is the time of an output token."""
 
     def __init__(
-        self, name: str, num_blocks: int, block_size: int, rates: PrefillModel, token_ms: float, policy: str = "lru"
+        self, name: str, num_blocks: int, block_size: int, rates: StepRates, token_ms: float, policy: str = "lru"
     ) -> None:
         self.name = name
         self.block_size = block_size
@@ -163,7 +163,7 @@ class VirtualFleet:
         replica.end(job)
         prompt_tokens = job.arrival.request.prompt.num_tokens
         usage = Usage(prompt_tokens, job.cached_tokens) if self.reports_usage else None
-        router.finished(job.pick, now, usage)
+        router.finished(job.pick, now, usage, num_output=job.arrival.output)
         self.records.append(
             RequestRecord(
                 request_id=str(job.number),

@@ -14,7 +14,7 @@ from server.harness import Server, spawn
 
 pytestmark = pytest.mark.long
 
-CHATS, TURNS, TOKENS, BLOCK = 5, 20, 40, 16
+CHATS, TURNS, TOKENS, BLOCK = 3, 20, 32, 16
 
 
 class Reuse(NamedTuple):

@@ -3,13 +3,13 @@
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
-from headstart.router.prefill_model import PrefillModel
 from headstart.router.router import Router
 from headstart.router.routing_decision import RoutingDecision
 from headstart.router.routing_request import Prompt, RoutingRequest, Usage, router_root
+from headstart.router.step_rates import StepRates
 
 BLOCK = 4
-RATES = PrefillModel(1.0, 1.0, 0.0, 0.0)  # a millisecond per prefill and one per token
+RATES = StepRates(1.0, 0.0, 0.0, 1.0, 0.0)  # a millisecond per prefill and one per token
 ROOT = router_root("m")
 
 
@@ -28,7 +28,7 @@ def names(*blocks: int) -> list[BlockHash]:
     return prompt(*blocks).block_hashes(BLOCK)
 
 
-def endpoint(name: str, num_blocks: int = 16, rates: PrefillModel = RATES) -> Endpoint:
+def endpoint(name: str, num_blocks: int = 16, rates: StepRates = RATES) -> Endpoint:
     """A replica with a shadow of the right size and rates that are known."""
     return Endpoint(name, ApproximateIndex(num_blocks), block_size=BLOCK, prior=rates)
 

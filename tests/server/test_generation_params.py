@@ -3,11 +3,12 @@
 import json
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types.shared import ReasoningEffort
 
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.openai.bounds import FLOAT32_MAX, Bounds
@@ -262,6 +263,11 @@ def test_switched_off_filters_have_one_value() -> None:
 
 def test_logit_bias_is_sorted_by_token() -> None:
     assert completion(logit_bias={"9": 1, "3": -1.5}).sampling.logit_bias == ((3, -1.5), (9, 1.0))
+
+
+@pytest.mark.parametrize("effort", get_args(get_args(ReasoningEffort)[0]))
+def test_every_effort_of_openais_client_is_passed_on(effort: str) -> None:
+    assert chat(reasoning_effort=effort).reasoning_effort == effort
 
 
 def test_chat_asks_for_logprobs_in_two_fields() -> None:

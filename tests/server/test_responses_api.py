@@ -29,7 +29,7 @@ def test_a_stream_ends_with_what_a_whole_response_has(client: OpenAI) -> None:
     options: Any = {
         "model": "tiny",
         "input": SENTENCE,
-        "instructions": "Be brief, by Responses.",
+        "instructions": "By Responses: be brief.",
         "max_output_tokens": 12,
     }
     whole = client.responses.create(**options, temperature=0)

@@ -11,9 +11,9 @@ from bench.serial_fleet import VirtualReplica as SerialReplica
 from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.policies.policy_table import POLICIES, make_policy
-from headstart.router.prefill_model import PrefillModel
 from headstart.router.router import Router
 from headstart.router.routing_request import RoutingRequest
+from headstart.router.step_rates import StepRates
 from headstart.sim.profile import SERIAL, Profile
 from headstart.sim.sim_fleet import FleetOptions, VirtualFleet
 from headstart.sim.sim_replica import SimReplica
@@ -56,7 +56,7 @@ def simulated(asked: list[SimRequest], num: int, num_blocks: int, policy: str) -
 
 
 def serial(asked: list[SimRequest], num: int, num_blocks: int, policy: str) -> list[RequestRecord]:
-    rates = PrefillModel(1e3 * BASE, 1e3 * TOKEN, 0.0, 0.0)
+    rates = StepRates(1e3 * BASE, 0.0, 0.0, 1e3 * TOKEN, 0.0)
     fleet = SerialFleet([SerialReplica(f"r{index}", num_blocks, BLOCK, rates, 0.0) for index in range(num)])
     arrivals = [
         Arrival(one.at, RoutingRequest(one.prompt(one.tokens(), (BLOCK,)), session=one.session), 1) for one in asked

@@ -5,12 +5,13 @@ from collections import Counter
 from typing import NamedTuple
 
 REACH = 80  # characters on either side that are searched for a value
+BETWEEN = 6  # characters between a date and its time, as in "at"
 REST = 4000  # characters after it, to distinguish reordering from other content
 
 _ROLE = re.compile(r"^<(system|developer|user|assistant|tool|function)>\n", re.MULTILINE)
 _WORDS = re.compile(r'"[^"\\]*"|\w+')
 _TIMES = re.compile(
-    r"\d{4}-\d{2}-\d{2}([T ]\d{1,2}(:\d{2}(:\d{2}(\.\d+)?)?)?)?"
+    r"\d{4}-\d{2}-\d{2}([T ]\d{1,2}(:\d{2}(:\d{2}(\.\d+)?)?)?(Z|[+-]\d{2}:?\d{2})?)?"
     r"|\b\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?( ?[AaPp][Mm])?\b"
     r"|\b\d{1,2}[./]\d{1,2}[./]\d{2,4}\b"
     r"|\b(Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b|\b(Mon|Tue|Wed|Thu|Fri|Sat|Sun)\b"
@@ -116,6 +117,25 @@ def _kind_of_value(this: str, that: str, at: int) -> str | None:
     """Return the kind of value that both texts have there, if it is the same kind."""
     for kind, pattern in (("uuid", _UUIDS), ("timestamp", _TIMES), ("identifier", _IDS), ("number", _NUMBERS)):
         if _covers(pattern, this, at) and _covers(pattern, that, at):
+            return kind
+    return None
+
+
+def value_kind(text: str, start: int, end: int) -> str | None:
+    """Return the kind of the value that contains characters `start` to `end`: a key of KINDS, None if it is no value.
+
+    Dates and times that stand close together are one value.
+    """
+    first = max(start - REACH, 0)
+    window = text[first : end + REACH]
+    for kind, pattern in (("uuid", _UUIDS), ("timestamp", _TIMES), ("identifier", _IDS), ("number", _NUMBERS)):
+        spans: list[tuple[int, int]] = []
+        for found in pattern.finditer(window):
+            begin = found.start()
+            if spans and kind == "timestamp" and begin - spans[-1][1] <= BETWEEN:
+                begin = spans.pop()[0]
+            spans.append((begin, found.end()))
+        if any(begin <= start - first and end - first <= stop for begin, stop in spans):
             return kind
     return None
 

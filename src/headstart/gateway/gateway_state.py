@@ -272,7 +272,7 @@ class GatewayState:
             "pending": endpoint.load.num_pending,
             "streams": endpoint.load.num_streams,
             "backlog_ms": round(endpoint.backlog_ms(now), 1),
-            "slowness": round(endpoint.load.slowness(now), 2),
+            "slowness": round(endpoint.slowness(now), 2),
             "rates_ms": {name: value for name, value in rates._asdict().items()},
             "cache": {"block_size": endpoint.block_size, **endpoint.index.describe()},
         }

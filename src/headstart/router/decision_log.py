@@ -24,10 +24,11 @@ class DecisionRecord:
     prompt_tokens: int
     block_size: int
     names: str  # block hashes of the prompt at that size, hexadecimal, joined
-    output_tokens: int
+    output_tokens: int  # most that the request allows; 0: not known
     predicted_tokens: int  # expected to be cached there
     expected_ms: float  # time to first token
     cached_tokens: int | None = None  # as reported by the replica
+    num_output: int | None = None  # tokens of the answer, as reported
     first_token: float | None = None
     finish: float | None = None
     ok: bool = True

@@ -6,10 +6,9 @@ from typing import NamedTuple
 from headstart.router.health import Health
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import Load
-from headstart.router.prefill_model import PrefillModel, Work
+from headstart.router.pricing import EVICTED, price_all
+from headstart.router.step_rates import StepRates
 
-LATER = 0.5  # share of a prefill that delays later requests; 0.25 to 2 were tried (docs/routing.md)
-EVICTED = 0.75  # share of evicted tokens that will be recomputed; 0.25 to 1.5 were tried
 MAX_AGE = 5.0  # seconds after which a replica's report is stale
 
 
@@ -33,6 +32,7 @@ class Cost(NamedTuple):
     prefill: float
     slowness: float = 1.0
     eviction: float = 0.0  # prefill of evicted tokens that are likely to be requested again
+    decode: float = 0.0  # delay of decodes, its own and others', as it is weighted
 
     @property
     def total(self) -> float:
@@ -40,8 +40,8 @@ class Cost(NamedTuple):
 
     @property
     def price(self) -> float:
-        """The total plus the cost to later requests: they wait for this prefill, and recompute what it evicts."""
-        return (self.backlog + (1.0 + LATER) * self.prefill + EVICTED * self.eviction) * self.slowness
+        """The total plus the cost to others: they compute again what it evicts, and decode slower."""
+        return (self.backlog + self.prefill + EVICTED * self.eviction + self.decode) * self.slowness
 
 
 class Endpoint:
@@ -56,7 +56,7 @@ class Endpoint:
         *,
         block_size: int = 16,
         models: frozenset[str] = frozenset(),
-        prior: PrefillModel | None = None,
+        prior: StepRates | None = None,
     ) -> None:
         self.name = name
         self.index = index
@@ -88,15 +88,30 @@ class Endpoint:
         reported = self.fresh(now)
         return max(self.load.num_requests, reported.waiting + reported.running if reported is not None else 0)
 
+    def foreign(self, now: float) -> int:
+        """Return the requests without a first token that other routers sent there."""
+        reported = self.reported
+        if reported is None or reported.waiting <= self.load.num_pending or now - reported.at > MAX_AGE:
+            return 0
+        return reported.waiting - self.load.num_pending
+
     def backlog_ms(self, now: float) -> float:
         """Return the work queued before ours; requests of other routers count as the mean of our own."""
-        foreign = self.waiting(now) - self.load.num_pending
-        return self.load.backlog_ms(now) + foreign * self.load.mean_prefill_ms
+        return float(price_all([self], 1, [0], now).backlog[0])
+
+    def slowness(self, now: float) -> float:
+        """Return how many times slower than its fleet it is at present: learned, or its oldest request is late."""
+        return float(price_all([self], 1, [0], now).factor[0])
+
+    def eviction_ms(self, prompt_tokens: int, cached_tokens: int) -> float:
+        """Return the prefill of tokens evicted for a prompt that are likely to be requested again."""
+        tokens = max(prompt_tokens - cached_tokens, 1)
+        lost = self.index.loss(-(-tokens // self.block_size)) * self.block_size
+        rates = self.load.rates
+        return lost * (rates.token + rates.pair * prompt_tokens / 2)
 
     def cost(self, prompt_tokens: int, cached_tokens: int, now: float) -> Cost:
         """Return the cost of a prompt of which `cached_tokens` are cached here."""
-        work = Work.of(prompt_tokens, cached_tokens, self.load.num_streams)
-        rates = self.load.rates
-        lost = self.index.loss(-(-work.tokens // self.block_size)) * self.block_size
-        eviction = lost * (rates.token + rates.pair * prompt_tokens / 2)
-        return Cost(self.backlog_ms(now), rates.prefill_ms(work), self.load.slowness(now), eviction)
+        costs = price_all([self], prompt_tokens, [cached_tokens], now)
+        backlog, prefill, decode, factor = (float(one[0]) for one in costs)
+        return Cost(backlog, prefill, factor, self.eviction_ms(prompt_tokens, cached_tokens), decode)

@@ -1,28 +1,85 @@
 """Load: the work in flight at one replica, from the requests sent there and their responses; without scraping.
 
-Prefills are modelled as one queue, first come, first served: the backlog is the work of requests without a first token,
-less the part already done of the first one. A late replica is as many times slower as it is late.
+Prefills are modelled as one queue, first come, first served, computed in steps that several requests may share. Two
+kinds of interval are samples for the rates: a *busy period*, from the first pending request to the last first token of
+a step, with all prefills that ended in it; and the *decode* of one answer, whose tokens are as many steps.
 """
 
-from headstart.router.prefill_model import PrefillModel, RateLearner, Work
+from headstart.router.rate_learner import Interval, Pace, RateLearner
+from headstart.router.step_rates import STEP_TOKENS, StepRates, Work
 
 GRACE_MS = 50.0  # a shorter delay is not late
-LATENESS = 2.0  # nor is one below this multiple of the expected time
+LATENESS = 1.5  # nor is one below this multiple of the expected time
+SAME_STEP = 1e-3  # seconds between first tokens of one step
+PERIOD_TOKENS = 4 * STEP_TOKENS  # after which a busy period is a sample, and the next one begins
+MAX_MISMATCH = 0.1  # mean error of expected work, above which the pace is learned only when the work is known
+MISMATCH_DECAY = 0.2
+MAX_DECODE_MS = 5e3  # of a decode that says something about the present pace
+MIN_DECODE = 8  # steps of a decode that is a sample
+
+
+class Period:
+    """A busy period of one replica: the prefills that ended in it."""
+
+    __slots__ = (
+        *(
+            "end",
+            "factor",
+            "is_closed",
+            "is_judged",
+            "is_void",
+            "num_open",
+            "num_steps",
+            "pairs",
+            "resident",
+            "start",
+            "streams",
+            "tokens",
+        ),
+    )
+
+    def __init__(self, start: float, streams: float, resident: float) -> None:
+        self.start = self.end = start
+        self.streams, self.resident = streams, resident  # integrals of its load at the start
+        self.tokens, self.pairs = 0, 0.0
+        self.num_steps = 0
+        self.num_open = 0  # requests whose work is not known for certain yet
+        self.is_closed = self.is_judged = False
+        self.factor = 1.0  # pace of its replica when it was judged
+        self.is_void = False  # a request failed in it
 
 
 class Flight:
     """One request in flight at a replica."""
 
-    __slots__ = ("answered_at", "backlog_ms", "output_tokens", "prefill_ms", "sent_at", "took_ms", "work")
+    __slots__ = (
+        *(
+            "answered_at",
+            "backlog_ms",
+            "done_before",
+            "is_assumed",
+            "output_tokens",
+            "pairs_before",
+            "period",
+            "prefill_ms",
+        ),
+        *("prompt_tokens", "resident_before", "sent_at", "streams_before", "work"),
+    )
 
-    def __init__(self, work: Work, prefill_ms: float, backlog_ms: float, output_tokens: int) -> None:
+    def __init__(
+        self, work: Work, prefill_ms: float, backlog_ms: float, prompt_tokens: int, output_tokens: int
+    ) -> None:
         self.work = work
         self.prefill_ms = prefill_ms
         self.backlog_ms = backlog_ms
+        self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens  # estimate
         self.sent_at = 0.0
         self.answered_at: float | None = None
-        self.took_ms: float | None = None  # duration of the prefill alone, from its end until it is learned
+        self.is_assumed = False
+        self.period: Period | None = None  # from its first token until its work is known
+        self.done_before = 0  # state of the replica at its first token
+        self.pairs_before = self.streams_before = self.resident_before = 0.0
 
     @property
     def expected_ms(self) -> float:
@@ -31,21 +88,29 @@ class Flight:
 
 
 class Load:
-    """The requests in flight at one replica."""
+    """The requests in flight at one replica. `learner` is shared with all replicas of its kind (`Router.add`)."""
 
-    def __init__(self, prior: PrefillModel | None = None) -> None:
+    def __init__(self, prior: StepRates | None = None) -> None:
         self.learner = RateLearner(prior)
+        self.pace = Pace()
         self.last_sent = -1  # sequence number of the last request, over all replicas; -1: none
         self.mean_prefill_ms = 0.0
         self.num_streams = 0  # responses being generated
+        self.stream_tokens = 0  # of their prompts
         self.inflight_tokens = 0  # to prefill, and to generate
         self.pending_tokens = 0  # to prefill
+        self.pending_pairs = 0.0
+        self.pending_prompts = 0  # tokens of the prompts, cached or not
         self._pending: dict[Flight, None] = {}  # without a first token, in sending order
-        self._pending_ms = 0.0
         self._since = 0.0  # start of work on the first pending request
+        self._period = Period(0.0, 0.0, 0.0)
+        self._at = 0.0  # of the integrals
+        self._stream_ms = self._resident_ms = 0.0  # integrals over time
+        self._done_tokens, self._done_pairs = 0, 0.0  # prefills that ended
+        self._mismatch = 1.0  # decaying mean of the relative error of expected work
 
     @property
-    def rates(self) -> PrefillModel:
+    def rates(self) -> StepRates:
         return self.learner.rates
 
     @property
@@ -57,63 +122,169 @@ class Load:
         """In flight, with and without a first token."""
         return len(self._pending) + self.num_streams
 
-    def backlog_ms(self, now: float) -> float:
-        """Return the time until all pending requests should have their first token."""
+    @property
+    def row(self) -> tuple[float, ...]:
+        """The state that a price depends on, in the order of pricing.py."""
         head = next(iter(self._pending), None)
         if head is None:
-            return 0.0
-        done = min(max(now - self._since, 0.0) * 1e3, head.prefill_ms)
-        return max(self._pending_ms - done, 0.0)
-
-    def slowness(self, now: float) -> float:
-        """Return how many times slower it is than expected, by its oldest pending request; 1.0 if in time."""
-        head = next(iter(self._pending), None)
-        if head is None:
-            return 1.0
-        waited = (now - max(head.sent_at, self._since)) * 1e3
-        return max(waited / (LATENESS * head.prefill_ms + GRACE_MS), 1.0)
+            return (0, 0.0, 0, self.num_streams, self.stream_tokens, 0, 0, 0.0, 0.0, 0.0)
+        work = head.work
+        since = self._since
+        started = head.sent_at if head.sent_at > since else since
+        counts = (self.pending_tokens, self.pending_pairs, len(self._pending), self.num_streams, self.stream_tokens)
+        return (*counts, self.pending_prompts, work.tokens, work.pairs, since, started)
 
     def sent(self, flight: Flight, now: float, order: int) -> None:
         """Record a request sent there."""
+        self._advance(now)
         flight.sent_at = now
         if not self._pending:
-            self._since, self._pending_ms = now, 0.0
+            self._since = now
+            self._begin(now)
         self._pending[flight] = None
-        self._pending_ms += flight.prefill_ms
         self.pending_tokens += flight.work.tokens
+        self.pending_pairs += flight.work.pairs
+        self.pending_prompts += flight.prompt_tokens
         self.inflight_tokens += flight.work.tokens + flight.output_tokens
         self.last_sent = order
         weight = 0.1 if self.mean_prefill_ms else 1.0
         self.mean_prefill_ms += weight * (flight.prefill_ms - self.mean_prefill_ms)
 
-    def answered(self, flight: Flight, now: float) -> None:
-        """Record its first token."""
+    def answered(self, flight: Flight, now: float, *, is_assumed: bool = False) -> None:
+        """Record its first token. `is_assumed`: it was not seen, so nothing is learned."""
         if flight not in self._pending:
             return
-        flight.took_ms = (now - max(flight.sent_at, self._since)) * 1e3
+        self._advance(now)
+        period = self._period
+        if now > period.end + SAME_STEP:
+            if period.tokens >= PERIOD_TOKENS:
+                self._close(now)
+                period = self._begin(period.end)
+            period.num_steps += 1
         self._left(flight, now)
+        flight.is_assumed = is_assumed
+        period.is_void = period.is_void or is_assumed
+        period.end = now
+        period.tokens += flight.work.tokens
+        period.pairs += flight.work.pairs
+        period.num_open += 1
+        flight.period = period
         flight.answered_at = now
+        self._done_tokens += flight.work.tokens
+        self._done_pairs += flight.work.pairs
+        flight.done_before, flight.pairs_before = self._done_tokens, self._done_pairs
+        flight.streams_before, flight.resident_before = self._stream_ms, self._resident_ms
         self.num_streams += 1
+        self.stream_tokens += flight.prompt_tokens
         self.inflight_tokens -= flight.work.tokens
+        if not self._pending:
+            self._close(now)
 
     def learn(self, flight: Flight, work: Work) -> None:
-        """Use the time to its first token as a sample, now that the work is known. Once."""
-        if flight.took_ms is not None:
-            self.learner.learn(work, flight.took_ms)
-            flight.took_ms = None
+        """Correct the work of its busy period, now that it is known; that is a sample when all of it is. Once."""
+        period, flight.period = flight.period, None
+        if period is None:
+            return
+        period.tokens += work.tokens - flight.work.tokens
+        period.pairs += work.pairs - flight.work.pairs
+        period.num_open -= 1
+        error = abs(work.tokens - flight.work.tokens) / work.tokens
+        self._mismatch += MISMATCH_DECAY * (error - self._mismatch)
+        self._finish(period)
 
-    def finished(self, flight: Flight, now: float) -> None:
-        """Record its end, successful or not."""
+    def finished(self, flight: Flight, now: float, num_output: int = 0) -> None:
+        """Record its end, successful or not. `num_output`: tokens of a complete answer; 0: not known."""
+        self._advance(now)
         if flight in self._pending:
+            self._period.is_void = True
             self._left(flight, now)
             self.inflight_tokens -= flight.work.tokens + flight.output_tokens
         elif flight.answered_at is not None:
+            if num_output and not flight.is_assumed:
+                self._decoded(flight, flight.answered_at, now, num_output - 1)
             flight.answered_at = None
             self.num_streams -= 1
+            self.stream_tokens -= flight.prompt_tokens
             self.inflight_tokens -= flight.output_tokens
+
+    def ignore(self, flight: Flight) -> None:
+        """Let nothing be learned from a request that failed."""
+        if flight.period is not None:
+            flight.period.is_void, flight.period = True, None
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> None:
+        """Update the integrals of streams and of the tokens that they attend to."""
+        elapsed = 1e3 * (now - self._at)
+        self._at = now
+        if elapsed > 0.0 and self.num_streams:
+            self._stream_ms += elapsed * self.num_streams
+            grown = self.num_streams * self.learner.mean_output / 2
+            self._resident_ms += elapsed * (self.stream_tokens + grown)
 
     def _left(self, flight: Flight, now: float) -> None:
         del self._pending[flight]
         self.pending_tokens -= flight.work.tokens
-        self._pending_ms = max(self._pending_ms - flight.prefill_ms, 0.0)
+        self.pending_pairs = self.pending_pairs - flight.work.pairs if self._pending else 0.0
+        self.pending_prompts -= flight.prompt_tokens
         self._since = now
+
+    def _begin(self, now: float) -> Period:
+        self._period = Period(now, self._stream_ms, self._resident_ms)
+        return self._period
+
+    def _close(self, now: float) -> None:
+        """End the busy period. Its integrals become those of its own time."""
+        period = self._period
+        period.is_closed = True
+        period.streams = self._stream_ms - period.streams
+        period.resident = self._resident_ms - period.resident
+        if self._mismatch < MAX_MISMATCH:
+            self._judge(period, now)
+        self._finish(period)
+
+    def _judge(self, period: Period, now: float) -> None:
+        """Learn the pace from a period that has ended. Once."""
+        interval = _interval_of(period)
+        if not period.is_void and not period.is_judged and interval.ms > 0.0:
+            period.is_judged = True
+            self._pace(interval, now)
+            period.factor = self.pace.factor(now)
+
+    def _pace(self, interval: Interval, now: float) -> None:
+        """Learn the pace from an interval, as far as the fleet's rates are known."""
+        if not self.learner.is_doubtful:
+            self.pace.learn(interval.ms / interval.expected_ms(self.rates), now)
+
+    def _finish(self, period: Period) -> None:
+        """Learn a period that is over and fully known."""
+        if period.is_closed and not period.num_open and not period.is_void:
+            self._judge(period, period.end)
+            interval = _interval_of(period)
+            if interval.ms > 0.0:
+                self.learner.learn(interval._replace(ms=interval.ms / period.factor))
+
+    def _decoded(self, flight: Flight, start: float, now: float, num_steps: int) -> None:
+        """Learn the decode of an answer, and its length."""
+        self.learner.finished(num_steps + 1)
+        ms = 1e3 * (now - start)
+        if num_steps < MIN_DECODE or ms <= 0.0:
+            return
+        streams = (self._stream_ms - flight.streams_before) / ms
+        resident = (self._resident_ms - flight.resident_before) / ms
+        tokens, pairs = self._done_tokens - flight.done_before, self._done_pairs - flight.pairs_before
+        interval = Interval(ms, num_steps, num_steps * streams, num_steps * resident, tokens, pairs)
+        if ms < MAX_DECODE_MS:
+            self._pace(interval, now)
+        self.learner.learn(interval._replace(ms=ms / self.pace.factor(now)))
+
+
+def _interval_of(period: Period) -> Interval:
+    """Return a closed period as a sample. It began in the middle of a step, if there were streams."""
+    ms = 1e3 * (period.end - period.start)
+    if ms <= 0.0:
+        return Interval(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    streams, resident = period.streams / ms, period.resident / ms
+    steps = max(period.num_steps, -(-period.tokens // STEP_TOKENS)) + (0.5 if streams else 0.0)
+    return Interval(ms, steps, steps * streams, steps * resident, period.tokens, period.pairs)

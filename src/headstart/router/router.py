@@ -18,9 +18,10 @@ from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import Flight
 from headstart.router.policies.cost import CostPolicy, cost_of
 from headstart.router.policies.policy import Candidate, Policy, View
-from headstart.router.prefill_model import Work
+from headstart.router.rate_learner import RateLearner
 from headstart.router.routing_decision import Comparison, InFlight, RoutingDecision
 from headstart.router.routing_request import RoutingRequest, Usage
+from headstart.router.step_rates import Work
 
 OUTPUT_SHARE = 1.5  # of the prompt: estimate of an output's tokens
 
@@ -54,12 +55,14 @@ class Router:
         self.num_blind = 0  # replicas whose events are ignored, since none was usable
         self.prediction_error = 0  # total absolute error of predicted cached tokens, of all reported requests
         self.num_reported = 0
+        self._learners: dict[frozenset[str], RateLearner] = {}  # by models
         self._log = log
         self._count = 0
 
     def add(self, endpoint: Endpoint) -> None:
-        """Add a replica, or replace the one of that name."""
+        """Add a replica, or replace the one of that name. Replicas of the same models learn their rates together."""
         self.endpoints[endpoint.name] = endpoint
+        endpoint.load.learner = self._learners.setdefault(endpoint.models, endpoint.load.learner)
 
     def remove(self, name: str) -> None:
         """Remove a replica and its state; requests in flight there may still end."""
@@ -99,8 +102,8 @@ class Router:
         candidate = decision.candidate if endpoint is None else decision.candidate_of(endpoint)
         chosen = candidate.endpoint
         cost = cost_of(view, chosen.name)
-        work = Work.of(view.prompt_tokens, candidate.hit_tokens, chosen.load.num_streams)
-        flight = Flight(work, cost.prefill, cost.backlog, _output_estimate(view.request))
+        work = Work.of(view.prompt_tokens, candidate.hit_tokens)
+        flight = Flight(work, cost.prefill, cost.backlog, view.prompt_tokens, _output_estimate(view.request))
         index = _index_for(chosen, view.request)
         reservation = index.sent(view.request.prompt.block_hashes(chosen.block_size), now)
         chosen.load.sent(flight, now, self._count)
@@ -124,17 +127,28 @@ class Router:
     def assume_first_token(self, in_flight: InFlight, now: float) -> None:
         """Assume the first token of a response that comes as one piece and does not show it. Nothing is learned."""
         if in_flight.first_token is None and in_flight.finish is None:
-            in_flight.endpoint.load.answered(in_flight.flight, now)
-            in_flight.flight.took_ms = None
+            in_flight.endpoint.load.answered(in_flight.flight, now, is_assumed=True)
 
-    def finished(self, in_flight: InFlight, now: float, usage: Usage | None = None, output: Sequence[int] = ()) -> None:
-        """Record the complete response. `output` are its token ids, where the caller knows them."""
+    def finished(
+        self,
+        in_flight: InFlight,
+        now: float,
+        usage: Usage | None = None,
+        output: Sequence[int] = (),
+        num_output: int = 0,
+    ) -> None:
+        """Record the complete response: the token ids of its `output` and their number, where the caller knows them.
+
+        `num_output` is that of one answer; 0 if it is not known, or if there are several.
+        """
         if in_flight.first_token is None:
             self.first_token(in_flight, now, usage)
         elif usage is not None:
             self._reported(in_flight, usage, now)
-        self._learn(in_flight.endpoint, in_flight.flight, in_flight.flight.work)
-        in_flight.endpoint.load.finished(in_flight.flight, now)
+        load = in_flight.endpoint.load
+        load.learn(in_flight.flight, in_flight.flight.work)
+        load.finished(in_flight.flight, now, num_output or len(output))
+        in_flight.num_output = num_output or len(output) or None
         block_hashes = (
             in_flight.view.request.prompt.block_hashes_with(output, in_flight.endpoint.block_size)
             if output
@@ -149,7 +163,7 @@ class Router:
 
         `blame` False: the client disconnected, which says nothing about the replica.
         """
-        in_flight.flight.took_ms = None
+        in_flight.endpoint.load.ignore(in_flight.flight)
         in_flight.endpoint.load.finished(in_flight.flight, now)
         in_flight.index.failed(in_flight.reservation)
         ejected = blame and in_flight.endpoint.health.failed(now, refused=refused, sent_at=in_flight.sent_at)
@@ -167,22 +181,11 @@ class Router:
         if prompt.exact:
             _compare_counts(in_flight.endpoint, in_flight.view.request, usage)
         scaled = usage.cached_tokens * prompt.num_tokens // max(usage.prompt_tokens, 1)
-        self._learn(
-            in_flight.endpoint, in_flight.flight, Work.of(prompt.num_tokens, scaled, in_flight.flight.work.streams)
-        )
+        in_flight.endpoint.load.learn(in_flight.flight, Work.of(prompt.num_tokens, scaled))
         self.prediction_error += abs(in_flight.candidate.hit_tokens - scaled)
         self.num_reported += 1
         blocks = cached_blocks(in_flight.endpoint, prompt, usage, in_flight.reservation.hit)
         in_flight.index.observed(in_flight.reservation, min(blocks, len(in_flight.reservation.block_hashes)), now)
-
-    def _learn(self, endpoint: Endpoint, flight: Flight, work: Work) -> None:
-        """Add a sample to its rates, and to those of replicas with few samples, which might else get no requests."""
-        took_ms = flight.took_ms
-        endpoint.load.learn(flight, work)
-        if took_ms is not None:
-            for other in self.endpoints.values():
-                if other is not endpoint and other.load.learner.is_young:
-                    other.load.learner.learn(work, took_ms, own=False)
 
     def _look_for_events(self, endpoint: Endpoint) -> None:
         """Replace an event index without usable events by an approximate one."""
@@ -224,6 +227,7 @@ class Router:
             block_size=in_flight.endpoint.block_size,
             names=joined(in_flight.block_hashes),
             output_tokens=request.max_tokens,
+            num_output=in_flight.num_output,
             predicted_tokens=in_flight.candidate.hit_tokens,
             expected_ms=in_flight.flight.expected_ms,
             cached_tokens=in_flight.cached_tokens,

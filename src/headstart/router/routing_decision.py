@@ -73,6 +73,7 @@ class RoutingDecision:
                     "backlog_ms": round(cost.backlog, 3),
                     "prefill_ms": round(cost.prefill, 3),
                     "eviction_ms": round(cost.eviction, 3),
+                    "decode_ms": round(cost.decode, 3),
                     "slowness": round(cost.slowness, 3),
                     "cost_ms": round(cost.total, 3),
                     "score": scores[candidate.name],
@@ -96,7 +97,7 @@ class RoutingDecision:
 class InFlight(RoutingDecision):
     """A request that was sent by a decision: what was expected of it when it left, and what has happened since."""
 
-    __slots__ = ("cached_tokens", "finish", "first_token", "flight", "index", "reservation", "sent_at")
+    __slots__ = ("cached_tokens", "finish", "first_token", "flight", "index", "num_output", "reservation", "sent_at")
 
     def __init__(
         self,
@@ -117,3 +118,4 @@ class InFlight(RoutingDecision):
         self.first_token: float | None = None
         self.finish: float | None = None
         self.cached_tokens: int | None = None  # as reported by the replica
+        self.num_output: int | None = None  # tokens of the answer, as reported

@@ -223,7 +223,7 @@ class VirtualFleet:
             call.router.first_token(call.in_flight, now)
         if output.finish_reason is not None:
             usage = Usage(output.num_prompt_tokens, call.cached_tokens) if self.options.reports_usage else None
-            call.router.finished(call.in_flight, now, usage)
+            call.router.finished(call.in_flight, now, usage, num_output=call.request.output_tokens)
             self._ended(call, now)
 
     def _broken(self, call: _Call, now: float) -> None:

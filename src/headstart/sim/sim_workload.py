@@ -89,7 +89,7 @@ def _of_decision(record: DecisionRecord, numbers: dict[str, int], start: float, 
     return SimRequest(
         (record.at - start) / speed,
         record.prompt_tokens,
-        max(record.output_tokens, 1),
+        max(record.num_output or record.output_tokens, 1),
         tuple(ids),
         record.block_size,
         session=record.session,

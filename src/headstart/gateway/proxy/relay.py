@@ -95,7 +95,7 @@ class Relay:
         call.output_tokens = reported.output_tokens
         if reported.output_tokens != 1:  # otherwise its end is its first token
             self._router.assume_first_token(in_flight, now)
-        self._router.finished(in_flight, now, reported.usage if call.reading.is_single else None)
+        self._end(call, in_flight, now, reported)
         self._first_token(call, now)
         call.outcome = "ok"
 
@@ -190,9 +190,14 @@ class Relay:
         """Record that the answer is complete; only the first call counts."""
         if in_flight.finish is None:
             call.output_tokens, call.outcome = stream.reported.output_tokens, "ok"
-            self._router.finished(
-                in_flight, time.monotonic(), stream.reported.usage if call.reading.is_single else None
-            )
+            self._end(call, in_flight, time.monotonic(), stream.reported)
+
+    def _end(self, call: ProxiedCall, in_flight: InFlight, now: float, reported: ReportedUsage) -> None:
+        """Tell the router what was reported; of several answers to one request the counts mean nothing to it."""
+        if call.reading.is_single:
+            self._router.finished(in_flight, now, reported.usage, num_output=reported.output_tokens or 0)
+        else:
+            self._router.finished(in_flight, now)
 
     def _note_id(self, call: ProxiedCall, in_flight: InFlight, beginning: bytes) -> None:
         """Note the id in the answer, before the client sees it: it may continue the response at once."""

@@ -22,9 +22,10 @@ from typing import Any
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.replicas.replica_monitor import MAX_SILENCES, MonitoredReplica
 from headstart.router.filters import eligible
-from headstart.router.prefill_model import YOUNG, Work
+from headstart.router.rate_learner import YOUNG
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
+from headstart.router.step_rates import Work
 
 UNREADY_LOOKS = 2
 LATE = 10.0
@@ -164,7 +165,7 @@ class Silence:
         endpoint = self._router.endpoints.get(name)
         if endpoint is None or endpoint.num_requests(now) > endpoint.load.num_requests:
             return False
-        least = MIN_LATE if endpoint.load.learner.num_own >= YOUNG else MIN_LATE_YOUNG
+        least = MIN_LATE if endpoint.load.learner.num_samples >= YOUNG else MIN_LATE_YOUNG
         work = answer = 0.0
         for wait in activity.waits:
             work += wait.work_seconds

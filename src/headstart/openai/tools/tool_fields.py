@@ -186,7 +186,7 @@ Tools = Annotated[tuple[Tool, ...], checked(_tools, Annotated[list[SentTool], Fi
 Choice = Annotated[
     ToolChoice | None, checked(_choice, Literal["none", "auto", "required"] | SentNamedChoice | dict[str, Any])
 ]
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def tool_params(tools: tuple[Tool, ...], choice: ToolChoice | None, parallel: bool) -> ToolParams | None:

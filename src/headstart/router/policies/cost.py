@@ -1,19 +1,39 @@
 """The policy `cost`: the replica with the earliest first token, in milliseconds. The default.
 
-The cost is the backlog there, the prefill of the uncached tokens, and the slowdown by responses generated there; its
-rates are learned (prefill_model.py). Prefix affinity follows from that, and so does leaving an overloaded replica:
-there is no threshold to tune. The cost to later requests is added: they wait for this prefill, and recompute what it
-evicts (approximate_index.py), so that prefixes spread over the caches that have space for them. Among replicas of about
-equal cost, rendezvous hashing decides, bounded by load (Mirrokni et al., 2018), so that independent routers place the
-same new prefix at the same replica.
+The cost is the backlog there and the prefill of the uncached tokens, in steps that decodes make longer (pricing.py).
+The rates are learned (rate_learner.py), and while they do not explain what is measured, the order is that of uncached
+tokens. Prefix affinity follows from that, and so does leaving an overloaded replica: there is no threshold to tune.
+The cost to others is added: later requests compute again what it evicts (approximate_index.py), and decodes slow each
+other down. Among replicas of about equal cost, rendezvous hashing decides, bounded by load (Mirrokni
+et al., 2018), so that independent routers place the same new prefix at the same replica.
 """
 
-from headstart.router.endpoint import Cost, Endpoint
-from headstart.router.policies.policy import Choice, View, by_number
-from headstart.router.policies.rendezvous import weight
+import numpy as np
+from numpy.typing import NDArray
 
-SLACK = 0.1  # of the prefill: the additional wait accepted for agreement between routers
+from headstart.router.endpoint import Cost, Endpoint
+from headstart.router.policies.policy import Choice, View
+from headstart.router.policies.rendezvous import weight
+from headstart.router.pricing import EVICTED, Costs, price_all
+
+SLACK = 0.05  # of the prefill: the additional wait accepted for agreement between routers
 SAME_RATE = 1.25  # smaller differences may be noise: rates are learned from noisy times
+
+
+class _Evictions:
+    """The price of evictions at each replica, computed where it matters."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._known: dict[int, float] = {}
+
+    def of(self, index: int) -> float:
+        """Return the milliseconds."""
+        found = self._known.get(index)
+        if found is None:
+            candidate = self._view.candidates[index]
+            found = self._known[index] = candidate.endpoint.eviction_ms(self._view.prompt_tokens, candidate.hit_tokens)
+        return found
 
 
 class CostPolicy:
@@ -27,31 +47,47 @@ class CostPolicy:
 
     def choose(self, view: View) -> Choice:
         """Rank by cost; of the replicas about as good as the best, the one with the highest key weight is first."""
-        costs = [c.endpoint.cost(view.prompt_tokens, c.hit_tokens, view.now) for c in view.candidates]
-        choice = by_number(view, [cost.price for cost in costs], "least cost", tuple(costs))
-        best = costs[view.candidates.index(choice.ranked[0])]
-        hit = choice.ranked[0].hit_tokens
-        equals = [
-            candidate
-            for candidate, cost in zip(view.candidates, costs, strict=True)
-            if candidate.hit_tokens >= hit
-            and cost.prefill <= SAME_RATE * best.prefill
-            and cost.backlog <= best.backlog + self.slack * best.prefill
-            and cost.eviction <= best.eviction + self.slack * best.prefill
-            and cost.slowness <= best.slowness
-        ]
-        if len(equals) < 2:
-            return choice
-        first = max(equals, key=lambda candidate: weight(view.key, candidate.name))
-        if first is choice.ranked[0]:
-            return choice._replace(reason="placed by its first new block")
-        at = choice.ranked.index(first)
-        ranked = (first, *choice.ranked[:at], *choice.ranked[at + 1 :])
-        scores = (choice.scores[at], *choice.scores[:at], *choice.scores[at + 1 :])
-        return Choice(ranked, scores, "placed by its first new block", choice.memo)
+        candidates = view.candidates
+        hits = [candidate.hit_tokens for candidate in candidates]
+        costs = price_all([c.endpoint for c in candidates], view.prompt_tokens, hits, view.now)
+        prices = costs.price
+        evictions = _Evictions(view)
+        best = _best(prices, costs.factor, evictions)
+        first = self._placed(view, costs, best, evictions)
+        order: list[int] = prices.argsort(kind="stable").tolist()
+        order.remove(first)
+        order.insert(0, first)
+        reason = "least cost" if first == best else "placed by its first new block"
+        return Choice(tuple(candidates[i] for i in order), tuple(prices[order].tolist()), reason)
 
     def picked(self, choice: Choice, endpoint: Endpoint) -> None:
         """Do nothing."""
+
+    def _placed(self, view: View, costs: Costs, best: int, evictions: _Evictions) -> int:
+        """Return the replica about as good as the best that the request's first new block is placed at."""
+        hits = np.array([candidate.hit_tokens for candidate in view.candidates])
+        slack = self.slack * costs.prefill[best]
+        mask = (hits >= hits[best]) & (costs.prefill <= SAME_RATE * costs.prefill[best])
+        mask &= (costs.backlog <= costs.backlog[best] + slack) & (costs.decode <= costs.decode[best] + slack)
+        mask &= costs.factor <= costs.factor[best]
+        equals: list[int] = np.flatnonzero(mask).tolist()
+        if len(equals) < 2:
+            return best
+        equals.sort(key=lambda i: weight(view.key, view.candidates[i].name), reverse=True)
+        limit = evictions.of(best) + slack
+        return next(i for i in equals if evictions.of(i) <= limit)
+
+
+def _best(prices: NDArray[np.float64], factors: NDArray[np.float64], evictions: _Evictions) -> int:
+    """Return the replica with the lowest price, evictions included; adds them to `prices` where they were computed."""
+    best, least = -1, float("inf")
+    for index in prices.argsort(kind="stable").tolist():
+        if prices[index] >= least:
+            break
+        prices[index] += EVICTED * evictions.of(index) * factors[index]
+        if prices[index] < least:
+            best, least = index, prices[index]
+    return best
 
 
 def cost_of(view: View, name: str) -> Cost:

@@ -1,0 +1,227 @@
+"""Cells of the comparison of routing policies in simulated fleets: workload x policy x seed x one changed factor.
+
+    python benchmarks/router/policies.py --traces DIR [--seconds 480] [--stage base|factors] [--markdown]
+
+Cells that are in policies.json already are not run again, so it can be stopped and continued. Virtual time: figures do
+not depend on the machine or its load. Seeds are paired: the same window, arrivals and noise for every policy.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from headstart.sim.profile import REFERENCE, Profile
+from headstart.sim.scenarios.scenario import Event, Scenario
+from headstart.sim.sim_report import report
+from headstart.sim.sim_request import SimRequest
+from headstart.sim.sim_store import Offload
+from headstart.sim.sim_workload import read_requests, synthetic, window
+from headstart.sim.simulation import Simulation
+from headstart.sim.step_cost import PaddedCost, RooflineCost, SumCost, SuperlinearCost
+
+OUT = Path(__file__).with_name("policies.json")
+POLICIES = ("cost", "oracle", "work", "llm-d", "dynamo", "smg", "least-load")
+NUM_REQUESTS = 2000
+CONVERSATION = "mooncake_conversation_trace.jsonl"
+KEYS = ("ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "tpot_p99_ms", "e2e_mean_ms", "hit_rate", "busy", "errors")
+T95 = {2: 4.303, 3: 3.182, 4: 2.776}  # Student's t, two-sided 95 %, by degrees of freedom
+
+Make = Callable[[Path, int], Sequence[SimRequest]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A workload at 8 replicas, and the replica it runs on."""
+
+    make: Make
+    profile: Profile = REFERENCE
+
+
+def conversation(speed: float, scale: float = 1.0) -> Make:
+    """Return windows of the conversation trace; `scale`: at so many times the number of replicas."""
+
+    def make(traces: Path, seed: int) -> Sequence[SimRequest]:
+        requests = read_requests(traces / CONVERSATION, speed=speed * scale)
+        return window(requests, (seed * NUM_REQUESTS) % 10_000, NUM_REQUESTS)
+
+    return make
+
+
+def agents(name: str, speed: float) -> Make:
+    """Return the whole trace of an agent, a little faster or slower with each seed."""
+
+    def make(traces: Path, seed: int) -> Sequence[SimRequest]:
+        return read_requests(traces / name, speed=speed * (0.9 + 0.05 * seed))
+
+    return make
+
+
+def made(name: str, rate: float) -> Make:
+    """Return a synthetic workload."""
+    return lambda traces, seed: synthetic(name, rate, NUM_REQUESTS, seed)
+
+
+SMALL_BLOCKS = replace(REFERENCE, num_blocks=2930 * 32, block_size=16)
+WORKLOADS = {
+    "conversation x 0.6": Workload(conversation(0.6)),
+    "conversation x 1.0": Workload(conversation(1.0)),
+    "conversation x 1.6": Workload(conversation(1.6)),
+    "agent_miniswe": Workload(agents("agent_miniswe.jsonl", 30.0), SMALL_BLOCKS),
+    "agent_taubench": Workload(agents("agent_taubench.jsonl", 20.0), SMALL_BLOCKS),
+    "hot documents": Workload(made("hot-documents", 10.0)),
+    "decode-heavy": Workload(made("decode-heavy", 14.0), replace(REFERENCE, num_blocks=800)),
+}
+BASE = "conversation x 1.0"
+ROOFLINE = RooflineCost(overhead=2e-3, weights=6e-3, token=62.8e-6, pair=1.5e-9, resident=39e-9, stream=20e-6)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One change of the base: 8 replicas, 10 % noise."""
+
+    workload: str = BASE
+    replicas: int = 8
+    noise: float = 0.1
+    scenario: Scenario = Scenario()  # noqa: RUF009
+    cost: SumCost | RooflineCost | PaddedCost | SuperlinearCost | None = None
+    believed: float = 1.0  # size of the index / that of the pool
+
+
+SUM = SumCost(step=8e-3, stream=20e-6, resident=39e-9, token=62.8e-6, pair=1.5e-9)
+FACTORS = {
+    **{name: Factor(workload=name) for name in WORKLOADS},
+    "4 replicas": Factor(replicas=4),
+    "64 replicas": Factor(replicas=64),
+    "noise 0": Factor(noise=0.0),
+    "noise 20 %": Factor(noise=0.2),
+    "one replica 3 times slower": Factor(scenario=Scenario((Event(0.0, "slow", ("r0",), factor=3.0),))),
+    "two replicas jump between 1 and 2": Factor(
+        scenario=Scenario((Event(0.0, "jump", ("r0", "r1"), factors=(1.0, 2.0), every=30.0),))
+    ),
+    "offload tier": Factor(scenario=Scenario(offload=Offload(num_blocks=8000, tokens_per_s=200_000.0, latency=0.005))),
+    "index four times the pool": Factor(believed=4.0),
+    "roofline": Factor(cost=ROOFLINE),
+    "padded": Factor(cost=PaddedCost(SUM)),
+    "superlinear": Factor(cost=SuperlinearCost(SUM)),
+}
+STAGES = {"base": (tuple(WORKLOADS), 5), "factors": (tuple(name for name in FACTORS if name not in WORKLOADS), 3)}
+
+
+def run(row: str, policy: str, seed: int, traces: Path) -> dict[str, Any]:
+    """Run one cell."""
+    factor = FACTORS[row]
+    workload = WORKLOADS[factor.workload]
+    make = workload.make
+    if factor.replicas != 8:
+        make = conversation(1.0, factor.replicas / 8)
+    profile = replace(workload.profile, noise=factor.noise)
+    if factor.cost is not None:
+        profile = replace(profile, cost=factor.cost)
+    simulation = Simulation(profile, factor.replicas, policy, seed, scenario=factor.scenario)
+    if factor.believed != 1.0:
+        simulation = replace(simulation, believed_blocks=int(factor.believed * profile.num_blocks))
+    values = report(simulation.run(make(traces, seed))).values()
+    found = {key: values[key] for key in KEYS}
+    return found | {"requests_by_replica": [min(values["requests_by_replica"]), max(values["requests_by_replica"])]}
+
+
+def cells(stage: str) -> Iterator[tuple[str, str, int]]:
+    """Yield the cells of a stage: the same seed for all rows, then the next; the policies of most interest first."""
+    rows, seeds = STAGES[stage]
+    for policies in (POLICIES[:4], POLICIES[4:]):
+        for seed in range(seeds):
+            for row in rows:
+                for policy in policies:
+                    yield row, policy, seed
+
+
+def key(row: str, policy: str, seed: int) -> str:
+    """Return the name of a cell."""
+    return f"{row}|{policy}|{seed}"
+
+
+def bounds(ratios: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of paired ratios and the upper end of its 95 % interval (Student's t); the mean if unknown."""
+    mean = fmean(ratios)
+    spread = T95.get(len(ratios) - 1)
+    return mean, mean if spread is None else mean + spread * stdev(ratios) / sqrt(len(ratios))
+
+
+def dominators(row: str, found: dict[str, Any], seeds: Sequence[int]) -> list[str]:
+    """Return the policies that are not worse than `cost` in any of the four figures, and better in one."""
+    figures = ("ttft_mean_ms", "ttft_p99_ms", "tpot_p99_ms", "e2e_mean_ms")
+
+    def means(policy: str) -> list[float] | None:
+        known = [found.get(key(row, policy, seed)) for seed in seeds]
+        return None if None in known else [fmean(one[name] for one in known) for name in figures]  # type: ignore[index]
+
+    ours, names = means("cost"), list[str]()
+    for policy in POLICIES:
+        theirs = means(policy)
+        if policy in ("cost", "oracle") or ours is None or theirs is None or theirs == ours:
+            continue
+        if all(a <= b for a, b in zip(theirs, ours, strict=True)):
+            names.append(policy)
+    return names
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Return the table: a row per row of cells, TTFT mean / p99, TPOT p99 and end to end."""
+    lines = [f"| | {' | '.join(POLICIES)} | cost / oracle [95 %] | dominated by |", "|---" * (len(POLICIES) + 3) + "|"]
+    for row in FACTORS:
+        seeds = [n for n in range(20) if all(key(row, one, n) in found for one in ("cost", "oracle"))]
+        if not seeds:
+            continue
+        columns: list[str] = []
+        for policy in POLICIES:
+            done = [found[key(row, policy, seed)] for seed in seeds if key(row, policy, seed) in found]
+            if len(done) < len(seeds):
+                columns.append("-")
+                continue
+            ttft, p99, e2e = (
+                fmean(one[name] for one in done) / 1e3 for name in ("ttft_mean_ms", "ttft_p99_ms", "e2e_mean_ms")
+            )
+            tpot = fmean(one["tpot_p99_ms"] for one in done)
+            columns.append(f"{ttft:.3g} / {p99:.3g}; {tpot:.3g}; {e2e:.3g}")
+        ratios = [
+            found[key(row, "cost", n)]["ttft_mean_ms"] / found[key(row, "oracle", n)]["ttft_mean_ms"] for n in seeds
+        ]
+        mean, upper = bounds(ratios)
+        worse = ", ".join(dominators(row, found, seeds)) or "-"
+        lines.append(f"| {row} ({len(seeds)}) | {' | '.join(columns)} | {mean:.3f} [{upper:.3f}] | {worse} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, required=True, help="folder of the traces")
+    parser.add_argument("--seconds", type=float, default=480.0, help="begin no cell after so many")
+    parser.add_argument("--stage", choices=tuple(STAGES), default="base")
+    parser.add_argument("--only", default="", help="policies, with commas")
+    parser.add_argument("--markdown", action="store_true", help="print the table and run nothing")
+    asked = parser.parse_args()
+    found: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
+    if asked.markdown:
+        print(markdown(found))
+        return
+    start = time.monotonic()
+    for row, policy, seed in cells(asked.stage):
+        name = key(row, policy, seed)
+        if name in found or (asked.only and policy not in asked.only.split(",")):
+            continue
+        if time.monotonic() - start > asked.seconds:
+            break
+        found[name] = run(row, policy, seed, asked.traces)
+        OUT.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
+        print(name, round(found[name]["ttft_mean_ms"], 1), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The prefix doctor: a log of requests -> what was recomputed although it could have been reused, by cause."""

@@ -1,0 +1,17 @@
+"""Causes of avoidable prefill: their names, and how to mend each."""
+
+CAUSES = {
+    "timestamp": "a date or time: move it behind the constant text, or drop it",
+    "uuid": "a UUID: move it behind the constant text, or drop it",
+    "identifier": "an id of one request: move it behind the constant text, or drop it",
+    "number": "a number that changes, such as a counter: move it behind the constant text, or drop it",
+    "tool_order": "the tools in another order: sort them by name",
+    "json_order": "the same JSON in another form: serialize it in one way, or send back the text received",
+    "document_order": "the same texts in another order: keep the order in which they were first sent",
+    "whitespace": "other white space: send texts back unchanged",
+    "reasoning_stripped": "reasoning that is missing when the turn comes back: keep it, or never send it",
+    "reasoning_added": "reasoning that was not there before: keep it, or never send it",
+    "system_changed": "a changed system prompt: move what changes behind what stays",
+    "tools_changed": "changed tools: send the same tools in each request, and restrict them with tool_choice",
+    "history_truncated": "a conversation whose beginning was dropped: drop more at once and less often, or summarize",
+}

@@ -1,0 +1,149 @@
+"""LoggedPrompt: one request of a log as tools and messages, whatever API it was sent to. Tokens are estimated.
+
+A line of a log is a JSON body of chat completions, completions, Responses or Anthropic's Messages, or an object that
+has the body under `body` or `request`, and perhaps the answer under `response`. Pure: lines in, values out.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from headstart.explain.lint.plain_json import as_list, as_object
+
+CHARS_PER_TOKEN = 4
+_BODY_KEYS = ("body", "request", "request_body")
+_THINK = ("<think>", "</think>")
+
+
+class Message(NamedTuple):
+    """One message; `calls` are its tool calls as texts."""
+
+    role: str
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The message as it is counted."""
+        return "".join((f"<{self.role}>\n", self.reasoning, self.content, *self.calls, "\n"))
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedPrompt:
+    """A request of line `line` (from 1). `tools` are texts of JSON, in the order and form in which they were sent."""
+
+    line: int
+    tools: tuple[str, ...]
+    messages: tuple[Message, ...]
+    answer: Message | None = None
+
+    @property
+    def text(self) -> str:
+        """The prompt as one text: tools, then messages, as in most chat templates."""
+        return "\n".join((*self.tools, "")) + "".join(message.text for message in self.messages)
+
+
+class ReadLog(NamedTuple):
+    """The prompts of a log, and the number of lines that hold none."""
+
+    prompts: list[LoggedPrompt]
+    num_skipped: int
+
+
+def read_log(lines: Iterable[str]) -> ReadLog:
+    """Return the prompts of a log in JSONL, in order; blank lines do not count."""
+    prompts: list[LoggedPrompt] = []
+    num_skipped = 0
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        found = _prompt(number, line)
+        if found is None:
+            num_skipped += 1
+        else:
+            prompts.append(found)
+    return ReadLog(prompts, num_skipped)
+
+
+def _prompt(number: int, line: str) -> LoggedPrompt | None:
+    try:
+        value = as_object(json.loads(line))
+    except (ValueError, RecursionError):
+        return None
+    body = next((as_object(value[key]) for key in _BODY_KEYS if as_object(value.get(key))), value)
+    messages = tuple(_messages(body))
+    if not messages:
+        return None
+    tools = as_list(body.get("tools") or body.get("functions"))
+    return LoggedPrompt(number, tuple(map(_json, tools)), messages, _answer(as_object(value.get("response"))))
+
+
+def _messages(body: Mapping[str, Any]) -> Iterator[Message]:
+    """Yield the messages of a body, with a system prompt of its own first."""
+    for key in ("system", "instructions"):
+        if body.get(key):
+            yield Message("system", _text(body[key]))
+    items = body.get("messages", body.get("input", body.get("prompt")))
+    if isinstance(items, str):
+        yield Message("user", items)
+    for item in as_list(items):
+        if isinstance(item, str):
+            yield Message("user", item)
+        elif as_object(item):
+            yield _message(as_object(item))
+
+
+def _message(item: Mapping[str, Any]) -> Message:
+    """Return a message of any of the APIs, or an item of Responses."""
+    role = str(
+        item.get("role") or {"function_call": "assistant", "reasoning": "assistant"}.get(item.get("type", ""), "tool")
+    )
+    role = "system" if role == "developer" else role
+    reasoning = _text(item.get("reasoning_content") or item.get("reasoning") or item.get("summary") or "")
+    content: Any = item.get("content", item.get("output", ""))
+    calls = [_json(as_object(call).get("function", call)) for call in as_list(item.get("tool_calls"))]
+    if item.get("type") == "function_call":
+        calls.append(_json({"name": item.get("name"), "arguments": item.get("arguments")}))
+    for part in map(as_object, as_list(content)):
+        if part.get("type") == "thinking":
+            reasoning += _text(part.get("thinking"))
+        elif part.get("type") == "tool_use":
+            calls.append(_json({"name": part.get("name"), "arguments": part.get("input")}))
+    text = _text(content)
+    if text.startswith(_THINK[0]) and _THINK[1] in text:
+        thought, _, text = text.partition(_THINK[1])
+        reasoning, text = reasoning + thought.removeprefix(_THINK[0]).strip(), text.lstrip()
+    return Message(role, text, reasoning, tuple(calls))
+
+
+def _answer(response: Mapping[str, Any]) -> Message | None:
+    """Return the message of a chat's answer, if the log has it."""
+    choices = as_list(response.get("choices"))
+    message = as_object(as_object(choices[0]).get("message")) if choices else {}
+    return _message({"role": "assistant", **message}) if message else None
+
+
+def _text(value: Any) -> str:
+    """Return the text of a content: a string, or a list of parts."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        items: list[Any] = as_list(cast("object", value))
+        parts = [part if isinstance(part, str) else _part(as_object(part)) for part in items]
+        return "\n".join(part for part in parts if part)
+    return "" if value is None else _json(value)
+
+
+def _part(part: Mapping[str, Any]) -> str:
+    if not part or part.get("type") in ("thinking", "tool_use"):
+        return ""
+    for key in ("text", "content", "output"):
+        if key in part:
+            return _text(part[key])
+    return _json(part)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

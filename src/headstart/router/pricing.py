@@ -1,0 +1,87 @@
+"""Pricing: the cost of a request at every replica in milliseconds, computed for all of them at once.
+
+The parts: the backlog of pending prefills, the prefill of the tokens that are not cached, and the steps that both need,
+which decodes make longer; and the decodes themselves, in which every stream makes each step longer for all others.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.router.load import GRACE_MS, LATENESS, Load
+from headstart.router.step_rates import STEP_TOKENS, StepRates
+
+EVICTED = 0.75  # share of evicted tokens that will be recomputed; 0.25 to 1.5 were tried
+DECODE = 0.08  # share of the delay of decodes, own and others', that counts as delay of a first token
+
+Array = NDArray[np.float64]
+
+
+class Priced(Protocol):
+    """A replica to price."""
+
+    @property
+    def load(self) -> Load: ...
+
+    def foreign(self, now: float) -> int: ...
+
+
+class Costs(NamedTuple):
+    """One value per replica, in milliseconds; `factor` is the slowness of the replica at present."""
+
+    backlog: Array
+    prefill: Array
+    decode: Array
+    factor: Array
+
+    @property
+    def total(self) -> Array:
+        """The expected time to the first token."""
+        return (self.backlog + self.prefill) * self.factor
+
+    @property
+    def price(self) -> Array:
+        """The total plus the cost to decodes, without evictions."""
+        return (self.backlog + self.prefill + self.decode) * self.factor
+
+
+def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Sequence[int], now: float) -> Costs:
+    """Return the costs of a prompt at each replica, of which `hit_tokens` are cached there."""
+    learner = endpoints[0].load.learner
+    rates, output = learner.rates, learner.mean_output
+    loads = [endpoint.load for endpoint in endpoints]
+    state = np.array([load.row for load in loads], dtype=np.float64).T
+    tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started = state
+    if learner.is_doubtful:
+        rates = StepRates(0.0, 0.0, 0.0, rates.token, 0.0)
+    own = np.maximum(prompt_tokens - np.array(hit_tokens, dtype=np.float64), 1.0)
+    step = rates.step + rates.stream * streams + rates.resident * (resident + streams * (output / 2))
+    steps = np.ceil(tokens / STEP_TOKENS)
+    head = rates.token * head_tokens + rates.pair * head_pairs + step
+    elapsed = 1e3 * (now - since)
+    is_busy = pending > 0
+    backlog = rates.token * tokens + rates.pair * pairs + steps * step
+    backlog = np.maximum(backlog - np.where(is_busy, np.minimum(np.maximum(elapsed, 0.0), head), 0.0), 0.0)
+    backlog += np.where(~is_busy & (streams > 0), 0.5 * step, 0.0)
+    foreign = [endpoint.foreign(now) for endpoint in endpoints]
+    if any(foreign):
+        backlog += np.array([num * load.mean_prefill_ms for num, load in zip(foreign, loads, strict=True)])
+    more = np.ceil((tokens + own) / STEP_TOKENS) - steps
+    prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
+    decode = _decode_ms(rates, output, streams + pending, resident + prompts, prompt_tokens)
+    expected = head + rates.token * np.minimum(tokens - head_tokens, STEP_TOKENS)
+    late = np.where(is_busy, 1e3 * (now - started) / (LATENESS * expected + GRACE_MS), 1.0)
+    factor = np.maximum(late, 1.0)
+    if not learner.is_doubtful:
+        factor *= np.array([load.pace.factor(now) for load in loads])
+    return Costs(backlog, prefill, decode, factor)
+
+
+def _decode_ms(rates: StepRates, output: float, streams: Array, resident: Array, prompt_tokens: int) -> Array:
+    """Return the weighted delay of decodes: of the request's own by others, and of others' by it."""
+    grown = output / 2
+    others = rates.stream * streams + rates.resident * (resident + streams * grown)
+    own = rates.stream + rates.resident * (prompt_tokens + grown)
+    return DECODE * output * (others + own * streams)

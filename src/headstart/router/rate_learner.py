@@ -1,0 +1,167 @@
+"""RateLearner: the step rates of a fleet. Pace: how much slower than the fleet one replica is.
+
+One replica's first tokens cannot tell five rates apart, and their luck must not look like a slow machine. So the shape
+of a step is learned once, from all replicas of a model, with a long memory; and a replica has one factor, which is 1
+unless there is strong evidence for another.
+
+A sample is an interval of one replica: its duration, the number of its steps, and the work done in them. The fit is a
+non-negative least-squares of relative errors, pulled to the proportions of the prior where samples do not tell.
+"""
+
+from math import exp, log, sqrt
+from statistics import median
+from typing import NamedTuple
+
+from headstart.router.step_rates import StepRates
+
+DECAY = 0.998  # weight of a sample relative to the next one: half after 350
+PRIOR_WEIGHT = 2.0  # of the proportions of the prior, in samples
+SWEEPS = 6  # of coordinate descent per sample; it starts from the last result
+SMALLEST = StepRates(0.01, 1e-3, 1e-7, 1e-4, 1e-9)  # least scale of each rate
+YOUNG = 8  # samples before which rates are not used for decisions; their median sets the level of the prior
+MAX_SURPRISE = 4.0  # a sample counts as at most this multiple of its expectation, and at least as its inverse
+USUAL = 0.2  # error of a sample's logarithm up to which it has full weight; beyond, weight decreases (Huber's loss)
+MIN_MS = 0.05
+RESIDUAL_DECAY = 0.95
+DOUBTFUL = 0.7  # mean absolute logarithm of measured / expected above which rates are not used: a factor of two
+MEAN_OUTPUT = 128.0  # tokens, until known
+
+PACE_DECAY = 0.5  # half after a sample
+EVIDENCE = 3.0  # standard errors
+LEAST = log(1.3)  # a smaller deviation is not used
+KEPT = log(1.15)  # a factor in use is dropped below this
+NOISE = 0.1  # least standard deviation of the logarithm of a sample
+FORGOTTEN = 60.0  # seconds without samples after which half of a deviation is left
+
+
+class Interval(NamedTuple):
+    """A sample: what one replica did in `ms`. Streams and resident tokens are sums over the steps."""
+
+    ms: float
+    steps: float
+    streams: float
+    resident: float
+    tokens: float
+    pairs: float
+
+    def expected_ms(self, rates: StepRates) -> float:
+        """Return the duration by `rates`."""
+        decodes = rates.step * self.steps + rates.stream * self.streams + rates.resident * self.resident
+        return max(decodes + rates.new_ms(self.tokens, self.pairs), MIN_MS)
+
+
+class RateLearner:
+    """Fits `rates` to intervals of many replicas. A `prior` is believed until then; `is_fixed`: and for ever."""
+
+    def __init__(self, prior: StepRates | None = None, *, is_fixed: bool = False) -> None:
+        self.rates = self._prior = prior or StepRates()
+        self.is_fixed = is_fixed
+        self._is_young = prior is None
+        self.num_samples = 0
+        self.residual = 0.0  # decaying mean of |log(measured / expected)|
+        self.mean_output = MEAN_OUTPUT  # decaying mean of the tokens of an answer
+        self._num_outputs = 0
+        self._gram = [[0.0] * 5 for _ in range(5)]
+        self._target = [0.0] * 5
+        self._first: list[Interval] = []
+        self._level = 1.0  # measured / expected by the prior, of the first samples
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the rates should not be used for decisions: few samples, or the rates do not explain them."""
+        return self._is_young or self.residual > DOUBTFUL
+
+    def finished(self, num_output: int) -> None:
+        """Record the number of tokens of an answer."""
+        self._num_outputs += 1
+        self.mean_output += (num_output - self.mean_output) * max(1.0 / self._num_outputs, 1.0 - DECAY)
+
+    def learn(self, interval: Interval) -> None:
+        """Add a sample, with its duration divided by the pace of its replica.
+
+        The first samples only tell how fast the machine is: the prior, at this level, is where the fit begins.
+        """
+        self.num_samples += 1
+        if self.is_fixed:
+            return
+        if self.num_samples > YOUNG:
+            self._add(interval)
+            return
+        self._first.append(interval)
+        if self.num_samples == YOUNG:
+            self._is_young = False
+            self._level = median(max(one.ms, MIN_MS) / one.expected_ms(self._prior) for one in self._first)
+            self.rates = StepRates(*(self._level * one for one in self._prior))
+            for one in self._first:
+                self._add(one)
+            self._first = []
+
+    def _add(self, interval: Interval) -> None:
+        """Fit the rates to one more sample. Errors are relative to the expectation, not to times, which have luck."""
+        expected, ms = interval.expected_ms(self.rates), max(interval.ms, MIN_MS)
+        error = abs(log(ms / expected))
+        self.residual += (1.0 - RESIDUAL_DECAY) * (error - self.residual)
+        ms = min(max(ms, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
+        usual = max(USUAL, 2 * self.residual)
+        trust = min(usual / max(error, usual), 1.0)
+        row = [one / expected for one in interval[1:]]
+        for i, x in enumerate(row):
+            gram, weighted = self._gram[i], trust * x
+            self._target[i] = DECAY * self._target[i] + weighted * ms / expected
+            for j, y in enumerate(row):
+                gram[j] = DECAY * gram[j] + weighted * y
+        self._fit()
+        # Weigh older samples by the present expectation, like new ones: else a fleet that slows down looks fast.
+        level = (expected / interval.expected_ms(self.rates)) ** 2
+        self._gram = [[level * value for value in gram] for gram in self._gram]
+        self._target = [level * value for value in self._target]
+
+    def _fit(self) -> None:
+        values, level = list(self.rates), self._level
+        rows: list[tuple[list[float], float, float]] = []
+        for i, (prior, least) in enumerate(zip(self._prior, SMALLEST, strict=True)):
+            ridge = PRIOR_WEIGHT / (level * max(prior, least)) ** 2
+            rows.append((self._gram[i], self._target[i] + ridge * level * prior, ridge))
+        for _ in range(SWEEPS):
+            for i, (gram, pull, ridge) in enumerate(rows):
+                a, b, c, d, e = values
+                others = gram[0] * a + gram[1] * b + gram[2] * c + gram[3] * d + gram[4] * e - gram[i] * values[i]
+                value = (pull - others) / (gram[i] + ridge)
+                values[i] = value if value > 0.0 else 0.0
+        self.rates = StepRates(*values)
+
+
+class Pace:
+    """The factor by which a replica is slower than the fleet's rates say: 1, unless there is strong evidence.
+
+    Never below 1: a replica that was asked first would look fast, and the others would not be asked.
+    """
+
+    __slots__ = ("_at", "_mean", "_square", "_weight", "is_used")
+
+    def __init__(self) -> None:
+        self.is_used = False
+        self._weight = self._mean = self._square = 0.0  # decaying count, and sums of logarithms and of their squares
+        self._at = 0.0
+
+    def learn(self, ratio: float, now: float) -> None:
+        """Add a sample: measured / expected by the fleet's rates."""
+        value = min(max(log(max(ratio, 1e-6)), -2.0), 2.0)
+        keep = PACE_DECAY * 0.5 ** (max(now - self._at, 0.0) / FORGOTTEN)
+        self._weight = keep * self._weight + 1.0
+        self._mean = keep * self._mean + value
+        self._square = keep * self._square + value * value
+        self._at = now
+        mean = self._mean / self._weight
+        variance = max(self._square / self._weight - mean * mean, 0.0) + NOISE * NOISE
+        error = sqrt(variance / self._weight)
+        if self.is_used:
+            self.is_used = mean > KEPT
+        else:
+            self.is_used = mean > LEAST and mean > EVIDENCE * error
+
+    def factor(self, now: float) -> float:
+        """Return the factor; without samples it returns to 1."""
+        if not self.is_used:
+            return 1.0
+        return exp(self._mean / self._weight * 0.5 ** (max(now - self._at, 0.0) / FORGOTTEN))

@@ -1,0 +1,156 @@
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headstart.router.rate_learner import Interval, Pace, RateLearner
+from headstart.router.step_rates import STEP_TOKENS, StepRates, Work
+
+
+def test_the_last_token_is_computed_even_of_a_cached_prompt() -> None:
+    assert Work.of(100, 100).tokens == Work.of(100, 99).tokens == 1
+
+
+def test_every_new_token_meets_those_before_it() -> None:
+    assert Work.of(10, 0).pairs == 10 * 5.0
+    assert Work.of(10, 6).pairs == 4 * 8.0
+
+
+def test_a_long_prefill_has_several_steps_and_each_carries_the_decodes() -> None:
+    rates = StepRates(8.0, 0.5, 0.25, 0.0, 0.0)
+    assert rates.prefill_ms(Work.of(STEP_TOKENS, 0, 4, 8)) == 8.0 + 2.0 + 2.0
+    assert rates.prefill_ms(Work.of(STEP_TOKENS + 1, 0, 4, 8)) == 2 * 12.0
+
+
+def sample(truth: StepRates, rng: Random, noise: float = 0.05) -> Interval:
+    """A decode of many steps beside some prefills, or a prefill beside some streams, as a fleet sees them."""
+    streams, prompt = rng.randrange(1, 24), 10 ** rng.uniform(1.5, 4.0)
+    tokens = 0.0 if rng.random() < 0.3 else 10 ** rng.uniform(1, 4.5)
+    steps = 10 ** rng.uniform(1, 3) if rng.random() < 0.5 else max(tokens / STEP_TOKENS, 1.0)
+    resident = steps * streams * prompt
+    found = Interval(0.0, steps, steps * streams, resident, tokens, tokens * (prompt + tokens / 2))
+    return found._replace(ms=found.expected_ms(truth) * rng.uniform(1 - noise, 1 + noise))
+
+
+TRUTHS = [
+    StepRates(8.0, 0.02, 39e-6, 0.0628, 1.5e-6),  # the reference profile
+    StepRates(30.0, 1.0, 1e-5, 0.006, 1e-8),
+    StepRates(1.0, 0.0, 0.0, 0.1, 0.0),
+    StepRates(60.0, 5.0, 2e-3, 4.0, 1e-4),
+    StepRates(0.3, 0.01, 1e-6, 0.01, 1e-7),
+]
+
+
+@pytest.mark.parametrize("truth", TRUTHS)
+def test_rates_are_found_from_noisy_samples_of_any_machine(truth: StepRates) -> None:
+    rng, learner = Random(0), RateLearner()
+    for _ in range(400):
+        learner.learn(sample(truth, rng))
+    assert not learner.is_doubtful and learner.residual < 0.1
+    for streams, prompt, tokens in ((8, 2000, 0), (1, 100, 0), (4, 8000, 4096), (20, 500, 64)):
+        one = Interval(0.0, 1.0, streams, streams * prompt, tokens, tokens * prompt)
+        assert one.expected_ms(learner.rates) == pytest.approx(one.expected_ms(truth), rel=0.2)
+
+
+def test_first_tokens_alone_do_not_move_what_they_cannot_tell() -> None:
+    """Prefills of one length without streams tell one number; the rest keeps the prior's proportions."""
+    learner, prior = RateLearner(), StepRates()
+    work = Work.of(1000, 0)
+    for _ in range(500):
+        learner.learn(Interval(2 * prior.prefill_ms(work), 1.0, 0.0, 0.0, work.tokens, work.pairs))
+    rates = learner.rates
+    assert rates.prefill_ms(work) == pytest.approx(2 * prior.prefill_ms(work), rel=0.01)
+    assert rates.step == pytest.approx(2 * prior.step, rel=0.1)
+    assert rates.stream == pytest.approx(2 * prior.stream, rel=0.1)
+
+
+def test_a_fleet_that_becomes_slower_is_noticed() -> None:
+    learner = RateLearner(StepRates(1.0, 0.0, 0.0, 0.1, 0.0))
+    for ms in [100.0] * 50 + [400.0] * 400:
+        learner.learn(Interval(ms, 1.0, 0.0, 0.0, 1000, 0.0))
+    assert learner.rates.prefill_ms(Work.of(1000, 0)) == pytest.approx(400.0, rel=0.25)
+
+
+def test_one_pause_is_not_a_rate() -> None:
+    learner = RateLearner()
+    for ms in [60.0] * 50 + [60_000.0]:
+        learner.learn(Interval(ms, 1.0, 0.0, 0.0, 1000, 0.0))
+    assert learner.rates.prefill_ms(Work.of(1000, 0)) < 75.0
+
+
+def test_rates_are_doubtful_while_few_samples_or_large_errors() -> None:
+    learner, rng = RateLearner(), Random(0)
+    for number in range(8):
+        assert learner.is_doubtful == (number < 8)
+        learner.learn(Interval(60.0, 1.0, 0.0, 0.0, 1000, 0.0))
+    assert not learner.is_doubtful
+    for _ in range(200):
+        learner.learn(Interval(60.0 * 10 ** rng.uniform(-1, 1), 1.0, 0.0, 0.0, 1000, 0.0))
+    assert learner.is_doubtful
+    assert not RateLearner(StepRates()).is_doubtful  # given, and not contradicted
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 100_000), st.floats(0, 1), st.integers(0, 64), st.floats(0, 1000), st.floats(0, 1e5)),
+        max_size=60,
+    )
+)
+def test_rates_are_never_negative_nor_a_longer_prompt_faster(
+    samples: list[tuple[int, float, int, float, float]],
+) -> None:
+    learner = RateLearner()
+    for total, share, streams, steps, ms in samples:
+        work = Work.of(total, int(total * share))
+        learner.learn(Interval(ms, steps, steps * streams, steps * streams * total, work.tokens, work.pairs))
+    assert min(learner.rates) >= 0.0
+    times = [learner.rates.prefill_ms(Work.of(total, 0)) for total in (1, 100, 10_000)]
+    assert times == sorted(times) and times[-1] < float("inf")
+
+
+# -------------------------------------------------------------------------------------------------------------- pace
+
+
+def test_a_slow_replica_gets_a_factor_after_a_few_samples_and_loses_it_as_soon() -> None:
+    pace = Pace()
+    for number in range(4):
+        pace.learn(2.0, float(number))
+    assert pace.factor(4.0) == pytest.approx(2.0, rel=0.01)
+    for number in range(4):
+        pace.learn(1.0, 5.0 + number)
+    assert pace.factor(9.0) == 1.0
+
+
+def test_luck_is_no_slowness() -> None:
+    """Law: noise of 20 % never gives a factor of more than 1.5, and seldom any."""
+    rng, num_used = Random(0), 0
+    pace = Pace()
+    for number in range(2000):
+        pace.learn(rng.lognormvariate(0.0, 0.2), float(number))
+        num_used += pace.is_used
+        assert pace.factor(float(number)) < 1.6
+    assert num_used < 100
+
+
+def test_one_slow_sample_is_no_evidence() -> None:
+    pace = Pace()
+    for number in range(20):
+        pace.learn(1.0, float(number))
+    pace.learn(2.0, 20.0)
+    assert pace.factor(20.0) == 1.0
+
+
+def test_a_fast_replica_gets_no_factor() -> None:
+    pace = Pace()
+    for number in range(20):
+        pace.learn(0.3, float(number))
+    assert pace.factor(20.0) == 1.0
+
+
+def test_a_factor_is_forgotten_without_samples() -> None:
+    pace = Pace()
+    for number in range(8):
+        pace.learn(4.0, float(number))
+    factors = [pace.factor(8.0 + 60.0 * number) for number in range(5)]
+    assert factors == sorted(factors, reverse=True) and factors[0] == pytest.approx(4.0, rel=0.1) and factors[-1] < 1.2

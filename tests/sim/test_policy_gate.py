@@ -1,0 +1,60 @@
+"""The gate of routing policies: `cost` stays close to exact knowledge, and ahead of what others do by default.
+
+The figures are those of a virtual machine, the same on every real one; limits leave room for a change of a few percent.
+The sample is requests 2,001 to 2,400 of Mooncake's `conversation_trace` (kvcache-ai/Mooncake, Apache-2.0).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headstart.router.rate_learner import Pace, RateLearner
+from headstart.sim.profile import REFERENCE, Profile
+from headstart.sim.sim_report import FleetReport, report
+from headstart.sim.sim_request import SimRequest
+from headstart.sim.sim_workload import read_requests, synthetic
+from headstart.sim.simulation import Simulation
+
+SAMPLE = Path(__file__).parent / "data" / "conversation_sample.jsonl"
+DECODES = replace(REFERENCE, num_blocks=800)
+
+
+def run(policy: str, asked: Sequence[SimRequest], profile: Profile) -> FleetReport:
+    found = report(Simulation(profile, 8, policy).run(asked))
+    assert found.summary.errors == 0
+    return found
+
+
+def ttft(found: FleetReport) -> float:
+    assert found.summary.ttft is not None
+    return found.summary.ttft.mean
+
+
+@pytest.mark.parametrize(
+    ("asked", "profile", "to_oracle"),
+    [
+        (read_requests(SAMPLE), REFERENCE, 1.10),
+        (synthetic("decode-heavy", 14.0, 250, 0), DECODES, 1.10),
+        (synthetic("hot-documents", 10.0, 400, 0), REFERENCE, 1.15),
+    ],
+    ids=["conversation", "decode-heavy", "hot-documents"],
+)
+def test_cost_is_close_to_exact_knowledge_and_not_dominated(
+    asked: list[SimRequest], profile: Profile, to_oracle: float
+) -> None:
+    cost, oracle, other = (run(policy, asked, profile) for policy in ("cost", "oracle", "llm-d"))
+    assert ttft(cost) < to_oracle * ttft(oracle)
+    assert ttft(cost) < ttft(other)
+    assert min(cost.requests) > 0.25 * max(cost.requests)
+
+
+def test_the_gate_notices_a_policy_that_learns_wrong_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica's luck taken for its speed, as before: the gate has to fail."""
+    monkeypatch.setattr(
+        Pace, "factor", lambda self, now: 1.0 if not self._weight else 3.0 ** (self._mean / self._weight * 8)
+    )
+    monkeypatch.setattr(RateLearner, "is_doubtful", False)
+    asked = read_requests(SAMPLE)
+    assert ttft(run("cost", asked, REFERENCE)) > 1.10 * ttft(run("oracle", asked, REFERENCE))
