@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from llguidance import LLMatcher, LLTokenizer
 from suite import SuiteSchema, integral, validator
 
+from headstart.openai.structured.schema_rewrites import rewritten_schema
+
 LARGEST = 1.7976931348623157e308
 _ALL_KEYWORDS = """
     $ref $id $anchor $defs $dynamicRef $dynamicAnchor $recursiveRef $vocabulary $schema additionalItems
@@ -84,7 +86,8 @@ class Checker:
         return Result.OVERFLOW if overflows else Result.VALID
 
     def _is_prefix(self, text: str) -> bool:
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(integral(self._sent)))
+        # The rewritten schema allows a part of the sent one; llguidance compiles it if the server accepts it.
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(rewritten_schema("schema", integral(self._sent))))
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         tokens = self._tokenizer.tokenize_bytes(text.rstrip("\ufffd").encode())
         return matcher.try_consume_tokens(tokens) == len(tokens)

@@ -47,8 +47,8 @@ class Turn(NamedTuple):
 
 
 def text(nonce: str) -> Json:
-    """Return a schema of one long string."""
-    return _object({f"n{nonce}": {"type": "string", "minLength": 2000}})
+    """Return a schema of one long string. Only the quotation mark is forced."""
+    return {"type": "string", "minLength": 2000 + int(nonce), "maxLength": 19_000}
 
 
 def mixed(nonce: str) -> Json:

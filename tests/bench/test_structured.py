@@ -93,6 +93,7 @@ def test_answers_are_judged() -> None:
     assert check({"maxLength": 2.0}, 200, '"a', "length") is Result.PREFIX
     assert check(schema, 200, '{"a": 1', "length") is Result.PREFIX
     assert check(schema, 200, '{"b": 1', "length") is Result.NO_PREFIX
+    assert check({"maximum": 2**64}, 200, '{"a":', "length") is Result.PREFIX  # llguidance alone cannot compile it
     assert check({"type": "string"}, 200, '"caf\ufffd', "length") is Result.PREFIX  # cut within a character
     assert check(schema, 400, "`required` is not supported", "") is Result.REFUSED
     assert check(schema, 400, "this schema is not supported", "") is Result.UNNAMED
