@@ -156,6 +156,21 @@ def test_each_choice_of_a_prompt_is_found_by_its_own_text_and_the_newest_of_equa
     assert own.turns is not None and own.turns.stats.num_bytes < 20_000
 
 
+def test_turn_is_found_behind_an_earlier_one_that_is_gone() -> None:
+    own, first = tokenizer(), f"<|im_start|>user\nhi<|im_end|>\n{ASK}"
+    say(own, first, spelled("the bear"))
+    second = f"{first}the bear<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n{ASK}"
+    say(own, second, spelled("the room"))
+    for number in range(MAX_TURNS):
+        say(own, first, spelled(f"other {number}"))
+    later = f"{second}the room<|im_end|>\n"
+    found = own.encode_conversation(later).token_ids
+    assert BASE.decode(found, skip_special_tokens=False) == later
+    assert found == BASE.encode(second, add_special_tokens=False) + array("i", [*spelled("the room"), END]) + (
+        BASE.encode("\n", add_special_tokens=False)
+    )
+
+
 def test_tokenizer_that_may_not_be_cut_stores_nothing() -> None:
     base = Tokenizer(build(METASPACE), chat_template=TEMPLATE)
     own, first = tokenizer(base=base), f"<|im_start|>user\nhi<|im_end|>\n{ASK}"
