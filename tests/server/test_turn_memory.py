@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from headstart.core.request import CacheMode
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tokenizer.turn_memory import MAX_TURNS, Cut, TurnMemory, generated_turn
+from headstart.openai.tokenizer.turn_memory import MAX_TURNS, Cut, TokenizedPiece, TurnMemory, generated_turn
 
 
 def backend() -> Backend:
@@ -42,6 +42,7 @@ def _id(text: str) -> int:
 
 START, END, MARKER = (_id(text) for text in ("<|im_start|>", "<|im_end|>", "<tool_call>"))
 ASK = "<|im_start|>assistant\n"
+BEFORE = TokenizedPiece(0, array("i"))
 
 
 def tokenizer(max_bytes: int = 1 << 20, base: Tokenizer = BASE) -> SegmentedTokenizer:
@@ -189,8 +190,8 @@ def test_memory_held_is_at_most_the_bytes_stated() -> None:
 
 
 def test_turn_of_special_tokens_only_is_none() -> None:
-    assert generated_turn(array("i", [END, END]), BASE.vocabulary) is None
-    turn = generated_turn(array("i", [*spelled("a "), END]), BASE.vocabulary)
+    assert generated_turn(array("i", [END, END]), BEFORE, BASE.vocabulary) is None
+    turn = generated_turn(array("i", [*spelled("a "), END]), BEFORE, BASE.vocabulary)
     assert turn is not None and turn.cuts == (Cut(2, 2), Cut(1, 1))
 
 
