@@ -150,7 +150,7 @@ def key(row: str, policy: str, seed: int) -> str:
 def bounds(ratios: Sequence[float]) -> tuple[float, float]:
     """Return the mean of paired ratios and the upper end of its 95 % interval (Student's t); the mean if unknown."""
     mean = fmean(ratios)
-    spread = T95.get(len(ratios) - 1)
+    spread = T95.get(len(ratios) - 1)  # none of a single seed
     return mean, mean if spread is None else mean + spread * stdev(ratios) / sqrt(len(ratios))
 
 
@@ -195,7 +195,8 @@ def markdown(found: dict[str, Any]) -> str:
         ]
         mean, upper = bounds(ratios)
         worse = ", ".join(dominators(row, found, seeds)) or "-"
-        lines.append(f"| {row} ({len(seeds)}) | {' | '.join(columns)} | {mean:.3f} [{upper:.3f}] | {worse} |")
+        ratio = f"{mean:.3f} [{upper:.3f}]" if len(seeds) > 2 else f"{mean:.3f}"
+        lines.append(f"| {row} ({len(seeds)}) | {' | '.join(columns)} | {ratio} | {worse} |")
     return "\n".join(lines)
 
 

@@ -39,7 +39,7 @@ COMPLETIONS = [
     (["serve", "--no-enable-p"], ["--no-enable-prefix-caching"]),
     (["serve", "--dtype", ""], ["auto", "bfloat16", "float32"]),
     (["serve", "--access-log", "e"], ["errors"]),
-    (["route", "--routing-policy", "w"], ["weighted"]),
+    (["route", "--routing-policy", "we"], ["weighted"]),
 ]
 
 

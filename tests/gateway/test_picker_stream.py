@@ -75,8 +75,8 @@ class FakeEnvoy:
     async def read(self) -> pb.ProcessingRequest | None:
         return await self._messages.get()
 
-    async def write(self, response: pb.ProcessingResponse) -> None:
-        self.written.append(response)
+    async def write(self, *responses: pb.ProcessingResponse) -> None:
+        self.written += responses
 
     @property
     def kinds(self) -> list[str | None]:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from headstart.core.request import CacheMode
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tokenizer.turn_memory import MAX_TURNS, Cut, TurnMemory, generated_turn
+from headstart.openai.tokenizer.turn_memory import MAX_TURNS, Cut, TokenizedPiece, TurnMemory, generated_turn
 
 
 def backend() -> Backend:
@@ -42,6 +42,7 @@ def _id(text: str) -> int:
 
 START, END, MARKER = (_id(text) for text in ("<|im_start|>", "<|im_end|>", "<tool_call>"))
 ASK = "<|im_start|>assistant\n"
+BEFORE = TokenizedPiece(0, array("i"))
 
 
 def tokenizer(max_bytes: int = 1 << 20, base: Tokenizer = BASE) -> SegmentedTokenizer:
@@ -155,6 +156,21 @@ def test_each_choice_of_a_prompt_is_found_by_its_own_text_and_the_newest_of_equa
     assert own.turns is not None and own.turns.stats.num_bytes < 20_000
 
 
+def test_turn_is_found_behind_an_earlier_one_that_is_gone() -> None:
+    own, first = tokenizer(), f"<|im_start|>user\nhi<|im_end|>\n{ASK}"
+    say(own, first, spelled("the bear"))
+    second = f"{first}the bear<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n{ASK}"
+    say(own, second, spelled("the room"))
+    for number in range(MAX_TURNS):
+        say(own, first, spelled(f"other {number}"))
+    later = f"{second}the room<|im_end|>\n"
+    found = own.encode_conversation(later).token_ids
+    assert BASE.decode(found, skip_special_tokens=False) == later
+    assert found == BASE.encode(second, add_special_tokens=False) + array("i", [*spelled("the room"), END]) + (
+        BASE.encode("\n", add_special_tokens=False)
+    )
+
+
 def test_tokenizer_that_may_not_be_cut_stores_nothing() -> None:
     base = Tokenizer(build(METASPACE), chat_template=TEMPLATE)
     own, first = tokenizer(base=base), f"<|im_start|>user\nhi<|im_end|>\n{ASK}"
@@ -189,8 +205,8 @@ def test_memory_held_is_at_most_the_bytes_stated() -> None:
 
 
 def test_turn_of_special_tokens_only_is_none() -> None:
-    assert generated_turn(array("i", [END, END]), BASE.vocabulary) is None
-    turn = generated_turn(array("i", [*spelled("a "), END]), BASE.vocabulary)
+    assert generated_turn(array("i", [END, END]), BEFORE, BASE.vocabulary) is None
+    turn = generated_turn(array("i", [*spelled("a "), END]), BEFORE, BASE.vocabulary)
     assert turn is not None and turn.cuts == (Cut(2, 2), Cut(1, 1))
 
 

@@ -106,6 +106,7 @@ class Load:
         self._period = Period(0.0, 0.0, 0.0)
         self._at = 0.0  # of the integrals
         self._stream_ms = self._resident_ms = 0.0  # integrals over time
+        self._row: tuple[float, ...] | None = None  # None: to be computed
         self._done_tokens, self._done_pairs = 0, 0.0  # prefills that ended
         self._mismatch = 1.0  # decaying mean of the relative error of expected work
 
@@ -125,12 +126,16 @@ class Load:
     @property
     def row(self) -> tuple[float, ...]:
         """The state that a price depends on, in the order of pricing.py."""
+        if self._row is None:
+            self._row = self._new_row()
+        return self._row
+
+    def _new_row(self) -> tuple[float, ...]:
         head = next(iter(self._pending), None)
         if head is None:
             return (0, 0.0, 0, self.num_streams, self.stream_tokens, 0, 0, 0.0, 0.0, 0.0)
-        work = head.work
-        since = self._since
-        started = head.sent_at if head.sent_at > since else since
+        work, since = head.work, self._since
+        started = max(head.sent_at, since)
         counts = (self.pending_tokens, self.pending_pairs, len(self._pending), self.num_streams, self.stream_tokens)
         return (*counts, self.pending_prompts, work.tokens, work.pairs, since, started)
 
@@ -215,9 +220,9 @@ class Load:
     # ------------------------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:
-        """Update the integrals of streams and of the tokens that they attend to."""
+        """Update the integrals of streams and of the tokens that they attend to. Called before every change."""
         elapsed = 1e3 * (now - self._at)
-        self._at = now
+        self._at, self._row = now, None
         if elapsed > 0.0 and self.num_streams:
             self._stream_ms += elapsed * self.num_streams
             grown = self.num_streams * self.learner.mean_output / 2

@@ -75,7 +75,9 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     late = np.where(is_busy, 1e3 * (now - started) / (LATENESS * expected + GRACE_MS), 1.0)
     factor = np.maximum(late, 1.0)
     if not learner.is_doubtful:
-        factor *= np.array([load.pace.factor(now) for load in loads])
+        for index, load in enumerate(loads):
+            if load.pace.is_used:
+                factor[index] *= load.pace.factor(now)
     return Costs(backlog, prefill, decode, factor)
 
 

@@ -26,6 +26,7 @@ def failover(
     replicas: Annotated[int, typer.Option(min=2, help="Servers behind the router.")] = 3,
     kills: Annotated[int, typer.Option(min=1, help="Number of kills; published: 20.")] = 8,
     requests: Annotated[int, typer.Option(min=1, help="During the rolling restart, at least.")] = 2000,
+    envoy: Annotated[str, typer.Option(help="Serve clients by this Envoy: auto, or the path of its binary.")] = "",
     seed: Seed = 0,
     quick: Quick = False,
 ) -> None:
@@ -35,7 +36,7 @@ def failover(
         from headstart.bench.experiments.router.failover import QUICK, FailoverConfig, run_failover
 
         config = QUICK if quick else FailoverConfig(kills=kills, requests=requests)
-        config = replace(config, replicas=replicas, seed=seed, model=None)
+        config = replace(config, replicas=replicas, seed=seed, model=None, envoy=envoy)
         return run_failover(config if setup is None else replace(config, model=setup.model, label=setup.label), bar)
 
     if quick or model == "none":
@@ -148,11 +149,12 @@ ROUTER = (
             "steps": flag(False, "All answers get their tokens at once, as from engine steps.", "--steps"),
             "replicas": flag(1, "Fake replicas.", min=1),
             "policy": flag("cost", "Policy of our router."),
+            "envoy": flag("", "Also measure our router with this Envoy: auto, or the path of its binary."),
             "seconds": flag(15.0, "Measured seconds per side and run.", min=0.5),
             **FIVE_RUNS,
             **QUICK,
         },
-        keeps=("policy",),
+        keeps=("policy", "envoy"),
         summary="Latency a router adds to the first byte and to each token.",
         help="Stream from fake replicas, directly and through our router and peers in turn: milliseconds added, "
         "CPU time.",

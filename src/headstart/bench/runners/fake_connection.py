@@ -8,6 +8,8 @@ from typing import Protocol, cast
 
 import httptools
 
+from headstart.http.answer_report import REPORT_HEADER
+
 JSON = b"application/json"
 
 
@@ -34,6 +36,7 @@ class Connection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._waiting: deque[tuple[str, str, bytes]] = deque()
         self._answer: Leaving | None = None
+        self.wants_report = False  # the last request has the header by which a proxy asks for usage in a header
         self._is_last = False  # the client requested that the connection closes after the response
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -56,13 +59,15 @@ class Connection(asyncio.Protocol):
                 self._transport.close()
 
     def on_message_begin(self) -> None:
-        self._url, self._body = b"", []
+        self._url, self._body, self.wants_report = b"", [], False
 
     def on_url(self, url: bytes) -> None:
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() == b"expect":
+        if name.lower() == REPORT_HEADER:
+            self.wants_report = True
+        elif name.lower() == b"expect":
             self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
@@ -81,9 +86,11 @@ class Connection(asyncio.Protocol):
         self._write(head % (status, reason, kind, len(body)) + body)
         self._finish()
 
-    def open_stream(self) -> None:
-        """Send the head of a chunked response."""
-        self._write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+    def open_stream(self, report: bytes = b"") -> None:
+        """Send the head of a chunked response, with a report of its usage if one is given."""
+        own = b"%b: %b\r\n" % (REPORT_HEADER, report) if report else b""
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+        self._write(head + own + b"\r\n")
 
     def write_chunk(self, data: bytes, *, is_last: bool = False) -> None:
         """Send a chunk of such a response, and its end if it is the last."""

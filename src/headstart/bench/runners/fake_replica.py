@@ -21,6 +21,7 @@ import uvloop
 from headstart.bench.runners.fake_connection import JSON, Connection
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash, extend_hashes, pack, root_hash
+from headstart.http.answer_report import AnswerReport
 
 _EVENTS = {"completion": ("text_completion", '"text":%s'), "chat": ("chat.completion.chunk", '"delta":{"content":%s}')}
 _WHOLE = {
@@ -167,7 +168,7 @@ class Answer:
         self.is_streamed = bool(asked.get("stream"))
         self.with_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
         cached, self._blocks = replica.cache.take(prompt)
-        self.usage = {
+        self.usage: dict[str, Any] = {
             "prompt_tokens": len(prompt),
             "completion_tokens": self.num_tokens,
             "total_tokens": len(prompt) + self.num_tokens,
@@ -191,7 +192,7 @@ class Answer:
             self.connection.respond(200, JSON, self._whole())
             return
         if self._written == 0:
-            self.connection.open_stream()
+            self.connection.open_stream(self._report if self.connection.wants_report else b"")
         name, form = _EVENTS[self.kind]
         self._written += 1
         is_last = self._written == self.num_tokens
@@ -207,6 +208,12 @@ class Answer:
             event += f'data: {{{self._head},"object":"{name}","choices":[],"usage":{json.dumps(self.usage)}}}\n\n'
         self.leave()
         self.connection.write_chunk(f"{event}data: [DONE]\n\n".encode(), is_last=True)
+
+    @property
+    def _report(self) -> bytes:
+        usage, settings = self.usage, self.replica.settings
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return AnswerReport(f"{self.kind}-1", usage["prompt_tokens"], cached, settings.ttft_ms).encode()
 
     def leave(self) -> None:
         """Release the resources, at the end or after a disconnect. Idempotent."""

@@ -11,7 +11,7 @@ O(1) per block, and O(tenants) per allocation. A block with a pinned hash is nev
 is not free either.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Protocol
 
@@ -94,6 +94,11 @@ class BlockPool:
     @property
     def num_pinned_idle(self) -> int:
         return len(self._idle_pinned)
+
+    @property
+    def published(self) -> Container[BlockHash]:
+        """The hashes of published blocks, for many questions at once. The pool's own table."""
+        return self._entries
 
     @property
     def num_published(self) -> int:

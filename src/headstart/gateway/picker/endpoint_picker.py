@@ -20,7 +20,7 @@ from headstart.gateway.proxy.api_paths import RESPONSES
 from headstart.gateway.proxy.error_responses import no_answer, no_replicas
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.relay import own_headers
-from headstart.gateway.proxy.sse_reader import EventStream
+from headstart.gateway.proxy.sse_reader import EventStream, ReportedUsage
 from headstart.gateway.proxy.upstream import AttemptError, Failure, headers_back, headers_changed
 from headstart.http.answer_report import REPORT_HEADER, AnswerReport, decode_report
 from headstart.http.http_errors import ClientGoneError, HttpError
@@ -175,20 +175,21 @@ class EndpointPicker:
                 self._router.first_token(in_flight, time.monotonic())
                 self._first_token(call, time.monotonic())
 
+        is_whole = head.is_whole
         try:
-            is_whole = head.is_whole or await stream.pass_answer(read)
-        finally:
+            is_whole = is_whole or await stream.pass_answer(read)
+        finally:  # also when Envoy cancels the stream, as it may at the end of any answer
             if timer is not None:
                 timer.cancel()
-        if in_flight.finish is not None:
-            return
-        if stream.reads_answers and not is_whole:  # by the client or by the replica: Envoy does not say
+            if in_flight.finish is None and (is_whole or not stream.reads_answers):
+                call.outcome = "ok"
+                is_read = events is not None and call.reading.is_single
+                reported = events.reported if events is not None and is_read else ReportedUsage()
+                usage, num_output = reported.usage or _usage(call, report), reported.output_tokens or 0
+                self._router.assume_first_token(in_flight, time.monotonic())
+                self._router.finished(in_flight, time.monotonic(), usage, num_output=num_output)
+        if in_flight.finish is None:
             call.outcome = "gone"
-            return
-        call.outcome = "ok"
-        reported = events.reported if events is not None else None
-        usage = reported.usage if reported is not None and call.reading.is_single else None
-        self._finish(call, in_flight, usage or _usage(call, report))
 
     def _begun(
         self, call: ProxiedCall, in_flight: InFlight, report: AnswerReport | None, *, is_stream: bool, now: float
@@ -199,17 +200,12 @@ class EndpointPicker:
             if call.path == RESPONSES:
                 self._proxy.relay.response_owners.add(report.answer_id, in_flight.endpoint.name, call.domain)
         if is_stream and report is not None:  # such a head comes with the first token
-            self._router.first_token(in_flight, now, _usage(call, report))
+            self._router.first_token(in_flight, now)  # its usage counts at its end, as in the router's own proxy
             self._first_token(call, now)
-        elif not is_stream:
-            self._router.assume_first_token(in_flight, now)
+        elif not is_stream:  # such a head comes when the answer is complete
             self._first_token(call, now)
-
-    def _finish(self, call: ProxiedCall, in_flight: InFlight, usage: Usage | None) -> None:
-        now = time.monotonic()
-        if in_flight.first_token is None:
             self._router.assume_first_token(in_flight, now)
-        self._router.finished(in_flight, now, usage)
+            self._router.finished(in_flight, now, _usage(call, report))
 
     def _first_token(self, call: ProxiedCall, now: float) -> None:
         call.first_token_at = call.first_token_at or now

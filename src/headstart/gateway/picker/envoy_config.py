@@ -18,7 +18,7 @@ _MANY = 1 << 20  # connections, requests and retries: no circuit breaker opens
 _LB = "envoy.lb"
 BOOTSTRAP, REPLICAS, SOCKET = "envoy.json", "replicas.json", "picker.sock"
 """Files in the folder of an Envoy: its configuration, the addresses of the replicas, the picker's socket."""
-PROBE_SECONDS = 0.25  # between two probes of the picker
+PROBE_SECONDS = 0.1  # between two probes of the picker
 MESSAGE_SECONDS = 60  # limit for one reply of the picker: requests may wait in it for a replica
 
 
@@ -171,9 +171,8 @@ def _clusters(settings: EnvoySettings) -> list[dict[str, Any]]:
         # that finds no picker takes it out of service, until it answers probes again.
         "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
         "outlier_detection": {
-            "split_external_local_origin_errors": True,
-            "consecutive_local_origin_failure": 1,
-            "enforcing_consecutive_local_origin_failure": 100,
+            "consecutive_5xx": 1,  # a failed connection counts as one
+            "enforcing_consecutive_5xx": 100,
             "base_ejection_time": f"{PROBE_SECONDS}s",
             "max_ejection_time": f"{PROBE_SECONDS}s",
             "interval": f"{PROBE_SECONDS}s",
@@ -184,7 +183,7 @@ def _clusters(settings: EnvoySettings) -> list[dict[str, Any]]:
                 "timeout": "5s",
                 "interval": f"{PROBE_SECONDS}s",
                 "no_traffic_interval": f"{PROBE_SECONDS}s",
-                "unhealthy_threshold": 2,
+                "unhealthy_threshold": 1,
                 "healthy_threshold": 1,
                 "grpc_health_check": {"service_name": "liveness"},
             }

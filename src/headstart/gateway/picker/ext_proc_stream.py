@@ -32,7 +32,7 @@ class Peer(Protocol):
 
     async def read(self) -> pb.ProcessingRequest | None: ...
 
-    async def write(self, response: pb.ProcessingResponse) -> None: ...
+    async def write(self, *responses: pb.ProcessingResponse) -> None: ...
 
 
 class AnswerHead(NamedTuple):
@@ -126,18 +126,20 @@ class ExtProcStream:
         common = pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
         response = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common))
         response.dynamic_metadata.update({_LB: {DESTINATION: picked}})
-        await self._peer.write(response)
         if self._head.end_of_stream:
+            await self._peer.write(response)
             return
-        sent = 0
+        sent, ready = 0, [response]  # a short body is sent together with the head
         async for chunk in _chunks(body):
             sent += len(chunk)
             is_last = sent == len(body) and not self._has_trailers
-            await self._peer.write(_body_of_request(chunk, is_last=is_last))
+            await self._peer.write(*ready, _body_of_request(chunk, is_last=is_last))
+            ready = []
         if not len(body) and not self._has_trailers:
-            await self._peer.write(_body_of_request(b"", is_last=True))
+            ready.append(_body_of_request(b"", is_last=True))
         if self._has_trailers:
-            await self._peer.write(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
+            ready.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
+        await self._peer.write(*ready)
 
     async def answer_head(self) -> AnswerHead | None:
         """Return the head of the answer; None: the request ended without one."""

@@ -4,11 +4,8 @@ Services by name are `liveness`, `readiness`, and the external processing servic
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
 
-import grpc
-import grpc.aio
+from google.protobuf.message import DecodeError
 from starlette.types import ASGIApp
 
 from headstart.core.errors import ConfigError, DrainingError
@@ -18,6 +15,8 @@ from headstart.gateway.picker import ext_proc_pb2 as pb
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
 from headstart.gateway.picker.endpoint_picker import EndpointPicker
 from headstart.gateway.picker.ext_proc_stream import ExtProcStream
+from headstart.gateway.picker.grpc_connection import GrpcConnection
+from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStream, Status
 from headstart.http.http_errors import HttpError
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -25,8 +24,6 @@ HEALTH = "grpc.health.v1.Health"
 READY = ("", "readiness", SERVICE)  # health services that need a replica; `liveness` needs none
 _SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
 WATCH_SECONDS = 0.5  # between two looks for a client that watches
-MAX_MESSAGE_BYTES = 16 << 20  # Envoy sends a body in pieces, by default of up to 1 MiB
-Context = Any  # grpc.aio.ServicerContext is generic in messages of untyped stubs
 
 
 class PickerServer:
@@ -37,46 +34,52 @@ class PickerServer:
         self._state = state
         self._app: ASGIApp = build_front(state, EndpointPicker(state, addresses).forward)
         self._trusts_address = trusts_address
-        options = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
-        self._server = grpc.aio.server(options=options)
-        process = grpc.stream_stream_rpc_method_handler(
-            self._process, pb.ProcessingRequest.FromString, pb.ProcessingResponse.SerializeToString
-        )
-        decode, encode = pb.HealthCheckRequest.FromString, pb.HealthCheckResponse.SerializeToString
-        check = grpc.unary_unary_rpc_method_handler(self._check, decode, encode)
-        watch = grpc.unary_stream_rpc_method_handler(self._watch, decode, encode)
-        self._server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(SERVICE, {"Process": process}),
-                grpc.method_handlers_generic_handler(HEALTH, {"Check": check, "Watch": watch}),
-            )
-        )
+        self._server: asyncio.Server | None = None
+        self._connections: set[GrpcConnection] = set()
+        self._handlers = {
+            f"/{SERVICE}/Process": self._process,
+            f"/{HEALTH}/Check": self._check,
+            f"/{HEALTH}/Watch": self._watch,
+        }
 
     async def start(self, address: str) -> int:
-        """Serve at HOST:PORT or unix:PATH; return the port. Raises ConfigError."""
+        """Serve at HOST:PORT or unix:PATH; return the port, 0 for a path. Raises ConfigError."""
+        loop = asyncio.get_running_loop()
         try:
-            port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
+            if address.startswith("unix:"):
+                self._server = await loop.create_unix_server(self._connection, address.removeprefix("unix:"))
+                return 0
+            host, _, port = address.rpartition(":")
+            self._server = await loop.create_server(self._connection, host.strip("[]"), int(port), backlog=2048)
+            return self._server.sockets[0].getsockname()[1]
+        except (OSError, OverflowError) as error:
             raise ConfigError(f"cannot listen for Envoy on {address}: {error}") from None
-        await self._server.start()
-        return port
 
     async def close(self) -> None:
         """Stop at once; requests that are still in flight fail."""
-        await self._server.stop(None)
+        if self._server is not None:
+            self._server.close()
+        for connection in tuple(self._connections):
+            connection.close()
 
-    async def _process(self, _requests: AsyncIterator[Any], context: Context) -> None:
-        peer = _Peer(context)
+    def _connection(self) -> GrpcConnection:
+        def failed(error: Exception) -> None:
+            self._state.log.failure("internal_error", error, "")
+
+        return GrpcConnection(self._handlers, self._connections, failed)
+
+    async def _process(self, stream: GrpcStream) -> None:
+        peer = _Peer(stream)
         first = await peer.read()
         if first is None:
             return
         if first.WhichOneof("request") != "request_headers" or first.observability_mode:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be request_headers")
-        stream = ExtProcStream(peer, first, trusts_address=self._trusts_address)
+            raise GrpcError(Status.INVALID_ARGUMENT, "the first message must be request_headers")
+        request = ExtProcStream(peer, first, trusts_address=self._trusts_address)
         self.num_requests += 1
-        if not stream.is_usable:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "set request_body_mode to FULL_DUPLEX_STREAMED")
-        await stream.run(self._app)
+        if not request.is_usable:
+            raise GrpcError(Status.INVALID_ARGUMENT, "set request_body_mode to FULL_DUPLEX_STREAMED")
+        await request.run(self._app)
 
     def _status(self, service: str) -> int:
         if service == "liveness":
@@ -89,33 +92,46 @@ class PickerServer:
             return _NOT_SERVING
         return _SERVING
 
-    async def _check(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
-        status = self._status(request.service)
+    async def _check(self, stream: GrpcStream) -> None:
+        status = self._status(await _service_in(stream))
         if status == _UNKNOWN:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service")
-        return pb.HealthCheckResponse(status=status)
+            raise GrpcError(Status.NOT_FOUND, "there is no such service")
+        await stream.write(pb.HealthCheckResponse(status=status).SerializeToString())
 
-    async def _watch(self, request: pb.HealthCheckRequest, context: Context) -> AsyncIterator[pb.HealthCheckResponse]:
-        last = None
+    async def _watch(self, stream: GrpcStream) -> None:
+        service, last = await _service_in(stream), None
         while True:
-            status = self._status(request.service)
+            status = self._status(service)
             if status != last:
-                yield pb.HealthCheckResponse(status=status)
+                await stream.write(pb.HealthCheckResponse(status=status).SerializeToString())
                 last = status
             await asyncio.sleep(WATCH_SECONDS)
 
 
 class _Peer:
-    """The gRPC stream of one request."""
+    """The messages of one request."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, stream: GrpcStream) -> None:
+        self._stream = stream
 
     async def read(self) -> pb.ProcessingRequest | None:
-        """Return the next message; None at the end."""
-        message = await self._context.read()
-        return message if isinstance(message, pb.ProcessingRequest) else None  # grpc.aio.EOF
+        """Return the next message; None at the end. Raises GrpcError."""
+        message = await self._stream.read()
+        if message is None:
+            return None
+        try:
+            return pb.ProcessingRequest.FromString(message)
+        except DecodeError:
+            raise GrpcError(Status.INVALID_ARGUMENT, "a message that cannot be decoded") from None
 
-    async def write(self, response: pb.ProcessingResponse) -> None:
-        """Send a message."""
-        await self._context.write(response)
+    async def write(self, *responses: pb.ProcessingResponse) -> None:
+        """Send messages together."""
+        await self._stream.write(*[response.SerializeToString() for response in responses])
+
+
+async def _service_in(stream: GrpcStream) -> str:
+    """Return the name in a health request. Raises GrpcError."""
+    try:
+        return pb.HealthCheckRequest.FromString(await stream.read() or b"").service
+    except DecodeError:
+        raise GrpcError(Status.INVALID_ARGUMENT, "a message that cannot be decoded") from None

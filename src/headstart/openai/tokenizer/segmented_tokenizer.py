@@ -14,7 +14,7 @@ from headstart.core.request import CacheMode
 from headstart.openai.tokenizer.segment_memory import SegmentMemory
 from headstart.openai.tokenizer.tenant_cache import Scope
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.tokenizer.turn_memory import Conversation, OpenTurn, TurnMemory, ending_of
+from headstart.openai.tokenizer.turn_memory import Conversation, OpenTurn, TokenizedPiece, TurnMemory, ending_of
 from headstart.openai.tokenizer.word_borders import BORDER, has_safe_borders
 
 SEGMENT_CHARS = 1024
@@ -81,16 +81,19 @@ class SegmentedTokenizer(Tokenizer):
         """
         if self.turns is None or self._around is None:
             return super().encode_conversation(text)
-        pieces, rest, key = self.turns.read(self._scope, text)
+        pieces, start, rest, key = self.turns.read(self._scope, text)
         token_ids = array("i")
         for piece in pieces:
-            token_ids += self.encode(piece.text, add_special_tokens=False)
+            known = piece.text_ids
+            token_ids += self.encode(piece.text, add_special_tokens=False) if known is None else known
             token_ids += piece.token_ids
-        token_ids += self.encode(rest, add_special_tokens=False)
+        rest_ids = self.encode(rest, add_special_tokens=False)
+        token_ids += rest_ids
         ending = ending_of(token_ids, text, self.vocabulary)
         if not ending:
             return Conversation(token_ids)
-        return Conversation(token_ids, OpenTurn(self.turns, self._scope, key, ending, self.vocabulary))
+        before = TokenizedPiece(start, rest_ids)
+        return Conversation(token_ids, OpenTurn(self.turns, self._scope, key, ending, before, self.vocabulary))
 
     def _parts(self, text: str) -> Iterator[str]:
         """Yield the segments of a text, and last the rest, possibly empty."""

@@ -21,7 +21,7 @@ from headstart.openai.tokenizer.vocabulary import Vocabulary
 MAX_BYTES = 64 << 20
 TENANT_SHARE = 4  # a tenant may use a quarter of them
 ENTRY_BYTES = 400  # overhead per prompt: key, tuple, table slot
-TURN_BYTES = 500  # overhead per turn: objects and cuts
+TURN_BYTES = 700  # overhead per turn: objects and cuts
 MAX_TURNS = 8  # of one prompt: choices, and answers to repeated requests
 MAX_CUTS = 64  # of one turn
 MAX_ENDINGS = 8  # of one tenant
@@ -37,11 +37,19 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GeneratedTurn:
-    """One generated turn. `cuts`: the longest first; the first one is the whole turn."""
+    """One generated turn, and the piece of the prompt before it. `cuts`: the longest first; the first is the whole."""
 
     token_ids: "array[int]"
     text: str
     cuts: tuple[Cut, ...]
+    before: "TokenizedPiece"
+
+
+class TokenizedPiece(NamedTuple):
+    """The tokens of a prompt from character `start` to its end, so that they are not tokenized again."""
+
+    start: int
+    token_ids: "array[int]"
 
 
 class TurnStats(NamedTuple):
@@ -55,16 +63,21 @@ class TurnStats(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A piece of a prompt: text to be tokenized, and the generated tokens that follow it."""
+    """A piece of a prompt: text, its tokens if they are known, and the generated tokens that follow it."""
 
     text: str
+    text_ids: "array[int] | None"
     token_ids: "array[int]"
 
 
 class ReadPrompt(NamedTuple):
-    """A prompt in pieces, and the text behind the last generated tokens. `key` is that of the turn it asks for."""
+    """A prompt in pieces, and the text behind the last generated tokens, which begins at `start`.
+
+    `key` is that of the turn it asks for.
+    """
 
     pieces: list[Piece]
+    start: int
     rest: str
     key: bytes
 
@@ -102,12 +115,13 @@ class TurnMemory:
             num_whole += cut is turn.cuts[0]
             num_partial += cut is not turn.cuts[0]
             num_tokens += cut.num_tokens
-            pieces.append(Piece(text[at:place], turn.token_ids[: cut.num_tokens]))
+            known = turn.before.token_ids if turn.before.start == at else None
+            pieces.append(Piece(text[at:place], known, turn.token_ids[: cut.num_tokens]))
             at = place + cut.num_chars
         with self._lock:
             counts = zip(self._counts, (num_whole, num_partial, num_changed, num_tokens, 0), strict=True)
             self._counts = TurnStats(*(total + new for total, new in counts))
-        return ReadPrompt(pieces, text[at:], keys[-1])
+        return ReadPrompt(pieces, at, text[at:], keys[-1])
 
     def remember(self, scope: Scope, key: bytes, ending: str, turn: GeneratedTurn) -> None:
         """Store a turn. `key`: of the prompt, from `read`; `ending`: the end of the prompt, to find it again."""
@@ -140,11 +154,12 @@ class OpenTurn:
     scope: Scope
     key: bytes
     ending: str
+    before: TokenizedPiece
     vocabulary: Vocabulary
 
     def ended(self, token_ids: "array[int]") -> None:
         """Store the tokens of the turn."""
-        turn = generated_turn(token_ids, self.vocabulary)
+        turn = generated_turn(token_ids, self.before, self.vocabulary)
         if turn is not None:
             self.memory.remember(self.scope, self.key, self.ending, turn)
 
@@ -165,7 +180,7 @@ def ending_of(token_ids: "array[int]", text: str, vocabulary: Vocabulary) -> str
     return ""
 
 
-def generated_turn(token_ids: "array[int]", vocabulary: Vocabulary) -> GeneratedTurn | None:
+def generated_turn(token_ids: "array[int]", before: TokenizedPiece, vocabulary: Vocabulary) -> GeneratedTurn | None:
     """Return the turn of generated tokens, without special tokens at its end; None if nothing is left.
 
     The text may be cut behind its last visible character, since many templates strip contents, and before each added
@@ -191,7 +206,7 @@ def generated_turn(token_ids: "array[int]", vocabulary: Vocabulary) -> Generated
             cuts.append(Cut(index, len(joined[:num_bytes].decode("utf-8", "replace"))))
             if len(cuts) == MAX_CUTS:
                 break
-    return GeneratedTurn(token_ids, text, tuple(cuts))
+    return GeneratedTurn(token_ids, text, tuple(cuts), before)
 
 
 def _longest(turns: tuple[GeneratedTurn, ...], text: str, place: int) -> tuple[GeneratedTurn, Cut]:
@@ -217,7 +232,11 @@ def _ends(text: str, ending: str) -> Iterator[int]:
 
 def _size(turns: tuple[GeneratedTurn, ...]) -> int:
     return ENTRY_BYTES + sum(
-        TURN_BYTES + 4 * len(turn.token_ids) + _text_bytes(turn.text) + 80 * len(turn.cuts) for turn in turns
+        TURN_BYTES
+        + 4 * (len(turn.token_ids) + len(turn.before.token_ids))
+        + _text_bytes(turn.text)
+        + 80 * len(turn.cuts)
+        for turn in turns
     )
 
 

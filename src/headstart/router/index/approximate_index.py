@@ -113,10 +113,15 @@ class ApproximateIndex:
 
     def match(self, block_hashes: list[BlockHash], now: float = 0.0) -> int:
         """Return the number of leading blocks predicted to be cached. Changes nothing."""
-        contains, low, high = self._pool.contains, 0, len(block_hashes)
+        published = self._pool.published
+        if not block_hashes or block_hashes[0] not in published:
+            return 0
+        if block_hashes[-1] in published:
+            return len(block_hashes)
+        low, high = 1, len(block_hashes) - 1
         while low < high:
             middle = (low + high) // 2
-            if contains(block_hashes[middle]):
+            if block_hashes[middle] in published:
                 low = middle + 1
             else:
                 high = middle

@@ -1,6 +1,7 @@
 """/v1/messages: preparation of requests from content blocks, and answers as messages; /v1/messages/count_tokens."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,14 @@ from headstart.anthropic.messages_request import CountTokensRequest, MessagesReq
 from headstart.core.request import CacheMode
 from headstart.http.http_errors import rendered
 from headstart.http.sse import named_event
-from headstart.openai.engine_requests import Origin, build_requests, encode_chat, tokenizer_of, with_chat_output
+from headstart.openai.engine_requests import (
+    Origin,
+    build_requests,
+    encode_chat,
+    encode_conversation,
+    tokenizer_of,
+    with_chat_output,
+)
 from headstart.openai.generation_params import shortened
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
@@ -69,9 +77,9 @@ def _prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequ
         body = read.chat.parse(bounds)
         check_model(body.model, model)
         tokenizer = tokenizer_of(model.tokenizer, origin, body.params)
-        prompt = encode_chat(body, tokenizer, bounds)
+        prompt, turn = encode_conversation(body, tokenizer, bounds)
         params = shortened(body.params, len(prompt), bounds)
-        params = with_chat_output(params, prompt, tokenizer, bounds)
+        params = replace(with_chat_output(params, prompt, tokenizer, bounds), turn=turn)
         requests = build_requests([prompt], params, bounds, origin)
     fills_context = params.max_tokens != body.params.max_tokens
     num_marked = 0

@@ -7,6 +7,7 @@ its blocks to the index, with evictions; a whole request also hashes its blocks 
 import gc
 import sys
 import tracemalloc
+from collections import deque
 from dataclasses import dataclass
 from random import Random
 from time import thread_time
@@ -19,6 +20,7 @@ from headstart.router.endpoint import Endpoint
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.policies.policy_table import POLICIES, make_policy
 from headstart.router.router import Router
+from headstart.router.routing_decision import InFlight
 from headstart.router.routing_request import Prompt, RoutingRequest, router_root
 from headstart.workload.request_record import percentile
 from headstart.workload.synthetic import random_tokens
@@ -121,16 +123,25 @@ def _full(config: PickConfig, rng: Random, bar: Bar) -> tuple[Router, list[list[
 
 
 def _decisions(router: Router, shared: list[list[BlockHash]], config: PickConfig, rng: Random) -> list[float]:
-    """Return the microseconds of each decision: prompts are cached, new from the middle on, or completely new."""
+    """Return the microseconds of each decision: prompts are cached, new from the middle on, or completely new.
+
+    Between decisions the request is sent and an older one ends, as in service: nothing is as the last decision left it.
+    """
     times: list[float] = []
+    in_flight: deque[InFlight] = deque()
     for number in range(config.decisions):
         chain = shared[number % len(shared)]
         keep = rng.choice((0, len(chain) // 2, len(chain)))
         block_hashes = chain[:keep] + _chain(len(chain) - keep, rng)
         request = RoutingRequest(Prompt.of_block_hashes(block_hashes, config.long_prompt, BLOCK_SIZE))
         start = thread_time()
-        router.pick(request, float(number))
+        decision = router.pick(request, float(number))
         times.append((thread_time() - start) * 1e6)
+        in_flight.append(router.sent(decision, float(number)))
+        if len(in_flight) > 2 * config.replicas:
+            router.finished(in_flight.popleft(), float(number))
+    for one in in_flight:
+        router.failed(one, float(config.decisions), blame=False)
     return times
 
 

@@ -47,6 +47,7 @@ class FailoverConfig:
     capacity_requests: int = 300
     output_tokens: int = 16
     seed: int = 0
+    envoy: str = ""  # Envoy's binary, or auto; empty: the router's own proxy
 
 
 QUICK = FailoverConfig(model=None, replicas=2, kills=2, workers=6, requests=100, capacity_requests=60)
@@ -103,7 +104,7 @@ def _fleet(config: FailoverConfig, folder: Path, bar: Bar) -> Generator[tuple[li
             replicas[-1].start()
         for replica in replicas:
             replica.wait_ready()
-        command = router_command([replica.url for replica in replicas], router_port, folder / "decisions")
+        command = router_command([replica.url for replica in replicas], router_port, folder / "decisions", config.envoy)
         router = Served("router", command, folder)
         stack.callback(router.kill)
         router.start()
@@ -224,6 +225,7 @@ def _report(config: FailoverConfig, found: _Found, ejections: Sequence[float]) -
             "replicas": config.replicas,
             "workers": config.workers,
             "load": config.load,
+            "envoy": bool(config.envoy),
             "output_tokens": config.output_tokens,
             "eject_seconds": list(ejections),
             "restart_seconds": found.restarts,
@@ -243,7 +245,7 @@ def _report(config: FailoverConfig, found: _Found, ejections: Sequence[float]) -
                 (("last request sent to a killed replica", max(ejections, default=None)),),
             ),
         ],
-        problems=_problems(found),
+        problems=_problems(found, has_typed_errors=not config.envoy),
     )
 
 
@@ -254,13 +256,13 @@ def _row(label: str, times: int, outcomes: Sequence[Outcome]) -> tuple[Any, ...]
     return label, times, len(outcomes), sum(one.is_lost for one in outcomes), len(broken), typed, refused
 
 
-def _problems(found: _Found) -> list[str]:
+def _problems(found: _Found, *, has_typed_errors: bool) -> list[str]:
     problems: list[str] = []
     lost = [one for one in found.killed if one.is_lost]
     if lost:
         problems.append(f"kill: {len(lost)} requests were lost, the first with: {lost[0].status} {lost[0].error}")
     untyped = [one for one in found.killed if one.started and not one.ended and not one.typed]
-    if untyped:
+    if untyped and has_typed_errors:  # Envoy cuts the connection
         problems.append(f"kill: {len(untyped)} streams ended without a typed error, the first with: {untyped[0].error}")
     failed = [one for one in found.rolled if not one.ended]
     if failed:

@@ -97,10 +97,10 @@ class Served:
         return None if self._process is None else self._process.poll()
 
 
-def router_command(replicas: Sequence[str], port: int, decisions: Path) -> list[str]:
-    """Return the command line of a router."""
+def router_command(replicas: Sequence[str], port: int, decisions: Path, envoy: str = "") -> list[str]:
+    """Return the command line of a router, with Envoy if its binary is given."""
     words = [sys.executable, "-m", "headstart", "route", "--port", str(port), "--no-access-log"]
-    words += ["--decision-log", str(decisions)]
+    words += ["--decision-log", str(decisions), *(["--envoy", envoy] if envoy else [])]
     return [*words, *(word for url in replicas for word in ("--replica", url))]
 
 

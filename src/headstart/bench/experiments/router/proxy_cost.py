@@ -28,6 +28,7 @@ from headstart.core.errors import ConfigError
 TARGET_MS = 2.0  # first byte, median
 BUSY = 0.8  # of a core: above this, the measuring process is itself the bottleneck
 DIRECT = "direct"
+WITH_ENVOY = "ours with Envoy"
 ADDED = ("first_byte", "token", "inter_token")
 _LOAD_NAMES = {"first_byte": "first", "token": "later", "inter_token": "gaps"}
 
@@ -46,6 +47,7 @@ class ProxyConfig:
     seconds: float = 15.0
     runs: int = 5
     policy: str = "cost"  # of our router
+    envoy: str = ""  # Envoy's binary, or auto; empty: our router is measured without it only
     target_ms: float | None = TARGET_MS
 
     @property
@@ -85,6 +87,8 @@ def run_proxy(config: ProxyConfig, peers: Sequence[Entrant] = (), bar: Bar = QUI
     """Measure every side `runs` times, in turn. Raises ConfigError if one does not start."""
     log = ContentionLog.new()
     sides: list[Entrant] = [Entrant(OURS.name, policy=config.policy), *peers]
+    if config.envoy:
+        sides.insert(1, Entrant(WITH_ENVOY, policy=config.policy, flags=("--envoy", config.envoy)))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="headstart-proxy-")))
         bar.stage("starting replicas and routers", None)

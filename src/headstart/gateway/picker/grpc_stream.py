@@ -1,0 +1,128 @@
+"""GrpcStream: one call of a gRPC client: messages in both directions, and its end."""
+
+import asyncio
+from collections import deque
+from enum import IntEnum
+from typing import Protocol
+
+from headstart.gateway.picker import http2_frames as h2
+
+STREAM_WINDOW = 1 << 20  # bytes that a client may send on one stream before they are read
+MAX_MESSAGE_BYTES = 16 << 20  # Envoy sends a body in pieces, by default of up to 1 MiB
+MAX_QUEUED = 8  # messages of one stream that are not read yet; beyond, its window is not enlarged
+_OPENING = h2.STATUS_200 + h2.literal("content-type", "application/grpc")
+
+
+class Outlet(Protocol):
+    """The connection of a stream."""
+
+    def send(self, data: bytes) -> None:
+        """Send frames at once."""
+        ...
+
+    def send_later(self, data: bytes) -> None:
+        """Send frames together with the next ones, or soon."""
+        ...
+
+    async def send_data(self, stream: "GrpcStream", stream_id: int, opening: bytes, data: bytes) -> None:
+        """Send the data of one stream, after the frame `opening`, within the client's windows."""
+        ...
+
+
+class Status(IntEnum):
+    """Status codes of gRPC."""
+
+    OK = 0
+    INVALID_ARGUMENT = 3
+    NOT_FOUND = 5
+    RESOURCE_EXHAUSTED = 8
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+
+
+class GrpcError(Exception):
+    """A call ends with this status."""
+
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class GrpcStream:
+    """One call: messages as bytes. A call that the client cancels is cancelled."""
+
+    def __init__(self, connection: Outlet, stream_id: int, window: int) -> None:
+        self.send_window = window
+        self._connection = connection
+        self._id = stream_id
+        self._buffer = bytearray()
+        self._messages: deque[bytes] = deque()
+        self._is_over = False  # the client sends no more
+        self._is_open = False  # the head of the response was sent
+        self._uncredited = 0  # received bytes by which the client's window is not enlarged again
+        self._news: asyncio.Future[None] | None = None
+
+    async def read(self) -> bytes | None:
+        """Return the next message; None at the end."""
+        while not self._messages:
+            if self._is_over:
+                return None
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+        message = self._messages.popleft()
+        self._credit()
+        return message
+
+    async def write(self, *messages: bytes) -> None:
+        """Send messages together; waits while the client takes no more."""
+        data = b"".join([b"\0" + len(message).to_bytes(4) + message for message in messages])
+        opening = b"" if self._is_open else self._opening()
+        await self._connection.send_data(self, self._id, opening, data)
+
+    def close(self, status: Status, message: str) -> None:
+        """End the call."""
+        trailers = h2.literal("grpc-status", str(int(status)))
+        if message:
+            trailers += h2.literal("grpc-message", message.encode("ascii", "replace").decode()[:100].replace("%", " "))
+        opening = b"" if self._is_open else self._opening()
+        last = h2.frame(h2.HEADERS, h2.END_STREAM | h2.END_HEADERS, self._id, trailers)
+        self._connection.send_later(opening + last)
+
+    def received(self, data: bytes, num_bytes: int) -> None:
+        """Take a part of the client's messages, of a frame with `num_bytes`. Raises GrpcError if one is too long."""
+        buffer, start = self._buffer, 0
+        buffer += data
+        self._uncredited += num_bytes
+        while len(buffer) - start >= 5:
+            end = start + 5 + int.from_bytes(buffer[start + 1 : start + 5])
+            if buffer[start] or end - start > MAX_MESSAGE_BYTES:
+                is_compressed = buffer[start] != 0
+                raise GrpcError(
+                    Status.UNIMPLEMENTED if is_compressed else Status.RESOURCE_EXHAUSTED, "compressed, or too long"
+                )
+            if end > len(buffer):
+                break
+            self._messages.append(bytes(buffer[start + 5 : end]))
+            start = end
+        if start:
+            del buffer[:start]
+        self._credit()
+        self._wake()
+
+    def ended(self) -> None:
+        """Note that the client sends no more."""
+        self._is_over = True
+        self._wake()
+
+    def _opening(self) -> bytes:
+        self._is_open = True
+        return h2.frame(h2.HEADERS, h2.END_HEADERS, self._id, _OPENING)
+
+    def _credit(self) -> None:
+        if self._uncredited >= STREAM_WINDOW // 4 and len(self._messages) < MAX_QUEUED and not self._is_over:
+            self._connection.send(h2.window_frame(self._id, self._uncredited))
+            self._uncredited = 0
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)

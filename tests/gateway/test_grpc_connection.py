@@ -1,0 +1,346 @@
+"""The gRPC server against grpcio's client, and against bytes that no client sends."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import hpack
+import pytest
+from gateway.harness import run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from server.harness import until
+
+from headstart.gateway.picker import grpc_stream
+from headstart.gateway.picker import http2_frames as h2
+from headstart.gateway.picker.grpc_connection import GrpcConnection
+from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStream, Status
+
+ECHO = "/test/Echo"
+
+
+class EchoServer:
+    """Answers each message by itself; `cancelled` counts calls that were given up."""
+
+    def __init__(self) -> None:
+        self.connections: set[GrpcConnection] = set()
+        self.errors: list[Exception] = []
+        self.num_open = self.cancelled = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.port = 0
+
+    def connection(self) -> GrpcConnection:
+        handlers = {ECHO: self._echo, "/test/Fail": self._fail, "/test/Refuse": self._refuse}
+        return GrpcConnection(handlers, self.connections, self.errors.append)
+
+    async def _echo(self, stream: GrpcStream) -> None:
+        self.num_open += 1
+        try:
+            await self.gate.wait()
+            while (message := await stream.read()) is not None:
+                await stream.write(message)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.num_open -= 1
+
+    async def _fail(self, stream: GrpcStream) -> None:
+        raise ValueError("our mistake")
+
+    async def _refuse(self, stream: GrpcStream) -> None:
+        raise GrpcError(Status.NOT_FOUND, "100% of them are gone")
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[EchoServer]:
+    echo = EchoServer()
+    server = await asyncio.get_running_loop().create_server(echo.connection, "127.0.0.1", 0)
+    echo.port = server.sockets[0].getsockname()[1]
+    try:
+        yield echo
+    finally:
+        server.close()
+        for connection in tuple(echo.connections):
+            connection.close()
+
+
+def channel_to(server: EchoServer, *options: Any) -> Any:
+    sizes = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    return grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=[*sizes, *options])
+
+
+def with_server(test: Callable[[EchoServer], Any]) -> None:
+    async def body() -> None:
+        async with serving() as server:
+            await test(server)
+
+    run(body())
+
+
+@pytest.mark.parametrize("size", [0, 1, 16_384, 65_536, 1_000_000, 6_000_000])
+def test_messages_of_any_size_pass_both_ways(size: int) -> None:
+    async def test(server: EchoServer) -> None:
+        async with channel_to(server) as channel:
+            call = channel.stream_stream(ECHO)()
+            message = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+            for _ in range(3):
+                await call.write(message)
+                assert await call.read() == message
+            await call.done_writing()
+            assert await call.read() is grpc.aio.EOF
+            assert await call.code() == grpc.StatusCode.OK
+        assert not server.errors
+
+    with_server(test)
+
+
+def test_many_calls_at_once_keep_their_messages_apart() -> None:
+    async def test(server: EchoServer) -> None:
+        async with channel_to(server) as channel:
+
+            async def one(number: int) -> None:
+                call = channel.stream_stream(ECHO)()
+                for turn in range(3):
+                    message = f"{number}/{turn}/".encode() * (1 + 3_000 * (number % 7))
+                    await call.write(message)
+                    assert await call.read() == message
+                await call.done_writing()
+                assert await call.code() == grpc.StatusCode.OK
+
+            await asyncio.gather(*(one(number) for number in range(60)))
+        assert server.num_open == 0
+
+    with_server(test)
+
+
+def test_a_cancelled_call_is_cancelled_here() -> None:
+    async def test(server: EchoServer) -> None:
+        async with channel_to(server) as channel:
+            call = channel.stream_stream(ECHO)()
+            await call.write(b"x")
+            await call.read()
+            call.cancel()
+            await until(lambda: server.cancelled == 1)
+            other = channel.stream_stream(ECHO)()
+            await other.write(b"still here")
+            assert await other.read() == b"still here"
+        await until(lambda: server.cancelled == 2)
+
+    with_server(test)
+
+
+def test_a_client_that_is_not_read_is_slowed_down() -> None:
+    async def test(server: EchoServer) -> None:
+        server.gate.clear()
+        async with channel_to(server) as channel:
+            call = channel.stream_stream(ECHO)()
+
+            async def send() -> None:
+                for _ in range(100):
+                    await call.write(b"x" * 500_000)
+                await call.done_writing()
+
+            sending = asyncio.create_task(send())
+            await until(lambda: server.num_open == 1)
+            await asyncio.sleep(0.3)
+            (connection,) = server.connections
+            (stream,) = connection._streams.values()
+            held = len(stream._buffer) + sum(map(len, stream._messages))
+            assert held <= grpc_stream.STREAM_WINDOW + (grpc_stream.MAX_QUEUED + 1) * 500_005
+            server.gate.set()
+            count = 0
+            while await call.read() is not grpc.aio.EOF:
+                count += 1
+            await sending
+            assert count == 100
+
+    with_server(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/test/Nothing", grpc.StatusCode.UNIMPLEMENTED),
+        ("/test/Fail", grpc.StatusCode.INTERNAL),
+        ("/test/Refuse", grpc.StatusCode.NOT_FOUND),
+    ],
+)
+def test_a_call_that_fails_has_a_status(path: str, status: grpc.StatusCode) -> None:
+    async def test(server: EchoServer) -> None:
+        async with channel_to(server) as channel:
+            call = channel.stream_stream(path)()
+            assert await call.code() == status
+        assert len(server.errors) == (path == "/test/Fail")
+
+    with_server(test)
+
+
+def test_compressed_and_endless_messages_are_refused() -> None:
+    async def test(server: EchoServer) -> None:
+        async with channel_to(server) as channel:
+            call = channel.stream_stream(ECHO)(compression=grpc.Compression.Gzip)
+            await call.write(b"x" * 10_000)
+            assert await call.code() == grpc.StatusCode.UNIMPLEMENTED
+            call = channel.stream_stream(ECHO)()
+            await call.write(b"x" * (grpc_stream.MAX_MESSAGE_BYTES + 1))
+            assert await call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    with_server(test)
+
+
+# ---------------------------------------------------------------------------------------------------------- bare frames
+
+
+class Transport:
+    """What a connection writes."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.is_closed = False
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def frames(self) -> list[tuple[h2.FrameHead, bytes]]:
+        found, at = [], 0
+        while at < len(self.written):
+            head = h2.read_head(self.written, at)
+            found.append((head, self.written[at + 9 : at + 9 + head.length]))
+            at += 9 + head.length
+        return found
+
+
+def connected(server: EchoServer) -> tuple[GrpcConnection, Transport]:
+    connection, transport = server.connection(), Transport()
+    connection.connection_made(transport)  # type: ignore[arg-type]
+    return connection, transport
+
+
+def opening(path: str = ECHO, stream_id: int = 1, flags: int = h2.END_HEADERS) -> bytes:
+    block = hpack.Encoder().encode([(":method", "POST"), (":path", path), ("te", "trailers")])
+    return h2.frame(h2.HEADERS, flags, stream_id, block)
+
+
+def message(data: bytes) -> bytes:
+    return b"\0" + len(data).to_bytes(4) + data
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.binary(max_size=200), min_size=1, max_size=6), st.data())
+def test_a_call_is_the_same_however_its_bytes_are_cut(messages: list[bytes], data: st.DataObject) -> None:
+    async def test(server: EchoServer) -> None:
+        packed = b"".join(map(message, messages))
+        cut = data.draw(st.integers(0, len(packed)))
+        frames = [h2.frame(h2.DATA, 0, 1, packed[:cut]), h2.frame(h2.DATA, h2.END_STREAM, 1, packed[cut:])]
+        sent = h2.PREFACE + h2.settings_frame() + opening() + b"".join(frames)
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=8)))
+        connection, transport = connected(server)
+        for start, end in zip([0, *cuts], [*cuts, len(sent)], strict=True):
+            connection.data_received(sent[start:end])
+        await until(lambda: server.num_open == 0 and not connection._tasks and not connection._late)
+        answered = b"".join(payload for head, payload in transport.frames() if head.kind == h2.DATA)
+        assert answered == packed and not transport.is_closed
+        last, trailers = transport.frames()[-1]
+        assert last.flags & h2.END_STREAM and b"grpc-status" in trailers
+
+    with_server(test)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40_000), st.integers(0, 500), st.lists(st.integers(1, 900), max_size=30))
+def test_no_more_is_sent_than_the_windows_allow(size: int, window: int, updates: list[int]) -> None:
+    async def test(server: EchoServer) -> None:
+        connection, transport = connected(server)
+        data = message(b"x" * size)
+        frames = [h2.frame(h2.DATA, 0, 1, data[at : at + 16_384]) for at in range(0, len(data), 16_384)]
+        connection.data_received(h2.PREFACE + h2.settings_frame(window=window) + opening() + b"".join(frames))
+        allowed = window
+        for update in updates:
+            connection.data_received(h2.window_frame(1, update))
+            allowed += update
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        sent = sum(head.length for head, _ in transport.frames() if head.kind == h2.DATA)
+        assert sent == min(allowed, len(data))
+
+    with_server(test)
+
+
+BOMB = b"\x40\x01a\x7f\x81\x1e" + b"b" * 4_000 + b"\xbe" * 9_000  # one long field, 9,000 times by reference
+HOSTILE = {
+    "no preface": b"GET / HTTP/1.1\r\n\r\n",
+    "a long frame": h2.PREFACE + b"\xff\xff\xff" + bytes(6),
+    "data of no stream": h2.PREFACE + h2.frame(h2.DATA, 0, 1, b"x"),
+    "an even stream": h2.PREFACE + opening(stream_id=2),
+    "a stream again": h2.PREFACE + opening(stream_id=3) + opening(stream_id=1),
+    "interrupted headers": h2.PREFACE + opening(flags=0) + h2.frame(h2.PING, 0, 0, bytes(8)),
+    "a continuation of nothing": h2.PREFACE + h2.frame(h2.CONTINUATION, h2.END_HEADERS, 1),
+    "endless headers": h2.PREFACE + opening(flags=0) + h2.frame(h2.CONTINUATION, 0, 1, bytes(16_000)) * 5,
+    "headers of another": h2.PREFACE + opening(flags=0) + h2.frame(h2.CONTINUATION, 0, 3),
+    "no headers": h2.PREFACE + h2.frame(h2.HEADERS, h2.END_HEADERS, 1, b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff"),
+    "a header bomb": h2.PREFACE
+    + h2.frame(h2.HEADERS, h2.END_HEADERS, 1, b"\x40\x01a\x7f\x81\x1e" + b"b" * 4_000 + b"\xbe" * 9_000),
+    "too much padding": h2.PREFACE + opening() + h2.frame(h2.DATA, h2.PADDED, 1, b"\x05x"),
+    "an odd setting": h2.PREFACE + h2.frame(h2.SETTINGS, 0, 0, b"x"),
+    "a window too large": h2.PREFACE + h2.window_frame(0, h2.MAX_WINDOW),
+    "a window of nothing": h2.PREFACE + h2.window_frame(0, 0),
+    "a push": h2.PREFACE + h2.frame(h2.PUSH_PROMISE, h2.END_HEADERS, 1),
+}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
+def test_a_violation_of_the_protocol_closes_the_connection(data: bytes) -> None:
+    async def test(server: EchoServer) -> None:
+        connection, transport = connected(server)
+        connection.data_received(data)
+        assert transport.is_closed and transport.frames()[-1][0].kind == h2.GOAWAY
+        connection.connection_lost(None)
+        await until(lambda: not connection._tasks and server.num_open == 0)
+
+    with_server(test)
+
+
+FRAMES = st.tuples(st.integers(0, 10), st.integers(0, 255), st.integers(0, 5), st.binary(max_size=40))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 10), st.integers(0, 255), st.integers(0, 5), st.binary(max_size=40)), max_size=20)
+)
+def test_no_frames_raise_or_leave_calls_behind(frames: list[tuple[int, int, int, bytes]]) -> None:
+    async def test(server: EchoServer) -> None:
+        connection, transport = connected(server)
+        connection.data_received(h2.PREFACE + opening())
+        for kind, flags, stream_id, payload in frames:
+            if not transport.is_closed:
+                connection.data_received(h2.frame(kind, flags, stream_id, payload))
+                await asyncio.sleep(0)
+        connection.connection_lost(None)
+        await until(lambda: not connection._tasks and server.num_open == 0)
+        assert not server.errors
+
+    with_server(test)
+
+
+def test_pings_are_answered_and_padding_is_removed() -> None:
+    async def test(server: EchoServer) -> None:
+        connection, transport = connected(server)
+        padded = b"\x03" + message(b"hi") + bytes(3)
+        data = h2.frame(h2.DATA, h2.PADDED | h2.END_STREAM, 1, padded)
+        connection.data_received(h2.PREFACE + h2.frame(h2.PING, 0, 0, b"12345678") + opening() + data)
+        await until(lambda: server.num_open == 0 and not connection._tasks)
+        frames = transport.frames()
+        assert any(head.kind == h2.PING and head.flags == h2.ACK and payload == b"12345678" for head, payload in frames)
+        assert b"".join(payload for head, payload in frames if head.kind == h2.DATA) == message(b"hi")
+
+    with_server(test)
