@@ -1,29 +1,30 @@
 """Headstart: an LLM inference server with prefix caching."""
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+_LAZY = {"LLM": "headstart.llm", "Completion": "headstart.llm", "SamplingParams": "headstart.core.request"}
+
+
+def __getattr__(name: str) -> Any:
+    """Return LLM, Completion or SamplingParams, imported on first use, or the version, read on first use."""
+    if name == "__version__":
+        globals()[name] = found = _installed_version()
+        return found
+    if name not in _LAZY:
+        raise AttributeError(f"module 'headstart' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
 
 
 def _installed_version() -> str:
     """Return the version of the installed package; a checkout that is only on the path has none."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("headstart")
     except PackageNotFoundError:
         return "0+unknown"
 
 
-__version__ = _installed_version()
-
-_LAZY = {"LLM": "headstart.llm", "Completion": "headstart.llm", "SamplingParams": "headstart.core.request"}
-
-
-def __getattr__(name: str) -> Any:
-    """Return LLM, Completion or SamplingParams, imported on first use; `import headstart` imports none of them."""
-    if name not in _LAZY:
-        raise AttributeError(f"module 'headstart' has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
-
-
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted([*globals(), *_LAZY, "__version__"])

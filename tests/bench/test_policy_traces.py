@@ -16,7 +16,9 @@ def test_a_trace_of_block_ids_is_served_by_every_policy(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = run_route(tmp_path / "trace", RouteConfig(replicas=2, speed=1.0, cache=64)).values
     for case in CASES:
-        assert 0 < values[f"{case.label}.fewest_requests"] <= values[f"{case.label}.most_requests"] < 60
+        fewest, most = values[f"{case.label}.fewest_requests"], values[f"{case.label}.most_requests"]
+        assert fewest + most == 60
+        assert fewest > 0 or case.label == "ray"  # Ray's keeps a prefix at its replica, whatever the load there
         assert 0 < values[f"{case.label}.hit_rate"] < 0.6
 
 
