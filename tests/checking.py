@@ -34,7 +34,7 @@ def next_token(tokens: "array[int]") -> int:
 
 
 def repeating_token(tokens: "array[int]") -> int:
-    """What a model says that mostly continues as before: a function of the last two tokens, but for one time in six."""
+    """Return a next token that mostly continues as before: by the last two tokens, but for one time in six."""
     if zlib.crc32(tokens.tobytes()) % 6 == 0:
         return zlib.crc32(tokens.tobytes()) // 6 % VOCAB
     return zlib.crc32(tokens[-2:].tobytes()) % 5

@@ -32,7 +32,7 @@ DRAWS = 2000
 
 @dataclass(slots=True)
 class Total:
-    """What one engine took for one request or group."""
+    """Time and steps of one engine for one request or group."""
 
     elapsed: float = 0.0  # seconds
     cpu: float = 0.0  # seconds

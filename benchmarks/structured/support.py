@@ -65,7 +65,7 @@ Not in the suite, and accepted too: numbers beyond the doubles, such as `1e999`,
 
 
 class Verdict(NamedTuple):
-    """What the server makes of a schema; `refusal` is its message, empty if the schema is supported."""
+    """The verdict of the server on a schema; `refusal` is its message, empty if the schema is supported."""
 
     schema: SuiteSchema
     is_known: bool  # llguidance alone compiles it

@@ -1,4 +1,4 @@
-"""How often the prefix doctor names the injected mistakes: python tests/bench/lint_rates.py (JSON on stdout)."""
+"""Rates at which `headstart lint` names the injected mistakes: python tests/bench/lint_rates.py (JSON on stdout)."""
 
 import json
 from itertools import combinations

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 REPORT = "The weather report: 21 degrees in "
-"""What the scripted model answers when it has got the tool's output, which is the rest."""
+"""Answer of the scripted model when it has got the tool's output, which is the rest."""
 SYSTEM = (
     "You label what people ask of a home and travel assistant. Find the intent of the sentence and answer with one "
     "line of JSON: the name, the code that the list gives, and the slots. Copy each slot from the sentence word "
@@ -23,7 +23,7 @@ SYSTEM = (
 )
 SENTENCE = "Could you make it dark in the kitchen?"
 LABEL = '{"name":"lights_off","code":"R8","slots":{"room":"kitchen"}}'
-"""What the bundled model answers to the two."""
+"""Answers of the bundled model to the two."""
 
 
 class Servers(NamedTuple):
