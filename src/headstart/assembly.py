@@ -102,8 +102,8 @@ def _load(options: EngineOptions, folder: Path) -> tuple[LoadedModel, KVPlan, in
     available = memory(device).available
     if options.memory_limit is not None:
         available = min(available, parse_bytes(options.memory_limit))
-    int8 = options.quantization == "int8"
-    check_weights_fit(checkpoint_bytes(folder, dtype=options.dtype, int8=int8), available)
+    quantization = "none" if options.dtype == "float32" and options.quantization == "int4" else options.quantization
+    check_weights_fit(checkpoint_bytes(folder, dtype=options.dtype, quantization=quantization), available)
     loaded = load_model(
         folder,
         dtype=options.dtype,

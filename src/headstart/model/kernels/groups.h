@@ -1,6 +1,7 @@
 // Sums over groups of 32 inputs, for weights of 4, 5, 6 or 8 bits with a scale per output and group.
 //
-// A group of a row is int16 with one scale: steps of 2^-15 of the group's largest number, finer than bf16 at that number.
+// A group of a row is int16 with one scale, a power of two: numbers of at least 2^-7 of the largest one keep all bits of
+// a bf16, smaller ones are rounded to steps of at most 2^-14 of it.
 // The integers of weights and rows are multiplied and summed in int32, which is exact, and the sum of a group is scaled
 // and added in fp32. A weight is therefore the number that its file says, and the order of additions within a group does
 // not matter. Some formats subtract OFFSET from every integer: the sums then begin with -OFFSET times the group's sum.
@@ -136,6 +137,14 @@ inline float element_or_zero(const Linear &linear, const bf16 *x, float factor, 
     return i < linear.in_features ? element(x, linear.norm, factor, i) : 0.0f;
 }
 
+// Returns the float with this biased exponent, 1 to 254.
+inline float power_of_two(uint32_t exponent) {
+    uint32_t bits = exponent << 23;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
 // Writes a row as groups. A group with a number that is not finite gets the scale NaN, so all outputs become NaN.
 inline void prepare_groups(const Linear &linear, const bf16 *x, GroupOfRow *to, long groups) {
     float factor = row_factor(linear, x), values[GROUP_INPUTS];
@@ -154,10 +163,14 @@ inline void prepare_groups(const Linear &linear, const bf16 *x, GroupOfRow *to, 
             largest = fabsf(values[i]) > largest ? fabsf(values[i]) : largest;
             poison += values[i] * 0.0f;
         }
-        float inverse = poison == 0 && largest > 1e-30f ? 32767.0f / largest : 0.0f;
+        uint32_t exponent;
+        memcpy(&exponent, &largest, 4);
+        exponent >>= 23;
+        float inverse = poison == 0 && exponent > 14 ? power_of_two(268 - exponent) : 0.0f;
+        float scale = poison != 0 ? NAN : exponent > 14 ? power_of_two(exponent - 14) : 0.0f;
         int16_t whole[GROUP_INPUTS];
 #pragma omp simd
-        for (int i = 0; i < GROUP_INPUTS; i++) whole[i] = inverse ? (int16_t)(int)rintf(values[i] * inverse) : (int16_t)0;
+        for (int i = 0; i < GROUP_INPUTS; i++) whole[i] = (int16_t)(int)rintf((inverse ? values[i] : 0.0f) * inverse);
         int sums[2] = {0, 0};
         for (int part = 0; part < 2; part++) {
             int sum = 0;
@@ -165,7 +178,6 @@ inline void prepare_groups(const Linear &linear, const bf16 *x, GroupOfRow *to, 
             for (int i = 0; i < GROUP_INPUTS / 2; i++) sum += whole[part * GROUP_INPUTS / 2 + i];
             sums[part] = sum;
         }
-        float scale = poison == 0 ? largest / 32767.0f : NAN;
         memcpy(to[g].pairs, whole, sizeof whole);
         to[g].sums[0] = sums[0], to[g].sums[1] = sums[1];
         to[g].scale = scale, to[g].scaled_sum = scale * (float)(sums[0] + sums[1]);

@@ -71,7 +71,8 @@ struct Call {
 
     Step step(int link) const {
         const Link &at = links[link];
-        return {at.linear, buffers[at.x], at.residual < 0 ? nullptr : buffers[at.residual], buffers[at.y]};
+        const bf16 *residual = at.residual < 0 ? nullptr : buffers[at.residual] + at.offset;
+        return {at.linear, buffers[at.x], residual, buffers[at.y] + at.offset, at.stride};
     }
     // Returns the first tile of share `index` of a product; for index == shares, the number of tiles.
     static long first(const Linear &linear, int index, int shares) { return linear.tiles() * index / shares; }

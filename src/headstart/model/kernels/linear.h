@@ -32,5 +32,6 @@ struct Linear {  // mirrored by library.py
 struct Link {  // mirrored by library.py: one product of a chain, on numbered buffers
     const Linear *linear;
     const Heads *heads;  // rotary embedding of the outputs, or null
-    int x, y, residual;  // x [count, K], y [count, out_features], residual with the shape of y or -1; y may be residual
+    int x, y, residual;   // x [count, K], y [count, stride], residual with the shape of y or -1; y may be residual
+    long offset, stride;  // the outputs are columns [offset, offset + out_features) of y and residual
 };

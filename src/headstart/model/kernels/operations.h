@@ -10,6 +10,7 @@ struct Step {  // a Link with addresses
     const Linear *linear;
     const bf16 *x, *residual;
     bf16 *y;
+    long stride;  // of rows of y and residual
 };
 
 struct PreparedRows {  // rows in the format that the weights need

@@ -51,7 +51,7 @@ void finish(const Step &step, const float *sums, float row_scale, long tile, lon
     constexpr int VECS = TILE / LANES;
     const Linear &linear = *step.linear;
     int width = linear.width();
-    long at = row * linear.out_features + tile * width, left = linear.out_features - tile * width;
+    long at = row * step.stride + tile * width, left = linear.out_features - tile * width;
     bf16 cut[2][TILE] = {{0}};  // residual and outputs of a tile that is not full
     const bf16 *residual = step.residual ? step.residual + at : nullptr;
     bf16 *y = step.y + at;

@@ -69,7 +69,7 @@ class Decoder:
         self.embedding = embedding  # [vocab, hidden]
         self.weight_bytes = embedding.nbytes + sum(linear.weight_bytes for linear in self._linears())
         self.rotary = Rotary(config.rope, embedding.dtype, embedding.device)
-        kernels = None if head.packed is None else form.kernels  # either all weights are packed for kernels, or none
+        kernels = form.kernels if head.packed else None  # either all weights are packed for kernels, or none
         self.fused = None if kernels is None else FusedLayers(kernels, config, embedding, layers, self.rotary)
 
     def forward(self, step: StepInputs, attend: Attend) -> Tensor:
@@ -130,7 +130,7 @@ def load_decoder(
         HEAD not in checkpoint or (config.tie_word_embeddings is True and checkpoint.equal(HEAD, EMBEDDING))
     )
     head = embedding if tied else reader.tensor(HEAD, config.vocab_size, config.hidden_size)
-    return Decoder(config, embedding, layers, Linear(head, norm=norm, form=form), form)
+    return Decoder(config, embedding, layers, Linear(head, norm=norm, form=form.of_head), form)
 
 
 class _Reader:
@@ -159,7 +159,7 @@ class _Reader:
         """Return one Linear of the named projections, rows concatenated; `names` are (name, out_features)."""
         weights = [self.tensor(f"{name}.weight", rows, in_features) for name, rows in names]
         biases = [self.tensor(f"{name}.bias", rows) for name, rows in names] if bias else []
-        return Linear(join(weights), join(biases) if bias else None, norm=norm, gated=gated, form=self.form)
+        return Linear(weights, join(biases) if bias else None, norm=norm, gated=gated, form=self.form)
 
     def layer(self, index: int) -> DecoderLayer:
         config, prefix = self.config, f"model.layers.{index}"

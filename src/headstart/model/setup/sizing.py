@@ -19,6 +19,7 @@ KV_SHARE = 0.4  # of the memory left after the weights
 _MIN_FULL_SEQUENCES = 16  # so that the limit for tiny models leaves space for cached prefixes if max_num_seqs is small
 _ELEMENT_BYTES = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # others: 1
 _DTYPE_BYTES = {"auto": 0, "bfloat16": 2, "float16": 2, "float32": 4}  # 0: as stored
+_QUANTISED_BYTES = {"int8": 1, "int4": 20 / 32}  # of a weight; int4: a block of Q4_1
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -43,23 +44,23 @@ def apply_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def checkpoint_bytes(folder: Path, *, dtype: str = "auto", int8: bool = False) -> int:
+def checkpoint_bytes(folder: Path, *, dtype: str = "auto", quantization: str = "none") -> int:
     """Return the bytes of the weights in `folder` once loaded as `dtype` ("auto": as stored).
 
-    With `int8`, every matrix but the embedding takes one byte per weight. Reads only the headers of the files.
+    With `quantization`, every matrix but the embedding takes fewer. Reads only the headers of the files.
     """
     element = _DTYPE_BYTES.get(dtype)
     if element is None:
         raise ConfigError(f"dtype {dtype!r} is not known; choose one of {', '.join(_DTYPE_BYTES)}")
-    total = 0
+    total = 0.0
     for path in weight_files(folder):
         for name, tensor in read_header(path).items():
             stored = _ELEMENT_BYTES.get(tensor.dtype, 1)
             convert = element if tensor.dtype in _FLOATS else 0
-            if int8 and len(tensor.shape) == 2 and "embed_tokens" not in name:
-                convert = 1
-            total += (tensor.end - tensor.begin) // stored * (convert or stored)
-    return total
+            if quantization != "none" and len(tensor.shape) == 2 and "embed_tokens" not in name:
+                convert = _QUANTISED_BYTES["int8" if "lm_head" in name else quantization]
+            total += (tensor.end - tensor.begin) / stored * (convert or stored)
+    return int(total)
 
 
 def check_weights_fit(weight_bytes: int, available_bytes: int, *, replicas: int = 1) -> None:
