@@ -7,7 +7,7 @@ computed twice.
 import random
 
 import pytest
-from checking import executor_of, expected_tokens, generate, make_engine, make_request, run
+from checking import expected_tokens, generate, make_engine, make_request, run
 from memory_store import MemoryStore
 
 from headstart.core.batch import PromptTokenBreakdown
@@ -157,5 +157,3 @@ def test_any_interruptions_at_random_cost_less_than_a_block_each(seed: int) -> N
     generate(engine, make_request("last", PROMPT))
     # A prompt that is cached to its end still computes its last token, for its logits.
     assert num_prefilled(engine) <= len(PROMPT) + aborts * (BLOCK - 1) + 13
-
-
