@@ -222,7 +222,7 @@ class Proxy:
             wait.take_cancel_back()
             self.silence.end(activity, wait)
             if in_flight.finish is None:  # the client disconnected, or the router stops: not the replica's fault
-                self.router.failed(in_flight, time.monotonic(), blame=False)
+                self.router.abandoned(in_flight, time.monotonic())
 
     async def _broken(
         self, call: ProxiedCall, in_flight: InFlight, failure: Failure, error: BaseException, send: Send
