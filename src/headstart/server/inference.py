@@ -19,6 +19,7 @@ from headstart.http.answer_report import REPORT_HEADER
 from headstart.http.http_errors import ClientGoneError, Headers, json_response
 from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.http.sse import HEADERS, PING, WRITE_SECONDS
+from headstart.openai.canonical.prompt_rules import RULES_HEADER, rules_header
 from headstart.openai.engine_requests import Origin, Prepared
 from headstart.openai.request_json import parse_json
 from headstart.openai.text.shared_prompt import SharedPrompt
@@ -61,12 +62,14 @@ async def infer(state: ServerState, api: Api, request: Request) -> Response:
     return whole
 
 
-def _report(request: Request, job: GenerationJob, answer_id: str) -> Headers:
-    """Return the header that reports usage and prefill time, if it was requested and they are known."""
-    if all(name != REPORT_HEADER for name, _ in request.scope["headers"]):
-        return {}
-    report = job.report(answer_id)
-    return {} if report is None else {REPORT_HEADER.decode(): report.encode().decode()}
+def _report(request: Request, job: GenerationJob, answer_id: str) -> dict[str, str]:
+    """Return the headers that state the rules applied to the prompt, and usage and prefill time if requested."""
+    applied = job.params.applied_rules
+    headers = {RULES_HEADER: rules_header(applied)} if applied else {}
+    report = None
+    if any(name == REPORT_HEADER for name, _ in request.scope["headers"]):
+        report = job.report(answer_id)
+    return headers if report is None else {**headers, REPORT_HEADER.decode(): report.encode().decode()}
 
 
 async def _prepared(
@@ -82,6 +85,7 @@ async def _prepared(
     async with state.bodies.held(request) as body:
         asked = await state.long_work.run(len(body), partial(prepare, body), waits=api.renders)
     params, requests = asked.params, asked.requests
+    model.metrics.prompt_rules.add(params.applied_rules)
     grammar = params.sampling.grammar
     if grammar is not None and not model.grammars.is_accepted(grammar):
         with asked.named():
