@@ -163,7 +163,8 @@ def test_a_body_that_no_rule_changes_stays_the_same_bytes(path: str, body: dict[
 @pytest.fixture(scope="module")
 def ruled(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log: Path = tmp_path_factory.mktemp("ruled") / "log"
-    with fake_server(f"{folder}?step=0.001&length=4096", log, prompt_rule=sorted(ALL), tool_call_parser="hermes") as running:
+    options: dict[str, Any] = {"prompt_rule": sorted(ALL), "tool_call_parser": "hermes"}
+    with fake_server(f"{folder}?step=0.001&length=4096", log, **options) as running:
         yield running
 
 

@@ -217,6 +217,12 @@ class ServerOptions:
         CHATS,
         choices=PROMPT_RULES,
     )
+    prompt_log_size: int = _option(
+        0,
+        "Bytes of request bodies kept in memory for `headstart lint --against`, by tenant; 0: none.",
+        CHATS,
+        minimum=0,
+    )
     tenants: tuple[TenantEntry, ...] = _table("tenant")
     prefixes: tuple[PrefixEntry, ...] = _table("prefix")
     max_num_queued_reqs: int = _option(1024, "Requests that may wait; more get 429.", BOUNDS, minimum=1)

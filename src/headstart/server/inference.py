@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from headstart.core.request import CacheMode
 from headstart.http.access_record import RequestRecord, record_of
 from headstart.http.answer_report import REPORT_HEADER
 from headstart.http.http_errors import ClientGoneError, Headers, json_response
@@ -78,8 +79,11 @@ async def _prepared(
     """Return the client request in the engine's form; its body and JSON are not referenced afterwards."""
 
     def prepare(body: bytes | SpooledBody) -> ApiRequest:
-        asked = api.prepare(parse_json(in_memory(body), model.bounds.max_numbers), model, origin)
+        data = in_memory(body)
+        asked = api.prepare(parse_json(data, model.bounds.max_numbers), model, origin)
         check_size(asked.requests, asked.params, model.bounds)
+        if asked.params.cache is not CacheMode.BYPASS:
+            state.prompt_log.add(origin.tenant, request.scope["path"], data)
         return asked
 
     async with state.bodies.held(request) as body:
