@@ -3,7 +3,7 @@
 Prompts are rendered by a published chat template and tokenized by a real tokenizer, as by the server; the cache is
 infinite, shares blocks of 16 tokens, and keeps what was generated.
 
-PYTHONPATH=src:tests python benchmarks/prompts/agent_replay.py MODEL_FOLDER TEMPLATE TRACE... > benchmarks/prompts/replay.json
+PYTHONPATH=src:tests python benchmarks/prompts/agent_replay.py MODEL_FOLDER TEMPLATE TRACE... > replay.json
 """
 
 import argparse
@@ -128,6 +128,7 @@ class Server:
         self._tokenizer = SegmentedTokenizer(plain).for_domain("", b"")
         self._template = ChatTemplate(template.read_text(encoding="utf-8"), {})
         self._bounds = Bounds(plain.vocab_size, 1 << 20, prompt_rules=frozenset(rules))
+        self._plain = Bounds(plain.vocab_size, 1 << 20)
         self.cache = InfiniteCache()
         self.num_prompt = self.num_computed = 0
         self.chains: list[list[int]] = []
@@ -138,15 +139,11 @@ class Server:
         prompt = self._tokens(chat.messages, chat.params.tools, opens=True)
         whole = prompt
         if generated is not None:
-            turn = parse_chat({**body, "messages": [generated]}, self._bounds_without_rules).messages
+            turn = parse_chat({**body, "messages": [generated]}, self._plain).messages
             whole = self._tokens([*chat.messages, *turn], chat.params.tools, opens=False)
         self.num_prompt += len(prompt)
         self.num_computed += self.cache.use(prompt, whole)
         self.chains.append([int.from_bytes(name[:8], "little") for _, name in _names(prompt)])
-
-    @property
-    def _bounds_without_rules(self) -> Bounds:
-        return Bounds(self._bounds.vocab_size, 1 << 20)
 
     def _tokens(self, messages: list[Body], tools: Any, *, opens: bool) -> "array[int]":
         shown = None if tools is None else tools.definitions
