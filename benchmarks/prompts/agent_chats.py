@@ -1,7 +1,7 @@
 """Recorded agent traces as the request bodies of chats.
 
-The traces have no assistant turns in their inputs, no tools and no reasoning: recorded outputs are put back as assistant
-turns, the rest is generated, seeded.
+The traces have no assistant turns in their inputs, no tools and no reasoning: recorded outputs are put back as
+assistant turns, the rest is generated, seeded.
 """
 
 import copy
