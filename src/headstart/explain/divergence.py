@@ -140,6 +140,15 @@ def value_kind(text: str, start: int, end: int) -> str | None:
     return None
 
 
+def num_times(text: str) -> int:
+    """Return the number of dates and times in a text; those that stand close together are one."""
+    count, last = 0, -BETWEEN - 1
+    for found in _TIMES.finditer(text):
+        count += found.start() - last > BETWEEN
+        last = found.end()
+    return count
+
+
 def _covers(pattern: re.Pattern[str], text: str, at: int) -> bool:
     """Return whether a match includes character `at`, or ends there."""
     start = max(at - REACH, 0)

@@ -14,6 +14,7 @@ from headstart.core.errors import RequestTooLargeError
 from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention, SamplingParams
 from headstart.openai.bounds import Bounds
 from headstart.openai.cache_params import cache_wishes
+from headstart.openai.canonical.prompt_rules import AppliedRules
 from headstart.openai.generation_fields import ChatFields, CompletionFields, GenerationFields
 from headstart.openai.request_model import validated
 from headstart.openai.structured.structured_fields import output_grammar
@@ -66,6 +67,7 @@ class GenerationParams:
     reasoning_effort: str | None = None
     chat: ChatOutput | None = None  # set once the prompt is rendered; None: all output is content
     turn: OpenTurn | None = None  # set once the prompt is rendered: where the generated tokens are stored
+    applied_rules: AppliedRules = ()  # that changed the chat, or were reported about it
     ignored: tuple[str, ...] = ()  # unknown names in the request, sorted
 
     @property

@@ -111,7 +111,9 @@ class GenerationJob:
         """Return the diagnostics of the prompt cache under Headstart's own name; empty unless requested."""
         diagnosis = self.diagnosis
         found = None if diagnosis is None else diagnosis.found(self._ledger.cached, self.num_evicted_tokens)
-        return {} if diagnosis is None or found is None else {"cache_diagnostics": diagnosis.own(found)}
+        if diagnosis is None or found is None:
+            return {}
+        return {"cache_diagnostics": {**diagnosis.own(found), "rules": dict(self.params.applied_rules)}}
 
     @property
     def breakdown(self) -> PromptTokenBreakdown:

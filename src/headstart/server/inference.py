@@ -14,11 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from headstart.core.request import CacheMode
 from headstart.http.access_record import RequestRecord, record_of
 from headstart.http.answer_report import REPORT_HEADER
 from headstart.http.http_errors import ClientGoneError, Headers, json_response
 from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.http.sse import HEADERS, PING, WRITE_SECONDS
+from headstart.openai.canonical.prompt_rules import RULES_HEADER, rules_header
 from headstart.openai.engine_requests import Origin, Prepared
 from headstart.openai.request_json import parse_json
 from headstart.openai.text.shared_prompt import SharedPrompt
@@ -62,12 +64,14 @@ async def infer(state: ServerState, api: Api, request: Request) -> Response:
     return whole
 
 
-def _report(request: Request, job: GenerationJob, answer_id: str) -> Headers:
-    """Return the header that reports usage and prefill time, if it was requested and they are known."""
-    if all(name != REPORT_HEADER for name, _ in request.scope["headers"]):
-        return {}
-    report = job.report(answer_id)
-    return {} if report is None else {REPORT_HEADER.decode(): report.encode().decode()}
+def _report(request: Request, job: GenerationJob, answer_id: str) -> dict[str, str]:
+    """Return the headers that state the rules applied to the prompt, and usage and prefill time if requested."""
+    applied = job.params.applied_rules
+    headers = {RULES_HEADER: rules_header(applied)} if applied else {}
+    report = None
+    if any(name == REPORT_HEADER for name, _ in request.scope["headers"]):
+        report = job.report(answer_id)
+    return headers if report is None else {**headers, REPORT_HEADER.decode(): report.encode().decode()}
 
 
 async def _prepared(
@@ -76,13 +80,17 @@ async def _prepared(
     """Return the client request in the engine's form; its body and JSON are not referenced afterwards."""
 
     def prepare(body: bytes | SpooledBody) -> ApiRequest:
-        asked = api.prepare(parse_json(in_memory(body), model.bounds.max_numbers), model, origin)
+        data = in_memory(body)
+        asked = api.prepare(parse_json(data, model.bounds.max_numbers), model, origin)
         check_size(asked.requests, asked.params, model.bounds)
+        if asked.params.cache is not CacheMode.BYPASS:
+            state.prompt_log.add(origin.tenant, request.scope["path"], data)
         return asked
 
     async with state.bodies.held(request) as body:
         asked = await state.long_work.run(len(body), partial(prepare, body), waits=api.renders)
     params, requests = asked.params, asked.requests
+    model.metrics.prompt_rules.add(params.applied_rules)
     grammar = params.sampling.grammar
     if grammar is not None and not model.grammars.is_accepted(grammar):
         with asked.named():

@@ -1,10 +1,11 @@
-"""Metrics of prompts beside the engine: generated turns that came back, and fingerprints kept for comparisons."""
+"""Metrics of prompts beside the engine: turns that came back, rules that applied, fingerprints for comparisons."""
 
 from collections.abc import Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from headstart.openai.canonical.prompt_rules import RULE_TEXTS, AppliedRules
 from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
 from headstart.openai.tokenizer.turn_memory import TurnMemory, TurnStats
 
@@ -51,3 +52,24 @@ class FingerprintCollector(Collector):
             gauge = GaugeMetricFamily(f"headstart:{name}", text, labels=("model_name",))
             gauge.add_metric(self._model, value)
             yield gauge
+
+
+class RuleCounts(Collector):
+    """The number of requests that each rule for prompts applied to."""
+
+    def __init__(self, name: str, model_name: str) -> None:
+        self._name = name
+        self._model_name = model_name
+        self._counts = dict.fromkeys(RULE_TEXTS, 0)
+
+    def add(self, applied: AppliedRules) -> None:
+        """Count a request."""
+        for rule, _ in applied:
+            self._counts[rule] += 1
+
+    def collect(self) -> Iterable[Metric]:
+        text = "Requests that a rule for prompts changed, or reported about."
+        family = CounterMetricFamily(self._name, text, labels=("model_name", "rule"))
+        for rule, count in self._counts.items():
+            family.add_metric([self._model_name, rule], count)
+        yield family

@@ -31,6 +31,7 @@ from headstart.openai.tokenizer.turn_memory import TurnMemory
 from headstart.server.engine.engine_client import EngineClient
 from headstart.server.generation_job import GenerationJob
 from headstart.server.prefix_requests import Prefixes
+from headstart.server.prompt_log import PromptLog
 from headstart.server.request_limits import MIN_HELD_BYTES, initial_bytes, max_held_bytes
 from headstart.server.server_metrics import Metrics
 
@@ -39,7 +40,7 @@ ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize"),
     *("/v1/messages", "/v1/messages/count_tokens"),
     *("/health", "/readyz", "/livez", "/metrics", "/version", "/reset_prefix_cache", "/openapi.json"),
-    *("/v1/cache/stats", "/v1/cache/explain", "/v1/prefixes"),
+    *("/v1/cache/stats", "/v1/cache/explain", "/v1/cache/requests", "/v1/prefixes"),
 )
 
 
@@ -91,6 +92,7 @@ class ServerState:
         self.turns = Turns()
         self.prefixes = Prefixes(engine, self.auth.domain_of)
         self.responses = ResponseMemory(options.response_store_size, options.response_store_ttl)
+        self.prompt_log = PromptLog(options.prompt_log_size // num_shares, frozenset(options.prompt_rule))
         self.phase = Phase.LOADING
         self.idle = asyncio.Event()  # set while no admitted request is unanswered
         self.idle.set()

@@ -1,8 +1,8 @@
 """OutputHistory: earlier outputs, by isolation domain and adapter, as a source of drafts.
 
-Agents repeat what they wrote in earlier calls, whether or not those began with the same prompt (benchmarks/speculation).
-No request is timed by the outputs of another domain. Memory is bounded: the least recently used entry is removed, and
-an entry keeps between one and two generations of tokens.
+Agents repeat what they wrote in earlier calls, whether or not those began with the same prompt
+(benchmarks/speculation). No request is timed by the outputs of another domain. Memory is bounded: the least recently
+used entry is removed, and an entry keeps between one and two generations of tokens.
 """
 
 from array import array

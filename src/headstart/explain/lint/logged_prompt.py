@@ -38,6 +38,7 @@ class LoggedPrompt:
     tools: tuple[str, ...]
     messages: tuple[Message, ...]
     answer: Message | None = None
+    group: str = ""  # prompts of different groups share no cache: the request's cache_salt
 
     @property
     def text(self) -> str:
@@ -77,7 +78,9 @@ def _prompt(number: int, line: str) -> LoggedPrompt | None:
     if not messages:
         return None
     tools = as_list(body.get("tools") or body.get("functions"))
-    return LoggedPrompt(number, tuple(map(_json, tools)), messages, _answer(as_object(value.get("response"))))
+    salt = body.get("cache_salt")
+    answer = _answer(as_object(value.get("response")))
+    return LoggedPrompt(number, tuple(map(_json, tools)), messages, answer, salt if isinstance(salt, str) else "")
 
 
 def _messages(body: Mapping[str, Any]) -> Iterator[Message]:

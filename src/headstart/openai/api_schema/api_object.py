@@ -75,3 +75,4 @@ class CacheDiagnostics(ApiObject):
     reusable_tokens: int
     cached_tokens: int
     evicted_tokens: int
+    rules: dict[str, int]
