@@ -160,11 +160,11 @@ def test_completions_compare_prompts(server: Server) -> None:
 def test_messages_have_anthropics_diagnostics(server: Server) -> None:
     with anthropic.Anthropic(base_url=server.url, api_key="ann", timeout=PATIENCE) as client:
         ask: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "system": RULES}
-        asked = [{"role": "user", "content": "Which river is in Rome, the city of hills and cats?"}]
+        asked: Any = [{"role": "user", "content": "Which river is in Rome, the city of hills and cats?"}]
         first = client.messages.create(**ask, messages=asked, diagnostics={"previous_message_id": None})
         assert first.diagnostics is None
         link: Any = {"previous_message_id": first.id}
-        turns = [*asked, {"role": "assistant", "content": "Tiber"}, {"role": "user", "content": "And in Paris?"}]
+        turns: Any = [*asked, {"role": "assistant", "content": "Tiber"}, {"role": "user", "content": "And in Paris?"}]
         assert client.messages.create(**ask, messages=turns, diagnostics=link).diagnostics is None
         changed = client.messages.create(**{**ask, "system": "It is noon. " + RULES}, messages=asked, diagnostics=link)
         assert changed.diagnostics is not None and changed.diagnostics.cache_miss_reason is not None

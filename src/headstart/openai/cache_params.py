@@ -62,7 +62,7 @@ class CacheFields(RequestModel):
         None, min_length=1, max_length=128, description="Only requests with the same salt share blocks"
     )
     prompt_cache_key: str | None = Field(None, max_length=MAX_LABEL_CHARS, description="Similar requests will follow")
-    prompt_cache_options: PromptCacheOptions = PromptCacheOptions()
+    prompt_cache_options: PromptCacheOptions = PromptCacheOptions(prewarm=False, comparison_response_id=None)
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
 
