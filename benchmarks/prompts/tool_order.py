@@ -133,6 +133,8 @@ def main() -> None:
     tool_schemas(reordered, rng)
     offered["keys shuffled"] = reordered[0]["tools"]
     body: Body = {"tools": offered["shuffled 1"]}
+    keys = canonical({"tools": offered["keys shuffled"]}, frozenset({"schemas"}))
+    offered["schemas"] = keys["tools"]
     offered["tools"] = canonical(body, frozenset({"tools"}))["tools"]
     offered["tools and schemas"] = canonical(body, frozenset({"tools", "schemas"}))["tools"]
     samples: dict[str, list[list[str]]] = {}
