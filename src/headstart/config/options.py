@@ -69,7 +69,9 @@ class PrefixEntry:
 class EngineOptions:
     """Options of the engine process. Names follow vLLM's flags where the meaning is the same."""
 
-    model: str = _option("", "Folder, or hub id such as Qwen/Qwen3-0.6B. Empty: the bundled intent model.", MODEL)
+    model: str = _option(
+        "", "Folder, GGUF file, or hub id such as Qwen/Qwen3-0.6B. Empty: the bundled intent model.", MODEL
+    )
     revision: str | None = _option(None, "Branch, tag or commit on the hub.", MODEL)
     hf_token: str | None = _option(None, "Hub access token (else HF_TOKEN).", MODEL, secret=True)
     offline: bool = _option(False, "Do not contact the hub; use what is already downloaded.", MODEL)
