@@ -26,6 +26,7 @@ from headstart.openai.request_json import parse_json
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.server.apis.answer_format import AnswerFormat, Api, ApiRequest, Head
 from headstart.server.generation_job import GenerationJob, News
+from headstart.server.prompt_log import KeptBody
 from headstart.server.request_limits import check_size
 from headstart.server.server_state import Model, ServerState
 
@@ -84,7 +85,7 @@ async def _prepared(
         asked = api.prepare(parse_json(data, model.bounds.max_numbers), model, origin)
         check_size(asked.requests, asked.params, model.bounds)
         if asked.params.cache is not CacheMode.BYPASS:
-            state.prompt_log.add(origin.tenant, request.scope["path"], data)
+            state.prompt_log.add(origin.tenant, KeptBody(request.scope["path"], data, origin.request_id))
         return asked
 
     async with state.bodies.held(request) as body:
