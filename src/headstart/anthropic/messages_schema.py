@@ -55,7 +55,7 @@ class MessageUsage(ApiObject):
 
 
 class CacheMissReason(ApiObject):
-    """What is different from the prompt of the earlier message; the number is that of a change."""
+    """The difference from the prompt of the earlier message; the number is that of a change."""
 
     type: Literal["system_changed", "tools_changed", "messages_changed", "previous_message_not_found", "unavailable"]
     cache_missed_input_tokens: int | None = None

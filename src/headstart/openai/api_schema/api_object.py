@@ -64,7 +64,7 @@ class Usage(ApiObject):
 
 
 class CacheDiagnostics(ApiObject):
-    """What ended the reuse of an earlier prompt, in numbers and names only; tokens."""
+    """The end of the reuse of an earlier prompt, in numbers and names only; tokens."""
 
     compared_id: str
     result: Literal["hit", "miss", "not_found"]

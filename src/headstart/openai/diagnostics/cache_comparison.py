@@ -10,7 +10,7 @@ END_TOKENS = 32  # at the end of a prompt, which may belong to the generation pr
 
 
 class Change(Enum):
-    """What is different between two prompts, as far as it ends the reuse of the earlier one."""
+    """A difference between two prompts that ends the reuse of the earlier one."""
 
     TOOLS_CHANGED = "tools_changed"
     TOOLS_REORDERED = "tools_reordered"

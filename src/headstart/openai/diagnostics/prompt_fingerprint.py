@@ -1,4 +1,4 @@
-"""PromptFingerprint: what is kept of a prompt to compare later ones with. Hashes and counts only, no text, no tokens.
+"""PromptFingerprint: a prompt as hashes and counts, to compare later prompts with. No text, no tokens.
 
 The hashes are Python's own, seeded per process, so fingerprints mean nothing outside it. Token ids are hashed as a
 chain with one value per BLOCK tokens, and one per token in the last EXACT_BLOCKS blocks: the common prefix of two
