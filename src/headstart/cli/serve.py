@@ -24,7 +24,7 @@ def serve(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="Folder or hub id; without one, the bundled intent model.",
+            help="Folder, GGUF file or hub id; without one, the bundled intent model.",
             autocompletion=complete_folder,
         ),
     ] = None,

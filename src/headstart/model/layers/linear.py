@@ -3,8 +3,8 @@
 On a CPU, weights of bfloat16 models go to our kernels (kernels/chain.py), which do all of it in one call. Without the
 kernels, torch's operators run one after the other, with the weight prepacked for oneDNN (`torch.ops.mkldnn`, a private
 API and therefore guarded) where that exists; weights in blocks, as in GGUF files, are unpacked at load. The torch path
-is slower, serves as the reference, and rounds to bfloat16 at the same places. The plain weight is dropped, so memory does
-not double; only a tied embedding keeps its plain copy, for the lookup.
+is slower, serves as the reference, and rounds to bfloat16 at the same places. The plain weight is dropped, so memory
+does not double; only a tied embedding keeps its plain copy, for the lookup.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,6 +38,11 @@ class Form(NamedTuple):
     quantization: str = "none"
     dtype: torch.dtype = torch.bfloat16
     device: torch.device = torch.device("cpu")
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether weights that a file stores in blocks stay so: there are kernels for them, and nothing else is asked."""
+        return self.kernels is not None and self.dtype == torch.bfloat16 and self.quantization == "none"
 
     @property
     def of_head(self) -> "Form":
