@@ -286,7 +286,7 @@ def test_what_does_not_fit_a_kernel_is_refused(kernels: Kernels) -> None:
     narrow = PackedLinear(kernels, random(5, 6))
     with pytest.raises(ValueError, match="no link writes the columns from 5 on"):
         Chain(kernels, [Link(narrow, 0, 1)], (6, 8))
-    with pytest.raises(ValueError, match="no link writes the columns from 8 on"):
+    with pytest.raises(ValueError, match="no link writes the columns from 5 on"):
         Chain(kernels, [Link(narrow, 0, 1, offset=3)], (6, 8))
     links: list[tuple[Link, str]] = [
         (Link(narrow, 0, 1, offset=4), "5 outputs from column 4 on do not fit 8 columns"),

@@ -41,7 +41,7 @@ class Form(NamedTuple):
 
     @property
     def keeps_blocks(self) -> bool:
-        """Whether weights that a file stores in blocks stay so: there are kernels for them, and nothing else is asked."""
+        """Whether weights that a file stores in blocks stay so."""
         return self.kernels is not None and self.dtype == torch.bfloat16 and self.quantization == "none"
 
     @property
