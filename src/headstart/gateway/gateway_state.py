@@ -17,7 +17,7 @@ from headstart.gateway.fanout import send_to_all
 from headstart.gateway.gateway_metrics import GatewayMetrics
 from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES
 from headstart.gateway.held_bytes import MAX_HELD_BYTES
-from headstart.gateway.proxy.proxy import ProxiedCall, Proxy, ProxySettings
+from headstart.gateway.proxy.proxy import Placed, ProxiedCall, Proxy, ProxySettings, placed_at_once
 from headstart.gateway.proxy.request_reader import RequestReader, Sender
 from headstart.gateway.proxy.retry_budget import RetryBudget
 from headstart.gateway.proxy.upstream import Answer
@@ -49,6 +49,7 @@ class GatewayState:
         reader: RequestReader,
         log: Log,
         decisions: DecisionLog | None = None,
+        placed: Placed = placed_at_once,
     ) -> None:
         self.options = options
         self.server_options = server_options
@@ -93,7 +94,7 @@ class GatewayState:
             options.replica_api_key,
             options.replica_wait,
         )
-        self.proxy = Proxy(self.router, session, settings, self.budget)
+        self.proxy = Proxy(self.router, session, settings, self.budget, placed)
         self.memory = RequestHistory(self.router)
         self.metrics = GatewayMetrics(ROUTES)
         self.metrics.watch(self)
