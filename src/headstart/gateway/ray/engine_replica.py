@@ -21,7 +21,7 @@ GRACE_SECONDS = 20.0  # beyond the drain: for cut connections and pending store 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """What an EngineReplica runs: `cpus` are its compute threads, `num_on_node` the replicas that a node may hold."""
+    """Settings of an EngineReplica: `cpus` are its compute threads, `num_on_node` the replicas that a node may hold."""
 
     engine: EngineOptions
     server: ServerOptions

@@ -20,6 +20,9 @@ from headstart.gateway.ray.ingress import Ingress
 REQUEST_ROUTER = "headstart.gateway.ray.prefix_request_router.PrefixRequestRouter"
 HEALTH_SECONDS = 2.0  # between two health checks of a replica; Ray replaces it after three that failed
 MAX_ONGOING = 100_000  # requests of one actor: the bounds on requests are those of router and servers
+WAIT_SECONDS = 0.5  # between two looks of a draining actor at its requests
+LOGGING = LoggingConfig(enable_access_log=False, log_level="WARNING")  # the router writes an access line itself
+_DEPLOYMENT: Any = serve.deployment  # typed as if it were only called without options
 ON_HEAD = {"node:__internal_head__": 0.001}  # where clients' connections end, too
 
 
@@ -43,34 +46,43 @@ def application(engine: EngineOptions, server: ServerOptions, router: RouterOpti
     gpus = 0 if engine.device == "cpu" else int(engine.device.startswith("cuda") or any("GPU" in n for n in nodes))
     replica_server, router = secured(server, router)
     settings = ReplicaSettings(engine, replica_server, cpus, min(max(on_node, 1), most))
-    deployment: Any = serve.deployment  # typed as one that is called without options
-    drain = server.drain_timeout + GRACE_SECONDS
-    logging = LoggingConfig(enable_access_log=False, log_level="WARNING")
-    routing: dict[str, Any] = {"request_router_class": REQUEST_ROUTER}
-    scaling: dict[str, Any] = {"num_replicas": router.replicas}
     if most > router.replicas:
         scaling = {"num_replicas": None, "autoscaling_config": _autoscaling(router, most)}
-    replicas = deployment(
-        EngineReplica,
+    else:
+        scaling = {"num_replicas": router.replicas}
+    actor = {"num_cpus": cpus, "num_gpus": gpus}
+    replicas = replica_deployment(EngineReplica, replica_server, ray_actor_options=actor, **scaling).bind(settings)
+    return ingress_application(router, server, replicas)
+
+
+def replica_deployment(actor: type[Any], server: ServerOptions, **options: Any) -> Any:
+    """Return the deployment of a class of replicas, whose requests are routed by this package. `options`: Ray's."""
+    routing: dict[str, Any] = {"request_router_class": REQUEST_ROUTER}
+    return _DEPLOYMENT(
+        actor,
         name="replica",
-        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
         max_ongoing_requests=MAX_ONGOING,
         health_check_period_s=HEALTH_SECONDS,
-        graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=drain + GRACE_SECONDS,
+        graceful_shutdown_wait_loop_s=WAIT_SECONDS,
+        graceful_shutdown_timeout_s=server.drain_timeout + 2 * GRACE_SECONDS,
         request_router_config=RequestRouterConfig(**routing),
-        logging_config=logging,
-        **scaling,
-    ).bind(settings)
-    return deployment(
+        logging_config=LOGGING,
+        **options,
+    )
+
+
+def ingress_application(router: RouterOptions, server: ServerOptions, replicas: Application) -> Application:
+    """Return the application whose ingress routes to `replicas`."""
+    ingress = _DEPLOYMENT(
         serve.ingress()(Ingress),
         name="ingress",
         ray_actor_options={"num_cpus": 0, "resources": ON_HEAD},
         max_ongoing_requests=MAX_ONGOING,
-        graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=drain,
-        logging_config=logging,
-    ).bind(router, server, replicas)
+        graceful_shutdown_wait_loop_s=WAIT_SECONDS,
+        graceful_shutdown_timeout_s=server.drain_timeout + GRACE_SECONDS,
+        logging_config=LOGGING,
+    )
+    return ingress.bind(router, server, replicas)
 
 
 def cpus_each(nodes: list[int], replicas: int) -> int:
@@ -92,7 +104,7 @@ def secured(server: ServerOptions, router: RouterOptions) -> tuple[ServerOptions
     if server.api_key or server.tenants:
         return server, router
     secret = secrets.token_urlsafe(32)
-    closed = (secrets.token_urlsafe(32),)  # a server with keys refuses clients without one; nobody has this one
+    closed = (secrets.token_urlsafe(32),)  # with any key, a server refuses clients without one; this one is never used
     return (
         replace(server, api_key=closed, admin_api_key=(*server.admin_api_key, secret)),
         replace(router, replica_api_key=secret),
