@@ -70,7 +70,9 @@ class EngineOptions:
     """Options of the engine process. Names follow vLLM's flags where the meaning is the same."""
 
     model: str = _option(
-        "", "Folder, GGUF file, or hub id such as Qwen/Qwen3-0.6B. Empty: the bundled intent model.", MODEL
+        "",
+        "Folder, GGUF file, hub id such as Qwen/Qwen3-0.6B, or smollm2-135m. Empty: the bundled intent model.",
+        MODEL,
     )
     revision: str | None = _option(None, "Branch, tag or commit on the hub.", MODEL)
     hf_token: str | None = _option(None, "Hub access token (else HF_TOKEN).", MODEL, secret=True)
