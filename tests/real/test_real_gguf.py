@@ -39,7 +39,7 @@ def test_the_first_chat_of_the_readme_gives_the_answer_that_is_shown(tmp_path: P
     command, body = example.groups()
     shown = re.search(r'^"content": ("[^{].*")$', README, re.MULTILINE)
     assert command == SMOLLM2.name and shown is not None
-    serve = [sys.executable, "-m", "headstart", "serve", command, "--port", "0", "--num-blocks", "256"]
+    serve = [sys.executable, "-m", "headstart", "serve", command, "--port", "0", "--num-blocks", "1024"]
     with spawn(serve, tmp_path / "log") as started:
         server = started.wait_ready()
         answer = server.post("/v1/chat/completions", json=json.loads(body)).json()
