@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from server.checked_engine import build_checked
 from server.harness import Inside, Server, fake_server, inside
 
 from headstart.cli.main import main
 from headstart.openai.canonical.prompt_rules import NO_RULES
 from headstart.openai.tokenizer.tenant_cache import TENANT_BYTES
-from headstart.server.prompt_log import ENTRY_BYTES, PromptLog
+from headstart.server.prompt_log import ENTRY_BYTES, KeptBody, PromptLog
 
 CHAT = "/v1/chat/completions"
 RULES = " ".join(f"Rule {name}: never leave the {name} open over night." for name in ("door", "safe", "gate", "well"))
@@ -20,6 +21,11 @@ RULES = " ".join(f"Rule {name}: never leave the {name} open over night." for nam
 def body(number: int, secret: str = "") -> dict[str, Any]:
     system = f"It is 2026-11-23 11:{number:02d}.\n{RULES} {secret}"
     return {"messages": [{"role": "system", "content": system}, {"role": "user", "content": "Hi"}], "max_tokens": 1}
+
+
+def short(number: int) -> dict[str, Any]:
+    """A body that fits the checked engine."""
+    return {"messages": [{"role": "system", "content": f"It is 11:{number:02d}.\n{RULES[:160]}"}], "max_tokens": 1}
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -69,7 +75,7 @@ def test_the_bytes_of_a_tenant_and_of_all_are_bounded() -> None:
     log = PromptLog(max_bytes, NO_RULES)
     for tenant in "abcdefgh":
         for number in range(32):
-            log.add(tenant, CHAT, json.dumps(body(10 + number)).encode())
+            log.add(tenant, KeptBody(CHAT, json.dumps(body(10 + number)).encode(), ""))
     counts = {tenant: len(log.bodies(tenant, 100)) for tenant in "abcdefgh"}
     assert counts["h"] == (max_bytes // 4 - TENANT_BYTES) // size and sum(counts.values()) * size < max_bytes
     assert log.bodies("h", 1)[0]["body"] == body(41)
@@ -78,8 +84,38 @@ def test_the_bytes_of_a_tenant_and_of_all_are_bounded() -> None:
 def test_what_is_kept_is_the_prompt_after_the_rules() -> None:
     log = PromptLog(1 << 20, frozenset({"billing_header"}))
     sent = {"messages": [{"role": "system", "content": f"x-anthropic-billing-header: cch=1;\n{RULES}"}]}
-    log.add("", CHAT, json.dumps(sent).encode())
+    log.add("", KeptBody(CHAT, json.dumps(sent).encode(), ""))
     assert log.bodies("", 1)[0]["body"]["messages"][0]["content"] == RULES
+
+
+def test_an_explanation_names_field_and_cost_from_the_tenants_own_requests(folder: str) -> None:
+    async def scenario() -> None:
+        keys: dict[str, Any] = {"api_key": ("key-a", "key-b"), "prompt_log_size": 1 << 20}
+        async with inside(folder, build_checked, **keys) as server:
+            answers = [
+                await server.client.post(CHAT, json=short(number), headers=bearer(key))
+                for number, key in ((1, "key-a"), (2, "key-b"), (3, "key-a"))
+            ]
+            assert [answer.status_code for answer in answers] == [200] * 3, answers[0].text
+            ids = [answer.json()["id"] for answer in answers]
+
+            async def findings(key: str, **query: Any) -> list[dict[str, Any]]:
+                call = server.client.post if "messages" in query else server.client.get
+                options: dict[str, Any] = {"json": query} if "messages" in query else {"params": query}
+                answer = await call("/v1/cache/explain", headers=bearer(key), **options)
+                assert answer.status_code == 200, answer.text
+                assert all(found["message"] in answer.json()["message"] for found in answer.json()["findings"])
+                return answer.json()["findings"]
+
+            (found,) = await findings("key-a", request_id=ids[2])  # the positive control
+            assert (found["cause"], found["field"]) == ("timestamp", "messages[0].content")
+            assert 6 <= found["character"] <= 22 and found["tokens"] == pytest.approx(40, abs=8)
+            assert "costs about" in found["message"] and "move it behind" in found["message"]
+            assert await findings("key-b", request_id=ids[1]) == [], "the only near requests are another tenant's"
+            assert await findings("key-a", **short(4)) and await findings("key-b", **short(4))
+            assert await findings("key-a", request_id=ids[0]) == []
+
+    asyncio.run(scenario())
 
 
 def test_lint_against_a_server_names_what_its_requests_lose(

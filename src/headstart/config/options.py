@@ -215,6 +215,12 @@ class ServerOptions:
         CHATS,
         minimum=0,
     )
+    diagnostics_size: int = _option(
+        16 * 1024 * 1024,
+        "Bytes of fingerprints of prompts kept, which later requests may be compared with; 0: none.",
+        CHATS,
+        minimum=0,
+    )
     prompt_rule: tuple[str, ...] = _option(
         (),
         "Rule that gives equal prompts equal text before they are rendered (docs/prompts.md); repeat for several.",

@@ -20,6 +20,7 @@ _TIMES = re.compile(
 )
 _UUIDS = re.compile(r"\b[0-9a-fA-F]{8}(-?[0-9a-fA-F]{4}){3}-?[0-9a-fA-F]{12}\b")
 _IDS = re.compile(r"\b(?=[\w-]*\d)[A-Za-z]*[_-]?[0-9a-zA-Z]{8,}\b")
+_DIGIT = re.compile(r"\d")
 _NUMBERS = re.compile(r"[-+]?\d[\d,.]*")
 
 KINDS = {
@@ -141,11 +142,15 @@ def value_kind(text: str, start: int, end: int) -> str | None:
 
 
 def num_times(text: str) -> int:
-    """Return the number of dates and times in a text; those that stand close together are one."""
-    count, last = 0, -BETWEEN - 1
-    for found in _TIMES.finditer(text):
-        count += found.start() - last > BETWEEN
-        last = found.end()
+    """Return the number of dates and times with a digit in a text; those that stand close together are one."""
+    count = 0
+    for line in text.split("\n"):
+        if _DIGIT.search(line) is None:
+            continue
+        last = -BETWEEN - 1
+        for found in _TIMES.finditer(line):
+            count += found.start() - last > BETWEEN
+            last = found.end()
     return count
 
 

@@ -26,6 +26,7 @@ from headstart.openai.request_json import parse_json
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.server.apis.answer_format import AnswerFormat, Api, ApiRequest, Head
 from headstart.server.generation_job import GenerationJob, News
+from headstart.server.prompt_log import KeptBody
 from headstart.server.request_limits import check_size
 from headstart.server.server_state import Model, ServerState
 
@@ -42,6 +43,7 @@ async def infer(state: ServerState, api: Api, request: Request) -> Response:
     origin = Origin(api.id_prefix + uuid4().hex, record.arrival, record.principal.domain, record.principal.tenant)
     asked, prepared = await _prepared(state, api, model, origin, request)
     job = state.admit(prepared, record)
+    job.diagnosis = asked.diagnosis
     answer = _Answer(state, job, asked.answer(job, Head(origin.request_id, int(time.time()), model)))
     watcher = asyncio.create_task(_watch(request.receive, job))
     try:
@@ -83,7 +85,7 @@ async def _prepared(
         asked = api.prepare(parse_json(data, model.bounds.max_numbers), model, origin)
         check_size(asked.requests, asked.params, model.bounds)
         if asked.params.cache is not CacheMode.BYPASS:
-            state.prompt_log.add(origin.tenant, request.scope["path"], data)
+            state.prompt_log.add(origin.tenant, KeptBody(request.scope["path"], data, origin.request_id))
         return asked
 
     async with state.bodies.held(request) as body:
@@ -125,6 +127,8 @@ class _Answer:
         while not job.is_finished:
             for choice, delta in await job.news(PING_SECONDS):
                 self._form.collect(choice, delta)
+        if job.diagnosis is not None:
+            job.diagnosis.remember()
         if job.num_entries + len(job.generations) <= LARGE_ANSWER_ENTRIES:
             return json_response(self._form.whole(in_pieces=False))
         return self.state.turns.pieces(self._form.whole(in_pieces=True))
@@ -153,6 +157,8 @@ class _Answer:
                 if job.is_finished:
                     break
                 news = await self.next_news()
+            if job.diagnosis is not None:
+                job.diagnosis.remember()  # before the end is sent: clients may refer to the answer at once
             ending = form.closing()
         except ClientGoneError:
             raise

@@ -108,7 +108,7 @@ def report_log(prompts: Sequence[LoggedPrompt], num_skipped: int = 0) -> LogRepo
         text, near = prompt.text, groups[prompt.group]
         chain = _chain(text, prompt.group)
         reused = _num_known(chain, known) * BLOCK_TOKENS * CHARS_PER_TOKEN
-        best = _best(prompt, prompts, near.nearest(prompt, CANDIDATES))
+        best = best_match(prompt, prompts, near.nearest(prompt, CANDIDATES))
         if best is not None:
             num_avoidable += _charge(costs, prompt, prompts[best[0]].line, best[1], reused)
         num_chars, num_reused = num_chars + len(text), num_reused + reused
@@ -126,7 +126,7 @@ def report_log(prompts: Sequence[LoggedPrompt], num_skipped: int = 0) -> LogRepo
     )
 
 
-def _best(
+def best_match(
     prompt: LoggedPrompt, prompts: Sequence[LoggedPrompt], candidates: Sequence[int]
 ) -> tuple[int, Comparison] | None:
     """Return the earlier prompt with most equal text, and the comparison with it."""

@@ -70,9 +70,14 @@ def read_log(lines: Iterable[str]) -> ReadLog:
 
 def _prompt(number: int, line: str) -> LoggedPrompt | None:
     try:
-        value = as_object(json.loads(line))
+        return prompt_of(number, json.loads(line))
     except (ValueError, RecursionError):
         return None
+
+
+def prompt_of(number: int, entry: object) -> LoggedPrompt | None:
+    """Return the prompt of a decoded line; None if it holds none."""
+    value = as_object(entry)
     body = next((as_object(value[key]) for key in _BODY_KEYS if as_object(value.get(key))), value)
     messages = tuple(_messages(body))
     if not messages:

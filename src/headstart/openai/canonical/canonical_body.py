@@ -54,7 +54,7 @@ def _changed_tools(values: Values, rules: PromptRules, counts: Counter[str]) -> 
     sent = found = cast("list[Any]", tools)
     if "schemas" in rules:
         found = [sorted_schema(tool) for tool in sent]
-        counts["schemas"] += sum(_json(new) != _json(old) for new, old in zip(found, sent, strict=True))
+        counts["schemas"] += sum(new is not old for new, old in zip(found, sent, strict=True))
     if "tools" in rules:
         ordered = sorted_tools(found, tool_name)
         counts["tools"] += any(new is not old for new, old in zip(ordered, found, strict=True))
@@ -168,10 +168,6 @@ def _objects(value: object) -> list[Values] | None:
 
 def _same(found: list[Values], sent: list[Values]) -> bool:
     return len(found) == len(sent) and all(new is old for new, old in zip(found, sent, strict=True))
-
-
-def _json(value: object) -> bytes:
-    return msgspec.json.encode(value)
 
 
 _APIS: Mapping[str, Callable[[Values, PromptRules, Counter[str]], dict[str, Any]]] = {

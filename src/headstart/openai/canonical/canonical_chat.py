@@ -41,14 +41,10 @@ def canonical_chat(
 
 def _with_sorted_schema(tool: Tool, counts: Counter[str]) -> Tool:
     definition = sorted_schema(tool.definition)
-    if _written(definition) == _written(tool.definition):
+    if definition is tool.definition:
         return tool
     counts["schemas"] += 1
     return replace(tool, parameters=definition["function"]["parameters"], definition=definition)
-
-
-def _written(value: object) -> str:
-    return repr(value)  # equal dicts may have keys in another order
 
 
 def _keeping(options: TemplateOptions, counts: Counter[str]) -> TemplateOptions:

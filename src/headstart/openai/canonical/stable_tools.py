@@ -8,7 +8,6 @@ _Tool = TypeVar("_Tool")
 _FIRST = ("type", "function", "name", "title", "description", "parameters", "input_schema", "properties", "required")
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # maps of schemas
 _DATA = frozenset({"default", "const", "enum", "examples", "example"})  # values, not schemas
-_RANKS = {name: rank for rank, name in enumerate(_FIRST)}
 
 
 def sorted_tools(tools: Sequence[_Tool], name_of: Callable[[_Tool], str | None]) -> list[_Tool]:
@@ -23,9 +22,9 @@ def sorted_schema(value: Any) -> Any:
     """Return a tool or a JSON schema with the keys of each object in one order, and `required` sorted.
 
     Keywords have the usual order, then the alphabet's; names of properties have the alphabet's. Other lists, such as
-    `enum`, are kept. Raises RecursionError for values nested too deeply.
+    `enum`, are kept. The same object if nothing changes. Raises RecursionError for values nested too deeply.
     """
-    return _sorted(value, _keyword_order)
+    return _sorted(value, _SCHEMA)
 
 
 def tool_name(tool: object) -> str | None:
@@ -38,31 +37,49 @@ def tool_name(tool: object) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _keyword_order(key: str) -> tuple[int, str]:
-    return _RANKS.get(key, len(_FIRST)), key
+class _Ranks(dict[str, tuple[int, str]]):
+    """The place of each keyword; other keys follow in the order of the alphabet."""
+
+    def __missing__(self, key: str) -> tuple[int, str]:
+        return len(_FIRST), key
 
 
-def _name_order(key: str) -> tuple[int, str]:
-    return 0, key
+_RANKS = _Ranks({name: (rank, "") for rank, name in enumerate(_FIRST)})
+_SCHEMA, _NAMES, _VALUE = "schema", "names", "value"  # kinds of objects
 
 
-def _sorted(value: Any, order: Callable[[str], tuple[int, str]], *, is_data: bool = False) -> Any:
+def _sorted(value: Any, kind: str) -> Any:
     if isinstance(value, list):
-        return [_sorted(item, _keyword_order, is_data=is_data) for item in cast("list[Any]", value)]
+        items = cast("list[Any]", value)
+        child = _SCHEMA if kind == _NAMES else kind
+        found = [_sorted(item, child) for item in items]
+        return found if any(new is not old for new, old in zip(found, items, strict=True)) else value
     if not isinstance(value, Mapping):
         return value
-    found = cast("Mapping[str, Any]", value)
+    sent = cast("Mapping[str, Any]", value)
+    keys = sorted(sent, key=_RANKS.__getitem__) if kind == _SCHEMA else sorted(sent)
     result: dict[str, Any] = {}
-    for key in sorted(found, key=_name_order if is_data else order):
-        item = found[key]
-        is_schema = order is _keyword_order and not is_data
-        if is_schema and key == "required" and _is_texts(item):
-            result[key] = sorted(item)
-        elif is_schema and key in _NAMED:
-            result[key] = _sorted(item, _name_order)
+    is_same = keys == list(sent)
+    for key in keys:
+        item = sent[key]
+        if not isinstance(item, dict | list):
+            result[key] = item
+            continue
+        if kind == _SCHEMA and key == "required" and _is_texts(cast("object", item)):
+            new = sorted(cast("list[str]", item))
+            new = cast("list[Any]", item) if new == item else new
         else:
-            result[key] = _sorted(item, _keyword_order, is_data=is_data or (is_schema and key in _DATA))
-    return result
+            new = _sorted(item, _kind_of(kind, key))
+        is_same = is_same and new is item
+        result[key] = new
+    return value if is_same else result
+
+
+def _kind_of(kind: str, key: str) -> str:
+    """Return the kind of the object at `key` of an object of `kind`."""
+    if kind == _SCHEMA:
+        return _NAMES if key in _NAMED else _VALUE if key in _DATA else _SCHEMA
+    return _SCHEMA if kind == _NAMES else _VALUE
 
 
 def _is_texts(value: object) -> bool:

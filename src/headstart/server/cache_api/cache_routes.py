@@ -98,6 +98,7 @@ async def explain(state: ServerState, request: Request) -> Json:
     """
     model = state.check_ready()
     principal = record_of(request.scope).principal
+    log, tenant, findings = state.prompt_log, principal.tenant, list[Json]()
     argument: dict[str, Any] = {"tenant": principal.tenant, "is_admin": principal.is_admin, "now": time.monotonic()}
     if request.method == "GET":
         request_id = _request_id(request)
@@ -111,10 +112,14 @@ async def explain(state: ServerState, request: Request) -> Json:
                 code="unknown_request",
                 param="request_id",
             )
+        if log.is_on:
+            findings = await asyncio.to_thread(log.diagnosis, tenant, answer_id=request_id)
     else:
-        prompt = await _parsed(state, request)
+        prompt, values = await _parsed(state, request)
+        if log.is_on:
+            findings = await asyncio.to_thread(log.diagnosis, tenant, body=values)
         found = await state.engine.call("explain", {**argument, "prompt": _plain(prompt)})
-    return explanation_answer(found, model.tokenizer)
+    return explanation_answer(found, model.tokenizer, findings)
 
 
 async def recent_requests(state: ServerState, request: Request) -> Json:
@@ -144,22 +149,25 @@ def _request_id(request: Request) -> str:
     return request_id
 
 
-async def _parsed(state: ServerState, request: Request) -> EngineRequest:
-    """Return the engine request that this body would produce as a completion or a chat. Raises InvalidRequestError."""
+async def _parsed(state: ServerState, request: Request) -> tuple[EngineRequest, Json]:
+    """Return the engine request that this body would produce as a completion or a chat, and the body.
+
+    Raises InvalidRequestError.
+    """
     model, principal = state.loaded_model, record_of(request.scope).principal
     origin = Origin("explain", domain=principal.domain, tenant=principal.tenant)
 
-    def prepare(body: bytes | SpooledBody) -> list[EngineRequest]:
+    def prepare(body: bytes | SpooledBody) -> tuple[list[EngineRequest], Json]:
         values = parse_json(in_memory(body), model.bounds.max_numbers)
         api = CHAT if "messages" in values else COMPLETIONS
         asked = api.prepare(values, model, origin)
-        return asked.requests[:: asked.params.n]
+        return asked.requests[:: asked.params.n], values
 
     async with state.bodies.held(request) as body:
-        requests = await state.long_work.run(len(body), partial(prepare, body), waits=True)
+        requests, values = await state.long_work.run(len(body), partial(prepare, body), waits=True)
     if len(requests) > 1:
         raise InvalidRequestError(f"there are {len(requests)} prompts; ask about one at a time", param="prompt")
-    return requests[0]
+    return requests[0], values
 
 
 def _plain(request: EngineRequest) -> Json:

@@ -133,6 +133,16 @@ class BlockEviction(ApiObject):
     seconds_ago: float
 
 
+class PromptFinding(ApiObject):
+    """A difference to an earlier prompt of the prompt log, and the tokens that it costs, estimated."""
+
+    cause: str
+    field: str
+    character: int
+    tokens: int
+    message: str
+
+
 class CacheExplanation(ApiObject):
     """Why a request had no more prefix cache hits; `message` says it in words."""
 
@@ -147,6 +157,7 @@ class CacheExplanation(ApiObject):
     reason: str
     near_match: NearestRequest | None
     eviction: BlockEviction | None
+    findings: list[PromptFinding]
     message: str
 
 

@@ -17,8 +17,11 @@ _CAUSES = {
 }
 
 
-def explanation_answer(found: Mapping[str, Any], tokenizer: Tokenizer) -> Json:
-    """Return the JSON of /v1/cache/explain from the result of the engine's "explain" call."""
+def explanation_answer(found: Mapping[str, Any], tokenizer: Tokenizer, findings: Sequence[Json] = ()) -> Json:
+    """Return the JSON of /v1/cache/explain from the result of the engine's "explain" call.
+
+    `findings`: of the prompt log, empty without one.
+    """
     near, eviction = found["near"], found["eviction"]
     answer: Json = {
         "object": "cache.explanation",
@@ -32,13 +35,15 @@ def explanation_answer(found: Mapping[str, Any], tokenizer: Tokenizer) -> Json:
         "reason": found["reason"],
         "near_match": near and _near_match(near, tokenizer),
         "eviction": eviction,
+        "findings": list(findings),
     }
     return answer | {"message": message(answer)}
 
 
 def message(answer: Json) -> str:
     """Return a response as plain text: a paragraph, and below it the two texts where the prompts diverge."""
-    return f"{_cached_sentence(answer)} {_reason_sentence(answer)}{_texts(answer['near_match'])}"
+    findings = "".join(f"\n  {finding['message']}" for finding in answer["findings"])
+    return f"{_cached_sentence(answer)} {_reason_sentence(answer)}{_texts(answer['near_match'])}{findings}"
 
 
 def _sources(breakdown: Mapping[str, int]) -> Json:
