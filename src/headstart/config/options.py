@@ -70,7 +70,9 @@ class EngineOptions:
     """Options of the engine process. Names follow vLLM's flags where the meaning is the same."""
 
     model: str = _option(
-        "", "Folder, GGUF file, or hub id such as Qwen/Qwen3-0.6B. Empty: the bundled intent model.", MODEL
+        "",
+        "Folder, GGUF file, hub id such as Qwen/Qwen3-0.6B, or smollm2-135m. Empty: the bundled intent model.",
+        MODEL,
     )
     revision: str | None = _option(None, "Branch, tag or commit on the hub.", MODEL)
     hf_token: str | None = _option(None, "Hub access token (else HF_TOKEN).", MODEL, secret=True)
@@ -210,6 +212,12 @@ class ServerOptions:
     history_size: int = _option(
         64 * 1024 * 1024,
         "Bytes of generated turns kept, so that a chat that comes back has the tokens that were generated; 0: none.",
+        CHATS,
+        minimum=0,
+    )
+    diagnostics_size: int = _option(
+        16 * 1024 * 1024,
+        "Bytes of fingerprints of prompts kept, which later requests may be compared with; 0: none.",
         CHATS,
         minimum=0,
     )

@@ -115,3 +115,4 @@ class Output(NamedTuple):
     breakdown: PromptTokenBreakdown | None = None  # with the first output token, or at the end without any
     scheduled_at: float = 0.0  # first admission, on the clock given to the scheduler
     is_invalid: bool = False  # `error` is the client's mistake
+    num_evicted_tokens: int = 0  # with the breakdown: computed prompt tokens whose blocks had been evicted

@@ -43,6 +43,7 @@ async def infer(state: ServerState, api: Api, request: Request) -> Response:
     origin = Origin(api.id_prefix + uuid4().hex, record.arrival, record.principal.domain, record.principal.tenant)
     asked, prepared = await _prepared(state, api, model, origin, request)
     job = state.admit(prepared, record)
+    job.diagnosis = asked.diagnosis
     answer = _Answer(state, job, asked.answer(job, Head(origin.request_id, int(time.time()), model)))
     watcher = asyncio.create_task(_watch(request.receive, job))
     try:
@@ -126,6 +127,8 @@ class _Answer:
         while not job.is_finished:
             for choice, delta in await job.news(PING_SECONDS):
                 self._form.collect(choice, delta)
+        if job.diagnosis is not None:
+            job.diagnosis.remember()
         if job.num_entries + len(job.generations) <= LARGE_ANSWER_ENTRIES:
             return json_response(self._form.whole(in_pieces=False))
         return self.state.turns.pieces(self._form.whole(in_pieces=True))
@@ -154,6 +157,8 @@ class _Answer:
                 if job.is_finished:
                     break
                 news = await self.next_news()
+            if job.diagnosis is not None:
+                job.diagnosis.remember()  # before the end is sent: clients may refer to the answer at once
             ending = form.closing()
         except ClientGoneError:
             raise

@@ -20,6 +20,7 @@ from headstart.http.http_errors import ClientGoneError, HttpError, rendered
 from headstart.http.logs import Log
 from headstart.http.long_work import LongWork
 from headstart.openai.bounds import Bounds
+from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
 from headstart.openai.engine_requests import Prepared
 from headstart.openai.json_pieces import Turns
 from headstart.openai.responses_api.response_memory import ResponseMemory
@@ -62,6 +63,7 @@ class Model:
     metrics: Metrics
     created: int  # seconds since 1970
     grammars: GrammarCheck
+    fingerprints: FingerprintMemory | None = None  # of answered requests' prompts, for comparisons
 
 
 class ServerState:
@@ -111,7 +113,9 @@ class ServerState:
         self.engine.on_step = lambda stats: metrics.iteration_tokens.observe(stats.last_batch_tokens)
         bounds = Bounds.of(info, self.options)
         grammars = GrammarCheck(info, info.eos_token_ids or tokenizer.eos_token_ids)
-        return Model(name, info, tokenizer, bounds, metrics, int(time.time()), grammars)
+        fingerprints = FingerprintMemory(self.options.diagnostics_size) if self.options.diagnostics_size else None
+        metrics.watch_fingerprints(fingerprints)
+        return Model(name, info, tokenizer, bounds, metrics, int(time.time()), grammars, fingerprints)
 
     def open(self, model: Model) -> None:
         """Start to admit requests."""

@@ -451,6 +451,7 @@ class Scheduler:
             breakdown,
             seq.scheduled_at,
             row.error is not None and row.error.kind is RowErrorKind.GRAMMAR,
+            0 if breakdown is None else self.accounting.num_evicted(seq, breakdown),
         )
 
     def _demands(self) -> Iterator[Demand]:
