@@ -21,7 +21,7 @@ from uuid import uuid4
 from agent_chats import Body, agent, bodies_of, recorded_chats
 from agent_replay import CASES
 
-SKIPPED = ("none", "reasoning dropped by the template", "timestamp first (reported only)")
+SKIPPED = ("none", "none, all reasoning sent back", "timestamp first (reported only)")
 
 
 def call(url: str, body: Body | None = None) -> Any:
