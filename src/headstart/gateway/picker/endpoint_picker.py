@@ -23,6 +23,7 @@ from headstart.gateway.proxy.relay import own_headers
 from headstart.gateway.proxy.sse_reader import EventStream, ReportedUsage
 from headstart.gateway.proxy.upstream import AttemptError, Failure, headers_back, headers_changed
 from headstart.http.answer_report import REPORT_HEADER, AnswerReport, decode_report
+from headstart.http.gate import identity_headers
 from headstart.http.http_errors import ClientGoneError, HttpError
 from headstart.router.routing_decision import InFlight
 from headstart.router.routing_request import Usage
@@ -94,9 +95,11 @@ class EndpointPicker:
         changed, removed = headers_changed(call.headers, own)
         addresses = [address for name in names if (address := self._addresses.address(name)) is not None]
         body = call.reading.body
+        told = [*identity_headers(call.path, call.request_id), *own_headers(call, 200)]
+        shown = {name.decode("latin-1"): value.decode("latin-1") for name, value in told}
         call.reading.body = b""  # the picker sends it once; Envoy keeps it for its own retries
         try:
-            await stream.forward(addresses, body, changed, removed)
+            await stream.forward(addresses, body, changed, removed, shown)
         finally:
             call.reading.body = body
             call.drop_body()

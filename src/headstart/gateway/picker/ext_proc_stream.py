@@ -4,8 +4,12 @@ It is the ASGI server of the router's own application: the request's headers and
 application sends becomes an immediate response, unless it has the request forwarded: then `forward` names the replicas
 and sends the body back to Envoy, and the rest of the stream is about the replica's answer. Protocol: Gateway API
 inference extension, proposal 004, v1.0.0.
+
+Our own Envoy (envoy_filters.py) keeps the body until the picker has replied (STREAMED, not FULL_DUPLEX_STREAMED),
+and reports the head of the answer on a stream of its own, which names the request by the metadata CALL.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote_to_bytes
@@ -18,10 +22,13 @@ from headstart.http.spooled_body import SpooledBody
 EXTENSION = "headstart.picker"
 """The key of the ASGI scope's extensions under which an application finds the ExtProcStream."""
 CHUNK_BYTES = 62_000  # of a body that is sent back, per message; Envoy's limit is 64 kB
-FULL_DUPLEX = 4  # FULL_DUPLEX_STREAMED
+STREAMED, FULL_DUPLEX = 1, 4  # modes of request bodies; the latter is FULL_DUPLEX_STREAMED
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED, SUBSET = f"{DESTINATION}-served", f"{DESTINATION}-subset"
-_LB, _SUBSET_HINT = "envoy.lb", "envoy.lb.subset_hint"  # namespaces of metadata
+CALL, ANSWER_HEADERS = "x-headstart-call", "x-headstart-answer"
+"""Metadata for our own Envoy: the id of a request, and the headers that its answer gets."""
+LB = "envoy.lb"
+_SUBSET_HINT = f"{LB}.subset_hint"  # namespaces of metadata
 _APPEND, _OVERWRITE = 0, 2
 _BY_ENVOY = frozenset((b"content-length", b"connection", b"transfer-encoding"))
 Headers = list[tuple[bytes, bytes]]
@@ -33,6 +40,10 @@ class Peer(Protocol):
     async def read(self) -> pb.ProcessingRequest | None: ...
 
     async def write(self, *responses: pb.ProcessingResponse) -> None: ...
+
+    def end_gently(self) -> None:
+        """Let `read` return None in place of a cancellation from now on, after the messages before it."""
+        ...
 
 
 class AnswerHead(NamedTuple):
@@ -47,8 +58,10 @@ class AnswerHead(NamedTuple):
 class ExtProcStream:
     """One request."""
 
-    def __init__(self, peer: Peer, first: pb.ProcessingRequest, *, trusts_address: bool = False) -> None:
-        """`first` is the first message, with the headers of the request.
+    def __init__(
+        self, peer: Peer, first: pb.ProcessingRequest, *, trusts_address: bool = False, call_id: str = ""
+    ) -> None:
+        """`first` is the first message, with the headers of the request; `call_id` names it to our own Envoy.
 
         `trusts_address`: Envoy is our own, and the first proxy: it reports the client's address, and has appended one
         to x-forwarded-for. Otherwise the address is unknown, and no client counts as one on this machine.
@@ -56,18 +69,37 @@ class ExtProcStream:
         self._peer = peer
         self._head = first.request_headers
         self._response_mode = first.protocol_config.response_body_mode
-        self.is_usable = first.protocol_config.request_body_mode in (0, FULL_DUPLEX) or self._head.end_of_stream
+        mode = first.protocol_config.request_body_mode
+        self._keeps_body = mode == STREAMED and first.protocol_config.send_body_without_waiting_for_header_response
+        self.is_usable = mode in (0, FULL_DUPLEX) or self._keeps_body or self._head.end_of_stream
+        self.call_id = call_id if self._keeps_body else ""
         self.subset = _subset_in(first.metadata_context)
         self._source = _source_in(first.attributes.values()) if trusts_address else ""
         self._is_read = False  # the request's body
+        self._num_pieces = 0  # of it
         self._has_trailers = False
         self._is_over = False  # Envoy has ended the stream
         self._start: Message | None = None  # of an immediate response
         self._pieces: list[bytes] = []
+        self._checker: Peer | None = None  # the stream that waits for the head of the answer
+        self._checked: asyncio.Future[None] | None = None
 
     async def run(self, app: ASGIApp) -> None:
         """Serve the request by an application."""
-        await app(self._scope(), self.receive, self.send)
+        try:
+            await app(self._scope(), self.receive, self.send)
+        finally:
+            self._release_checker()
+
+    async def check(self, peer: Peer) -> None:
+        """Let the head of the answer, or an immediate response in its place, be sent on another stream; wait for it."""
+        self._checker, self._checked = peer, asyncio.get_running_loop().create_future()
+        await self._checked
+
+    def _release_checker(self) -> None:
+        self._checker = None
+        if self._checked is not None and not self._checked.done():
+            self._checked.set_result(None)
 
     # ------------------------------------------------------------------------------------------ ASGI, for applications
 
@@ -81,6 +113,7 @@ class ExtProcStream:
         message = await self._next()
         kind = None if message is None else message.WhichOneof("request")
         if message is not None and kind == "request_body":
+            self._num_pieces += 1
             self._is_read = message.request_body.end_of_stream
             return {"type": "http.request", "body": message.request_body.body, "more_body": not self._is_read}
         self._is_read = True
@@ -106,7 +139,8 @@ class ExtProcStream:
         response = pb.ImmediateResponse(
             status=pb.HttpStatus(code=start["status"]), headers=_mutation(headers), body=body, details="headstart"
         )
-        await self._peer.write(pb.ProcessingResponse(immediate_response=response))
+        await (self._checker or self._peer).write(pb.ProcessingResponse(immediate_response=response))
+        self._release_checker()
 
     # ------------------------------------------------------------------------------------------- for forwarded requests
 
@@ -116,21 +150,44 @@ class ExtProcStream:
         body: bytes | SpooledBody,
         headers: Mapping[str, str],
         removed: Iterable[str],
+        answer_headers: Mapping[str, str],
     ) -> None:
         """Have Envoy forward the request to the first of `endpoints` that takes it, with this body and these headers.
 
-        `endpoints` are addresses, IP:port, the preferred one first.
+        `endpoints` are addresses, IP:port, the preferred one first. `answer_headers`: set by our own Envoy on answers
+        that it does not have checked.
         """
         picked = ",".join(endpoints)
         mutation = _mutation([(DESTINATION.encode(), picked.encode()), *_encoded(headers)], removed)
         common = pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
         response = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common))
-        response.dynamic_metadata.update({_LB: {DESTINATION: picked}})
+        metadata: dict[str, Any] = {DESTINATION: picked}
+        if self.call_id:
+            metadata |= {CALL: self.call_id, ANSWER_HEADERS: dict(answer_headers)}
+            self._peer.end_gently()  # the head of the answer may arrive together with the end
+        response.dynamic_metadata.update({LB: metadata})
         if self._head.end_of_stream:
             await self._peer.write(response)
-            return
+        elif self._keeps_body:
+            await self._replace_body(response, body)
+        else:
+            await self._send_body(response, body)
+
+    async def _replace_body(self, head: pb.ProcessingResponse, body: bytes | SpooledBody) -> None:
+        """Reply to the head and to each piece of the body that Envoy keeps; `body` is divided among the pieces."""
+        size = -(-len(body) // self._num_pieces)
+        ready, num_left = [head], self._num_pieces
+        async for piece in _chunks(body, size):
+            ready.append(_replacement(piece))
+            num_left -= 1
+            if len(piece) > CHUNK_BYTES:
+                await self._peer.write(*ready)
+                ready = []
+        await self._peer.write(*ready, *[_replacement(b"") for _ in range(num_left)])
+
+    async def _send_body(self, response: pb.ProcessingResponse, body: bytes | SpooledBody) -> None:
         sent, ready = 0, [response]  # a short body is sent together with the head
-        async for chunk in _chunks(body):
+        async for chunk in _chunks(body, CHUNK_BYTES):
             sent += len(chunk)
             is_last = sent == len(body) and not self._has_trailers
             await self._peer.write(*ready, _body_of_request(chunk, is_last=is_last))
@@ -148,7 +205,7 @@ class ExtProcStream:
                 continue
             pairs = _pairs(message.response_headers.headers)
             status = next((value for name, value in pairs if name == b":status"), b"0")
-            served = _text_in(message.metadata_context, _LB, SERVED)
+            served = _text_in(message.metadata_context, LB, SERVED)
             headers = [header for header in pairs if not header[0].startswith(b":")]
             return AnswerHead(int(status), headers, served, message.response_headers.end_of_stream)
         return None
@@ -157,10 +214,14 @@ class ExtProcStream:
         """Let the answer begin, with the headers of the `http.response.start` that was sent in place of its own."""
         assert self._start is not None, "the application has not sent the head of its response"
         kept, self._start = self._start["headers"], None
+        if self.call_id and self._checker is None:
+            return  # Envoy does not wait
         names = {name for name, _ in kept} | _BY_ENVOY | {b"date"}
         removed = sorted({name.decode("latin-1") for name, _ in head.headers if name not in names})
         common = pb.CommonResponse(header_mutation=_mutation(kept, removed))
-        await self._peer.write(pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common)))
+        response = pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common))
+        await (self._checker or self._peer).write(response)
+        self._release_checker()
 
     async def pass_answer(self, read: Callable[[bytes], Any]) -> bool:
         """Pass the body of the answer, each piece of which `read` receives if Envoy sends them.
@@ -264,14 +325,25 @@ def _body_of_request(chunk: bytes, *, is_last: bool) -> pb.ProcessingResponse:
     return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common))
 
 
-async def _chunks(body: bytes | SpooledBody) -> AsyncIterator[bytes]:
+def _replacement(piece: bytes) -> pb.ProcessingResponse:
+    common = pb.CommonResponse(body_mutation=pb.BodyMutation(body=piece))
+    return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common))
+
+
+async def _chunks(body: bytes | SpooledBody, size: int) -> AsyncIterator[bytes]:
+    """Yield a body in pieces of `size` bytes, the last one shorter."""
     if isinstance(body, bytes):
-        for start in range(0, len(body), CHUNK_BYTES):
-            yield body[start : start + CHUNK_BYTES]
+        for start in range(0, len(body), size):
+            yield body[start : start + size]
         return
+    held = bytearray()
     async for piece in body.pieces():
-        for start in range(0, len(piece), CHUNK_BYTES):
-            yield piece[start : start + CHUNK_BYTES]
+        held += piece
+        while len(held) >= size:
+            yield bytes(held[:size])
+            del held[:size]
+    if held:
+        yield bytes(held)
 
 
 def _subset_in(metadata: pb.Metadata) -> frozenset[str] | None:
@@ -281,6 +353,11 @@ def _subset_in(metadata: pb.Metadata) -> frozenset[str] | None:
     hint: Any = metadata.filter_metadata[_SUBSET_HINT][SUBSET]  # a list of addresses, or one text with commas
     texts = hint.split(",") if isinstance(hint, str) else hint if isinstance(hint, Iterable) else ()
     return frozenset(text.strip() for text in texts if isinstance(text, str) and text.strip())
+
+
+def call_of(message: pb.ProcessingRequest) -> str:
+    """Return the id of the request that an answer is for; empty: it has none."""
+    return _text_in(message.metadata_context, LB, CALL)
 
 
 def _text_in(metadata: pb.Metadata, namespace: str, key: str) -> str:

@@ -219,8 +219,11 @@ class GrpcConnection(asyncio.Protocol):
         task.add_done_callback(lambda _: self._tasks.pop(head.stream_id, None))  # it may be cancelled before it begins
 
     def _on_reset(self, head: FrameHead) -> None:
-        self._streams.pop(head.stream_id, None)
-        self._cancel(head.stream_id)
+        stream = self._streams.pop(head.stream_id, None)
+        if stream is not None and stream.ends_gently:
+            stream.ended()
+        else:
+            self._cancel(head.stream_id)
 
     def _on_settings(self, head: FrameHead, payload: bytes) -> None:
         if head.flags & h2.ACK:

@@ -49,10 +49,11 @@ class GrpcError(Exception):
 
 
 class GrpcStream:
-    """One call: messages as bytes. A call that the client cancels is cancelled."""
+    """One call: messages as bytes. A call that the client cancels is cancelled, unless it `ends_gently`."""
 
     def __init__(self, connection: Outlet, stream_id: int, window: int) -> None:
         self.send_window = window
+        self.ends_gently = False  # a client that cancels ends its messages; the call is not cancelled
         self._connection = connection
         self._id = stream_id
         self._buffer = bytearray()
@@ -107,6 +108,11 @@ class GrpcStream:
         if start:
             del buffer[:start]
         self._credit()
+        self._wake()
+
+    def push(self, message: bytes) -> None:
+        """Let `read` return a message that came another way."""
+        self._messages.append(message)
         self._wake()
 
     def ended(self) -> None:

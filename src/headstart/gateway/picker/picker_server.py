@@ -4,6 +4,7 @@ Services by name are `liveness`, `readiness`, and the external processing servic
 """
 
 import asyncio
+from itertools import count
 
 from google.protobuf.message import DecodeError
 from starlette.types import ASGIApp
@@ -14,7 +15,7 @@ from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.picker import ext_proc_pb2 as pb
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
 from headstart.gateway.picker.endpoint_picker import EndpointPicker
-from headstart.gateway.picker.ext_proc_stream import ExtProcStream
+from headstart.gateway.picker.ext_proc_stream import ExtProcStream, call_of
 from headstart.gateway.picker.grpc_connection import GrpcConnection
 from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStream, Status
 from headstart.http.http_errors import HttpError
@@ -34,6 +35,8 @@ class PickerServer:
         self._state = state
         self._app: ASGIApp = build_front(state, EndpointPicker(state, addresses).forward)
         self._trusts_address = trusts_address
+        self._calls: dict[str, tuple[GrpcStream, ExtProcStream]] = {}  # requests of our own Envoy, by id
+        self._ids = count(1)
         self._server: asyncio.Server | None = None
         self._connections: set[GrpcConnection] = set()
         self._handlers = {
@@ -73,13 +76,32 @@ class PickerServer:
         first = await peer.read()
         if first is None:
             return
-        if first.WhichOneof("request") != "request_headers" or first.observability_mode:
+        kind = first.WhichOneof("request")
+        if kind == "response_headers" and self._trusts_address:
+            await self._answered(peer, first)
+            return
+        if kind != "request_headers" or first.observability_mode:
             raise GrpcError(Status.INVALID_ARGUMENT, "the first message must be request_headers")
-        request = ExtProcStream(peer, first, trusts_address=self._trusts_address)
+        call_id = str(next(self._ids)) if self._trusts_address else ""
+        request = ExtProcStream(peer, first, trusts_address=self._trusts_address, call_id=call_id)
         self.num_requests += 1
         if not request.is_usable:
             raise GrpcError(Status.INVALID_ARGUMENT, "set request_body_mode to FULL_DUPLEX_STREAMED")
-        await request.run(self._app)
+        if request.call_id:
+            self._calls[call_id] = (stream, request)
+        try:
+            await request.run(self._app)
+        finally:
+            self._calls.pop(call_id, None)
+
+    async def _answered(self, peer: "_Peer", first: pb.ProcessingRequest) -> None:
+        """Pass the head of an answer to its request; reply if Envoy waits. One whose request has ended is ignored."""
+        stream, request = self._calls.get(call_of(first), (None, None))
+        if stream is None or request is None:
+            return
+        stream.push(peer.last)
+        if not first.observability_mode:
+            await request.check(peer)
 
     def _status(self, service: str) -> int:
         if service == "liveness":
@@ -112,6 +134,7 @@ class _Peer:
     """The messages of one request."""
 
     def __init__(self, stream: GrpcStream) -> None:
+        self.last = b""  # the message that was read last, encoded
         self._stream = stream
 
     async def read(self) -> pb.ProcessingRequest | None:
@@ -119,6 +142,7 @@ class _Peer:
         message = await self._stream.read()
         if message is None:
             return None
+        self.last = message
         try:
             return pb.ProcessingRequest.FromString(message)
         except DecodeError:
@@ -127,6 +151,10 @@ class _Peer:
     async def write(self, *responses: pb.ProcessingResponse) -> None:
         """Send messages together."""
         await self._stream.write(*[response.SerializeToString() for response in responses])
+
+    def end_gently(self) -> None:
+        """Let the call end, in place of its cancellation, when Envoy gives the request up."""
+        self._stream.ends_gently = True
 
 
 async def _service_in(stream: GrpcStream) -> str:
