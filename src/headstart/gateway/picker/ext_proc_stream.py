@@ -10,7 +10,7 @@ and reports the head of the answer on a stream of its own, which names the reque
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote_to_bytes
 
@@ -91,10 +91,16 @@ class ExtProcStream:
         finally:
             self._release_checker()
 
-    async def check(self, peer: Peer) -> None:
-        """Let the head of the answer, or an immediate response in its place, be sent on another stream; wait for it."""
+    def check(self, peer: Peer) -> Coroutine[Any, Any, None]:
+        """Have the head of the answer, or an immediate response in its place, sent on another stream, from now on.
+
+        Return a coroutine that ends when it was sent.
+        """
         self._checker, self._checked = peer, asyncio.get_running_loop().create_future()
-        await self._checked
+        return self._until_checked(self._checked)
+
+    async def _until_checked(self, checked: "asyncio.Future[None]") -> None:
+        await checked
 
     def _release_checker(self) -> None:
         self._checker = None

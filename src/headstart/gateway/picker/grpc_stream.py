@@ -63,6 +63,19 @@ class GrpcStream:
         self._uncredited = 0  # received bytes by which the client's window is not enlarged again
         self._news: asyncio.Future[None] | None = None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `read` returns at once."""
+        return bool(self._messages) or self._is_over
+
+    def first(self) -> bytes | None:
+        """Return the first message, of a stream that is ready; None: there is none."""
+        if not self._messages:
+            return None
+        message = self._messages.popleft()
+        self._credit()
+        return message
+
     async def read(self) -> bytes | None:
         """Return the next message; None at the end."""
         while not self._messages:
