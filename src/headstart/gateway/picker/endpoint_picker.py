@@ -15,7 +15,8 @@ from starlette.types import Receive, Scope, Send
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
-from headstart.gateway.picker.ext_proc_stream import CHUNK_BYTES, EXTENSION, AnswerHead, ExtProcStream
+from headstart.gateway.picker.ext_proc_messages import CHUNK_BYTES
+from headstart.gateway.picker.ext_proc_stream import EXTENSION, AnswerHead, ExtProcStream
 from headstart.gateway.proxy.api_paths import RESPONSES
 from headstart.gateway.proxy.error_responses import no_answer, no_replicas
 from headstart.gateway.proxy.proxied_call import ProxiedCall

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.gateway.picker.envoy_filters import TYPE, http_filters
-from headstart.gateway.picker.ext_proc_stream import DESTINATION, LB, SERVED
+from headstart.gateway.picker.ext_proc_messages import DESTINATION, LB, SERVED
 
 _MANY = 1 << 20  # connections, requests and retries: no circuit breaker opens
 BOOTSTRAP, REPLICAS, SOCKET = "envoy.json", "replicas.json", "picker.sock"

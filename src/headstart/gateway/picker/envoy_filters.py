@@ -8,7 +8,7 @@ whose picker is lost can go on without it.
 
 from typing import Any
 
-from headstart.gateway.picker.ext_proc_stream import ANSWER_HEADERS, LB
+from headstart.gateway.picker.ext_proc_messages import ANSWER_HEADERS, LB
 from headstart.gateway.proxy.upstream import SENT_BACK, SENT_BACK_PREFIXES
 from headstart.http.answer_report import REPORT_HEADER
 

@@ -233,6 +233,7 @@ class GrpcConnection(asyncio.Protocol):
         self._waiting[head.stream_id] = path
         if head.flags & h2.END_STREAM:
             stream.ended()
+        if stream.is_ready or path not in self._handlers:
             self._begin(head.stream_id, stream)
 
     def _path_in(self, block: bytes) -> str:

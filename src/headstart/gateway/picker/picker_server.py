@@ -17,7 +17,8 @@ from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.picker import ext_proc_pb2 as pb
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
 from headstart.gateway.picker.endpoint_picker import EndpointPicker
-from headstart.gateway.picker.ext_proc_stream import ExtProcStream, call_of
+from headstart.gateway.picker.ext_proc_messages import call_of
+from headstart.gateway.picker.ext_proc_stream import ExtProcStream
 from headstart.gateway.picker.grpc_connection import GrpcConnection
 from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStream, Status
 from headstart.http.http_errors import HttpError
