@@ -14,6 +14,7 @@ from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.speculation.speculation_config import parse_speculative_config
 from headstart.core.warm_up import measure_drafts, measure_steps
 from headstart.engine_checks import check_options, limits_of, model_folder, store_bytes
+from headstart.gguf.gguf_reader import is_gguf
 from headstart.model.grammar.grammar_compiler import CompiledGrammars
 from headstart.model.model_runner import ModelRunner
 from headstart.model.setup.sizes import parse_bytes
@@ -148,7 +149,10 @@ def _event_publisher(options: EngineOptions) -> KVEventPublisher | None:
 
 
 def _served_name(model: str) -> str:
-    """Return the name to serve a model under: a hub id unchanged, a folder's own name without its path."""
+    """Return the name to serve a model under: a hub id unchanged, that of a folder or GGUF file without its path."""
     if not model:
         return BUNDLED_NAME
-    return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve().name
+    return path.stem if is_gguf(path) and path.is_file() else model

@@ -203,7 +203,7 @@ def test_learning_at_the_response_scatters_a_burst_and_learning_at_the_pick_does
         fleet = VirtualFleet(replicas(4, 512))
         fleet.run([arrival(burst * 2.0, burst, *range(63)) for burst in range(20) for _ in range(8)], [one])
         computed.append(sum(record.prompt_tokens - record.cached_tokens for record in fleet.records))
-    assert computed[0] < 0.9 * computed[1]  # not one prefill per burst: an idle replica computes it as soon
+    assert computed[0] < 0.6 * computed[1]
 
 
 def test_a_prompt_of_whole_blocks_that_is_all_cached_computes_one_token() -> None:

@@ -163,7 +163,7 @@ def test_a_draft_never_exceeds_max_tokens(max_tokens: int) -> None:
     )
 
 
-def test_earlier_outputs_behind_the_same_prefix_are_drafts_of_their_own_domain_only() -> None:
+def test_earlier_outputs_are_drafts_of_their_own_domain_only() -> None:
     """The model says a long text without repetition; the second request repeats the text of the first."""
     prompt = [5, 6, 7, 8, 9]
     engine = make_engine(60, model=lambda tokens: (7 * len(tokens)) % 97, speculation=DRAFTS, max_model_len=60)
@@ -255,3 +255,40 @@ def test_a_row_without_a_token_behind_its_accepted_drafts_goes_on() -> None:
     engine = make_engine(40, model=cycling, speculation=DRAFTS)
     engine.executor = ShortRows(40, 4, model=cycling)
     assert generate(engine, make_request("a", CYCLE * 2, 20))["a"] == expected_tokens(CYCLE * 2, 20, model=cycling)
+
+
+def misleading(tokens: "array[int]") -> int:
+    """A model that repeats two tokens, always before a third that is new."""
+    return (11, 12, 1000 * tokens[0] + len(tokens))[len(tokens) % 3]
+
+
+def test_rejections_are_remembered_for_later_requests_of_their_own_domain_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.core.speculation.draft_length.DecodeCost.learn", lambda *_: None)
+    engine = make_engine(60, model=misleading, speculation=DRAFTS)
+    firsts = iter(range(101, 160))
+
+    def num_drafts(domain: bytes, mode: CacheMode = CacheMode.READ_WRITE) -> int:
+        before, first = engine.stats().counters.num_draft_tokens, next(firsts)
+        prompt = [first, 200 + first, 300 + first, 11, 12, 500 + first, 11, 12]
+        generate(engine, make_request(str(first), prompt, 12, domain=domain, cache=mode))
+        return engine.stats().counters.num_draft_tokens - before
+
+    fresh = num_drafts(b"b", CacheMode.BYPASS)
+    assert fresh
+    for _ in range(20):
+        assert num_drafts(b"b", CacheMode.BYPASS) == fresh
+        num_drafts(b"a")
+    assert num_drafts(b"a") == 0
+    assert num_drafts(b"a", CacheMode.BYPASS) == num_drafts(b"b", CacheMode.READ_ONLY) == num_drafts(b"b") == fresh
+    assert engine.stats().counters.num_accepted_tokens == 0
+    assert engine.reset_prefix_cache()
+    assert num_drafts(b"a") == fresh
+
+
+def test_the_least_recently_used_domain_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.core.speculation.speculation.MAX_DOMAINS", 2)
+    engine = make_engine(60, model=cycling, speculation=DRAFTS)
+    for number, domain in enumerate((b"a", b"b", b"a", b"c")):
+        generate(engine, make_request(str(number), CYCLE * 2, 12, domain=domain))
+    assert engine.scheduler.speculation is not None
+    assert [domain for domain, _ in engine.scheduler.speculation._domains] == [b"a", b"c"]  # pyright: ignore[reportPrivateUsage]

@@ -1,6 +1,7 @@
 """The protocol of our own Envoy: bodies stay there, and the head of an answer comes on a stream of its own."""
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import hpack
@@ -98,7 +99,7 @@ def test_each_piece_of_a_body_gets_one_reply_behind_the_head(num_pieces: int) ->
         body = b'{"prompt": "%s"}' % (b"x" * 203)
         size = len(body) // num_pieces
         cuts = [*range(0, size * num_pieces, size), len(body)]
-        call = envoy.request(*[body[start:end] for start, end in zip(cuts, cuts[1:], strict=False)])
+        call = envoy.request(*[body[start:end] for start, end in pairwise(cuts)])
         await until(lambda: len(envoy.replies(call)) == 1 + num_pieces)
         head, *pieces = envoy.replies(call)
         told = head.dynamic_metadata[LB]

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from server.harness import until
 
 from headstart.gateway.gateway_app import build_front
-from headstart.gateway.picker import ext_proc_pb2 as pb
 from headstart.gateway.picker import ext_proc_messages
+from headstart.gateway.picker import ext_proc_pb2 as pb
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
 from headstart.gateway.picker.endpoint_picker import EndpointPicker
 from headstart.gateway.picker.ext_proc_messages import (

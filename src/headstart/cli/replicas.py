@@ -13,6 +13,8 @@ from headstart.config.options import EngineOptions, RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.gateway.replicas.subprocesses import Launch, LocalReplicas
 from headstart.gateway.run_gateway import route
+from headstart.gguf.gguf_reader import is_gguf
+from headstart.gguf.tokenizer_json import FILE_NAME
 from headstart.http.lifecycle import EXIT_INTERRUPTED
 from headstart.http.logs import Log
 from headstart.model.setup.sizes import cpu_memory, format_bytes, parse_bytes
@@ -67,10 +69,10 @@ def publishing(engine: EngineOptions, events: str | None, replay: str | None) ->
 
 
 def with_tokenizer(router: RouterOptions, engine: EngineOptions) -> RouterOptions:
-    """Return the router options with the tokenizer in the model's folder, if any; else it is found by its name."""
-    if router.tokenizer != "auto" or not (Path(engine.model).expanduser() / "tokenizer.json").is_file():
-        return router
-    return replace(router, tokenizer=engine.model)
+    """Return the router options with the tokenizer of the model's folder or file; else it is found by its name."""
+    path = Path(engine.model).expanduser()
+    is_there = (path / FILE_NAME).is_file() or (is_gguf(path) and path.is_file())
+    return replace(router, tokenizer=engine.model) if router.tokenizer == "auto" and is_there else router
 
 
 def behind_router(server: ServerOptions) -> ServerOptions:

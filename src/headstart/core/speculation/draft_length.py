@@ -12,7 +12,8 @@ from heapq import heapify, heapreplace
 MATCHES = (3, 7, 12)  # matched tokens from which the next of the classes below begins
 PRIOR_ACCEPTED = (0.5, 0.65, 0.85, 0.93)  # share of a sequence without drafts so far (benchmarks/speculation)
 PRIOR_TRIED = 2.0
-MEMORY = 0.9  # weight of earlier drafts against the latest one
+MEMORY = 0.9  # weight of a sequence's earlier drafts against the latest one
+DOMAIN_MEMORY = 0.98  # the same for all sequences of an isolation domain
 LEAST_PAUSE, MOST_PAUSE = 16, 256  # drafts skipped between two probes
 LEAST_SHARE, MOST_SHARE = 0.005, 0.995  # of accepted tokens: an estimate of 0 or 1 could not change any more
 FIRST_SLOPE = 0.1  # of a step of one token, until measured
@@ -54,14 +55,20 @@ class DecodeCost:
 
 
 class Acceptance:
-    """The observed acceptance of one sequence's draft tokens, by the length of the match that they followed."""
+    """The observed acceptance of draft tokens, of a sequence or of a domain, by the length of the match before them."""
 
-    __slots__ = ("_accepted", "_pause", "_skipped", "_tried")
+    __slots__ = ("_accepted", "_memory", "_pause", "_skipped", "_tried")
 
-    def __init__(self) -> None:
-        self._accepted = [PRIOR_TRIED * share for share in PRIOR_ACCEPTED]
-        self._tried = [PRIOR_TRIED] * len(PRIOR_ACCEPTED)
+    def __init__(self, shares: Sequence[float] = PRIOR_ACCEPTED, memory: float = MEMORY) -> None:
+        """`shares`: expected acceptance of each class of matches, until drafts were verified."""
+        self._accepted = [PRIOR_TRIED * share for share in shares]
+        self._tried = [PRIOR_TRIED] * len(shares)
+        self._memory = memory
         self._skipped, self._pause = 0, LEAST_PAUSE
+
+    def shares(self) -> list[float]:
+        """Return the accepted share of each class of matches."""
+        return [accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True)]
 
     def probability(self, match_length: int) -> float:
         """Return the probability that a draft token is accepted if those before it are."""
@@ -73,8 +80,8 @@ class Acceptance:
         if num_accepted:
             self._pause = LEAST_PAUSE
         at = bisect_right(MATCHES, match_length)
-        tried = self._tried[at] * MEMORY + num_accepted + (num_accepted < num_drafts)
-        accepted = self._accepted[at] * MEMORY + num_accepted
+        tried = self._tried[at] * self._memory + num_accepted + (num_accepted < num_drafts)
+        accepted = self._accepted[at] * self._memory + num_accepted
         self._tried[at] = tried
         self._accepted[at] = min(max(accepted, LEAST_SHARE * tried), MOST_SHARE * tried)
 

@@ -1,25 +1,27 @@
 """Speculation: drafts for the sequences of a step, verified in the step itself.
 
 A draft is a guess of the next output tokens: those that followed an earlier occurrence of the last tokens, in the
-sequence itself (prompt lookup, as in vLLM's method ngram) or in earlier outputs behind the same beginning of a prompt.
+sequence itself (prompt lookup, as in vLLM's method ngram) or in earlier outputs of its isolation domain.
 The executor computes it with the sequence's next token as one chunk, samples every position, and returns the tokens
 sampled until one differs from the draft. Since a draw depends on its seed and position only, the output is the same as
 without drafts. Draft tokens are never part of `Sequence.token_ids`, so they are neither hashed nor published.
 """
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from headstart.core.batch import Chunk
 from headstart.core.cache.kv_cache import KVCache
 from headstart.core.request import Sequence
-from headstart.core.speculation.draft_length import Acceptance, DecodeCost, draft_lengths
+from headstart.core.speculation.draft_length import DOMAIN_MEMORY, Acceptance, DecodeCost, draft_lengths
 from headstart.core.speculation.ngram_index import NgramIndex
 from headstart.core.speculation.output_history import OutputHistory
 from headstart.core.speculation.speculation_config import SpeculationConfig
 
 ENTERED_PER_STEP = 2048  # tokens that are indexed in one step: about a millisecond
 ENTERED_EACH = 64  # of each sequence, even if others have used that up
+MAX_DOMAINS = 256
 _MAX_CAPACITY = 1 << 16
 
 
@@ -28,10 +30,10 @@ class _Drafting:
 
     __slots__ = ("acceptance", "enabled", "index", "match_length")
 
-    def __init__(self, config: SpeculationConfig, seq: Sequence) -> None:
+    def __init__(self, config: SpeculationConfig, seq: Sequence, acceptance: Acceptance) -> None:
         capacity = min(len(seq.token_ids) + seq.request.sampling.max_tokens, _MAX_CAPACITY)
         self.index = NgramIndex(config.prompt_lookup_min, capacity)
-        self.acceptance = Acceptance()
+        self.acceptance = acceptance
         self.enabled = True
         self.match_length = 0  # of the latest draft
 
@@ -46,6 +48,7 @@ class Speculation:
         self._max_model_len = max_model_len
         self._num_enterable = 0  # tokens that may still be indexed in this step
         self._states: dict[str, _Drafting] = {}  # by request id
+        self._domains: OrderedDict[tuple[bytes, str | None], Acceptance] = OrderedDict()  # by domain and adapter
         self._history = OutputHistory(config.prompt_lookup_min, config.prompt_lookup_max)
 
     def drafts(self, planned: Iterable[tuple[Sequence, int]], budget: int) -> "dict[str, array[int]]":
@@ -84,6 +87,8 @@ class Speculation:
         """Update the acceptance of a sequence from one draft."""
         state = self._states[seq.request_id]
         state.acceptance.learn(state.match_length, num_drafts, num_accepted)
+        if self._cache.writes(seq):
+            self._domain(seq).learn(state.match_length, num_drafts, num_accepted)
 
     def disable(self, seq: Sequence) -> None:
         """Give a sequence no more drafts."""
@@ -96,14 +101,30 @@ class Speculation:
             self._history.add(seq)
 
     def clear(self) -> None:
-        """Forget earlier outputs."""
+        """Forget earlier outputs and their acceptance."""
         self._history.clear()
+        self._domains.clear()
+
+    def _domain(self, seq: Sequence) -> Acceptance:
+        """Return the acceptance of all sequences of a domain and adapter; the least recently used one is dropped."""
+        key = seq.request.domain, seq.request.adapter
+        found = self._domains.get(key)
+        if found is None:
+            found = self._domains[key] = Acceptance(memory=DOMAIN_MEMORY)
+            if len(self._domains) > MAX_DOMAINS:
+                self._domains.popitem(last=False)
+        self._domains.move_to_end(key)
+        return found
+
+    def _first_acceptance(self, seq: Sequence) -> Acceptance:
+        """Return what is expected of a new sequence: the acceptance of its domain, unless it may not read from it."""
+        return Acceptance(self._domain(seq).shares()) if self._cache.reads(seq) else Acceptance()
 
     def _find(self, seq: Sequence) -> "array[int] | None":
         """Return the longest draft for a sequence that its limits permit, if any."""
         state = self._states.get(seq.request_id)
         if state is None:
-            state = self._states[seq.request_id] = _Drafting(self._config, seq)
+            state = self._states[seq.request_id] = _Drafting(self._config, seq, self._first_acceptance(seq))
         tokens, sampling, config = seq.token_ids, seq.request.sampling, self._config
         index, num_known = state.index, len(seq.token_ids)
         num_new = min(num_known - index.num_entered, max(self._num_enterable, ENTERED_EACH))

@@ -1,11 +1,13 @@
 """LogReport: the reuse of a log of requests, what of its prefill was avoidable, by cause, and its miss ratios.
 
-An infinite cache of blocks of 16 tokens is assumed, a token of four characters, and one tenant. A request is compared
+An infinite cache of blocks of 16 tokens is assumed, a token of four characters, and one tenant; prompts with another
+`cache_salt` share nothing. A request is compared
 with the earlier requests that have most text in common with it, wherever that text stands: text that both have, behind
 their first difference, was computed again. The cost of a cause is the text behind its first occurrence in a request, so
 costs of several causes overlap; `avoidable_tokens` counts each token once.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -98,14 +100,15 @@ class LogReport:
 
 def report_log(prompts: Sequence[LoggedPrompt], num_skipped: int = 0) -> LogReport:
     """Return the report of the prompts of one log, in order of arrival."""
-    near, known, costs = NearPrompts(), set[int](), dict[str, CauseCost]()
+    groups: defaultdict[str, NearPrompts] = defaultdict(NearPrompts)
+    known, costs = set[int](), dict[str, CauseCost]()
     chains: list[list[int]] = []
     num_chars = num_reused = num_avoidable = 0
     for index, prompt in enumerate(prompts):
-        text = prompt.text
-        chain = _chain(text)
+        text, near = prompt.text, groups[prompt.group]
+        chain = _chain(text, prompt.group)
         reused = _num_known(chain, known) * BLOCK_TOKENS * CHARS_PER_TOKEN
-        best = _best(prompt, prompts, near.nearest(prompt, CANDIDATES))
+        best = best_match(prompt, prompts, near.nearest(prompt, CANDIDATES))
         if best is not None:
             num_avoidable += _charge(costs, prompt, prompts[best[0]].line, best[1], reused)
         num_chars, num_reused = num_chars + len(text), num_reused + reused
@@ -123,7 +126,7 @@ def report_log(prompts: Sequence[LoggedPrompt], num_skipped: int = 0) -> LogRepo
     )
 
 
-def _best(
+def best_match(
     prompt: LoggedPrompt, prompts: Sequence[LoggedPrompt], candidates: Sequence[int]
 ) -> tuple[int, Comparison] | None:
     """Return the earlier prompt with most equal text, and the comparison with it."""
@@ -150,10 +153,10 @@ def _charge(
     return avoidable
 
 
-def _chain(text: str) -> list[int]:
-    """Return the hash of each full block of a text and all text before it."""
+def _chain(text: str, group: str) -> list[int]:
+    """Return the hash of each full block of a text and all text before it, in its group."""
     size = BLOCK_TOKENS * CHARS_PER_TOKEN
-    hashed = blake2b(digest_size=8)
+    hashed = blake2b(group.encode("utf-8", "surrogatepass"), digest_size=8)
     chain: list[int] = []
     for start in range(0, len(text) - size + 1, size):
         hashed.update(text[start : start + size].encode("utf-8", "surrogatepass"))

@@ -76,7 +76,7 @@ class EndpointPicker:
             await self._answered(call, in_flight, head, stream, send)
         finally:
             if in_flight.finish is None:
-                self._router.failed(in_flight, time.monotonic(), blame=False)
+                self._router.abandoned(in_flight, time.monotonic())
 
     async def _chosen(self, call: ProxiedCall, now: float) -> tuple[RoutingDecision, float]:
         """Choose a replica, at once or when one is there again; return the time of it too. Raises HttpError 503."""

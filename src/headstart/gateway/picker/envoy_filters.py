@@ -113,8 +113,9 @@ function envoy_on_response(handle)
   for _, name in ipairs(removed) do headers:remove(name) end
   local told = handle:streamInfo():dynamicMetadata():get("{lb}")
   local own = told and told["{headers}"]
+  local is_plain = attempts == "1" and headers:get(":status") == "200"
   for name, value in pairs(own or {{}}) do
-    if attempts == "1" or name:sub(1, 12) ~= "x-headstart-" then headers:replace(name, value) end
+    if is_plain or name:sub(1, 12) ~= "x-headstart-" then headers:replace(name, value) end
   end
 end
 """

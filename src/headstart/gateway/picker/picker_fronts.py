@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
-from headstart.gateway.gateway_state import GatewayState
+from headstart.gateway.gateway_state import FILES_PER_REQUEST, GatewayState
 from headstart.gateway.http_front import Front, url_of
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
 from headstart.gateway.picker.envoy_config import REPLICAS, SOCKET, EnvoySettings, write_bootstrap, write_replicas
@@ -17,7 +17,7 @@ from headstart.gateway.picker.picker_server import PickerServer
 from headstart.gateway.replicas.replica_address import ReplicaAddress
 from headstart.http.lifecycle import listen
 from headstart.http.logs import Log
-from headstart.http.protocol.connections import connection_cap
+from headstart.http.protocol.connections import most_connections
 
 
 def picker_fronts(router: RouterOptions, server: ServerOptions) -> list[Front]:
@@ -89,7 +89,7 @@ class EnvoyFront:
             connect_timeout=router.connect_timeout,
             response_timeout=router.response_timeout,
             max_body_bytes=server.max_body_bytes,
-            max_connections=connection_cap(server.max_num_queued_reqs, files_each=2),
+            max_connections=most_connections(files_each=FILES_PER_REQUEST),
         )
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -48,9 +48,9 @@ Each loss is retried over a new connection, so connections that replicas closed 
 
 @dataclass(frozen=True, slots=True)
 class ProxySettings:
-    """Options of the proxy. `max_pending`: requests without a first token, beyond which new ones are refused.
+    """Options of the proxy. `max_pending`: requests without a first token per replica; more are refused.
 
-    Times in seconds.
+    `max_pending_in_all`: a bound of their sum, so that there are connections for answers too. Times in seconds.
     """
 
     max_attempts: int = 3
@@ -60,6 +60,7 @@ class ProxySettings:
     replica_api_key: str | None = None
     replica_wait: float = 5.0
     max_held_bytes: int = MAX_HELD_BYTES
+    max_pending_in_all: int = 16_384
 
 
 class Proxy:
@@ -94,8 +95,12 @@ class Proxy:
 
     def check_queue(self) -> None:
         """Raise QueueFullError while too many requests wait for their first token."""
-        if self.num_pending >= self._settings.max_pending:
-            endpoints = self.router.endpoints.values()
+        settings = self._settings
+        if self.num_pending < min(settings.max_pending, settings.max_pending_in_all):
+            return
+        endpoints = self.router.endpoints.values()
+        num_serving = sum(not (one.health.absent or one.health.draining) for one in endpoints)
+        if self.num_pending >= min(settings.max_pending * max(num_serving, 1), settings.max_pending_in_all):
             wait = min((endpoint.backlog_ms(time.monotonic()) for endpoint in endpoints), default=0.0) / 1e3
             raise QueueFullError(
                 f"{self.num_pending} requests are waiting: try again later", retry_after=min(wait, 60.0)
@@ -225,7 +230,7 @@ class Proxy:
             wait.take_cancel_back()
             self.silence.end(activity, wait)
             if in_flight.finish is None:  # the client disconnected, or the router stops: not the replica's fault
-                self.router.failed(in_flight, time.monotonic(), blame=False)
+                self.router.abandoned(in_flight, time.monotonic())
 
     async def _broken(
         self, call: ProxiedCall, in_flight: InFlight, failure: Failure, error: BaseException, send: Send

@@ -26,6 +26,7 @@ from headstart.gateway.proxy.upstream import (
     refusal,
     refusal_in_event,
 )
+from headstart.openai.canonical.prompt_rules import RULES_HEADER, rules_header
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
 
@@ -229,10 +230,15 @@ class Relay:
 
 
 def own_headers(call: ProxiedCall, status: int, replica: str) -> list[tuple[bytes, bytes]]:
-    """Return the router's own headers of an answer: the replica and the reasons for it, for administrators."""
+    """Return the router's own headers of an answer: the rules that applied to the prompt.
+
+    For administrators also the replica and the reasons for it.
+    """
+    applied = call.reading.applied_rules
+    own = [(RULES_HEADER.encode(), rules_header(applied).encode())] if applied else []
     if not call.shows_replica or status in (401, 403):  # a refused key gets no addresses, from any server
-        return []
-    own = [(b"x-headstart-replica", replica.encode("latin-1"))]
+        return own
+    own.append((b"x-headstart-replica", replica.encode("latin-1")))
     return [*own, (b"x-headstart-route", call.route)] if call.route else own
 
 

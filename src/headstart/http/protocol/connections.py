@@ -62,8 +62,15 @@ class ConnectionTable:
 def connection_cap(max_queued_requests: int, *, files_each: int) -> int:
     """Return the cap on connections of a server that needs `files_each` file descriptors per connection.
 
-    Twice the requests that may wait, at least MIN_CONNECTIONS, and no more than the process's limit on open files
-    allows. The soft limit is raised to the hard one first: the usual 1024 is too few for the streams of one server.
+    Twice the requests that may wait, at least MIN_CONNECTIONS, and no more than `most_connections`.
+    """
+    return min(max(MIN_CONNECTIONS, 2 * max_queued_requests), most_connections(files_each=files_each))
+
+
+def most_connections(*, files_each: int) -> int:
+    """Return the number of connections that the process's limit on open files allows, at least 16.
+
+    The soft limit is raised to the hard one first: the usual 1024 is too few for the streams of one server.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
@@ -71,4 +78,4 @@ def connection_cap(max_queued_requests: int, *, files_each: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
     files = MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
-    return max(16, min(max(MIN_CONNECTIONS, 2 * max_queued_requests), (files - OWN_FILES) // files_each))
+    return max(16, (files - OWN_FILES) // files_each)

@@ -5,6 +5,7 @@ sequences of full length can fill, which limits the pool of tiny models. A confi
 before any allocation, with the numbers and the remedy.
 """
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ import torch
 from headstart.core.errors import ConfigError
 from headstart.model.setup.cgroup import SYSTEM
 from headstart.model.setup.sizes import Memory, cpu_memory, format_bytes, parse_bytes
-from headstart.model.weights.checkpoint import read_header, weight_files
+from headstart.model.weights.checkpoint import Checkpoint
+from headstart.model.weights.gguf.block_formats import FORMATS
 
 KV_SHARE = 0.4  # of the memory left after the weights
 _MIN_FULL_SEQUENCES = 16  # so that the limit for tiny models leaves space for cached prefixes if max_num_seqs is small
@@ -44,7 +46,7 @@ def apply_threads(threads: int) -> None:
 
 
 def checkpoint_bytes(folder: Path, *, dtype: str = "auto", int8: bool = False) -> int:
-    """Return the bytes of the weights in `folder` once loaded as `dtype` ("auto": as stored).
+    """Return the bytes of the weights of a model once loaded as `dtype` ("auto": as stored; blocks as bfloat16).
 
     With `int8`, every matrix but the embedding takes one byte per weight. Reads only the headers of the files.
     """
@@ -52,13 +54,14 @@ def checkpoint_bytes(folder: Path, *, dtype: str = "auto", int8: bool = False) -
     if element is None:
         raise ConfigError(f"dtype {dtype!r} is not known; choose one of {', '.join(_DTYPE_BYTES)}")
     total = 0
-    for path in weight_files(folder):
-        for name, tensor in read_header(path).items():
-            stored = _ELEMENT_BYTES.get(tensor.dtype, 1)
-            convert = element if tensor.dtype in _FLOATS else 0
-            if int8 and len(tensor.shape) == 2 and "embed_tokens" not in name:
-                convert = 1
-            total += (tensor.end - tensor.begin) // stored * (convert or stored)
+    for name, tensor in Checkpoint(folder).entries.items():
+        stored = _ELEMENT_BYTES.get(tensor.dtype, 1)
+        convert = element if tensor.dtype in _FLOATS else 0
+        if tensor.dtype in FORMATS and FORMATS[tensor.dtype].block_size > 1:  # unpacked at load
+            convert = element or _DTYPE_BYTES["bfloat16"]
+        if int8 and len(tensor.shape) == 2 and "embed_tokens" not in name:
+            convert = 1
+        total += math.prod(tensor.shape) * (convert or stored)
     return total
 
 

@@ -164,14 +164,17 @@ class ApproximateIndex:
         self._extend(reservation, unsure=0)
         self._release(reservation)
 
-    def failed(self, reservation: Reservation) -> None:
-        """Release the blocks; those the request was to compute are dropped."""
+    def failed(self, reservation: Reservation, num_kept: int = 0) -> None:
+        """Release the blocks; those the request was to compute are dropped, but for the leading `num_kept`.
+
+        The kept ones remain unsure: a report that they were not cached means no loss.
+        """
         if not self._is_open(reservation):
             return
         self._pool.take_blocks_to_zero()  # there is nothing to zero here
         unsure = [
             block
-            for block in reservation.blocks[reservation.sure :]
+            for block in reservation.blocks[max(reservation.sure, num_kept) :]
             if self._unsure[block] and self._pool.refs(block) == 1
         ]
         if unsure:

@@ -1,0 +1,1 @@
+"""GGUF files: tensors, their block formats, and settings in the form of a model folder."""
