@@ -7,6 +7,7 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 
 from headstart.bundled import BUNDLED_NAME, bundled_model
+from headstart.bundled.packaged_models import present_model
 from headstart.core.errors import ConfigError
 from headstart.gateway.replicas.probes import ModelCard
 from headstart.gguf.gguf_reader import is_gguf
@@ -51,6 +52,8 @@ def _folder(name: str) -> Path | None:
             return path
     if name == BUNDLED_NAME:
         return bundled_model()
+    if (packaged := present_model(name)) is not None:
+        return packaged
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         return None
     try:
