@@ -96,7 +96,7 @@ class EndpointPicker:
             try:
                 await self._forwarded(call, decision, stream)
             except BaseException:
-                self._router.failed(in_flight, time.monotonic(), blame=False)
+                self._router.abandoned(in_flight, time.monotonic())
                 raise
             return in_flight
         await self._forwarded(call, decision, stream)  # first of all: Envoy waits for it

@@ -136,9 +136,9 @@ class Proxy:
 
         `among`: the names of the candidates; None: all replicas. Raises NoReplicaError.
         """
-        return self.record(call, self.choose(call, now), now)
+        return self.record(call, self.choose(call, now, among), now)
 
-    def choose(self, call: ProxiedCall, now: float) -> RoutingDecision:
+    def choose(self, call: ProxiedCall, now: float, among: Collection[str] | None = None) -> RoutingDecision:
         """Choose the best replica that the request did not try yet. Raises NoReplicaError."""
         router = self.router
         others = set() if call.only is None else router.endpoints.keys() - {call.only}
