@@ -222,6 +222,12 @@ class ServerOptions:
         CHATS,
         minimum=0,
     )
+    doctor_share: float = _option(
+        0.005,
+        "Share of the CPU time that may be used to estimate the avoidable share of prompts; 0: none.",
+        CHATS,
+        minimum=0,
+    )
     prompt_rule: tuple[str, ...] = _option(
         (),
         "Rule that gives equal prompts equal text before they are rendered (docs/prompts.md); repeat for several.",
