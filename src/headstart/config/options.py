@@ -206,7 +206,9 @@ class ServerOptions:
     )
     tenants: tuple[TenantEntry, ...] = _table("tenant")
     prefixes: tuple[PrefixEntry, ...] = _table("prefix")
-    max_num_queued_reqs: int = _option(1024, "Requests that may wait, at a router per replica; more get 429.", BOUNDS, minimum=1)
+    max_num_queued_reqs: int = _option(
+        1024, "Requests that may wait, at a router per replica; more get 429.", BOUNDS, minimum=1
+    )
     max_num_queued_tokens: int = _option(2_000_000, "Prompt tokens that may wait; more get 429.", BOUNDS, minimum=1)
     max_body_bytes: int = _option(4 * 1024 * 1024, "Largest request body.", BOUNDS, minimum=1024)
     max_n: int = _option(128, "Largest n of a request.", BOUNDS, minimum=1)

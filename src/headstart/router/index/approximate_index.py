@@ -111,7 +111,7 @@ class ApproximateIndex:
         sizes = {"capacity": self.capacity, "flushes": self.num_flushes, "blocks": len(self), "trims": self.num_trims}
         return {"mode": "guessed", **sizes}
 
-    def match(self, block_hashes: list[BlockHash], now: float = 0.0) -> int:
+    def match(self, block_hashes: list[BlockHash], now: float = 0.0, near: int = 0) -> int:
         """Return the number of leading blocks predicted to be cached. Changes nothing."""
         published = self._pool.published
         if not block_hashes or block_hashes[0] not in published:
@@ -119,6 +119,13 @@ class ApproximateIndex:
         if block_hashes[-1] in published:
             return len(block_hashes)
         low, high = 1, len(block_hashes) - 1
+        if low < near <= high:
+            if block_hashes[near - 1] not in published:
+                high = near - 1
+            elif block_hashes[near] in published:
+                low = near + 1
+            else:
+                return near
         while low < high:
             middle = (low + high) // 2
             if block_hashes[middle] in published:
