@@ -16,6 +16,7 @@ from headstart.core.warm_up import measure_drafts, measure_steps
 from headstart.engine_checks import check_options, limits_of, model_folder, store_bytes
 from headstart.gguf.gguf_reader import is_gguf
 from headstart.model.grammar.grammar_compiler import CompiledGrammars
+from headstart.model.kernels.library import kernels
 from headstart.model.model_runner import ModelRunner
 from headstart.model.setup.sizes import parse_bytes
 from headstart.model.setup.sizing import (
@@ -103,8 +104,11 @@ def _load(options: EngineOptions, folder: Path) -> tuple[LoadedModel, KVPlan, in
     available = memory(device).available
     if options.memory_limit is not None:
         available = min(available, parse_bytes(options.memory_limit))
-    int8 = options.quantization == "int8"
-    check_weights_fit(checkpoint_bytes(folder, dtype=options.dtype, int8=int8), available)
+    packs = options.dtype != "float32" and device == "cpu" and kernels() is not None  # weights of less than 8 bits
+    quantization = options.quantization if packs or options.quantization != "int4" else "none"
+    blocks = packs and quantization == "none"
+    expected = checkpoint_bytes(folder, dtype=options.dtype, quantization=quantization, blocks=blocks)
+    check_weights_fit(expected, available)
     loaded = load_model(
         folder,
         dtype=options.dtype,

@@ -11,13 +11,14 @@ import anthropic
 import openai
 import pytest
 from openai.types.responses import Response as OpenAIResponse
-from server.harness import PATIENCE, Server, parse_events, spawn
+from server.harness import PATIENCE, Server, parse_events, spawn, wait_for
 from server.test_response_models import fits
 
 from headstart.anthropic.messages_schema import Message
 from headstart.model.weights.init_model import init_model
 from headstart.openai.api_schema.completion_schema import ChatChunk, ChatCompletion, Completion
 from headstart.openai.api_schema.responses_schema import Response, ResponseEvent
+from headstart.server.cache_api.cache_schema import CacheStatistics
 
 ANN, BOB = {"authorization": "Bearer ann"}, {"authorization": "Bearer bob"}
 RULES = "You are the guide of a museum of rivers. Name one river, and never guess. " * 4
@@ -266,3 +267,29 @@ def test_chats_prewarm_too(server: Server, stream: bool) -> None:
 def test_what_cannot_be_prewarmed_or_compared_is_refused(server: Server, body: dict[str, Any], param: str) -> None:
     answer = server.post("/v1/completions", json=body, headers=ANN)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+def test_a_changing_front_shows_in_the_statistics_of_the_cache(server: Server) -> None:
+    long_rules = "".join(
+        f"Room {room} of the museum shows a river, and its guide answers in a word. " for room in range(9)
+    )
+    for minute in range(6):
+        front = f"It is 2026-11-23 10:{minute:02d}:07 now.\n"
+        system = {"role": "system", "content": front + long_rules}
+        body = {"messages": [system, {"role": "user", "content": "Which?"}], "max_tokens": 2}
+        assert server.post("/v1/chat/completions", json=body, headers=ANN).status_code == 200
+
+    def losses() -> Any:
+        found = server.get("/v1/cache/stats", headers=ANN).json()
+        fits(CacheStatistics, found)
+        return found if "timestamp" in found["losses"]["causes"] else None
+
+    found = wait_for(losses)
+    assert 0 < found["losses"]["avoidable_share"] < 1 and found["losses"]["examined_requests"] >= 2
+    assert all(row["avoidable"] <= row["examined"] for row in found["tenants"].values())
+    assert "museum" not in str(found)
+    lines = server.get("/metrics", headers=ANN).text.splitlines()
+    named = [
+        line for line in lines if line.startswith("headstart:avoidable_tokens_by_cause_total") and "timestamp" in line
+    ]
+    assert len(named) == 1 and float(named[0].rsplit(" ", 1)[1]) > 0

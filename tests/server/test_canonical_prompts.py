@@ -11,11 +11,13 @@ from server.harness import Server, fake_server
 
 from headstart.config.options import PROMPT_RULES, ServerOptions, check_values
 from headstart.core.errors import ConfigError
+from headstart.openai.bounds import Bounds
 from headstart.openai.canonical.canonical_body import CHAT, MESSAGES, RESPONSES, canonical_body
-from headstart.openai.canonical.canonical_messages import canonical_messages
+from headstart.openai.canonical.canonical_messages import KEEPING_VARIABLES, canonical_messages
 from headstart.openai.canonical.prompt_rules import RULE_TEXTS, RULES_HEADER
 from headstart.openai.canonical.stable_json import canonical_json
 from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools, tool_name
+from headstart.openai.request_bodies import parse_chat
 
 ALL = frozenset(RULE_TEXTS) - {"keep_reasoning"}
 BILLING = "x-anthropic-billing-header: cc_version=2.1.100.7b4; cc_entrypoint=cli; cch={};\n"
@@ -140,6 +142,21 @@ def test_bodies_of_the_other_apis_are_changed_alike() -> None:
         "tools": None,
     }
     assert applied == {"json": 1, "drop_reasoning": 1, "billing_header": 1}
+
+
+def test_reasoning_is_kept_by_templates_that_can_unless_the_client_decides() -> None:
+    keep = frozenset({"keep_reasoning"})
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+    found, applied = rewritten(CHAT, body, keep)
+    assert found["chat_template_kwargs"] == KEEPING_VARIABLES and applied == {"keep_reasoning": 1}
+    sent = body | {"chat_template_kwargs": {"clear_thinking": True, "own": 1}}
+    found, _ = rewritten(CHAT, sent, keep)
+    assert found["chat_template_kwargs"] == {**KEEPING_VARIABLES, "clear_thinking": True, "own": 1}
+    params = parse_chat(sent, Bounds(256, 4096, prompt_rules=keep)).params
+    assert dict(params.template_options) == {**KEEPING_VARIABLES, "clear_thinking": True, "own": 1}
+    assert params.applied_rules == (("keep_reasoning", 1),)
+    _, applied = rewritten(CHAT, found, keep)
+    assert applied == {}
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,16 @@
 
 import json
 import os
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from headstart.cli.replica_process import ReplicaOptions, encode_options
 from headstart.cli.route import fronts_of
 from headstart.config.options import EngineOptions, RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
-from headstart.gateway.replicas.subprocesses import Launch, LocalReplicas
+from headstart.gateway.replicas.replica_child import Launch
+from headstart.gateway.replicas.replica_options import ReplicaOptions, encode_options, environment, replica_command
+from headstart.gateway.replicas.subprocesses import LocalReplicas
 from headstart.gateway.run_gateway import route
 from headstart.gguf.gguf_reader import is_gguf
 from headstart.gguf.tokenizer_json import FILE_NAME
@@ -29,7 +29,7 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
     The router stops first, so that no admitted request is lost; then all replica processes are stopped.
     """
     share = divided(engine, router.replicas, cores=prepare_threads(engine.threads, environ={**os.environ}))
-    command, variables = (sys.executable, "-P", "-m", "headstart.cli.replica_process"), environment(share.threads)
+    command, variables = replica_command(), environment(share.threads)
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:  # private: events contain prompts
 
         def make_launch(name: str) -> Launch:
@@ -117,10 +117,3 @@ def resources_text(share: EngineOptions) -> str:
     elif share.kv_cache_memory is not None:
         parts.append(f"{format_bytes(parse_bytes(share.kv_cache_memory))} of KV")
     return ", ".join(parts)
-
-
-def environment(threads: int) -> dict[str, str]:
-    """Return this process's environment with its sys.path as PYTHONPATH and `threads` for OpenMP and MKL."""
-    path = os.pathsep.join(part for part in sys.path if part)
-    count = str(threads)
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}

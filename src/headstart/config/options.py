@@ -9,7 +9,7 @@ from typing import Any
 
 from headstart.core.errors import ConfigError
 
-MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING, ENVOY = (
+MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING, ENVOY, RAY = (
     "Model",
     "Compute and memory",
     "Scheduling and caching",
@@ -20,6 +20,7 @@ MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING, ENVO
     "Replicas",
     "Routing",
     "Envoy",
+    "Ray",
 )
 
 
@@ -91,9 +92,9 @@ class EngineOptions:
     )
     quantization: str = _option(
         "none",
-        "int8: weights in half the bytes of bfloat16, one scale per output; faster, a little less exact.",
+        "int8: weights in half the bytes of bfloat16, int4: in a third; faster, and int8 a little, int4 less exact.",
         COMPUTE,
-        choices=("none", "int8"),
+        choices=("none", "int8", "int4"),
     )
     device: str = _option("auto", "auto | cpu | cuda | cuda:N.", COMPUTE)
     threads: int = _option(0, "Compute threads; 0: as many as the cgroup grants cores.", COMPUTE, minimum=0)
@@ -221,6 +222,12 @@ class ServerOptions:
         CHATS,
         minimum=0,
     )
+    doctor_share: float = _option(
+        0.005,
+        "Share of the CPU time that may be used to estimate the avoidable share of prompts; 0: none.",
+        CHATS,
+        minimum=0,
+    )
     prompt_rule: tuple[str, ...] = _option(
         (),
         "Rule that gives equal prompts equal text before they are rendered (docs/prompts.md); repeat for several.",
@@ -281,7 +288,9 @@ class RouterOptions:
         FLEET,
     )
     replica_api_key: str | None = _option(None, "Key sent to replicas (default: the client's own).", FLEET, secret=True)
-    replicas: int = _option(1, "Servers on this machine behind one router.", FLEET, minimum=1)
+    replicas: int = _option(
+        1, "Servers behind one router: on this machine, or on a Ray cluster (--on ray).", FLEET, minimum=1
+    )
     health_interval: float = _option(1.0, "Seconds between two probes of a replica's /health.", FLEET, minimum=0.05)
     scrape_interval: float = _option(
         2.0, "Seconds between two scrapes of a replica's /metrics; 0: never.", FLEET, minimum=0
@@ -333,6 +342,20 @@ class RouterOptions:
     ext_proc: str | None = _option(
         None, "HOST:PORT of an endpoint picker for a gateway's Envoy (gRPC), in addition to HTTP.", ENVOY
     )
+    on: str = _option(
+        "this-machine",
+        "Where replicas run: this-machine, or ray: on the Ray cluster at RAY_ADDRESS, else on a Ray started here.",
+        RAY,
+        choices=("this-machine", "ray"),
+    )
+    max_replicas: int | None = _option(
+        None, "With --on ray: most replicas under load (default: always --replicas).", RAY, minimum=1
+    )
+    target_ongoing_requests: float = _option(
+        16.0, "Requests per replica beyond which Ray adds replicas, and below which it removes them.", RAY, minimum=0.1
+    )
+    upscale_delay: float = _option(30.0, "Seconds of load until Ray adds a replica.", RAY, minimum=0)
+    downscale_delay: float = _option(600.0, "Seconds without load until Ray removes a replica.", RAY, minimum=0)
     decision_log: str | None = _option(None, "File to append routing decisions to, one JSON line each.", ROUTING)
 
 

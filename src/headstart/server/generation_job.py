@@ -6,6 +6,7 @@ from typing import NamedTuple
 from headstart.core.batch import Output, PromptTokenBreakdown
 from headstart.core.errors import InvalidRequestError, RequestFailedError
 from headstart.core.request import CacheMode, FinishReason
+from headstart.explain.lint.prompt_window import WindowEntry
 from headstart.http.access_record import RequestRecord
 from headstart.http.answer_report import AnswerReport
 from headstart.http.byte_budget import Lease
@@ -14,7 +15,7 @@ from headstart.openai.responses import Json, usage
 from headstart.openai.text.generation import Delta, Generation
 from headstart.openai.text.stop_strings import StopPatterns
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.server.answer_diagnosis import AnswerDiagnosis
+from headstart.server.apis.answer_diagnosis import AnswerDiagnosis
 from headstart.server.engine.engine_client import EngineClient
 from headstart.server.request_limits import RESERVED_TOKENS, output_token_bytes, shown_entries
 from headstart.server.server_metrics import Metrics
@@ -56,6 +57,7 @@ class GenerationJob:
         self._num_tokens = 0
         self._ledger = PromptTokenBreakdown()
         self.num_evicted_tokens = 0  # of the prompts' computed tokens: in blocks that had been evicted
+        self.examined: WindowEntry | None = None  # its prompt, if the doctor may examine it
         self.diagnosis: AnswerDiagnosis | None = None  # None: prompts are not compared
         self._block_size = 1 if engine.info is None else engine.info.block_size
         self._early: dict[int, list[tuple[float, Output]]] = {}  # outputs of choices whose echo is still incomplete

@@ -44,6 +44,11 @@ async def infer(state: ServerState, api: Api, request: Request) -> Response:
     asked, prepared = await _prepared(state, api, model, origin, request)
     job = state.admit(prepared, record)
     job.diagnosis = asked.diagnosis
+    if asked.messages and prepared.params.cache is CacheMode.READ_WRITE:
+        tools, num_tokens = prepared.params.tools, len(prepared.requests[0].prompt)
+        definitions = () if tools is None else tools.definitions
+        salt = prepared.params.cache_salt
+        job.examined = model.doctor.note(origin, salt, asked.messages, definitions, num_tokens)
     answer = _Answer(state, job, asked.answer(job, Head(origin.request_id, int(time.time()), model)))
     watcher = asyncio.create_task(_watch(request.receive, job))
     try:

@@ -18,7 +18,8 @@ from headstart.http.packed_metrics import Counter, Histogram, method_label
 from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
 from headstart.openai.responses import CACHE_SOURCES
 from headstart.openai.tokenizer.turn_memory import TurnMemory
-from headstart.server.prompt_metrics import FingerprintCollector, RuleCounts, TurnCollector
+from headstart.server.prompt_doctor import PromptDoctor
+from headstart.server.prompt_metrics import DoctorCollector, FingerprintCollector, RuleCounts, TurnCollector
 from headstart.server.store_metrics import StoreCollector
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -123,6 +124,10 @@ class Metrics:
         """Add the memory of prompts' fingerprints to every scrape."""
         self._registry.register(FingerprintCollector(memory, self._model_name))
 
+    def watch_doctor(self, doctor: PromptDoctor) -> None:
+        """Add the estimate of the avoidable share to every scrape."""
+        self._registry.register(DoctorCollector(doctor, self._model_name))
+
     def prompts(self, tenant: str, breakdown: PromptTokenBreakdown) -> None:
         """Add the prompt token breakdown of one client request; `tenant` is that of a configured key, or empty."""
         if tenant:
@@ -200,6 +205,8 @@ class _EngineCollector(Collector):
             counters.num_promise_skips,
         )
         yield self._counter("headstart:adoptions", "Times a running prefill reused new blocks.", counters.num_adoptions)
+        evicted = "Prompt tokens computed again because their blocks had been evicted."
+        yield self._counter("headstart:evicted_prompt_tokens", evicted, counters.evicted_tokens)
         yield self._counter("headstart:prefill_tokens", "Prompt tokens computed, replays too.", counters.prefill_tokens)
         yield self._counter(
             "headstart:ideal_tokens",

@@ -31,6 +31,7 @@ from headstart.openai.tokenizer.turn_memory import TurnMemory
 from headstart.server.engine.engine_client import EngineClient
 from headstart.server.generation_job import GenerationJob
 from headstart.server.prefix_requests import Prefixes
+from headstart.server.prompt_doctor import PromptDoctor
 from headstart.server.prompt_log import PromptLog
 from headstart.server.request_limits import MIN_HELD_BYTES, initial_bytes, max_held_bytes
 from headstart.server.server_metrics import Metrics
@@ -63,6 +64,7 @@ class Model:
     metrics: Metrics
     created: int  # seconds since 1970
     grammars: GrammarCheck
+    doctor: PromptDoctor
     fingerprints: FingerprintMemory | None = None  # of answered requests' prompts, for comparisons
 
 
@@ -115,7 +117,9 @@ class ServerState:
         grammars = GrammarCheck(info, info.eos_token_ids or tokenizer.eos_token_ids)
         fingerprints = FingerprintMemory(self.options.diagnostics_size) if self.options.diagnostics_size else None
         metrics.watch_fingerprints(fingerprints)
-        return Model(name, info, tokenizer, bounds, metrics, int(time.time()), grammars, fingerprints)
+        doctor = PromptDoctor(self.options.doctor_share, lambda: time.process_time() + self.engine.stats.step_seconds)
+        metrics.watch_doctor(doctor)
+        return Model(name, info, tokenizer, bounds, metrics, int(time.time()), grammars, doctor, fingerprints)
 
     def open(self, model: Model) -> None:
         """Start to admit requests."""
@@ -193,6 +197,10 @@ class ServerState:
     def release(self, job: GenerationJob) -> None:
         """Close an admitted job."""
         job.close()
+        if job.examined is not None and self._model is not None and job.record.finish_reason not in ("abort", "error"):
+            tenant = job.record.principal.tenant
+            self._model.doctor.finished(tenant, job.examined, job.breakdown, job.num_evicted_tokens)
+            job.examined = None
         self._jobs.discard(job)
         if not self._jobs:
             self.idle.set()

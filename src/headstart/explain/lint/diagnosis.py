@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from headstart.explain.lint.avoidable_text import MIN_CHARS
 from headstart.explain.lint.causes import CAUSES
-from headstart.explain.lint.log_report import CANDIDATES, MIN_CHARS, best_match
+from headstart.explain.lint.log_report import CANDIDATES, best_match
 from headstart.explain.lint.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt
 from headstart.explain.lint.near_prompts import NearPrompts
 

@@ -14,15 +14,14 @@ from hashlib import blake2b
 from statistics import median
 from typing import Any
 
+from headstart.explain.lint.avoidable_text import BLOCK_TOKENS, avoidable_text
 from headstart.explain.lint.causes import CAUSES
 from headstart.explain.lint.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt
 from headstart.explain.lint.miss_ratios import MissRatio, miss_ratios
 from headstart.explain.lint.near_prompts import NearPrompts
 from headstart.explain.lint.prompt_changes import Comparison, PlacedChange, compare
 
-BLOCK_TOKENS = 16
 CANDIDATES = 3  # earlier prompts that a prompt is compared with
-MIN_CHARS = 2 * BLOCK_TOKENS * CHARS_PER_TOKEN  # a smaller loss is not reported
 
 
 @dataclass(slots=True)
@@ -138,19 +137,11 @@ def _charge(
     costs: dict[str, CauseCost], prompt: LoggedPrompt, against: int, comparison: Comparison, reused: int
 ) -> int:
     """Add the costs of one request to those of each cause; return its avoidable characters."""
-    avoidable = comparison.num_same - max(reused, comparison.num_before)
-    if avoidable < MIN_CHARS:
-        return 0
-    behind = 0
-    firsts: dict[str, tuple[int, PlacedChange]] = {}
-    for change in reversed(comparison.changes):
-        behind += change.num_same
-        firsts[change.cause] = min(behind, avoidable), change
-    for cause, (num_chars, change) in firsts.items():
-        if num_chars >= MIN_CHARS:
-            cost = costs.setdefault(cause, CauseCost(cause, prompt.line, against, change))
-            cost.costs.append(num_chars // CHARS_PER_TOKEN)
-    return avoidable
+    found = avoidable_text(comparison, reused)
+    for cause, (num_chars, change) in found.causes.items():
+        cost = costs.setdefault(cause, CauseCost(cause, prompt.line, against, change))
+        cost.costs.append(num_chars // CHARS_PER_TOKEN)
+    return found.num_chars
 
 
 def _chain(text: str, group: str) -> list[int]:

@@ -30,7 +30,7 @@ from headstart.model.weights.model_config import ModelConfig, eos_token_ids, par
 from headstart.model.weights.model_files import read_config
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATIONS = ("none", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +66,8 @@ def load_model(
 ) -> LoadedModel:
     """Load the model of a folder or GGUF file, with progress on stderr. Raises ConfigError if it cannot be served.
 
-    `quantization` int8 keeps every matrix but the embedding as int8 with one scale per output.
+    `quantization` int8 keeps every matrix but the embedding as int8 with one scale per output; int4 those of the layers
+    in blocks of Q4_1, with a scale and a minimum per 32 inputs of an output, and the output head as int8.
     """
     raw = read_config(folder)
     architecture = architecture_of(raw)
@@ -76,7 +77,7 @@ def load_model(
     check_sizes(raw)
     native, why = _native_config(raw, architecture)
     if quantization not in QUANTIZATIONS:
-        raise ConfigError(f"quantization {quantization!r} is not known; choose {' or '.join(QUANTIZATIONS)}")
+        raise ConfigError(f"quantization {quantization!r} is not known; choose {', '.join(QUANTIZATIONS)}")
     if quantization != "none" and native is None:
         raise ConfigError(
             f"quantization {quantization} is not supported for {architecture}, which Transformers runs{why}; "
@@ -93,7 +94,8 @@ def load_model(
         shape, vocab_size, max_model_len = breadth.kv_shape, breadth.vocab_size, breadth.max_model_len
     else:
         with LoadingBar(checkpoint.num_bytes, f"Loading {folder.name}") as bar, checkpoint.reading(bar.advance):
-            form = Form(kernels() if chosen_device.type == "cpu" else None, int8=quantization == "int8")
+            compiled = kernels() if chosen_device.type == "cpu" else None
+            form = Form(compiled, quantization, chosen_dtype, chosen_device)
             model = load_decoder(native, checkpoint, chosen_dtype, chosen_device, form)
         shape = KVShape(native.num_layers, native.num_kv_heads, native.head_dim)
         vocab_size, max_model_len = native.vocab_size, native.max_model_len

@@ -15,7 +15,7 @@ from headstart.openai.engine_requests import Origin
 from headstart.openai.generation_params import GenerationParams
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
-from headstart.server.answer_diagnosis import AnswerDiagnosis
+from headstart.server.apis.answer_diagnosis import AnswerDiagnosis
 from headstart.server.generation_job import GenerationJob
 from headstart.server.server_state import Model
 
@@ -72,6 +72,7 @@ class ApiRequest:
     num_extra_bytes: int = 0  # held by `answer` until the job ends
     named: Callable[[], AbstractContextManager[None]] = nullcontext  # renames fields in errors raised inside
     diagnosis: AnswerDiagnosis | None = None  # None: the prompt is neither compared nor remembered
+    messages: Sequence[Mapping[str, Any]] = ()  # of the chat, or the text of a completion as one message
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,10 @@ def _prepare_completion(values: Mapping[str, Any], model: Model, origin: Origin)
     prompts = encode_completion(body, tokenizer_of(model.tokenizer, origin, body.params), model.bounds)
     requests = build_requests(prompts, body.params, model.bounds, origin)
     diagnosis = diagnosis_of(model, origin, body.params, prompts[0], None) if len(prompts) == 1 else None
-    return ApiRequest(body.params, requests, partial(ChoiceFormat, _COMPLETION_SHAPES), diagnosis=diagnosis)
+    text = body.prompts[0] if len(prompts) == 1 else None
+    messages = [{"role": "user", "content": text}] if isinstance(text, str) else []
+    form = partial(ChoiceFormat, _COMPLETION_SHAPES)
+    return ApiRequest(body.params, requests, form, diagnosis=diagnosis, messages=messages)
 
 
 def _prepare_chat(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
@@ -140,7 +143,9 @@ def _prepare_chat(values: Mapping[str, Any], model: Model, origin: Origin) -> Ap
         error.param = "messages" if error.param == "prompt" else error.param
         raise
     diagnosis = diagnosis_of(model, origin, params, requests[0].prompt, body.messages)
-    return ApiRequest(params, requests, partial(ChoiceFormat, _CHAT_SHAPES), diagnosis=diagnosis)
+    return ApiRequest(
+        params, requests, partial(ChoiceFormat, _CHAT_SHAPES), diagnosis=diagnosis, messages=body.messages
+    )
 
 
 _COMPLETION_SHAPES = ChoiceShapes(

@@ -130,6 +130,7 @@ def responses_api(memory: ResponseMemory) -> Api:
             num_extra_bytes=held,
             named=translation.named,
             diagnosis=diagnosis_of(model, origin, params, prompt, body.messages, names),
+            messages=body.messages,
         )
 
     return Api("resp_", prepare)

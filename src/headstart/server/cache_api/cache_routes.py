@@ -23,6 +23,7 @@ from headstart.openai.value_checks import shown
 from headstart.server.apis.choice_apis import CHAT, COMPLETIONS
 from headstart.server.cache_api.explanation_text import explanation_answer
 from headstart.server.engine.wire import stats_of
+from headstart.server.prompt_doctor import AvoidableCounts
 from headstart.server.prompt_log import MAX_LISTED, listing
 from headstart.server.server_metrics import blocks_by_state, prefill_redundancy
 from headstart.server.server_state import ServerState
@@ -42,6 +43,10 @@ async def cache_stats(state: ServerState, principal: Principal) -> Json:
     rows = model.metrics.tenants.items()
     shown = {name: breakdown for name, breakdown in rows if principal.is_admin or name == principal.tenant}
     answer = stats_answer(stats, model.name, model.info.block_size, shown)
+    answer["losses"] = losses_answer(stats.counters.evicted_tokens, model.doctor.counts)
+    for name, row in answer["tenants"].items():
+        counts = model.doctor.tenants.get(name, AvoidableCounts())
+        row |= {"examined": counts.prompt_tokens, "avoidable": counts.avoidable_tokens}
     return answer | {"store": store_answer(stats)} if may_see_store(principal) else answer
 
 
@@ -88,6 +93,18 @@ def stats_answer(
         "tenants": {
             tenant: {"cached": breakdown.cached, **breakdown._asdict()} for tenant, breakdown in tenants.items()
         },
+    }
+
+
+def losses_answer(num_evicted: int, counts: AvoidableCounts) -> Json:
+    """Return what was computed although it need not have been: exact for evictions, from a sample for prompts."""
+    return {
+        "evicted_tokens": num_evicted,
+        "examined_requests": counts.num_requests,
+        "examined_tokens": counts.prompt_tokens,
+        "avoidable_tokens": counts.avoidable_tokens,
+        "avoidable_share": counts.share,
+        "causes": dict(counts.causes),
     }
 
 

@@ -38,7 +38,7 @@ class Requests(ApiObject):
 
 
 class TenantTokens(ApiObject):
-    """Prompt tokens of one tenant."""
+    """Prompt tokens of one tenant; those of the prompts that were examined, and the avoidable ones of these."""
 
     cached: int
     pinned: int
@@ -46,6 +46,19 @@ class TenantTokens(ApiObject):
     store: int
     followed: int
     computed: int
+    examined: int
+    avoidable: int
+
+
+class Losses(ApiObject):
+    """Prompt tokens computed again: evicted ones, and avoidable ones of the prompts that were examined, by cause."""
+
+    evicted_tokens: int
+    examined_requests: int
+    examined_tokens: int
+    avoidable_tokens: int
+    avoidable_share: float | None
+    causes: dict[str, int]
 
 
 class StoreStatistics(ApiObject):
@@ -94,6 +107,7 @@ class CacheStatistics(ApiObject):
     steps: int
     step_seconds: float
     tenants: dict[str, TenantTokens]
+    losses: Losses
     store: StoreStatistics | None = None
 
 
