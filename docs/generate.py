@@ -94,7 +94,7 @@ async def _router_page() -> str:
             "/v1/completions",
             [],
             "127.0.0.1",
-            ReadRequest(in_flight.view.request, b""),
+            ReadRequest(in_flight.view.request, b"", applied_rules=(("tools", 1),)),
             "id",
             in_flight=in_flight,
             failures=[Failure.LOST],

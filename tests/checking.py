@@ -140,7 +140,7 @@ class CheckingExecutor:
             assert held == (position, known[position]), (
                 f"{chunk.request_id} reads {held} at position {position}, token {known[position]} is due"
             )
-        assert (chunk.num_logits > 0) == (end - len(drafts) == len(chunk.history))
+        assert (chunk.num_logits > 0) == (end - len(drafts) == len(chunk.history) and chunk.sampling.max_tokens > 0)
         if self.refuse(chunk):
             return Row(error=RowError(RowErrorKind.REQUEST, "refused"))
         tokens = self._sampled(chunk, drafts) if chunk.num_logits else ()

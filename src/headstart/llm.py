@@ -86,7 +86,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "", **engine_options: Any) -> None:
-        """Load `model`, a folder or hub id (empty: the bundled one). Options: `EngineOptions` in config/options.py.
+        """Load `model`: a folder, GGUF file or hub id (empty: the bundled one). Options: EngineOptions in config/.
 
         The duration of a step is unbounded unless `max_step_time` is set, since a call returns only when all is done.
         Raises ConfigError for unknown options and for a model that cannot be served.

@@ -200,3 +200,13 @@ def test_lint_of_a_clean_log_finds_nothing_and_loads_no_torch(tmp_path: Path) ->
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "No avoidable prefill was found." in done.stdout, done.stderr
+
+
+def test_prompts_of_another_salt_share_nothing() -> None:
+    def body(minute: int, salt: str) -> dict[str, Any]:
+        system = {"role": "system", "content": f"It is 11:{minute}.\n{RULES}"}
+        return {"messages": [system, {"role": "user", "content": "Hi"}], "cache_salt": salt}
+
+    assert report([body(10, "a"), body(11, "a")]).causes
+    found = report([body(10, "a"), body(11, "b"), body(10, "b")])
+    assert not found.reused_tokens and [len(cost.costs) for cost in found.causes] == [1]

@@ -16,7 +16,6 @@ from server.harness import spawn, wait_for
 from headstart.cli.replicas import (
     behind_router,
     divided,
-    environment,
     publishing,
     resources_text,
     uses_kv_events,
@@ -24,6 +23,7 @@ from headstart.cli.replicas import (
 )
 from headstart.config.options import EngineOptions, PrefixEntry, RouterOptions, ServerOptions, TenantEntry
 from headstart.core.errors import ConfigError
+from headstart.gateway.replicas.replica_options import environment
 from headstart.model.weights.init_model import init_model
 from headstart.server.kv_events.kv_event_publisher import parse_kv_events_config
 

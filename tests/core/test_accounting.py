@@ -1,6 +1,6 @@
 """Whatever happens, the books of an engine add up, and whatever it remembers can be explained."""
 
-from checking import make_engine, make_request
+from checking import generate, make_engine, make_request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,3 +80,17 @@ def test_with_room_for_everything_nothing_is_computed_that_a_perfect_cache_had_n
     serve(engine, [(prompt, CacheMode.READ_WRITE, num, 1) for prompt, _, num, _ in jobs])
     stats = engine.stats()
     assert stats.counters.prefill_tokens <= stats.counters.ideal_tokens and stats.counters.replayed_tokens == 0
+
+
+def test_computed_tokens_of_evicted_blocks_are_counted_apart() -> None:
+    """8 usable blocks of 4 tokens: a flood evicts a prompt of 5 blocks, whose last tokens fill none."""
+    engine = make_engine()
+    prompt = list(range(22))
+    generate(engine, make_request("a", prompt))
+    generate(engine, make_request("flood", range(40, 70)))
+    engine.add_request(make_request("again", prompt))
+    (output,) = run(engine)["again"]
+    assert output.breakdown is not None and output.breakdown.computed == 22
+    assert output.num_evicted_tokens == engine.stats().counters.evicted_tokens == 20
+    generate(engine, make_request("new", range(70, 92)))
+    assert engine.stats().counters.evicted_tokens == 20

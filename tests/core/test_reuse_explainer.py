@@ -48,6 +48,16 @@ def test_a_first_prompt_was_never_seen() -> None:
     assert found.now.shared == 16 and found.now.computed == 2
 
 
+def test_tokens_behind_a_divergence_are_found_at_any_offset() -> None:
+    engine = make_engine(num_blocks=40)
+    generate(engine, make_request("short", prompt()))
+    longer = [*range(9), 90, 91, 92, *range(10, 18)]
+    near = why_not(engine, longer).near
+    assert near is not None and (near.common_tokens, near.repeated_tokens) == (9, 8)
+    near = why_not(engine, [*range(9), *range(90, 99)]).near
+    assert near is not None and near.repeated_tokens == 0, "nothing behind it is the same"
+
+
 def test_a_divergence_is_named_with_the_tokens_around_it() -> None:
     engine = make_engine(num_blocks=40)
     generate(engine, make_request("monday", prompt()))

@@ -163,7 +163,7 @@ def test_a_draft_never_exceeds_max_tokens(max_tokens: int) -> None:
     )
 
 
-def test_earlier_outputs_behind_the_same_prefix_are_drafts_of_their_own_domain_only() -> None:
+def test_earlier_outputs_are_drafts_of_their_own_domain_only() -> None:
     """The model says a long text without repetition; the second request repeats the text of the first."""
     prompt = [5, 6, 7, 8, 9]
     engine = make_engine(60, model=lambda tokens: (7 * len(tokens)) % 97, speculation=DRAFTS, max_model_len=60)
@@ -269,7 +269,7 @@ def test_rejections_are_remembered_for_later_requests_of_their_own_domain_only(m
 
     def num_drafts(domain: bytes, mode: CacheMode = CacheMode.READ_WRITE) -> int:
         before, first = engine.stats().counters.num_draft_tokens, next(firsts)
-        prompt = [first, 11, 12, 500 + first, 11, 12]
+        prompt = [first, 200 + first, 300 + first, 11, 12, 500 + first, 11, 12]
         generate(engine, make_request(str(first), prompt, 12, domain=domain, cache=mode))
         return engine.stats().counters.num_draft_tokens - before
 

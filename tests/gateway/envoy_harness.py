@@ -85,8 +85,3 @@ async def envoy_front(*replicas: Replica, **options: Any) -> AsyncIterator[Front
                 await picker.close()
                 addresses.close()
                 await asyncio.sleep(0)
-
-
-def start(kind: str, *replicas: Replica, **options: Any) -> Any:
-    """A router with the front of that kind: "http" or "envoy"."""
-    return (envoy_front if kind == "envoy" else front)(*replicas, **options)

@@ -15,6 +15,7 @@ from server.harness import PATIENCE, parse_events, until
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.gateway.gateway_app import build_front
 from headstart.gateway.gateway_state import GatewayState
+from headstart.gateway.proxy.proxy import Placed, placed_at_once
 from headstart.gateway.proxy.replies import session_options
 from headstart.gateway.proxy.request_reader import RequestReader
 from headstart.gateway.replicas.replica_address import ReplicaAddress
@@ -184,7 +185,11 @@ class Front:
 
 @asynccontextmanager
 async def front(
-    *replicas: Replica, server: dict[str, Any] | None = None, reader: RequestReader | None = None, **options: Any
+    *replicas: Replica,
+    server: dict[str, Any] | None = None,
+    reader: RequestReader | None = None,
+    placed: Placed = placed_at_once,
+    **options: Any,
 ) -> AsyncIterator[Front]:
     """A router in front of replicas, which are started and stopped with it."""
     for replica in replicas:
@@ -193,7 +198,7 @@ async def front(
     router_options = RouterOptions(**{"health_interval": 0.05, "scrape_interval": 0.05, "tokenizer": "none", **options})
     server_options = ServerOptions(**{"access_log": "none", **(server or {})})
     async with aiohttp.ClientSession(**session_options()) as session:
-        state = GatewayState(router_options, server_options, session, reader or RequestReader(), Log())
+        state = GatewayState(router_options, server_options, session, reader or RequestReader(), Log(), placed=placed)
         listener = listen("127.0.0.1", 0)
         http = HttpServer(uvicorn_config(build_front(state)))
         serving = asyncio.create_task(http.serve(sockets=[listener]))

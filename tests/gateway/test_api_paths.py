@@ -133,6 +133,7 @@ STATS: dict[str, Any] = {
     "evictions": {"capacity": 1},
     "requests": {"running": 0},
     "tenants": {"acme": {"cached": 4}},
+    "losses": {"evicted_tokens": 1, "examined_tokens": 8, "avoidable_tokens": 2, "causes": {"uuid": 2}},
     "store": {"blocks": 1},
 }
 
@@ -218,6 +219,8 @@ def test_replicas_that_do_not_tell_are_listed_and_not_summed() -> None:
             answer = (await router.client.get("/v1/cache/stats")).json()
         assert (answer["num_replicas"], answer["num_reporting"], answer["model"]) == (6, 2, None)
         assert answer["blocks"] == {"total": 200} and answer["tenants"] == {"acme": {"cached": 5}, "b": {"cached": 2}}
+        losses = answer["losses"]
+        assert (losses["evicted_tokens"], losses["avoidable_share"], losses["causes"]) == (2, 0.25, {"uuid": 4})
         errors = [None, "answered 404", "not readable", "not readable", "no answer", None]
         assert [one["error"] for one in answer["replicas"]] == errors
 

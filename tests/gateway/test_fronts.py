@@ -1,4 +1,4 @@
-"""One suite for all fronts of a router: its own HTTP proxy, and the real Envoy with the endpoint picker."""
+"""One suite for all fronts of a router: its own HTTP proxy, the real Envoy with the endpoint picker, a real Ray."""
 
 import asyncio
 import json
@@ -6,14 +6,20 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from gateway.envoy_harness import start
-from gateway.harness import TEXTS, Front, Replica, refusing, reset, run, streaming, texts, two
+from gateway.envoy_harness import envoy_front
+from gateway.harness import TEXTS, Front, Replica, front, refusing, reset, run, streaming, texts, two
+from gateway.ray_harness import ray_front
 from server.harness import until
 
 from headstart.config.options import TenantEntry
 
 LONG = "a shared beginning of many words, " * 40
-KINDS = pytest.mark.parametrize("kind", ["http", "envoy"])
+KINDS = pytest.mark.parametrize("kind", ["http", "envoy", pytest.param("ray", marks=pytest.mark.long)])
+
+
+def start(kind: str, *replicas: Replica, **options: Any) -> Any:
+    """A router with the front of that kind: "http", "envoy" or "ray"."""
+    return {"http": front, "envoy": envoy_front, "ray": ray_front}[kind](*replicas, **options)
 
 
 def counts(*replicas: Replica) -> list[int]:
@@ -149,7 +155,7 @@ def test_a_full_queue_refuses_more(kind: str) -> None:
     run(test())
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["http", "envoy"])  # Ray drains its actors itself: test_ray_cluster.py
 def test_a_draining_router_admits_no_request_and_finishes_those_it_has(kind: str) -> None:
     async def test() -> None:
         replica = Replica()

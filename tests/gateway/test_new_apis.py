@@ -19,6 +19,7 @@ from headstart.openai.tokenizer.segmented_tokenizer import SegmentedTokenizer
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 SENTENCE = "the quick brown fox jumps over the lazy dog and runs away from the big bad bear. " * 3
+RIVERS = "a river is a natural stream of fresh water that flows towards another body of water. " * 3
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -88,6 +89,45 @@ def test_a_response_is_continued_at_the_replica_that_holds_it(servers: list[Serv
                     assert again.headers["x-headstart-replica"] == answer.headers["x-headstart-replica"]
                     first = again.json()["id"]
             assert used == {server.url for server in servers}  # so chance alone would have failed
+
+    run(go())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_that_only_prewarm_pass_a_router(servers: list[Server], stream: bool) -> None:
+    async def go() -> None:
+        async with front(*replicas(servers)) as router:
+            await router.up(2)
+            answer = await respond(router, RIVERS, stream=stream, prompt_cache_options={"prewarm": True})
+            warm = parse_events(answer.text)[-1]["response"] if stream else answer.json()
+            assert (warm["status"], warm["output"], warm["usage"]["output_tokens"]) == ("completed", [], 0)
+            body = {"model": "fake", "max_tokens": 0, "messages": HELLO, "stream": stream}
+            answer = await router.client.post("/v1/messages", json=body)
+            assert answer.status_code == 200, answer.text
+            if stream:
+                names = [event["type"] for event in parse_events(answer.text)]
+                assert names == ["message_start", "message_delta", "message_stop"]
+            else:
+                assert (answer.json()["content"], answer.json()["stop_reason"]) == ([], "max_tokens")
+
+    run(go())
+
+
+def test_a_comparison_is_made_by_the_replica_that_serves_the_request(servers: list[Server]) -> None:
+    """An answer of another replica is not found there; the request is routed as without a comparison."""
+
+    async def go() -> None:
+        async with front(*replicas(servers), routing_policy="round-robin") as router:
+            await router.up(2)
+            first = await respond(router, RIVERS)
+            told: dict[bool, set[str]] = {True: set(), False: set()}
+            for _ in range(4):
+                options = {"comparison_response_id": first.json()["id"]}
+                again = await respond(router, "Now: " + RIVERS, prompt_cache_options=options)
+                same = again.headers["x-headstart-replica"] == first.headers["x-headstart-replica"]
+                told[same].add(again.json()["prompt_cache_diagnostics"]["type"])
+            assert told[False] == {"comparison_response_not_found"}
+            assert "cache_miss" in told[True] and "comparison_response_not_found" not in told[True]
 
     run(go())
 

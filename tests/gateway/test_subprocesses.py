@@ -20,11 +20,12 @@ import tokenizer_folders
 from server.fake_engine import Gate
 from server.harness import PATIENCE, ROOT, Server, spawn, until, wait_for
 
-from headstart.cli.replica_process import ReplicaOptions, encode_options
 from headstart.config.options import EngineOptions, ServerOptions
 from headstart.core.errors import ConfigError
 from headstart.gateway.replicas.replica_address import ReplicaAddress
-from headstart.gateway.replicas.subprocesses import MAX_BACKOFF, STEADY_SECONDS, Launch, LocalReplicas, _Slot
+from headstart.gateway.replicas.replica_child import Launch
+from headstart.gateway.replicas.replica_options import ReplicaOptions, encode_options
+from headstart.gateway.replicas.subprocesses import MAX_BACKOFF, STEADY_SECONDS, LocalReplicas, _Slot
 from headstart.http.logs import Log
 
 _FAKE = (

@@ -13,8 +13,9 @@ from headstart.core.errors import ConfigError
 from headstart.model.attention.base import BACKENDS
 from headstart.model.weights import checkpoint as weights
 from headstart.model.weights import model_loader as loader
-from headstart.model.weights.checkpoint import Checkpoint, LoadingBar, weight_files
+from headstart.model.weights.checkpoint import Checkpoint, LoadingBar
 from headstart.model.weights.model_loader import load_model
+from headstart.model.weights.safetensors_files import weight_files
 
 
 def save(folder: Path, **tensors: torch.Tensor) -> Checkpoint:

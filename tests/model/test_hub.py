@@ -193,10 +193,16 @@ def test_existing_folder_is_itself(tmp_path: Path) -> None:
 def test_folder_without_config_and_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         resolve_model(str(tmp_path))
-    file = tmp_path / "model.gguf"
+    file = tmp_path / "model.bin"
     file.write_bytes(b"")
-    with pytest.raises(ConfigError, match="is a file"):
+    with pytest.raises(ConfigError, match=r"is a file, and no \.gguf"):
         resolve_model(str(file))
+
+
+def test_a_gguf_file_is_itself(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert resolve_model(str(file)) == file
 
 
 @pytest.mark.parametrize("model", ["./not/there", "/not/there", "a/b/c", "", "~/not/there", "bad id/x", "-x/--y"])

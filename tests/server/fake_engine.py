@@ -105,6 +105,10 @@ class FakeEngine:
             cached = self._look_up(request)
             self.prompted += len(request.prompt)
             self.cached += cached
+        if request.sampling.max_tokens == 0:
+            del self.live[request_id]
+            source = PromptTokenBreakdown(shared=cached, computed=len(request.prompt) - cached)
+            return Output(request_id, (), (), FinishReason.LENGTH, len(request.prompt), cached, breakdown=source)
         token = self.next_token(request, count)
         count += 1
         self.generated += 1

@@ -22,7 +22,9 @@ def test_a_completion_says_what_it_read_and_what_was_cached(server: Server) -> N
     assert prompt.startswith(first["choices"][0]["text"]) and first["choices"][0]["finish_reason"] == "length"
     usage = first["usage"]
     assert usage["completion_tokens"] == 4 and usage["total_tokens"] == usage["prompt_tokens"] + 4
-    assert set(usage["prompt_tokens_details"].values()) == {0} and "cached_tokens" in usage["prompt_tokens_details"]
+    details = usage["prompt_tokens_details"]
+    assert details.pop("cache_write_tokens") == usage["prompt_tokens"] // 16 * 16
+    assert set(details.values()) == {0} and "cached_tokens" in details
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == (usage["prompt_tokens"] - 1) // 16 * 16 > 0
     assert first["id"] != second["id"]
 

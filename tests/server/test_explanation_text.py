@@ -38,6 +38,15 @@ def test_a_divergence_shows_both_texts() -> None:
     assert "Monday at noon" in texts[1] and "Tuesday at noon" in texts[2] and max(map(len, texts)) < 60
 
 
+def test_a_divergence_says_what_it_costs_and_how_to_mend_it() -> None:
+    assert "stand in both" not in told(Reason.DIVERGED, near=NEAR)
+    message = told(Reason.DIVERGED, near=NEAR._replace(repeated_tokens=1180))
+    assert "seems to be a time or date, which changes with every request: move it after the constant part." in message
+    assert "Behind it 1,180 tokens stand in both prompts, and are computed again because of it." in message
+    unseen = told(Reason.UNSEEN, now=COLD, position=0, near=NEAR._replace(common_tokens=3, repeated_tokens=64))
+    assert "Behind it 64 tokens stand in both prompts" in unseen
+
+
 def test_an_end_is_no_difference() -> None:
     message = told(Reason.EXTENDS, near=NEAR._replace(other=()))
     assert "which ends there: what follows is new, from token 36 on" in message and "\n" not in message

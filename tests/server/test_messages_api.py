@@ -70,7 +70,7 @@ def test_a_schema_bounds_the_text(client: Anthropic) -> None:
 
 def test_errors_have_anthropics_form(client: Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
-        client.messages.create(model="tiny", max_tokens=0, messages=HELLO)
+        client.messages.create(model="tiny", max_tokens=-1, messages=HELLO)
     body: Any = caught.value.body
     assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
     assert body["error"]["param"] == "max_tokens" and body["request_id"] == caught.value.request_id

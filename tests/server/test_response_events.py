@@ -34,7 +34,7 @@ def streamed(deltas: list[Delta]) -> tuple[list[dict[str, Any]], dict[str, Any]]
     for delta in deltas:
         found += events.add(delta)
         whole.parts.add(delta)
-    usage = response_usage(USAGE, whole.parts, 16)
+    usage = response_usage(USAGE, whole.parts)
     found += events.closing(usage)[0]
     return found, whole.response(usage)
 

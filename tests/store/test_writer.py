@@ -2,6 +2,8 @@
 
 import errno
 import os
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,12 @@ class Bench:
 
     def has(self, *numbers: int) -> bool:
         return all(self.catalog.contains(name(number)) for number in numbers)
+
+    def run(self) -> None:
+        """Run in a thread of its own, which lowers its priority for good."""
+        thread = threading.Thread(target=self.writer.run)
+        thread.start()
+        thread.join()
 
     def lost(self) -> dict[str, int]:
         return {reason: num for reason, num in self.writer.lost().items() if num}
@@ -226,11 +234,22 @@ def test_a_round_without_end_is_told_as_degraded(bench: Bench) -> None:
     assert seen == ["writing: no answer from the disk for 60 s"] and not bench.writer.degraded(bench.clock.now)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux only")
+def test_only_the_thread_that_writes_gets_a_lower_priority(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(bench.writer, "round", lambda: seen.append(os.getpriority(os.PRIO_PROCESS, 0)))
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    bench.writer.stop(5.0)
+    bench.run()
+    assert seen == [min(before + writer.NICE, 19)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
 def test_stopping_writes_what_is_pending(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.writer, "_run_blocks", 1)
     bench.offer(1, 2, 3)
     bench.writer.stop(5.0)
-    bench.writer.run()
+    bench.run()
     assert bench.has(1, 2, 3) and bench.lost() == {}
 
 
@@ -244,7 +263,7 @@ def test_stopping_gives_up_when_its_time_is_over(bench: Bench, monkeypatch: pyte
     bench.writer.source = slow
     bench.offer(1, 2, 3)
     bench.writer.stop(5.0)
-    bench.writer.run()
+    bench.run()
     assert bench.has(1, 2) and not bench.has(3) and bench.lost() == {"closing": 1}
 
 

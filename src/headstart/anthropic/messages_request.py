@@ -11,6 +11,7 @@ from pydantic import Field
 from headstart.anthropic.content_blocks import MAX_BLOCKS, ReadConversation, cache_ttl, read_messages, read_system
 from headstart.core.errors import InvalidRequestError
 from headstart.openai.bounds import INT31_MAX, Bounds
+from headstart.openai.cache_params import MAX_ID_CHARS
 from headstart.openai.chat.chat_translation import ChatTranslation, passed_on, template_variables
 from headstart.openai.engine_requests import encode_chat
 from headstart.openai.generation_fields import Model, SamplingFields, StopTexts, check_stops
@@ -84,7 +85,10 @@ class PromptFields(SamplingFields):
 class MessagesRequest(PromptFields):
     """A /v1/messages body."""
 
-    max_tokens: int = Field(ge=1, le=INT31_MAX)
+    max_tokens: int = Field(ge=0, le=INT31_MAX, description="0: compute and cache the prompt, generate nothing")
+    diagnostics: Annotated[str | None, checked(lambda value, _: _diagnostics(value), dict[str, Any])] = Field(
+        None, description="previous_message_id: report what ended the reuse of that message's prompt"
+    )
     stop_sequences: StopSequences = Field((), description="Texts before which the output ends")
     metadata: Annotated[str | None, checked(lambda value, _: _metadata(value), dict[str, Any])] = Field(
         None, description="user_id"
@@ -118,7 +122,7 @@ def read_body(
     ttl = max(conversation.ttl, fields.tools.ttl, fields.cache_control)
     chat = _chat_values(fields, values, conversation, ttl)
     if isinstance(fields, MessagesRequest):
-        chat |= _generation_values(fields, bounds)
+        chat |= _generation_values(fields, values, ttl, bounds)
     last = conversation.last_breakpoint
     if last is None and fields.tools.ttl:  # templates place tools before or behind the system prompt
         last = (sum(message["role"] == "system" for message in conversation.messages[:1]), MAX_BLOCKS)
@@ -203,8 +207,13 @@ def _chat_values(fields: PromptFields, values: Mapping[str, Any], conversation: 
     return chat
 
 
-def _generation_values(fields: MessagesRequest, bounds: Bounds) -> Json:
-    chat: Json = {"max_completion_tokens": min(fields.max_tokens, bounds.max_model_len)}
+def _generation_values(fields: MessagesRequest, values: Mapping[str, Any], ttl: float, bounds: Bounds) -> Json:
+    chat: Json = {"max_completion_tokens": max(min(fields.max_tokens, bounds.max_model_len), 1)}
+    options: Json = {"prewarm": True} if fields.max_tokens == 0 else {}
+    if fields.diagnostics is not None:
+        options["comparison_response_id"] = fields.diagnostics
+    if options:
+        chat["prompt_cache_options"] = {**(values.get("prompt_cache_options") or {"ttl": ttl or None}), **options}
     if fields.stop_sequences and fields.stop:
         bad_value("stop", "is set beside stop_sequences", "send only one of them")
     if fields.stop_sequences:
@@ -281,6 +290,14 @@ def _format(name: str, value: object) -> Json:
     if not isinstance(sent.get("schema"), Mapping):
         bad_value(f"{name}.schema", f"is {shown(sent.get('schema'))}", "it must be a JSON schema")
     return sent["schema"]
+
+
+def _diagnostics(value: object) -> str | None:
+    previous = check_mapping("diagnostics", value, 16).get("previous_message_id")
+    if previous is not None and (not isinstance(previous, str) or len(previous) > MAX_ID_CHARS):
+        name = "diagnostics.previous_message_id"
+        bad_value(name, f"is {shown(previous)}", f"it must be a string of at most {MAX_ID_CHARS} characters")
+    return previous
 
 
 def _metadata(value: object) -> str | None:

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from headstart.openai.api_schema.api_object import ApiObject
+from headstart.openai.api_schema.api_object import ApiObject, CacheDiagnostics
 
 
 class TextBlock(ApiObject):
@@ -54,6 +54,19 @@ class MessageUsage(ApiObject):
     output_tokens_details: ThinkingTokens
 
 
+class CacheMissReason(ApiObject):
+    """The difference from the prompt of the earlier message; the number is that of a change."""
+
+    type: Literal["system_changed", "tools_changed", "messages_changed", "previous_message_not_found", "unavailable"]
+    cache_missed_input_tokens: int | None = None
+
+
+class Diagnostics(ApiObject):
+    """The comparison with the prompt of an earlier message."""
+
+    cache_miss_reason: CacheMissReason
+
+
 class Message(ApiObject):
     """The generated message."""
 
@@ -64,6 +77,8 @@ class Message(ApiObject):
     content: list[TextBlock | ThinkingBlock | ToolUseBlock]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
+    diagnostics: Diagnostics | None = None
+    cache_diagnostics: CacheDiagnostics | None = None
     usage: MessageUsage
 
 

@@ -11,6 +11,8 @@ from headstart.bench.rate import Load
 from headstart.bench.report import Chart, Report
 from headstart.bench.suite import Build
 from headstart.core.errors import ConfigError
+from headstart.explain.lint.log_report import report_log
+from headstart.explain.lint.logged_prompt import LoggedPrompt, Message
 from headstart.workload import scenarios
 from headstart.workload.jobs import GREEDY, Sampling, make_jobs
 from headstart.workload.scenarios import Phase, Scenario
@@ -158,6 +160,18 @@ def open_trace(path: Path, skip_above: int, limit: int) -> Trace:
         raise ConfigError(f"cannot read --trace {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--trace {path} is no UTF-8 text: {error}") from error
+
+
+def avoidable_share(trace: Trace) -> float | None:
+    """Return the share of a trace's prompt tokens that other prompts with the same text would have spared.
+
+    It is that of `headstart lint`, with an infinite cache. None: the trace has lengths and hashes, but no text.
+    """
+    texts = [request.text for request in trace.requests if request.text]
+    if not texts:
+        return None
+    prompts = [LoggedPrompt(line, (), (Message("user", text),)) for line, text in enumerate(texts, 1)]
+    return round(report_log(prompts).avoidable_share, 4)
 
 
 def replay(trace: Trace, *, speed: float, factor: float, concurrency: int) -> Build:

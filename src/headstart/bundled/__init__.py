@@ -1,4 +1,4 @@
-"""The model that comes with the package: what `headstart serve` serves when none is named."""
+"""The model that comes with the package, and small models that packages on PyPI contain, by short names."""
 
 from pathlib import Path
 from typing import Final

@@ -1,4 +1,4 @@
-"""Process of one replica of `headstart serve --replicas N`, started by gateway/replicas/subprocesses.py.
+"""Process of one replica of `headstart serve --replicas N`, started by gateway/replicas/replica_child.py.
 
 It reads its options as one line of JSON from stdin, so that keys are not in argv, in the environment or in a file. At
 the end of stdin, when its parent is gone, it shuts down as after SIGTERM.
@@ -9,31 +9,19 @@ import signal
 import sys
 import threading
 import time
-from typing import NamedTuple
+from dataclasses import replace
 
 import msgspec
 
 from headstart.cli.build_engine import build_engine
-from headstart.config.options import EngineOptions, ServerOptions
+from headstart.config.options import EngineOptions
+from headstart.gateway.replicas.replica_options import ReplicaOptions
 from headstart.http.logs import Log
+from headstart.model.setup.sizes import cpu_memory
 from headstart.server.run_server import serve
 
 _STDIN = 0
 ORPHAN_SECONDS = 30.0  # for a graceful shutdown after the parent is gone; then SIGKILL
-
-
-class ReplicaOptions(NamedTuple):
-    """The options of one replica process."""
-
-    engine: EngineOptions
-    server: ServerOptions
-    on_terminal: bool = False  # its output is passed on to a terminal
-    num_replicas: int = 1  # on this machine
-
-
-def encode_options(options: ReplicaOptions) -> bytes:
-    """Return the line for stdin without its newline."""
-    return msgspec.json.encode(options)
 
 
 def read_options() -> ReplicaOptions:
@@ -61,7 +49,17 @@ def main() -> int:
     options = read_options()
     log = Log(is_terminal=options.on_terminal)
     num_shares = options.num_replicas + 1  # the router holds requests, too
-    return serve(build_engine, options.engine, options.server, log, num_shares=num_shares)
+    engine = with_memory_share(options.engine, options.memory_share)
+    return serve(build_engine, engine, options.server, log, num_shares=num_shares)
+
+
+def with_memory_share(engine: EngineOptions, share: float, available: int | None = None) -> EngineOptions:
+    """Return the options with a limit of `share` of the available bytes (None: those of now), where none is set."""
+    is_set = engine.memory_limit or engine.kv_cache_memory or engine.num_gpu_blocks_override
+    if share >= 1 or is_set or engine.device.startswith("cuda"):
+        return engine
+    limit = cpu_memory().available if available is None else available
+    return replace(engine, memory_limit=str(max(int(limit * share), 1)))
 
 
 if __name__ == "__main__":

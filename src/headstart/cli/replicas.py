@@ -2,17 +2,19 @@
 
 import json
 import os
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from headstart.cli.replica_process import ReplicaOptions, encode_options
 from headstart.cli.route import fronts_of
 from headstart.config.options import EngineOptions, RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
-from headstart.gateway.replicas.subprocesses import Launch, LocalReplicas
+from headstart.gateway.replicas.replica_child import Launch
+from headstart.gateway.replicas.replica_options import ReplicaOptions, encode_options, environment, replica_command
+from headstart.gateway.replicas.subprocesses import LocalReplicas
 from headstart.gateway.run_gateway import route
+from headstart.gguf.gguf_reader import is_gguf
+from headstart.gguf.tokenizer_json import FILE_NAME
 from headstart.http.lifecycle import EXIT_INTERRUPTED
 from headstart.http.logs import Log
 from headstart.model.setup.sizes import cpu_memory, format_bytes, parse_bytes
@@ -27,7 +29,7 @@ def serve_replicas(engine: EngineOptions, server: ServerOptions, router: RouterO
     The router stops first, so that no admitted request is lost; then all replica processes are stopped.
     """
     share = divided(engine, router.replicas, cores=prepare_threads(engine.threads, environ={**os.environ}))
-    command, variables = (sys.executable, "-P", "-m", "headstart.cli.replica_process"), environment(share.threads)
+    command, variables = replica_command(), environment(share.threads)
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:  # private: events contain prompts
 
         def make_launch(name: str) -> Launch:
@@ -67,10 +69,10 @@ def publishing(engine: EngineOptions, events: str | None, replay: str | None) ->
 
 
 def with_tokenizer(router: RouterOptions, engine: EngineOptions) -> RouterOptions:
-    """Return the router options with the tokenizer in the model's folder, if any; else it is found by its name."""
-    if router.tokenizer != "auto" or not (Path(engine.model).expanduser() / "tokenizer.json").is_file():
-        return router
-    return replace(router, tokenizer=engine.model)
+    """Return the router options with the tokenizer of the model's folder or file; else it is found by its name."""
+    path = Path(engine.model).expanduser()
+    is_there = (path / FILE_NAME).is_file() or (is_gguf(path) and path.is_file())
+    return replace(router, tokenizer=engine.model) if router.tokenizer == "auto" and is_there else router
 
 
 def behind_router(server: ServerOptions) -> ServerOptions:
@@ -115,10 +117,3 @@ def resources_text(share: EngineOptions) -> str:
     elif share.kv_cache_memory is not None:
         parts.append(f"{format_bytes(parse_bytes(share.kv_cache_memory))} of KV")
     return ", ".join(parts)
-
-
-def environment(threads: int) -> dict[str, str]:
-    """Return this process's environment with its sys.path as PYTHONPATH and `threads` for OpenMP and MKL."""
-    path = os.pathsep.join(part for part in sys.path if part)
-    count = str(threads)
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}

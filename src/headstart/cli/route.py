@@ -20,9 +20,10 @@ EXAMPLES = """Examples:
   curl -sD- localhost:8000/v1/completions -H 'x-headstart-explain: 1' -d '{"prompt": "Hi"}' -o/dev/null"""
 NOT_OF_A_ROUTER = (
     *("served_model_name", "max_num_queued_tokens", "max_n", "max_prompts", "max_logprobs", "heartbeat_timeout"),
-    *("stats_interval", "replicas"),
+    *("stats_interval", "replicas", "on", "max_replicas", "target_ongoing_requests"),
+    *("upscale_delay", "downscale_delay"),
 )
-"""Server options that apply to replicas, not to a router."""
+"""Options that apply to replicas, not to a router."""
 
 
 @takes_options(RouterOptions, ServerOptions, skip=NOT_OF_A_ROUTER)

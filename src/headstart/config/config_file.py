@@ -97,6 +97,18 @@ def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[s
     return values, warnings
 
 
+def read_texts(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return options given by name as text, by field name. Raises ConfigError for unknown names and wrong types."""
+    known = _spellings()
+    values: dict[str, Any] = {}
+    for name, text in texts.items():
+        field = known.get(name.replace("-", "_"))
+        if field is None:
+            raise ConfigError(f"unknown option {name!r}{_nearest(name.replace('-', '_'), known)}")
+        values[field.name] = _from_text(field, text, name)
+    return values
+
+
 def settle(options: type[Options], *sources: Mapping[str, Any]) -> Options:
     """Return the options of one class; the first source with a value wins.
 

@@ -14,7 +14,7 @@ _BUDGET = "use --max-num-batched-tokens, the token budget of a step; prompts are
 _CACHING = "prefix caching is on; --no-enable-prefix-caching turns it off"
 _OFFLOAD = "use --kv-store DIR: blocks on disk that outlive the process"
 _KV_DTYPE = "not needed: the KV cache has the dtype of the model, see --dtype"
-_INT8 = "quantised checkpoints are not loaded; --quantization int8 quantises the weights while it loads them"
+_INT8 = "quantised checkpoints are not loaded; --quantization int8 or int4 quantises weights while it loads them"
 _LORA = "LoRA is not supported; merge the adapter into the weights and serve those"
 _SPECULATIVE = """draft models are not supported; --speculative-config '{"method": "ngram"}' drafts from known tokens"""
 _DRAFT_LENGTH = """use --speculative-config '{"method": "ngram", "num_speculative_tokens": 15}'"""
@@ -58,7 +58,10 @@ _TABLE: dict[tuple[str, ...], str] = {
     ("--alias", "-a"): "use --served-model-name",
     ("--hf-hub-token", "--hf-tok", "-hft"): "use --hf-token, or set HF_TOKEN",
     ("--n-gpu-layers", "--gpu-layers", "-ngl"): "layers are not split over CPU and GPU; use --device cuda or cpu",
-    ("--cpu-offload-gb", "--offload-backend"): "weights are not offloaded; use --quantization int8, or a smaller model",
+    (
+        "--cpu-offload-gb",
+        "--offload-backend",
+    ): "weights are not offloaded; use --quantization int4, or a smaller model",
     ("--threads-batch", "-tb", "-t"): "use --threads",
     ("--prefix-caching", "--enable-radix-cache", "--cache-prompt", "--prefix-caching-hash-algo"): _CACHING,
     ("--disable-radix-cache", "--no-prefix-caching", "--no-cache-prompt", "--cache-reuse"): _CACHING,

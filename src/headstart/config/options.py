@@ -9,7 +9,7 @@ from typing import Any
 
 from headstart.core.errors import ConfigError
 
-MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING, ENVOY = (
+MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING, ENVOY, RAY = (
     "Model",
     "Compute and memory",
     "Scheduling and caching",
@@ -20,6 +20,7 @@ MODEL, COMPUTE, SCHEDULING, LISTENING, CHATS, BOUNDS, LIFE, FLEET, ROUTING, ENVO
     "Replicas",
     "Routing",
     "Envoy",
+    "Ray",
 )
 
 
@@ -37,6 +38,13 @@ def _option(default: Any, help_text: str, group: str, **extra: Any) -> Any:  # t
 def _table(name: str) -> Any:
     """Return a field that is set only by the [[name]] tables of headstart.toml: it has no flag and no variable."""
     return field(default=(), metadata={"table": name})
+
+
+PROMPT_RULES = (
+    *("tools", "schemas", "json", "drop_reasoning", "keep_reasoning"),
+    *("billing_header", "trace_headers", "request_ids", "dates"),
+)
+"""Names of the rules in openai/canonical/."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,11 @@ class PrefixEntry:
 class EngineOptions:
     """Options of the engine process. Names follow vLLM's flags where the meaning is the same."""
 
-    model: str = _option("", "Folder, or hub id such as Qwen/Qwen3-0.6B. Empty: the bundled intent model.", MODEL)
+    model: str = _option(
+        "",
+        "Folder, GGUF file, hub id such as Qwen/Qwen3-0.6B, or smollm2-135m. Empty: the bundled intent model.",
+        MODEL,
+    )
     revision: str | None = _option(None, "Branch, tag or commit on the hub.", MODEL)
     hf_token: str | None = _option(None, "Hub access token (else HF_TOKEN).", MODEL, secret=True)
     offline: bool = _option(False, "Do not contact the hub; use what is already downloaded.", MODEL)
@@ -80,9 +92,9 @@ class EngineOptions:
     )
     quantization: str = _option(
         "none",
-        "int8: weights in half the bytes of bfloat16, one scale per output; faster, a little less exact.",
+        "int8: weights in half the bytes of bfloat16, int4: in a third; faster, and int8 a little, int4 less exact.",
         COMPUTE,
-        choices=("none", "int8"),
+        choices=("none", "int8", "int4"),
     )
     device: str = _option("auto", "auto | cpu | cuda | cuda:N.", COMPUTE)
     threads: int = _option(0, "Compute threads; 0: as many as the cgroup grants cores.", COMPUTE, minimum=0)
@@ -204,6 +216,30 @@ class ServerOptions:
         CHATS,
         minimum=0,
     )
+    diagnostics_size: int = _option(
+        16 * 1024 * 1024,
+        "Bytes of fingerprints of prompts kept, which later requests may be compared with; 0: none.",
+        CHATS,
+        minimum=0,
+    )
+    doctor_share: float = _option(
+        0.005,
+        "Share of the CPU time that may be used to estimate the avoidable share of prompts; 0: none.",
+        CHATS,
+        minimum=0,
+    )
+    prompt_rule: tuple[str, ...] = _option(
+        (),
+        "Rule that gives equal prompts equal text before they are rendered (docs/prompts.md); repeat for several.",
+        CHATS,
+        choices=PROMPT_RULES,
+    )
+    prompt_log_size: int = _option(
+        0,
+        "Bytes of request bodies kept in memory for `headstart lint --against`, by tenant; 0: none.",
+        CHATS,
+        minimum=0,
+    )
     tenants: tuple[TenantEntry, ...] = _table("tenant")
     prefixes: tuple[PrefixEntry, ...] = _table("prefix")
     max_num_queued_reqs: int = _option(
@@ -252,7 +288,9 @@ class RouterOptions:
         FLEET,
     )
     replica_api_key: str | None = _option(None, "Key sent to replicas (default: the client's own).", FLEET, secret=True)
-    replicas: int = _option(1, "Servers on this machine behind one router.", FLEET, minimum=1)
+    replicas: int = _option(
+        1, "Servers behind one router: on this machine, or on a Ray cluster (--on ray).", FLEET, minimum=1
+    )
     health_interval: float = _option(1.0, "Seconds between two probes of a replica's /health.", FLEET, minimum=0.05)
     scrape_interval: float = _option(
         2.0, "Seconds between two scrapes of a replica's /metrics; 0: never.", FLEET, minimum=0
@@ -304,6 +342,20 @@ class RouterOptions:
     ext_proc: str | None = _option(
         None, "HOST:PORT of an endpoint picker for a gateway's Envoy (gRPC), in addition to HTTP.", ENVOY
     )
+    on: str = _option(
+        "this-machine",
+        "Where replicas run: this-machine, or ray: on the Ray cluster at RAY_ADDRESS, else on a Ray started here.",
+        RAY,
+        choices=("this-machine", "ray"),
+    )
+    max_replicas: int | None = _option(
+        None, "With --on ray: most replicas under load (default: always --replicas).", RAY, minimum=1
+    )
+    target_ongoing_requests: float = _option(
+        16.0, "Requests per replica beyond which Ray adds replicas, and below which it removes them.", RAY, minimum=0.1
+    )
+    upscale_delay: float = _option(30.0, "Seconds of load until Ray adds a replica.", RAY, minimum=0)
+    downscale_delay: float = _option(600.0, "Seconds without load until Ray removes a replica.", RAY, minimum=0)
     decision_log: str | None = _option(None, "File to append routing decisions to, one JSON line each.", ROUTING)
 
 
@@ -326,9 +378,12 @@ def check_values(options: EngineOptions | ServerOptions | RouterOptions) -> None
         value, allowed = getattr(options, option.name), option.metadata
         if value is None:
             continue
-        if "choices" in allowed and value not in allowed["choices"]:
-            raise ConfigError(f"{option.name} is {value!r}; choose one of {', '.join(allowed['choices'])}")
+        for one in value if isinstance(value, tuple) else (value,):
+            if "choices" in allowed and one not in allowed["choices"]:
+                raise ConfigError(f"{option.name} is {one!r}; choose one of {', '.join(allowed['choices'])}")
         if "minimum" in allowed and not value >= allowed["minimum"]:
             raise ConfigError(f"{option.name} is {value}; it must be at least {allowed['minimum']}")
         if "maximum" in allowed and not value <= allowed["maximum"]:
             raise ConfigError(f"{option.name} is {value}; it must be at most {allowed['maximum']}")
+    if isinstance(options, ServerOptions) and {"drop_reasoning", "keep_reasoning"} <= set(options.prompt_rule):
+        raise ConfigError("prompt_rule has both drop_reasoning and keep_reasoning; choose one of them")

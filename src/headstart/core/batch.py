@@ -11,7 +11,8 @@ class Chunk(NamedTuple):
     """Tokens `[start, start + len(token_ids))` of one sequence, computed in one step; a decode is a chunk of 1.
 
     KV of `[0, start)` is already in `block_ids`. Positions below `write_from` are there too, in shared blocks: compute
-    them, but never write them. The last `num_logits` positions are sampled: 0 in a non-final chunk, else 1.
+    them, but never write them. The last `num_logits` positions are sampled: 0 in a non-final chunk and for a request
+    without output (`max_tokens` 0), else 1.
     """
 
     request_id: str
@@ -111,6 +112,7 @@ class Output(NamedTuple):
     num_cached_tokens: int = 0
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    breakdown: PromptTokenBreakdown | None = None  # with the first output token
+    breakdown: PromptTokenBreakdown | None = None  # with the first output token, or at the end without any
     scheduled_at: float = 0.0  # first admission, on the clock given to the scheduler
     is_invalid: bool = False  # `error` is the client's mistake
+    num_evicted_tokens: int = 0  # with the breakdown: computed prompt tokens whose blocks had been evicted

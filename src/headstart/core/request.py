@@ -29,10 +29,11 @@ class FinishReason(Enum):
 class SamplingParams:
     """Sampling parameters of a request; every value is already validated and in range (openai/generation_fields.py).
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch those filters off. `logprobs` is the number of
-    alternatives to report beside the sampled token (0: the sampled token only; None: nothing), `prompt_logprobs` the
-    same for every prompt token but the first. `stop_token_ids` includes the model's end-of-sequence ids unless
-    `ignore_eos`; the front end handles stop strings, since the engine processes tokens only.
+    `max_tokens` 0: the prompt is computed and nothing is sampled. `temperature` 0 is greedy. `top_k` 0 and `top_p` 1
+    switch those filters off. `logprobs` is the number of alternatives to report beside the sampled token (0: the
+    sampled token only; None: nothing), `prompt_logprobs` the same for every prompt token but the first.
+    `stop_token_ids` includes the model's end-of-sequence ids unless `ignore_eos`; the front end handles stop strings,
+    since the engine processes tokens only.
     """
 
     max_tokens: int = 16
@@ -155,6 +156,7 @@ class Sequence:
     num_followed_tokens: int = 0  # computed by others while this one waited for them or ran beside them
     num_store_tokens: int = 0  # loaded from the store while this one waited for them
     num_loads: int = 0  # begun for it
+    num_evicted_tokens: int = 0  # of its first admission: in the blocks behind the hit that had been evicted
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # reported so far; not reported again after a preemption
     block_ids: "array[int]" = field(default_factory=empty_table)  # block table, packed as an executor takes it

@@ -20,6 +20,7 @@ _TIMES = re.compile(
 )
 _UUIDS = re.compile(r"\b[0-9a-fA-F]{8}(-?[0-9a-fA-F]{4}){3}-?[0-9a-fA-F]{12}\b")
 _IDS = re.compile(r"\b(?=[\w-]*\d)[A-Za-z]*[_-]?[0-9a-zA-Z]{8,}\b")
+_DIGIT = re.compile(r"\d")
 _NUMBERS = re.compile(r"[-+]?\d[\d,.]*")
 
 KINDS = {
@@ -138,6 +139,19 @@ def value_kind(text: str, start: int, end: int) -> str | None:
         if any(begin <= start - first and end - first <= stop for begin, stop in spans):
             return kind
     return None
+
+
+def num_times(text: str) -> int:
+    """Return the number of dates and times with a digit in a text; those that stand close together are one."""
+    count = 0
+    for line in text.split("\n"):
+        if _DIGIT.search(line) is None:
+            continue
+        last = -BETWEEN - 1
+        for found in _TIMES.finditer(line):
+            count += found.start() - last > BETWEEN
+            last = found.end()
+    return count
 
 
 def _covers(pattern: re.Pattern[str], text: str, at: int) -> bool:

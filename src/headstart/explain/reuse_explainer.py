@@ -15,6 +15,7 @@ from headstart.core.cache.pinned_prefixes import REQUEST_PREFIX
 from headstart.core.request import CacheMode, Request, Sequence
 from headstart.core.sched.scheduler import Scheduler
 from headstart.explain.recent_requests import RecentRequests, Seen
+from headstart.explain.repeated_tokens import num_repeated
 
 WINDOW = 40  # tokens shown on either side of a divergence: enough for as many characters
 _ITEM = array("i").itemsize
@@ -57,6 +58,7 @@ class NearMatch(NamedTuple):
     before: tuple[int, ...]  # the last common ones
     this: tuple[int, ...]  # continuation of the explained prompt
     other: tuple[int, ...]  # continuation of the other prompt; empty: it ends there
+    repeated_tokens: int = 0  # tokens behind the divergence that both have, at any offset
 
 
 class Eviction(NamedTuple):
@@ -269,7 +271,9 @@ class _Case:
     def _near(self, seq: Sequence, common: int) -> NearMatch:
         prompt, tokens, end = self._prompt, seq.token_ids, common + WINDOW
         before = tuple(prompt[max(common - WINDOW, 0) : common])
-        return NearMatch(seq.request_id, common, before, tuple(prompt[common:end]), tuple(tokens[common:end]))
+        this, other = tuple(prompt[common:end]), tuple(tokens[common:end])
+        repeated = num_repeated(prompt, tokens, common, self._size) if this and other else 0
+        return NearMatch(seq.request_id, common, before, this, other, repeated)
 
 
 def _found_now(scheduler: Scheduler, seq: Sequence) -> PromptTokenBreakdown:

@@ -21,10 +21,22 @@ PATH = "/v1/cache/stats"
 ANSWER_SECONDS = 10.0
 MAX_BYTES = 1 << 20  # of one replica's answer: about a thousand tenants
 _REFUSALS = (401, 403, 503)  # returned if no replica reports
+_SHARE = "avoidable_share"
 _RATIOS = ("hit_rate", "prefill_redundancy")
-_NOT_SUMMED = ("model", "block_size", "store", *_RATIOS)
+_NOT_SUMMED = ("model", "block_size", "store", "losses", *_RATIOS)
 
 Counts = dict[str, int]
+
+
+class LossCounts(msgspec.Struct, frozen=True):
+    """The losses of one server; zeros from a server that does not report them."""
+
+    evicted_tokens: int = 0
+    examined_requests: int = 0
+    examined_tokens: int = 0
+    avoidable_tokens: int = 0
+    avoidable_share: float | None = None
+    causes: Counts = {}
 
 
 class ReplicaStats(msgspec.Struct):
@@ -49,6 +61,7 @@ class ReplicaStats(msgspec.Struct):
     steps: int = 0
     step_seconds: float = 0.0
     tenants: dict[str, Counts] = {}
+    losses: LossCounts = LossCounts()
     store: dict[str, Any] | None = None
 
 
@@ -139,6 +152,9 @@ def _summed(reported: Sequence[ReplicaStats]) -> Json:
     prompt, ideal = total["prompt_tokens"], total["ideal_tokens"]
     total["hit_rate"] = prompt.get("cached", 0) / prompt["total"] if prompt.get("total") else None
     total["prefill_redundancy"] = total["prefill_tokens"] / ideal if ideal else 1.0
+    losses = _sums([{key: value for key, value in row["losses"].items() if key != _SHARE} for row in rows])
+    examined = losses["examined_tokens"]
+    total["losses"] = {**losses, _SHARE: losses["avoidable_tokens"] / examined if examined else None}
     return total
 
 

@@ -46,6 +46,7 @@ class GatewayMetrics:
         self._predicted = self._counter("router_predicted_tokens", "Prompt tokens predicted to be cached.", "replica")
         self._cached = self._counter("router_cached_tokens", "Prompt tokens cached, as reported.", "replica")
         self._prompt = self._counter("router_prompt_tokens", "Prompt tokens routed, by the router's count.", "replica")
+        self._rules = self._counter("router_prompt_rules", "Requests that a rule for prompts changed.", "rule")
         self.ttft = self._histogram("router_ttft_seconds", "From arrival to the first token.", _TTFT)
         self.decide = self._histogram("router_decision_seconds", "Time to read a prompt and select a replica.", _DECIDE)
 
@@ -65,6 +66,8 @@ class GatewayMetrics:
             self._failures.add((failure.value,))
         if call.num_attempts > 1:
             self._retries.inc(call.num_attempts - 1)
+        for rule, _ in call.reading.applied_rules:
+            self._rules.add((rule,))
         decision = call.in_flight
         if decision is None:
             return

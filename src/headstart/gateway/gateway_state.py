@@ -17,7 +17,7 @@ from headstart.gateway.fanout import send_to_all
 from headstart.gateway.gateway_metrics import GatewayMetrics
 from headstart.gateway.gateway_routes import ROUTER_ACCESS, ROUTES
 from headstart.gateway.held_bytes import MAX_HELD_BYTES
-from headstart.gateway.proxy.proxy import ProxiedCall, Proxy, ProxySettings
+from headstart.gateway.proxy.proxy import Placed, ProxiedCall, Proxy, ProxySettings, placed_at_once
 from headstart.gateway.proxy.request_reader import RequestReader, Sender
 from headstart.gateway.proxy.retry_budget import RetryBudget
 from headstart.gateway.proxy.upstream import Answer
@@ -52,6 +52,7 @@ class GatewayState:
         reader: RequestReader,
         log: Log,
         decisions: DecisionLog | None = None,
+        placed: Placed = placed_at_once,
     ) -> None:
         self.options = options
         self.server_options = server_options
@@ -97,7 +98,7 @@ class GatewayState:
             options.replica_wait,
             max_pending_in_all=most_connections(files_each=FILES_PER_REQUEST) // 2,
         )
-        self.proxy = Proxy(self.router, session, settings, self.budget)
+        self.proxy = Proxy(self.router, session, settings, self.budget, placed)
         self.memory = RequestHistory(self.router)
         self.metrics = GatewayMetrics(ROUTES)
         self.metrics.watch(self)

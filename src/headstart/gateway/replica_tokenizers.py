@@ -7,18 +7,21 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 
 from headstart.bundled import BUNDLED_NAME, bundled_model
+from headstart.bundled.packaged_models import present_model
 from headstart.core.errors import ConfigError
 from headstart.gateway.replicas.probes import ModelCard
+from headstart.gguf.gguf_reader import is_gguf
+from headstart.gguf.tokenizer_json import FILE_NAME
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 
 def named_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of a folder, of a downloaded model, or of the bundled one. Raises ConfigError."""
+    """Return the tokenizer of a folder or GGUF, of a downloaded model, or of the bundled one. Raises ConfigError."""
     folder = _folder(name)
     if folder is None:
         raise ConfigError(
-            f"tokenizer {name!r} is no folder, and no model that was downloaded here; name a folder with a "
-            f"tokenizer.json, or none to count prompts in bytes"
+            f"tokenizer {name!r} is no folder or GGUF, and no model that was downloaded here; name a folder "
+            f"with a tokenizer.json, or none to count prompts in bytes"
         )
     return Tokenizer.from_folder(folder)
 
@@ -45,14 +48,16 @@ def tokenizer_of(cards: Iterable[ModelCard]) -> Tokenizer | None:
 def _folder(name: str) -> Path | None:
     with suppress(OSError, RuntimeError):  # a name that no file can have, a home directory that does not exist
         path = Path(name).expanduser()
-        if name and (path / "tokenizer.json").is_file():
+        if name and ((path / FILE_NAME).is_file() or (is_gguf(path) and path.is_file())):
             return path
     if name == BUNDLED_NAME:
         return bundled_model()
+    if (packaged := present_model(name)) is not None:
+        return packaged
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         return None
     try:
-        cached = try_to_load_from_cache(name, "tokenizer.json")
+        cached = try_to_load_from_cache(name, FILE_NAME)
     except ValueError:  # no hub id
         return None
     return Path(cached).parent if isinstance(cached, str) else None

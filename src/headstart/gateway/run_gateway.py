@@ -62,7 +62,7 @@ def route(
     give_memory_back()
     try:
         found = discovery or discovery_of(router_options)
-        reader = RequestReader(_tokenizer(router_options.tokenizer))
+        reader = RequestReader(router_tokenizer(router_options.tokenizer), frozenset(server_options.prompt_rule))
         decisions = DecisionLog(Path(router_options.decision_log)) if router_options.decision_log else None
         is_own = not (fronts and fronts[0].url)
         listener = listen(server_options.host, server_options.port) if is_own else None
@@ -92,7 +92,8 @@ def discovery_of(options: RouterOptions) -> Discovery:
     return StaticDiscovery(addresses)
 
 
-def _tokenizer(name: str) -> Tokenizer | None:
+def router_tokenizer(name: str) -> Tokenizer | None:
+    """Return the tokenizer that the option names; None for one that is found later, and for none."""
     return None if name in ("auto", "none") else SegmentedTokenizer(named_tokenizer(name))
 
 

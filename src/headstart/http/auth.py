@@ -48,6 +48,7 @@ ACCESS = {
     "/v1/prefixes": Access.ADMIN,  # public prefixes affect all tenants
     "/v1/cache/stats": Access.OPERATOR,  # as /metrics
     "/v1/cache/explain": Access.OWN,  # shows parts of prompts
+    "/v1/cache/requests": Access.OWN,  # shows prompts
     "/v1/fleet": Access.ADMIN,  # of a router: addresses and load of replicas
 }
 _ADMIN_TREE = "/v1/prefixes/"  # and all paths below

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from headstart.config.options import ServerOptions
 from headstart.core.engine import EngineInfo
 from headstart.core.request import NO_DEFAULTS, SamplingDefaults
+from headstart.openai.canonical.prompt_rules import NO_RULES, PromptRules
 
 INT31_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -35,6 +36,7 @@ class Bounds:
     defaults: SamplingDefaults = NO_DEFAULTS  # of the model, for parameters that a request omits
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    prompt_rules: PromptRules = NO_RULES  # for chats
 
     @property
     def max_numbers(self) -> int:
@@ -58,6 +60,7 @@ class Bounds:
             defaults=info.sampling_defaults,
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
+            prompt_rules=frozenset(options.prompt_rule),
             max_sequence_tokens=max(4 << 20, info.max_model_len * FULL_CHOICES),
             max_answer_entries=max(16 << 20, info.max_model_len * (1 + options.max_logprobs)),
         )

@@ -14,6 +14,7 @@ from headstart.openai.request_model import RequestModel, checked
 from headstart.openai.value_checks import bad_value, shown
 
 MAX_LABEL_CHARS = 256
+MAX_ID_CHARS = 128
 MAX_TTL = 24 * 3600  # seconds
 DEFAULT_TTL = 1800.0  # minimum lifetime of OpenAI's cache by default
 KEYED_PRIORITY = 60  # with a prompt_cache_key: similar requests are expected
@@ -45,6 +46,10 @@ class PromptCacheOptions(RequestModel):
     max_entries = 16
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Seconds = None
+    prewarm: bool = Field(False, description="Compute and cache the prompt, generate nothing")
+    comparison_response_id: str | None = Field(
+        None, max_length=MAX_ID_CHARS, description="Id of an earlier answer: report what ended the reuse of its prompt"
+    )
 
 
 class CacheFields(RequestModel):
@@ -57,16 +62,18 @@ class CacheFields(RequestModel):
         None, min_length=1, max_length=128, description="Only requests with the same salt share blocks"
     )
     prompt_cache_key: str | None = Field(None, max_length=MAX_LABEL_CHARS, description="Similar requests will follow")
-    prompt_cache_options: PromptCacheOptions = PromptCacheOptions()
+    prompt_cache_options: PromptCacheOptions = PromptCacheOptions(prewarm=False, comparison_response_id=None)
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
 
 class CacheWishes(NamedTuple):
-    """The cache parameters of a request: cache mode, retention of its blocks, and salt that restricts sharing."""
+    """The cache parameters of a request: cache mode, retention, salt that restricts sharing, prewarming, comparison."""
 
     mode: CacheMode = CacheMode.READ_WRITE
     retention: Retention = DEFAULT_RETENTION
     salt: str | None = None
+    prewarm: bool = False
+    comparison_id: str | None = None  # of an earlier answer
 
 
 def cache_wishes(fields: CacheFields, messages: object) -> CacheWishes:
@@ -80,7 +87,11 @@ def cache_wishes(fields: CacheFields, messages: object) -> CacheWishes:
     if own is not None and fields.cache == CacheMode.BYPASS.value:
         name = "cache_ttl" if fields.cache_priority is None else "cache_priority"
         bad_value(name, 'is set beside cache "bypass", which leaves nothing to keep', "send only one of them")
-    return CacheWishes(mode, hinted if own is None else own, fields.cache_salt)
+    options = fields.prompt_cache_options
+    if options.prewarm and mode is not CacheMode.READ_WRITE:
+        bad_value("prompt_cache_options.prewarm", f"is true beside cache {mode.value}", "then nothing would be cached")
+    retention = hinted if own is None else own
+    return CacheWishes(mode, retention, fields.cache_salt, options.prewarm, options.comparison_response_id)
 
 
 def _own_retention(fields: CacheFields) -> Retention | None:

@@ -138,7 +138,7 @@ def with_chat_output(
             param="tool_choice" if tools.choice.mode == "required" else "tools",
             code="unsupported_parameter",
         )
-    if output is None:
+    if output is None or params.prewarm:  # no output, so it needs no format
         return params
     content = params.sampling.grammar
     grammar = answer_grammar(tools, form, output, tokenizer.backend.token_to_id, content)

@@ -14,6 +14,7 @@ from headstart.core.errors import RequestTooLargeError
 from headstart.core.request import DEFAULT_RETENTION, CacheMode, Retention, SamplingParams
 from headstart.openai.bounds import Bounds
 from headstart.openai.cache_params import cache_wishes
+from headstart.openai.canonical.prompt_rules import AppliedRules
 from headstart.openai.generation_fields import ChatFields, CompletionFields, GenerationFields
 from headstart.openai.request_model import validated
 from headstart.openai.structured.structured_fields import output_grammar
@@ -58,12 +59,15 @@ class GenerationParams:
     cache: CacheMode = CacheMode.READ_WRITE
     retention: Retention = DEFAULT_RETENTION
     cache_salt: str | None = None
+    prewarm: bool = False  # compute and cache the prompt, generate nothing; then max_tokens is 0
+    comparison_id: str | None = None  # of an earlier answer, whose prompt is compared
     user: str | None = None
     grammar_field: str | None = None  # the field that requests `sampling.grammar`
     tools: ToolParams | None = None  # of a chat
     reasoning_effort: str | None = None
     chat: ChatOutput | None = None  # set once the prompt is rendered; None: all output is content
     turn: OpenTurn | None = None  # set once the prompt is rendered: where the generated tokens are stored
+    applied_rules: AppliedRules = ()  # that changed the chat, or were reported about it
     ignored: tuple[str, ...] = ()  # unknown names in the request, sorted
 
     @property
@@ -91,18 +95,23 @@ def generation_params(fields: GenerationFields, values: Mapping[str, Any], bound
         bad_value("continue_final_message", "is true beside add_generation_prompt", "only one of them can be true")
     if fields.echo and isinstance(fields, ChatFields):
         unsupported("echo", "a chat answers with the new message only; use /v1/completions")
-    if max_tokens == 0 and not fields.echo:
+    wishes = cache_wishes(fields, values.get("messages"))
+    if wishes.prewarm and fields.echo:
+        bad_value("echo", "is true beside prompt_cache_options.prewarm", "a request that only prewarms has no output")
+    if max_tokens == 0 and not fields.echo and not wishes.prewarm:
         bad_value("max_tokens", "is 0", "it must be at least 1, except with echo")
     _check_choices(fields)
     _check_priority(fields.priority, bounds)
     grammar = output_grammar(fields)
     if grammar is not None and fields.echo:
         unsupported("echo", f"{grammar[0]} constrains the output only; leave one of them out")
-    wishes = cache_wishes(fields, values.get("messages"))
     is_chat = isinstance(fields, ChatFields)
+    sampling = _sampling(fields, bounds, max_tokens, None if grammar is None else grammar[1])
+    if wishes.prewarm:
+        sampling = replace(sampling, max_tokens=0, min_tokens=0, logprobs=None, grammar=None)
     return GenerationParams(
-        sampling=_sampling(fields, bounds, max_tokens, None if grammar is None else grammar[1]),
-        max_tokens=max_tokens,
+        sampling=sampling,
+        max_tokens=0 if wishes.prewarm else max_tokens,
         n=fields.n,
         stop=fields.stop,
         include_stop_str_in_output=fields.include_stop_str_in_output,
@@ -121,8 +130,10 @@ def generation_params(fields: GenerationFields, values: Mapping[str, Any], bound
         cache=wishes.mode,
         retention=wishes.retention,
         cache_salt=wishes.salt,
+        prewarm=wishes.prewarm,
+        comparison_id=wishes.comparison_id,
         user=fields.user,
-        grammar_field=None if grammar is None else grammar[0],
+        grammar_field=None if grammar is None or wishes.prewarm else grammar[0],
         tools=tool_params(fields.tools, fields.tool_choice, fields.parallel_tool_calls) if is_chat else None,
         reasoning_effort=fields.reasoning_effort if is_chat else None,
         ignored=tuple(sorted(str(name) for name in values if name not in known and name not in UNSUPPORTED)),
@@ -161,6 +172,8 @@ def fit(params: GenerationParams, num_prompt_tokens: int, bounds: Bounds) -> Sam
     if wanted is None:
         default = bounds.defaults.max_tokens
         max_tokens = room if default is None else min(max(default, params.sampling.min_tokens), room)
+    elif params.prewarm:
+        max_tokens = 0
     else:
         max_tokens = max(wanted, 1)  # the engine always samples at least one token; it is dropped for 0
     if params.sampling.min_tokens > max_tokens:

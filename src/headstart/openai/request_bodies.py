@@ -7,13 +7,15 @@ exception raised is InvalidRequestError.
 import json
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
 from headstart.core.errors import InvalidRequestError, RequestTooLargeError
 from headstart.openai.bounds import Bounds
+from headstart.openai.canonical.canonical_chat import canonical_chat
+from headstart.openai.canonical.prompt_rules import PromptRules
 from headstart.openai.generation_fields import AddGenerationPrompt, ChatFields, CompletionFields, Model, TokenId
 from headstart.openai.generation_params import GenerationParams, generation_params
 from headstart.openai.request_json import parse_json
@@ -121,18 +123,26 @@ def parse_completion(values: Mapping[str, Any], bounds: Bounds) -> CompletionBod
 
 
 def parse_chat(values: Mapping[str, Any], bounds: Bounds) -> ChatBody:
-    """Return a validated /v1/chat/completions body. Raises InvalidRequestError."""
+    """Return a validated /v1/chat/completions body, after the rules for prompts. Raises InvalidRequestError."""
     fields = validated(ChatRequest, values, bounds)
-    return ChatBody(fields.model, fields.messages, generation_params(fields, values, bounds))
+    body = ChatBody(fields.model, fields.messages, generation_params(fields, values, bounds))
+    return _canonical(body, bounds.prompt_rules) if bounds.prompt_rules else body
 
 
 def parse_tokenize(values: Mapping[str, Any], bounds: Bounds) -> TokenizeRequest:
-    """Return a validated /tokenize body: exactly one of `prompt` and `messages`. Raises InvalidRequestError."""
+    """Return a validated /tokenize body: exactly one of `prompt` and `messages`, these after the rules for prompts.
+
+    Raises InvalidRequestError.
+    """
     if (values.get("prompt") is None) == (values.get("messages") is None):
         raise InvalidRequestError("send either prompt (a string) or messages (a list)", param="prompt")
     if values.get("messages") is None and values.get("tools"):
         raise InvalidRequestError("tools are rendered with messages only; leave them out", param="tools")
-    return validated(TokenizeRequest, values, bounds)
+    fields = validated(TokenizeRequest, values, bounds)
+    if fields.messages is not None and bounds.prompt_rules:
+        canonical = canonical_chat(fields.messages, fields.tools, (), bounds.prompt_rules)
+        return fields.model_copy(update={"messages": canonical.messages, "tools": canonical.tools})
+    return fields
 
 
 def parse_detokenize(values: Mapping[str, Any], bounds: Bounds) -> DetokenizeRequest:
@@ -169,6 +179,19 @@ def parse_messages(value: object, bounds: Bounds) -> list[Message]:
 
 
 # --------------------------------------------------------------------------------------------------------- inner parts
+
+
+def _canonical(body: ChatBody, rules: PromptRules) -> ChatBody:
+    """Return the chat after the rules for prompts."""
+    params, tools = body.params, body.params.tools
+    found = canonical_chat(body.messages, () if tools is None else tools.tools, params.template_options, rules)
+    params = replace(
+        params,
+        tools=None if tools is None else replace(tools, tools=found.tools),
+        template_options=found.options,
+        applied_rules=found.applied,
+    )
+    return replace(body, messages=found.messages, params=params)
 
 
 def _decodable(value: object, bounds: Bounds) -> "array[int]":

@@ -58,13 +58,20 @@ def error_of(error: HeadstartError) -> tuple[int, Json]:
 # --------------------------------------------------------------------------------------------------------------- usage
 
 
-def usage(num_prompt_tokens: int, num_tokens: int, breakdown: PromptTokenBreakdown) -> Json:
-    """Return the usage object; it always has the cached tokens and, beyond OpenAI's API, their sources."""
+def usage(num_prompt_tokens: int, num_tokens: int, breakdown: PromptTokenBreakdown, num_written: int = 0) -> Json:
+    """Return the usage object; it always has the cached tokens and, beyond OpenAI's API, their sources.
+
+    `num_written`: prompt tokens in full blocks that were computed and published in the cache.
+    """
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt_tokens + num_tokens,
-        "prompt_tokens_details": {"cached_tokens": breakdown.cached, **sources(breakdown)},
+        "prompt_tokens_details": {
+            "cached_tokens": breakdown.cached,
+            "cache_write_tokens": num_written,
+            **sources(breakdown),
+        },
     }
 
 

@@ -162,14 +162,29 @@ class Router:
     def failed(self, in_flight: InFlight, now: float, *, refused: bool = False, blame: bool = True) -> bool:
         """Record that the request ended without a complete response; return whether that ejects the replica.
 
-        `blame` False: the client disconnected, which says nothing about the replica.
+        `blame` False: it says nothing about the replica.
         """
-        in_flight.endpoint.load.ignore(in_flight.flight)
-        in_flight.endpoint.load.finished(in_flight.flight, now)
-        in_flight.index.failed(in_flight.reservation)
+        self._abort(in_flight, now, num_kept=0)
         ejected = blame and in_flight.endpoint.health.failed(now, refused=refused, sent_at=in_flight.sent_at)
         self._end(in_flight, now, ok=False)
         return ejected
+
+    def abandoned(self, in_flight: InFlight, now: float) -> None:
+        """Record that the client disconnected: the replica keeps what it has computed of the prompt.
+
+        How much that is follows from the expected time, so that a retry goes to the same replica.
+        """
+        flight, reservation = in_flight.flight, in_flight.reservation
+        elapsed_ms = (now - in_flight.sent_at) * 1e3 - flight.backlog_ms
+        share = min(max(elapsed_ms / flight.prefill_ms, 0.0), 1.0) if flight.prefill_ms else 1.0
+        num_computed = int(share * (len(reservation.block_hashes) - reservation.hit))
+        self._abort(in_flight, now, num_kept=reservation.hit + num_computed)
+        self._end(in_flight, now, ok=False)
+
+    def _abort(self, in_flight: InFlight, now: float, num_kept: int) -> None:
+        in_flight.endpoint.load.ignore(in_flight.flight)
+        in_flight.endpoint.load.finished(in_flight.flight, now)
+        in_flight.index.failed(in_flight.reservation, num_kept)
 
     # ------------------------------------------------------------------------------------------------------------
 

@@ -44,12 +44,13 @@ from headstart.openai.tools.tool_fields import tool_params
 from headstart.openai.value_checks import shown
 from headstart.server.apis.choice_apis import check_model
 from headstart.server.apis.generation_routes import GenerationRoutes, run_with_body
-from headstart.server.cache_api.cache_routes import cache_stats, explain
+from headstart.server.cache_api.cache_routes import cache_stats, explain, recent_requests
 from headstart.server.cache_api.cache_schema import (
     CacheExplanation,
     CacheStatistics,
     PinnedPrefix,
     PinnedPrefixList,
+    RecentRequestList,
     RemovedPrefix,
 )
 from headstart.server.prefix_requests import PrefixRequest, parse_prefix
@@ -98,6 +99,7 @@ def build_app(state: ServerState) -> ASGIApp:
         ("DELETE", "/v1/prefixes/{name}", routes.remove_prefix, Answers(RemovedPrefix)),
         ("GET", "/v1/cache/stats", routes.cache_stats, Answers(CacheStatistics)),
         ("GET", "/v1/cache/explain", routes.explain_request, Answers(CacheExplanation)),
+        ("GET", "/v1/cache/requests", routes.recent_requests, Answers(RecentRequestList)),
         ("POST", "/v1/cache/explain", routes.explain_prompt, Answers(CacheExplanation), CompletionRequest, ChatRequest),
     ):
         app.add_api_route(
@@ -246,6 +248,10 @@ class _Routes:
     async def explain_request(self, request: Request) -> Response:
         """Explain why a recent request (`request_id`: the id of its response) had no more prefix cache hits."""
         return json_response(await explain(self._state, request))
+
+    async def recent_requests(self, request: Request) -> Response:
+        """List the caller's own recent request bodies (`last`: how many). Empty unless the server keeps them."""
+        return json_response(await recent_requests(self._state, request))
 
     async def explain_prompt(self, request: Request) -> Response:
         """Explain why a completion or chat with this body would have no more prefix cache hits."""

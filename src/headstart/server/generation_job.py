@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from headstart.core.batch import Output, PromptTokenBreakdown
 from headstart.core.errors import InvalidRequestError, RequestFailedError
-from headstart.core.request import FinishReason
+from headstart.core.request import CacheMode, FinishReason
+from headstart.explain.lint.prompt_window import WindowEntry
 from headstart.http.access_record import RequestRecord
 from headstart.http.answer_report import AnswerReport
 from headstart.http.byte_budget import Lease
@@ -14,6 +15,7 @@ from headstart.openai.responses import Json, usage
 from headstart.openai.text.generation import Delta, Generation
 from headstart.openai.text.stop_strings import StopPatterns
 from headstart.openai.tokenizer.tokenizer import Tokenizer
+from headstart.server.apis.answer_diagnosis import AnswerDiagnosis
 from headstart.server.engine.engine_client import EngineClient
 from headstart.server.request_limits import RESERVED_TOKENS, output_token_bytes, shown_entries
 from headstart.server.server_metrics import Metrics
@@ -54,6 +56,10 @@ class GenerationJob:
         self._reserved_tokens = sum(min(request.sampling.max_tokens, RESERVED_TOKENS) for request in requests)
         self._num_tokens = 0
         self._ledger = PromptTokenBreakdown()
+        self.num_evicted_tokens = 0  # of the prompts' computed tokens: in blocks that had been evicted
+        self.examined: WindowEntry | None = None  # its prompt, if the doctor may examine it
+        self.diagnosis: AnswerDiagnosis | None = None  # None: prompts are not compared
+        self._block_size = 1 if engine.info is None else engine.info.block_size
         self._early: dict[int, list[tuple[float, Output]]] = {}  # outputs of choices whose echo is still incomplete
         self._max_tokens = requests[0].sampling.max_tokens
         self._engine = engine
@@ -100,7 +106,33 @@ class GenerationJob:
 
     def usage(self) -> Json:
         """Return OpenAI's usage object for the output so far."""
-        return usage(sum(len(prompt.token_ids) for prompt in self.prompts), self._num_tokens, self._ledger)
+        num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
+        return usage(num_prompt_tokens, self._num_tokens, self._ledger, self._num_written)
+
+    def diagnostics(self) -> Json:
+        """Return the diagnostics of the prompt cache under Headstart's own name; empty unless requested."""
+        diagnosis = self.diagnosis
+        found = None if diagnosis is None else diagnosis.found(self._ledger.cached, self.num_evicted_tokens)
+        if diagnosis is None or found is None:
+            return {}
+        return {"cache_diagnostics": {**diagnosis.own(found), "rules": dict(self.params.applied_rules)}}
+
+    @property
+    def breakdown(self) -> PromptTokenBreakdown:
+        """The sources of the prompts' tokens so far."""
+        return self._ledger
+
+    @property
+    def _num_written(self) -> int:
+        """The prompt tokens in full blocks that were computed and published."""
+        if self.params.cache is not CacheMode.READ_WRITE:
+            return 0
+        size, total = self._block_size, 0
+        for index in range(0, len(self.generations), self.params.n):
+            generation = self.generations[index]
+            num_cached = -(-generation.breakdown.cached // size)
+            total += max(generation.num_prompt_tokens // size - num_cached, 0) * size
+        return total
 
     def report(self, answer_id: str) -> AnswerReport | None:
         """Return the usage and the prefill time for a proxy that does not read the answer; None before a token."""
@@ -133,6 +165,7 @@ class GenerationJob:
         if generation.breakdown is not was and index % self.params.n == 0:  # a prompt counts once, by its first choice
             parts = zip(self._ledger, generation.breakdown, was, strict=True)
             self._ledger = PromptTokenBreakdown(*(total + new - old for total, new, old in parts))
+            self.num_evicted_tokens += output.num_evicted_tokens
         if delta.finish_reason in ("error", "abort"):
             self._open.discard(output.request_id)
             self._metrics.finished("error")
@@ -141,6 +174,8 @@ class GenerationJob:
             raise RequestFailedError(delta.error or "it was aborted in the engine")
         self._count(index, output, at)
         if delta.finish_reason is not None:
+            if self._first_token_at[index] is None:  # a request without output
+                self._begin(index, output.scheduled_at, at)
             self._finish(index, output.request_id, delta, at)
         if delta.has_news:
             found.append(News(index, delta))
@@ -185,7 +220,7 @@ class GenerationJob:
         if delta.must_abort:
             self._engine.abort((request_id,))
         generation, first = self.generations[index], self._first_token_at[index] or at
-        if self.params.turn is not None:
+        if self.params.turn is not None and not self.params.prewarm:
             self.params.turn.ended(generation.kept_token_ids)
         metrics = self._metrics
         metrics.finished(delta.finish_reason or "")

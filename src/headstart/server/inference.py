@@ -14,16 +14,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from headstart.core.request import CacheMode
 from headstart.http.access_record import RequestRecord, record_of
 from headstart.http.answer_report import REPORT_HEADER
 from headstart.http.http_errors import ClientGoneError, Headers, json_response
 from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.http.sse import HEADERS, PING, WRITE_SECONDS
+from headstart.openai.canonical.prompt_rules import RULES_HEADER, rules_header
 from headstart.openai.engine_requests import Origin, Prepared
 from headstart.openai.request_json import parse_json
 from headstart.openai.text.shared_prompt import SharedPrompt
 from headstart.server.apis.answer_format import AnswerFormat, Api, ApiRequest, Head
 from headstart.server.generation_job import GenerationJob, News
+from headstart.server.prompt_log import KeptBody
 from headstart.server.request_limits import check_size
 from headstart.server.server_state import Model, ServerState
 
@@ -40,6 +43,12 @@ async def infer(state: ServerState, api: Api, request: Request) -> Response:
     origin = Origin(api.id_prefix + uuid4().hex, record.arrival, record.principal.domain, record.principal.tenant)
     asked, prepared = await _prepared(state, api, model, origin, request)
     job = state.admit(prepared, record)
+    job.diagnosis = asked.diagnosis
+    if asked.messages and prepared.params.cache is CacheMode.READ_WRITE:
+        tools, num_tokens = prepared.params.tools, len(prepared.requests[0].prompt)
+        definitions = () if tools is None else tools.definitions
+        salt = prepared.params.cache_salt
+        job.examined = model.doctor.note(origin, salt, asked.messages, definitions, num_tokens)
     answer = _Answer(state, job, asked.answer(job, Head(origin.request_id, int(time.time()), model)))
     watcher = asyncio.create_task(_watch(request.receive, job))
     try:
@@ -61,12 +70,14 @@ async def infer(state: ServerState, api: Api, request: Request) -> Response:
     return whole
 
 
-def _report(request: Request, job: GenerationJob, answer_id: str) -> Headers:
-    """Return the header that reports usage and prefill time, if it was requested and they are known."""
-    if all(name != REPORT_HEADER for name, _ in request.scope["headers"]):
-        return {}
-    report = job.report(answer_id)
-    return {} if report is None else {REPORT_HEADER.decode(): report.encode().decode()}
+def _report(request: Request, job: GenerationJob, answer_id: str) -> dict[str, str]:
+    """Return the headers that state the rules applied to the prompt, and usage and prefill time if requested."""
+    applied = job.params.applied_rules
+    headers = {RULES_HEADER: rules_header(applied)} if applied else {}
+    report = None
+    if any(name == REPORT_HEADER for name, _ in request.scope["headers"]):
+        report = job.report(answer_id)
+    return headers if report is None else {**headers, REPORT_HEADER.decode(): report.encode().decode()}
 
 
 async def _prepared(
@@ -75,13 +86,17 @@ async def _prepared(
     """Return the client request in the engine's form; its body and JSON are not referenced afterwards."""
 
     def prepare(body: bytes | SpooledBody) -> ApiRequest:
-        asked = api.prepare(parse_json(in_memory(body), model.bounds.max_numbers), model, origin)
+        data = in_memory(body)
+        asked = api.prepare(parse_json(data, model.bounds.max_numbers), model, origin)
         check_size(asked.requests, asked.params, model.bounds)
+        if asked.params.cache is not CacheMode.BYPASS:
+            state.prompt_log.add(origin.tenant, KeptBody(request.scope["path"], data, origin.request_id))
         return asked
 
     async with state.bodies.held(request) as body:
         asked = await state.long_work.run(len(body), partial(prepare, body), waits=api.renders)
     params, requests = asked.params, asked.requests
+    model.metrics.prompt_rules.add(params.applied_rules)
     grammar = params.sampling.grammar
     if grammar is not None and not model.grammars.is_accepted(grammar):
         with asked.named():
@@ -117,6 +132,8 @@ class _Answer:
         while not job.is_finished:
             for choice, delta in await job.news(PING_SECONDS):
                 self._form.collect(choice, delta)
+        if job.diagnosis is not None:
+            job.diagnosis.remember()
         if job.num_entries + len(job.generations) <= LARGE_ANSWER_ENTRIES:
             return json_response(self._form.whole(in_pieces=False))
         return self.state.turns.pieces(self._form.whole(in_pieces=True))
@@ -145,6 +162,8 @@ class _Answer:
                 if job.is_finished:
                     break
                 news = await self.next_news()
+            if job.diagnosis is not None:
+                job.diagnosis.remember()  # before the end is sent: clients may refer to the answer at once
             ending = form.closing()
         except ClientGoneError:
             raise

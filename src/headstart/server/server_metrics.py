@@ -15,9 +15,11 @@ from prometheus_client.registry import Collector
 from headstart.core.batch import PromptTokenBreakdown
 from headstart.core.engine import EngineInfo, EngineStats
 from headstart.http.packed_metrics import Counter, Histogram, method_label
+from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
 from headstart.openai.responses import CACHE_SOURCES
 from headstart.openai.tokenizer.turn_memory import TurnMemory
-from headstart.server.prompt_metrics import TurnCollector
+from headstart.server.prompt_doctor import PromptDoctor
+from headstart.server.prompt_metrics import DoctorCollector, FingerprintCollector, RuleCounts, TurnCollector
 from headstart.server.store_metrics import StoreCollector
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -94,6 +96,8 @@ class Metrics:
         self.params_n = histograms["params_n"]
         self.params_max_tokens = histograms["params_max_tokens"]
         self.iteration_tokens = histograms["iteration_tokens"]
+        self.prompt_rules = RuleCounts("headstart:prompt_rules", model_name)
+        self._registry.register(self.prompt_rules)
         self._http = self._counter("headstart:http_requests", "HTTP requests.", "route", "method", "status")
         self._finished = self._counter(
             "vllm:request_success", "Requests by how they ended.", "model_name", "finished_reason"
@@ -115,6 +119,14 @@ class Metrics:
     def watch_turns(self, turns: TurnMemory | None) -> None:
         """Add the counters of generated turns to every scrape."""
         self._registry.register(TurnCollector(turns, self._model_name))
+
+    def watch_fingerprints(self, memory: FingerprintMemory | None) -> None:
+        """Add the memory of prompts' fingerprints to every scrape."""
+        self._registry.register(FingerprintCollector(memory, self._model_name))
+
+    def watch_doctor(self, doctor: PromptDoctor) -> None:
+        """Add the estimate of the avoidable share to every scrape."""
+        self._registry.register(DoctorCollector(doctor, self._model_name))
 
     def prompts(self, tenant: str, breakdown: PromptTokenBreakdown) -> None:
         """Add the prompt token breakdown of one client request; `tenant` is that of a configured key, or empty."""
@@ -193,6 +205,8 @@ class _EngineCollector(Collector):
             counters.num_promise_skips,
         )
         yield self._counter("headstart:adoptions", "Times a running prefill reused new blocks.", counters.num_adoptions)
+        evicted = "Prompt tokens computed again because their blocks had been evicted."
+        yield self._counter("headstart:evicted_prompt_tokens", evicted, counters.evicted_tokens)
         yield self._counter("headstart:prefill_tokens", "Prompt tokens computed, replays too.", counters.prefill_tokens)
         yield self._counter(
             "headstart:ideal_tokens",

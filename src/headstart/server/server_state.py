@@ -20,6 +20,7 @@ from headstart.http.http_errors import ClientGoneError, HttpError, rendered
 from headstart.http.logs import Log
 from headstart.http.long_work import LongWork
 from headstart.openai.bounds import Bounds
+from headstart.openai.diagnostics.fingerprint_memory import FingerprintMemory
 from headstart.openai.engine_requests import Prepared
 from headstart.openai.json_pieces import Turns
 from headstart.openai.responses_api.response_memory import ResponseMemory
@@ -30,6 +31,8 @@ from headstart.openai.tokenizer.turn_memory import TurnMemory
 from headstart.server.engine.engine_client import EngineClient
 from headstart.server.generation_job import GenerationJob
 from headstart.server.prefix_requests import Prefixes
+from headstart.server.prompt_doctor import PromptDoctor
+from headstart.server.prompt_log import PromptLog
 from headstart.server.request_limits import MIN_HELD_BYTES, initial_bytes, max_held_bytes
 from headstart.server.server_metrics import Metrics
 
@@ -38,7 +41,7 @@ ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize"),
     *("/v1/messages", "/v1/messages/count_tokens"),
     *("/health", "/readyz", "/livez", "/metrics", "/version", "/reset_prefix_cache", "/openapi.json"),
-    *("/v1/cache/stats", "/v1/cache/explain", "/v1/prefixes"),
+    *("/v1/cache/stats", "/v1/cache/explain", "/v1/cache/requests", "/v1/prefixes"),
 )
 
 
@@ -61,6 +64,8 @@ class Model:
     metrics: Metrics
     created: int  # seconds since 1970
     grammars: GrammarCheck
+    doctor: PromptDoctor
+    fingerprints: FingerprintMemory | None = None  # of answered requests' prompts, for comparisons
 
 
 class ServerState:
@@ -89,6 +94,7 @@ class ServerState:
         self.turns = Turns()
         self.prefixes = Prefixes(engine, self.auth.domain_of)
         self.responses = ResponseMemory(options.response_store_size, options.response_store_ttl)
+        self.prompt_log = PromptLog(options.prompt_log_size // num_shares, frozenset(options.prompt_rule))
         self.phase = Phase.LOADING
         self.idle = asyncio.Event()  # set while no admitted request is unanswered
         self.idle.set()
@@ -109,7 +115,11 @@ class ServerState:
         self.engine.on_step = lambda stats: metrics.iteration_tokens.observe(stats.last_batch_tokens)
         bounds = Bounds.of(info, self.options)
         grammars = GrammarCheck(info, info.eos_token_ids or tokenizer.eos_token_ids)
-        return Model(name, info, tokenizer, bounds, metrics, int(time.time()), grammars)
+        fingerprints = FingerprintMemory(self.options.diagnostics_size) if self.options.diagnostics_size else None
+        metrics.watch_fingerprints(fingerprints)
+        doctor = PromptDoctor(self.options.doctor_share, lambda: time.process_time() + self.engine.stats.step_seconds)
+        metrics.watch_doctor(doctor)
+        return Model(name, info, tokenizer, bounds, metrics, int(time.time()), grammars, doctor, fingerprints)
 
     def open(self, model: Model) -> None:
         """Start to admit requests."""
@@ -187,6 +197,10 @@ class ServerState:
     def release(self, job: GenerationJob) -> None:
         """Close an admitted job."""
         job.close()
+        if job.examined is not None and self._model is not None and job.record.finish_reason not in ("abort", "error"):
+            tenant = job.record.principal.tenant
+            self._model.doctor.finished(tenant, job.examined, job.breakdown, job.num_evicted_tokens)
+            job.examined = None
         self._jobs.discard(job)
         if not self._jobs:
             self.idle.set()

@@ -1,10 +1,12 @@
 """The statistics line: the engine's activity, logged every few seconds unless it is idle.
 
-A JSON object with all figures; on a terminal a text with the most important ones, at most MAX_COLUMNS wide.
+A JSON object with all figures; on a terminal a text with the most important ones, at most MAX_COLUMNS wide, and below
+it the prompt tokens that were not reused, by cause.
 """
 
 import asyncio
 import time
+from typing import NamedTuple
 
 from headstart.core.engine import EngineStats
 from headstart.openai.responses import CACHE_SOURCES
@@ -20,15 +22,21 @@ async def write_statistics(state: ServerState) -> None:
     interval = state.options.stats_interval
     if interval <= 0:
         return
-    last, at = state.engine.stats, time.monotonic()
+    last, at, seen = state.engine.stats, time.monotonic(), (0, 0)
     while True:
         await asyncio.sleep(interval)
         stats, now = state.engine.stats, time.monotonic()
         if stats.num_steps == last.num_steps and not state.num_jobs:
             last, at = stats, now
             continue
-        state.log.event("statistics", _fields(last, stats, now - at), text=statistics_text(last, stats, now - at))
-        last, at = stats, now
+        counts = state.loaded_model.doctor.counts
+        examined = counts.prompt_tokens, counts.avoidable_tokens
+        lost = losses(last, stats, seen, examined)
+        fields = _fields(last, stats, now - at) | ({} if lost is None else lost.fields())
+        state.log.event("statistics", fields, text=statistics_text(last, stats, now - at))
+        if lost is not None and state.log.is_terminal:
+            state.log.event("losses", {}, text=lost.text())
+        last, at, seen = stats, now, examined
 
 
 def _fields(last: EngineStats, stats: EngineStats, elapsed: float) -> dict[str, object]:
@@ -51,6 +59,48 @@ def _fields(last: EngineStats, stats: EngineStats, elapsed: float) -> dict[str, 
         "evictions": stats.pool.total_evictions - last.pool.total_evictions,
         **statistics_fields(last, stats),
     }
+
+
+class Losses(NamedTuple):
+    """Prompt tokens that were not reused, by cause. `num_front`: behind a changing front, by the sample; None: none."""
+
+    num_prompt_tokens: int
+    num_computed: int
+    num_evicted: int
+    num_front: int | None
+
+    def fields(self) -> dict[str, object]:
+        """Return the shares of the prompt tokens."""
+        front = None if self.num_front is None else _share(self.num_front, self.num_prompt_tokens)
+        return {"evicted_share": _share(self.num_evicted, self.num_prompt_tokens), "avoidable_share": front}
+
+    def text(self) -> str:
+        """Return the shares in per cent; those of the causes add up to the first but for rounding."""
+        total, rest = self.num_prompt_tokens, self.num_computed - self.num_evicted
+        parts = {"new": rest - (self.num_front or 0), "evicted": self.num_evicted}
+        if self.num_front is not None:
+            parts = {"changing front": self.num_front, **parts}
+        shown = ", ".join(f"{name} {100 * part / total:.0f}" for name, part in parts.items())
+        return f"not reused {_percent(self.num_computed, total)}: {shown}"
+
+
+def losses(last: EngineStats, stats: EngineStats, seen: tuple[int, int], examined: tuple[int, int]) -> Losses | None:
+    """Return what was not reused since `last`; None if no prompt was computed.
+
+    `seen` and `examined`: prompt tokens of the doctor's sample and the avoidable ones among them, then and now. Without
+    a prompt examined since, all of the sample counts.
+    """
+    counters, before = stats.counters, last.counters
+    prompts = counters.prompt_tokens - before.prompt_tokens
+    computed = counters.prompt_computed_tokens - before.prompt_computed_tokens
+    if not prompts:
+        return None
+    evicted = min(counters.evicted_tokens - before.evicted_tokens, computed)
+    sample, avoidable = examined[0] - seen[0], examined[1] - seen[1]
+    if not sample:
+        sample, avoidable = examined
+    front = None if not sample else min(round(prompts * avoidable / sample), computed - evicted)
+    return Losses(prompts, computed, evicted, front)
 
 
 def _share(part: int, whole: int) -> float | None:

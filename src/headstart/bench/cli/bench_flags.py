@@ -36,7 +36,7 @@ NewSeed = Annotated[
     int | None,
     typer.Option("--seed", help="Seed of prompts and arrivals. Default: 0; with --against a new one, for new prompts."),
 ]
-Quantization = Annotated[str, typer.Option(help="none | int8.")]
+Quantization = Annotated[str, typer.Option(help="none | int8 | int4.")]
 Caching = Annotated[bool, typer.Option("--caching/--no-caching", help="Prefix caching of the local engine.")]
 SloTtft = Annotated[float | None, typer.Option(min=0, metavar="MS", help="Limit of the time to the first token.")]
 SloTpot = Annotated[float | None, typer.Option(min=0, metavar="MS", help="Limit of the time per output token.")]

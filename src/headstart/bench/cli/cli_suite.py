@@ -151,7 +151,7 @@ def trace(
 ) -> None:
     """Replay recorded traffic: its arrivals, its lengths and its shared prefixes, with synthetic tokens."""
     from headstart.bench.suite import Plan
-    from headstart.bench.suite_plans import open_trace, replay
+    from headstart.bench.suite_plans import avoidable_share, open_trace, replay
 
     with cli_run.refusing():
         found = open_trace(trace, skip_above, limit)
@@ -161,6 +161,7 @@ def trace(
         "kind": found.kind,
         "requests": len(found.requests),
         "skip_above": skip_above,
+        "avoidable_share": avoidable_share(found),
         "speed": speed,
         "factor": factor,
         "loop": f"closed, {concurrency} at a time" if concurrency else "open, as recorded",

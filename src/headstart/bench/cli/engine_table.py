@@ -41,8 +41,8 @@ ENGINE = (
         run="engine.int8:run_int8",
         config="Int8Config",
         flags={"model": Flag(Model, ""), **THREADS, **SEED, **QUICK},
-        summary="The effect of int8 weights on logits and answers.",
-        help="Compare logits with int8 weights and with bfloat16 against float32, and the bundled model's answers.",
+        summary="The effect of int8 and int4 weights on logits and answers.",
+        help="Compare logits of int8, int4 and bfloat16 weights with float32's, and the bundled model's answers.",
     ),
     Experiment(
         name="page-aligned",

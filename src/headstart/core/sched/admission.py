@@ -101,7 +101,8 @@ class Admission:
         return self._blocks_at(max(expected, len(seq.token_ids) + 1))
 
     def _longest(self, seq: Sequence) -> int:
-        return min(len(seq.request.prompt) + seq.request.sampling.max_tokens, self._max_model_len)
+        """Return its longest length; without output the KV of its last token is computed too, as before a token."""
+        return min(len(seq.request.prompt) + max(seq.request.sampling.max_tokens, 1), self._max_model_len)
 
     def _blocks_at(self, num_tokens: int) -> int:
         """Return the blocks needed for `num_tokens`; the KV of the last token is never needed."""

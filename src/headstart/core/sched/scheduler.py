@@ -289,7 +289,7 @@ class Scheduler:
             start,
             seq.block_ids,
             write_from,
-            1 if end == len(tokens) else 0,
+            1 if end == len(tokens) and request.sampling.max_tokens else 0,
             request.sampling,
             len(request.prompt),
             tokens,
@@ -338,6 +338,8 @@ class Scheduler:
             if len(seq.token_ids) == chunk.num_prompt_tokens:
                 breakdown = self.accounting.close(seq)
             row, reason = self._append(seq, row, num_drafts)
+        elif not seq.request.sampling.max_tokens and chunk.start + len(chunk.token_ids) == len(seq.token_ids):
+            breakdown, reason = self.accounting.close(seq), FinishReason.LENGTH
         num_accepted = self._num_accepted(seq, chunk, row.token_ids) if num_drafts else 0
         seq.num_computed_tokens += len(chunk.token_ids) - num_drafts + num_accepted
         if seq.recompute is None:
@@ -351,10 +353,11 @@ class Scheduler:
             fresh = row.prompt_logprobs[max(seq.num_prompt_logprobs - chunk.start, 0) :]
             seq.num_prompt_logprobs += len(fresh)
             row = row._replace(prompt_logprobs=fresh)
-        if not row.token_ids:
+        if not row.token_ids and reason is None:
             return self._output(seq, row, None) if row.prompt_logprobs else None
         if reason is not None:
-            self.admission.finished(seq.num_output_tokens)
+            if seq.num_output_tokens:
+                self.admission.finished(seq.num_output_tokens)
             self._finish(seq)
         return self._output(seq, row, reason, breakdown)
 
@@ -448,6 +451,7 @@ class Scheduler:
             breakdown,
             seq.scheduled_at,
             row.error is not None and row.error.kind is RowErrorKind.GRAMMAR,
+            0 if breakdown is None else self.accounting.num_evicted(seq, breakdown),
         )
 
     def _demands(self) -> Iterator[Demand]:

@@ -28,6 +28,7 @@ class Counters:
     store_tokens: int = 0
     followed_tokens: int = 0
     prompt_computed_tokens: int = 0
+    evicted_tokens: int = 0  # of those computed, in blocks that had been cached and evicted
     computed_tokens: int = 0  # in chunks: prompts, replays and decodes
     prefill_tokens: int = 0  # of those, all but decodes
     replayed_tokens: int = 0  # of those, computed before and lost to a preemption
@@ -80,6 +81,7 @@ class TokenAccounting:
         seq.scheduled_at = now
         cached = hit.num_tokens if seq.num_hit_tokens is None else min(seq.num_hit_tokens, hit.num_tokens)
         seq.num_cached_tokens = cached
+        seq.num_evicted_tokens = self._num_evicted(seq, len(hit.block_ids))
         self._late(seq, cached, hit.num_tokens)
         if self._cache.pool.num_pinned_hashes:
             pinned = self._cache.num_pinned_blocks(seq.block_hashes[: len(hit.block_ids)])
@@ -129,7 +131,21 @@ class TokenAccounting:
         counters.store_tokens += breakdown.store
         counters.followed_tokens += breakdown.followed
         counters.prompt_computed_tokens += breakdown.computed
+        counters.evicted_tokens += self.num_evicted(seq, breakdown)
         return breakdown
+
+    def num_evicted(self, seq: Sequence, breakdown: PromptTokenBreakdown) -> int:
+        """Return how many of the computed prompt tokens were in blocks that had been evicted."""
+        return min(seq.num_evicted_tokens, breakdown.computed)
+
+    def _num_evicted(self, seq: Sequence, start: int) -> int:
+        """Return the tokens of the blocks from `start` on that follow each other and were evicted."""
+        pool, block_hashes, index = self._cache.pool, seq.block_hashes, start
+        if not self._cache.reads(seq):
+            return 0
+        while index < len(block_hashes) and pool.eviction_of(block_hashes[index]) is not None:
+            index += 1
+        return (index - start) * self._cache.block_size
 
     def _num_ideal(self, block_hashes: list[BlockHash]) -> int:
         """Return the number of leading `block_hashes` that a perfect cache or the real one holds."""

@@ -1,8 +1,8 @@
-"""OutputHistory: earlier outputs, by isolation domain and beginning of the prompt, as a source of drafts.
+"""OutputHistory: earlier outputs, by isolation domain and adapter, as a source of drafts.
 
-An agent's calls begin with the same system prompt and often repeat what it wrote before. The key of an entry contains
-the isolation domain of its requests, so no request is timed by the outputs of another domain. Memory is bounded: the
-least recently used entry is removed, and an entry keeps between one and two generations of tokens.
+Agents repeat what they wrote in earlier calls, whether or not those began with the same prompt
+(benchmarks/speculation). No request is timed by the outputs of another domain. Memory is bounded: the least recently
+used entry is removed, and an entry keeps between one and two generations of tokens.
 """
 
 from array import array
@@ -13,10 +13,10 @@ from headstart.core.request import Sequence
 from headstart.core.speculation.ngram_index import NgramIndex
 
 MAX_ENTRIES = 64
-GENERATION_TOKENS = 8192
+GENERATION_TOKENS = 16_384
 SEPARATOR = -1  # no token id: ends an output
 
-Key = tuple[bytes, str | None, bytes]
+Key = tuple[bytes, str | None]
 
 
 class Found(NamedTuple):
@@ -60,7 +60,7 @@ class _Entry:
 
 
 class OutputHistory:
-    """The latest outputs of each domain and beginning of a prompt."""
+    """The latest outputs of each domain and adapter."""
 
     def __init__(self, length: int, context: int) -> None:
         """`length`: least number of matching tokens. `context`: prompt tokens that are kept before an output."""
@@ -95,5 +95,5 @@ class OutputHistory:
 
 
 def _key(seq: Sequence) -> Key:
-    """Return the isolation domain, the adapter, and the beginning of the prompt: its first block."""
-    return seq.request.domain, seq.request.adapter, seq.block_hashes[0] if seq.block_hashes else b""
+    """Return the isolation domain and the adapter."""
+    return seq.request.domain, seq.request.adapter

@@ -1,7 +1,7 @@
 """Speculation: drafts for the sequences of a step, verified in the step itself.
 
 A draft is a guess of the next output tokens: those that followed an earlier occurrence of the last tokens, in the
-sequence itself (prompt lookup, as in vLLM's method ngram) or in earlier outputs behind the same beginning of a prompt.
+sequence itself (prompt lookup, as in vLLM's method ngram) or in earlier outputs of its isolation domain.
 The executor computes it with the sequence's next token as one chunk, samples every position, and returns the tokens
 sampled until one differs from the draft. Since a draw depends on its seed and position only, the output is the same as
 without drafts. Draft tokens are never part of `Sequence.token_ids`, so they are neither hashed nor published.

@@ -1,15 +1,22 @@
-"""Causes of avoidable prefill: their names, and how to mend each."""
+"""Causes of avoidable prefill: their names, and how to mend each. Rules are those of `--prompt-rule`."""
 
 CAUSES = {
     "timestamp": "a date or time: move it behind the constant text, or drop it",
     "uuid": "a UUID: move it behind the constant text, or drop it",
-    "identifier": "an id of one request: move it behind the constant text, or drop it",
+    "identifier": (
+        "an id of one request: move it behind the constant text, or drop it "
+        "(rules billing_header, trace_headers, request_ids)"
+    ),
     "number": "a number that changes, such as a counter: move it behind the constant text, or drop it",
-    "tool_order": "the tools in another order: sort them by name",
-    "json_order": "the same JSON in another form: serialize it in one way, or send back the text received",
+    "tool_order": "the tools in another order: sort them by name (rule tools)",
+    "json_order": (
+        "the same JSON in another form: serialize it in one way, or send back the text received (rules schemas, json)"
+    ),
     "document_order": "the same texts in another order: keep the order in which they were first sent",
     "whitespace": "other white space: send texts back unchanged",
-    "reasoning_stripped": "reasoning that is missing when the turn comes back: keep it, or never send it",
+    "reasoning_stripped": (
+        "reasoning that is missing when the turn comes back: keep it, or never send it (rule drop_reasoning)"
+    ),
     "reasoning_added": "reasoning that was not there before: keep it, or never send it",
     "system_changed": "a changed system prompt: move what changes behind what stays",
     "tools_changed": "changed tools: send the same tools in each request, and restrict them with tool_choice",

@@ -1,26 +1,27 @@
 """LogReport: the reuse of a log of requests, what of its prefill was avoidable, by cause, and its miss ratios.
 
-An infinite cache of blocks of 16 tokens is assumed, a token of four characters, and one tenant. A request is compared
+An infinite cache of blocks of 16 tokens is assumed, a token of four characters, and one tenant; prompts with another
+`cache_salt` share nothing. A request is compared
 with the earlier requests that have most text in common with it, wherever that text stands: text that both have, behind
 their first difference, was computed again. The cost of a cause is the text behind its first occurrence in a request, so
 costs of several causes overlap; `avoidable_tokens` counts each token once.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from statistics import median
 from typing import Any
 
+from headstart.explain.lint.avoidable_text import BLOCK_TOKENS, avoidable_text
 from headstart.explain.lint.causes import CAUSES
 from headstart.explain.lint.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt
 from headstart.explain.lint.miss_ratios import MissRatio, miss_ratios
 from headstart.explain.lint.near_prompts import NearPrompts
 from headstart.explain.lint.prompt_changes import Comparison, PlacedChange, compare
 
-BLOCK_TOKENS = 16
 CANDIDATES = 3  # earlier prompts that a prompt is compared with
-MIN_CHARS = 2 * BLOCK_TOKENS * CHARS_PER_TOKEN  # a smaller loss is not reported
 
 
 @dataclass(slots=True)
@@ -98,14 +99,15 @@ class LogReport:
 
 def report_log(prompts: Sequence[LoggedPrompt], num_skipped: int = 0) -> LogReport:
     """Return the report of the prompts of one log, in order of arrival."""
-    near, known, costs = NearPrompts(), set[int](), dict[str, CauseCost]()
+    groups: defaultdict[str, NearPrompts] = defaultdict(NearPrompts)
+    known, costs = set[int](), dict[str, CauseCost]()
     chains: list[list[int]] = []
     num_chars = num_reused = num_avoidable = 0
     for index, prompt in enumerate(prompts):
-        text = prompt.text
-        chain = _chain(text)
+        text, near = prompt.text, groups[prompt.group]
+        chain = _chain(text, prompt.group)
         reused = _num_known(chain, known) * BLOCK_TOKENS * CHARS_PER_TOKEN
-        best = _best(prompt, prompts, near.nearest(prompt, CANDIDATES))
+        best = best_match(prompt, prompts, near.nearest(prompt, CANDIDATES))
         if best is not None:
             num_avoidable += _charge(costs, prompt, prompts[best[0]].line, best[1], reused)
         num_chars, num_reused = num_chars + len(text), num_reused + reused
@@ -123,7 +125,7 @@ def report_log(prompts: Sequence[LoggedPrompt], num_skipped: int = 0) -> LogRepo
     )
 
 
-def _best(
+def best_match(
     prompt: LoggedPrompt, prompts: Sequence[LoggedPrompt], candidates: Sequence[int]
 ) -> tuple[int, Comparison] | None:
     """Return the earlier prompt with most equal text, and the comparison with it."""
@@ -135,25 +137,17 @@ def _charge(
     costs: dict[str, CauseCost], prompt: LoggedPrompt, against: int, comparison: Comparison, reused: int
 ) -> int:
     """Add the costs of one request to those of each cause; return its avoidable characters."""
-    avoidable = comparison.num_same - max(reused, comparison.num_before)
-    if avoidable < MIN_CHARS:
-        return 0
-    behind = 0
-    firsts: dict[str, tuple[int, PlacedChange]] = {}
-    for change in reversed(comparison.changes):
-        behind += change.num_same
-        firsts[change.cause] = min(behind, avoidable), change
-    for cause, (num_chars, change) in firsts.items():
-        if num_chars >= MIN_CHARS:
-            cost = costs.setdefault(cause, CauseCost(cause, prompt.line, against, change))
-            cost.costs.append(num_chars // CHARS_PER_TOKEN)
-    return avoidable
+    found = avoidable_text(comparison, reused)
+    for cause, (num_chars, change) in found.causes.items():
+        cost = costs.setdefault(cause, CauseCost(cause, prompt.line, against, change))
+        cost.costs.append(num_chars // CHARS_PER_TOKEN)
+    return found.num_chars
 
 
-def _chain(text: str) -> list[int]:
-    """Return the hash of each full block of a text and all text before it."""
+def _chain(text: str, group: str) -> list[int]:
+    """Return the hash of each full block of a text and all text before it, in its group."""
     size = BLOCK_TOKENS * CHARS_PER_TOKEN
-    hashed = blake2b(digest_size=8)
+    hashed = blake2b(group.encode("utf-8", "surrogatepass"), digest_size=8)
     chain: list[int] = []
     for start in range(0, len(text) - size + 1, size):
         hashed.update(text[start : start + size].encode("utf-8", "surrogatepass"))

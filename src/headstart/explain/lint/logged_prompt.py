@@ -38,6 +38,7 @@ class LoggedPrompt:
     tools: tuple[str, ...]
     messages: tuple[Message, ...]
     answer: Message | None = None
+    group: str = ""  # prompts of different groups share no cache: the request's cache_salt
 
     @property
     def text(self) -> str:
@@ -69,15 +70,22 @@ def read_log(lines: Iterable[str]) -> ReadLog:
 
 def _prompt(number: int, line: str) -> LoggedPrompt | None:
     try:
-        value = as_object(json.loads(line))
+        return prompt_of(number, json.loads(line))
     except (ValueError, RecursionError):
         return None
+
+
+def prompt_of(number: int, entry: object) -> LoggedPrompt | None:
+    """Return the prompt of a decoded line; None if it holds none."""
+    value = as_object(entry)
     body = next((as_object(value[key]) for key in _BODY_KEYS if as_object(value.get(key))), value)
     messages = tuple(_messages(body))
     if not messages:
         return None
     tools = as_list(body.get("tools") or body.get("functions"))
-    return LoggedPrompt(number, tuple(map(_json, tools)), messages, _answer(as_object(value.get("response"))))
+    salt = body.get("cache_salt")
+    answer = _answer(as_object(value.get("response")))
+    return LoggedPrompt(number, tuple(map(_json, tools)), messages, answer, salt if isinstance(salt, str) else "")
 
 
 def _messages(body: Mapping[str, Any]) -> Iterator[Message]:

@@ -20,18 +20,18 @@ class NearPrompts:
     def nearest(self, prompt: LoggedPrompt, count: int) -> list[int]:
         """Return the indices of at most `count` earlier prompts, the nearest first, the latest of equals."""
         scores: Counter[int] = Counter()
-        for piece, num_chars in _pieces(prompt):
+        for piece, num_chars in pieces_of(prompt):
             for index in self._found.get(piece, ()):
                 scores[index] += num_chars
         return sorted(scores, key=lambda index: (-scores[index], -index))[:count]
 
     def add(self, index: int, prompt: LoggedPrompt) -> None:
         """Add a prompt; indices grow."""
-        for piece, _ in _pieces(prompt):
+        for piece, _ in pieces_of(prompt):
             self._found[piece].append(index)
 
 
-def _pieces(prompt: LoggedPrompt) -> Iterator[tuple[int, int]]:
+def pieces_of(prompt: LoggedPrompt) -> Iterator[tuple[int, int]]:
     """Yield the hash and the length of each distinct piece of a prompt."""
     seen: set[int] = set()
     texts = [*prompt.tools, *(text for message in prompt.messages for text in (message.content, message.reasoning))]

@@ -6,6 +6,8 @@ is not yet an answer, and an answer in one piece is kept until it is complete. A
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator, Callable, Collection
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 import aiohttp
@@ -37,7 +39,7 @@ from headstart.gateway.proxy.write_timeout import WriteTimeout
 from headstart.http.http_errors import ClientGoneError, HttpError
 from headstart.http.sse import WRITE_SECONDS
 from headstart.router.router import Router
-from headstart.router.routing_decision import InFlight
+from headstart.router.routing_decision import InFlight, RoutingDecision
 
 MAX_LOSSES = 2
 """Losses of a replica during one request, after which it is not sent again: it may be the cause.
@@ -63,11 +65,26 @@ class ProxySettings:
     max_pending_in_all: int = 16_384
 
 
+Placed = Callable[["Proxy", ProxiedCall], AbstractAsyncContextManager[InFlight]]
+"""Places a request for one attempt, by `Proxy.place`; the context ends with the attempt. Raises NoReplicaError."""
+
+
+@asynccontextmanager
+async def placed_at_once(proxy: "Proxy", call: ProxiedCall) -> AsyncGenerator[InFlight]:
+    """Place a request with no one else involved."""
+    yield proxy.place(call, time.monotonic())
+
+
 class Proxy:
     """Sends requests to the replicas of one router. Everything happens on one event loop."""
 
     def __init__(
-        self, router: Router, session: aiohttp.ClientSession, settings: ProxySettings, budget: RetryBudget
+        self,
+        router: Router,
+        session: aiohttp.ClientSession,
+        settings: ProxySettings,
+        budget: RetryBudget,
+        placed: Placed = placed_at_once,
     ) -> None:
         self.router = router
         self.budget = budget
@@ -80,6 +97,7 @@ class Proxy:
             connector=aiohttp.TCPConnector(limit=0, force_close=True, ttl_dns_cache=10), **session_options()
         )
         self._settings = settings
+        self._placed = placed
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout, sock_read=settings.response_timeout
         )
@@ -113,20 +131,30 @@ class Proxy:
             call.deadline = self.replica_wait.deadline(call, now)
         return now < call.deadline and await self.replica_wait.wait(call.deadline)
 
-    def place(self, call: ProxiedCall, now: float) -> InFlight:
+    def place(self, call: ProxiedCall, now: float, among: Collection[str] | None = None) -> InFlight:
         """Choose the best replica that the request did not try yet, and record that it is sent there.
 
-        Raises NoReplicaError.
+        `among`: the names of the candidates; None: all replicas. Raises NoReplicaError.
         """
+        return self.record(call, self.choose(call, now, among), now)
+
+    def choose(self, call: ProxiedCall, now: float, among: Collection[str] | None = None) -> RoutingDecision:
+        """Choose the best replica that the request did not try yet. Raises NoReplicaError."""
         router = self.router
-        others = () if call.only is None else router.endpoints.keys() - {call.only}
+        others = set() if call.only is None else router.endpoints.keys() - {call.only}
+        if among is not None:
+            others |= router.endpoints.keys() - among
         decision = router.pick(
             call.reading.request, now, tried=frozenset((*call.tried, *others)), before=call.in_flight
         )
         if call.explains:
             call.route = decision_header(decision)
+        return decision
+
+    def record(self, call: ProxiedCall, decision: RoutingDecision, now: float) -> InFlight:
+        """Record that the request is sent to the chosen replica."""
         call.trim()
-        call.in_flight = in_flight = router.sent(decision, now)
+        call.in_flight = in_flight = self.router.sent(decision, now)
         call.tried.append(in_flight.endpoint.name)
         call.num_attempts += 1
         return in_flight
@@ -204,9 +232,11 @@ class Proxy:
 
     async def _attempt(self, call: ProxiedCall, send: Send) -> None:
         """Send the request to the best replica that was not tried yet. Raises AttemptError and NoReplicaError."""
-        now = time.monotonic()
-        in_flight = self.place(call, now)
-        activity, wait = self.silence.begin(call, in_flight, now)
+        async with self._placed(self, call) as in_flight:
+            await self._attempt_at(call, in_flight, send)
+
+    async def _attempt_at(self, call: ProxiedCall, in_flight: InFlight, send: Send) -> None:
+        activity, wait = self.silence.begin(call, in_flight, in_flight.sent_at)
         try:
             await self._send(Attempt(call, in_flight, (activity, wait)), send)
         except AttemptError as error:
@@ -222,7 +252,7 @@ class Proxy:
             wait.take_cancel_back()
             self.silence.end(activity, wait)
             if in_flight.finish is None:  # the client disconnected, or the router stops: not the replica's fault
-                self.router.failed(in_flight, time.monotonic(), blame=False)
+                self.router.abandoned(in_flight, time.monotonic())
 
     async def _broken(
         self, call: ProxiedCall, in_flight: InFlight, failure: Failure, error: BaseException, send: Send

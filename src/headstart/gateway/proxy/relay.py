@@ -26,6 +26,7 @@ from headstart.gateway.proxy.upstream import (
     refusal,
     refusal_in_event,
 )
+from headstart.openai.canonical.prompt_rules import RULES_HEADER, rules_header
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
 
@@ -212,7 +213,9 @@ class Relay:
 
     async def _start(self, call: ProxiedCall, status: int, headers: "list[tuple[bytes, bytes]]", send: Send) -> None:
         call.started = True
-        await send({"type": "http.response.start", "status": status, "headers": [*headers, *own_headers(call, status)]})
+        assert call.in_flight is not None, "no replica was selected"
+        own = own_headers(call, status, call.in_flight.endpoint.name)
+        await send({"type": "http.response.start", "status": status, "headers": [*headers, *own]})
 
     async def send_whole(self, call: ProxiedCall, answer: Answer, send: Send) -> None:
         """Send a complete answer or refusal, as an event if the client already reads a stream."""
@@ -226,12 +229,16 @@ class Relay:
         await write(send, answer.body, more=False)
 
 
-def own_headers(call: ProxiedCall, status: int) -> list[tuple[bytes, bytes]]:
-    """Return the router's own headers of an answer: the replica and the reasons for it, for administrators."""
-    assert call.in_flight is not None, "no replica was selected"
+def own_headers(call: ProxiedCall, status: int, replica: str) -> list[tuple[bytes, bytes]]:
+    """Return the router's own headers of an answer: the rules that applied to the prompt.
+
+    For administrators also the replica and the reasons for it.
+    """
+    applied = call.reading.applied_rules
+    own = [(RULES_HEADER.encode(), rules_header(applied).encode())] if applied else []
     if not call.shows_replica or status in (401, 403):  # a refused key gets no addresses, from any server
-        return []
-    own = [(b"x-headstart-replica", call.in_flight.endpoint.name.encode("latin-1"))]
+        return own
+    own.append((b"x-headstart-replica", replica.encode("latin-1")))
     return [*own, (b"x-headstart-route", call.route)] if call.route else own
 
 

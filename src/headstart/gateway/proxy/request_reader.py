@@ -2,8 +2,8 @@
 
 The prompt is what the replica will compute: in its own tokens if its tokenizer is available here, else in bytes of the
 rendered or written text. An invalid body is forwarded all the same: the replica's error message is better. The body
-changes in two places only: a stream requests its usage, from which the router learns, and the tenant's salt is added if
-replicas do not see the tenant's own key.
+changes in three places only: a stream requests its usage, from which the router learns, the tenant's salt is added if
+replicas do not see the tenant's own key, and rules for prompts change what they are meant to.
 """
 
 import re
@@ -21,6 +21,8 @@ from headstart.gateway.kv_events.kv_event_decoding import event_domain
 from headstart.gateway.proxy.api_paths import CHAT_PATHS, NAMED, UsedResponse, chat_values, used_response
 from headstart.http.spooled_body import SpooledBody, spooled
 from headstart.openai.bounds import MAX_JSON_VALUES, Bounds
+from headstart.openai.canonical.canonical_body import canonical_body
+from headstart.openai.canonical.prompt_rules import NO_RULES, AppliedRules, PromptRules
 from headstart.openai.engine_requests import encode_chat, encode_completion
 from headstart.openai.request_bodies import parse_chat, parse_completion
 from headstart.openai.request_json import parse_json
@@ -83,6 +85,7 @@ class ReadRequest:
     domain: bytes = b""  # isolation domain: the tenant's, narrowed by a salt
     is_single: bool = True  # one prompt: the engine's usage is about the prompt that was routed
     used: UsedResponse | None = None  # the stored response that it needs
+    applied_rules: AppliedRules = ()  # that changed the prompt, or were reported about it
 
     def drop_body(self) -> None:
         """Free the body."""
@@ -97,8 +100,9 @@ class RequestReader:
     `served` maps model names. Slow for long prompts: call it off the event loop.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None = None, rules: PromptRules = NO_RULES) -> None:
         self.tokenizer = tokenizer
+        self.rules = rules
         self.served: Mapping[str, Served] = {}
         self.default_model = ""
 
@@ -117,6 +121,9 @@ class RequestReader:
     def read(self, path: str, body: bytes, sender: Sender) -> ReadRequest:
         """Parse the body of a POST. Raises InvalidRequestError if it is no JSON object."""
         values = self._values(path, body)
+        applied: AppliedRules = ()
+        if self.rules:
+            body, values, applied = canonical_body(path, body, values, self.rules)
         model = values.get("model")
         name = model if isinstance(model, str) else ""
         served = self.served.get(name) or Served(name or self.default_model)
@@ -147,9 +154,9 @@ class RequestReader:
             form="chat" if path in CHAT_PATHS else "ids" if text is None else "text",
         )
         used = used_response(path, values)
-        return ReadRequest(request, sent, stream, hides_usage, text, domain, count == 1, used)
+        return ReadRequest(request, sent, stream, hides_usage, text, domain, count == 1, used, applied)
 
-    def _values(self, path: str, body: bytes) -> dict[str, Any]:
+    def _values(self, path: str, body: bytes) -> Mapping[str, Any]:
         """Return the fields of a body, without the long ones if they do not matter. Raises InvalidRequestError."""
         if path in UNCACHED:
             return _short_fields(body)
@@ -164,7 +171,7 @@ class RequestReader:
             return _short_fields(body)
 
     def _prompt(
-        self, path: str, values: dict[str, Any], tokenizer: Tokenizer | None, limit: int
+        self, path: str, values: Mapping[str, Any], tokenizer: Tokenizer | None, limit: int
     ) -> "tuple[array[int] | None, str | None, int]":
         """Return the first prompt's token ids if known, its text if it has one, and the number of prompts.
 
@@ -193,7 +200,7 @@ class RequestReader:
         return None, text, 1
 
     def _completion(
-        self, values: dict[str, Any], tokenizer: Tokenizer | None, limit: int
+        self, values: Mapping[str, Any], tokenizer: Tokenizer | None, limit: int
     ) -> "tuple[array[int] | None, str | None, int]":
         prompt = values.get("prompt")
         if isinstance(prompt, list) and prompt:
@@ -280,7 +287,7 @@ def _session(sender: Sender, values: Mapping[str, Any]) -> str | None:
     return f"{sender.domain.hex()}/{session}" if session and sender.domain else session
 
 
-def _asking_for_usage(body: bytes, values: dict[str, Any]) -> tuple[bytes, bool]:
+def _asking_for_usage(body: bytes, values: Mapping[str, Any]) -> tuple[bytes, bool]:
     """Return the body of a stream with its usage requested, and whether the router added that."""
     options = values.get("stream_options")
     if options is None and "stream_options" not in values:

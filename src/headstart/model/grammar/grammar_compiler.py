@@ -13,17 +13,20 @@ from pathlib import Path
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from headstart.core.errors import InvalidRequestError
+from headstart.gguf.tokenizer_json import FILE_NAME, tokenizer_json
 
 MAX_GRAMMARS = 256
 MAX_BYTES = 8 << 20  # of the text of all cached grammars
-_TOKENIZER = "tokenizer.json"
 
 
 class CompiledGrammars:
     """The compiled grammars of one model, by their text. Implements core's GrammarCompiler; thread-safe."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int], limits: LLParserLimits) -> None:
-        """The tokenizer is read from the model's `folder` with the first grammar; `vocab_size`: rows of the logits."""
+        """The tokenizer is read from the model's folder or GGUF file with the first grammar.
+
+        `vocab_size`: rows of the logits.
+        """
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
         self._folder = folder
@@ -61,10 +64,9 @@ class CompiledGrammars:
         return matcher
 
     def _load(self) -> LLTokenizer:
-        path = self._folder / _TOKENIZER
-        if not path.is_file():
-            raise InvalidRequestError(f"structured output needs the model's {_TOKENIZER}, which it does not have")
-        text = path.read_text(encoding="utf-8")
+        text = tokenizer_json(self._folder)
+        if text is None:
+            raise InvalidRequestError(f"structured output needs the model's {FILE_NAME}, which it does not have")
         eos = [token for token in self.eos_token_ids if token < self.vocab_size]
         return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos or None)
 

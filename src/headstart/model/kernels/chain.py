@@ -19,7 +19,8 @@ MAX_LINKS = 8  # see linear.cpp
 class Link(NamedTuple):
     """One product: buffer `target` = linear(buffer `source`) + buffer `residual`, if any; then the rotary embedding.
 
-    `residual` may be `target`: rows are then changed in place. `rotary` None: no rotary embedding.
+    `residual` may be `target`: rows are then changed in place. `rotary` None: no rotary embedding. `offset`: the first
+    column of `target` and `residual` that the product writes and reads; for a matrix of which several links make parts.
     """
 
     linear: PackedLinear
@@ -27,6 +28,7 @@ class Link(NamedTuple):
     target: int
     residual: int | None = None
     rotary: RotaryHeads | None = None
+    offset: int = 0
 
 
 class Buffers:
@@ -74,6 +76,7 @@ class Chain:
         self._rotary_dim = dims.pop() if dims else None
         for link in links:
             _check_link(link, widths)
+        _check_columns(links, widths)
         self._links = (LinkDescriptor * len(links))(
             *(
                 LinkDescriptor(
@@ -82,6 +85,8 @@ class Chain:
                     x=link.source,
                     y=link.target,
                     residual=-1 if link.residual is None else link.residual,
+                    offset=link.offset,
+                    stride=widths[link.target],
                 )
                 for link in links
             )
@@ -138,13 +143,28 @@ class Chain:
 
 def _check_link(link: Link, widths: tuple[int, ...]) -> None:
     linear = link.linear
-    ends = [(link.source, linear.in_features), (link.target, linear.out_features)]
+    width = widths[link.target] if 0 <= link.target < len(widths) else linear.out_features
+    ends = [(link.source, linear.in_features), (link.target, width)]
     if link.residual is not None:
-        ends.append((link.residual, linear.out_features))
-    for index, width in ends:
-        if not 0 <= index < len(widths) or widths[index] != width:
-            raise ValueError(f"buffer {index} of {widths} is not {width} wide")
+        ends.append((link.residual, width))
+    for index, expected in ends:
+        if not 0 <= index < len(widths) or widths[index] != expected:
+            raise ValueError(f"buffer {index} of {widths} is not {expected} wide")
+    if link.offset < 0 or link.offset + linear.out_features > width:
+        raise ValueError(f"{linear.out_features} outputs from column {link.offset} on do not fit {width} columns")
     if link.source == link.target:
         raise ValueError(f"a product cannot write buffer {link.source}, which it reads")
-    if link.rotary is not None and link.rotary.width != linear.out_features:
-        raise ValueError(f"heads fill {link.rotary.width} of {linear.out_features} outputs")
+    if link.rotary is not None and link.rotary.width != width:
+        raise ValueError(f"heads fill {link.rotary.width} of {width} columns")
+
+
+def _check_columns(links: list[Link], widths: tuple[int, ...]) -> None:
+    """Raise ValueError unless adjacent links that write a buffer write all its columns, in order, each once."""
+    end = 0
+    for index, link in enumerate(links):
+        end += link.linear.out_features
+        whole = end == widths[link.target]
+        follows = index + 1 < len(links) and links[index + 1].target == link.target and links[index + 1].offset == end
+        if link.offset != end - link.linear.out_features or not (whole or follows):
+            raise ValueError(f"buffer {link.target} is not {end} wide, and no link writes the columns from {end} on")
+        end = 0 if whole else end

@@ -1,6 +1,6 @@
 // Sums of 16 outputs over pairs of inputs, for each instruction set: bf16 weights, and int8 weights.
 //
-// A Pair is two inputs of one row. Up to ROWS rows at a time keep their sums in registers: for all 32 outputs of a tile
+// A Unit is two inputs of one row. Up to ROWS rows at a time keep their sums in registers: for all 32 outputs of a tile
 // or, where columns(rows) is 1, for half of them. int8 weights are multiplied by rows of int16, and the products are
 // summed in int32, which is exact for INT_PIECE pairs.
 #pragma once
@@ -12,29 +12,46 @@ namespace {
 // Maximum number of pairs summed in registers at a time. With INT_PIECE, the largest products just fit int32.
 constexpr long FLOAT_PIECE = 1024, INT_PIECE = 256;
 
+// Prefetches `bytes`, at most two cache lines, into the second cache.
+inline void prefetch(const char *at, long bytes) {
+    _mm_prefetch(at, _MM_HINT_T1);
+    if (bytes > 64) _mm_prefetch(at + 64, _MM_HINT_T1);
+}
+
 #if defined(__AVX512F__)
 
 struct Floats {  // 16 sums of one row in fp32
     __m512 value;
     void clear() { value = _mm512_setzero_ps(); }
     void add_to(float *out) const { _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), value)); }
+    void add_scaled(struct Ints whole, Floats scale, float row_scale);
+    void add_product(Floats a, float b) { value = _mm512_fmadd_ps(a.value, _mm512_set1_ps(b), value); }
 };
 
 struct Ints {  // the same in int32
     __m512i value;
     void clear() { value = _mm512_setzero_si512(); }
+    void set(int number) { value = _mm512_set1_epi32(number); }
     void add_to(float *out) const {
         _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), _mm512_cvtepi32_ps(value)));
     }
 };
+
+// Adds whole * scale * row_scale.
+inline void Floats::add_scaled(Ints whole, Floats scale, float row_scale) {
+    value = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole.value), _mm512_mul_ps(scale.value, _mm512_set1_ps(row_scale)), value);
+}
 
 // One step of a pass over 32 outputs, two registers wide.
 template <class Op>
 struct Wide {
     static constexpr int ROWS = 12;
     static constexpr int columns(int) { return 2; }
-    template <class Sum, class Pair, int R, int C>
-    static void step(Sum (&sums)[R][C], const char *at, const Pair *x, long stride) {
+    template <class Sum, class Unit, int R, int C>
+    static void step(Sum (&sums)[R][C], const char *at, int half, const Unit *x, long stride, const char *next,
+                     long fetch) {
+        prefetch(next, fetch);
+        at += half * HALF * 2 * Op::BYTES;
         auto first = Op::load(at), second = Op::load(at + HALF * 2 * Op::BYTES);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
@@ -47,11 +64,11 @@ struct Wide {
 #if defined(__AVX512BF16__)
 struct Bf16 : Wide<Bf16> {
     typedef Floats Sum;
-    typedef uint32_t Pair;  // two bf16 of x
+    typedef uint32_t Unit;  // two bf16 of x
     typedef __m512bh Weights;
-    static constexpr int BYTES = 2, PIECE = FLOAT_PIECE;
+    static constexpr int BYTES = 2, INPUTS = 2, WEIGHT_BYTES = TILE * 2 * BYTES, PIECE = FLOAT_PIECE;
     static Weights load(const char *at) { return (__m512bh)_mm512_loadu_si512(at); }
-    static void add(Sum &sum, Weights weights, const Pair *x) {
+    static void add(Sum &sum, Weights weights, const Unit *x) {
         sum.value = _mm512_dpbf16_ps(sum.value, weights, (__m512bh)_mm512_set1_epi32((int)*x));
     }
 };
@@ -61,17 +78,17 @@ struct FloatPair {
 };
 struct Bf16 : Wide<Bf16> {  // widened: a bf16 is the upper half of a float
     typedef Floats Sum;
-    typedef FloatPair Pair;
+    typedef FloatPair Unit;
     struct Weights {
         __m512 even, odd;
     };
-    static constexpr int BYTES = 2, PIECE = FLOAT_PIECE;
+    static constexpr int BYTES = 2, INPUTS = 2, WEIGHT_BYTES = TILE * 2 * BYTES, PIECE = FLOAT_PIECE;
     static Weights load(const char *at) {
         __m512i both = _mm512_loadu_si512(at);
         return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
                 _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000u)))};
     }
-    static void add(Sum &sum, Weights weights, const Pair *x) {
+    static void add(Sum &sum, Weights weights, const Unit *x) {
         sum.value = _mm512_fmadd_ps(weights.even, _mm512_set1_ps(x->even), sum.value);
         sum.value = _mm512_fmadd_ps(weights.odd, _mm512_set1_ps(x->odd), sum.value);
     }
@@ -80,11 +97,11 @@ struct Bf16 : Wide<Bf16> {  // widened: a bf16 is the upper half of a float
 
 struct Int8 : Wide<Int8> {
     typedef Ints Sum;
-    typedef uint32_t Pair;  // two int16 of x
+    typedef uint32_t Unit;  // two int16 of x
     typedef __m512i Weights;
-    static constexpr int BYTES = 1, PIECE = INT_PIECE;
+    static constexpr int BYTES = 1, INPUTS = 2, WEIGHT_BYTES = TILE * 2 * BYTES, PIECE = INT_PIECE;
     static Weights load(const char *at) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)at)); }
-    static void add(Sum &sum, Weights weights, const Pair *x) {
+    static void add(Sum &sum, Weights weights, const Unit *x) {
 #if defined(__AVX512VNNI__)
         // With the intrinsic, GCC 12 copies every sum in every iteration, which halves the speed.
         asm("vpdpwssd %2, %1, %0" : "+v"(sum.value) : "v"(weights), "v"(_mm512_set1_epi32((int)*x)));
@@ -103,13 +120,26 @@ struct Floats {
         _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), low));
         _mm256_storeu_ps(out + 8, _mm256_add_ps(_mm256_loadu_ps(out + 8), high));
     }
+    void add_scaled(struct Ints whole, Floats scale, float row_scale);
+    void add_product(Floats a, float b) {
+        low = _mm256_fmadd_ps(a.low, _mm256_set1_ps(b), low);
+        high = _mm256_fmadd_ps(a.high, _mm256_set1_ps(b), high);
+    }
 };
 
 struct Ints {
     __m256i low, high;
     void clear() { low = high = _mm256_setzero_si256(); }
+    void set(int number) { low = high = _mm256_set1_epi32(number); }
     void add_to(float *out) const { Floats{_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)}.add_to(out); }
 };
+
+// Adds whole * scale * row_scale.
+inline void Floats::add_scaled(Ints whole, Floats scale, float row_scale) {
+    __m256 factor = _mm256_set1_ps(row_scale);
+    low = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole.low), _mm256_mul_ps(scale.low, factor), low);
+    high = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole.high), _mm256_mul_ps(scale.high, factor), high);
+}
 
 struct FloatPair {
     float even, odd;
@@ -117,15 +147,18 @@ struct FloatPair {
 
 struct Bf16 {  // widened; the even inputs first, so that the sums of six rows and the operands fit sixteen registers
     typedef Floats Sum;
-    typedef FloatPair Pair;
-    static constexpr int ROWS = 6, BYTES = 2, PIECE = FLOAT_PIECE;
+    typedef FloatPair Unit;
+    static constexpr int ROWS = 6, BYTES = 2, INPUTS = 2, WEIGHT_BYTES = TILE * 2 * BYTES, PIECE = FLOAT_PIECE;
     static constexpr int columns(int rows) { return rows > 3 ? 1 : 2; }
     template <int R, int C>
-    static void step(Sum (&sums)[R][C], const char *at, const Pair *x, long stride) {
+    static void step(Sum (&sums)[R][C], const char *at, int half, const Unit *x, long stride, const char *next,
+                     long fetch) {
+        prefetch(next, fetch);
+        at += half * HALF * 2 * BYTES;
         for (int c = 0; c < C; c++) step_column(sums, c, at + c * HALF * 4, x, stride);
     }
     template <int R, int C>
-    static void step_column(Sum (&sums)[R][C], int c, const char *at, const Pair *x, long stride) {
+    static void step_column(Sum (&sums)[R][C], int c, const char *at, const Unit *x, long stride) {
         const __m256i *both = (const __m256i *)at, upper = _mm256_set1_epi32((int)0xffff0000u);
         __m256 low = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(both), 16));
         __m256 high = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(both + 1), 16));
@@ -145,11 +178,14 @@ struct Bf16 {  // widened; the even inputs first, so that the sums of six rows a
 
 struct Int8 {
     typedef Ints Sum;
-    typedef uint32_t Pair;
-    static constexpr int ROWS = 5, BYTES = 1, PIECE = INT_PIECE;
+    typedef uint32_t Unit;
+    static constexpr int ROWS = 5, BYTES = 1, INPUTS = 2, WEIGHT_BYTES = TILE * 2 * BYTES, PIECE = INT_PIECE;
     static constexpr int columns(int rows) { return rows > 2 ? 1 : 2; }
     template <int R, int C>
-    static void step(Sum (&sums)[R][C], const char *at, const Pair *x, long stride) {
+    static void step(Sum (&sums)[R][C], const char *at, int half, const Unit *x, long stride, const char *next,
+                     long fetch) {
+        prefetch(next, fetch);
+        at += half * HALF * 2 * BYTES;
         for (int c = 0; c < C; c++) {
             __m256i low = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at + 2 * c));
             __m256i high = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at + 2 * c + 1));

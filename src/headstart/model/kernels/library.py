@@ -43,6 +43,9 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "headstart_sample": (None, (_pointer, _int, _long, _long, _pointer, _pointer, _int)),
     "headstart_pack_bf16": (None, (_pointer, _pointer, _long, _long, _long, _int, _int)),
     "headstart_pack_int8": (None, (_pointer, _pointer, _pointer, _long, _long, _long, _int, _int)),
+    "headstart_quantise_q4_1": (None, (_pointer, _pointer, _long, _long, _int)),
+    "headstart_tile_bytes": (_long, (_int, _long)),
+    "headstart_pack_blocks": (None, (_pointer, _long, _pointer, _int, _long, _long, _int, _int)),
 }
 
 
@@ -58,6 +61,7 @@ class LinearDescriptor(ctypes.Structure):
         ("gated", _int),
         ("in_features", _long),
         ("out_features", _long),
+        ("format", _long),
     )
 
 
@@ -80,7 +84,15 @@ class HeadsDescriptor(ctypes.Structure):
 class LinkDescriptor(ctypes.Structure):
     """`Link` of linear.h: one product of a chain, on numbered buffers."""
 
-    _fields_ = (("linear", _pointer), ("heads", _pointer), ("x", _int), ("y", _int), ("residual", _int))
+    _fields_ = (
+        ("linear", _pointer),
+        ("heads", _pointer),
+        ("x", _int),
+        ("y", _int),
+        ("residual", _int),
+        ("offset", _long),
+        ("stride", _long),
+    )
 
 
 class Kernels:

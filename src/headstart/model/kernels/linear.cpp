@@ -1,91 +1,18 @@
-// Chains of products: the division of work between threads, and the row formats of the innermost loops (tiles.h).
+// Chains of products: the division of work between threads. The products themselves are in product_*.cpp.
 //
 // With few rows, the threads divide the weights of each product. With many rows, each thread computes blocks of rows
 // through all products of the chain, without waiting for other threads in between.
-#include "tiles.h"
+#include "operations.h"
+#include "sizes.h"
 
 namespace {
 
 constexpr long MANY_ROWS = 16;  // from here on, rows are prepared once for all threads; below, once per thread
 constexpr long ROWS_EACH = 64;  // from here on per thread, rows are computed through the chain block by block
 
-// ---- rows in the format of an Op --------------------------------------------------------------------------------------
-
-// Returns the factor of a row's normalisation, or 1.
-float row_factor(const Linear &linear, const bf16 *x) {
-    return linear.norm ? inverse_rms(x, linear.in_features, linear.eps) : 1.0f;
-}
-
-// Returns x[i], normalised if the layer has a norm, and rounded to bf16 like the rows between two layers.
-inline float element(const bf16 *x, const bf16 *norm, float factor, long i) {
-    return norm ? to_float(to_bf16(to_float(x[i]) * factor * to_float(norm[i]))) : to_float(x[i]);
-}
-
-#if defined(__AVX512BF16__)
-void prepare(const Linear &linear, const bf16 *x, uint32_t *out, float *) {
-    long size = linear.in_features;
-    bf16 *to = (bf16 *)out;
-    if (size % 2) to[size] = 0;
-    if (linear.norm) {
-        float factor = row_factor(linear, x);
-#pragma omp simd
-        for (long i = 0; i < size; i++) to[i] = to_bf16(to_float(x[i]) * factor * to_float(linear.norm[i]));
-    } else {
-        memcpy(to, x, size * sizeof(bf16));
-    }
-}
-#else
-void prepare(const Linear &linear, const bf16 *x, FloatPair *out, float *) {
-    long size = linear.in_features;
-    float *to = (float *)out, factor = row_factor(linear, x);
-    const bf16 *norm = linear.norm;
-#pragma omp simd
-    for (long i = 0; i < size; i++) to[i] = element(x, norm, factor, i);
-    if (size % 2) to[size] = 0;
-}
-#endif
-
-// Rows for int8 weights become int16 with one scale per row: steps of 2^-15 of the row's largest number, finer than
-// bf16 at that number. A row with a number that is not finite gives NaN in all its outputs.
-void prepare(const Linear &linear, const bf16 *x, int16_t *to, float *scale) {
-    long size = linear.in_features;
-    float factor = row_factor(linear, x), largest = 0, poison = 0;
-    const bf16 *norm = linear.norm;
-#pragma omp simd reduction(max : largest) reduction(+ : poison)
-    for (long i = 0; i < size; i++) {
-        float value = element(x, norm, factor, i);
-        largest = fabsf(value) > largest ? fabsf(value) : largest;
-        poison += value * 0.0f;
-    }
-    *scale = poison == 0 ? largest / 32767.0f : NAN;
-    float inverse = poison == 0 && largest > 1e-30f ? 32767.0f / largest : 0.0f;
-    if (inverse == 0) {
-        memset(to, 0, (size + 1) / 2 * 2 * sizeof(int16_t));
-        return;
-    }
-#pragma omp simd
-    for (long i = 0; i < size; i++) to[i] = (int16_t)(int)rintf(element(x, norm, factor, i) * inverse);
-    if (size % 2) to[size] = 0;
-}
-
-void prepare_row(Bf16, const Linear &linear, const bf16 *x, Bf16::Pair *to, float *scale) {
-    prepare(linear, x, to, scale);
-}
-void prepare_row(Int8, const Linear &linear, const bf16 *x, Int8::Pair *to, float *scale) {
-    prepare(linear, x, (int16_t *)to, scale);
-}
-
-// Returns whether rows are used directly from their buffer.
-inline bool as_is(Int8, const Linear &) { return false; }
-#if defined(__AVX512BF16__)
-inline bool as_is(Bf16, const Linear &linear) { return !linear.norm && linear.in_features % 2 == 0; }
-#else
-inline bool as_is(Bf16, const Linear &) { return false; }
-#endif
-
-// Returns the maximum bytes of `count` rows in the format of an Op, with their scales.
+// Returns the maximum bytes of `count` rows in any format, with their scales: 4 bytes for each input of whole groups.
 inline long prepared_bytes(long in_features, long count) {
-    return (count * ((in_features + 1) / 2 * 8 + 4) + 63) / 64 * 64;
+    return (count * ((in_features + 31) / 32 * 128 + 4) + 63) / 64 * 64;
 }
 
 // ---- work shared between threads --------------------------------------------------------------------------------------
@@ -144,7 +71,8 @@ struct Call {
 
     Step step(int link) const {
         const Link &at = links[link];
-        return {at.linear, buffers[at.x], at.residual < 0 ? nullptr : buffers[at.residual], buffers[at.y]};
+        const bf16 *residual = at.residual < 0 ? nullptr : buffers[at.residual] + at.offset;
+        return {at.linear, buffers[at.x], residual, buffers[at.y] + at.offset, at.stride};
     }
     // Returns the first tile of share `index` of a product; for index == shares, the number of tiles.
     static long first(const Linear &linear, int index, int shares) { return linear.tiles() * index / shares; }
@@ -152,43 +80,43 @@ struct Call {
     const char *after(int link, int thread) const {
         const Linear &next = *links[link + 1 < num_links ? link + 1 : link].linear;
         int index = thread / 2 % scratch.shares();
-        return next.tile(thread % 2 ? first(next, index + 1, scratch.shares()) - 1 : first(next, index, scratch.shares()));
+        long tile = thread % 2 ? first(next, index + 1, scratch.shares()) - 1 : first(next, index, scratch.shares());
+        return operations_of(next.format).tile(next, tile);
     }
 };
 
 // ---- few rows: by tiles -----------------------------------------------------------------------------------------------
 
 // Computes one product with all threads of a parallel region.
-template <class Op>
 void by_tiles(const Call &call, int link) {
-    typedef typename Op::Pair Pair;
     const Step step = call.step(link);
     const Linear &linear = *step.linear;
+    const Operations &op = operations_of(linear.format);
     int me = omp_get_thread_num();
-    long count = call.count, pairs = linear.pairs(), size = linear.in_features;
-    bool few = count < MANY_ROWS;
-    Pair *prepared = (Pair *)(call.scratch.prepared() + (few ? me * prepared_bytes(size, count) : 0));
-    float *scales = (float *)(prepared + count * pairs);
-    if (!as_is(Op(), linear) && few) {
+    long count = call.count, size = linear.in_features, row_bytes = op.units(linear) * op.row_bytes;
+    bool few = count < MANY_ROWS, as_is = op.as_is(linear);
+    char *prepared = call.scratch.prepared() + (few ? me * prepared_bytes(size, count) : 0);
+    float *scales = (float *)(prepared + count * row_bytes);
+    if (!as_is && few) {
         for (long row = 0; row < count; row++)
-            prepare_row(Op(), linear, step.x + row * size, prepared + row * pairs, scales + row);
-    } else if (!as_is(Op(), linear)) {
+            op.prepare(linear, step.x + row * size, prepared + row * row_bytes, scales + row);
+    } else if (!as_is) {
 #pragma omp for
         for (long row = 0; row < count; row++)
-            prepare_row(Op(), linear, step.x + row * size, prepared + row * pairs, scales + row);
+            op.prepare(linear, step.x + row * size, prepared + row * row_bytes, scales + row);
     }
-    const Pair *x = as_is(Op(), linear) ? (const Pair *)step.x : prepared;
-    long group = group_of<Op>(linear, count), blocks = (count + BLOCK - 1) / BLOCK;
+    const char *x = as_is ? (const char *)step.x : prepared;
+    long group = tiles_together(count, row_bytes), blocks = (count + BLOCK - 1) / BLOCK;
     Taken taken;
     for (int turn = 0; turn < call.scratch.shares(); turn++) {
         Share *share = call.scratch.share(link, (me / 2 + turn) % call.scratch.shares());
         while (take(*share, group, me % 2 == 0, taken)) {
-            const char *after = taken.next < 0 ? call.after(link, me) : linear.tile(taken.next);
+            const char *after = taken.next < 0 ? call.after(link, me) : op.tile(linear, taken.next);
             for (long b = 0; b < blocks; b++) {
                 long first = count * b / blocks, past = count * (b + 1) / blocks;
-                Rows<Op> rows{x + first * pairs, linear.scales ? scales + first : nullptr, first, past - first};
-                const char *next = b + 1 < blocks ? linear.tile(taken.begin) : after;
-                multiply<Op>(step, rows, taken.begin, taken.end, next, call.scratch.sums(me));
+                PreparedRows rows{x + first * row_bytes, scales + first, first, past - first};
+                const char *next = b + 1 < blocks ? op.tile(linear, taken.begin) : after;
+                op.multiply(step, rows, taken.begin, taken.end, next, call.scratch.sums(me));
             }
         }
     }
@@ -198,8 +126,7 @@ void by_tiles(const Call &call, int link) {
 void all_by_tiles(const Call &call) {
     for (int l = 0; l < call.num_links; l++) {
         const Link &link = call.links[l];
-        if (link.linear->scales) by_tiles<Int8>(call, l);
-        else by_tiles<Bf16>(call, l);
+        by_tiles(call, l);
         if (!link.heads) continue;
 #pragma omp for
         for (long row = 0; row < call.count; row++)
@@ -209,20 +136,17 @@ void all_by_tiles(const Call &call) {
 
 // ---- many rows: block by block ----------------------------------------------------------------------------------------
 
-template <class Op>
-void block_through(const Call &call, int link, long first, long past, char *prepared_at) {
-    typedef typename Op::Pair Pair;
+void block_through(const Call &call, int link, long first, long past, char *prepared) {
     const Step step = call.step(link);
     const Linear &linear = *step.linear;
-    long pairs = linear.pairs(), size = linear.in_features;
-    Pair *prepared = (Pair *)prepared_at;
-    float *scales = (float *)(prepared + BLOCK * pairs);
-    bool plain = as_is(Op(), linear);
-    for (long row = first; !plain && row < past; row++)
-        prepare_row(Op(), linear, step.x + row * size, prepared + (row - first) * pairs, scales + row - first);
-    const Pair *x = plain ? (const Pair *)(step.x + first * size) : prepared;
-    Rows<Op> rows{x, linear.scales ? scales : nullptr, first, past - first};
-    multiply<Op>(step, rows, 0, linear.tiles(), call.after(link, 0), call.scratch.sums(omp_get_thread_num()));
+    const Operations &op = operations_of(linear.format);
+    long size = linear.in_features, row_bytes = op.units(linear) * op.row_bytes;
+    float *scales = (float *)(prepared + BLOCK * row_bytes);
+    bool as_is = op.as_is(linear);
+    for (long row = first; !as_is && row < past; row++)
+        op.prepare(linear, step.x + row * size, prepared + (row - first) * row_bytes, scales + row - first);
+    PreparedRows rows{as_is ? (const char *)(step.x + first * size) : prepared, scales, first, past - first};
+    op.multiply(step, rows, 0, linear.tiles(), call.after(link, 0), call.scratch.sums(omp_get_thread_num()));
 }
 
 void all_by_blocks(const Call &call) {
@@ -236,8 +160,7 @@ void all_by_blocks(const Call &call) {
         long first = call.count * b / blocks, past = call.count * (b + 1) / blocks;
         for (int l = 0; l < call.num_links; l++) {
             const Link &link = call.links[l];
-            if (link.linear->scales) block_through<Int8>(call, l, first, past, prepared);
-            else block_through<Bf16>(call, l, first, past, prepared);
+            block_through(call, l, first, past, prepared);
             for (long row = first; link.heads && row < past; row++)
                 turn_heads(*link.heads, call.buffers[link.y], call.cosine, call.sine, row);
         }

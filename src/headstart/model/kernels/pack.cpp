@@ -1,17 +1,5 @@
 // Packing of weights [N, K] of bf16 into tiles, once at load; linear.h describes the tiles.
-#include "linear.h"
-
-namespace {
-
-// Returns the row of the weight that a tile holds at `column`, or -1 for padding.
-long source_row(long tile, int column, long out_features, int gated) {
-    if (!gated) return tile * TILE + column < out_features ? tile * TILE + column : -1;
-    long output = tile * HALF + column % HALF;
-    if (output >= out_features) return -1;
-    return column < HALF ? output : out_features + output;
-}
-
-}  // namespace
+#include "tile_rows.h"
 
 // Packs weight [rows, K] into `out` [tiles, pairs, 32, 2] of bf16.
 EXPORT void headstart_pack_bf16(const bf16 *weight, bf16 *out, long tiles, long out_features, long in_features,

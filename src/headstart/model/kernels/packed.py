@@ -1,13 +1,18 @@
-"""The parts of a chain: packed weights in bf16 or int8, and heads with a rotary embedding. Chain.py runs them."""
+"""The parts of a chain: packed weights in bf16, int8 or blocks, and heads with a rotary embedding; see chain.py."""
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headstart.model.kernels.library import HeadsDescriptor, Kernels, LinearDescriptor, threads
+from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor
 
 TILE = 32  # outputs side by side in the packed form; see linear.h
+# The numbers of `Format` in linear.h. Names of blocks are those of GGUF.
+BF16, INT8 = 0, 1
+BLOCKS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 4, "Q5_1": 5, "Q8_0": 6, "Q4_K": 7, "Q5_K": 8, "Q6_K": 9}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,7 +26,8 @@ class Norm:
 class PackedLinear:
     """The product x @ W^T + b on rows [T, K] of bf16, with an optional norm before and gate after; run by chain.py.
 
-    `gated`: W [2 * out, K] holds the gate rows, then the up rows, and y is silu(gate) * up. int8: a scale per W row.
+    The weight is bf16 or one of BLOCKS, which keep their bits. `gated`: W [2 * out, K] holds the gate rows, then the up
+    rows, and y is silu(gate) * up. int8: a bf16 weight is rounded, with a scale per W row.
     """
 
     __slots__ = ("_kept", "descriptor", "in_features", "nbytes", "out_features")
@@ -29,27 +35,23 @@ class PackedLinear:
     def __init__(
         self,
         kernels: Kernels,
-        weight: Tensor,
+        weight: Tensor | PackedTensor,
         bias: Tensor | None = None,
         *,
         norm: Norm | None = None,
         gated: bool = False,
         int8: bool = False,
     ) -> None:
-        check(weight, "weight", weight.shape, torch.bfloat16)
         num_rows, self.in_features = weight.shape
         if gated and num_rows % 2:
             raise ValueError(f"a gated weight has as many gates as ups, not {num_rows} rows together")
         self.out_features = num_rows // 2 if gated else num_rows
-        width = TILE // 2 if gated else TILE
-        tiles, pairs = -(-self.out_features // width), -(-self.in_features // 2)
-        packed = kernels.arena.take((tiles, pairs, TILE, 2), torch.int8 if int8 else torch.bfloat16)
-        scales = torch.empty(tiles, TILE) if int8 else None
-        sizes = (tiles, self.out_features, self.in_features, int(gated), threads())
-        if scales is not None:
-            kernels.library.headstart_pack_int8(weight.data_ptr(), packed.data_ptr(), scales.data_ptr(), *sizes)
+        tiles = -(-self.out_features // (TILE // 2 if gated else TILE))
+        if isinstance(weight, PackedTensor):
+            scales, (packed, form) = None, _pack_blocks(kernels, weight, tiles, gated=gated)
         else:
-            kernels.library.headstart_pack_bf16(weight.data_ptr(), packed.data_ptr(), *sizes)
+            packed, scales = _pack(kernels, weight, tiles, gated=gated, int8=int8)
+            form = INT8 if int8 else BF16
         if bias is not None:
             check(bias, "bias", (num_rows,), torch.bfloat16)
         biases = None if bias is None else _in_tiles(bias, tiles, gated=gated)
@@ -65,6 +67,7 @@ class PackedLinear:
             gated=int(gated),
             in_features=self.in_features,
             out_features=self.out_features,
+            format=form,
         )
         self.nbytes = packed.nbytes + sum(tensor.nbytes for tensor in (scales, biases) if tensor is not None)
 
@@ -107,6 +110,41 @@ class RotaryHeads:
             head_dim=head_dim,
             rotary_dim=rotary_dim,
         )
+
+
+def _pack(kernels: Kernels, weight: Tensor, tiles: int, *, gated: bool, int8: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the tiles of a bf16 weight [N, K] and, if they are int8, the scales of their outputs."""
+    check(weight, "weight", weight.shape, torch.bfloat16)
+    num_rows, in_features = weight.shape
+    packed = kernels.arena.take((tiles, -(-in_features // 2), TILE, 2), torch.int8 if int8 else torch.bfloat16)
+    scales = torch.empty(tiles, TILE) if int8 else None
+    sizes = (tiles, num_rows // 2 if gated else num_rows, in_features, int(gated), threads())
+    if scales is not None:
+        kernels.library.headstart_pack_int8(weight.data_ptr(), packed.data_ptr(), scales.data_ptr(), *sizes)
+    else:
+        kernels.library.headstart_pack_bf16(weight.data_ptr(), packed.data_ptr(), *sizes)
+    return packed, scales
+
+
+def _pack_blocks(kernels: Kernels, weight: PackedTensor, tiles: int, *, gated: bool) -> tuple[Tensor, int]:
+    """Return the tiles of a weight in blocks, and their format. Raises ValueError for blocks without a kernel."""
+    if weight.kind not in BLOCKS:
+        raise ValueError(f"{weight.name}: there are kernels for {', '.join(BLOCKS)}, not for {weight.kind}")
+    form, (num_rows, in_features) = BLOCKS[weight.kind], weight.shape
+    assert in_features % FORMATS[weight.kind].block_size == 0, weight.shape  # by PackedTensor
+    blocks = np.ascontiguousarray(weight.data)
+    packed = kernels.arena.take((tiles, kernels.library.headstart_tile_bytes(form, in_features)), torch.uint8)
+    kernels.library.headstart_pack_blocks(
+        blocks.ctypes.data,
+        blocks.shape[1],
+        packed.data_ptr(),
+        form,
+        tiles,
+        num_rows // 2 if gated else num_rows,
+        int(gated),
+        threads(),
+    )
+    return packed, form
 
 
 def check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -8,57 +8,42 @@
 
 #include "dot.h"
 #include "lanes.h"
-#include "linear.h"
+#include "operations.h"
+#include "sizes.h"
 
 namespace {
 
-constexpr long BLOCK = 128;              // maximum number of rows at a time
-constexpr long GROUP = 8;                // tiles that a piece of many rows is multiplied by
-constexpr long PANEL_BYTES = 512 << 10;  // maximum size of rows that stay in the L2 cache
-constexpr long SUMS_BYTES = GROUP * BLOCK * TILE * sizeof(float);  // memory of one thread for the sums
-
-struct Step {  // a Link with addresses
-    const Linear *linear;
-    const bf16 *x, *residual;
-    bf16 *y;
-};
-
 template <class Op>
-struct Rows {  // rows in the format of an Op, [count][pairs]
-    const typename Op::Pair *x;
-    const float *scales;  // for int16 rows, else null
+struct Rows {  // rows in the format of an Op, [count][units]
+    const typename Op::Unit *x;
+    const float *scales;  // [count] for INT8
     long first, count;    // index of the first row in the step's buffers, number of rows
 };
 
-// Adds R rows of x [R][stride] times a piece of a tile, or of half a tile, to out [R][TILE]. Each pair of inputs
+// Adds R rows of x [R][stride] times a piece of a tile, or of half a tile, to out [R][TILE]. Each unit of inputs
 // prefetches `fetch` bytes, from `next` on.
 template <class Op, int R>
-void pass(const typename Op::Pair *x, long stride, const char *piece, long pairs, const char *next, long fetch,
-          float *out) {
-    constexpr long STEP = TILE * 2 * Op::BYTES;
+void pass(const typename Op::Unit *x, long stride, const char *piece, int half, long units, const char *next,
+          long fetch, float *out) {
     constexpr int COLUMNS = Op::columns(R);
     typename Op::Sum sums[R][COLUMNS];
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
         for (int c = 0; c < COLUMNS; c++) sums[r][c].clear();
-    for (long k = 0; k < pairs; k++) {
-        _mm_prefetch(next + k * fetch, _MM_HINT_T1);
-        if (fetch > 64) _mm_prefetch(next + k * fetch + 64, _MM_HINT_T1);
-        Op::step(sums, piece + k * STEP, x + k, stride);
-    }
+    for (long k = 0; k < units; k++)
+        Op::step(sums, piece + k * Op::WEIGHT_BYTES, half, x + k, stride, next + k * fetch, fetch);
 #pragma GCC unroll 12  // all three loops: a loop that is not unrolled keeps the sums in memory
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < COLUMNS; c++) sums[r][c].add_to(out + r * TILE + c * HALF);
+        for (int c = 0; c < COLUMNS; c++) sums[r][c].add_to(out + r * TILE + (half + c) * HALF);
 }
 
 template <class Op, int R = Op::ROWS>
-void pass_of(long rows, const typename Op::Pair *x, long stride, const char *piece, long pairs, const char *next,
+void pass_of(long rows, const typename Op::Unit *x, long stride, const char *piece, long units, const char *next,
              long fetch, float *out) {
     if constexpr (R > 1) {
-        if (rows < R) return pass_of<Op, R - 1>(rows, x, stride, piece, pairs, next, fetch, out);
+        if (rows < R) return pass_of<Op, R - 1>(rows, x, stride, piece, units, next, fetch, out);
     }
-    for (int half = 0; half < 2; half += Op::columns(R))
-        pass<Op, R>(x, stride, piece + half * HALF * 2 * Op::BYTES, pairs, next, fetch, out + half * HALF);
+    for (int half = 0; half < 2; half += Op::columns(R)) pass<Op, R>(x, stride, piece, half, units, next, fetch, out);
 }
 
 // Stores one row's sums of a tile: scaled, biased, gated, added to the residual, rounded where torch rounds.
@@ -66,7 +51,7 @@ void finish(const Step &step, const float *sums, float row_scale, long tile, lon
     constexpr int VECS = TILE / LANES;
     const Linear &linear = *step.linear;
     int width = linear.width();
-    long at = row * linear.out_features + tile * width, left = linear.out_features - tile * width;
+    long at = row * step.stride + tile * width, left = linear.out_features - tile * width;
     bf16 cut[2][TILE] = {{0}};  // residual and outputs of a tile that is not full
     const bf16 *residual = step.residual ? step.residual + at : nullptr;
     bf16 *y = step.y + at;
@@ -98,34 +83,43 @@ struct Passes {
     long begin(long pass) const { return rows * pass / count; }
 };
 
-// The pieces of a weight's inputs, in pairs.
+// The pieces of a weight's inputs, in units.
 template <class Op>
 struct Pieces {
-    long pairs, count;
-    explicit Pieces(long pairs) : pairs(pairs), count((pairs + Op::PIECE - 1) / Op::PIECE) {}
-    long begin(long piece) const { return pairs * piece / count; }
+    long units, count;
+    explicit Pieces(long units) : units(units), count((units + Op::PIECE - 1) / Op::PIECE) {}
+    long begin(long piece) const { return units * piece / count; }
     long length(long piece) const { return begin(piece + 1) - begin(piece); }
 };
+
+template <class Op>
+long units_of(const Linear &linear) {
+    return (linear.in_features + Op::INPUTS - 1) / Op::INPUTS;
+}
+
+template <class Op>
+const char *tile_of(const Linear &linear, long index) {
+    return linear.weight + index * units_of<Op>(linear) * Op::WEIGHT_BYTES;
+}
 
 // Multiplies all rows by one tile, which stays in the cache; `next` is prefetched meanwhile.
 template <class Op>
 void through_tile(const Step &step, const Rows<Op> &rows, long tile, const char *next) {
-    constexpr long STEP = TILE * 2 * Op::BYTES;
     const Linear &linear = *step.linear;
     const Passes<Op> passes(rows.count);
-    const Pieces<Op> pieces(linear.pairs());
-    const char *weights = linear.tile(tile);
-    long fetch = (STEP + passes.count - 1) / passes.count;
+    const Pieces<Op> pieces(units_of<Op>(linear));
+    const char *weights = tile_of<Op>(linear, tile);
+    long fetch = (Op::WEIGHT_BYTES + passes.count - 1) / passes.count;
     for (long p = 0; p < passes.count; p++) {
         long first = passes.begin(p), past = passes.begin(p + 1);
         float sums[Op::ROWS * TILE] = {0};
         for (long i = 0; i < pieces.count; i++) {
             long k = pieces.begin(i);
-            pass_of<Op>(past - first, rows.x + first * pieces.pairs + k, pieces.pairs, weights + k * STEP,
-                        pieces.length(i), next + (p * pieces.pairs + k) * fetch, fetch, sums);
+            pass_of<Op>(past - first, rows.x + first * pieces.units + k, pieces.units, weights + k * Op::WEIGHT_BYTES,
+                        pieces.length(i), next + (p * pieces.units + k) * fetch, fetch, sums);
         }
         for (long row = first; row < past; row++)
-            finish(step, sums + (row - first) * TILE, rows.scales ? rows.scales[row] : 1.0f, tile, rows.first + row);
+            finish(step, sums + (row - first) * TILE, linear.scales ? rows.scales[row] : 1.0f, tile, rows.first + row);
     }
 }
 
@@ -133,47 +127,40 @@ void through_tile(const Step &step, const Rows<Op> &rows, long tile, const char 
 // GROUP, before the next piece. sums: [GROUP][BLOCK][TILE].
 template <class Op>
 void through_group(const Step &step, const Rows<Op> &rows, long begin, long end, const char *next, float *sums) {
-    constexpr long STEP = TILE * 2 * Op::BYTES;
     const Linear &linear = *step.linear;
     const Passes<Op> passes(rows.count);
-    const Pieces<Op> pieces(linear.pairs());
-    long fetch = (STEP + passes.count - 1) / passes.count;
+    const Pieces<Op> pieces(units_of<Op>(linear));
+    long fetch = (Op::WEIGHT_BYTES + passes.count - 1) / passes.count;
     memset(sums, 0, (end - begin) * BLOCK * TILE * sizeof(float));
     for (long i = 0; i < pieces.count; i++) {
         for (long tile = begin; tile < end; tile++) {
-            long k = pieces.begin(i), length = pieces.length(i);
-            const char *fetched = tile + 1 < end            ? linear.tile(tile + 1) + k * STEP
-                                  : i + 1 < pieces.count ? linear.tile(begin) + pieces.begin(i + 1) * STEP
+            long k = pieces.begin(i) * Op::WEIGHT_BYTES, length = pieces.length(i);
+            const char *fetched = tile + 1 < end         ? tile_of<Op>(linear, tile + 1) + k
+                                  : i + 1 < pieces.count ? tile_of<Op>(linear, begin) + pieces.begin(i + 1) * Op::WEIGHT_BYTES
                                                          : next;
             for (long p = 0; p < passes.count; p++) {
                 long first = passes.begin(p);
-                pass_of<Op>(passes.begin(p + 1) - first, rows.x + first * pieces.pairs + k, pieces.pairs,
-                            linear.tile(tile) + k * STEP, length, fetched + p * length * fetch, fetch,
+                pass_of<Op>(passes.begin(p + 1) - first, rows.x + first * pieces.units + pieces.begin(i), pieces.units,
+                            tile_of<Op>(linear, tile) + k, length, fetched + p * length * fetch, fetch,
                             sums + ((tile - begin) * BLOCK + first) * TILE);
             }
         }
     }
     for (long row = 0; row < rows.count; row++)
         for (long tile = begin; tile < end; tile++)
-            finish(step, sums + ((tile - begin) * BLOCK + row) * TILE, rows.scales ? rows.scales[row] : 1.0f, tile,
+            finish(step, sums + ((tile - begin) * BLOCK + row) * TILE, linear.scales ? rows.scales[row] : 1.0f, tile,
                    rows.first + row);
 }
 
-// Returns the number of tiles that are best computed together.
+// See Operations.
 template <class Op>
-long group_of(const Linear &linear, long count) {
-    long rows = count < BLOCK ? count : BLOCK;
-    return rows * linear.pairs() * (long)sizeof(typename Op::Pair) <= PANEL_BYTES ? 1 : GROUP;
-}
-
-// Multiplies at most BLOCK rows by tiles [begin, end). `after` are the weights that this thread probably needs next.
-template <class Op>
-void multiply(const Step &step, const Rows<Op> &rows, long begin, long end, const char *after, float *sums) {
+void multiply(const Step &step, const PreparedRows &prepared, long begin, long end, const char *after, float *sums) {
     const Linear &linear = *step.linear;
-    long group = group_of<Op>(linear, rows.count);
+    const Rows<Op> rows{(const typename Op::Unit *)prepared.x, prepared.scales, prepared.first, prepared.count};
+    long group = tiles_together(rows.count, units_of<Op>(linear) * (long)sizeof(typename Op::Unit));
     for (long first = begin; first < end; first += group) {
         long last = first + group < end ? first + group : end;
-        const char *next = last < end ? linear.tile(last) : after;
+        const char *next = last < end ? tile_of<Op>(linear, last) : after;
         if (group == 1) through_tile<Op>(step, rows, first, next);
         else through_group<Op>(step, rows, first, last, next, sums);
     }

@@ -14,7 +14,7 @@ from torch import Tensor
 from headstart.model.attention.base import Attend
 from headstart.model.layers.fused import FusedLayers
 from headstart.model.layers.layer_ops import RMSNorm, join
-from headstart.model.layers.linear import PLAIN, Form, Linear
+from headstart.model.layers.linear import PLAIN, Form, Linear, Weight
 from headstart.model.layers.rotary import Rotary
 from headstart.model.step_inputs import StepInputs
 from headstart.model.weights.checkpoint import Checkpoint
@@ -69,7 +69,7 @@ class Decoder:
         self.embedding = embedding  # [vocab, hidden]
         self.weight_bytes = embedding.nbytes + sum(linear.weight_bytes for linear in self._linears())
         self.rotary = Rotary(config.rope, embedding.dtype, embedding.device)
-        kernels = None if head.packed is None else form.kernels  # either all weights are packed for kernels, or none
+        kernels = form.kernels if head.packed else None  # either all weights are packed for kernels, or none
         self.fused = None if kernels is None else FusedLayers(kernels, config, embedding, layers, self.rotary)
 
     def forward(self, step: StepInputs, attend: Attend) -> Tensor:
@@ -129,8 +129,10 @@ def load_decoder(
     tied = config.tie_word_embeddings is not False and (
         HEAD not in checkpoint or (config.tie_word_embeddings is True and checkpoint.equal(HEAD, EMBEDDING))
     )
-    head = embedding if tied else reader.tensor(HEAD, config.vocab_size, config.hidden_size)
-    return Decoder(config, embedding, layers, Linear(head, norm=norm, form=form), form)
+    head: Weight = embedding
+    if not tied or form.keeps_blocks:
+        head = reader.weight(EMBEDDING if tied else HEAD, config.vocab_size, config.hidden_size)
+    return Decoder(config, embedding, layers, Linear(head, norm=norm, form=form.of_head), form)
 
 
 class _Reader:
@@ -143,6 +145,11 @@ class _Reader:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.checkpoint.take(name, shape, self.dtype).to(self.device)
+
+    def weight(self, name: str, rows: int, columns: int) -> Weight:
+        """Return a weight in the blocks of its file if the form keeps them."""
+        packed = self.checkpoint.take_packed(name, (rows, columns)) if self.form.keeps_blocks else None
+        return self.tensor(name, rows, columns) if packed is None else packed
 
     def norm(self, name: str, size: int) -> RMSNorm:
         return RMSNorm(self.tensor(name, size), self.config.rms_norm_eps)
@@ -157,9 +164,9 @@ class _Reader:
         gated: bool = False,
     ) -> Linear:
         """Return one Linear of the named projections, rows concatenated; `names` are (name, out_features)."""
-        weights = [self.tensor(f"{name}.weight", rows, in_features) for name, rows in names]
+        weights = [self.weight(f"{name}.weight", rows, in_features) for name, rows in names]
         biases = [self.tensor(f"{name}.bias", rows) for name, rows in names] if bias else []
-        return Linear(join(weights), join(biases) if bias else None, norm=norm, gated=gated, form=self.form)
+        return Linear(weights, join(biases) if bias else None, norm=norm, gated=gated, form=self.form)
 
     def layer(self, index: int) -> DecoderLayer:
         config, prefix = self.config, f"model.layers.{index}"

@@ -15,7 +15,7 @@ from headstart.model.attention.base import Attend
 from headstart.model.attention.cpu import CPUStep
 from headstart.model.kernels.chain import Buffers, Chain, Link
 from headstart.model.kernels.library import Kernels, threads
-from headstart.model.kernels.packed import PackedLinear, RotaryHeads
+from headstart.model.kernels.packed import RotaryHeads
 from headstart.model.kernels.stack import Stack
 from headstart.model.layers.layer_ops import RMSNorm
 from headstart.model.layers.linear import Linear
@@ -135,17 +135,12 @@ class FusedLayers:
             query_norm=None if norms[0] is None else norms[0].packed,
             key_norm=None if norms[1] is None else norms[1].packed,
         )
-        return [Link(_packed(layer.qkv), STREAM, HEADS, rotary=rotary)]
+        return layer.qkv.links(STREAM, HEADS, rotary=rotary)
 
 
 def _after(layer: Layer) -> list[Link]:
     return [
-        Link(_packed(layer.out), ATTENDED, STREAM, residual=STREAM),
-        Link(_packed(layer.gate_up), STREAM, GATED),
-        Link(_packed(layer.down), GATED, STREAM, residual=STREAM),
+        *layer.out.links(ATTENDED, STREAM, residual=STREAM),
+        *layer.gate_up.links(STREAM, GATED),
+        *layer.down.links(GATED, STREAM, residual=STREAM),
     ]
-
-
-def _packed(linear: Linear) -> PackedLinear:
-    assert linear.packed is not None, "fused layers are made of packed weights"
-    return linear.packed

@@ -1,32 +1,53 @@
 """Linear: a matrix product with its norm, gate and residual. The weight is kept only in the fastest form available.
 
-On a CPU, bfloat16 weights go to our kernels (kernels/chain.py), which do all of it in one call. Without the kernels,
-torch's operators run one after the other, with the weight prepacked for oneDNN (`torch.ops.mkldnn`, a private API and
-therefore guarded) where that exists. The torch path is slower, serves as the reference, and rounds to bfloat16 at the
-same places. The plain weight is dropped, so memory does not double; only a tied embedding keeps its plain copy, for
-the lookup.
+On a CPU, weights of bfloat16 models go to our kernels (kernels/chain.py), which do all of it in one call. Without the
+kernels, torch's operators run one after the other, with the weight prepacked for oneDNN (`torch.ops.mkldnn`, a private
+API and therefore guarded) where that exists; weights in blocks, as in GGUF files, are unpacked at load. The torch path
+is slower, serves as the reference, and rounds to bfloat16 at the same places. The plain weight is dropped, so memory
+does not double; only a tied embedding keeps its plain copy, for the lookup.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.model.kernels.chain import Buffers, Chain, Link
 from headstart.model.kernels.library import Kernels
-from headstart.model.kernels.packed import PackedLinear
-from headstart.model.layers.layer_ops import RMSNorm
+from headstart.model.kernels.packed import PackedLinear, RotaryHeads
+from headstart.model.layers.layer_ops import RMSNorm, join
+from headstart.model.layers.quantise import can_quantise, quantise
+from headstart.model.weights.gguf.block_formats import PackedTensor, unpack
 
 BATCH_HINT = 16  # oneDNN packs for this many rows; measured to make no difference between 1 and 256
+Weight = Tensor | PackedTensor
 
 
 class Form(NamedTuple):
-    """The storage form of weights: packed for `kernels` or not; in int8 with a scale per output, or in their dtype."""
+    """The storage form of weights: packed for `kernels` or not, and the quantisation of those not in blocks already.
+
+    int8: a scale per output. int4: blocks of Q4_1, with a scale and a minimum per 32 inputs of an output; int8 where
+    the inputs are no whole blocks. `dtype` and `device` are those of rows, and of weights that are not quantised.
+    """
 
     kernels: Kernels | None = None
-    int8: bool = False
+    quantization: str = "none"
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether weights that a file stores in blocks stay so."""
+        return self.kernels is not None and self.dtype == torch.bfloat16 and self.quantization == "none"
+
+    @property
+    def of_head(self) -> "Form":
+        """The form of the output head: int8 instead of int4, since its errors reach the logits directly."""
+        return self._replace(quantization="int8") if self.quantization == "int4" else self
 
 
 PLAIN = Form()
@@ -35,43 +56,58 @@ PLAIN = Form()
 class Linear:
     """The product norm(x) @ W^T + b on rows [T, in_features], with an optional gate and residual. Immutable.
 
-    `gated`: W holds the gate rows, then the up rows, and y is silu(gate) * up. Owns the weight; do not reuse it.
+    `weight` may be several, whose rows follow each other. `gated`: W holds the gate rows, then the up rows, and y is
+    silu(gate) * up. Owns the weights; do not reuse them.
     """
 
     __slots__ = ("_alone", "_onto", "_product", "gated", "norm", "out_features", "packed", "weight", "weight_bytes")
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Weight | Sequence[Weight],
         bias: Tensor | None = None,
         *,
         norm: RMSNorm | None = None,
         gated: bool = False,
         form: Form = PLAIN,
     ) -> None:
-        self.out_features = weight.shape[0] // 2 if gated else weight.shape[0]
+        parts = _parts([weight] if isinstance(weight, Tensor | PackedTensor) else weight, form, gated=gated)
+        num_rows = sum(part.shape[0] for part in parts)
+        self.out_features = num_rows // 2 if gated else num_rows
         self.norm, self.gated = norm, gated
         self.weight: Tensor | None = None  # the plain weight, if it is kept
-        self.packed: PackedLinear | None = None  # by our kernels
+        self.packed: tuple[PackedLinear, ...] = ()  # by our kernels; several if their formats differ
         self._product: Callable[[Tensor], Tensor] | None = None  # by torch
-        if form.kernels is not None and weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
-            inner = None if norm is None else norm.packed
-            self.packed = PackedLinear(form.kernels, weight, bias, norm=inner, gated=gated, int8=form.int8)
-            self.weight_bytes = self.packed.nbytes
-            widths = (self.packed.in_features, self.out_features, self.out_features)
-            self._alone = Chain(form.kernels, [Link(self.packed, 0, 1)], widths[:2])
-            self._onto = Chain(form.kernels, [Link(self.packed, 0, 1, residual=2)], widths)
+        if form.kernels is not None and all(_has_kernel(part, form) for part in parts):
+            self.packed = _packed(form, parts, bias, norm, gated=gated)
+            self.weight_bytes = sum(part.nbytes for part in self.packed)
+            widths = (self.packed[0].in_features, self.out_features, self.out_features)
+            self._alone = Chain(form.kernels, self.links(0, 1), widths[:2])
+            self._onto = Chain(form.kernels, self.links(0, 1, residual=2), widths)
             return
-        if form.int8:
-            self._product, self.weight_bytes = _int8_product(weight, bias)
+        whole = join([_plain(part, form) for part in parts])
+        if form.quantization != "none" and not any(isinstance(part, PackedTensor) for part in parts):
+            self._product, self.weight_bytes = _int8_product(whole, bias)
             return
-        self._product = _product(weight, bias)
-        self.weight = None if can_pack(weight) else weight
-        self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        self._product = _product(whole, bias)
+        self.weight = None if can_pack(whole) else whole
+        self.weight_bytes = whole.nbytes + (0 if bias is None else bias.nbytes)
+
+    def links(
+        self, source: int, target: int, *, residual: int | None = None, rotary: RotaryHeads | None = None
+    ) -> list[Link]:
+        """Return the product as links of a chain, which rotates the heads after the last of them."""
+        found: list[Link] = []
+        offset = 0
+        for part in self.packed:
+            found.append(Link(part, source, target, residual, offset=offset))
+            offset += part.out_features
+        found[-1] = found[-1]._replace(rotary=rotary)
+        return found
 
     def __call__(self, rows: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the outputs [T, out_features] of rows [T, in_features]; `residual` has the shape of the outputs."""
-        if self.packed is not None:
+        if self.packed:
             chain = self._alone if residual is None else self._onto
             buffers = Buffers(len(rows), chain.widths)
             buffers[0] = rows
@@ -86,6 +122,60 @@ class Linear:
             gate, up = out.chunk(2, dim=-1)
             out = F.silu(gate).mul_(up)
         return out if residual is None else residual + out
+
+
+def _parts(weights: Sequence[Weight], form: Form, *, gated: bool) -> list[Weight]:
+    """Return the weights as they are stored, adjacent ones of one format joined; a gated weight is in one part."""
+    if form.quantization == "int4":
+        weights = [
+            quantise(weight, form.kernels) if isinstance(weight, Tensor) and can_quantise(weight) else weight
+            for weight in weights
+        ]
+    parts = [_joined(list(group)) for _, group in groupby(weights, _kind)]
+    if gated and len(parts) > 1:
+        return [join([_plain(part, form) for part in parts])]
+    return parts
+
+
+def _plain(weight: Weight, form: Form) -> Tensor:
+    """Return a weight outside blocks."""
+    return unpack(weight, form.dtype).to(form.device) if isinstance(weight, PackedTensor) else weight
+
+
+def _kind(weight: Weight) -> str:
+    return weight.kind if isinstance(weight, PackedTensor) else ""
+
+
+def _joined(weights: list[Weight]) -> Weight:
+    """Return several weights of one format as one, rows concatenated."""
+    plain = [weight for weight in weights if isinstance(weight, Tensor)]
+    if plain:
+        assert len(plain) == len(weights), "a group has one format"
+        return join(plain)
+    packed = [weight for weight in weights if isinstance(weight, PackedTensor)]
+    if len(packed) == 1:
+        return packed[0]
+    first, rows = packed[0], sum(weight.shape[0] for weight in packed)
+    data = np.concatenate([weight.data for weight in packed])
+    return PackedTensor(first.name, first.kind, (rows, *first.shape[1:]), data)
+
+
+def _has_kernel(weight: Weight, form: Form) -> bool:
+    if isinstance(weight, PackedTensor):
+        return form.dtype == torch.bfloat16
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+
+
+def _packed(
+    form: Form, parts: list[Weight], bias: Tensor | None, norm: RMSNorm | None, *, gated: bool
+) -> tuple[PackedLinear, ...]:
+    assert form.kernels is not None
+    biases = [None] * len(parts) if bias is None else list(bias.split([part.shape[0] for part in parts]))
+    inner, int8 = None if norm is None else norm.packed, form.quantization != "none"
+    return tuple(
+        PackedLinear(form.kernels, part, own, norm=inner, gated=gated, int8=int8 and not isinstance(part, PackedTensor))
+        for part, own in zip(parts, biases, strict=True)
+    )
 
 
 def can_pack(weight: Tensor) -> bool:

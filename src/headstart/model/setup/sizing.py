@@ -5,6 +5,7 @@ sequences of full length can fill, which limits the pool of tiny models. A confi
 before any allocation, with the numbers and the remedy.
 """
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,12 +14,15 @@ import torch
 from headstart.core.errors import ConfigError
 from headstart.model.setup.cgroup import SYSTEM
 from headstart.model.setup.sizes import Memory, cpu_memory, format_bytes, parse_bytes
-from headstart.model.weights.checkpoint import read_header, weight_files
+from headstart.model.weights.checkpoint import Checkpoint
+from headstart.model.weights.gguf.block_formats import FORMATS
 
 KV_SHARE = 0.4  # of the memory left after the weights
 _MIN_FULL_SEQUENCES = 16  # so that the limit for tiny models leaves space for cached prefixes if max_num_seqs is small
 _ELEMENT_BYTES = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # others: 1
 _DTYPE_BYTES = {"auto": 0, "bfloat16": 2, "float16": 2, "float32": 4}  # 0: as stored
+_QUANTISED_BYTES = {"int8": 1, "int4": 20 / 32}  # of a weight; int4: a block of Q4_1
+_BLOCKS_OVERHEAD = 1.03  # of weights packed for the kernels, at most
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -43,23 +47,29 @@ def apply_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def checkpoint_bytes(folder: Path, *, dtype: str = "auto", int8: bool = False) -> int:
-    """Return the bytes of the weights in `folder` once loaded as `dtype` ("auto": as stored).
+def checkpoint_bytes(folder: Path, *, dtype: str = "auto", quantization: str = "none", blocks: bool = False) -> int:
+    """Return the bytes of the weights of a model once loaded as `dtype` ("auto": as stored; blocks as bfloat16).
 
-    With `int8`, every matrix but the embedding takes one byte per weight. Reads only the headers of the files.
+    With `quantization`, every matrix but the embedding takes fewer; with `blocks`, those stored in blocks keep them.
+    Reads only the headers of the files.
     """
     element = _DTYPE_BYTES.get(dtype)
     if element is None:
         raise ConfigError(f"dtype {dtype!r} is not known; choose one of {', '.join(_DTYPE_BYTES)}")
-    total = 0
-    for path in weight_files(folder):
-        for name, tensor in read_header(path).items():
-            stored = _ELEMENT_BYTES.get(tensor.dtype, 1)
-            convert = element if tensor.dtype in _FLOATS else 0
-            if int8 and len(tensor.shape) == 2 and "embed_tokens" not in name:
-                convert = 1
-            total += (tensor.end - tensor.begin) // stored * (convert or stored)
-    return total
+    total = 0.0
+    for name, tensor in Checkpoint(folder).entries.items():
+        stored = _ELEMENT_BYTES.get(tensor.dtype, 1)
+        convert = element if tensor.dtype in _FLOATS else 0
+        matrix = len(tensor.shape) == 2 and "embed_tokens" not in name
+        if tensor.dtype in FORMATS and FORMATS[tensor.dtype].block_size > 1:
+            form = FORMATS[tensor.dtype]
+            convert = element or _DTYPE_BYTES["bfloat16"]  # unpacked at load
+            if blocks and matrix:
+                convert = form.block_bytes / form.block_size * _BLOCKS_OVERHEAD
+        elif quantization != "none" and matrix:
+            convert = _QUANTISED_BYTES["int8" if "lm_head" in name else quantization]
+        total += math.prod(tensor.shape) * (convert or stored)
+    return int(total)
 
 
 def check_weights_fit(weight_bytes: int, available_bytes: int, *, replicas: int = 1) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 from headstart.core.errors import ConfigError
 from headstart.model.weights.config_bounds import check_sizes
-from headstart.model.weights.json_file import read_json, shorten
+from headstart.model.weights.json_file import shorten
+from headstart.model.weights.model_files import read_config
 
 NATIVE_ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -27,8 +28,8 @@ _CAUSAL_MODELS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise ConfigError if `config.json` in `folder` is unreadable or names a model that cannot be served."""
-    raw = read_json(folder / "config.json")
+    """Raise ConfigError if a model folder or GGUF file is unreadable, or a model that cannot be served."""
+    raw = read_config(folder)
     architecture = architecture_of(raw)
     refuse_quantised(raw)
     check_sizes(raw)

@@ -1,54 +1,44 @@
-"""Checkpoint: the safetensors of a model folder, single or sharded, read by name with a check of the shape.
+"""Checkpoint: the tensors of a model, by name: of the safetensors of a folder, or of a GGUF file.
 
-Never reads pickles. Tensors are copied out of a memory map one by one, so peak memory is the model plus one tensor.
+Never reads pickles. Tensors are copied out of the files one by one, so peak memory is the model plus one tensor.
 """
 
 import hashlib
 import json
-import re
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Self
 
 import torch
 import xxhash
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
-from headstart.model.weights.json_file import one_line, read_json
+from headstart.gguf.gguf_reader import is_gguf
+from headstart.model.weights.gguf.block_formats import PackedTensor
+from headstart.model.weights.gguf.gguf_tensors import GGUFTensors
+from headstart.model.weights.safetensors_files import SafetensorsFiles
+from headstart.model.weights.tensor_files import Entry, TensorFiles
 
-MAX_HEADER_BYTES = 32 << 20  # room for 250,000 tensors in one file; the format itself allows 100 MB
 CHUNK_BYTES = 1 << 20  # read and hashed at a time: small enough to stay in the CPU cache between the two
 SLOW_SECONDS = 2.0  # a load that takes longer shows its progress even without a terminal
 
 
-class Entry(NamedTuple):
-    """The location of one tensor: file, safetensors dtype, shape, and the bytes [begin, end) in the file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
 class Checkpoint:
-    """The tensors of one folder, by name; call `take` within `with checkpoint.reading(...)`."""
+    """The tensors of one model, by their names in a model folder; call `take` within `with checkpoint.reading(...)`."""
 
     def __init__(self, folder: Path) -> None:
+        """Read the headers of a model folder, or of a GGUF file. Raises ConfigError."""
         self.folder = folder
-        self.entries: dict[str, Entry] = {}
+        self._files: TensorFiles = GGUFTensors(folder) if is_gguf(folder) else SafetensorsFiles(folder)
+        self.entries: dict[str, Entry] = self._files.entries
         self._progress: Callable[[int], None] | None = None
         self._digests: dict[str, bytes] = {}  # XXH3-128 of the tensors read so far
-        self._open: dict[Path, Any] = {}  # safetensors exports no type for its handles
-        for file in weight_files(folder):
-            self.entries.update(read_header(file))
 
     @contextmanager
     def reading(self, progress: Callable[[int], None]) -> Generator[None]:
@@ -57,7 +47,7 @@ class Checkpoint:
         try:
             yield
         finally:
-            self._open.clear()
+            self._files.close()
             self._progress = None
 
     def __contains__(self, name: str) -> bool:
@@ -70,25 +60,43 @@ class Checkpoint:
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a copy of tensor `name` as `dtype` on the CPU. Raises ConfigError if it is missing or misshaped."""
+        entry = self._entry(name, shape)
+        tensor, stored = self._files.read(name, dtype)
+        self._account(name, entry, stored)
+        return tensor
+
+    def take_packed(self, name: str, shape: tuple[int, ...]) -> PackedTensor | None:
+        """Return tensor `name` in the blocks that its file stores, or None if it is stored as plain numbers.
+
+        Raises ConfigError if it is missing or misshaped.
+        """
+        entry = self._entry(name, shape)
+        found = self._files.read_packed(name)
+        if found is None:
+            return None
+        packed, stored = found
+        self._account(name, entry, stored)
+        return packed
+
+    def _entry(self, name: str, shape: tuple[int, ...]) -> Entry:
         entry = self.entries.get(name)
         if entry is None:
-            raise ConfigError(f"{self.folder}: tensor {name} is missing from the safetensors files")
+            raise ConfigError(
+                f"{self.folder}: tensor {self._files.stored_name(name)} is missing from {self._files.noun}"
+            )
         if entry.shape != shape:
             raise ConfigError(
-                f"{self.folder}: tensor {name} has shape {list(entry.shape)}, but config.json implies {list(shape)}"
+                f"{self.folder}: tensor {self._files.stored_name(name)} has shape {list(entry.shape)}, but "
+                f"{self._files.config_noun} implies {list(shape)}"
             )
-        if not entry.dtype.startswith(("F16", "F32", "F64", "BF16")):
-            raise ConfigError(f"{self.folder}: tensor {name} is stored as {entry.dtype}; only floating point is read")
-        handle = self._open.get(entry.file)
-        if handle is None:
-            handle = self._open[entry.file] = safe_open(entry.file, framework="pt")
-        stored: Tensor = handle.get_tensor(name)
+        return entry
+
+    def _account(self, name: str, entry: Entry, stored: memoryview) -> None:
+        """Digest the stored bytes of a tensor, and report progress."""
         if name not in self._digests:
-            self._digests[name] = xxhash.xxh3_128_digest(stored.reshape(-1).view(torch.uint8).numpy().data)
-        tensor = stored.to(dtype, copy=True)
+            self._digests[name] = xxhash.xxh3_128_digest(stored)
         if self._progress is not None:
             self._progress(entry.end - entry.begin)
-        return tensor
 
     def equal(self, name: str, other: str) -> bool:
         """Return whether two tensors have the same dtype, shape and bytes. Each is read from the disk at most once."""
@@ -130,38 +138,6 @@ class Checkpoint:
                 except OSError as error:
                     raise ConfigError(f"cannot read {entry.file}: {error.strerror}") from error
                 bar.advance(entry.end - entry.begin)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of `folder`: one, or by its index, or all. Raises ConfigError if there are none.
-
-    A single file has priority over an index, as in Transformers: the fingerprint must cover the files it loads.
-    """
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise ConfigError(f"{index}: weight_map is not an object of file names")
-        outside = [name for name in names.values() if not re.fullmatch(r"[\w.\-]+", name)]
-        if outside:
-            raise ConfigError(f"{index}: {outside[0]!r} is not a plain file name")
-        files = [folder / name for name in sorted(set(names.values()))]
-        missing = [file.name for file in files if not file.exists()]
-        if missing:
-            raise ConfigError(f"{folder}: {len(missing)} of {len(files)} shards are missing, first {missing[0]}")
-        return files
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return files
-    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
-    if pickles:
-        raise ConfigError(
-            f"{folder} holds its weights as {pickles[0]}: pickles run code when loaded and are never read; "
-            f"convert them to safetensors (model.save_pretrained in Transformers does)"
-        )
-    raise ConfigError(f"{folder} holds no *.safetensors")
 
 
 class LoadingBar:
@@ -206,34 +182,3 @@ def _file_digest(stream: FileIO, entry: Entry) -> bytes:
         digest.update(chunk[:read])
         left -= read
     return digest.digest()
-
-
-def read_header(file: Path) -> dict[str, Entry]:
-    """Return the tensors of one safetensors file. Raises ConfigError for a header that is too long or invalid."""
-    if not file.is_file():
-        raise ConfigError(f"{file} is not a regular file")
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 2 <= length <= min(MAX_HEADER_BYTES, file.stat().st_size - 8):
-                raise ConfigError(f"{file} is not a safetensors file: its header would be {length} bytes long")
-            with safe_open(file, framework="pt"):  # checks dtypes, shapes and offsets before anything is parsed here
-                pass
-            header = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        start = 8 + length
-        return {
-            name: Entry(file, item["dtype"], tuple(item["shape"]), *(start + at for at in item["data_offsets"]))
-            for name, item in header.items()
-        }
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        MemoryError,
-        SafetensorError,
-    ) as error:
-        raise ConfigError(f"{file} is not a complete safetensors file: {one_line(error)}; download it again") from None

@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
 )
 
 from headstart.core.errors import ConfigError
+from headstart.gguf.gguf_reader import is_gguf
 from headstart.model.weights.json_file import one_line, shorten
 
 MAX_NAME_CHARS = 4096  # the longest path Linux takes; hub ids have at most 96 characters
@@ -64,7 +65,7 @@ def resolve_model(
 
 
 def local_folder(model: str) -> Path | None:
-    """Return the folder named by `model`, or None if it may be a hub id. Raises ConfigError if it is neither."""
+    """Return the folder or GGUF file named by `model`, or None if it may be a hub id. Raises ConfigError if neither."""
     if len(model) > MAX_NAME_CHARS:
         raise ConfigError(
             f"{shorten(model, SHOWN_CHARS)!r} is neither a folder nor a hub id: {len(model)} characters are more than "
@@ -77,8 +78,12 @@ def local_folder(model: str) -> Path | None:
         raise ConfigError(f"{shorten(model, SHOWN_CHARS)!r} cannot be a folder: {one_line(error)}") from None
     if model and is_folder:
         return _checked(path, model)
+    if is_file and is_gguf(path):
+        return path
     if is_file:
-        raise ConfigError(f"{model} is a file; name the folder that holds config.json and the safetensors files")
+        raise ConfigError(
+            f"{model} is a file, and no .gguf; name the folder that holds config.json and the safetensors files"
+        )
     if not model or not model.isprintable() or model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
         named = shorten(model, SHOWN_CHARS)
         raise ConfigError(f"there is no folder {named!r}, and it is no hub id either (those look like Qwen/Qwen3-0.6B)")
@@ -89,7 +94,9 @@ def _checked(folder: Path, model: str) -> Path:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{model} has no config.json: it is not a model in Hugging Face's format")
     if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"{model} has no *.safetensors weights, and other formats (.bin, .pt, .gguf) are not loaded")
+        raise ConfigError(
+            f"{model} has no *.safetensors weights, and .bin and .pt are not loaded; a GGUF is named itself"
+        )
     return folder
 
 

@@ -1,4 +1,4 @@
-"""load_model: loads a folder in Hugging Face's layout into memory, with the facts that a front end needs about it.
+"""load_model: loads a folder in Hugging Face's layout, or a GGUF file, with the facts that a front end needs about it.
 
 The Llama family runs in the compact decoder, other decoders in Transformers. A model that cannot be served correctly is
 refused with a ConfigError that names the reason.
@@ -14,6 +14,7 @@ import transformers
 
 from headstart import __version__
 from headstart.core.errors import ConfigError
+from headstart.gguf.gguf_reader import is_gguf
 from headstart.model.attention.base import resolve_backend
 from headstart.model.kernels.library import kernels
 from headstart.model.layers.decoder import LanguageModel, load_decoder
@@ -25,11 +26,11 @@ from headstart.model.weights.architectures import NATIVE_ARCHITECTURES, architec
 from headstart.model.weights.checkpoint import Checkpoint, LoadingBar
 from headstart.model.weights.config_bounds import check_sizes
 from headstart.model.weights.config_keys import NotNativeError
-from headstart.model.weights.json_file import read_json
 from headstart.model.weights.model_config import ModelConfig, eos_token_ids, parse_config
+from headstart.model.weights.model_files import read_config
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATIONS = ("none", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,11 +64,12 @@ def load_model(
     attention_backend: str = "auto",
     quantization: str = "none",
 ) -> LoadedModel:
-    """Load the model in `folder`, with progress on stderr. Raises ConfigError for a model that cannot be served.
+    """Load the model of a folder or GGUF file, with progress on stderr. Raises ConfigError if it cannot be served.
 
-    `quantization` int8 keeps every matrix but the embedding as int8 with one scale per output.
+    `quantization` int8 keeps every matrix but the embedding as int8 with one scale per output; int4 those of the layers
+    in blocks of Q4_1, with a scale and a minimum per 32 inputs of an output, and the output head as int8.
     """
-    raw = read_json(folder / "config.json")
+    raw = read_config(folder)
     architecture = architecture_of(raw)
     refuse_quantised(raw)
     chosen_dtype, chosen_device = resolve_dtype(dtype, raw), resolve_device(device)
@@ -75,12 +77,14 @@ def load_model(
     check_sizes(raw)
     native, why = _native_config(raw, architecture)
     if quantization not in QUANTIZATIONS:
-        raise ConfigError(f"quantization {quantization!r} is not known; choose {' or '.join(QUANTIZATIONS)}")
+        raise ConfigError(f"quantization {quantization!r} is not known; choose {', '.join(QUANTIZATIONS)}")
     if quantization != "none" and native is None:
         raise ConfigError(
             f"quantization {quantization} is not supported for {architecture}, which Transformers runs{why}; "
             f"leave it out, or use one of {', '.join(NATIVE_ARCHITECTURES)}"
         )
+    if native is None and is_gguf(folder):
+        raise ConfigError(f"{folder.name} is not supported in GGUF{why}; the model's folder of safetensors may be")
     checkpoint = Checkpoint(folder)
     if native is None:
         try:
@@ -90,7 +94,8 @@ def load_model(
         shape, vocab_size, max_model_len = breadth.kv_shape, breadth.vocab_size, breadth.max_model_len
     else:
         with LoadingBar(checkpoint.num_bytes, f"Loading {folder.name}") as bar, checkpoint.reading(bar.advance):
-            form = Form(kernels() if chosen_device.type == "cpu" else None, int8=quantization == "int8")
+            compiled = kernels() if chosen_device.type == "cpu" else None
+            form = Form(compiled, quantization, chosen_dtype, chosen_device)
             model = load_decoder(native, checkpoint, chosen_dtype, chosen_device, form)
         shape = KVShape(native.num_layers, native.num_kv_heads, native.head_dim)
         vocab_size, max_model_len = native.vocab_size, native.max_model_len

@@ -48,10 +48,31 @@ class CachedTokens(ApiObject):
     followed_tokens: int
 
 
+class WrittenTokens(CachedTokens):
+    """Cached prompt tokens by source, and those that were computed and published in the cache."""
+
+    cache_write_tokens: int
+
+
 class Usage(ApiObject):
     """Numbers of tokens of a request, over all its prompts and choices."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: WrittenTokens
+
+
+class CacheDiagnostics(ApiObject):
+    """The end of the reuse of an earlier prompt, in numbers and names only; tokens."""
+
+    compared_id: str
+    result: Literal["hit", "miss", "not_found"]
+    cause: str | None
+    field: str | None
+    compared_tokens: int
+    common_tokens: int
+    reusable_tokens: int
+    cached_tokens: int
+    evicted_tokens: int
+    rules: dict[str, int]

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from headstart.openai.api_schema.api_object import ApiObject, Usage
+from headstart.openai.api_schema.api_object import ApiObject, CacheDiagnostics, Usage
 
 FinishReason = Literal["stop", "length", "tool_calls", "error", "abort"]
 
@@ -22,6 +22,7 @@ class _Head(ApiObject):
     created: int  # seconds since 1970
     model: str
     system_fingerprint: None
+    cache_diagnostics: CacheDiagnostics | None = None
 
 
 class _Choice(ApiObject):

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from headstart.openai.api_schema.api_object import ApiObject, CachedTokens
+from headstart.openai.api_schema.api_object import ApiObject, CacheDiagnostics, WrittenTokens
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -54,10 +54,21 @@ class FunctionCallItem(ApiObject):
     arguments: str
 
 
-class InputTokensDetails(CachedTokens):
-    """Cached tokens of the input by source, and those that were computed and published in the cache."""
+class PromptCacheOptions(ApiObject):
+    """The options of the prompt cache in force."""
 
-    cache_write_tokens: int
+    mode: Literal["implicit", "explicit"]
+    ttl: str
+    comparison_response_id: str | None
+
+
+class PromptCacheDiagnostics(ApiObject):
+    """The comparison with an earlier response; the other fields are those of a miss."""
+
+    type: Literal["cache_hit", "cache_miss", "comparison_response_not_found", "unavailable"]
+    reason: Literal["tools_changed", "reasoning_effort_changed", "context_compacted", "input_changed"] | None = None
+    cache_missed_tokens: int | None = None
+    comparison_reusable_tokens: int | None = None
 
 
 class OutputTokensDetails(ApiObject):
@@ -70,7 +81,7 @@ class ResponseUsage(ApiObject):
     """Numbers of tokens."""
 
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: WrittenTokens
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
@@ -94,7 +105,9 @@ class Response(ApiObject):
     metadata: dict[str, str]
     parallel_tool_calls: bool
     previous_response_id: str | None
+    prompt_cache_diagnostics: PromptCacheDiagnostics | None
     prompt_cache_key: str | None
+    prompt_cache_options: PromptCacheOptions
     reasoning: dict[str, str | None]
     safety_identifier: str | None
     service_tier: Literal["default"]
@@ -107,6 +120,7 @@ class Response(ApiObject):
     top_p: float
     truncation: Literal["disabled"]
     user: str | None
+    cache_diagnostics: CacheDiagnostics | None = None
     usage: ResponseUsage | None
 
 

@@ -15,7 +15,9 @@ _ARGUMENTS = "response.function_call_arguments"
 class ResponseEvents:
     """Builder of one response. Every event of a stream has the next sequence number."""
 
-    def __init__(self, shape: ResponseShape) -> None:
+    def __init__(self, shape: ResponseShape, *, generates: bool = True) -> None:
+        """`generates` False: the request only prewarms, and its response is complete without output."""
+        self._generates = generates
         self.parts = ChatParts()
         self._shape = shape
         self._num_events = 0
@@ -35,15 +37,15 @@ class ResponseEvents:
     def closing(self, usage: Json) -> tuple[list[Json], Json]:
         """Return the last events of a finished response, and the response. An empty one has a message without text."""
         events: list[Json] = []
-        if not self.parts.parts:
+        if not self.parts.parts and self._generates:
             part = ChatPart(PartKind.CONTENT, 0)
             self.parts.parts.append(part)
             events += self._begin(part)
         last = self.parts.open_part()
-        assert last is not None
         response = self.response(usage)
         status = "incomplete" if self._is_incomplete else "completed"
-        events += self._end(last, status)
+        if last is not None:
+            events += self._end(last, status)
         events.append(self._event(f"response.{status}", {"response": response}))
         return events, response
 
@@ -55,7 +57,7 @@ class ResponseEvents:
 
     def response(self, usage: Json) -> Json:
         """Return the finished response; an empty one has a message without text. Changes nothing."""
-        parts = self.parts.parts or [ChatPart(PartKind.CONTENT, 0)]
+        parts = self.parts.parts or [ChatPart(PartKind.CONTENT, 0)] * self._generates
         output = [self._shape.item(part, "completed") for part in parts]
         if not self._is_incomplete:
             return self._shape.response("completed", output, usage)
@@ -64,7 +66,7 @@ class ResponseEvents:
 
     @property
     def _is_incomplete(self) -> bool:
-        return self.parts.finish_reason == "length"
+        return self._generates and self.parts.finish_reason == "length"
 
     def _of_step(self, step: PartStep) -> Iterator[Json]:
         if step.closed is not None:

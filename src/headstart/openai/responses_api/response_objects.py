@@ -61,15 +61,15 @@ def content_part(kind: PartKind, text: str) -> Json:
     return part | {"annotations": [], "logprobs": []} if kind is PartKind.CONTENT else part
 
 
-def response_usage(usage: Json, parts: ChatParts, num_written_tokens: int) -> Json:
-    """Return the usage of a response from that of a chat. `num_written_tokens`: computed and published in the cache."""
+def response_usage(usage: Json, parts: ChatParts) -> Json:
+    """Return the usage of a response from that of a chat."""
     details = usage["prompt_tokens_details"]
     cached = {f"{source}_tokens": details[f"{source}_tokens"] for source in CACHE_SOURCES}
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {
             "cached_tokens": details["cached_tokens"],
-            "cache_write_tokens": num_written_tokens,
+            "cache_write_tokens": details["cache_write_tokens"],
             **cached,
         },
         "output_tokens": usage["completion_tokens"],
@@ -107,7 +107,9 @@ def echo_of(fields: Any, sampling: Any) -> Json:
         "metadata": fields.metadata,
         "parallel_tool_calls": fields.parallel_tool_calls,
         "previous_response_id": fields.previous_response_id,
+        "prompt_cache_diagnostics": None,
         "prompt_cache_key": fields.prompt_cache_key,
+        "prompt_cache_options": _cache_options(fields.prompt_cache_options),
         "reasoning": {"effort": fields.reasoning.effort, "summary": None},
         "safety_identifier": fields.safety_identifier,
         "service_tier": "default",
@@ -121,3 +123,11 @@ def echo_of(fields: Any, sampling: Any) -> Json:
         "truncation": "disabled",
         "user": fields.user,
     }
+
+
+def _cache_options(sent: Any) -> Json:
+    """Return the options of the prompt cache in force; OpenAI's types have the lifetimes 30m and 12h only."""
+    minutes, seconds = divmod(sent.ttl or 1800.0, 60)
+    ttl = f"{minutes * 60 + seconds:g}s" if seconds else "12h" if minutes == 720 else f"{minutes:g}m"
+    mode = sent.mode or "implicit"
+    return {"mode": mode, "ttl": ttl, "comparison_response_id": sent.comparison_response_id}

@@ -11,19 +11,19 @@ from pathlib import Path
 
 from headstart.core.engine import EngineInfo
 from headstart.core.errors import ConfigError, InvalidRequestError
+from headstart.gguf.tokenizer_json import FILE_NAME, tokenizer_json
 from headstart.openai.sandbox.sandbox_pool import Sandbox, SandboxLostError, SandboxPool
 
 MAX_SECONDS = 1.0
 MAX_BYTES = 512 << 20  # of memory, while a grammar is compiled
 MAX_REMEMBERED = 4096
-TOKENIZER_FILE = "tokenizer.json"
 
 
 class GrammarCheck:
     """The check of grammars for one model. Thread-safe; the process starts with the first grammar."""
 
     def __init__(self, info: EngineInfo, eos_token_ids: tuple[int, ...], *, max_seconds: float = MAX_SECONDS) -> None:
-        self._path = Path(info.model) / TOKENIZER_FILE
+        self._model = Path(info.model)
         self._vocab_size = info.vocab_size
         self._eos_token_ids = eos_token_ids
         self._max_seconds = max_seconds
@@ -69,9 +69,9 @@ class GrammarCheck:
     def _processes(self) -> SandboxPool:
         with self._lock:
             if self._pool is None:
-                if not self._path.is_file():
-                    raise ConfigError(f"structured output needs the model's {TOKENIZER_FILE}, which it does not have")
-                text = self._path.read_text(encoding="utf-8")
+                text = tokenizer_json(self._model)
+                if text is None:
+                    raise ConfigError(f"structured output needs the model's {FILE_NAME}, which it does not have")
                 sandbox = Sandbox(
                     module="headstart.openai.structured.grammar_process",
                     setup=(text, self._vocab_size, self._eos_token_ids, self._max_seconds),

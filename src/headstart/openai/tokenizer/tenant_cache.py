@@ -64,6 +64,12 @@ class TenantCache(Generic[Value]):
                 found.append(value)
             return found
 
+    def values(self, tenant: str) -> list[Value]:
+        """Return the values of a tenant, the least recently used first. Marks none as used."""
+        with self._lock:
+            entries = self._tenants.get(tenant)
+            return [] if entries is None else list(entries.values.values())
+
     def put(self, tenant: str, key: bytes, value: Value) -> None:
         """Store a value in the place of an earlier one; one that exceeds a limit alone is not stored."""
         num_bytes = self._size(value)

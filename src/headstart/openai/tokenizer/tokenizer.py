@@ -1,9 +1,9 @@
-"""Tokenizer: text <-> token ids of one model folder, with the `tokenizers` library only (no transformers, no torch).
+"""Tokenizer: text <-> token ids of one model, with the `tokenizers` library only (no transformers, no torch).
 
-It reads tokenizer.json for the tokens, and tokenizer_config.json, special_tokens_map.json, generation_config.json and
-chat_template.jinja for special tokens and the chat template. It behaves like transformers' AutoTokenizer on the same
-folder, except that it never removes spaces before punctuation. No code from the folder is run. Encoding releases the
-interpreter lock and is thread-safe.
+Of a folder it reads tokenizer.json for the tokens, and tokenizer_config.json, special_tokens_map.json,
+generation_config.json and chat_template.jinja for special tokens and the chat template; of a GGUF file its metadata. It
+behaves like transformers' AutoTokenizer on the same folder, except that it never removes spaces before punctuation. No
+code from the folder is run. Encoding releases the interpreter lock and is thread-safe.
 """
 
 import json
@@ -16,6 +16,10 @@ import tokenizers
 
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import CacheMode
+from headstart.gguf.end_tokens import end_token_ids
+from headstart.gguf.gguf_reader import is_gguf, read_gguf
+from headstart.gguf.metadata import text_of
+from headstart.gguf.tokenizer_json import gguf_tokenizer, named_tokens
 from headstart.openai.chat.chat_renderer import ChatRenderer
 from headstart.openai.chat.chat_template import MAX_SOURCE_CHARS
 from headstart.openai.tokenizer.turn_memory import Conversation
@@ -49,8 +53,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> "Tokenizer":
-        """Return the tokenizer of a model folder. Raises ConfigError if there is none or it cannot be read."""
+        """Return the tokenizer of a model folder or GGUF file. Raises ConfigError for none, or an unreadable one."""
         folder = Path(folder)
+        if is_gguf(folder):
+            return _from_gguf(folder)
         config = _read_json(folder / "tokenizer_config.json")
         backend = _load_backend(folder)
         named = _named_tokens(config, _read_json(folder / "special_tokens_map.json"))
@@ -123,7 +129,23 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
 
-# ---------------------------------------------------------------------------------------------------- reading a folder
+# ------------------------------------------------------------------------------------------ reading a GGUF or a folder
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    file = read_gguf(path)
+    try:
+        backend = tokenizers.Tokenizer.from_str(json.dumps(gguf_tokenizer(file), ensure_ascii=False))
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"the tokenizer of {path.name!r} cannot be read: {error}") from error
+    return Tokenizer(
+        backend,
+        named_tokens=named_tokens(file),
+        eos_token_ids=end_token_ids(file),
+        chat_template=text_of(file, "tokenizer.chat_template", None),
+    )
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:

@@ -144,11 +144,14 @@ class ApproximateIndex:
         self._extend(reservation, unsure=0)
         self._release(reservation)
 
-    def failed(self, reservation: Reservation) -> None:
-        """Release the blocks; those the request was to compute are dropped."""
+    def failed(self, reservation: Reservation, num_kept: int = 0) -> None:
+        """Release the blocks; those the request was to compute are dropped, but for the leading `num_kept`.
+
+        The kept ones remain unsure: a report that they were not cached means no loss.
+        """
         if not self._is_open(reservation):
             return
-        self._blocks.distrust(reservation.blocks[reservation.sure :])
+        self._blocks.distrust(reservation.blocks[max(reservation.sure, num_kept) :])
         self._release(reservation)
 
     def observed(self, reservation: Reservation, num_blocks: int, now: float = 0.0) -> None:

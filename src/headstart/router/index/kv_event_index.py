@@ -120,12 +120,12 @@ class KVEventIndex:
         if self.guess is not None and reservation.guess is not None:
             self.guess.finished(reservation.guess, block_hashes, now)
 
-    def failed(self, reservation: Reservation) -> None:
-        """Stop expecting the blocks it was to compute."""
+    def failed(self, reservation: Reservation, num_kept: int = 0) -> None:
+        """Stop expecting the blocks it was to compute: the events of those that were computed come anyway."""
         for block_hash in reservation.block_hashes[reservation.hit :]:
             self._speculative.pop(block_hash, None)
         if self.guess is not None and reservation.guess is not None:
-            self.guess.failed(reservation.guess)
+            self.guess.failed(reservation.guess, num_kept)
 
     def observed(self, reservation: Reservation, num_blocks: int, now: float) -> None:
         """Correct the approximate index only: a report is older than the last event, so the index is right."""

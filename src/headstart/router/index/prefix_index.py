@@ -58,8 +58,11 @@ class PrefixIndex(Protocol):
         """Record its successful end; `block_hashes` include the blocks of its output, where known."""
         ...
 
-    def failed(self, reservation: Reservation) -> None:
-        """Record its failure; which blocks were computed is not known."""
+    def failed(self, reservation: Reservation, num_kept: int = 0) -> None:
+        """Record its failure; of the blocks it was to compute, the leading `num_kept` blocks are expected to be there.
+
+        Which blocks were computed is not known.
+        """
         ...
 
     def observed(self, reservation: Reservation, num_blocks: int, now: float) -> None:

@@ -3,16 +3,19 @@
 inference.py sends every answer in the same way, whatever its format.
 """
 
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from headstart.core.request import Request as EngineRequest
+from headstart.openai.diagnostics.prompt_fingerprint import shape_of
 from headstart.openai.engine_requests import Origin
 from headstart.openai.generation_params import GenerationParams
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
+from headstart.server.apis.answer_diagnosis import AnswerDiagnosis
 from headstart.server.generation_job import GenerationJob
 from headstart.server.server_state import Model
 
@@ -68,6 +71,8 @@ class ApiRequest:
     answer: Callable[[GenerationJob, Head], AnswerFormat]
     num_extra_bytes: int = 0  # held by `answer` until the job ends
     named: Callable[[], AbstractContextManager[None]] = nullcontext  # renames fields in errors raised inside
+    diagnosis: AnswerDiagnosis | None = None  # None: the prompt is neither compared nor remembered
+    messages: Sequence[Mapping[str, Any]] = ()  # of the chat, or the text of a completion as one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +82,19 @@ class Api:
     id_prefix: str
     prepare: Callable[[Mapping[str, Any], Model, Origin], ApiRequest]
     renders: bool = True
+
+
+def diagnosis_of(
+    model: Model,
+    origin: Origin,
+    params: GenerationParams,
+    prompt: "array[int]",
+    messages: Sequence[Mapping[str, Any]] | None,
+    names: Sequence[str] = (),
+) -> AnswerDiagnosis | None:
+    """Return the diagnosis of a request's prompt; `messages` None: of a completion. None if nothing is remembered."""
+    memory = model.fingerprints
+    if memory is None and params.comparison_id is None:
+        return None
+    shape = shape_of(messages, params, origin.domain)
+    return AnswerDiagnosis(memory, origin, (shape, prompt), params.comparison_id, model.info.block_size, names)

@@ -13,7 +13,7 @@ from headstart.openai.request_bodies import parse_chat, parse_completion
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
 from headstart.openai.text.shared_prompt import SharedPrompt
-from headstart.server.apis.answer_format import Api, ApiRequest, Head
+from headstart.server.apis.answer_format import Api, ApiRequest, Head, diagnosis_of
 from headstart.server.generation_job import GenerationJob
 from headstart.server.server_state import Model
 
@@ -47,19 +47,21 @@ class ChoiceFormat:
 
     def whole(self, *, in_pieces: bool) -> Json:
         """Return the finished answer."""
-        choices = self._choices()
-        return self._shapes.answer(self._head, choices if in_pieces else list(choices), self._job.usage())
+        choices, head = self._choices(), {**self._head, **self._job.diagnostics()}
+        return self._shapes.answer(head, choices if in_pieces else list(choices), self._job.usage())
 
     def opening(self) -> bytes:
         """Return the first event of each choice, if it has one."""
         if _keeps_echo(self._job, self._job.prompts):  # choices of all prompts are interleaved
             for prompt in self._job.prompts:
                 prompt.kept = {}
-        first = self._shapes.first_choice
+        first, diagnostics = self._shapes.first_choice, self._job.diagnostics()
         if first is None:
-            return b""
+            if not diagnostics:
+                return b""
+            return event(self._shapes.chunk({**self._head, **diagnostics}, [], self._usage_now()))
         return b"".join(
-            event(self._shapes.chunk(self._head, [first(index)], self._usage_now()))
+            event(self._shapes.chunk({**self._head, **diagnostics}, [first(index)], self._usage_now()))
             for index in range(len(self._job.generations))
         )
 
@@ -124,7 +126,11 @@ def _prepare_completion(values: Mapping[str, Any], model: Model, origin: Origin)
     check_model(body.model, model)
     prompts = encode_completion(body, tokenizer_of(model.tokenizer, origin, body.params), model.bounds)
     requests = build_requests(prompts, body.params, model.bounds, origin)
-    return ApiRequest(body.params, requests, partial(ChoiceFormat, _COMPLETION_SHAPES))
+    diagnosis = diagnosis_of(model, origin, body.params, prompts[0], None) if len(prompts) == 1 else None
+    text = body.prompts[0] if len(prompts) == 1 else None
+    messages = [{"role": "user", "content": text}] if isinstance(text, str) else []
+    form = partial(ChoiceFormat, _COMPLETION_SHAPES)
+    return ApiRequest(body.params, requests, form, diagnosis=diagnosis, messages=messages)
 
 
 def _prepare_chat(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
@@ -136,7 +142,10 @@ def _prepare_chat(values: Mapping[str, Any], model: Model, origin: Origin) -> Ap
     except InvalidRequestError as error:
         error.param = "messages" if error.param == "prompt" else error.param
         raise
-    return ApiRequest(params, requests, partial(ChoiceFormat, _CHAT_SHAPES))
+    diagnosis = diagnosis_of(model, origin, params, requests[0].prompt, body.messages)
+    return ApiRequest(
+        params, requests, partial(ChoiceFormat, _CHAT_SHAPES), diagnosis=diagnosis, messages=body.messages
+    )
 
 
 _COMPLETION_SHAPES = ChoiceShapes(

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from headstart.anthropic.anthropic_errors import anthropic_error
+from headstart.anthropic.message_diagnostics import message_diagnostics
 from headstart.anthropic.message_events import PING, CacheMarks, MessageEvents
 from headstart.anthropic.messages_request import CountTokensRequest, MessagesRequest, num_marked_tokens, read_body
 from headstart.core.request import CacheMode
@@ -22,7 +23,7 @@ from headstart.openai.engine_requests import (
 from headstart.openai.generation_params import shortened
 from headstart.openai.responses import Json
 from headstart.openai.text.generation import Delta
-from headstart.server.apis.answer_format import Api, ApiRequest, Head
+from headstart.server.apis.answer_format import Api, ApiRequest, Head, diagnosis_of
 from headstart.server.apis.choice_apis import check_model
 from headstart.server.generation_job import GenerationJob
 from headstart.server.server_state import Model
@@ -45,12 +46,14 @@ class MessageFormat:
 
     def whole(self, *, in_pieces: bool) -> Json:
         """Return the finished message."""
-        return self._events.message(self._job.usage())
+        return self._with_diagnostics(self._events.message(self._job.usage()))
 
     def opening(self) -> bytes:
         """Return message_start."""
         usage = self._job.usage()
-        return _encoded(self._events.opening({**usage, "completion_tokens": min(usage["completion_tokens"], 1)}))
+        events = self._events.opening({**usage, "completion_tokens": min(usage["completion_tokens"], 1)})
+        self._with_diagnostics(events[0]["message"])
+        return _encoded(events)
 
     def events(self, choice: int, delta: Delta) -> bytes:
         """Return the events of a delta."""
@@ -68,6 +71,15 @@ class MessageFormat:
         """Return the error event."""
         status, body, _ = rendered(error)
         return named_event(anthropic_error(status, body, self._job.record.request_id))
+
+    def _with_diagnostics(self, message: Json) -> Json:
+        """Add the diagnostics of the prompt cache to a message, before its usage, and return it."""
+        diagnosis = self._job.diagnosis
+        if diagnosis is not None and diagnosis.comparison is not None:
+            usage = message.pop("usage")
+            message["diagnostics"] = message_diagnostics(diagnosis.comparison, diagnosis.block_size)
+            message.update(self._job.diagnostics(), usage=usage)
+        return message
 
 
 def _prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequest:
@@ -88,7 +100,8 @@ def _prepare(values: Mapping[str, Any], model: Model, origin: Origin) -> ApiRequ
         num_marked = num_marked_tokens(read, prompt, tokenizer, bounds) // block_size * block_size
     marks = CacheMarks(num_marked, is_long=read.ttl >= _HOUR)
     form = partial(MessageFormat, marks, fills_context)
-    return ApiRequest(params, requests, form, named=read.chat.named)
+    diagnosis = diagnosis_of(model, origin, params, prompt, body.messages, read.chat.message_names)
+    return ApiRequest(params, requests, form, named=read.chat.named, diagnosis=diagnosis, messages=body.messages)
 
 
 MESSAGES = Api("msg_", _prepare)

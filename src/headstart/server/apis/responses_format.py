@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from headstart.core.request import CacheMode
 from headstart.http.http_errors import HttpError, rendered
 from headstart.http.sse import PING, named_event
 from headstart.openai.engine_requests import Origin, chat_requests, tokenizer_of
@@ -19,7 +18,7 @@ from headstart.openai.responses_api.response_memory import Conversation, Respons
 from headstart.openai.responses_api.response_objects import ResponseShape, echo_of, response_usage
 from headstart.openai.responses_api.responses_request import ResponsesRequest, parse_responses, translate_responses
 from headstart.openai.text.generation import Delta
-from headstart.server.apis.answer_format import Api, ApiRequest, Head
+from headstart.server.apis.answer_format import Api, ApiRequest, Head, diagnosis_of
 from headstart.server.apis.choice_apis import check_model
 from headstart.server.generation_job import GenerationJob
 from headstart.server.server_state import Model
@@ -45,9 +44,9 @@ class ResponseFormat:
     def __init__(self, asked: Asked, job: GenerationJob, head: Head) -> None:
         self._job = job
         self._asked = asked
-        self._block_size = head.model.info.block_size
         echo = echo_of(asked.fields, job.params.sampling)
-        self._events = ResponseEvents(ResponseShape(head.request_id, head.created, head.model.name, echo))
+        shape = ResponseShape(head.request_id, head.created, head.model.name, echo)
+        self._events = ResponseEvents(shape, generates=not job.params.prewarm)
         self._is_open = False
 
     def collect(self, choice: int, delta: Delta) -> None:
@@ -56,7 +55,7 @@ class ResponseFormat:
 
     def whole(self, *, in_pieces: bool) -> Json:
         """Return the finished response, and store it."""
-        response = self._events.response(self._usage())
+        response = self._diagnosed(self._events.response(self._usage()))
         self._store(response)
         return response
 
@@ -76,7 +75,7 @@ class ResponseFormat:
     def closing(self) -> bytes:
         """Return the last events, and store the response: clients may continue it at once."""
         events, response = self._events.closing(self._usage())
-        self._store(response)
+        self._store(self._diagnosed(response))
         return _encoded(events)
 
     def failure(self, error: Exception) -> bytes:
@@ -95,10 +94,17 @@ class ResponseFormat:
             asked.memory.add(asked.tenant, stored, time.monotonic(), asked.previous)
 
     def _usage(self) -> Json:
-        usage, params = self._job.usage(), self._job.params
-        num_blocks = usage["prompt_tokens"] // self._block_size
-        written = num_blocks * self._block_size - usage["prompt_tokens_details"]["cached_tokens"]
-        return response_usage(usage, self._events.parts, written if params.cache is CacheMode.READ_WRITE else 0)
+        return response_usage(self._job.usage(), self._events.parts)
+
+    def _diagnosed(self, response: Json) -> Json:
+        """Add the diagnostics of the prompt cache to a response, before its usage, and return it."""
+        job, diagnosis = self._job, self._job.diagnosis
+        found = None if diagnosis is None else diagnosis.found(job.breakdown.cached, job.num_evicted_tokens)
+        if found is not None:
+            usage = response.pop("usage")
+            response["prompt_cache_diagnostics"] = found.openai()
+            response.update(job.diagnostics(), usage=usage)
+        return response
 
 
 def responses_api(memory: ResponseMemory) -> Api:
@@ -116,7 +122,16 @@ def responses_api(memory: ResponseMemory) -> Api:
             params, requests = chat_requests(body, tokenizer, model.bounds, origin)
         asked = Asked(fields, memory, origin.tenant, before.last if before is not None else None)
         held = ITEM_BYTES * len(msgspec.json.encode(fields.input))
-        return ApiRequest(params, requests, lambda job, head: ResponseFormat(asked, job, head), held, translation.named)
+        prompt, names = requests[0].prompt, translation.message_names
+        return ApiRequest(
+            params=params,
+            requests=requests,
+            answer=lambda job, head: ResponseFormat(asked, job, head),
+            num_extra_bytes=held,
+            named=translation.named,
+            diagnosis=diagnosis_of(model, origin, params, prompt, body.messages, names),
+            messages=body.messages,
+        )
 
     return Api("resp_", prepare)
 

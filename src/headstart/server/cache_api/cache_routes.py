@@ -1,5 +1,6 @@
-"""/v1/cache/stats and /v1/cache/explain: prefix cache counters, and why a prompt had no more prefix cache hits."""
+"""The routes about the cache: counters, why a prompt had no more prefix cache hits, and a tenant's own requests."""
 
+import asyncio
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -18,9 +19,12 @@ from headstart.http.spooled_body import SpooledBody, in_memory
 from headstart.openai.engine_requests import Origin
 from headstart.openai.request_json import parse_json
 from headstart.openai.responses import CACHE_SOURCES, Json
+from headstart.openai.value_checks import shown
 from headstart.server.apis.choice_apis import CHAT, COMPLETIONS
 from headstart.server.cache_api.explanation_text import explanation_answer
 from headstart.server.engine.wire import stats_of
+from headstart.server.prompt_doctor import AvoidableCounts
+from headstart.server.prompt_log import MAX_LISTED, listing
 from headstart.server.server_metrics import blocks_by_state, prefill_redundancy
 from headstart.server.server_state import ServerState
 from headstart.server.store_metrics import may_see_store, store_answer
@@ -39,6 +43,10 @@ async def cache_stats(state: ServerState, principal: Principal) -> Json:
     rows = model.metrics.tenants.items()
     shown = {name: breakdown for name, breakdown in rows if principal.is_admin or name == principal.tenant}
     answer = stats_answer(stats, model.name, model.info.block_size, shown)
+    answer["losses"] = losses_answer(stats.counters.evicted_tokens, model.doctor.counts)
+    for name, row in answer["tenants"].items():
+        counts = model.doctor.tenants.get(name, AvoidableCounts())
+        row |= {"examined": counts.prompt_tokens, "avoidable": counts.avoidable_tokens}
     return answer | {"store": store_answer(stats)} if may_see_store(principal) else answer
 
 
@@ -88,6 +96,18 @@ def stats_answer(
     }
 
 
+def losses_answer(num_evicted: int, counts: AvoidableCounts) -> Json:
+    """Return what was computed although it need not have been: exact for evictions, from a sample for prompts."""
+    return {
+        "evicted_tokens": num_evicted,
+        "examined_requests": counts.num_requests,
+        "examined_tokens": counts.prompt_tokens,
+        "avoidable_tokens": counts.avoidable_tokens,
+        "avoidable_share": counts.share,
+        "causes": dict(counts.causes),
+    }
+
+
 async def explain(state: ServerState, request: Request) -> Json:
     """Return why a request (`?request_id=`) or a prompt (the body) has no more prefix cache hits.
 
@@ -95,6 +115,7 @@ async def explain(state: ServerState, request: Request) -> Json:
     """
     model = state.check_ready()
     principal = record_of(request.scope).principal
+    log, tenant, findings = state.prompt_log, principal.tenant, list[Json]()
     argument: dict[str, Any] = {"tenant": principal.tenant, "is_admin": principal.is_admin, "now": time.monotonic()}
     if request.method == "GET":
         request_id = _request_id(request)
@@ -108,10 +129,30 @@ async def explain(state: ServerState, request: Request) -> Json:
                 code="unknown_request",
                 param="request_id",
             )
+        if log.is_on:
+            findings = await asyncio.to_thread(log.diagnosis, tenant, answer_id=request_id)
     else:
-        prompt = await _parsed(state, request)
+        prompt, values = await _parsed(state, request)
+        if log.is_on:
+            findings = await asyncio.to_thread(log.diagnosis, tenant, body=values)
         found = await state.engine.call("explain", {**argument, "prompt": _plain(prompt)})
-    return explanation_answer(found, model.tokenizer)
+    return explanation_answer(found, model.tokenizer, findings)
+
+
+async def recent_requests(state: ServerState, request: Request) -> Json:
+    """Return the last request bodies of the caller's own tenant. Raises HttpError 404 if the server keeps none."""
+    state.check_ready()
+    if not state.prompt_log.is_on:
+        raise HttpError(
+            404,
+            "this server keeps no prompts; start it with --prompt-log-size, in bytes",
+            code="not_kept",
+        )
+    last = request.query_params.get("last", str(MAX_LISTED))
+    if not last.isdecimal() or not last.isascii() or not 1 <= int(last[:5]) <= MAX_LISTED:
+        raise InvalidRequestError(f"last is {shown(last)}; it must be between 1 and {MAX_LISTED}", param="last")
+    tenant = record_of(request.scope).principal.tenant
+    return listing(await asyncio.to_thread(state.prompt_log.bodies, tenant, int(last)))
 
 
 def _request_id(request: Request) -> str:
@@ -125,22 +166,25 @@ def _request_id(request: Request) -> str:
     return request_id
 
 
-async def _parsed(state: ServerState, request: Request) -> EngineRequest:
-    """Return the engine request that this body would produce as a completion or a chat. Raises InvalidRequestError."""
+async def _parsed(state: ServerState, request: Request) -> tuple[EngineRequest, Json]:
+    """Return the engine request that this body would produce as a completion or a chat, and the body.
+
+    Raises InvalidRequestError.
+    """
     model, principal = state.loaded_model, record_of(request.scope).principal
     origin = Origin("explain", domain=principal.domain, tenant=principal.tenant)
 
-    def prepare(body: bytes | SpooledBody) -> list[EngineRequest]:
+    def prepare(body: bytes | SpooledBody) -> tuple[list[EngineRequest], Json]:
         values = parse_json(in_memory(body), model.bounds.max_numbers)
         api = CHAT if "messages" in values else COMPLETIONS
         asked = api.prepare(values, model, origin)
-        return asked.requests[:: asked.params.n]
+        return asked.requests[:: asked.params.n], values
 
     async with state.bodies.held(request) as body:
-        requests = await state.long_work.run(len(body), partial(prepare, body), waits=True)
+        requests, values = await state.long_work.run(len(body), partial(prepare, body), waits=True)
     if len(requests) > 1:
         raise InvalidRequestError(f"there are {len(requests)} prompts; ask about one at a time", param="prompt")
-    return requests[0]
+    return requests[0], values
 
 
 def _plain(request: EngineRequest) -> Json:

@@ -1,6 +1,6 @@
 """Models of the responses about the prefix cache: statistics, explanations, pinned prefixes. Unit: tokens."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from headstart.openai.api_schema.api_object import ApiObject, CachedTokens
 
@@ -38,7 +38,7 @@ class Requests(ApiObject):
 
 
 class TenantTokens(ApiObject):
-    """Prompt tokens of one tenant."""
+    """Prompt tokens of one tenant; those of the prompts that were examined, and the avoidable ones of these."""
 
     cached: int
     pinned: int
@@ -46,6 +46,19 @@ class TenantTokens(ApiObject):
     store: int
     followed: int
     computed: int
+    examined: int
+    avoidable: int
+
+
+class Losses(ApiObject):
+    """Prompt tokens computed again: evicted ones, and avoidable ones of the prompts that were examined, by cause."""
+
+    evicted_tokens: int
+    examined_requests: int
+    examined_tokens: int
+    avoidable_tokens: int
+    avoidable_share: float | None
+    causes: dict[str, int]
 
 
 class StoreStatistics(ApiObject):
@@ -94,6 +107,7 @@ class CacheStatistics(ApiObject):
     steps: int
     step_seconds: float
     tenants: dict[str, TenantTokens]
+    losses: Losses
     store: StoreStatistics | None = None
 
 
@@ -120,6 +134,8 @@ class NearestRequest(ApiObject):
     text: str
     other_token: ShownToken | None
     other_text: str
+    difference: Literal["timestamp", "uuid", "identifier", "number", "whitespace", "json_order", "order"] | None
+    repeated_tokens: int
 
 
 class BlockEviction(ApiObject):
@@ -129,6 +145,16 @@ class BlockEviction(ApiObject):
     by: str | None
     by_another_tenant: bool
     seconds_ago: float
+
+
+class PromptFinding(ApiObject):
+    """A difference to an earlier prompt of the prompt log, and the tokens that it costs, estimated."""
+
+    cause: str
+    field: str
+    character: int
+    tokens: int
+    message: str
 
 
 class CacheExplanation(ApiObject):
@@ -145,7 +171,22 @@ class CacheExplanation(ApiObject):
     reason: str
     near_match: NearestRequest | None
     eviction: BlockEviction | None
+    findings: list[PromptFinding]
     message: str
+
+
+class RecentRequest(ApiObject):
+    """The body of a recent request, after the rules for prompts, and the path that it was sent to."""
+
+    path: str
+    body: dict[str, Any]
+
+
+class RecentRequestList(ApiObject):
+    """The caller's own recent requests, the oldest first."""
+
+    object: Literal["list"]
+    data: list[RecentRequest]
 
 
 class PinnedPrefix(ApiObject):

@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headstart.core.cache.pinned_prefixes import REQUEST_PREFIX
+from headstart.explain.divergence import KINDS, kind_of
 from headstart.openai.responses import CACHE_SOURCES, Json, token_name
 from headstart.openai.tokenizer.tokenizer import Tokenizer
 
 SHOWN_CHARS = 40  # on either side of a divergence
+_NAMED_KINDS = frozenset({"timestamp", "uuid", "identifier", "number", "whitespace", "json_order", "order"})
 _CAUSES = {
     "capacity": "evicted to make room",
     "failed": "dropped because a request that used them failed in the engine",
@@ -15,8 +17,11 @@ _CAUSES = {
 }
 
 
-def explanation_answer(found: Mapping[str, Any], tokenizer: Tokenizer) -> Json:
-    """Return the JSON of /v1/cache/explain from the result of the engine's "explain" call."""
+def explanation_answer(found: Mapping[str, Any], tokenizer: Tokenizer, findings: Sequence[Json] = ()) -> Json:
+    """Return the JSON of /v1/cache/explain from the result of the engine's "explain" call.
+
+    `findings`: of the prompt log, empty without one.
+    """
     near, eviction = found["near"], found["eviction"]
     answer: Json = {
         "object": "cache.explanation",
@@ -30,13 +35,15 @@ def explanation_answer(found: Mapping[str, Any], tokenizer: Tokenizer) -> Json:
         "reason": found["reason"],
         "near_match": near and _near_match(near, tokenizer),
         "eviction": eviction,
+        "findings": list(findings),
     }
     return answer | {"message": message(answer)}
 
 
 def message(answer: Json) -> str:
     """Return a response as plain text: a paragraph, and below it the two texts where the prompts diverge."""
-    return f"{_cached_sentence(answer)} {_reason_sentence(answer)}{_texts(answer['near_match'])}"
+    findings = "".join(f"\n  {finding['message']}" for finding in answer["findings"])
+    return f"{_cached_sentence(answer)} {_reason_sentence(answer)}{_texts(answer['near_match'])}{findings}"
 
 
 def _sources(breakdown: Mapping[str, int]) -> Json:
@@ -52,14 +59,18 @@ def _near_match(near: Mapping[str, Any], tokenizer: Tokenizer) -> Json:
         return tokenizer.decode(token_ids, skip_special_tokens=False).strip("\ufffd")
 
     this, other = near["this"], near["other"]
+    before = text(near["before"])
+    kind = kind_of(before + text(this), before + text(other), len(before)) if this and other else None
     return {
         "request_id": near["request_id"],
         "common_tokens": near["common_tokens"],
-        "text_before": text(near["before"])[-SHOWN_CHARS:],
+        "text_before": before[-SHOWN_CHARS:],
         "token": _token(this, tokenizer),
         "text": text(this)[:SHOWN_CHARS],
         "other_token": _token(other, tokenizer),
         "other_text": text(other)[:SHOWN_CHARS],
+        "difference": kind if kind in _NAMED_KINDS else None,
+        "repeated_tokens": near["repeated_tokens"],
     }
 
 
@@ -108,7 +119,16 @@ def _diverged(answer: Json) -> str:
     lost = common - answer["reused_tokens"]
     last = "" if other else ", and the last token of an answer is never computed"
     whole = f" Of these {lost:,} did not count: blocks of {size} tokens are shared whole{last}." if lost else ""
-    return f"{head}{tail}.{whole}"
+    return f"{head}{tail}.{_cost(near)}{whole}"
+
+
+def _cost(near: Json) -> str:
+    """Return sentences about what a difference is and costs; empty if neither is known."""
+    kind, repeated = near["difference"], near["repeated_tokens"]
+    seems = f" It seems to be {KINDS[kind]}." if kind is not None else ""
+    if not repeated:
+        return seems
+    return f"{seems} Behind it {_tokens(repeated)} stand in both prompts, and are computed again because of it."
 
 
 def _evicted(answer: Json) -> str:
@@ -151,7 +171,8 @@ def _unseen(answer: Json) -> str:
     if near is None:
         return "No recent request begins like this one."
     nearest = f"the nearest, {_named(near['request_id'])}, shares its first {_tokens(near['common_tokens'])}"
-    return f"No recent request begins with the same block of {size} tokens; {nearest}, and blocks are shared whole."
+    text = f"No recent request begins with the same block of {size} tokens; {nearest}, and blocks are shared whole."
+    return text + _cost(near)
 
 
 _REASONS = {

@@ -1,8 +1,8 @@
-"""Experiment: effect of int8 weights on logits. Logits of every position against float32's, beside bfloat16's.
+"""Experiment: effect of int8 and int4 weights on logits. Logits of every position against float32's, beside bfloat16's.
 
-bfloat16 rounds weights and activations; int8 rounds the weights further and leaves the rest as in bfloat16. The bundled
-model reads its own conversations and also generates answers, which count if they are exact; any other model reads
-random tokens.
+bfloat16 rounds weights and activations; int8 and int4 round the weights further, and leave the rest as in bfloat16. The
+bundled model reads its own conversations and also generates answers, which count if they are exact; any other model
+reads random tokens.
 """
 
 from array import array
@@ -30,7 +30,12 @@ from headstart.model.weights.model_loader import LoadedModel, load_model
 from headstart.workload.intent import is_correct
 from headstart.workload.synthetic import random_tokens
 
-FORMS = {"float32": ("float32", "none"), "bfloat16": ("bfloat16", "none"), "int8": ("bfloat16", "int8")}
+FORMS = {
+    "float32": ("float32", "none"),
+    "bfloat16": ("bfloat16", "none"),
+    "int8": ("bfloat16", "int8"),
+    "int4": ("bfloat16", "int4"),
+}
 ORACLE = "float32"
 BLOCK_SIZE = 16
 

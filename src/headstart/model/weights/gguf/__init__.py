@@ -1,1 +1,1 @@
-"""GGUF files: block formats of packed weights, and their names and shapes as those of a model folder."""
+"""GGUF files: tensors, their block formats, and settings in the form of a model folder."""

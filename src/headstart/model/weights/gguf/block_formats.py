@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headstart.core.errors import ConfigError
+from headstart.gguf.tensor_types import TENSOR_TYPES
 
 CHUNK_BYTES = 1 << 20  # of packed rows unpacked at a time: temporaries are about ten times as large
 
@@ -26,25 +27,16 @@ class BlockFormat:
     block_bytes: int
 
 
-_SIZES = (
-    BlockFormat("F32", 0, 1, 4),
-    BlockFormat("F16", 1, 1, 2),
-    BlockFormat("Q4_0", 2, 32, 18),
-    BlockFormat("Q4_1", 3, 32, 20),
-    BlockFormat("Q5_0", 6, 32, 22),
-    BlockFormat("Q5_1", 7, 32, 24),
-    BlockFormat("Q8_0", 8, 32, 34),
-    BlockFormat("Q4_K", 12, 256, 144),
-    BlockFormat("Q5_K", 13, 256, 176),
-    BlockFormat("Q6_K", 14, 256, 210),
-    BlockFormat("BF16", 30, 1, 2),
-)
-FORMATS: dict[str, BlockFormat] = {form.name: form for form in _SIZES}
+FORMATS: dict[str, BlockFormat] = {
+    kind.name: BlockFormat(kind.name, type_id, kind.block_size, kind.block_bytes)
+    for type_id, kind in TENSOR_TYPES.items()
+    if kind.block_size
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedTensor:
-    """A tensor as its file stores it: `data` uint8 [rows, bytes of a row], usually a memory map, of blocks of `kind`.
+    """A tensor as its file stores it: `data` uint8 [rows, bytes of a row] of blocks of `kind`, perhaps a memory map.
 
     `shape` is torch's: [out_features, in_features], or [size] for a vector, whose data has one row.
     """
@@ -87,7 +79,9 @@ def unpack(tensor: PackedTensor, dtype: torch.dtype = torch.float32, rows: np.nd
     step = max(1, CHUNK_BYTES // max(1, tensor.data.shape[1]))
     for start in range(0, count, step):
         chosen = slice(start, start + step) if rows is None else rows[start : start + step]
-        packed = np.array(tensor.data[chosen])  # a copy: a memory map is read-only, and torch takes no such arrays
+        packed = tensor.data[chosen]
+        if not packed.flags.writeable:
+            packed = packed.copy()  # torch takes no read-only arrays, such as memory maps
         blocks = torch.from_numpy(packed.reshape(-1, form.block_bytes))
         out[start : start + step] = unpack_blocks(tensor.kind, blocks).view(-1, width)
     return out.view(tensor.shape if rows is None else (count, width))

@@ -1,0 +1,121 @@
+"""Does the doctor name mistakes injected into recorded agent traces? JSON on stdout; counts only.
+
+PYTHONPATH=src:tests python benchmarks/prompts/agent_doctor.py TRACE... > benchmarks/prompts/doctor.json
+"""
+
+import argparse
+import copy
+import json
+import sys
+import time
+from itertools import combinations
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from agent_chats import Body, Call, agent, bodies_of, recorded_chats
+from bench.prompt_mistakes import MISTAKES, UNKNOWN_FORMS
+
+from headstart.explain.lint.log_report import report_log
+from headstart.explain.lint.logged_prompt import read_log
+
+
+def log_of(chat: list[Call], seed: object, max_calls: int) -> list[Body]:
+    """Return the first requests of a conversation, and those of the same conversation held again by the same agent."""
+    rng = Random(f"log {seed}")
+    own = agent(rng)
+    return bodies_of(chat[:max_calls], rng, own)
+
+
+def blamed(bodies: list[Body]) -> set[str]:
+    return {cost.cause for cost in report_log(read_log(map(json.dumps, bodies)).prompts).causes}
+
+
+def can_have(cause: str, bodies: list[Body]) -> bool:
+    """Return whether a mistake makes sense for a log: dropping history needs several questions."""
+    if cause == "history_truncated":
+        return sum(message["role"] == "user" for message in bodies[-1]["messages"]) >= 6
+    if cause == "json_order":
+        return any(message["role"] == "tool" for message in bodies[-1]["messages"])
+    return True
+
+
+def injected(bodies: list[Body], causes: tuple[str, ...], seed: object) -> list[Body]:
+    rng = Random(f"{causes} {seed}")
+    found = copy.deepcopy(bodies)
+    for cause in causes:
+        MISTAKES[cause](rng)(found, rng)
+    return found
+
+
+def rate(results: list[bool]) -> dict[str, Any]:
+    return {"cases": len(results), "right": sum(results), "share": round(sum(results) / max(len(results), 1), 4)}
+
+
+def measure(chats: list[list[Call]], max_calls: int, num_pairs: int) -> dict[str, Any]:
+    logs = [log_of(chat, seed, max_calls) for seed, chat in enumerate(chats)]
+    clean = [bool(blamed(log)) for log in logs]
+    single: dict[str, Any] = {}
+    for cause in MISTAKES:
+        fitting = [(seed, log) for seed, log in enumerate(logs) if can_have(cause, log)]
+        results = [blamed(injected(log, (cause,), seed)) for seed, log in fitting]
+        single[cause] = rate([found == {cause} for found in results]) | {
+            "named_among_others": sum(cause in found for found in results)
+        }
+        print(cause, single[cause], file=sys.stderr, flush=True)
+    pairs: list[bool] = []
+    both_named: list[bool] = []
+    rng = Random("pairs")
+    for pair in combinations(MISTAKES, 2):
+        fitting = [(seed, log) for seed, log in enumerate(logs) if all(can_have(cause, log) for cause in pair)]
+        for seed, log in rng.sample(fitting, min(num_pairs, len(fitting))):
+            found = blamed(injected(log, pair, seed))
+            pairs.append(found == set(pair))
+            both_named.append(set(pair) <= found)
+    unknown: dict[str, Any] = {}
+    for name, (cause, make) in UNKNOWN_FORMS.items():
+        found_causes = []
+        for seed, log in enumerate(logs):
+            own = Random(f"{name} {seed}")
+            bodies = copy.deepcopy(log)
+            make(own)(bodies, own)
+            found_causes.append(blamed(bodies))
+        unknown[name] = {
+            "cases": len(found_causes),
+            "named": sum(found == {cause} for found in found_causes),
+            "loss_found": sum(map(bool, found_causes)),
+        }
+    num_single = sum(one["cases"] for one in single.values())
+    return {
+        "conversations": len(chats),
+        "clean_prompts": sum(map(len, logs)),
+        "clean_prompts_blamed": sum(len(log) for log, is_blamed in zip(logs, clean, strict=True) if is_blamed),
+        "one_mistake": {
+            "cases": num_single,
+            "share": round(sum(one["right"] for one in single.values()) / num_single, 4),
+            "by_cause": single,
+        },
+        "two_mistakes": rate(pairs) | {"both_among_others": sum(both_named)},
+        "unknown_forms": unknown,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--max-calls", type=int, default=12, help="of each conversation")
+    parser.add_argument("--conversations", type=int, default=1000, help="at most, of each trace")
+    parser.add_argument("--pairs", type=int, default=4, help="conversations for each pair of mistakes")
+    given = parser.parse_args()
+    began = time.process_time()
+    found = {
+        path.stem: measure(list(recorded_chats(path))[: given.conversations], given.max_calls, given.pairs)
+        for path in given.traces
+    }
+    print(
+        json.dumps(found | {"max_calls": given.max_calls, "cpu_seconds": round(time.process_time() - began)}, indent=1)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""PromptWindow: the latest prompts of a server, to find out what of a prompt's prefill was avoidable. Bounded; pure.
+
+An entry refers to the messages of a request as they were parsed. It becomes a LoggedPrompt, and its pieces are hashed,
+only if it is compared. Prompts are compared within their group: a tenant's isolation domain.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headstart.explain.lint.avoidable_text import NOTHING, AvoidableText, avoidable_text
+from headstart.explain.lint.logged_prompt import CHARS_PER_TOKEN, LoggedPrompt, prompt_of
+from headstart.explain.lint.near_prompts import pieces_of
+from headstart.explain.lint.prompt_changes import compare
+
+GROUP_PROMPTS = 32  # of one group
+CANDIDATES = 2  # earlier prompts that one is compared with as a whole
+MAX_CHARS = 256 * 1024  # of a prompt; longer ones are not examined
+ENTRY_BYTES = 1024
+PIECE_BYTES = 100
+
+
+class WindowEntry:
+    """One prompt of the window."""
+
+    __slots__ = ("_logged", "_pieces", "group", "messages", "num_tokens", "tools")
+
+    def __init__(
+        self, group: bytes, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], num_tokens: int
+    ) -> None:
+        self.group = group
+        self.messages = messages
+        self.tools = tools
+        self.num_tokens = num_tokens
+        self._logged: LoggedPrompt | None = None
+        self._pieces: dict[int, int] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """An estimate of the memory it takes: the messages as parsed, as texts, and the pieces."""
+        return ENTRY_BYTES + 3 * CHARS_PER_TOKEN * self.num_tokens
+
+    @property
+    def logged(self) -> LoggedPrompt:
+        """The prompt in the form that is compared."""
+        if self._logged is None:
+            self._logged = prompt_of(0, {"messages": self.messages, "tools": self.tools})
+            assert self._logged is not None, "a prompt without messages"
+        return self._logged
+
+    @property
+    def pieces(self) -> dict[int, int]:
+        """The lengths of its distinct pieces, by hash."""
+        if self._pieces is None:
+            self._pieces = dict(pieces_of(self.logged))
+        return self._pieces
+
+
+class PromptWindow:
+    """The latest prompts of all groups."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._entries: deque[WindowEntry] = deque()
+        self._groups: dict[bytes, deque[WindowEntry]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, entry: WindowEntry) -> bool:
+        """Add a prompt and drop the oldest beyond the bounds; return False if it exceeds them alone."""
+        if entry.num_bytes > self._max_bytes:
+            return False
+        group = self._groups.setdefault(entry.group, deque())
+        group.append(entry)
+        self._entries.append(entry)
+        self.num_bytes += entry.num_bytes
+        while self.num_bytes > self._max_bytes:
+            self._drop(self._entries.popleft())
+        return True
+
+    def earlier(self, entry: WindowEntry) -> list[WindowEntry]:
+        """Return the latest prompts of its group before an entry; none if it was dropped."""
+        group = list(self._groups.get(entry.group, ()))
+        at = next((index for index, other in enumerate(group) if other is entry), 0)
+        return group[max(at - GROUP_PROMPTS, 0) : at]
+
+    def _drop(self, entry: WindowEntry) -> None:
+        self.num_bytes -= entry.num_bytes
+        group = self._groups[entry.group]
+        group.popleft()
+        if not group:
+            del self._groups[entry.group]
+
+
+def examined(entry: WindowEntry, earlier: Sequence[WindowEntry], num_cached: int) -> tuple[int, AvoidableText]:
+    """Return the length of a prompt in characters, and its avoidable text. `num_cached` of its tokens were cached."""
+    if not earlier or entry.num_tokens * CHARS_PER_TOKEN > MAX_CHARS:
+        return 0, NOTHING
+    own = entry.pieces
+    scores = [(sum(own[piece] for piece in own.keys() & other.pieces.keys()), at) for at, other in enumerate(earlier)]
+    nearest = [earlier[at] for score, at in sorted(scores, reverse=True)[:CANDIDATES] if score]
+    if not nearest:
+        return 0, NOTHING
+    prompt = entry.logged
+    num_chars = len(prompt.text)
+    found = [compare(prompt, other.logged) for other in nearest]
+    best = max(found, key=lambda comparison: comparison.num_same)
+    return num_chars, avoidable_text(best, num_cached * num_chars // max(entry.num_tokens, 1))

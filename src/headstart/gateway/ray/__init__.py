@@ -1,0 +1,1 @@
+"""Ray Serve: Ray places, restarts and scales the replicas over machines. Needs the extra [ray]."""

@@ -1,0 +1,195 @@
+"""The `tokenizer.json` of a model: the file of its folder, or the same made from the metadata of its GGUF file.
+
+A GGUF file holds the vocabulary, the types of its tokens, and merges or scores; the rest (how text is split, decoded
+and prefixed) follows from the kind of tokenizer: byte-level BPE (`gpt2`) with a named pre-tokenizer, or SentencePiece
+BPE (`llama`) with bytes as a fallback.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from headstart.core.errors import ConfigError
+from headstart.gguf.end_tokens import CONTROL
+from headstart.gguf.gguf_reader import GGUFFile, is_gguf, read_gguf
+from headstart.gguf.metadata import flag_of, integer_of, list_of, text_of
+from headstart.gguf.pre_tokenizers import PRE_TOKENIZERS
+
+FILE_NAME = "tokenizer.json"
+_UNKNOWN, _USER_DEFINED, _UNUSED = 2, 4, 5  # types of tokens, besides CONTROL
+_FILLER = re.compile(r"\[PAD-?\d+\]")  # rows of the embedding without a token, as converters name them
+_NEVER_STRIPPING = {"<unk>", "<s>", "<|endoftext|>"}
+_SPACE = "\u2581"  # SentencePiece's space
+
+
+def tokenizer_json(model: Path) -> str | None:
+    """Return the text of a model's `tokenizer.json`; None: its folder has none. Raises ConfigError."""
+    if is_gguf(model):
+        return json.dumps(gguf_tokenizer(read_gguf(model)), ensure_ascii=False)
+    path = model / FILE_NAME
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def gguf_tokenizer(file: GGUFFile) -> dict[str, Any]:
+    """Return the content of a `tokenizer.json` for a GGUF file. Raises ConfigError, with names, for unknown kinds."""
+    kind = text_of(file, "tokenizer.ggml.model")
+    tokens: list[str] = [token or f"[EMPTY_{i}]" for i, token in enumerate(_tokens(file))]
+    types: list[int] = list_of(file, "tokenizer.ggml.token_type", int, []) or [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise ConfigError(f"{file.path}: {len(types)} types of tokens, but {len(tokens)} tokens")
+    if kind == "gpt2":
+        return _byte_level(file, tokens, types)
+    if kind == "llama":
+        return _sentencepiece(file, tokens, types)
+    raise ConfigError(f"{file.path}: the tokenizer {kind!r:.80} is not supported; gpt2 (BPE) and llama (SPM) are")
+
+
+def named_tokens(file: GGUFFile) -> dict[str, str]:
+    """Return the tokens that a file names, under the names that chat templates use: bos_token, eos_token, ..."""
+    tokens = _tokens(file)
+    named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: integer_of(file, f"tokenizer.ggml.{key}_token_id", None) for name, key in named.items()}
+    return {name: tokens[i] for name, i in ids.items() if i is not None and 0 <= i < len(tokens)}
+
+
+def _tokens(file: GGUFFile) -> list[str]:
+    return list_of(file, "tokenizer.ggml.tokens", str)
+
+
+def _byte_level(file: GGUFFile, tokens: list[str], types: list[int]) -> dict[str, Any]:
+    name = text_of(file, "tokenizer.ggml.pre", "")
+    pre = PRE_TOKENIZERS.get(name)
+    if pre is None:
+        raise ConfigError(
+            f"{file.path}: the pre-tokenizer {name!r:.80} is not supported; supported are {', '.join(PRE_TOKENIZERS)}"
+        )
+    vocab = _vocabulary(file, tokens, types)
+    merges: list[list[str]] = []
+    for merge in list_of(file, "tokenizer.ggml.merges", str):
+        left, _, right = merge[1:].partition(" ")  # a token may begin with a space, and has none elsewhere
+        pair = [merge[:1] + left, right]
+        if not right or any(part not in vocab for part in (*pair, "".join(pair))):
+            raise ConfigError(f"{file.path}: the merge {merge!r:.80} names a token that does not exist")
+        merges.append(pair)
+    parts = [dict(part) for part in pre.parts]
+    return {
+        "version": "1.0",
+        "added_tokens": _added_tokens(tokens, types),
+        "normalizer": {"type": "NFC"} if pre.is_nfc else None,
+        "pre_tokenizer": parts[0] if len(parts) == 1 else {"type": "Sequence", "pretokenizers": parts},
+        "post_processor": _post_processor(file, tokens, add_bos=pre.add_bos),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": _bpe(vocab, merges, ignore_merges=pre.ignore_merges),
+    }
+
+
+def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> dict[str, Any]:
+    vocab = _vocabulary(file, tokens, types)
+    scores: list[float] = list_of(file, "tokenizer.ggml.scores", (int, float))
+    if len(scores) != len(tokens):
+        raise ConfigError(f"{file.path}: {len(scores)} scores of tokens, but {len(tokens)} tokens")
+    unknown = integer_of(file, "tokenizer.ggml.unknown_token_id", 0)
+    has_prefix = flag_of(file, "tokenizer.ggml.add_space_prefix", True)
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    prepend = {"type": "Prepend", "prepend": _SPACE}
+    decoders = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if has_prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    skipped = {token for token, kind in zip(tokens, types, strict=True) if kind != 1}
+    model = _bpe(vocab, _merges_of_scores(vocab, scores, skipped), byte_fallback=True)
+    if 0 <= unknown < len(tokens):
+        model |= {"unk_token": tokens[unknown], "fuse_unk": True}
+    return {
+        "version": "1.0",
+        "added_tokens": _added_tokens(tokens, types, strips=file.metadata.get("general.architecture") == "phi3"),
+        "normalizer": {"type": "Sequence", "normalizers": [prepend, replace]} if has_prefix else replace,
+        "pre_tokenizer": None,
+        "post_processor": _post_processor(file, tokens, add_bos=True),
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": model,
+    }
+
+
+def _vocabulary(file: GGUFFile, tokens: list[str], types: list[int]) -> dict[str, int]:
+    """Return ids by token, without fillers. Raises ConfigError for a token that is there twice."""
+    vocab: dict[str, int] = {}
+    for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+        if kind == _UNUSED and _FILLER.fullmatch(token):
+            continue
+        if token in vocab:
+            raise ConfigError(f"{file.path}: the token {token!r:.80} is there twice, as {vocab[token]} and {token_id}")
+        vocab[token] = token_id
+    return vocab
+
+
+def _merges_of_scores(vocab: dict[str, int], scores: list[float], skipped: set[str]) -> list[list[str]]:
+    """Return the merges that a SentencePiece vocabulary implies: every split into two tokens, best score first."""
+    found: list[tuple[float, int, int, int, int, str, str]] = []
+    for token, token_id in vocab.items():
+        if token in skipped:
+            continue
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
+            if left in vocab and right in vocab and left not in skipped and right not in skipped:
+                order = (-scores[token_id], -len(left), -len(right), vocab[left], vocab[right])
+                found.append((*order, left, right))
+    return [[left, right] for *_, left, right in sorted(found)]
+
+
+def _added_tokens(tokens: list[str], types: list[int], *, strips: bool = False) -> list[dict[str, Any]]:
+    """Return the tokens that are matched as a whole before the text is split.
+
+    `strips`: control tokens remove the spaces behind them, as those of Phi-3 do, which no metadata say.
+    """
+    flags = {"single_word": False, "lstrip": False, "normalized": False}
+    added = {CONTROL: True, _UNKNOWN: True, _USER_DEFINED: False}
+    return [
+        {
+            "id": i,
+            "content": token,
+            **flags,
+            "rstrip": strips and kind == CONTROL and token not in _NEVER_STRIPPING,
+            "special": added[kind],
+        }
+        for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in added
+    ]
+
+
+def _post_processor(file: GGUFFile, tokens: list[str], *, add_bos: bool) -> dict[str, Any] | None:
+    """Return the template that adds the tokens of begin and end around a text, or None if there are none to add."""
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    single, special = [text], dict[str, Any]()
+    for name, default, at in (("bos", add_bos, 0), ("eos", False, 2)):
+        token_id = integer_of(file, f"tokenizer.ggml.{name}_token_id", None)
+        if token_id is None or not 0 <= token_id < len(tokens):
+            continue
+        if flag_of(file, f"tokenizer.ggml.add_{name}_token", default):
+            single.insert(at, {"SpecialToken": {"id": tokens[token_id], "type_id": 0}})
+            special[tokens[token_id]] = {"id": tokens[token_id], "ids": [token_id], "tokens": [tokens[token_id]]}
+    if not special:
+        return None
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]  # not used: every text is encoded alone
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+
+
+def _bpe(
+    vocab: dict[str, int], merges: list[list[str]], *, ignore_merges: bool = False, byte_fallback: bool = False
+) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": ignore_merges,
+        "vocab": vocab,
+        "merges": merges,
+    }

@@ -1,0 +1,60 @@
+// Products with weights in bf16, and in int8 with a scale per output: the rows they need, and their loops.
+#include "elements.h"
+#include "tiles.h"
+
+namespace {
+
+#if defined(__AVX512BF16__)
+constexpr bool COPIES = true;
+void prepare_bf16(const Linear &linear, const bf16 *x, char *out, float *) {
+    long size = linear.in_features;
+    bf16 *to = (bf16 *)out;
+    if (size % 2) to[size] = 0;
+    if (linear.norm) {
+        float factor = row_factor(linear, x);
+#pragma omp simd
+        for (long i = 0; i < size; i++) to[i] = to_bf16(to_float(x[i]) * factor * to_float(linear.norm[i]));
+    } else {
+        memcpy(to, x, size * sizeof(bf16));
+    }
+}
+#else
+constexpr bool COPIES = false;
+void prepare_bf16(const Linear &linear, const bf16 *x, char *out, float *) {
+    long size = linear.in_features;
+    float *to = (float *)out, factor = row_factor(linear, x);
+    const bf16 *norm = linear.norm;
+#pragma omp simd
+    for (long i = 0; i < size; i++) to[i] = element(x, norm, factor, i);
+    if (size % 2) to[size] = 0;
+}
+#endif
+
+// Rows for int8 weights become int16 with one scale per row: steps of 2^-15 of the row's largest number, finer than
+// bf16 at that number. A row with a number that is not finite gives NaN in all its outputs.
+void prepare_int8(const Linear &linear, const bf16 *x, char *out, float *scale) {
+    int16_t *to = (int16_t *)out;
+    long size = linear.in_features;
+    float factor = row_factor(linear, x), largest = 0, poison = 0;
+    const bf16 *norm = linear.norm;
+#pragma omp simd reduction(max : largest) reduction(+ : poison)
+    for (long i = 0; i < size; i++) {
+        float value = element(x, norm, factor, i);
+        largest = fabsf(value) > largest ? fabsf(value) : largest;
+        poison += value * 0.0f;
+    }
+    *scale = poison == 0 ? largest / 32767.0f : NAN;
+    float inverse = poison == 0 && largest > 1e-30f ? 32767.0f / largest : 0.0f;
+    if (inverse == 0) {
+        memset(to, 0, (size + 1) / 2 * 2 * sizeof(int16_t));
+        return;
+    }
+#pragma omp simd
+    for (long i = 0; i < size; i++) to[i] = (int16_t)(int)rintf(element(x, norm, factor, i) * inverse);
+    if (size % 2) to[size] = 0;
+}
+
+}  // namespace
+
+const Operations BF16_OPERATIONS{2, Bf16::WEIGHT_BYTES, sizeof(Bf16::Unit), COPIES, prepare_bf16, multiply<Bf16>};
+const Operations INT8_OPERATIONS{2, Int8::WEIGHT_BYTES, sizeof(Int8::Unit), false, prepare_int8, multiply<Int8>};

@@ -1,0 +1,5 @@
+// Products with weights of 4 bits and fp16 scales per 32 inputs.
+#include "groups.h"
+
+const Operations Q4_0_OPERATIONS = grouped_operations<Grouped<4, Halves<false>, 8>>();
+const Operations Q4_1_OPERATIONS = grouped_operations<Grouped<4, Halves<true>, 0>>();

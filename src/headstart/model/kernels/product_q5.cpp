@@ -1,0 +1,5 @@
+// Products with weights of 5 bits and fp16 scales per 32 inputs.
+#include "groups.h"
+
+const Operations Q5_0_OPERATIONS = grouped_operations<Grouped<5, Halves<false>, 16>>();
+const Operations Q5_1_OPERATIONS = grouped_operations<Grouped<5, Halves<true>, 0>>();

@@ -1,0 +1,15 @@
+// Sizes of the blocks of rows and groups of tiles that are multiplied together.
+#pragma once
+
+#include "linear.h"
+
+constexpr long BLOCK = 128;              // maximum number of rows at a time
+constexpr long GROUP = 8;                // tiles that a piece of many rows is multiplied by
+constexpr long PANEL_BYTES = 512 << 10;  // maximum size of rows that stay in the L2 cache
+constexpr long SUMS_BYTES = GROUP * BLOCK * TILE * sizeof(float);  // memory of one thread for the sums
+
+// Returns the number of tiles that are best computed together.
+static inline long tiles_together(long count, long row_bytes) {
+    long rows = count < BLOCK ? count : BLOCK;
+    return rows * row_bytes <= PANEL_BYTES ? 1 : GROUP;
+}

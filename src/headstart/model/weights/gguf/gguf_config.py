@@ -1,0 +1,186 @@
+"""The content of a `config.json` for a GGUF file, from its metadata and tensor infos; needs no torch.
+
+All further checks are those of a model folder. Metadata that would change the results and are not understood here are
+refused by name, as are tensors that the architecture does not have: nothing in a file is ignored silently.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from headstart.core.errors import ConfigError
+from headstart.gguf.end_tokens import end_token_ids
+from headstart.gguf.gguf_reader import GGUFFile
+from headstart.gguf.metadata import integer_of, number_of, text_of
+from headstart.model.weights.gguf.gguf_names import LAYER, ROPE_TENSORS, hf_name
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+_HANDLED = {
+    "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size", "rope.freq_base",
+    "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scale_linear",
+    "attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length",
+    "attention.value_length", "attention.sliding_window",
+}  # fmt: skip
+# Read by llama.cpp, but without effect on a decoder of these architectures, or about another use of the weights.
+_HARMLESS = {"attention.layer_norm_epsilon", "rope.scaling.finetuned", "pooling_type", "tensor_data_layout"}
+_NEUTRAL = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.0}
+_MAX_ROPE_FACTORS = 4096
+
+
+def gguf_config(file: GGUFFile) -> dict[str, Any]:
+    """Return the settings of a GGUF model as in `config.json`. Raises ConfigError for one that cannot be served."""
+    arch = _architecture(file)
+    _refuse_unknown(file, arch)
+    heads = _count(file, arch, "attention.head_count")
+    hidden = _count(file, arch, "embedding_length")
+    head_dim = integer_of(file, f"{arch}.attention.key_length", None) or hidden // heads
+    if (value_dim := integer_of(file, f"{arch}.attention.value_length", head_dim)) != head_dim:
+        raise ConfigError(f"{file.path}: values of {value_dim} beside keys of {head_dim} per head are not supported")
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[arch]],
+        "model_type": arch,
+        "vocab_size": _vocab_size(file),
+        "hidden_size": hidden,
+        "intermediate_size": _count(file, arch, "feed_forward_length"),
+        "num_hidden_layers": integer_of(file, f"{arch}.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _count(file, arch, "attention.head_count_kv", heads),
+        "max_position_embeddings": integer_of(file, f"{arch}.context_length"),
+        "rms_norm_eps": number_of(file, f"{arch}.attention.layer_norm_rms_epsilon"),
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_parameters": _rope(file, arch, head_dim),
+        "dtype": "float32" if _all_float32(file) else "bfloat16",
+        "eos_token_id": list(end_token_ids(file)),
+    }
+    if arch != "phi3":
+        config["head_dim"] = head_dim
+    elif head_dim * heads != hidden:
+        raise ConfigError(f"{file.path}: {heads} heads of {head_dim} are not the {hidden} dimensions of a phi3 model")
+    if arch == "phi3":
+        config["sliding_window"] = integer_of(file, "phi3.attention.sliding_window", 0) or None
+        original = integer_of(file, "phi3.rope.scaling.original_context_length", None)
+        if original is not None:
+            config["original_max_position_embeddings"] = original
+    if arch in ("llama", "qwen3"):
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if arch == "llama":
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    return config
+
+
+def _architecture(file: GGUFFile) -> str:
+    """Return the architecture. Raises ConfigError for one that is not supported, and for files that hold no model."""
+    kind = text_of(file, "general.type", "model")
+    if kind != "model":
+        raise ConfigError(f"{file.path} holds no model but a GGUF of type {kind!r:.80}")
+    arch = text_of(file, "general.architecture")
+    if arch not in ARCHITECTURES:
+        raise ConfigError(
+            f"{file.path}: the architecture {arch!r:.80} is not supported in GGUF; supported are "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    return arch
+
+
+def _refuse_unknown(file: GGUFFile, arch: str) -> None:
+    """Raise ConfigError for settings that are not understood, and for tensors that the decoder would not use."""
+    for key, value in file.metadata.items():
+        name = key.removeprefix(f"{arch}.")
+        if name == key or name in _HANDLED or name in _HARMLESS:
+            continue
+        neutral = _NEUTRAL.get(name)
+        if value == neutral if neutral is not None else not value:  # 0 experts, no scale, an empty list
+            continue
+        raise ConfigError(f"{file.path}: {key} is {value!r:.80}; this setting is not supported")
+    window = integer_of(file, f"{arch}.attention.sliding_window", 0)
+    if arch != "phi3" and 0 < window < integer_of(file, f"{arch}.context_length"):
+        raise ConfigError(
+            f"{file.path}: {arch}.attention.sliding_window is {window}; the layers it is for are not known"
+        )
+    blocks = integer_of(file, f"{arch}.block_count")
+    for name in file.tensors:
+        layer = LAYER.fullmatch(name)
+        if hf_name(name, arch) is None and name not in ROPE_TENSORS:
+            raise ConfigError(f"{file.path}: tensor {name!r:.80} is not part of a {arch} model as it is computed here")
+        if layer is not None and int(layer[1]) >= blocks:
+            raise ConfigError(f"{file.path}: tensor {name!r:.80} belongs to no layer; {arch}.block_count is {blocks}")
+
+
+def _count(file: GGUFFile, arch: str, name: str, default: int | None = None) -> int:
+    """Return a number of the model, which a file may also give per layer. Raises ConfigError if layers differ."""
+    key = f"{arch}.{name}"
+    found = file.metadata.get(key)
+    if isinstance(found, list):
+        if not found or any(item != found[0] for item in found) or not isinstance(found[0], int):
+            raise ConfigError(f"{file.path}: {key} differs per layer; that is not supported")
+        return found[0]
+    return integer_of(file, key) if default is None else integer_of(file, key, default)
+
+
+def _vocab_size(file: GGUFFile) -> int:
+    """Return the rows of the embedding, which may be more than the tokens of the tokenizer."""
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ConfigError(f"{file.path}: tensor token_embd.weight is missing")
+    return embedding.shape[0]
+
+
+def _all_float32(file: GGUFFile) -> bool:
+    return all(info.kind == "F32" for info in file.tensors.values())
+
+
+def _rope(file: GGUFFile, arch: str, head_dim: int) -> dict[str, Any]:
+    """Return the rotary settings: those of the metadata, or of the factors per frequency that a tensor gives."""
+    prefix = f"{arch}.rope"
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number_of(file, f"{prefix}.freq_base", 10000.0)}
+    rotated = integer_of(file, f"{prefix}.dimension_count", head_dim)
+    if arch == "phi3":
+        rope["partial_rotary_factor"] = rotated / head_dim
+    elif rotated != head_dim:
+        raise ConfigError(f"{file.path}: {prefix}.dimension_count is {rotated}, but a head has {head_dim} dimensions")
+    return rope | _rope_scaling(file, arch)
+
+
+def _rope_scaling(file: GGUFFile, arch: str) -> dict[str, Any]:
+    """Return the part of the rotary settings that says how they are scaled."""
+    prefix = f"{arch}.rope.scaling"
+    kind = text_of(file, f"{prefix}.type", "none")
+    factor = number_of(file, f"{prefix}.factor", number_of(file, f"{arch}.rope.scale_linear", None))
+    strength = number_of(file, f"{prefix}.attn_factor", None)
+    if short := _factors(file, "rope_factors_short.weight"):
+        factors = {"short_factor": short, "long_factor": _factors(file, "rope_factors_long.weight")}
+        return {"rope_type": "longrope"} | factors | ({} if strength is None else {"attention_factor": strength})
+    if factors := _factors(file, "rope_freqs.weight"):  # Llama 3's scaling, computed when the file was written
+        if kind not in ("none", "linear") or (factor or 1.0) != 1.0:
+            raise ConfigError(f"{file.path}: rope_freqs.weight beside scaling of type {kind!r:.80} is not supported")
+        positions = integer_of(file, f"{arch}.context_length")
+        same = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
+        return {"rope_type": "longrope", "original_max_position_embeddings": positions} | same
+    if kind == "yarn":
+        original = integer_of(file, f"{prefix}.original_context_length", None)
+        found = {"factor": factor, "original_max_position_embeddings": original}
+        found |= {name: number_of(file, f"{prefix}.yarn_{name}", None) for name in ("beta_fast", "beta_slow")}
+        if strength is not None and factor is not None and factor > 1:
+            found["attention_factor"] = strength * (1.0 + 0.1 * math.log(factor))
+        return {"rope_type": "yarn"} | {name: value for name, value in found.items() if value is not None}
+    if kind not in ("none", "linear"):
+        raise ConfigError(f"{file.path}: {prefix}.type is {kind!r:.80} without tensors of factors, or is not known")
+    return {} if factor in (None, 0.0, 1.0) else {"rope_type": "linear", "factor": factor}
+
+
+def _factors(file: GGUFFile, name: str) -> list[float] | None:
+    """Return the numbers of a small F32 tensor, or None if there is none."""
+    info = file.tensors.get(name)
+    if info is None:
+        return None
+    if info.kind != "F32" or len(info.shape) != 1 or info.shape[0] > _MAX_ROPE_FACTORS:
+        raise ConfigError(f"{file.path}: {name} is {info.kind} {list(info.shape)}; a short F32 vector is expected")
+    return np.fromfile(info.file, "<f4", info.shape[0], offset=info.begin).tolist()

@@ -1,0 +1,75 @@
+"""GGUFTensors: the tensors of a GGUF file under their names in a model folder, with the rows in that order."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.core.errors import ConfigError
+from headstart.gguf.gguf_reader import read_gguf
+from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, row_bytes, unpack
+from headstart.model.weights.gguf.gguf_config import gguf_config
+from headstart.model.weights.gguf.gguf_names import hf_name, row_order
+from headstart.model.weights.tensor_files import Entry
+
+
+class GGUFTensors:
+    """The weights of one GGUF file, or of a split one. See TensorFiles."""
+
+    noun, config_noun = "the file", "its metadata"
+
+    def __init__(self, path: Path) -> None:
+        """Read the header. Raises ConfigError for a file that cannot be served."""
+        file = read_gguf(path)
+        self.path = path
+        self.config: dict[str, Any] = gguf_config(file)
+        self._architecture: str = self.config["model_type"]
+        self._stored_names: dict[str, str] = {}
+        self.entries: dict[str, Entry] = {}
+        for stored, info in file.tensors.items():
+            name = hf_name(stored, self._architecture)
+            if name is not None:  # else a setting, which the config holds
+                self._stored_names[name] = stored
+                self.entries[name] = Entry(info.file, info.kind, info.shape, info.begin, info.end)
+
+    def stored_name(self, name: str) -> str:
+        """See TensorFiles."""
+        return self._stored_names.get(name, name)
+
+    def read(self, name: str, dtype: torch.dtype) -> tuple[Tensor, memoryview]:
+        """See TensorFiles."""
+        packed, stored = self._read(name)
+        return unpack(packed, dtype), stored
+
+    def read_packed(self, name: str) -> tuple[PackedTensor, memoryview] | None:
+        """See TensorFiles."""
+        return None if FORMATS[self.entries[name].dtype].block_size == 1 else self._read(name)
+
+    def close(self) -> None:
+        """See TensorFiles: nothing stays open."""
+
+    def _read(self, name: str) -> tuple[PackedTensor, memoryview]:
+        """Return a tensor with its rows in a model folder's order, and its bytes as stored."""
+        entry = self.entries[name]
+        num_bytes = entry.end - entry.begin
+        try:
+            stored = np.fromfile(entry.file, np.uint8, num_bytes, offset=entry.begin)
+        except OSError as error:
+            raise ConfigError(f"cannot read {entry.file}: {error.strerror}") from error
+        if len(stored) != num_bytes:
+            raise ConfigError(f"{entry.file} ended while it was read: it is being replaced, or was not copied whole")
+        rows = stored.reshape(-1, row_bytes(entry.dtype, entry.shape[-1]))
+        order = self._row_order(name, entry)
+        if order is not None and len(entry.shape) > 1:
+            rows = rows[order]
+        elif order is not None:  # a bias
+            if FORMATS[entry.dtype].block_size > 1:
+                raise ConfigError(f"{entry.file}: tensor {self.stored_name(name)} is a vector in {entry.dtype}")
+            rows = rows.reshape(len(order), -1)[order].reshape(1, -1)
+        return PackedTensor(name, entry.dtype, entry.shape, rows), stored.data
+
+    def _row_order(self, name: str, entry: Entry) -> np.ndarray | None:
+        heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        return row_order(name, self._architecture, heads, kv_heads, entry.shape[0])

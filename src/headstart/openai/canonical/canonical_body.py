@@ -1,0 +1,177 @@
+"""The rules for a body as it was sent to any of the three APIs, for a router in front of other engines.
+
+Only fields that a rule changes are written anew; a body that no rule changes stays the same bytes. Bodies need not be
+valid: what has not the expected form is left alone.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from headstart.openai.canonical.canonical_messages import (
+    KEEPING_VARIABLES,
+    SYSTEM_RULES,
+    canonical_content,
+    canonical_messages,
+    clean_system,
+    without_thought,
+)
+from headstart.openai.canonical.prompt_rules import AppliedRules, PromptRules, applied_rules
+from headstart.openai.canonical.stable_tools import sorted_schema, sorted_tools, tool_name
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+_THOUGHTS = ("thinking", "redacted_thinking")
+
+Values = Mapping[str, Any]
+
+
+class CanonicalBody(NamedTuple):
+    """A body after the rules: its bytes, its fields, and the rules that applied."""
+
+    data: bytes
+    values: Values
+    applied: AppliedRules
+
+
+def canonical_body(path: str, data: bytes, values: Values, rules: PromptRules) -> CanonicalBody:
+    """Return the body of a request to `path` after the rules; `values` are its fields."""
+    of_api = _APIS.get(path)
+    if of_api is None:
+        return CanonicalBody(data, values, ())
+    counts: Counter[str] = Counter()
+    changed = {**_changed_tools(values, rules, counts), **of_api(values, rules, counts)}
+    if changed:
+        data = msgspec.json.encode({**msgspec.json.decode(data, type=dict[str, msgspec.Raw]), **changed})
+    return CanonicalBody(data, {**values, **changed} if changed else values, applied_rules(counts))
+
+
+def _changed_tools(values: Values, rules: PromptRules, counts: Counter[str]) -> dict[str, Any]:
+    tools = values.get("tools")
+    if not isinstance(tools, list) or not rules & {"tools", "schemas"}:
+        return {}
+    sent = found = cast("list[Any]", tools)
+    if "schemas" in rules:
+        found = [sorted_schema(tool) for tool in sent]
+        counts["schemas"] += sum(new is not old for new, old in zip(found, sent, strict=True))
+    if "tools" in rules:
+        ordered = sorted_tools(found, tool_name)
+        counts["tools"] += any(new is not old for new, old in zip(ordered, found, strict=True))
+        found = ordered
+    return {"tools": found} if counts.total() else {}
+
+
+def _chat(values: Values, rules: PromptRules, counts: Counter[str]) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    sent = _objects(values.get("messages"))
+    if sent is not None:
+        found = canonical_messages(sent, rules, counts)
+        if not _same(found, sent):
+            changed["messages"] = found
+    options = values.get("chat_template_kwargs")
+    if "keep_reasoning" in rules and isinstance(options, Mapping | None):
+        given = cast("Mapping[str, Any]", options or {})
+        if KEEPING_VARIABLES.keys() - given.keys():
+            counts["keep_reasoning"] += 1
+            changed["chat_template_kwargs"] = {**KEEPING_VARIABLES, **given}
+    return changed
+
+
+def _messages(values: Values, rules: PromptRules, counts: Counter[str]) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    moved: list[str] = []
+    if rules & SYSTEM_RULES and values.get("system"):
+        clean = clean_system(values["system"], rules, counts)
+        moved = clean.moved
+        if clean.content is not values["system"]:
+            changed["system"] = clean.content
+    sent = _objects(values.get("messages"))
+    if sent is None or (moved and not sent):
+        return {}
+    found = [_block_message(message, rules, counts) for message in sent]
+    if moved:
+        found[-1] = {**found[-1], "content": _with_text(found[-1].get("content"), "text", moved)}
+    if not _same(found, sent):
+        changed["messages"] = found
+    return changed
+
+
+def _block_message(message: Values, rules: PromptRules, counts: Counter[str]) -> Values:
+    """Return a message of Anthropic's API without thoughts, and with the JSON of tool results in one form."""
+    content = message.get("content")
+    if message.get("role") == "assistant" and "drop_reasoning" in rules:
+        if isinstance(content, str):
+            text = without_thought(content, counts)
+            return message if text == content else {**message, "content": text}
+        blocks = _objects(content)
+        kept = [block for block in blocks or () if block.get("type") not in _THOUGHTS]
+        if blocks is None or not kept or len(kept) == len(blocks):
+            return message
+        counts["drop_reasoning"] += 1
+        return {**message, "content": kept}
+    if message.get("role") == "user" and "json" in rules and (blocks := _objects(content)) is not None:
+        found = [_field(block, "content", counts) if block.get("type") == "tool_result" else block for block in blocks]
+        return message if _same(found, blocks) else {**message, "content": found}
+    return message
+
+
+def _responses(values: Values, rules: PromptRules, counts: Counter[str]) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    moved: list[str] = []
+    if rules & SYSTEM_RULES and values.get("instructions"):
+        clean = clean_system(values["instructions"], rules, counts)
+        moved = clean.moved
+        if clean.content is not values["instructions"]:
+            changed["instructions"] = clean.content
+    sent = values.get("input")
+    if isinstance(sent, str):
+        return changed | ({"input": _with_text(sent, "input_text", moved)} if moved else {})
+    items = _objects(sent)
+    if items is None or (moved and not items):
+        return {}
+    found: list[Values] = []
+    for item in items:
+        if item.get("type") == "reasoning" and "drop_reasoning" in rules:
+            counts["drop_reasoning"] += 1
+        elif item.get("type") == "function_call_output" and "json" in rules:
+            found.append(_field(item, "output", counts))
+        else:
+            found += canonical_messages([item], rules - {"json"}, counts) if "role" in item else [item]
+    if moved and found:
+        last = found[-1]
+        name = "output" if last.get("type") == "function_call_output" else "content"
+        found[-1] = {**last, name: _with_text(last.get(name), "input_text", moved)}
+    if found and not _same(found, items):
+        changed["input"] = found
+    return changed
+
+
+def _field(item: Values, name: str, counts: Counter[str]) -> Values:
+    content = canonical_content(item.get(name), counts)
+    return item if content is item.get(name) else {**item, name: content}
+
+
+def _with_text(content: Any, kind: str, lines: list[str]) -> Any:
+    text = "\n".join(lines)
+    if isinstance(content, list):
+        return [*cast("list[Any]", content), {"type": kind, "text": text}]
+    return f"{content}\n\n{text}" if content else text
+
+
+def _objects(value: object) -> list[Values] | None:
+    """Return a list of objects; None for anything else."""
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in cast("list[object]", value)):
+        return None
+    return cast("list[Values]", value)
+
+
+def _same(found: list[Values], sent: list[Values]) -> bool:
+    return len(found) == len(sent) and all(new is old for new, old in zip(found, sent, strict=True))
+
+
+_APIS: Mapping[str, Callable[[Values, PromptRules, Counter[str]], dict[str, Any]]] = {
+    CHAT: _chat,
+    RESPONSES: _responses,
+    MESSAGES: _messages,
+}

@@ -1,0 +1,148 @@
+"""The rules for messages of a chat, as sent or validated: contents are texts or lists of parts."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from headstart.explain.divergence import num_times
+from headstart.openai.canonical.nonces import without_nonces
+from headstart.openai.canonical.prompt_rules import PromptRules
+from headstart.openai.canonical.stable_json import canonical_json
+
+Message = Mapping[str, Any]
+SYSTEM_ROLES = ("system", "developer")
+SYSTEM_RULES = frozenset({"billing_header", "trace_headers", "request_ids", "dates"})
+KEEPING_VARIABLES: Mapping[str, bool] = {
+    "preserve_thinking": True,  # Qwen 3.6 and later
+    "clear_thinking": False,  # GLM 4.7
+    "truncate_history_thinking": False,  # Nemotron 3
+    "keep_past_thinking": True,  # LFM 2.5
+}
+"""Variables of published chat templates that keep the reasoning of earlier turns; others ignore them."""
+_THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+
+
+class CleanText(NamedTuple):
+    """A content without nonces, and the lines that are to be moved behind the last message."""
+
+    content: Any
+    moved: list[str]
+
+
+def canonical_messages(messages: Sequence[Message], rules: PromptRules, counts: Counter[str]) -> list[Message]:
+    """Return the messages after the rules. Messages that no rule changes are the same objects."""
+    found: list[Message] = []
+    moved: list[str] = []
+    for message in messages:
+        role = message.get("role")
+        if role in SYSTEM_ROLES and rules & SYSTEM_RULES:
+            clean = clean_system(message.get("content"), rules, counts)
+            moved += clean.moved
+            if clean.content is not message.get("content"):
+                message = {**message, "content": clean.content}
+        elif role == "assistant" and "drop_reasoning" in rules:
+            message = _without_reasoning(message, counts)
+        elif role == "tool" and "json" in rules:
+            content = canonical_content(message.get("content"), counts)
+            if content is not message.get("content"):
+                message = {**message, "content": content}
+        found.append(message)
+    return _with_moved(found, moved) if moved else found
+
+
+def clean_system(content: Any, rules: PromptRules, counts: Counter[str]) -> CleanText:
+    """Return the content of a system prompt without the nonces of `rules`; the same object if it has none."""
+    moved: list[str] = []
+    if isinstance(content, str):
+        return _clean(content, rules, counts)
+    if not isinstance(content, list):
+        return CleanText(content, moved)
+    parts: list[Any] = []
+    is_changed = False
+    for part in cast("list[Any]", content):
+        text = _text_of(part)
+        if text is None:
+            parts.append(part)
+            continue
+        clean = _clean(text, rules, counts)
+        moved += clean.moved
+        if clean.content == text:
+            parts.append(part)
+            continue
+        is_changed = True
+        if clean.content.strip():
+            parts.append({**part, "text": clean.content})
+    return CleanText(parts if is_changed and parts else content, moved if parts else [])
+
+
+def canonical_content(content: Any, counts: Counter[str]) -> Any:
+    """Return the content of a tool message with JSON in one form; the same object if nothing changes."""
+    if isinstance(content, str):
+        text = canonical_json(content)
+        if text == content:
+            return content
+        counts["json"] += 1
+        return text
+    if not isinstance(content, list):
+        return content
+    parts = [
+        part if (text := _text_of(part)) is None else _with_text(part, canonical_content(text, counts))
+        for part in cast("list[Any]", content)
+    ]
+    is_same = all(new is old for new, old in zip(parts, cast("list[Any]", content), strict=True))
+    return content if is_same else parts
+
+
+def without_thought(text: str, counts: Counter[str]) -> str:
+    """Return an assistant's text without a leading <think> section."""
+    found = _THOUGHT.match(text)
+    if found is None:
+        return text
+    counts["drop_reasoning"] += 1
+    return text[found.end() :]
+
+
+def _clean(text: str, rules: PromptRules, counts: Counter[str]) -> CleanText:
+    clean, moved = without_nonces(text, rules, counts)
+    if "dates" in rules:
+        counts["dates"] += num_times(clean)
+    return CleanText(clean if clean != text else text, moved)
+
+
+def _text_of(part: Any) -> str | None:
+    if not isinstance(part, Mapping):
+        return None
+    found = cast("Mapping[str, Any]", part)
+    text = found.get("text")
+    return text if found.get("type") in _TEXT_PARTS and isinstance(text, str) else None
+
+
+def _with_text(part: Mapping[str, Any], text: str) -> Mapping[str, Any]:
+    return part if part["text"] is text else {**part, "text": text}
+
+
+def _without_reasoning(message: Message, counts: Counter[str]) -> Message:
+    kept = {key: value for key, value in message.items() if key not in ("reasoning_content", "reasoning")}
+    if any(message.get(key) for key in ("reasoning_content", "reasoning")):
+        counts["drop_reasoning"] += 1
+    elif len(kept) == len(message):
+        kept = dict(message)
+    content = kept.get("content")
+    if isinstance(content, str):
+        kept["content"] = without_thought(content, counts)
+    return message if kept == message else kept
+
+
+def _with_moved(messages: list[Message], lines: list[str]) -> list[Message]:
+    """Return the messages with lines behind the last one that is a user's or a tool's; else behind the last one."""
+    at = next((i for i in range(len(messages) - 1, -1, -1) if messages[i].get("role") in ("user", "tool")), -1)
+    message, text = messages[at], "\n".join(lines)
+    content = message.get("content")
+    if isinstance(content, list):
+        changed: Any = [*cast("list[Any]", content), {"type": "text", "text": text}]
+    else:
+        changed = f"{content}\n\n{text}" if content else text
+    messages[at] = {**message, "content": changed}
+    return messages

@@ -1,0 +1,72 @@
+"""Known nonces: lines of system prompts that differ in each request and are not meant for the model. A table."""
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+from headstart.openai.canonical.prompt_rules import PromptRules
+
+
+class KnownNonce(NamedTuple):
+    """Lines that a rule removes. `moves`: they are written again behind the last message, since a model may need them.
+
+    `words`: one of them is in each such line, in lower case. `source`: where the form is documented.
+    """
+
+    rule: str
+    words: tuple[str, ...]
+    lines: re.Pattern[str]
+    moves: bool
+    source: str
+
+
+def _lines(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"^[ \t]*(?:{pattern})[ \t]*,?[ \t]*(?:\r?\n|\Z)", re.MULTILINE | re.IGNORECASE)
+
+
+_ID = r"""["'`]?(?=[\w.:-]*\d)[\w.:-]{6,128}["'`]?"""
+
+KNOWN_NONCES = (
+    KnownNonce(
+        "billing_header",
+        ("x-anthropic-billing-header",),
+        _lines(r"x-anthropic-billing-header:[^\n]*"),
+        False,
+        "anthropics/claude-code #68900",
+    ),
+    KnownNonce(
+        "trace_headers",
+        ("trace", "b3", "baggage", "-id"),
+        _lines(
+            r"(?:traceparent|tracestate|b3|baggage|uber-trace-id|x-b3-[a-z]+|x-cloud-trace-context|x-amzn-trace-id"
+            r"|x-(?:request|correlation|trace|client-request|amzn-request)-id)[ \t]*:[^\n]*"
+        ),
+        False,
+        "W3C Trace Context; Zipkin B3; OpenTelemetry propagators",
+    ),
+    KnownNonce(
+        "request_ids",
+        ("id",),
+        _lines(
+            r"""["'`*#\- ]*(?:request|message|trace|session|conversation|run|turn|correlation|invocation|event)"""
+            rf"""[ _-]?(?:id|uuid)(?:_full)?["'`*]*[ \t]*[:=][ \t]*{_ID}"""
+        ),
+        True,
+        "openclaw/openclaw #19014",
+    ),
+)
+
+
+def without_nonces(text: str, rules: PromptRules, counts: Counter[str]) -> tuple[str, list[str]]:
+    """Return a system prompt without the nonces of `rules`, and the lines that are to be moved. Counts each line."""
+    moved: list[str] = []
+    lower = text.lower()
+    for nonce in KNOWN_NONCES:
+        if nonce.rule not in rules or not any(word in lower for word in nonce.words):
+            continue
+        found = [line.group().strip() for line in nonce.lines.finditer(text)]
+        if found:
+            counts[nonce.rule] += len(found)
+            text = nonce.lines.sub("", text)
+            moved += found if nonce.moves else ()
+    return text, moved

@@ -1,0 +1,42 @@
+"""PromptRules: the rules that an operator has chosen, and AppliedRules: how often each changed one request.
+
+A rule changes the prompt that the model sees, so none is on by default. Rules are idempotent: a router and the server
+behind it may have the same ones.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+RULE_TEXTS: Mapping[str, str] = {
+    "tools": "tools in the order of their names",
+    "schemas": "keys of tools and their schemas in one order, `required` sorted",
+    "json": "tool results that are JSON: keys sorted, no blanks",
+    "drop_reasoning": "no reasoning of earlier turns in the prompt",
+    "keep_reasoning": "chat templates that can keep the reasoning of all turns do so",
+    "billing_header": "lines `x-anthropic-billing-header:` of system prompts (Claude Code) dropped",
+    "trace_headers": "lines of system prompts that are tracing headers (`traceparent:`, `x-request-id:`, ...) dropped",
+    "request_ids": "lines of system prompts that are ids (`Request ID: ...`) moved to the end of the last message",
+    "dates": "dates and times in system prompts counted; never changed",
+}
+"""Every rule, and its effect."""
+
+REPORTS = frozenset({"dates"})
+"""Rules that change nothing."""
+
+RULES_HEADER = "x-headstart-prompt-rules"
+"""The response header that states the rules which applied: `tools=1, dates=2`."""
+
+PromptRules = frozenset[str]
+NO_RULES: PromptRules = frozenset()
+AppliedRules = tuple[tuple[str, int], ...]
+"""Rules that applied to a request, with the number of places."""
+
+
+def applied_rules(counts: Counter[str]) -> AppliedRules:
+    """Return the rules that were counted, in the order of RULE_TEXTS."""
+    return tuple((name, counts[name]) for name in RULE_TEXTS if counts[name])
+
+
+def rules_header(applied: Iterable[tuple[str, int]]) -> str:
+    """Return the value of RULES_HEADER; empty if no rule applied."""
+    return ", ".join(f"{name}={count}" for name, count in applied)

@@ -1,0 +1,104 @@
+"""PromptDoctor: an online estimate of the prompt tokens whose prefill was avoidable, by cause and by tenant.
+
+Examining a prompt takes milliseconds, so prompts are sampled: one is examined, on a thread, if the CPU time spent so
+far is less than a share of what server and engine have used. Only counts leave this module.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headstart.core.batch import PromptTokenBreakdown
+from headstart.explain.lint.prompt_window import PromptWindow, WindowEntry, examined
+from headstart.openai.engine_requests import Origin, narrow_domain
+
+WINDOW_BYTES = 16 << 20  # of the latest prompts
+FREE_SECONDS = 0.25  # of CPU time that may be spent before any is earned
+CPU_SHARE = 0.005
+
+
+@dataclass(slots=True)
+class AvoidableCounts:
+    """The prompts that were examined, in tokens; per cause those behind its first occurrence, so they overlap."""
+
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    avoidable_tokens: int = 0
+    causes: Counter[str] = field(default_factory=Counter[str])
+
+    @property
+    def share(self) -> float | None:
+        """Avoidable tokens over all prompt tokens of the sample; None without any."""
+        return self.avoidable_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+
+class PromptDoctor:
+    """The estimate of one server. `cpu_seconds` returns the CPU time that server and engine have used."""
+
+    def __init__(self, cpu_share: float, cpu_seconds: Callable[[], float]) -> None:
+        """`cpu_share` 0: nothing is examined."""
+        self.counts = AvoidableCounts()
+        self.tenants: dict[str, AvoidableCounts] = {}
+        self.spent_seconds = 0.0
+        self._share = cpu_share
+        self._cpu_seconds = cpu_seconds
+        self._window = PromptWindow(WINDOW_BYTES)
+        self._examining: asyncio.Task[None] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a prompt is being examined."""
+        return self._examining is not None
+
+    def note(
+        self, origin: Origin, salt: str | None, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], tokens: int
+    ) -> WindowEntry | None:
+        """Keep a prompt for comparisons with later ones; None if prompts are not examined, or it is too large."""
+        if not self._share:
+            return None
+        group = origin.tenant.encode() + b"\0" + narrow_domain(origin.domain, salt)
+        entry = WindowEntry(group, messages, tools, tokens)
+        return entry if self._window.add(entry) else None
+
+    def finished(self, tenant: str, entry: WindowEntry, breakdown: PromptTokenBreakdown, num_evicted: int) -> None:
+        """Examine an answered request's prompt if there is CPU time to spend; on a thread, one at a time."""
+        if self._examining is not None or not self._may_spend():
+            return
+        earlier = self._window.earlier(entry)
+        self._examining = asyncio.get_running_loop().create_task(
+            self._examine(tenant, entry, earlier, breakdown, num_evicted)
+        )
+
+    async def _examine(
+        self,
+        tenant: str,
+        entry: WindowEntry,
+        earlier: Sequence[WindowEntry],
+        breakdown: PromptTokenBreakdown,
+        num_evicted: int,
+    ) -> None:
+        def work() -> tuple[int, Any, float]:
+            begun = time.thread_time()
+            num_chars, found = examined(entry, earlier, breakdown.cached)
+            return num_chars, found, time.thread_time() - begun
+
+        try:
+            num_chars, found, seconds = await asyncio.to_thread(work)
+        finally:
+            self._examining = None
+        self.spent_seconds += seconds
+        limit = max(breakdown.computed - num_evicted, 0)
+        scale = entry.num_tokens / num_chars if num_chars else 0.0
+        tokens = min(int(found.num_chars * scale), limit)
+        causes = {cause: min(int(chars * scale), limit) for cause, (chars, _) in found.causes.items()}
+        for counts in (self.counts, *([self.tenants.setdefault(tenant, AvoidableCounts())] if tenant else [])):
+            counts.num_requests += 1
+            counts.prompt_tokens += entry.num_tokens
+            counts.avoidable_tokens += tokens
+            counts.causes.update(causes)
+
+    def _may_spend(self) -> bool:
+        return self.spent_seconds < FREE_SECONDS + self._share * self._cpu_seconds()

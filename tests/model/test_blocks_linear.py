@@ -1,0 +1,168 @@
+"""Weights in blocks, as in GGUF files: the kernels multiply by exactly the numbers that the reference unpacks."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from model.guarded import Guards
+from model.test_linear import RUNNABLE, assert_near, random
+from torch import Tensor
+
+from headstart.model.kernels.chain import Buffers, Chain, Link
+from headstart.model.kernels.library import Kernels, load
+from headstart.model.kernels.packed import BLOCKS, PackedLinear
+from headstart.model.layers.layer_ops import RMSNorm
+from headstart.model.layers.linear import Form, Linear
+from headstart.model.layers.quantise import quantise
+from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, row_bytes, unpack
+
+HALVES = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}  # bytes of a block that are fp16; others: 0 and 2
+OUTPUTS = 70
+
+
+@pytest.fixture(params=RUNNABLE)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    found = load(request.param)
+    if found.kernels is None:
+        pytest.skip(found.note)
+    return found.kernels
+
+
+def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> PackedTensor:
+    """A weight of random bits, with scales of about 0.01."""
+    rng, form = np.random.default_rng(seed), FORMATS[kind]
+    data = rng.integers(0, 256, (rows, row_bytes(kind, columns)), dtype=np.uint8)
+    for at in HALVES.get(kind, (0, 2)):
+        halves = (rng.standard_normal((rows, columns // form.block_size, 1)) / 100).astype(np.float16)
+        data.reshape(rows, -1, form.block_bytes)[:, :, at : at + 2] = halves.view(np.uint8)
+    return PackedTensor("weight", kind, (rows, columns), data)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_the_weights_of_a_product_are_bit_equal_to_the_reference(kernels: Kernels, kind: str) -> None:
+    """A row with a single 1 reads one column of the weight, rounded to bfloat16 only by the output."""
+    weight = blocks(kind, OUTPUTS, 512)
+    expected = unpack(weight).bfloat16()
+    layer = Linear(weight, form=Form(kernels))
+    assert torch.equal(layer(torch.eye(512).bfloat16()).T, expected)
+    assert torch.equal(layer(4 * torch.eye(512).bfloat16()[:3]).T, 4 * expected[:, :3])
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("columns", [256, 1280, 5120])
+def test_products_equal_those_with_unpacked_weights(kernels: Kernels, kind: str, columns: int) -> None:
+    weight, bias, gain = blocks(kind, 2 * OUTPUTS, columns), random(2 * OUTPUTS), random(columns)
+    whole, form, norm = unpack(weight), Form(kernels), RMSNorm(gain, 1e-5)
+    scale = columns**0.5 * float(whole.std())
+    plain, normed = Linear(weight, bias.clone(), form=form), Linear(weight, norm=norm, form=form)
+    gated = Linear(weight, bias.clone(), gated=True, form=form)
+    for count in (1, 2, 3, 7, 13, 150):
+        x, residual = random(count, columns), random(count, 2 * OUTPUTS)
+        exact = F.linear(x.float(), whole, bias.float())
+        assert_near(plain(x), exact, scale / 3)
+        assert_near(plain(x, residual), exact + residual.float(), scale + 3)  # rounded twice
+        assert_near(normed(x), F.linear(norm(x).float(), whole), scale)
+        small = (x / scale).bfloat16()
+        both = F.linear(small.float(), whole, bias.float()).bfloat16().float()
+        assert_near(gated(small), F.silu(both[:, :OUTPUTS]) * both[:, OUTPUTS:], 8)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_row_depends_neither_on_others_nor_on_threads(kernels: Kernels, kind: str) -> None:
+    layer, x, before = Linear(blocks(kind, 100, 2304), form=Form(kernels)), random(330, 2304), torch.get_num_threads()
+    together = layer(x)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(layer(x), together)
+            for rows in (slice(0, 1), slice(3, 16), slice(20, 40), slice(50, 180)):
+                assert torch.equal(layer(x[rows].contiguous()), together[rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_leaves_the_others_alone(kernels: Kernels, kind: str, bad: float) -> None:
+    layer, x = Linear(blocks(kind, 50, 256), form=Form(kernels)), random(13, 256)
+    clean = layer(x)
+    x[1, 33] = bad
+    found = layer(x)
+    assert not found[1].isfinite().any()
+    others = [row for row in range(13) if row != 1]
+    assert torch.equal(found[others], clean[others])
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_kernels_stay_within_their_buffers(kernels: Kernels, kind: str) -> None:
+    guards, linear = Guards(), PackedLinear(kernels, blocks(kind, 2 * OUTPUTS, 512), gated=True)
+    widths = (512, OUTPUTS, OUTPUTS)
+    chain = Chain(kernels, [Link(linear, 0, 1, residual=2)], widths)
+    for count in (1, 2, 5, 12, 13, 140):
+        buffers = Buffers(count, widths)
+        for index, width in enumerate(widths):
+            buffers[index] = guards.put(random(count, width))
+        scratch = guards.put(torch.zeros(-(-chain.scratch(count).numel() // 4)))
+        chain(buffers, scratch)
+        assert guards.intact() and buffers[1].isfinite().all()
+
+
+def test_parts_of_different_formats_make_one_product(kernels: Kernels) -> None:
+    """As queries, keys and values of a file whose values have more bits."""
+    parts = [blocks(kind, rows, 256) for kind, rows in [("Q4_K", 64), ("Q4_K", 20), ("Q6_K", 20), ("Q8_0", 3)]]
+    bias, whole = random(107), torch.cat([unpack(part) for part in parts])
+    layer = Linear(parts, bias, norm=RMSNorm(torch.ones(256).bfloat16(), 0.0), form=Form(kernels))
+    assert len(layer.packed) == 3
+    for count in (1, 5, 300):
+        x, residual = random(count, 256), random(count, 107)
+        exact = F.linear(RMSNorm(torch.ones(256).bfloat16(), 0.0)(x).float(), whole, bias.float())
+        assert_near(layer(x), exact, float(exact.std()))
+        assert_near(layer(x, residual), exact + residual.float(), 4 * float(exact.std()))
+    gated = Linear([parts[0], blocks("Q6_K", 64, 256)], gated=True, form=Form(kernels))
+    assert gated.out_features == 64 and gated(random(2, 256)).isfinite().all()
+
+
+def test_in_fp32_and_without_kernels_the_unpacked_weights_are_used(kernels: Kernels) -> None:
+    weight, x = blocks("Q4_K", 40, 512), torch.randn(3, 512, dtype=torch.float64)
+    exact = F.linear(x, unpack(weight).double())
+    for form in (Form(kernels, dtype=torch.float32), Form(None, dtype=torch.float32)):
+        layer = Linear(weight, form=form)
+        assert not layer.packed
+        assert (layer(x.float()).double() - exact).abs().max() < 1e-6 * exact.abs().max()
+    rounded = F.linear(x.bfloat16().float(), unpack(weight, torch.bfloat16).float())
+    assert_near(Linear(weight)(x.bfloat16()), rounded, float(rounded.std()))
+
+
+def test_packed_weights_take_little_more_than_their_bits(kernels: Kernels) -> None:
+    for kind, form in FORMATS.items():
+        if kind in BLOCKS:
+            size = Linear(blocks(kind, 64, 1024), form=Form(kernels)).weight_bytes
+            assert size <= 1.04 * 64 * 1024 / form.block_size * form.block_bytes, kind
+
+
+def test_rounding_to_four_bits_is_that_of_torch_and_better_than_the_whole_range(kernels: Kernels) -> None:
+    weight = random(50, 640)
+    weight[3] = 0
+    weight[4, :32] = 0.25
+    errors = [error_of(quantise(weight, found), weight) for found in (kernels, None)]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-4)
+    least, greatest = (getattr(weight.float().view(-1, 32), name)(1, keepdim=True) for name in ("amin", "amax"))
+    step = torch.where(greatest > least, (greatest - least) / 15, 1)
+    simple = ((weight.float().view(-1, 32) - least) / step).round() * step + least
+    assert errors[0] < 0.95 * float((simple - weight.float().view(-1, 32)).norm())
+    assert torch.equal(unpack(quantise(weight, kernels))[3], torch.zeros(640))
+    assert unpack(quantise(weight, kernels))[4, :32].sub(0.25).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_stays_so(kernels: Kernels, bad: float) -> None:
+    weight = random(2, 64)
+    weight[1, 40] = bad
+    for found in (kernels, None):
+        whole = unpack(quantise(weight, found))
+        assert not whole[1, 32:].isfinite().any()
+        assert whole[0].isfinite().all() and whole[1, :32].isfinite().all()
+
+
+def error_of(rounded: PackedTensor, weight: Tensor) -> float:
+    return float((unpack(rounded) - weight.float()).norm())

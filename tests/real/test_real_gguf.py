@@ -1,0 +1,75 @@
+"""SmolLM2-135M-Instruct served by its short name, from the GGUF file in its package: the first chat of the README."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real.chats import chats
+from server.harness import spawn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from headstart import LLM
+from headstart.bundled.packaged_models import SMOLLM2, fetch_model
+from headstart.core.errors import ConfigError
+from headstart.openai.tokenizer.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.long
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    """The GGUF file. Skips only if the package index cannot be reached and nothing is cached."""
+    try:
+        return fetch_model(SMOLLM2.name)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("path")
+def test_the_first_chat_of_the_readme_gives_the_answer_that_is_shown(tmp_path: Path) -> None:
+    example = re.search(r"make serve MODEL=(\S+).*?curl -s \S+/chat/completions .*? -d '(.*?)'\n```", README, re.DOTALL)
+    assert example is not None
+    command, body = example.groups()
+    shown = re.search(r'^"content": ("[^{].*")$', README, re.MULTILINE)
+    assert command == SMOLLM2.name and shown is not None
+    serve = [sys.executable, "-m", "headstart", "serve", command, "--port", "0", "--num-blocks", "1024"]
+    with spawn(serve, tmp_path / "log") as started:
+        server = started.wait_ready()
+        answer = server.post("/v1/chat/completions", json=json.loads(body)).json()
+    assert answer["model"] == SMOLLM2.name
+    assert answer["choices"][0]["message"]["content"] == json.loads(shown[1])
+
+
+def test_tokens_and_prompts_equal_transformers_reading_the_same_file(path: Path) -> None:
+    theirs: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    ours = Tokenizer.from_folder(path)
+    assert ours.eos_token_ids[0] == theirs.eos_token_id and ours.vocab_size == len(theirs)
+    for chat in chats():
+        text = ours.render_chat(chat)
+        assert text == theirs.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        assert list(ours.encode(text, add_special_tokens=False)) == theirs(text, add_special_tokens=False)["input_ids"]
+
+
+def test_greedy_tokens_equal_transformers_with_the_dequantised_weights(path: Path) -> None:
+    oracle = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with LLM(str(path), dtype="float32", num_blocks=512, max_model_len=2048) as llm:
+        answers = llm.chat(chats(16), {"temperature": 0, "max_tokens": MAX_TOKENS}, progress=False)
+    for answer in answers:
+        prompt = torch.tensor([answer.prompt_token_ids])
+        expected = oracle.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            eos_token_id=[2, 0],
+        )
+        assert answer.prompt_token_ids + list(answer.token_ids) == expected[0].tolist()

