@@ -1,5 +1,6 @@
 """`headstart route --envoy` as its users run it: a process, the real Envoy as its child, real servers behind it."""
 
+import json
 import os
 import signal
 import sys
@@ -104,12 +105,15 @@ def test_envoy_is_looked_for_in_the_path(tmp_path: Path, monkeypatch: pytest.Mon
     assert find_envoy("auto") == tmp_path / "envoy"
 
 
-def test_a_router_with_keys_does_not_let_requests_pass_without_its_picker(tmp_path: Path) -> None:
-    for given, fails_open in (({}, "true"), ({"api_key": ("k",)}, "false")):
+def test_a_router_with_keys_has_no_route_to_a_replica_without_its_picker(tmp_path: Path) -> None:
+    for given, is_open in (({}, True), ({"api_key": ("k",)}, False)):
         router = RouterOptions(envoy="external", envoy_folder=str(tmp_path))
         (front,) = picker_fronts(router, ServerOptions(port=unused_port(), **given))
         assert front.url
-        assert f'"failure_mode_allow": {fails_open}' in (tmp_path / "envoy.json").read_text()
+        document = json.loads((tmp_path / "envoy.json").read_text())
+        manager = document["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+        routes = manager["route_config"]["virtual_hosts"][0]["routes"]
+        assert [route["match"] == {"prefix": "/"} for route in routes if "route" in route] == [is_open]
         assert oct(os.stat(tmp_path).st_mode)[-1] in "05"
     assert isinstance(picker_fronts(RouterOptions(ext_proc="127.0.0.1:0"), ServerOptions())[0], PickerFront)
 

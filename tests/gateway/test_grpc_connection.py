@@ -174,6 +174,7 @@ def test_a_call_that_fails_has_a_status(path: str, status: grpc.StatusCode) -> N
     async def test(server: EchoServer) -> None:
         async with channel_to(server) as channel:
             call = channel.stream_stream(path)()
+            await call.write(b"")
             assert await call.code() == status
         assert len(server.errors) == (path == "/test/Fail")
 
@@ -198,6 +199,9 @@ def test_compressed_and_endless_messages_are_refused() -> None:
 
 class Transport:
     """What a connection writes."""
+
+    def get_extra_info(self, name: str) -> None:
+        """There is no socket."""
 
     def __init__(self) -> None:
         self.written = b""

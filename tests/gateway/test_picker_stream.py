@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from server.harness import until
 
 from headstart.gateway.gateway_app import build_front
+from headstart.gateway.picker import ext_proc_messages
 from headstart.gateway.picker import ext_proc_pb2 as pb
-from headstart.gateway.picker import ext_proc_stream
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
 from headstart.gateway.picker.endpoint_picker import EndpointPicker
-from headstart.gateway.picker.ext_proc_stream import (
+from headstart.gateway.picker.ext_proc_messages import (
     CHUNK_BYTES,
     DESTINATION,
     FULL_DUPLEX,
     SERVED,
     SUBSET,
-    ExtProcStream,
 )
+from headstart.gateway.picker.ext_proc_stream import ExtProcStream
 from headstart.gateway.picker.picker_server import HEALTH, SERVICE, PickerServer
 from headstart.http.answer_report import AnswerReport, decode_report
 
@@ -77,6 +77,9 @@ class FakeEnvoy:
 
     async def write(self, *responses: pb.ProcessingResponse) -> None:
         self.written += responses
+
+    def end_gently(self) -> None:
+        """Nothing: `say(None)` is always gentle."""
 
     @property
     def kinds(self) -> list[str | None]:
@@ -346,7 +349,7 @@ def test_headers_for_the_replica_are_set_and_those_that_mislead_it_removed() -> 
 
 
 def test_repeated_headers_of_the_router_are_kept() -> None:
-    mutation = ext_proc_stream._mutation([(b"a", b"1"), (b"b", b"2"), (b"a", b"3")])
+    mutation = ext_proc_messages.header_mutation([(b"a", b"1"), (b"b", b"2"), (b"a", b"3")])
     assert [option.append_action for option in mutation.set_headers] == [2, 2, 0]
 
 
@@ -363,7 +366,7 @@ def test_an_invalid_report_is_none(text: str) -> None:
 
 
 def test_the_compiled_messages_are_those_of_the_proto_file() -> None:
-    text = Path(ext_proc_stream.__file__).with_name("ext_proc.proto").read_text(encoding="utf-8")
+    text = Path(ext_proc_messages.__file__).with_name("ext_proc.proto").read_text(encoding="utf-8")
     for name, block in re.findall(r"^message (\w+) \{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE):
         told = {field: int(number) for field, number in re.findall(r"(\w+) = (\d+);", block)}
         fields = getattr(pb, name).DESCRIPTOR.fields

@@ -40,9 +40,7 @@ class Gate:
         if scope["type"] != "http":
             return
         record = RequestRecord.of(scope)
-        identity = [(b"x-request-id", record.request_id.encode("latin-1"))]
-        if is_anthropic(record.path):
-            identity.append((b"request-id", identity[0][1]))
+        identity = identity_headers(record.path, record.request_id)
 
         async def send_identified(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -76,3 +74,10 @@ class Gate:
         if self._state.count_answer(record):
             now = time.monotonic()
             self._state.log.event("request", record.fields(now), text=record.text(now))
+
+
+def identity_headers(path: str, request_id: str) -> list[tuple[bytes, bytes]]:
+    """Return the headers by which every answer names its request."""
+    value = request_id.encode("latin-1")
+    named = [(b"x-request-id", value)]
+    return [*named, (b"request-id", value)] if is_anthropic(path) else named

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from headstart.core.errors import NoReplicaError
 from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
+from headstart.gateway.picker.ext_proc_messages import CHUNK_BYTES
 from headstart.gateway.picker.ext_proc_stream import EXTENSION, AnswerHead, ExtProcStream
 from headstart.gateway.proxy.api_paths import RESPONSES
 from headstart.gateway.proxy.error_responses import no_answer, no_replicas
@@ -23,8 +24,9 @@ from headstart.gateway.proxy.relay import own_headers
 from headstart.gateway.proxy.sse_reader import EventStream, ReportedUsage
 from headstart.gateway.proxy.upstream import AttemptError, Failure, headers_back, headers_changed
 from headstart.http.answer_report import REPORT_HEADER, AnswerReport, decode_report
+from headstart.http.gate import identity_headers
 from headstart.http.http_errors import ClientGoneError, HttpError
-from headstart.router.routing_decision import InFlight
+from headstart.router.routing_decision import InFlight, RoutingDecision
 from headstart.router.routing_request import Usage
 
 _EVENTS = b"text/event-stream"
@@ -59,9 +61,8 @@ class EndpointPicker:
         if stream.subset is not None:
             names = frozenset(url for address in stream.subset if (url := self._addresses.url(address)) is not None)
             call.reading.request = replace(call.reading.request, subset=names)
-        in_flight = await self._placed(call)
+        in_flight = await self._sent(call, stream)
         try:
-            await self._sent(call, in_flight, stream)
             timer = self._first_token_timer(call, in_flight) if not call.reading.stream else None
             try:
                 head = await stream.answer_head()
@@ -77,26 +78,43 @@ class EndpointPicker:
             if in_flight.finish is None:
                 self._router.abandoned(in_flight, time.monotonic())
 
-    async def _placed(self, call: ProxiedCall) -> InFlight:
-        """Choose a replica; wait if one left a moment ago. Raises HttpError 503."""
+    async def _chosen(self, call: ProxiedCall, now: float) -> tuple[RoutingDecision, float]:
+        """Choose a replica, at once or when one is there again; return the time of it too. Raises HttpError 503."""
         while True:
             try:
-                return self._proxy.place(call, time.monotonic())
+                return self._proxy.choose(call, now), now
             except NoReplicaError as error:
                 if not await self._proxy.waited(call):
                     raise no_replicas(error) from error
+                now = time.monotonic()
 
-    async def _sent(self, call: ProxiedCall, in_flight: InFlight, stream: ExtProcStream) -> None:
-        names = (in_flight.endpoint.name, *in_flight.fallbacks)[: self._state.options.max_attempts]
+    async def _sent(self, call: ProxiedCall, stream: ExtProcStream) -> InFlight:
+        """Have the request sent to the best replica. Raises HttpError 503."""
+        decision, now = await self._chosen(call, time.monotonic())
+        if len(call.reading.body) > CHUNK_BYTES:  # others may be chosen for meanwhile
+            in_flight = self._proxy.record(call, decision, now)
+            try:
+                await self._forwarded(call, decision, stream)
+            except BaseException:
+                self._router.abandoned(in_flight, time.monotonic())
+                raise
+            return in_flight
+        await self._forwarded(call, decision, stream)  # first of all: Envoy waits for it
+        return self._proxy.record(call, decision, now)
+
+    async def _forwarded(self, call: ProxiedCall, decision: RoutingDecision, stream: ExtProcStream) -> None:
+        names = (decision.endpoint.name, *decision.fallbacks)[: self._state.options.max_attempts]
         own = {"x-request-id": call.request_id, REPORT_HEADER.decode(): "1"}
         if self._state.options.replica_api_key is not None:
             own["authorization"] = f"Bearer {self._state.options.replica_api_key}"
         changed, removed = headers_changed(call.headers, own)
         addresses = [address for name in names if (address := self._addresses.address(name)) is not None]
         body = call.reading.body
+        told = [*identity_headers(call.path, call.request_id), *own_headers(call, 200, decision.endpoint.name)]
+        shown = {name.decode("latin-1"): value.decode("latin-1") for name, value in told}
         call.reading.body = b""  # the picker sends it once; Envoy keeps it for its own retries
         try:
-            await stream.forward(addresses, body, changed, removed)
+            await stream.forward(addresses, body, changed, removed, shown)
         finally:
             call.reading.body = body
             call.drop_body()
@@ -144,7 +162,7 @@ class EndpointPicker:
         else:
             report = decode_report(head.headers)
             self._begun(call, in_flight, report, is_stream=_is_stream(head), now=now)
-        kept = [*headers_back(head.headers), *own_headers(call, head.status)]
+        kept = [*headers_back(head.headers), *own_headers(call, head.status, in_flight.endpoint.name)]
         await send({"type": "http.response.start", "status": head.status, "headers": kept})
         call.started = call.committed = True
         await stream.pass_head(head)

@@ -1,7 +1,8 @@
 """Configuration of an Envoy in front of a router's replicas: one listener, an external processing filter, one cluster.
 
 The endpoint picker names the replicas of each request; Envoy tries them in that order. Without the picker, Envoy sends
-requests to replicas in turn, unless the router has keys: then requests are refused, since nothing would check them.
+requests to replicas in turn, unless the router has keys: then only the requests that the picker has replied to have a
+route to a replica, since nothing would check the others.
 """
 
 import json
@@ -11,15 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headstart.gateway.picker.ext_proc_stream import DESTINATION, SERVED
+from headstart.gateway.picker.envoy_filters import TYPE, http_filters
+from headstart.gateway.picker.ext_proc_messages import DESTINATION, LB, SERVED
 
-_TYPE = "type.googleapis.com/envoy"
 _MANY = 1 << 20  # connections, requests and retries: no circuit breaker opens
-_LB = "envoy.lb"
 BOOTSTRAP, REPLICAS, SOCKET = "envoy.json", "replicas.json", "picker.sock"
 """Files in the folder of an Envoy: its configuration, the addresses of the replicas, the picker's socket."""
 PROBE_SECONDS = 0.1  # between two probes of the picker
-MESSAGE_SECONDS = 60  # limit for one reply of the picker: requests may wait in it for a replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ def write_bootstrap(settings: EnvoySettings) -> Path:
     """Write the configuration and return its path."""
     path = settings.folder / BOOTSTRAP
     monitor = {
-        "@type": f"{_TYPE}.extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig",
+        "@type": f"{TYPE}.extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig",
         "max_active_downstream_connections": settings.max_connections,
     }
     name = "envoy.resource_monitors.global_downstream_max_connections"
@@ -58,7 +57,7 @@ def write_replicas(folder: Path, addresses: Sequence[str]) -> None:
     """Write the addresses of the replicas, IP:port; a running Envoy reads them again."""
     endpoints = [{"endpoint": {"address": _socket(address)}} for address in addresses]
     assignment = {
-        "@type": f"{_TYPE}.config.endpoint.v3.ClusterLoadAssignment",
+        "@type": f"{TYPE}.config.endpoint.v3.ClusterLoadAssignment",
         "cluster_name": "replicas",
         "endpoints": [{"lb_endpoints": endpoints}],
     }
@@ -79,14 +78,20 @@ def _listener(settings: EnvoySettings) -> dict[str, Any]:
         "retriable_status_codes": [429, 502, 503, 504],
         "retry_back_off": {"base_interval": "0.001s", "max_interval": "0.005s"},
     }
-    route = {
-        "match": {"prefix": "/"},
-        "route": {"cluster": "replicas", "timeout": "0s", "retry_policy": retries},
-        "request_body_buffer_limit": settings.max_body_bytes,  # bodies are kept for retries
-    }
-    router = {"@type": f"{_TYPE}.extensions.filters.http.router.v3.Router", "suppress_envoy_headers": True}
+    picked = {"filter": LB, "path": [{"key": DESTINATION}], "value": {"present_match": True}}
+    kept = {"request_body_buffer_limit": settings.max_body_bytes}  # bodies are kept for retries, and without a picker
+    routes: list[dict[str, Any]] = [
+        {
+            "match": {"prefix": "/"} if settings.fails_open else {"prefix": "/", "dynamic_metadata": [picked]},
+            "route": {"cluster": "replicas", "timeout": "0s", "retry_policy": retries},
+            **kept,
+        }
+    ]
+    if not settings.fails_open:  # until the picker has replied
+        routes.append({"match": {"prefix": "/"}, "direct_response": _refusal(), **kept, **_refusal_headers()})
+    virtual_host = {"name": "all", "domains": ["*"], "routes": routes, "include_attempt_count_in_response": True}
     manager = {
-        "@type": f"{_TYPE}.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "@type": f"{TYPE}.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": "front",
         "use_remote_address": True,
         "server_header_transformation": "PASS_THROUGH",
@@ -94,50 +99,26 @@ def _listener(settings: EnvoySettings) -> dict[str, Any]:
         "preserve_external_request_id": True,
         "normalize_path": False,
         "stream_idle_timeout": f"{settings.response_timeout:g}s",
-        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
-        "http_filters": [
-            {"name": "headstart.picker", "typed_config": _picker_filter(settings)},
-            {"name": "router", "typed_config": router},
-        ],
+        "route_config": {"virtual_hosts": [virtual_host]},
+        "http_filters": http_filters(),
     }
     return {
         "name": "front",
         "address": _socket(
             f"[{settings.host}]:{settings.port}" if ":" in settings.host else f"{settings.host}:{settings.port}"
         ),
-        "per_connection_buffer_limit_bytes": 1 << 20,
+        # A body waits here until the picker has read all of it. Beyond the limit Envoy would stop reading it.
+        "per_connection_buffer_limit_bytes": settings.max_body_bytes + (1 << 20),
         "filter_chains": [{"filters": [{"name": "http", "typed_config": manager}]}],
     }
 
 
-def _picker_filter(settings: EnvoySettings) -> dict[str, Any]:
-    return {
-        "@type": f"{_TYPE}.extensions.filters.http.ext_proc.v3.ExternalProcessor",
-        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
-        "failure_mode_allow": settings.fails_open,
-        "request_attributes": ["source.address"],
-        "message_timeout": f"{MESSAGE_SECONDS}s",
-        "processing_mode": {
-            "request_header_mode": "SEND",
-            "request_body_mode": "FULL_DUPLEX_STREAMED",
-            "request_trailer_mode": "SEND",
-            "response_header_mode": "SEND",
-            "response_body_mode": "NONE",
-            "response_trailer_mode": "SEND",
-        },
-        "metadata_options": {
-            "forwarding_namespaces": {"untyped": [_LB, f"{_LB}.subset_hint"]},
-            "receiving_namespaces": {"untyped": [_LB]},
-        },
-    }
-
-
 def _clusters(settings: EnvoySettings) -> list[dict[str, Any]]:
-    round_robin = {"@type": f"{_TYPE}.extensions.load_balancing_policies.round_robin.v3.RoundRobin"}
+    round_robin = {"@type": f"{TYPE}.extensions.load_balancing_policies.round_robin.v3.RoundRobin"}
     override = {
-        "@type": f"{_TYPE}.extensions.load_balancing_policies.override_host.v3.OverrideHost",
-        "override_host_sources": [{"metadata": {"key": _LB, "path": [{"key": DESTINATION}]}}],
-        "selected_host_key": {"key": _LB, "path": [{"key": SERVED}]},
+        "@type": f"{TYPE}.extensions.load_balancing_policies.override_host.v3.OverrideHost",
+        "override_host_sources": [{"metadata": {"key": LB, "path": [{"key": DESTINATION}]}}],
+        "selected_host_key": {"key": LB, "path": [{"key": SERVED}]},
         "fallback_policy": {
             "policies": [{"typed_extension_config": {"name": "round_robin", "typed_config": round_robin}}]
         },
@@ -160,7 +141,7 @@ def _clusters(settings: EnvoySettings) -> list[dict[str, Any]]:
         "per_connection_buffer_limit_bytes": 1 << 20,
     }
     http2 = {
-        "@type": f"{_TYPE}.extensions.upstreams.http.v3.HttpProtocolOptions",
+        "@type": f"{TYPE}.extensions.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
     }
     picker = {
@@ -203,3 +184,18 @@ def _clusters(settings: EnvoySettings) -> list[dict[str, Any]]:
 def _socket(address: str) -> dict[str, Any]:
     host, _, port = address.rpartition(":")
     return {"socket_address": {"address": host.strip("[]"), "port_value": int(port)}}
+
+
+def _refusal() -> dict[str, Any]:
+    """Return the answer to requests that no picker has checked."""
+    error = {"message": "the router is not running: try again later", "type": "server_error", "code": "no_router"}
+    return {"status": 503, "body": {"inline_string": json.dumps({"error": error})}}
+
+
+def _refusal_headers() -> dict[str, Any]:
+    found = {"content-type": "application/json", "retry-after": "1"}
+    actions = [
+        {"header": {"key": key, "value": value}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
+        for key, value in found.items()
+    ]
+    return {"response_headers_to_add": actions}

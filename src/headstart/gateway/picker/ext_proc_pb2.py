@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'headstart/gateway/picker/ext_proc.proto\x12\x12headstart.ext_proc\x1a\x1cgoogle/protobuf/struct.proto\"<\n\x0bHeaderValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x11\n\traw_value\x18\x03 \x01(\x0c\"=\n\tHeaderMap\x12\x30\n\x07headers\x18\x01 \x03(\x0b\x32\x1f.headstart.ext_proc.HeaderValue\"T\n\x0bHttpHeaders\x12.\n\x07headers\x18\x01 \x01(\x0b\x32\x1d.headstart.ext_proc.HeaderMap\x12\x15\n\rend_of_stream\x18\x03 \x01(\x08\"/\n\x08HttpBody\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"?\n\x0cHttpTrailers\x12/\n\x08trailers\x18\x01 \x01(\x0b\x32\x1d.headstart.ext_proc.HeaderMap\"\xa5\x01\n\x08Metadata\x12I\n\x0f\x66ilter_metadata\x18\x01 \x03(\x0b\x32\x30.headstart.ext_proc.Metadata.FilterMetadataEntry\x1aN\n\x13\x46ilterMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01\"N\n\x15ProtocolConfiguration\x12\x19\n\x11request_body_mode\x18\x01 \x01(\x05\x12\x1a\n\x12response_body_mode\x18\x02 \x01(\x05\"\xb0\x05\n\x11ProcessingRequest\x12:\n\x0frequest_headers\x18\x02 \x01(\x0b\x32\x1f.headstart.ext_proc.HttpHeadersH\x00\x12;\n\x10response_headers\x18\x03 \x01(\x0b\x32\x1f.headstart.ext_proc.HttpHeadersH\x00\x12\x34\n\x0crequest_body\x18\x04 \x01(\x0b\x32\x1c.headstart.ext_proc.HttpBodyH\x00\x12\x35\n\rresponse_body\x18\x05 \x01(\x0b\x32\x1c.headstart.ext_proc.HttpBodyH\x00\x12<\n\x10request_trailers\x18\x06 \x01(\x0b\x32 .headstart.ext_proc.HttpTrailersH\x00\x12=\n\x11response_trailers\x18\x07 \x01(\x0b\x32 .headstart.ext_proc.HttpTrailersH\x00\x12\x36\n\x10metadata_context\x18\x08 \x01(\x0b\x32\x1c.headstart.ext_proc.Metadata\x12I\n\nattributes\x18\t \x03(\x0b\x32\x35.headstart.ext_proc.ProcessingRequest.AttributesEntry\x12\x1a\n\x12observability_mode\x18\n \x01(\x08\x12\x42\n\x0fprotocol_config\x18\x0b \x01(\x0b\x32).headstart.ext_proc.ProtocolConfiguration\x1aJ\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01\x42\t\n\x07request\"[\n\x11HeaderValueOption\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.headstart.ext_proc.HeaderValue\x12\x15\n\rappend_action\x18\x03 \x01(\x05\"d\n\x0eHeaderMutation\x12:\n\x0bset_headers\x18\x01 \x03(\x0b\x32%.headstart.ext_proc.HeaderValueOption\x12\x16\n\x0eremove_headers\x18\x02 \x03(\t\";\n\x14StreamedBodyResponse\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"\x87\x01\n\x0c\x42odyMutation\x12\x0e\n\x04\x62ody\x18\x01 \x01(\x0cH\x00\x12\x14\n\nclear_body\x18\x02 \x01(\x08H\x00\x12\x45\n\x11streamed_response\x18\x03 \x01(\x0b\x32(.headstart.ext_proc.StreamedBodyResponseH\x00\x42\n\n\x08mutation\"\xb1\x01\n\x0e\x43ommonResponse\x12\x0e\n\x06status\x18\x01 \x01(\x05\x12;\n\x0fheader_mutation\x18\x02 \x01(\x0b\x32\".headstart.ext_proc.HeaderMutation\x12\x37\n\rbody_mutation\x18\x03 \x01(\x0b\x32 .headstart.ext_proc.BodyMutation\x12\x19\n\x11\x63lear_route_cache\x18\x05 \x01(\x08\"G\n\x0fHeadersResponse\x12\x34\n\x08response\x18\x01 \x01(\x0b\x32\".headstart.ext_proc.CommonResponse\"D\n\x0c\x42odyResponse\x12\x34\n\x08response\x18\x01 \x01(\x0b\x32\".headstart.ext_proc.CommonResponse\"O\n\x10TrailersResponse\x12;\n\x0fheader_mutation\x18\x01 \x01(\x0b\x32\".headstart.ext_proc.HeaderMutation\"\x1a\n\nHttpStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\"\x97\x01\n\x11ImmediateResponse\x12.\n\x06status\x18\x01 \x01(\x0b\x32\x1e.headstart.ext_proc.HttpStatus\x12\x33\n\x07headers\x18\x02 \x01(\x0b\x32\".headstart.ext_proc.HeaderMutation\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\t\"\x93\x04\n\x12ProcessingResponse\x12>\n\x0frequest_headers\x18\x01 \x01(\x0b\x32#.headstart.ext_proc.HeadersResponseH\x00\x12?\n\x10response_headers\x18\x02 \x01(\x0b\x32#.headstart.ext_proc.HeadersResponseH\x00\x12\x38\n\x0crequest_body\x18\x03 \x01(\x0b\x32 .headstart.ext_proc.BodyResponseH\x00\x12\x39\n\rresponse_body\x18\x04 \x01(\x0b\x32 .headstart.ext_proc.BodyResponseH\x00\x12@\n\x10request_trailers\x18\x05 \x01(\x0b\x32$.headstart.ext_proc.TrailersResponseH\x00\x12\x41\n\x11response_trailers\x18\x06 \x01(\x0b\x32$.headstart.ext_proc.TrailersResponseH\x00\x12\x43\n\x12immediate_response\x18\x07 \x01(\x0b\x32%.headstart.ext_proc.ImmediateResponseH\x00\x12\x31\n\x10\x64ynamic_metadata\x18\x08 \x01(\x0b\x32\x17.google.protobuf.StructB\n\n\x08response\"%\n\x12HealthCheckRequest\x12\x0f\n\x07service\x18\x01 \x01(\t\"%\n\x13HealthCheckResponse\x12\x0e\n\x06status\x18\x01 \x01(\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'headstart/gateway/picker/ext_proc.proto\x12\x12headstart.ext_proc\x1a\x1cgoogle/protobuf/struct.proto\"<\n\x0bHeaderValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x11\n\traw_value\x18\x03 \x01(\x0c\"=\n\tHeaderMap\x12\x30\n\x07headers\x18\x01 \x03(\x0b\x32\x1f.headstart.ext_proc.HeaderValue\"T\n\x0bHttpHeaders\x12.\n\x07headers\x18\x01 \x01(\x0b\x32\x1d.headstart.ext_proc.HeaderMap\x12\x15\n\rend_of_stream\x18\x03 \x01(\x08\"/\n\x08HttpBody\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"?\n\x0cHttpTrailers\x12/\n\x08trailers\x18\x01 \x01(\x0b\x32\x1d.headstart.ext_proc.HeaderMap\"\xa5\x01\n\x08Metadata\x12I\n\x0f\x66ilter_metadata\x18\x01 \x03(\x0b\x32\x30.headstart.ext_proc.Metadata.FilterMetadataEntry\x1aN\n\x13\x46ilterMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01\"\x85\x01\n\x15ProtocolConfiguration\x12\x19\n\x11request_body_mode\x18\x01 \x01(\x05\x12\x1a\n\x12response_body_mode\x18\x02 \x01(\x05\x12\x35\n-send_body_without_waiting_for_header_response\x18\x03 \x01(\x08\"\xb0\x05\n\x11ProcessingRequest\x12:\n\x0frequest_headers\x18\x02 \x01(\x0b\x32\x1f.headstart.ext_proc.HttpHeadersH\x00\x12;\n\x10response_headers\x18\x03 \x01(\x0b\x32\x1f.headstart.ext_proc.HttpHeadersH\x00\x12\x34\n\x0crequest_body\x18\x04 \x01(\x0b\x32\x1c.headstart.ext_proc.HttpBodyH\x00\x12\x35\n\rresponse_body\x18\x05 \x01(\x0b\x32\x1c.headstart.ext_proc.HttpBodyH\x00\x12<\n\x10request_trailers\x18\x06 \x01(\x0b\x32 .headstart.ext_proc.HttpTrailersH\x00\x12=\n\x11response_trailers\x18\x07 \x01(\x0b\x32 .headstart.ext_proc.HttpTrailersH\x00\x12\x36\n\x10metadata_context\x18\x08 \x01(\x0b\x32\x1c.headstart.ext_proc.Metadata\x12I\n\nattributes\x18\t \x03(\x0b\x32\x35.headstart.ext_proc.ProcessingRequest.AttributesEntry\x12\x1a\n\x12observability_mode\x18\n \x01(\x08\x12\x42\n\x0fprotocol_config\x18\x0b \x01(\x0b\x32).headstart.ext_proc.ProtocolConfiguration\x1aJ\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01\x42\t\n\x07request\"[\n\x11HeaderValueOption\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1f.headstart.ext_proc.HeaderValue\x12\x15\n\rappend_action\x18\x03 \x01(\x05\"d\n\x0eHeaderMutation\x12:\n\x0bset_headers\x18\x01 \x03(\x0b\x32%.headstart.ext_proc.HeaderValueOption\x12\x16\n\x0eremove_headers\x18\x02 \x03(\t\";\n\x14StreamedBodyResponse\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"\x87\x01\n\x0c\x42odyMutation\x12\x0e\n\x04\x62ody\x18\x01 \x01(\x0cH\x00\x12\x14\n\nclear_body\x18\x02 \x01(\x08H\x00\x12\x45\n\x11streamed_response\x18\x03 \x01(\x0b\x32(.headstart.ext_proc.StreamedBodyResponseH\x00\x42\n\n\x08mutation\"\xb1\x01\n\x0e\x43ommonResponse\x12\x0e\n\x06status\x18\x01 \x01(\x05\x12;\n\x0fheader_mutation\x18\x02 \x01(\x0b\x32\".headstart.ext_proc.HeaderMutation\x12\x37\n\rbody_mutation\x18\x03 \x01(\x0b\x32 .headstart.ext_proc.BodyMutation\x12\x19\n\x11\x63lear_route_cache\x18\x05 \x01(\x08\"G\n\x0fHeadersResponse\x12\x34\n\x08response\x18\x01 \x01(\x0b\x32\".headstart.ext_proc.CommonResponse\"D\n\x0c\x42odyResponse\x12\x34\n\x08response\x18\x01 \x01(\x0b\x32\".headstart.ext_proc.CommonResponse\"O\n\x10TrailersResponse\x12;\n\x0fheader_mutation\x18\x01 \x01(\x0b\x32\".headstart.ext_proc.HeaderMutation\"\x1a\n\nHttpStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\"\x97\x01\n\x11ImmediateResponse\x12.\n\x06status\x18\x01 \x01(\x0b\x32\x1e.headstart.ext_proc.HttpStatus\x12\x33\n\x07headers\x18\x02 \x01(\x0b\x32\".headstart.ext_proc.HeaderMutation\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\t\"\x93\x04\n\x12ProcessingResponse\x12>\n\x0frequest_headers\x18\x01 \x01(\x0b\x32#.headstart.ext_proc.HeadersResponseH\x00\x12?\n\x10response_headers\x18\x02 \x01(\x0b\x32#.headstart.ext_proc.HeadersResponseH\x00\x12\x38\n\x0crequest_body\x18\x03 \x01(\x0b\x32 .headstart.ext_proc.BodyResponseH\x00\x12\x39\n\rresponse_body\x18\x04 \x01(\x0b\x32 .headstart.ext_proc.BodyResponseH\x00\x12@\n\x10request_trailers\x18\x05 \x01(\x0b\x32$.headstart.ext_proc.TrailersResponseH\x00\x12\x41\n\x11response_trailers\x18\x06 \x01(\x0b\x32$.headstart.ext_proc.TrailersResponseH\x00\x12\x43\n\x12immediate_response\x18\x07 \x01(\x0b\x32%.headstart.ext_proc.ImmediateResponseH\x00\x12\x31\n\x10\x64ynamic_metadata\x18\x08 \x01(\x0b\x32\x17.google.protobuf.StructB\n\n\x08response\"%\n\x12HealthCheckRequest\x12\x0f\n\x07service\x18\x01 \x01(\t\"%\n\x13HealthCheckResponse\x12\x0e\n\x06status\x18\x01 \x01(\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,36 +50,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_METADATA']._serialized_end=584
   _globals['_METADATA_FILTERMETADATAENTRY']._serialized_start=506
   _globals['_METADATA_FILTERMETADATAENTRY']._serialized_end=584
-  _globals['_PROTOCOLCONFIGURATION']._serialized_start=586
-  _globals['_PROTOCOLCONFIGURATION']._serialized_end=664
-  _globals['_PROCESSINGREQUEST']._serialized_start=667
-  _globals['_PROCESSINGREQUEST']._serialized_end=1355
-  _globals['_PROCESSINGREQUEST_ATTRIBUTESENTRY']._serialized_start=1270
-  _globals['_PROCESSINGREQUEST_ATTRIBUTESENTRY']._serialized_end=1344
-  _globals['_HEADERVALUEOPTION']._serialized_start=1357
-  _globals['_HEADERVALUEOPTION']._serialized_end=1448
-  _globals['_HEADERMUTATION']._serialized_start=1450
-  _globals['_HEADERMUTATION']._serialized_end=1550
-  _globals['_STREAMEDBODYRESPONSE']._serialized_start=1552
-  _globals['_STREAMEDBODYRESPONSE']._serialized_end=1611
-  _globals['_BODYMUTATION']._serialized_start=1614
-  _globals['_BODYMUTATION']._serialized_end=1749
-  _globals['_COMMONRESPONSE']._serialized_start=1752
-  _globals['_COMMONRESPONSE']._serialized_end=1929
-  _globals['_HEADERSRESPONSE']._serialized_start=1931
-  _globals['_HEADERSRESPONSE']._serialized_end=2002
-  _globals['_BODYRESPONSE']._serialized_start=2004
-  _globals['_BODYRESPONSE']._serialized_end=2072
-  _globals['_TRAILERSRESPONSE']._serialized_start=2074
-  _globals['_TRAILERSRESPONSE']._serialized_end=2153
-  _globals['_HTTPSTATUS']._serialized_start=2155
-  _globals['_HTTPSTATUS']._serialized_end=2181
-  _globals['_IMMEDIATERESPONSE']._serialized_start=2184
-  _globals['_IMMEDIATERESPONSE']._serialized_end=2335
-  _globals['_PROCESSINGRESPONSE']._serialized_start=2338
-  _globals['_PROCESSINGRESPONSE']._serialized_end=2869
-  _globals['_HEALTHCHECKREQUEST']._serialized_start=2871
-  _globals['_HEALTHCHECKREQUEST']._serialized_end=2908
-  _globals['_HEALTHCHECKRESPONSE']._serialized_start=2910
-  _globals['_HEALTHCHECKRESPONSE']._serialized_end=2947
+  _globals['_PROTOCOLCONFIGURATION']._serialized_start=587
+  _globals['_PROTOCOLCONFIGURATION']._serialized_end=720
+  _globals['_PROCESSINGREQUEST']._serialized_start=723
+  _globals['_PROCESSINGREQUEST']._serialized_end=1411
+  _globals['_PROCESSINGREQUEST_ATTRIBUTESENTRY']._serialized_start=1326
+  _globals['_PROCESSINGREQUEST_ATTRIBUTESENTRY']._serialized_end=1400
+  _globals['_HEADERVALUEOPTION']._serialized_start=1413
+  _globals['_HEADERVALUEOPTION']._serialized_end=1504
+  _globals['_HEADERMUTATION']._serialized_start=1506
+  _globals['_HEADERMUTATION']._serialized_end=1606
+  _globals['_STREAMEDBODYRESPONSE']._serialized_start=1608
+  _globals['_STREAMEDBODYRESPONSE']._serialized_end=1667
+  _globals['_BODYMUTATION']._serialized_start=1670
+  _globals['_BODYMUTATION']._serialized_end=1805
+  _globals['_COMMONRESPONSE']._serialized_start=1808
+  _globals['_COMMONRESPONSE']._serialized_end=1985
+  _globals['_HEADERSRESPONSE']._serialized_start=1987
+  _globals['_HEADERSRESPONSE']._serialized_end=2058
+  _globals['_BODYRESPONSE']._serialized_start=2060
+  _globals['_BODYRESPONSE']._serialized_end=2128
+  _globals['_TRAILERSRESPONSE']._serialized_start=2130
+  _globals['_TRAILERSRESPONSE']._serialized_end=2209
+  _globals['_HTTPSTATUS']._serialized_start=2211
+  _globals['_HTTPSTATUS']._serialized_end=2237
+  _globals['_IMMEDIATERESPONSE']._serialized_start=2240
+  _globals['_IMMEDIATERESPONSE']._serialized_end=2391
+  _globals['_PROCESSINGRESPONSE']._serialized_start=2394
+  _globals['_PROCESSINGRESPONSE']._serialized_end=2925
+  _globals['_HEALTHCHECKREQUEST']._serialized_start=2927
+  _globals['_HEALTHCHECKREQUEST']._serialized_end=2964
+  _globals['_HEALTHCHECKRESPONSE']._serialized_start=2966
+  _globals['_HEALTHCHECKRESPONSE']._serialized_end=3003
 # @@protoc_insertion_point(module_scope)

@@ -59,12 +59,14 @@ class Metadata(_message.Message):
     def __init__(self, filter_metadata: _Optional[_Mapping[str, _struct_pb2.Struct]] = ...) -> None: ...
 
 class ProtocolConfiguration(_message.Message):
-    __slots__ = ("request_body_mode", "response_body_mode")
+    __slots__ = ("request_body_mode", "response_body_mode", "send_body_without_waiting_for_header_response")
     REQUEST_BODY_MODE_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_BODY_MODE_FIELD_NUMBER: _ClassVar[int]
+    SEND_BODY_WITHOUT_WAITING_FOR_HEADER_RESPONSE_FIELD_NUMBER: _ClassVar[int]
     request_body_mode: int
     response_body_mode: int
-    def __init__(self, request_body_mode: _Optional[int] = ..., response_body_mode: _Optional[int] = ...) -> None: ...
+    send_body_without_waiting_for_header_response: bool
+    def __init__(self, request_body_mode: _Optional[int] = ..., response_body_mode: _Optional[int] = ..., send_body_without_waiting_for_header_response: bool = ...) -> None: ...
 
 class ProcessingRequest(_message.Message):
     __slots__ = ("request_headers", "response_headers", "request_body", "response_body", "request_trailers", "response_trailers", "metadata_context", "attributes", "observability_mode", "protocol_config")

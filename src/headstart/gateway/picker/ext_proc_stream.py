@@ -4,27 +4,45 @@ It is the ASGI server of the router's own application: the request's headers and
 application sends becomes an immediate response, unless it has the request forwarded: then `forward` names the replicas
 and sends the body back to Envoy, and the rest of the stream is about the replica's answer. Protocol: Gateway API
 inference extension, proposal 004, v1.0.0.
+
+Our own Envoy (envoy_filters.py) keeps the body until the picker has replied (STREAMED, not FULL_DUPLEX_STREAMED),
+and reports the head of the answer on a stream of its own, which names the request by the metadata CALL.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote_to_bytes
 
 from starlette.types import ASGIApp, Message
 
 from headstart.gateway.picker import ext_proc_pb2 as pb
+from headstart.gateway.picker.ext_proc_messages import (
+    ANSWER_HEADERS,
+    BY_ENVOY,
+    CALL,
+    CHUNK_BYTES,
+    DESTINATION,
+    FULL_DUPLEX,
+    LB,
+    SERVED,
+    STREAMED,
+    Headers,
+    body_chunks,
+    body_of_request,
+    encoded_headers,
+    header_mutation,
+    header_pairs,
+    replacement,
+    source_in,
+    subset_in,
+    text_in,
+    without_own_hop,
+)
 from headstart.http.spooled_body import SpooledBody
 
 EXTENSION = "headstart.picker"
 """The key of the ASGI scope's extensions under which an application finds the ExtProcStream."""
-CHUNK_BYTES = 62_000  # of a body that is sent back, per message; Envoy's limit is 64 kB
-FULL_DUPLEX = 4  # FULL_DUPLEX_STREAMED
-DESTINATION = "x-gateway-destination-endpoint"
-SERVED, SUBSET = f"{DESTINATION}-served", f"{DESTINATION}-subset"
-_LB, _SUBSET_HINT = "envoy.lb", "envoy.lb.subset_hint"  # namespaces of metadata
-_APPEND, _OVERWRITE = 0, 2
-_BY_ENVOY = frozenset((b"content-length", b"connection", b"transfer-encoding"))
-Headers = list[tuple[bytes, bytes]]
 
 
 class Peer(Protocol):
@@ -33,6 +51,10 @@ class Peer(Protocol):
     async def read(self) -> pb.ProcessingRequest | None: ...
 
     async def write(self, *responses: pb.ProcessingResponse) -> None: ...
+
+    def end_gently(self) -> None:
+        """Let `read` return None in place of a cancellation from now on, after the messages before it."""
+        ...
 
 
 class AnswerHead(NamedTuple):
@@ -47,8 +69,10 @@ class AnswerHead(NamedTuple):
 class ExtProcStream:
     """One request."""
 
-    def __init__(self, peer: Peer, first: pb.ProcessingRequest, *, trusts_address: bool = False) -> None:
-        """`first` is the first message, with the headers of the request.
+    def __init__(
+        self, peer: Peer, first: pb.ProcessingRequest, *, trusts_address: bool = False, call_id: str = ""
+    ) -> None:
+        """`first` is the first message, with the headers of the request; `call_id` names it to our own Envoy.
 
         `trusts_address`: Envoy is our own, and the first proxy: it reports the client's address, and has appended one
         to x-forwarded-for. Otherwise the address is unknown, and no client counts as one on this machine.
@@ -56,18 +80,43 @@ class ExtProcStream:
         self._peer = peer
         self._head = first.request_headers
         self._response_mode = first.protocol_config.response_body_mode
-        self.is_usable = first.protocol_config.request_body_mode in (0, FULL_DUPLEX) or self._head.end_of_stream
-        self.subset = _subset_in(first.metadata_context)
-        self._source = _source_in(first.attributes.values()) if trusts_address else ""
+        mode = first.protocol_config.request_body_mode
+        self._keeps_body = mode == STREAMED and first.protocol_config.send_body_without_waiting_for_header_response
+        self.is_usable = mode in (0, FULL_DUPLEX) or self._keeps_body or self._head.end_of_stream
+        self.call_id = call_id if self._keeps_body else ""
+        self.subset = subset_in(first.metadata_context)
+        self._source = source_in(first.attributes.values()) if trusts_address else ""
         self._is_read = False  # the request's body
+        self._num_pieces = 0  # of it
         self._has_trailers = False
         self._is_over = False  # Envoy has ended the stream
         self._start: Message | None = None  # of an immediate response
         self._pieces: list[bytes] = []
+        self._checker: Peer | None = None  # the stream that waits for the head of the answer
+        self._checked: asyncio.Future[None] | None = None
 
     async def run(self, app: ASGIApp) -> None:
         """Serve the request by an application."""
-        await app(self._scope(), self.receive, self.send)
+        try:
+            await app(self._scope(), self.receive, self.send)
+        finally:
+            self._release_checker()
+
+    def check(self, peer: Peer) -> Coroutine[Any, Any, None]:
+        """Have the head of the answer, or an immediate response in its place, sent on another stream, from now on.
+
+        Return a coroutine that ends when it was sent.
+        """
+        self._checker, self._checked = peer, asyncio.get_running_loop().create_future()
+        return self._until_checked(self._checked)
+
+    async def _until_checked(self, checked: "asyncio.Future[None]") -> None:
+        await checked
+
+    def _release_checker(self) -> None:
+        self._checker = None
+        if self._checked is not None and not self._checked.done():
+            self._checked.set_result(None)
 
     # ------------------------------------------------------------------------------------------ ASGI, for applications
 
@@ -81,6 +130,7 @@ class ExtProcStream:
         message = await self._next()
         kind = None if message is None else message.WhichOneof("request")
         if message is not None and kind == "request_body":
+            self._num_pieces += 1
             self._is_read = message.request_body.end_of_stream
             return {"type": "http.request", "body": message.request_body.body, "more_body": not self._is_read}
         self._is_read = True
@@ -102,11 +152,12 @@ class ExtProcStream:
                 await self._respond_at_once(start, b"".join(self._pieces))
 
     async def _respond_at_once(self, start: Message, body: bytes) -> None:
-        headers = [header for header in start["headers"] if header[0] not in _BY_ENVOY]
+        headers = [header for header in start["headers"] if header[0] not in BY_ENVOY]
         response = pb.ImmediateResponse(
-            status=pb.HttpStatus(code=start["status"]), headers=_mutation(headers), body=body, details="headstart"
+            status=pb.HttpStatus(code=start["status"]), headers=header_mutation(headers), body=body, details="headstart"
         )
-        await self._peer.write(pb.ProcessingResponse(immediate_response=response))
+        await (self._checker or self._peer).write(pb.ProcessingResponse(immediate_response=response))
+        self._release_checker()
 
     # ------------------------------------------------------------------------------------------- for forwarded requests
 
@@ -116,27 +167,50 @@ class ExtProcStream:
         body: bytes | SpooledBody,
         headers: Mapping[str, str],
         removed: Iterable[str],
+        answer_headers: Mapping[str, str],
     ) -> None:
         """Have Envoy forward the request to the first of `endpoints` that takes it, with this body and these headers.
 
-        `endpoints` are addresses, IP:port, the preferred one first.
+        `endpoints` are addresses, IP:port, the preferred one first. `answer_headers`: set by our own Envoy on answers
+        that it does not have checked.
         """
         picked = ",".join(endpoints)
-        mutation = _mutation([(DESTINATION.encode(), picked.encode()), *_encoded(headers)], removed)
+        mutation = header_mutation([(DESTINATION.encode(), picked.encode()), *encoded_headers(headers)], removed)
         common = pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
         response = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common))
-        response.dynamic_metadata.update({_LB: {DESTINATION: picked}})
+        metadata: dict[str, Any] = {DESTINATION: picked}
+        if self.call_id:
+            metadata |= {CALL: self.call_id, ANSWER_HEADERS: dict(answer_headers)}
+            self._peer.end_gently()  # the head of the answer may arrive together with the end
+        response.dynamic_metadata.update({LB: metadata})
         if self._head.end_of_stream:
             await self._peer.write(response)
-            return
+        elif self._keeps_body:
+            await self._replace_body(response, body)
+        else:
+            await self._send_body(response, body)
+
+    async def _replace_body(self, head: pb.ProcessingResponse, body: bytes | SpooledBody) -> None:
+        """Reply to the head and to each piece of the body that Envoy keeps; `body` is divided among the pieces."""
+        size = -(-len(body) // self._num_pieces)
+        ready, num_left = [head], self._num_pieces
+        async for piece in body_chunks(body, size):
+            ready.append(replacement(piece))
+            num_left -= 1
+            if len(piece) > CHUNK_BYTES:
+                await self._peer.write(*ready)
+                ready = []
+        await self._peer.write(*ready, *[replacement(b"") for _ in range(num_left)])
+
+    async def _send_body(self, response: pb.ProcessingResponse, body: bytes | SpooledBody) -> None:
         sent, ready = 0, [response]  # a short body is sent together with the head
-        async for chunk in _chunks(body):
+        async for chunk in body_chunks(body, CHUNK_BYTES):
             sent += len(chunk)
             is_last = sent == len(body) and not self._has_trailers
-            await self._peer.write(*ready, _body_of_request(chunk, is_last=is_last))
+            await self._peer.write(*ready, body_of_request(chunk, is_last=is_last))
             ready = []
         if not len(body) and not self._has_trailers:
-            ready.append(_body_of_request(b"", is_last=True))
+            ready.append(body_of_request(b"", is_last=True))
         if self._has_trailers:
             ready.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
         await self._peer.write(*ready)
@@ -146,9 +220,9 @@ class ExtProcStream:
         while (message := await self._next()) is not None:
             if message.WhichOneof("request") != "response_headers":
                 continue
-            pairs = _pairs(message.response_headers.headers)
+            pairs = header_pairs(message.response_headers.headers)
             status = next((value for name, value in pairs if name == b":status"), b"0")
-            served = _text_in(message.metadata_context, _LB, SERVED)
+            served = text_in(message.metadata_context, LB, SERVED)
             headers = [header for header in pairs if not header[0].startswith(b":")]
             return AnswerHead(int(status), headers, served, message.response_headers.end_of_stream)
         return None
@@ -157,10 +231,14 @@ class ExtProcStream:
         """Let the answer begin, with the headers of the `http.response.start` that was sent in place of its own."""
         assert self._start is not None, "the application has not sent the head of its response"
         kept, self._start = self._start["headers"], None
-        names = {name for name, _ in kept} | _BY_ENVOY | {b"date"}
+        if self.call_id and self._checker is None:
+            return  # Envoy does not wait
+        names = {name for name, _ in kept} | BY_ENVOY | {b"date"}
         removed = sorted({name.decode("latin-1") for name, _ in head.headers if name not in names})
-        common = pb.CommonResponse(header_mutation=_mutation(kept, removed))
-        await self._peer.write(pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common)))
+        common = pb.CommonResponse(header_mutation=header_mutation(kept, removed))
+        response = pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common))
+        await (self._checker or self._peer).write(response)
+        self._release_checker()
 
     async def pass_answer(self, read: Callable[[bytes], Any]) -> bool:
         """Pass the body of the answer, each piece of which `read` receives if Envoy sends them.
@@ -197,13 +275,13 @@ class ExtProcStream:
     # ------------------------------------------------------------------------------------------------------------
 
     def _scope(self) -> dict[str, Any]:
-        pairs = _pairs(self._head.headers)
+        pairs = header_pairs(self._head.headers)
         pseudo = {name: value for name, value in pairs if name.startswith(b":")}
         headers = [header for header in pairs if not header[0].startswith(b":")]
         if b":authority" in pseudo:
             headers.insert(0, (b"host", pseudo[b":authority"]))
         if self._source:
-            headers = _without_own_hop(headers)
+            headers = without_own_hop(headers)
         target, _, query = pseudo.get(b":path", b"/").partition(b"?")
         return {
             "type": "http",
@@ -220,71 +298,3 @@ class ExtProcStream:
             "server": None,
             "extensions": {EXTENSION: self},
         }
-
-
-def _source_in(attributes: Iterable[Any]) -> str:
-    """Return the client's address without its port, from the attributes of a request; empty: not reported."""
-    for struct in attributes:
-        if "source.address" in struct and isinstance(address := struct["source.address"], str):
-            return address.rpartition(":")[0].strip("[]")
-    return ""
-
-
-def _without_own_hop(headers: Headers) -> Headers:
-    """Return headers without the address that our own Envoy appended to x-forwarded-for."""
-    kept = Headers()
-    for name, value in headers:
-        before = value.rpartition(b",")[0].strip() if name == b"x-forwarded-for" else value
-        if before or name != b"x-forwarded-for":
-            kept.append((name, before))
-    return kept
-
-
-def _pairs(headers: pb.HeaderMap) -> Headers:
-    return [(entry.key.encode("latin-1"), entry.raw_value or entry.value.encode()) for entry in headers.headers]
-
-
-def _encoded(headers: Mapping[str, str]) -> Headers:
-    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-
-
-def _mutation(headers: Headers, removed: Iterable[str] = ()) -> pb.HeaderMutation:
-    """Return the mutation that sets headers, repeats kept, and removes others."""
-    options, names = list[pb.HeaderValueOption](), set[bytes]()
-    for name, value in headers:
-        header = pb.HeaderValue(key=name.decode("latin-1"), raw_value=value)
-        options.append(pb.HeaderValueOption(header=header, append_action=_APPEND if name in names else _OVERWRITE))
-        names.add(name)
-    return pb.HeaderMutation(set_headers=options, remove_headers=removed)
-
-
-def _body_of_request(chunk: bytes, *, is_last: bool) -> pb.ProcessingResponse:
-    streamed = pb.StreamedBodyResponse(body=chunk, end_of_stream=is_last)
-    common = pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed))
-    return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common))
-
-
-async def _chunks(body: bytes | SpooledBody) -> AsyncIterator[bytes]:
-    if isinstance(body, bytes):
-        for start in range(0, len(body), CHUNK_BYTES):
-            yield body[start : start + CHUNK_BYTES]
-        return
-    async for piece in body.pieces():
-        for start in range(0, len(piece), CHUNK_BYTES):
-            yield piece[start : start + CHUNK_BYTES]
-
-
-def _subset_in(metadata: pb.Metadata) -> frozenset[str] | None:
-    """Return the addresses that the request is restricted to; None: it is not."""
-    if _SUBSET_HINT not in metadata.filter_metadata or SUBSET not in metadata.filter_metadata[_SUBSET_HINT]:
-        return None
-    hint: Any = metadata.filter_metadata[_SUBSET_HINT][SUBSET]  # a list of addresses, or one text with commas
-    texts = hint.split(",") if isinstance(hint, str) else hint if isinstance(hint, Iterable) else ()
-    return frozenset(text.strip() for text in texts if isinstance(text, str) and text.strip())
-
-
-def _text_in(metadata: pb.Metadata, namespace: str, key: str) -> str:
-    if namespace not in metadata.filter_metadata or key not in metadata.filter_metadata[namespace]:
-        return ""
-    value = metadata.filter_metadata[namespace][key]
-    return value if isinstance(value, str) else ""

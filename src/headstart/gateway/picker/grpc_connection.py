@@ -5,8 +5,10 @@ themselves (docs/experiments.md). The client is a proxy: no TLS, no compression.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import cast
+import contextlib
+import os
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, cast
 
 import hpack
 
@@ -18,9 +20,11 @@ CONNECTION_WINDOW = 16 << 20  # bytes that a client may send on all streams befo
 MAX_STREAMS = 65_536
 LATE_SECONDS = 0.002  # for the ends of calls, for which no client waits
 MAX_HEADER_BYTES = 64 << 10
+MAX_PATHS = 64
 
 
-Handler = Callable[[GrpcStream], Awaitable[None]]
+Handler = Callable[[GrpcStream], Coroutine[Any, Any, None] | None]
+"""Begins a call when its first message is there; returns the rest of it, None: the call has ended."""
 
 
 class GrpcConnection(asyncio.Protocol):
@@ -36,10 +40,13 @@ class GrpcConnection(asyncio.Protocol):
         self._connections = connections
         self._failed = failed
         self._transport: asyncio.Transport | None = None
+        self._file = -1
         self._buffer = bytearray()
         self._has_preface = False
         self._decoder = hpack.Decoder(max_header_list_size=MAX_HEADER_BYTES)
         self._block: tuple[FrameHead, bytearray] | None = None  # headers that are continued
+        self._paths: dict[bytes, str] = {}  # by headers that are all in the decoder's table
+        self._waiting: dict[int, str] = {}  # calls without a message yet, and their paths
         self._streams: dict[int, GrpcStream] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._last_id = 0
@@ -55,6 +62,8 @@ class GrpcConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._connections.add(self)
+        socket = transport.get_extra_info("socket")
+        self._file = -1 if socket is None else socket.fileno()
         opening = h2.settings_frame(max_streams=MAX_STREAMS, window=STREAM_WINDOW, header_list=MAX_HEADER_BYTES)
         self._transport.write(opening + h2.window_frame(0, CONNECTION_WINDOW - h2.DEFAULT_WINDOW))
 
@@ -81,11 +90,16 @@ class GrpcConnection(asyncio.Protocol):
             self._abort(h2.COMPRESSION_ERROR)
 
     def send(self, data: bytes = b"") -> None:
-        """Send frames at once."""
+        """Send frames at once: uvloop would write them only when the caller has done the rest of its work."""
         if self._late:
             data = b"".join((*self._late, data))
             self._late.clear()
-        if self._transport is not None and data:
+        if self._transport is None or not data:
+            return
+        if self._file >= 0 and not self._transport.get_write_buffer_size():
+            with contextlib.suppress(OSError):  # it is full, or broken: the transport waits, or reports it
+                data = data[os.write(self._file, data) :]
+        if data:
             self._transport.write(data)
 
     def send_later(self, data: bytes) -> None:
@@ -188,21 +202,26 @@ class GrpcConnection(asyncio.Protocol):
         try:
             stream.received(h2.unpadded(head, payload), head.length)
         except GrpcError as error:
+            self._waiting.pop(head.stream_id, None)
             self._end(head.stream_id, error.status, str(error))
             self._cancel(head.stream_id)
             return
         if head.flags & h2.END_STREAM:
             stream.ended()
+        if head.stream_id in self._waiting and stream.is_ready:
+            self._begin(head.stream_id, stream)
 
     def _on_headers(self, head: FrameHead, block: bytearray) -> None:
         if not head.flags & h2.END_HEADERS:
             self._block = (head, block)
             return
         self._block = None
-        fields = self._decoder.decode(bytes(block), raw=True)
+        path = self._path_in(bytes(block))
         stream = self._streams.get(head.stream_id)
         if stream is not None:  # trailers
             stream.ended()
+            if head.stream_id in self._waiting:
+                self._begin(head.stream_id, stream)
             return
         if not head.stream_id % 2 or head.stream_id <= self._last_id:
             raise Http2Error(h2.PROTOCOL_ERROR, "a stream id that may not be opened")
@@ -210,17 +229,32 @@ class GrpcConnection(asyncio.Protocol):
         if len(self._streams) >= MAX_STREAMS:
             self.send(h2.frame(h2.RST_STREAM, 0, head.stream_id, h2.REFUSED.to_bytes(4)))
             return
-        path = next((value for name, value, *_ in fields if name == b":path"), b"").decode("latin-1")
         stream = self._streams[head.stream_id] = GrpcStream(self, head.stream_id, self._peer_window)
+        self._waiting[head.stream_id] = path
         if head.flags & h2.END_STREAM:
             stream.ended()
-        task = asyncio.create_task(self._run(head.stream_id, stream, self._handlers.get(path)))
-        self._tasks[head.stream_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(head.stream_id, None))  # it may be cancelled before it begins
+        if stream.is_ready or path not in self._handlers:
+            self._begin(head.stream_id, stream)
+
+    def _path_in(self, block: bytes) -> str:
+        """Decode headers; return the path. Headers of known fields alone change no table, and mean the same again."""
+        path = self._paths.get(block)
+        if path is None:
+            fields = self._decoder.decode(block, raw=True)
+            path = next((value for name, value, *_ in fields if name == b":path"), b"").decode("latin-1")
+            if min(block, default=0) < 0x80:  # RFC 7541, 6.1: other than one index per byte
+                self._paths.clear()
+            elif len(self._paths) < MAX_PATHS and 0xFF not in block:
+                self._paths[block] = path
+        return path
 
     def _on_reset(self, head: FrameHead) -> None:
-        self._streams.pop(head.stream_id, None)
-        self._cancel(head.stream_id)
+        self._waiting.pop(head.stream_id, None)
+        stream = self._streams.pop(head.stream_id, None)
+        if stream is not None and stream.ends_gently:
+            stream.ended()
+        else:
+            self._cancel(head.stream_id)
 
     def _on_settings(self, head: FrameHead, payload: bytes) -> None:
         if head.flags & h2.ACK:
@@ -248,12 +282,26 @@ class GrpcConnection(asyncio.Protocol):
 
     # ----------------------------------------------------------------------------------------------------------- calls
 
-    async def _run(self, stream_id: int, stream: GrpcStream, handler: Handler | None) -> None:
-        status, message = Status.OK, ""
+    def _begin(self, stream_id: int, stream: GrpcStream) -> None:
+        """Begin a call; most answers of replicas end theirs at once, without a task."""
+        handler = self._handlers.get(self._waiting.pop(stream_id))
         try:
             if handler is None:
                 raise GrpcError(Status.UNIMPLEMENTED, "there is no such method")
-            await handler(stream)
+            rest = handler(stream)
+        except GrpcError as error:
+            self._end(stream_id, error.status, str(error))
+            return
+        if rest is None:
+            self._end(stream_id, Status.OK, "")
+            return
+        task = self._tasks[stream_id] = asyncio.create_task(self._run(stream_id, rest))
+        task.add_done_callback(lambda _: self._tasks.pop(stream_id, None))  # it may be cancelled before it begins
+
+    async def _run(self, stream_id: int, rest: Coroutine[Any, Any, None]) -> None:
+        status, message = Status.OK, ""
+        try:
+            await rest
         except GrpcError as error:
             status, message = error.status, str(error)
         except Exception as error:

@@ -49,10 +49,11 @@ class GrpcError(Exception):
 
 
 class GrpcStream:
-    """One call: messages as bytes. A call that the client cancels is cancelled."""
+    """One call: messages as bytes. A call that the client cancels is cancelled, unless it `ends_gently`."""
 
     def __init__(self, connection: Outlet, stream_id: int, window: int) -> None:
         self.send_window = window
+        self.ends_gently = False  # a client that cancels ends its messages; the call is not cancelled
         self._connection = connection
         self._id = stream_id
         self._buffer = bytearray()
@@ -61,6 +62,19 @@ class GrpcStream:
         self._is_open = False  # the head of the response was sent
         self._uncredited = 0  # received bytes by which the client's window is not enlarged again
         self._news: asyncio.Future[None] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `read` returns at once."""
+        return bool(self._messages) or self._is_over
+
+    def first(self) -> bytes | None:
+        """Return the first message, of a stream that is ready; None: there is none."""
+        if not self._messages:
+            return None
+        message = self._messages.popleft()
+        self._credit()
+        return message
 
     async def read(self) -> bytes | None:
         """Return the next message; None at the end."""
@@ -107,6 +121,11 @@ class GrpcStream:
         if start:
             del buffer[:start]
         self._credit()
+        self._wake()
+
+    def push(self, message: bytes) -> None:
+        """Let `read` return a message that came another way."""
+        self._messages.append(message)
         self._wake()
 
     def ended(self) -> None:

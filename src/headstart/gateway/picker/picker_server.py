@@ -4,6 +4,9 @@ Services by name are `liveness`, `readiness`, and the external processing servic
 """
 
 import asyncio
+from collections.abc import Coroutine
+from itertools import count
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from starlette.types import ASGIApp
@@ -14,6 +17,7 @@ from headstart.gateway.gateway_state import GatewayState
 from headstart.gateway.picker import ext_proc_pb2 as pb
 from headstart.gateway.picker.endpoint_addresses import EndpointAddresses
 from headstart.gateway.picker.endpoint_picker import EndpointPicker
+from headstart.gateway.picker.ext_proc_messages import call_of
 from headstart.gateway.picker.ext_proc_stream import ExtProcStream
 from headstart.gateway.picker.grpc_connection import GrpcConnection
 from headstart.gateway.picker.grpc_stream import GrpcError, GrpcStream, Status
@@ -34,6 +38,8 @@ class PickerServer:
         self._state = state
         self._app: ASGIApp = build_front(state, EndpointPicker(state, addresses).forward)
         self._trusts_address = trusts_address
+        self._calls: dict[str, tuple[GrpcStream, ExtProcStream]] = {}  # requests of our own Envoy, by id
+        self._ids = count(1)
         self._server: asyncio.Server | None = None
         self._connections: set[GrpcConnection] = set()
         self._handlers = {
@@ -68,18 +74,43 @@ class PickerServer:
 
         return GrpcConnection(self._handlers, self._connections, failed)
 
-    async def _process(self, stream: GrpcStream) -> None:
-        peer = _Peer(stream)
-        first = await peer.read()
-        if first is None:
-            return
-        if first.WhichOneof("request") != "request_headers" or first.observability_mode:
+    def _process(self, stream: GrpcStream) -> Coroutine[Any, Any, None] | None:
+        """Begin a call: a request, or the head of an answer that our own Envoy reports. Raises GrpcError."""
+        message = stream.first()
+        if message is None:
+            return None
+        first = _decoded(message)
+        kind = first.WhichOneof("request")
+        if kind == "response_headers" and self._trusts_address:
+            return self._answered(stream, message, first)
+        if kind != "request_headers" or first.observability_mode:
             raise GrpcError(Status.INVALID_ARGUMENT, "the first message must be request_headers")
-        request = ExtProcStream(peer, first, trusts_address=self._trusts_address)
+        call_id = str(next(self._ids)) if self._trusts_address else ""
+        request = ExtProcStream(_Peer(stream), first, trusts_address=self._trusts_address, call_id=call_id)
         self.num_requests += 1
         if not request.is_usable:
             raise GrpcError(Status.INVALID_ARGUMENT, "set request_body_mode to FULL_DUPLEX_STREAMED")
-        await request.run(self._app)
+        return self._serve(stream, request)
+
+    async def _serve(self, stream: GrpcStream, request: ExtProcStream) -> None:
+        if not request.call_id:
+            await request.run(self._app)
+            return
+        self._calls[request.call_id] = (stream, request)
+        try:
+            await request.run(self._app)
+        finally:
+            del self._calls[request.call_id]
+
+    def _answered(
+        self, stream: GrpcStream, message: bytes, head: pb.ProcessingRequest
+    ) -> Coroutine[Any, Any, None] | None:
+        """Pass the head of an answer to its request; reply if Envoy waits. One whose request has ended is ignored."""
+        call = self._calls.get(call_of(head))
+        if call is None:
+            return None
+        call[0].push(message)
+        return None if head.observability_mode else call[1].check(_Peer(stream))
 
     def _status(self, service: str) -> int:
         if service == "liveness":
@@ -93,13 +124,13 @@ class PickerServer:
         return _SERVING
 
     async def _check(self, stream: GrpcStream) -> None:
-        status = self._status(await _service_in(stream))
+        status = self._status(_service_in(stream))
         if status == _UNKNOWN:
             raise GrpcError(Status.NOT_FOUND, "there is no such service")
         await stream.write(pb.HealthCheckResponse(status=status).SerializeToString())
 
     async def _watch(self, stream: GrpcStream) -> None:
-        service, last = await _service_in(stream), None
+        service, last = _service_in(stream), None
         while True:
             status = self._status(service)
             if status != last:
@@ -117,21 +148,27 @@ class _Peer:
     async def read(self) -> pb.ProcessingRequest | None:
         """Return the next message; None at the end. Raises GrpcError."""
         message = await self._stream.read()
-        if message is None:
-            return None
-        try:
-            return pb.ProcessingRequest.FromString(message)
-        except DecodeError:
-            raise GrpcError(Status.INVALID_ARGUMENT, "a message that cannot be decoded") from None
+        return None if message is None else _decoded(message)
 
     async def write(self, *responses: pb.ProcessingResponse) -> None:
         """Send messages together."""
         await self._stream.write(*[response.SerializeToString() for response in responses])
 
+    def end_gently(self) -> None:
+        """Let the call end, in place of its cancellation, when Envoy gives the request up."""
+        self._stream.ends_gently = True
 
-async def _service_in(stream: GrpcStream) -> str:
+
+def _decoded(message: bytes) -> pb.ProcessingRequest:
+    try:
+        return pb.ProcessingRequest.FromString(message)
+    except DecodeError:
+        raise GrpcError(Status.INVALID_ARGUMENT, "a message that cannot be decoded") from None
+
+
+def _service_in(stream: GrpcStream) -> str:
     """Return the name in a health request. Raises GrpcError."""
     try:
-        return pb.HealthCheckRequest.FromString(await stream.read() or b"").service
+        return pb.HealthCheckRequest.FromString(stream.first() or b"").service
     except DecodeError:
         raise GrpcError(Status.INVALID_ARGUMENT, "a message that cannot be decoded") from None

@@ -39,7 +39,7 @@ from headstart.gateway.proxy.write_timeout import WriteTimeout
 from headstart.http.http_errors import ClientGoneError, HttpError
 from headstart.http.sse import WRITE_SECONDS
 from headstart.router.router import Router
-from headstart.router.routing_decision import InFlight
+from headstart.router.routing_decision import InFlight, RoutingDecision
 
 MAX_LOSSES = 2
 """Losses of a replica during one request, after which it is not sent again: it may be the cause.
@@ -136,6 +136,10 @@ class Proxy:
 
         `among`: the names of the candidates; None: all replicas. Raises NoReplicaError.
         """
+        return self.record(call, self.choose(call, now, among), now)
+
+    def choose(self, call: ProxiedCall, now: float, among: Collection[str] | None = None) -> RoutingDecision:
+        """Choose the best replica that the request did not try yet. Raises NoReplicaError."""
         router = self.router
         others = set() if call.only is None else router.endpoints.keys() - {call.only}
         if among is not None:
@@ -145,8 +149,12 @@ class Proxy:
         )
         if call.explains:
             call.route = decision_header(decision)
+        return decision
+
+    def record(self, call: ProxiedCall, decision: RoutingDecision, now: float) -> InFlight:
+        """Record that the request is sent to the chosen replica."""
         call.trim()
-        call.in_flight = in_flight = router.sent(decision, now)
+        call.in_flight = in_flight = self.router.sent(decision, now)
         call.tried.append(in_flight.endpoint.name)
         call.num_attempts += 1
         return in_flight

@@ -213,7 +213,9 @@ class Relay:
 
     async def _start(self, call: ProxiedCall, status: int, headers: "list[tuple[bytes, bytes]]", send: Send) -> None:
         call.started = True
-        await send({"type": "http.response.start", "status": status, "headers": [*headers, *own_headers(call, status)]})
+        assert call.in_flight is not None, "no replica was selected"
+        own = own_headers(call, status, call.in_flight.endpoint.name)
+        await send({"type": "http.response.start", "status": status, "headers": [*headers, *own]})
 
     async def send_whole(self, call: ProxiedCall, answer: Answer, send: Send) -> None:
         """Send a complete answer or refusal, as an event if the client already reads a stream."""
@@ -227,17 +229,16 @@ class Relay:
         await write(send, answer.body, more=False)
 
 
-def own_headers(call: ProxiedCall, status: int) -> list[tuple[bytes, bytes]]:
+def own_headers(call: ProxiedCall, status: int, replica: str) -> list[tuple[bytes, bytes]]:
     """Return the router's own headers of an answer: the rules that applied to the prompt.
 
     For administrators also the replica and the reasons for it.
     """
-    assert call.in_flight is not None, "no replica was selected"
     applied = call.reading.applied_rules
     own = [(RULES_HEADER.encode(), rules_header(applied).encode())] if applied else []
     if not call.shows_replica or status in (401, 403):  # a refused key gets no addresses, from any server
         return own
-    own.append((b"x-headstart-replica", call.in_flight.endpoint.name.encode("latin-1")))
+    own.append((b"x-headstart-replica", replica.encode("latin-1")))
     return [*own, (b"x-headstart-route", call.route)] if call.route else own
 
 

@@ -19,13 +19,13 @@ _OTHER_TARGETS = frozenset(  # some frameworks override the path or method by th
 )
 _OF_THIS_REQUEST = frozenset((b"host", b"content-length", b"accept-encoding", b"expect", b"x-headstart-explain"))
 _NOT_SENT_ON = HOP_BY_HOP | _OTHER_TARGETS | _OF_THIS_REQUEST
-_SENT_BACK = frozenset(
+SENT_BACK = frozenset(
     (
         *(b"cache-control", b"content-disposition", b"content-language", b"deprecation", b"retry-after"),
         *(b"www-authenticate", b"x-accel-buffering", b"x-should-retry"),
     )
 )
-_SENT_BACK_PREFIXES = (b"openai-", b"x-ratelimit-")
+SENT_BACK_PREFIXES = (b"openai-", b"x-ratelimit-")
 GATEWAY_STATUSES = (502, 504)  # a gateway in front of a replica reports that it lost it
 
 
@@ -226,7 +226,7 @@ def headers_back(headers: Iterable[tuple[bytes, bytes]], content_type: bytes = b
     kept, dropped = list[tuple[bytes, bytes]](), set[str]()
     for header in headers:
         name = header[0].lower()
-        if name in _SENT_BACK or name.startswith(_SENT_BACK_PREFIXES):
+        if name in SENT_BACK or name.startswith(SENT_BACK_PREFIXES):
             kept.append((name, header[1]))
         elif name == b"connection":
             dropped |= _names_in(header[1])

@@ -1,0 +1,103 @@
+"""Messages of Envoy's external processing protocol from plain values, plain values from them, and names of metadata."""
+
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any
+
+from headstart.gateway.picker import ext_proc_pb2 as pb
+from headstart.http.spooled_body import SpooledBody
+
+CHUNK_BYTES = 62_000  # of a body that is sent back, per message; Envoy's limit is 64 kB
+STREAMED, FULL_DUPLEX = 1, 4  # modes of request bodies; the latter is FULL_DUPLEX_STREAMED
+DESTINATION = "x-gateway-destination-endpoint"
+SERVED, SUBSET = f"{DESTINATION}-served", f"{DESTINATION}-subset"
+CALL, ANSWER_HEADERS = "x-headstart-call", "x-headstart-answer"
+"""Metadata for our own Envoy: the id of a request, and the headers that its answer gets."""
+LB = "envoy.lb"  # a namespace of metadata
+_SUBSET_HINT = f"{LB}.subset_hint"  # another one
+_APPEND, _OVERWRITE = 0, 2
+BY_ENVOY = frozenset((b"content-length", b"connection", b"transfer-encoding"))
+Headers = list[tuple[bytes, bytes]]
+
+
+def source_in(attributes: Iterable[Any]) -> str:
+    """Return the client's address without its port, from the attributes of a request; empty: not reported."""
+    for struct in attributes:
+        if "source.address" in struct and isinstance(address := struct["source.address"], str):
+            return address.rpartition(":")[0].strip("[]")
+    return ""
+
+
+def without_own_hop(headers: Headers) -> Headers:
+    """Return headers without the address that our own Envoy appended to x-forwarded-for."""
+    kept = Headers()
+    for name, value in headers:
+        before = value.rpartition(b",")[0].strip() if name == b"x-forwarded-for" else value
+        if before or name != b"x-forwarded-for":
+            kept.append((name, before))
+    return kept
+
+
+def header_pairs(headers: pb.HeaderMap) -> Headers:
+    return [(entry.key.encode("latin-1"), entry.raw_value or entry.value.encode()) for entry in headers.headers]
+
+
+def encoded_headers(headers: Mapping[str, str]) -> Headers:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+
+def header_mutation(headers: Headers, removed: Iterable[str] = ()) -> pb.HeaderMutation:
+    """Return the mutation that sets headers, repeats kept, and removes others."""
+    options, names = list[pb.HeaderValueOption](), set[bytes]()
+    for name, value in headers:
+        header = pb.HeaderValue(key=name.decode("latin-1"), raw_value=value)
+        options.append(pb.HeaderValueOption(header=header, append_action=_APPEND if name in names else _OVERWRITE))
+        names.add(name)
+    return pb.HeaderMutation(set_headers=options, remove_headers=removed)
+
+
+def body_of_request(chunk: bytes, *, is_last: bool) -> pb.ProcessingResponse:
+    streamed = pb.StreamedBodyResponse(body=chunk, end_of_stream=is_last)
+    common = pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed))
+    return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common))
+
+
+def replacement(piece: bytes) -> pb.ProcessingResponse:
+    common = pb.CommonResponse(body_mutation=pb.BodyMutation(body=piece))
+    return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common))
+
+
+async def body_chunks(body: bytes | SpooledBody, size: int) -> AsyncIterator[bytes]:
+    """Yield a body in pieces of `size` bytes, the last one shorter."""
+    if isinstance(body, bytes):
+        for start in range(0, len(body), size):
+            yield body[start : start + size]
+        return
+    held = bytearray()
+    async for piece in body.pieces():
+        held += piece
+        while len(held) >= size:
+            yield bytes(held[:size])
+            del held[:size]
+    if held:
+        yield bytes(held)
+
+
+def subset_in(metadata: pb.Metadata) -> frozenset[str] | None:
+    """Return the addresses that the request is restricted to; None: it is not."""
+    if _SUBSET_HINT not in metadata.filter_metadata or SUBSET not in metadata.filter_metadata[_SUBSET_HINT]:
+        return None
+    hint: Any = metadata.filter_metadata[_SUBSET_HINT][SUBSET]  # a list of addresses, or one text with commas
+    texts = hint.split(",") if isinstance(hint, str) else hint if isinstance(hint, Iterable) else ()
+    return frozenset(text.strip() for text in texts if isinstance(text, str) and text.strip())
+
+
+def call_of(message: pb.ProcessingRequest) -> str:
+    """Return the id of the request that an answer is for; empty: it has none."""
+    return text_in(message.metadata_context, LB, CALL)
+
+
+def text_in(metadata: pb.Metadata, namespace: str, key: str) -> str:
+    if namespace not in metadata.filter_metadata or key not in metadata.filter_metadata[namespace]:
+        return ""
+    value = metadata.filter_metadata[namespace][key]
+    return value if isinstance(value, str) else ""
