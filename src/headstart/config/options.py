@@ -229,7 +229,7 @@ class ServerOptions:
         minimum=0,
     )
     doctor_share: float = _option(
-        0.005,
+        0.003,
         "Share of the CPU time that may be used to estimate the avoidable share of prompts; 0: none.",
         CHATS,
         minimum=0,
