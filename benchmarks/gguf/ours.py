@@ -33,7 +33,9 @@ def main() -> None:
     given = parser.parse_args()
     chats = [[{"role": "user", "content": text}] for text in conversations(given.num)]
     sampling = {"temperature": 0, "max_tokens": given.tokens, "logprobs": True, "top_logprobs": 2}
-    with LLM(given.file, dtype=given.dtype, quantization=given.quantization, max_model_len=2048) as llm:
+    with LLM(
+        given.file, dtype=given.dtype, quantization=given.quantization, max_model_len=2048, num_blocks=1024
+    ) as llm:
         answers = llm.chat(chats, sampling)
         rows = [
             {
