@@ -42,7 +42,7 @@ def main() -> None:
                 "text": llm.tokenizer.render_chat(chat),
                 "prompt": list(answer.prompt_token_ids),
                 "tokens": list(answer.token_ids),
-                "best": [sorted((top.logprob for top in token.top), reverse=True)[:2] for token in answer.logprobs],
+                "best": [[logprob for _, logprob in token.top[:2]] for token in answer.logprobs or ()],
             }
             for chat, answer in zip(chats, answers, strict=True)
         ]
