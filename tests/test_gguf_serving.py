@@ -1,16 +1,17 @@
 """A GGUF file in place of a model folder: `headstart.LLM`, the checks before torch, router, grammars and store."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from model.tiny_gguf import write_gguf
-from tokenizer_folders import BYTE_LEVEL
 
 from headstart import LLM
 from headstart.cli.replicas import with_tokenizer
 from headstart.config.options import EngineOptions, RouterOptions
 from headstart.core.errors import ConfigError
+from headstart.core.request import NO_DEFAULTS
 from headstart.engine_checks import check_engine
 from headstart.gateway.replica_tokenizers import named_tokenizer
 from headstart.openai.sampling_defaults import read_sampling_defaults
@@ -53,6 +54,12 @@ def test_an_architecture_that_is_not_supported_is_refused_before_torch(tmp_path:
         check_engine(EngineOptions(model=str(path)))
 
 
-def test_a_file_has_no_sampling_defaults(path: Path) -> None:
-    write_gguf(path, tokenizer=BYTE_LEVEL)
-    assert read_sampling_defaults(path).temperature is None
+def test_sampling_defaults_are_those_of_the_metadata(path: Path) -> None:
+    write_gguf(path)
+    assert read_sampling_defaults(path) == NO_DEFAULTS
+    write_gguf(path, metadata={"general.sampling.temp": 0.6, "general.sampling.top_k": 20})
+    assert read_sampling_defaults(path) == replace(NO_DEFAULTS, temperature=0.6, top_k=20)
+    assert read_sampling_defaults(path, "none") == NO_DEFAULTS
+    write_gguf(path, metadata={"general.sampling.top_p": 7.0})
+    with pytest.raises(ConfigError, match=r"tiny\.gguf: top_p .*--generation-config none"):
+        read_sampling_defaults(path)

@@ -62,12 +62,13 @@ def sentence(rng: Random) -> str:
     return f"Before you {act} the {first} {place}, {other} the {second} and say so."
 
 
-def agent(rng: Random) -> tuple[str, list[Body]]:
-    """Return the system prompt, with rules and documents, and the tools of one agent."""
-    rules = "\n".join(f"- {sentence(rng)}" for _ in range(10))
-    documents = [" ".join(sentence(rng) for _ in range(5)) for _ in range(5)]
+def agent(rng: Random, size: int = 5) -> tuple[str, list[Body]]:
+    """Return the system prompt, with rules and `size` documents, and the tools of one agent."""
+    rules = "\n".join(f"- {sentence(rng)}" for _ in range(2 * size))
+    documents = [" ".join(sentence(rng) for _ in range(5)) for _ in range(size)]
     system = f"You are an agent that works step by step.\n{rules}\n\n" + "\n\n".join(documents)
-    names = rng.sample([f"{act}_{subject}" for act in _ACTS for subject in _SUBJECTS], rng.randrange(4, 9))
+    names = [f"{act}_{subject}" for act in _ACTS for subject in _SUBJECTS]
+    names = rng.sample(names, rng.randrange(size - 1, 2 * size - 1))
     return system, [_tool(name, rng) for name in names]
 
 

@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     "schemas serialized anew": (tool_schemas, ("schemas",)),
     "tool results serialized anew": (tool_results, ("json",)),
     "reasoning of older turns stripped": (library("reasoning_stripped"), ("drop_reasoning",)),
-    "reasoning dropped by the template": (nothing, ("drop_reasoning",)),
+    "none, all reasoning sent back": (nothing, ("drop_reasoning",)),
     "timestamp first (reported only)": (library("timestamp"), ("dates",)),
 }
 

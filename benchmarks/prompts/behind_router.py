@@ -21,7 +21,7 @@ from uuid import uuid4
 from agent_chats import Body, agent, bodies_of, recorded_chats
 from agent_replay import CASES
 
-SKIPPED = ("none", "reasoning dropped by the template", "timestamp first (reported only)")
+SKIPPED = ("none", "none, all reasoning sent back", "timestamp first (reported only)")
 
 
 def call(url: str, body: Body | None = None) -> Any:
@@ -49,9 +49,13 @@ def router(engine: str, port: int, rules: tuple[str, ...]) -> "subprocess.Popen[
         [*command, "--tokenizer", "none", "--access-log", "none"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     for _ in range(600):
+        if process.poll() is not None:
+            raise SystemExit(f"the router ended with {process.returncode}; is port {port} free?")
         try:
             call(f"http://127.0.0.1:{port}/health")
-            return process
+            time.sleep(0.5)
+            if process.poll() is None:
+                return process
         except OSError:
             time.sleep(0.2)
     raise SystemExit("the router does not come up")
@@ -104,17 +108,19 @@ def main() -> None:
     parser.add_argument("--max-calls", type=int, default=6, help="of each conversation")
     parser.add_argument("--max-chars", type=int, default=20_000, help="of a request; longer ones are left out")
     parser.add_argument("--port", type=int, default=9300)
+    parser.add_argument("--documents", type=int, default=5, help="in the system prompt; also scales rules and tools")
+    parser.add_argument("--cases", nargs="*", help="default: all")
     given = parser.parse_args()
     found: dict[str, Any] = {}
     for name, (mistake, rules) in CASES.items():
-        if name in SKIPPED:
+        if name in SKIPPED or (given.cases and name not in given.cases):
             continue
         arms = [Arm(given.engine, given.port, ()), Arm(given.engine, given.port + 1, rules)]
         num_requests = 0
         try:
             for path in given.traces:
                 rng = Random("agent")
-                own = agent(rng)
+                own = agent(rng, given.documents)
                 for seed, recorded in enumerate(list(recorded_chats(path))[: given.conversations]):
                     bodies = copy.deepcopy(bodies_of(recorded[: given.max_calls], rng, own))
                     mistake(bodies, Random(f"mistake {seed}"))

@@ -64,12 +64,14 @@ def main() -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--conversations", type=int, default=2)
     parser.add_argument("--max-calls", type=int, default=6)
+    parser.add_argument("--documents", type=int, default=5, help="in the system prompt; also scales rules and tools")
+    parser.add_argument("--cases", nargs="*", help="default: all")
     given = parser.parse_args()
     found: dict[str, Any] = {}
-    for name in NAMES:
+    for name in given.cases or NAMES:
         mistake, rules = CASES[name]
         rng = Random("agent")
-        own = agent(rng)
+        own = agent(rng, given.documents)
         bodies: list[Body] = []
         for seed, recorded in enumerate(list(recorded_chats(given.trace))[: given.conversations]):
             chat = copy.deepcopy(bodies_of(recorded[: given.max_calls], rng, own))

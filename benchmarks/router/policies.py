@@ -135,9 +135,10 @@ def run(row: str, policy: str, seed: int, traces: Path) -> dict[str, Any]:
     return found | {"requests_by_replica": [min(values["requests_by_replica"]), max(values["requests_by_replica"])]}
 
 
-def cells(stage: str) -> Iterator[tuple[str, str, int]]:
+def cells(stage: str, max_seeds: int) -> Iterator[tuple[str, str, int]]:
     """Yield the cells of a stage: the same seed for all rows, then the next; the policies of most interest first."""
     rows, seeds = STAGES[stage]
+    seeds = max_seeds or seeds
     for policies in (POLICIES[:4], POLICIES[4:]):
         for seed in range(seeds):
             for row in rows:
@@ -208,6 +209,8 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True, help="folder of the traces")
     parser.add_argument("--seconds", type=float, default=480.0, help="begin no cell after so many")
     parser.add_argument("--stage", choices=tuple(STAGES), default="base")
+    parser.add_argument("--seeds", type=int, default=0, help="seeds of a row; 0: 5")
+    parser.add_argument("--rows", default="", help="rows, with semicolons")
     parser.add_argument("--only", default="", help="policies, with commas")
     parser.add_argument("--out", type=Path, default=OUT, help="file of the cells; processes at a time need one each")
     parser.add_argument("--markdown", action="store_true", help="print the table and run nothing")
@@ -217,9 +220,11 @@ def main() -> None:
         print(markdown(found))
         return
     start = time.monotonic()
-    for row, policy, seed in cells(asked.stage):
+    for row, policy, seed in cells(asked.stage, asked.seeds):
         name = key(row, policy, seed)
         if name in found or (asked.only and policy not in asked.only.split(",")):
+            continue
+        if asked.rows and row not in asked.rows.split(";"):
             continue
         if time.monotonic() - start > asked.seconds:
             break

@@ -69,9 +69,13 @@ def test_zsh_and_fish_get_the_same_offers(
     assert all(name in shown for name in offered) and "--port" not in shown
 
 
-def test_zsh_and_fish_complete_folders_for_the_model_and_bash_does_so_itself(environment: dict[str, str]) -> None:
+def test_zsh_and_fish_complete_folders_and_gguf_files_and_bash_does_so_itself(environment: dict[str, str]) -> None:
     asked = {"_TYPER_COMPLETE_ARGS": "headstart serve models/f", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
     assert run(["headstart"], environment, _HEADSTART_COMPLETE="complete_fish", **asked).strip() == "models/first/"
+    (Path(environment["HOME"]) / "models" / "f.gguf").touch()
+    (Path(environment["HOME"]) / "models" / "f.txt").touch()
+    shown = run(["headstart"], environment, _HEADSTART_COMPLETE="complete_fish", **asked)
+    assert shown.split() == ["models/f.gguf", "models/first/"]
     asked = {"COMP_WORDS": "headstart serve models/f", "COMP_CWORD": "2"}
     assert run(["headstart"], environment, _HEADSTART_COMPLETE="complete_bash", **asked).strip() == ""
     assert "complete -o default" in run(["headstart"], environment, _HEADSTART_COMPLETE="source_bash")

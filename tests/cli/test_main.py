@@ -189,6 +189,32 @@ def test_several_replicas_are_served_by_a_router(monkeypatch: pytest.MonkeyPatch
     assert cli.main(["serve", "--replicas", "0"]) == 2 and len(calls) == 1
 
 
+def test_a_ray_cluster_is_given_the_options_and_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def serve_on_ray(*options: Any, address: str | None) -> int:
+        calls.append((*options, address))
+        return 7
+
+    module = types.ModuleType("headstart.gateway.ray.run_ray")
+    module.serve_on_ray = serve_on_ray  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "headstart.gateway.ray.run_ray", module)
+    monkeypatch.setattr("headstart.cli.serve.RAY_DEFAULTS", {})
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    words = ["serve", "m", "--on", "ray", "--replicas", "2", "--max-replicas", "4", "--port", "9"]
+    assert cli.main(words) == 7
+    ((engine, server, router, address),) = calls
+    assert (engine.model, server.port, router.replicas, router.max_replicas) == ("m", 9, 2, 4)
+    assert address == "head:6379"
+
+
+def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delitem(sys.modules, "headstart.gateway.ray.run_ray", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert cli.main(["serve", "--on", "ray"]) == 2
+    assert capsys.readouterr().err == "headstart: --on ray needs ray: pip install 'headstart[ray]'\n"
+
+
 def test_switches_can_be_turned_both_ways_and_keys_repeated(served: Served) -> None:
     switches = ["--no-enable-prefix-caching", "--offline", "--no-access-log"]
     assert cli.main(["serve", *switches, "--api-key", "a", "--api-key", "b", "--num-blocks", "9"]) == 0

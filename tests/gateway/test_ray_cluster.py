@@ -63,7 +63,7 @@ def num_up(url: str) -> int:
 
 
 def test_hits_are_those_of_the_python_front(cluster: RayCluster) -> None:
-    requests = [body(number * 7 % 24, number) for number in range(240)]
+    requests = [body(number * 7 % 24, number, max_tokens=2) for number in range(240)]
 
     async def share(client: httpx.AsyncClient) -> float:
         """The share of cached tokens of all requests, from empty caches."""

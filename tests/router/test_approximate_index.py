@@ -156,7 +156,7 @@ def test_a_missing_block_says_how_much_the_cache_really_holds() -> None:
 def test_a_block_that_was_there_against_belief_makes_a_shadow_grow() -> None:
     shadow = ApproximateIndex()
     assert shadow.capacity == UNKNOWN_BLOCKS
-    shadow._resize(16)
+    shadow._blocks.resize(16)
     serve_all(shadow, (names(number) for number in range(20)))
     hold = shadow.sent(names(0))
     assert hold.hit == 0
@@ -243,7 +243,7 @@ def test_a_size_that_is_a_guess_gives_way_at_once_and_one_that_was_told_slowly()
 
 def test_a_chain_for_which_there_never_was_room_makes_it_grow_by_all_of_it() -> None:
     shadow = ApproximateIndex(64)
-    shadow._resize(16)
+    shadow._blocks.resize(16)
     chain = names(*range(40))
     assert serve(shadow, chain, RealCache(64)) == (0, 0)
     assert shadow.match(chain) == 16
@@ -378,7 +378,7 @@ def test_whatever_happens_a_block_is_there_only_with_all_before_it(
         shadow.check()
         for first in range(4):
             full = names(first, *chain)
-            contains = [shadow._pool.contains(name) for name in full]
+            contains = [shadow._blocks.pool.contains(name) for name in full]
             assert shadow.match(full) == sum(1 for _ in takewhile(bool, contains)) == sum(contains)
 
 
@@ -446,5 +446,5 @@ def test_a_loss_that_was_worked_out_before_is_no_other_than_a_new_one(
             else:
                 shadow.failed(hold)
         known = [shadow.loss(count) for count in range(12)]
-        shadow._worth = None
+        shadow._blocks._worth = None
         assert [shadow.loss(count) for count in range(12)] == known

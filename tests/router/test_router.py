@@ -452,7 +452,7 @@ def test_when_all_is_over_no_replica_has_anything_to_do(
         router.finished(pick, 1000.0)
     for one in router.endpoints.values():
         assert (one.load.num_requests, one.load.inflight_tokens, one.backlog_ms(2000.0)) == (0, 0, 0.0)
-    assert all(shadow._pool.num_free == 8 for shadow in shadows)
+    assert all(shadow._blocks.pool.num_free == 8 for shadow in shadows)
 
 
 @given(st.binary(max_size=8), st.sets(st.text(min_size=1, max_size=4), min_size=1, max_size=8))

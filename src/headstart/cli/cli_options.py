@@ -21,6 +21,7 @@ from headstart.config.config_file import (
     takes_several,
 )
 from headstart.config.options import OptionClass, flag_fields, flag_of
+from headstart.gguf.gguf_reader import is_gguf
 
 Sources = tuple[Mapping[str, Any], ...]
 """Option values by field name; the first source with a value wins."""
@@ -113,17 +114,18 @@ def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
     )
 
 
-def complete_folder(incomplete: str) -> list[str]:
-    """Return completions of a folder for zsh and fish; bash completes files itself if none are offered."""
+def complete_model(incomplete: str) -> list[str]:
+    """Return completions of a folder or GGUF file for zsh and fish; bash completes files itself if none are offered."""
     if os.environ.get(COMPLETION_VARIABLE, "").endswith("bash"):
         return []
     start = incomplete.rpartition("/")[2]
     prefix = incomplete[: len(incomplete) - len(start)]
     try:
-        entries = sorted(path.name for path in Path(prefix or ".").expanduser().iterdir() if path.is_dir())
+        found = sorted(Path(prefix or ".").expanduser().iterdir())
+        entries = [f"{path.name}/" if path.is_dir() else path.name for path in found if path.is_dir() or is_gguf(path)]
     except (OSError, RuntimeError):
         return []
-    return [f"{prefix}{name}/" for name in entries if name.startswith(start) and (start or name[0] != ".")]
+    return [f"{prefix}{name}" for name in entries if name.startswith(start) and (start or name[0] != ".")]
 
 
 def _completion(choices: tuple[str, ...]) -> Callable[[str], list[str]]:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from headstart.cli.cli_options import Sources, complete_folder, takes_options
+from headstart.cli.cli_options import Sources, complete_model, takes_options
 from headstart.config.config_file import settle
 from headstart.config.options import EngineOptions, RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
@@ -34,7 +34,7 @@ def serve(
         typer.Argument(
             metavar="MODEL",
             help="Folder, GGUF file or hub id; without one, the bundled intent model.",
-            autocompletion=complete_folder,
+            autocompletion=complete_model,
         ),
     ] = None,
     sources: Sources,

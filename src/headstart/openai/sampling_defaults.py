@@ -1,4 +1,4 @@
-"""Sampling defaults of a model: the values of generation_config.json. Values of a request override them."""
+"""Sampling defaults of a model, of its generation_config.json or GGUF metadata. Values of a request override them."""
 
 import json
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from typing import Any
 
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import NO_DEFAULTS, SamplingDefaults
+from headstart.gguf.gguf_reader import is_gguf, read_gguf
 from headstart.openai.bounds import Bounds
 from headstart.openai.generation_fields import GenerationConfigFields
 from headstart.openai.request_model import validated
@@ -16,17 +17,27 @@ FILE = "generation_config.json"
 AUTO = "auto"  # the model's own file, if it has one
 NONE = ("none", "vllm")  # the API's defaults only; vLLM's value for this is "vllm"
 MAX_FILE_BYTES = 1 << 20
+_GGUF_KEYS = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
 _NO_BOUNDS = Bounds(vocab_size=0, max_model_len=0)  # the ranges of these keys depend on no model
 
 
 def read_sampling_defaults(folder: Path, source: str = AUTO) -> SamplingDefaults:
     """Return the defaults of a model in `folder` for `--generation-config SOURCE`.
 
-    `auto` reads the model's own file if it exists; `none` reads nothing; any other value is the file or a folder with
-    it. Raises ConfigError, in one line with file and key, for values that are invalid in a request.
+    `auto` reads the model's own file if it exists, or the metadata of a GGUF file; `none` reads nothing; any other
+    value is the file or a folder with it. Raises ConfigError, in one line with file and key, for values that are
+    invalid in a request.
     """
     if source in NONE:
         return NO_DEFAULTS
+    if source == AUTO and is_gguf(folder):
+        return _of_gguf(folder)
     path = folder / FILE if source == AUTO else _named(source)
     if source == AUTO and not path.is_file():
         return NO_DEFAULTS
@@ -35,6 +46,18 @@ def read_sampling_defaults(folder: Path, source: str = AUTO) -> SamplingDefaults
     except InvalidRequestError as error:
         remedy = "name another file, or leave them out" if source != AUTO else "correct it, or ignore it"
         raise ConfigError(f"{path}: {error}: {remedy} with --generation-config none") from None
+
+
+def _of_gguf(path: Path) -> SamplingDefaults:
+    """Return the defaults in the metadata of a GGUF file (general.sampling.temp, ...), which few files have."""
+    metadata = read_gguf(path).metadata
+    names = {name: metadata[key] for name, key in _GGUF_KEYS.items() if key in metadata}
+    try:
+        return _defaults(
+            {name: round(value, 6) if isinstance(value, float) else value for name, value in names.items()}
+        )
+    except InvalidRequestError as error:
+        raise ConfigError(f"{path}: {error}: ignore it with --generation-config none") from None
 
 
 def default_texts(defaults: SamplingDefaults) -> list[str]:

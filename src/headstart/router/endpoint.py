@@ -5,11 +5,9 @@ from typing import NamedTuple
 
 from headstart.router.health import Health
 from headstart.router.index.prefix_index import PrefixIndex
-from headstart.router.load import Load
+from headstart.router.load import MAX_AGE, Load
 from headstart.router.pricing import EVICTED, price_all
 from headstart.router.step_rates import StepRates
-
-MAX_AGE = 5.0  # seconds after which a replica's report is stale
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ class Cost(NamedTuple):
 class Endpoint:
     """One replica. `name` is its address, the same for all routers; `models` empty: it serves any model."""
 
-    __slots__ = ("block_size", "granule", "health", "index", "load", "miscounted", "models", "name", "reported")
+    __slots__ = ("_reported", "block_size", "granule", "health", "index", "load", "miscounted", "models", "name")
 
     def __init__(
         self,
@@ -64,9 +62,19 @@ class Endpoint:
         self.models = models
         self.health = Health()
         self.load = Load(prior)
-        self.reported: Reported | None = None
+        self._reported: Reported | None = None
         self.granule = 0  # greatest common divisor of the cached tokens it reported: converges to its real block size
         self.miscounted: set[str] = set()  # forms of prompts whose last report differed in the number of tokens
+
+    @property
+    def reported(self) -> Reported | None:
+        """Its last report."""
+        return self._reported
+
+    @reported.setter
+    def reported(self, reported: Reported) -> None:
+        self._reported = reported
+        self.load.reported(reported.waiting, reported.at)
 
     def reconfigured(self, block_size: int, index: PrefixIndex) -> None:
         """Reset the state after a restart with another block size: the index and its corrections are void."""
@@ -87,13 +95,6 @@ class Endpoint:
         """Return the requests in flight there."""
         reported = self.fresh(now)
         return max(self.load.num_requests, reported.waiting + reported.running if reported is not None else 0)
-
-    def foreign(self, now: float) -> int:
-        """Return the requests without a first token that other routers sent there."""
-        reported = self.reported
-        if reported is None or reported.waiting <= self.load.num_pending or now - reported.at > MAX_AGE:
-            return 0
-        return reported.waiting - self.load.num_pending
 
     def backlog_ms(self, now: float) -> float:
         """Return the work queued before ours; requests of other routers count as the mean of our own."""

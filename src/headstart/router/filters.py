@@ -17,7 +17,12 @@ def eligible(
     found: list[Endpoint] = []
     ejected: list[Endpoint] = []
     reasons: dict[str, str] = {}
+    is_plain = not tried and not request.model and request.subset is None
     for endpoint in endpoints:
+        health = endpoint.health
+        if is_plain and not (health.absent or health.draining) and health.is_up(now):
+            found.append(endpoint)
+            continue
         reason = _reason(endpoint, request, now, tried)
         if reason is None:
             found.append(endpoint)

@@ -5,6 +5,8 @@ kinds of interval are samples for the rates: a *busy period*, from the first pen
 a step, with all prefills that ended in it; and the *decode* of one answer, whose tokens are as many steps.
 """
 
+from math import inf
+
 from headstart.router.rate_learner import Interval, Pace, RateLearner
 from headstart.router.step_rates import STEP_TOKENS, StepRates, Work
 
@@ -15,6 +17,7 @@ PERIOD_TOKENS = 4 * STEP_TOKENS  # after which a busy period is a sample, and th
 MAX_MISMATCH = 0.1  # mean error of expected work, above which the pace is learned only when the work is known
 MISMATCH_DECAY = 0.2
 MAX_DECODE_MS = 5e3  # of a decode that says something about the present pace
+MAX_AGE = 5.0  # seconds after which a replica's report is stale
 MIN_DECODE = 8  # steps of a decode that is a sample
 
 
@@ -107,6 +110,8 @@ class Load:
         self._at = 0.0  # of the integrals
         self._stream_ms = self._resident_ms = 0.0  # integrals over time
         self._row: tuple[float, ...] | None = None  # None: to be computed
+        self._waiting = 0  # requests without a first token, as the replica reported them
+        self._waiting_at = -inf
         self._done_tokens, self._done_pairs = 0, 0.0  # prefills that ended
         self._mismatch = 1.0  # decaying mean of the relative error of expected work
 
@@ -132,12 +137,23 @@ class Load:
 
     def _new_row(self) -> tuple[float, ...]:
         head = next(iter(self._pending), None)
+        rest = (self.pace.is_used, self._waiting, self._waiting_at, self.mean_prefill_ms)
         if head is None:
-            return (0, 0.0, 0, self.num_streams, self.stream_tokens, 0, 0, 0.0, 0.0, 0.0)
+            return (0, 0.0, 0, self.num_streams, self.stream_tokens, 0, 0, 0.0, 0.0, 0.0, *rest)
         work, since = head.work, self._since
         started = max(head.sent_at, since)
         counts = (self.pending_tokens, self.pending_pairs, len(self._pending), self.num_streams, self.stream_tokens)
-        return (*counts, self.pending_prompts, work.tokens, work.pairs, since, started)
+        return (*counts, self.pending_prompts, work.tokens, work.pairs, since, started, *rest)
+
+    def _changed(self) -> None:
+        """Record that the row has changed."""
+        self._row = None
+        self.learner.rows.changed(self)
+
+    def reported(self, waiting: int, at: float) -> None:
+        """Record the requests without a first token that the replica reports, those of other routers included."""
+        self._waiting, self._waiting_at = waiting, at
+        self._changed()
 
     def sent(self, flight: Flight, now: float, order: int) -> None:
         """Record a request sent there."""
@@ -222,7 +238,8 @@ class Load:
     def _advance(self, now: float) -> None:
         """Update the integrals of streams and of the tokens that they attend to. Called before every change."""
         elapsed = 1e3 * (now - self._at)
-        self._at, self._row = now, None
+        self._at = now
+        self._changed()
         if elapsed > 0.0 and self.num_streams:
             self._stream_ms += elapsed * self.num_streams
             grown = self.num_streams * self.learner.mean_output / 2
@@ -261,6 +278,7 @@ class Load:
         """Learn the pace from an interval, as far as the fleet's rates are known."""
         if not self.learner.is_doubtful:
             self.pace.learn(interval.ms / interval.expected_ms(self.rates), now)
+            self._changed()
 
     def _finish(self, period: Period) -> None:
         """Learn a period that is over and fully known."""

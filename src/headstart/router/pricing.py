@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.router.load import GRACE_MS, LATENESS, Load
+from headstart.router.load import GRACE_MS, LATENESS, MAX_AGE, Load
 from headstart.router.step_rates import STEP_TOKENS, StepRates
 
 EVICTED = 0.75  # share of evicted tokens that will be recomputed; 0.25 to 1.5 were tried
@@ -24,8 +24,6 @@ class Priced(Protocol):
 
     @property
     def load(self) -> Load: ...
-
-    def foreign(self, now: float) -> int: ...
 
 
 class Costs(NamedTuple):
@@ -52,8 +50,9 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     learner = endpoints[0].load.learner
     rates, output = learner.rates, learner.mean_output
     loads = [endpoint.load for endpoint in endpoints]
-    state = np.array([load.row for load in loads], dtype=np.float64).T
-    tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started = state
+    state = learner.rows.of(loads).T
+    tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started = state[:10]
+    is_paced, waiting, waiting_at, mean_prefill_ms = state[10:]
     if learner.is_doubtful:
         rates = StepRates(0.0, 0.0, 0.0, rates.token, 0.0)
     own = np.maximum(prompt_tokens - np.array(hit_tokens, dtype=np.float64), 1.0)
@@ -65,9 +64,8 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     backlog = rates.token * tokens + rates.pair * pairs + steps * step
     backlog = np.maximum(backlog - np.where(is_busy, np.minimum(np.maximum(elapsed, 0.0), head), 0.0), 0.0)
     backlog += np.where(~is_busy & (streams > 0), 0.5 * step, 0.0)
-    foreign = [endpoint.foreign(now) for endpoint in endpoints]
-    if any(foreign):
-        backlog += np.array([num * load.mean_prefill_ms for num, load in zip(foreign, loads, strict=True)])
+    foreign = np.where(now - waiting_at <= MAX_AGE, np.maximum(waiting - pending, 0.0), 0.0)  # of other routers
+    backlog += foreign * mean_prefill_ms
     more = np.ceil((tokens + own) / STEP_TOKENS) - steps
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
     decode = _decode_ms(rates, output, streams + pending, resident + prompts, prompt_tokens)
@@ -75,9 +73,8 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     late = np.where(is_busy, 1e3 * (now - started) / (LATENESS * expected + GRACE_MS), 1.0)
     factor = np.maximum(late, 1.0)
     if not learner.is_doubtful:
-        for index, load in enumerate(loads):
-            if load.pace.is_used:
-                factor[index] *= load.pace.factor(now)
+        for index in np.flatnonzero(is_paced):
+            factor[index] *= loads[index].pace.factor(now)
     return Costs(backlog, prefill, decode, factor)
 
 

@@ -12,6 +12,7 @@ from math import exp, log, sqrt
 from statistics import median
 from typing import NamedTuple
 
+from headstart.router.load_rows import LoadRows
 from headstart.router.step_rates import StepRates
 
 DECAY = 0.998  # weight of a sample relative to the next one: half after 350
@@ -57,6 +58,7 @@ class RateLearner:
         self.rates = self._prior = prior or StepRates()
         self.is_fixed = is_fixed
         self._is_young = prior is None
+        self.rows = LoadRows()  # of the loads that share this learner
         self.num_samples = 0
         self.residual = 0.0  # decaying mean of |log(measured / expected)|
         self.mean_output = MEAN_OUTPUT  # decaying mean of the tokens of an answer

@@ -8,6 +8,7 @@ reported usage. Each call is short, none waits, and only one may run at a time. 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from headstart.core.cache.hashing import BlockHash
 from headstart.core.errors import NoReplicaError
 from headstart.router.decision_log import DecisionRecord, joined
 from headstart.router.endpoint import Endpoint
@@ -284,12 +285,21 @@ def _view(endpoints: list[Endpoint], request: RoutingRequest, now: float) -> Vie
     """Return the hit of each replica, and the hash of the first block that none of them has."""
     prompt, candidates = request.prompt, list[Candidate]()
     exact, limit = prompt.exact, max(prompt.num_tokens - 1, 0)
+    block_hashes, size = list[BlockHash](), 0
+    best = None
+    blocks = most = -1
     for endpoint in endpoints:
-        size = endpoint.block_size
+        if endpoint.block_size != size:
+            size = endpoint.block_size
+            block_hashes = prompt.block_hashes(size)
         index = endpoint.index if exact and not endpoint.miscounted else _index_for(endpoint, request)
-        blocks = index.match(prompt.block_hashes(size), now)
-        candidates.append(Candidate(endpoint, blocks, min(blocks * size, limit)))
-    best = max(candidates, key=lambda candidate: candidate.hit_tokens)
+        blocks = index.match(block_hashes, now, blocks)
+        tokens = min(blocks * size, limit)
+        candidate = Candidate(endpoint, blocks, tokens)
+        if tokens > most:
+            best, most = candidate, tokens
+        candidates.append(candidate)
+    assert best is not None, "there is no replica"
     block_hashes = prompt.block_hashes(best.endpoint.block_size)
     key = block_hashes[min(best.hit_blocks, len(block_hashes) - 1)] if block_hashes else prompt.tail_key()
     return View(request, tuple(candidates), key, now)

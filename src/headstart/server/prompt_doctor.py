@@ -17,7 +17,6 @@ from headstart.openai.engine_requests import Origin, narrow_domain
 
 WINDOW_BYTES = 16 << 20  # of the latest prompts
 FREE_SECONDS = 0.25  # of CPU time that may be spent before any is earned
-CPU_SHARE = 0.005
 
 
 @dataclass(slots=True)

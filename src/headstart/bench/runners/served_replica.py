@@ -61,7 +61,7 @@ class Launch:
 
     def command(self, store: Path | None) -> list[str]:
         """Return the command line of a server on `store`."""
-        model = str(Path(self.model).resolve()) if Path(self.model).is_dir() else self.model
+        model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
         flags = ["--host", "127.0.0.1", "--port", "0", "--no-access-log", "--stats-interval", "0", *self.flags]
         for key in self.api_keys:
             flags += ["--api-key", key]

@@ -4,6 +4,8 @@ Keys, limits, errors, routing and relaying are those of `headstart route`; only 
 Ray's request router.
 """
 
+from pathlib import Path
+
 import aiohttp
 from prometheus_client import disable_created_metrics
 from ray.serve.handle import DeploymentHandle
@@ -17,6 +19,7 @@ from headstart.gateway.proxy.request_reader import RequestReader
 from headstart.gateway.ray.ray_placement import RayPlacement
 from headstart.gateway.ray.routing_ticket import RayFleet
 from headstart.gateway.run_gateway import KEEPALIVE_SECONDS, router_tokenizer
+from headstart.http.decision_log_writer import DecisionLog
 from headstart.http.logs import Log
 
 
@@ -33,7 +36,8 @@ class Ingress:
         self._session = aiohttp.ClientSession(connector=connector, trust_env=False, **session_options())
         placement = RayPlacement(replicas)
         reader = RequestReader(router_tokenizer(router.tokenizer), frozenset(server.prompt_rule))
-        self._state = state = GatewayState(router, server, self._session, reader, log, placed=placement.placed)
+        self._decisions = decisions = DecisionLog(Path(router.decision_log)) if router.decision_log else None
+        self._state = state = GatewayState(router, server, self._session, reader, log, decisions, placement.placed)
         if router.tokenizer == "auto":
             state.find_tokenizer(log)
         self._app = _without_request_id(build_front(state))
@@ -48,6 +52,8 @@ class Ingress:
         """Stop probing and close all connections; requests have ended."""
         await self._state.close()
         await self._session.close()
+        if self._decisions is not None:
+            self._decisions.close()
 
 
 def _without_request_id(app: ASGIApp) -> ASGIApp:

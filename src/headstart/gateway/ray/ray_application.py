@@ -39,6 +39,8 @@ def application(engine: EngineOptions, server: ServerOptions, router: RouterOpti
     """
     if engine.kv_events_config is not None:
         raise ConfigError("kv_events_config names one endpoint, and --on ray starts several replicas")
+    if router.envoy != "none" or router.ext_proc is not None:
+        raise ConfigError("Envoy is not used with --on ray: Ray has an HTTP proxy of its own")
     most = max(router.max_replicas or router.replicas, router.replicas)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
     cpus = engine.threads or cpus_each([int(node.get("CPU", 0)) for node in nodes], most)

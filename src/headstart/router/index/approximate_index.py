@@ -1,8 +1,7 @@
 """ApproximateIndex: an estimate of a replica's prefix cache, from requests sent there and reported cached tokens.
 
-It is the engine's own pool (core/cache/block_pool.py) without KV, so it evicts what the engine evicts: chains lose
-their tails first, blocks of requests in flight are not evicted, and the capacity is the engine's. Invariant: if a block
-is in it, so are all before it in its chain; `match` is a bisection.
+It is the engine's own pool (core/cache/block_pool.py) without KV (modelled_pool.py), so it evicts what the engine
+evicts: chains lose their tails first, blocks of requests in flight are not evicted, and the capacity is the engine's.
 
 The cached tokens that an engine reports correct it. If fewer were cached than predicted, the first missing block was
 evicted, and so was every block used before it: they are dropped, and the capacity is corrected. If the missing block
@@ -10,18 +9,17 @@ had been used very recently, the cache was emptied, unless a later report contra
 were cached than predicted, the capacity is raised. A single report moves at most a few times its error, since an
 engine's order of eviction is never quite the same. Reports of requests sent before a loss was noticed only repeat it.
 
-The pool begins small and grows as blocks come, up to the capacity. That may exceed the size a replica reports, if
-reports of cached tokens prove it (a store or another tier holds more) and `allow` grants it. A cache that is emptied is
-a new pool, and the old one is freed in slices, so that neither takes longer for a larger cache.
+The capacity may exceed the size a replica reports, if reports of cached tokens prove it (a store or another tier holds
+more) and `allow` grants it. A cache that is emptied is a new pool, and the old one is freed in slices, so that neither
+takes longer for a larger cache.
 """
 
 from collections.abc import Callable
-from itertools import accumulate, islice, takewhile
 from typing import Any
 
-from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.index.discards import Discards
+from headstart.router.index.modelled_pool import FlushedPool, ModelledPool
 from headstart.router.index.prefix_index import Reservation
 from headstart.router.index.reuse_estimate import ReuseEstimate
 
@@ -33,11 +31,8 @@ REACH = 4  # a report moves this multiple of its error, doubled for each report 
 MAX_STEP = 0.5  # towards the capacity that a report implies; halved when the direction changes
 MIN_STEP = 1 / 64
 MIN_BLOCKS = 16
-LOOKED_AT = 64  # number of next evicted blocks whose value is estimated
 MAX_UNPLACED = 256
-MIN_GROWTH = 1_024  # minimum growth of the pool in blocks, and its initial size
-FREED = 512  # entries of a former pool freed with every request, and FREED_PER_BLOCK with each new block
-FREED_PER_BLOCK = 16  # more than a block takes: former pools do not accumulate
+FREED = 512  # entries of a former pool freed with every request
 
 Allow = Callable[[int, int], int]
 """Map (granted blocks, requested blocks) to the number of blocks an index may hold; at least the first."""
@@ -72,13 +67,12 @@ class ApproximateIndex:
         self._epoch = 0
         self._allow = allow
         self._discards = Discards()
-        self._reuse = ReuseEstimate(0, self._max_blocks + 1)
         self._start(num_blocks or UNKNOWN_BLOCKS)
 
     @property
     def capacity(self) -> int:
         """Estimated number of blocks of the cache."""
-        return self._pool.num_usable - len(self._ballast) + self._num_ungrown
+        return self._blocks.capacity
 
     @property
     def max_blocks(self) -> int:
@@ -90,7 +84,7 @@ class ApproximateIndex:
         return self._discards.free(num)
 
     def __len__(self) -> int:
-        return self._pool.num_published
+        return len(self._blocks)
 
     @property
     def by_prompts(self) -> "ApproximateIndex":
@@ -111,21 +105,9 @@ class ApproximateIndex:
         sizes = {"capacity": self.capacity, "flushes": self.num_flushes, "blocks": len(self), "trims": self.num_trims}
         return {"mode": "guessed", **sizes}
 
-    def match(self, block_hashes: list[BlockHash], now: float = 0.0) -> int:
+    def match(self, block_hashes: list[BlockHash], now: float = 0.0, near: int = 0) -> int:
         """Return the number of leading blocks predicted to be cached. Changes nothing."""
-        published = self._pool.published
-        if not block_hashes or block_hashes[0] not in published:
-            return 0
-        if block_hashes[-1] in published:
-            return len(block_hashes)
-        low, high = 1, len(block_hashes) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if block_hashes[middle] in published:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return self._blocks.match(block_hashes, near)
 
     def sent(self, block_hashes: list[BlockHash], now: float = 0.0) -> Reservation:
         """Reserve the blocks of a request against eviction; add new ones if `at_pick`."""
@@ -136,12 +118,11 @@ class ApproximateIndex:
         reservation.num_losses = self._num_losses
         if reservation.hit < len(block_hashes):
             block_hash = block_hashes[reservation.hit]
-            evicted = self._pool.eviction_of(block_hash)
+            evicted = self._blocks.pool.eviction_of(block_hash)
             reservation.evicted = block_hash in self._unplaced or (evicted is not None and evicted.cause == "capacity")
             reservation.doubtful = self._flushed is not None and block_hash in self._flushed
-        self._acquire(reservation, reservation.hit)
-        unsure = bytes(map(self._unsure.__getitem__, reservation.blocks)).find(1)
-        reservation.sure = reservation.hit if unsure < 0 else unsure
+        self._blocks.acquire(reservation, reservation.hit)
+        reservation.sure = self._blocks.num_sure(reservation)
         if self.at_pick:
             self._extend(reservation, unsure=1)
         return reservation
@@ -150,10 +131,9 @@ class ApproximateIndex:
         """Add the blocks of the computed prompt."""
         if not self._is_open(reservation):
             return
-        for block in reservation.blocks[reservation.sure :]:
-            self._unsure[block] = 0
+        self._blocks.computed(reservation.blocks[reservation.sure :])
         self._extend(reservation, unsure=0)
-        self._see(reservation.blocks)
+        self._blocks.see(reservation.blocks)
 
     def finished(self, reservation: Reservation, block_hashes: list[BlockHash], now: float = 0.0) -> None:
         """Add the blocks of prompt and output, which may be evicted from now on."""
@@ -171,14 +151,7 @@ class ApproximateIndex:
         """
         if not self._is_open(reservation):
             return
-        self._pool.take_blocks_to_zero()  # there is nothing to zero here
-        unsure = [
-            block
-            for block in reservation.blocks[max(reservation.sure, num_kept) :]
-            if self._unsure[block] and self._pool.refs(block) == 1
-        ]
-        if unsure:
-            self._pool.distrust(unsure)
+        self._blocks.distrust(reservation.blocks[max(reservation.sure, num_kept) :])
         self._release(reservation)
 
     def observed(self, reservation: Reservation, num_blocks: int, now: float = 0.0) -> None:
@@ -196,74 +169,36 @@ class ApproximateIndex:
 
     def loss(self, num_blocks: int) -> float:
         """Return how many blocks evicted for `num_blocks` new ones should be requested again. Changes nothing."""
-        pool = self._pool
-        num = min(num_blocks - pool.num_scratch - self._num_ungrown, pool.num_free - pool.num_scratch)
-        if num <= 0:
-            return 0.0
-        if self._worth is None:
-            chance, serials, now = self._reuse.chance, self._serials, self._now
-            next_ones = islice(pool.in_eviction_order(), LOOKED_AT)
-            self._worth = list(accumulate(chance(block, serials[block], now) for block in next_ones))
-        looked_at = min(num, LOOKED_AT)
-        return self._worth[looked_at - 1] * num / looked_at
+        return self._blocks.loss(num_blocks)
 
     def held(self, block_hashes: list[BlockHash]) -> tuple[int, int]:
         """Return the blocks that requests in flight use, and how many leading ones of `block_hashes` are among them."""
-        pool, low, high = self._pool, 0, len(block_hashes)
-        while low < high:
-            middle = (low + high) // 2
-            entry = pool.entry(block_hashes[middle])
-            if entry is not None and pool.refs(entry[0]):
-                low = middle + 1
-            else:
-                high = middle
-        return pool.num_usable - pool.num_free - len(self._ballast), low
+        return self._blocks.held(block_hashes)
 
     def clear(self) -> None:
         """Empty the index, as after a restart. Blocks of requests in flight are added when they are answered."""
         self._forget_flush()
         capacity = self.capacity
-        self._discards.add(self._pool, self._block_hashes, self._serials, *self._reuse.tables)
+        self._discards.add(self._blocks.pool, self._blocks.serials, *self._blocks.reuse.tables)
         self._epoch += 1
-        self._reuse = ReuseEstimate(0, self._max_blocks + 1)
         self._start(capacity)
 
     def check(self) -> None:
         """Assert the invariants; O(blocks), for tests."""
-        self._pool.check()
+        self._blocks.pool.check()
         assert len(self) <= self.capacity, f"{len(self)} blocks in a cache of {self.capacity}"
 
     # ------------------------------------------------------------------------------------------------------------
 
     def _start(self, capacity: int) -> None:
-        self._now = 0  # number of uses so far
         self._held = capacity  # blocks apparently cached at the last loss: more is not proven
         self._lost_until = 0  # blocks last used up to then are known to be lost
-        self._flushed: _Flushed | None = None  # the last reset inferred from a report, while in doubt
+        self._flushed: FlushedPool | None = None  # the last reset inferred from a report, while in doubt
         self._unplaced: dict[BlockHash, None] = {}  # no space for these blocks, nor for those after them
-        self._renew(capacity)
+        self._blocks = self._new_pool(capacity, ReuseEstimate(0, self._max_blocks + 1), 0)
 
-    def _renew(self, capacity: int) -> None:
-        """Begin with an empty pool."""
-        usable, size = min(MIN_GROWTH, capacity), self._max_blocks + 1  # block 0 of a pool is never used
-        self._pool = BlockPool(usable + 1, eviction_policy=self._eviction_policy, history_pools=1, max_blocks=size)
-        self._num_ungrown = capacity - usable  # blocks by which the pool is to grow when needed
-        self._ballast: list[int] = []  # blocks held unused: the cache is smaller than the pool
-        self._serials = [0] * (usable + 1)  # last time a block was surely cached; the same for all of one request
-        self._reuse = self._reuse.emptied(usable + 1, size)
-        self._block_hashes = [BlockHash(b"")] * (usable + 1)  # hash of a block's content, present or last
-        self._unsure = bytearray(usable + 1)  # 1: sent, and not known to be computed yet
-        self._worth: list[float] | None = None  # prefix sums of the value of the next evicted blocks; None: outdated
-
-    def _grow(self, num: int) -> None:
-        """Grow the pool by `num` blocks, as far as the capacity allows."""
-        num = min(max(num, MIN_GROWTH), self._num_ungrown)
-        self._num_ungrown -= num
-        self._pool.grow(num)
-        self._serials += [0] * num
-        self._block_hashes += [BlockHash(b"")] * num
-        self._unsure += bytes(num)
-        self._reuse.grow(num)
+    def _new_pool(self, capacity: int, reuse: ReuseEstimate, now: int) -> ModelledPool:
+        return ModelledPool(capacity, self._max_blocks, self._eviction_policy, reuse, self._discards, now)
 
     def _is_open(self, reservation: Reservation) -> bool:
         """Return whether the request is in flight; one from before a reset holds no blocks any more."""
@@ -277,59 +212,19 @@ class ApproximateIndex:
             )
         return reservation.epoch != _ENDED
 
-    def _acquire(self, reservation: Reservation, end: int) -> None:
-        """Acquire published blocks up to `end` of its block hashes."""
-        pool, start = self._pool, len(reservation.blocks)
-        blocks = [
-            entry[0]
-            for block_hash in reservation.block_hashes[start:end]
-            if (entry := pool.entry(block_hash)) is not None
-        ]
-        assert len(blocks) == end - start, "a block is there and one before it is not"
-        reservation.serials += map(self._serials.__getitem__, blocks)
-        pool.acquire(blocks)
-        self._worth = None
-        self._reuse.used(blocks)
-        reservation.blocks += blocks
-
     def _extend(self, reservation: Reservation, unsure: int) -> None:
-        """Add the missing blocks, head first, as many as there is space for."""
-        pool, block_hashes = self._pool, reservation.block_hashes
-        if len(reservation.blocks) == len(block_hashes):
-            return
-        self._acquire(reservation, self.match(block_hashes))
-        start = len(reservation.blocks)
-        wanted = len(block_hashes) - start
-        if wanted > pool.num_scratch and self._num_ungrown:
-            self._grow(wanted - pool.num_scratch)
-        if self._discards:
-            self._discards.free(FREED_PER_BLOCK * wanted)
-        blocks = pool.allocate(min(wanted, pool.num_available(())))
-        parent = block_hashes[start - 1] if start else BlockHash(b"")
-        for block, block_hash in zip(blocks, block_hashes[start:], strict=False):
-            pool.publish(block, block_hash, parent, b"")
-            self._unsure[block] = unsure
-            self._block_hashes[block] = parent = block_hash
-        self._reuse.added(blocks, self._now)
-        reservation.blocks += blocks
-        if len(reservation.blocks) < len(block_hashes):
-            self._unplaced[block_hashes[len(reservation.blocks)]] = None
+        """Add the missing blocks, as many as there is space for."""
+        self._blocks.extend(reservation, unsure)
+        num, block_hashes = len(reservation.blocks), reservation.block_hashes
+        if num < len(block_hashes):
+            self._unplaced[block_hashes[num]] = None
             if len(self._unplaced) > MAX_UNPLACED:
                 del self._unplaced[next(iter(self._unplaced))]
 
     def _release(self, reservation: Reservation) -> None:
-        self._see(reservation.blocks)
-        self._pool.release(reservation.blocks)
-        self._worth = None
+        self._blocks.release(reservation.blocks)
         reservation.blocks = []
         reservation.epoch = _ENDED
-
-    def _see(self, blocks: list[int]) -> None:
-        """Record that blocks are cached now."""
-        self._now += 1
-        self._worth = None
-        for block in blocks:
-            self._serials[block] = self._now
 
     @property
     def _num_losses(self) -> int:
@@ -340,12 +235,11 @@ class ApproximateIndex:
 
         Blocks used since then prove a part of the capacity, except those that the request itself computes.
         """
-        pool, serial = self._pool, reservation.serials[index]
-        in_order = map(self._serials.__getitem__, pool.in_eviction_order())
-        gone = len(list(takewhile(serial.__ge__, in_order)))
-        own = sum(1 for block in reservation.blocks[index:] if pool.refs(block) == 1)
+        serial = reservation.serials[index]
+        gone = self._blocks.num_unused_since(serial)
+        own = sum(1 for block in reservation.blocks[index:] if self._blocks.pool.refs(block) == 1)
         num_kept = len(self) - gone - own
-        num_younger = pool.num_free - pool.num_scratch - gone
+        num_younger = self._blocks.num_idle - gone
         is_lately = num_kept < FLUSHED_SHARE * min(self.capacity, self._held) or not (num_younger or index)
         if is_lately and 2 * index <= reservation.hit:  # an error this small is no reset
             self._flush(serial, num_younger)
@@ -363,10 +257,10 @@ class ApproximateIndex:
         self._forget_flush()
         self._turn(-1)
         most = self._reach * (reservation.hit - index)
-        self._drop(min(gone, most))
+        self._blocks.drop(min(gone, most))
         less = int(self._step * (self.capacity - num_kept))
         less = min(less, most) if self._is_sized else less
-        self._resize(min(max(self.capacity - less, MIN_BLOCKS), self._max_blocks))
+        self._blocks.resize(min(max(self.capacity - less, MIN_BLOCKS), self._max_blocks))
 
     def _flush(self, serial: int, num_younger: int) -> None:
         """Drop everything: the cache was emptied after `serial`. `num_younger` idle blocks were used since then.
@@ -375,11 +269,12 @@ class ApproximateIndex:
         """
         self._forget_flush()
         self.num_flushes += 1
-        self._lost_until = self._now
+        former = self._blocks
+        self._lost_until = former.now
         self._epoch += 1
-        self._flushed = _Flushed(self._pool, self._serials, serial, num_younger)
-        self._discards.add(self._block_hashes, *self._reuse.tables)
-        self._renew(self.capacity)
+        self._flushed = FlushedPool(former, serial, num_younger)
+        self._discards.add(*former.reuse.tables)
+        self._blocks = self._new_pool(former.capacity, former.reuse, former.now)
 
     def _forget_flush(self) -> None:
         """Drop the record of the last reset, which is no longer in doubt."""
@@ -387,10 +282,10 @@ class ApproximateIndex:
             self._discards.add(*self._flushed.tables)
             self._flushed = None
 
-    def _settle(self, flushed: "_Flushed", is_there: bool) -> None:
+    def _settle(self, flushed: FlushedPool, is_there: bool) -> None:
         """Decide whether the last reset was real: if a block from before is cached, the cache is just small."""
         if is_there:
-            self._resize(max((self.capacity + flushed.num_younger) // 2, min(MIN_BLOCKS, self.capacity)))
+            self._blocks.resize(max((self.capacity + flushed.num_younger) // 2, min(MIN_BLOCKS, self.capacity)))
         self._forget_flush()
 
     def _kept(self, num_blocks: int, is_unplaced: bool) -> None:
@@ -401,7 +296,7 @@ class ApproximateIndex:
         wanted = self.capacity + max(more, num_blocks if is_unplaced else 1)
         if wanted > self._max_blocks and self._allow is not None:
             self._max_blocks = self._allow(self._max_blocks, wanted)
-        self._resize(min(wanted, self._max_blocks))
+        self._blocks.resize(min(wanted, self._max_blocks))
         self._held = self.capacity
 
     def _turn(self, direction: int) -> None:
@@ -411,45 +306,3 @@ class ApproximateIndex:
         elif direction == self._direction:
             self._step, self._reach = min(self._step * 2, MAX_STEP), min(self._reach * 2, self._max_blocks)
         self._direction = direction
-
-    def _drop(self, num: int) -> None:
-        """Drop the next `num` blocks in the order of eviction."""
-        pool = self._pool
-        pool.release(pool.allocate(pool.num_scratch + num))
-        self._worth = None
-
-    def _resize(self, capacity: int) -> None:
-        """Set the capacity, as far as blocks in flight allow."""
-        pool, change = self._pool, self.capacity - capacity
-        self._worth = None
-        if change > 0:
-            cut = min(change, self._num_ungrown)
-            self._num_ungrown -= cut
-            self._ballast += pool.allocate(min(change - cut, pool.num_available(())))
-        elif change < 0:
-            keep = max(len(self._ballast) + change, 0)
-            self._num_ungrown += -change - (len(self._ballast) - keep)
-            pool.release(self._ballast[keep:])
-            del self._ballast[keep:]
-
-
-class _Flushed:
-    """The pool at the time of an inferred reset. Its blocks may be cached after all."""
-
-    __slots__ = ("_serial", "_serials", "num_younger", "pool")
-
-    def __init__(self, pool: BlockPool, serials: list[int], serial: int, num_younger: int) -> None:
-        self.pool = pool
-        self.num_younger = num_younger  # idle blocks used after the missing one
-        self._serials = serials
-        self._serial = serial
-
-    @property
-    def tables(self) -> tuple[BlockPool, list[int]]:
-        """All tables it holds."""
-        return self.pool, self._serials
-
-    def __contains__(self, block_hash: BlockHash) -> bool:
-        """Return whether this block was used after the missing one, and is idle."""
-        entry = self.pool.entry(block_hash)
-        return entry is not None and not self.pool.refs(entry[0]) and self._serials[entry[0]] > self._serial

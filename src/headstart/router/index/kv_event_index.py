@@ -79,7 +79,7 @@ class KVEventIndex:
         """Return its mode and size as plain values, and the counts of events."""
         return {"mode": "events", "blocks": len(self), "counts": dict(self.counts)}
 
-    def match(self, block_hashes: list[BlockHash], now: float) -> int:
+    def match(self, block_hashes: list[BlockHash], now: float, near: int = 0) -> int:
         """Return the number of leading blocks that are cached, or expected since they were just sent."""
         known, speculative = self._match_events(block_hashes), self._speculative
         if not speculative or known == len(block_hashes):

@@ -39,8 +39,11 @@ class Reservation:
 class PrefixIndex(Protocol):
     """The index of one replica's cache. `block_hashes` are the hashes of a prompt's full blocks, from the first on."""
 
-    def match(self, block_hashes: list[BlockHash], now: float) -> int:
-        """Return the number of leading blocks predicted to be cached. Has no visible effect."""
+    def match(self, block_hashes: list[BlockHash], now: float, near: int = 0) -> int:
+        """Return the number of leading blocks predicted to be cached. Has no visible effect.
+
+        `near` is a guess, which makes it faster if it is right: other replicas often have as many.
+        """
         ...
 
     def sent(self, block_hashes: list[BlockHash], now: float) -> Reservation:

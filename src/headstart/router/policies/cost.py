@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headstart.router.endpoint import Cost, Endpoint
 from headstart.router.policies.policy import Choice, View
-from headstart.router.policies.rendezvous import weight
+from headstart.router.policies.rendezvous import weights
 from headstart.router.pricing import EVICTED, Costs, price_all
 
 SLACK = 0.05  # of the prefill: the additional wait accepted for agreement between routers
@@ -73,9 +73,13 @@ class CostPolicy:
         equals: list[int] = np.flatnonzero(mask).tolist()
         if len(equals) < 2:
             return best
-        equals.sort(key=lambda i: weight(view.key, view.candidates[i].name), reverse=True)
         limit = evictions.of(best) + slack
-        return next(i for i in equals if evictions.of(i) <= limit)
+        ranks = dict(zip(equals, weights(view.key, [view.candidates[i].name for i in equals]), strict=True))
+        while True:
+            first = max(ranks, key=ranks.__getitem__)
+            if evictions.of(first) <= limit:  # as `best` at the latest
+                return first
+            del ranks[first]
 
 
 def _best(prices: NDArray[np.float64], factors: NDArray[np.float64], evictions: _Evictions) -> int:

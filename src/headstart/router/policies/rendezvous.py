@@ -12,6 +12,12 @@ def weight(key: bytes, name: str) -> bytes:
     return sha256(len(key).to_bytes(8, "little") + key + name.encode()).digest()
 
 
+def weights(key: bytes, names: Iterable[str]) -> list[bytes]:
+    """Return the weights of many names for one key."""
+    prefix = len(key).to_bytes(8, "little") + key
+    return [sha256(prefix + name.encode()).digest() for name in names]
+
+
 def ranked(key: bytes, names: Iterable[str]) -> list[str]:
     """Return the names in the order of the key."""
     return sorted(names, key=lambda name: weight(key, name), reverse=True)

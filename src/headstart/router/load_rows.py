@@ -1,0 +1,52 @@
+"""LoadRows: the state of all loads of a fleet as one array, of which only the rows that have changed are read again.
+
+A price needs the state of every replica, and between two prices few of them change.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_CHANGED = 65_536  # loads that changed; more than that: replicas that were removed, so nothing is kept
+
+
+class Row(Protocol):
+    """The state of one load."""
+
+    @property
+    def row(self) -> tuple[float, ...]: ...
+
+
+class LoadRows:
+    """The rows of the loads that were asked for last."""
+
+    def __init__(self) -> None:
+        self._changed: set[Row] = set()
+        self._loads: list[Row] = []
+        self._numbers: dict[Row, int] = {}
+        self._array = np.zeros((0, 0))
+
+    def changed(self, load: Row) -> None:
+        """Record that the row of a load is another one now."""
+        self._changed.add(load)
+        if len(self._changed) > MAX_CHANGED:
+            self._changed.clear()
+            self._loads = []
+
+    def of(self, loads: Sequence[Row]) -> NDArray[np.float64]:
+        """Return an array of a row per load; read-only, and valid until the next call."""
+        if len(loads) == 1:  # the cost at one replica: the rows of the others are needed next
+            return np.array([loads[0].row], dtype=np.float64)
+        if loads != self._loads:
+            self._loads = list(loads)
+            self._numbers = {load: number for number, load in enumerate(loads)}
+            self._array = np.array([load.row for load in loads], dtype=np.float64)
+        else:
+            for load in self._changed:
+                number = self._numbers.get(load)
+                if number is not None:
+                    self._array[number] = load.row
+        self._changed.clear()
+        return self._array
