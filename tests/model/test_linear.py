@@ -289,11 +289,11 @@ def test_what_does_not_fit_a_kernel_is_refused(kernels: Kernels) -> None:
     with pytest.raises(ValueError, match="no link writes the columns from 5 on"):
         Chain(kernels, [Link(narrow, 0, 1, offset=3)], (6, 8))
     links: list[tuple[Link, str]] = [
-        (Link(narrow, 0, 1, offset=4), "5 outputs from column 4 on do not fit 8 columns"),
         (Link(linear, 0, 2), "not 8 wide"),
         (Link(linear, 1, 1), "not 6 wide"),
         (Link(linear, 0, 1, residual=0), "not 8 wide"),
         (Link(linear, 0, 1, rotary=RotaryHeads(num_queries=1, num_keys=1, head_dim=4, rotary_dim=4)), "heads fill 12"),
+        (Link(narrow, 0, 1, offset=4), "5 outputs from column 4 on do not fit 8 columns"),
     ]
     for link, message in links:
         with pytest.raises(ValueError, match=message):

@@ -96,6 +96,12 @@ class EngineOptions:
         COMPUTE,
         choices=("none", "int8", "int4"),
     )
+    linear_dispatch: str = _option(
+        "auto",
+        "What multiplies bfloat16 weights on a CPU: kernels, torch, or auto: the faster, measured at the first start.",
+        COMPUTE,
+        choices=("auto", "kernels", "torch"),
+    )
     device: str = _option("auto", "auto | cpu | cuda | cuda:N.", COMPUTE)
     threads: int = _option(0, "Compute threads; 0: as many as the cgroup grants cores.", COMPUTE, minimum=0)
     attention_backend: str = _option(

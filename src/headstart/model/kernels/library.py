@@ -168,6 +168,15 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
+def cpu_model(path: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the name of the processor; empty if the operating system does not report it."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
 def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """Return the processor features that the operating system reports; empty if there is no such file."""
     try:

@@ -15,7 +15,9 @@ import torch
 
 from headstart import __version__
 from headstart.model.attention.base import resolve_backend
-from headstart.model.kernels.library import find
+from headstart.model.kernels.build import cache_folder
+from headstart.model.kernels.library import cpu_model, find
+from headstart.model.layers.dispatch import all_measured
 from headstart.model.layers.linear import can_pack
 from headstart.model.setup.cgroup import SYSTEM, cpu_quota
 from headstart.model.setup.sizes import format_bytes
@@ -118,9 +120,17 @@ def _compute(*, packs: bool) -> tuple[tuple[str, str], ...]:
 
 
 def _linears(*, packs: bool) -> str:
-    if find().kernels is not None:
-        return "our kernels, packed"
-    return "oneDNN, prepacked" if packs else "plain torch"
+    torchs = "oneDNN, prepacked" if packs else "plain torch"
+    if find().kernels is None:
+        return torchs
+    shown = [
+        f"{torchs if not found.prefers_kernels else 'our kernels'} for inputs of "
+        f"{', '.join(str(inputs) for inputs in sorted({timing.inputs for timing in found.timings}))} "
+        f"(torch takes {found.ratio:.2f} x the time, {found.threads} threads)"
+        for found in all_measured(cache_folder(os.environ))
+        if found.cpu == cpu_model() and found.variant == find().note
+    ]
+    return "; ".join(["our kernels, packed", *shown])
 
 
 def _versions() -> tuple[tuple[str, str], ...]:

@@ -5,6 +5,7 @@ refused with a ConfigError that names the reason.
 """
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from headstart import __version__
 from headstart.core.errors import ConfigError
 from headstart.gguf.gguf_reader import is_gguf
 from headstart.model.attention.base import resolve_backend
+from headstart.model.kernels.build import cache_folder
 from headstart.model.kernels.library import kernels
 from headstart.model.layers.decoder import LanguageModel, load_decoder
+from headstart.model.layers.dispatch import CHOICES, chosen_kernels
 from headstart.model.layers.linear import Form
 from headstart.model.paged_kv import KVShape
 from headstart.model.source_digest import source_digest
@@ -26,6 +29,7 @@ from headstart.model.weights.architectures import NATIVE_ARCHITECTURES, architec
 from headstart.model.weights.checkpoint import Checkpoint, LoadingBar
 from headstart.model.weights.config_bounds import check_sizes
 from headstart.model.weights.config_keys import NotNativeError
+from headstart.model.weights.gguf.block_formats import FORMATS
 from headstart.model.weights.model_config import ModelConfig, eos_token_ids, parse_config
 from headstart.model.weights.model_files import read_config
 
@@ -63,11 +67,13 @@ def load_model(
     device: str = "auto",
     attention_backend: str = "auto",
     quantization: str = "none",
+    linear_dispatch: str = "kernels",
 ) -> LoadedModel:
     """Load the model of a folder or GGUF file, with progress on stderr. Raises ConfigError if it cannot be served.
 
     `quantization` int8 keeps every matrix but the embedding as int8 with one scale per output; int4 those of the layers
     in blocks of Q4_1, with a scale and a minimum per 32 inputs of an output, and the output head as int8.
+    `linear_dispatch` says what multiplies weights of bfloat16 on a CPU: our kernels, torch, or the faster one (auto).
     """
     raw = read_config(folder)
     architecture = architecture_of(raw)
@@ -78,6 +84,8 @@ def load_model(
     native, why = _native_config(raw, architecture)
     if quantization not in QUANTIZATIONS:
         raise ConfigError(f"quantization {quantization!r} is not known; choose {', '.join(QUANTIZATIONS)}")
+    if linear_dispatch not in CHOICES:
+        raise ConfigError(f"linear_dispatch {linear_dispatch!r} is not known; choose {', '.join(CHOICES)}")
     if quantization != "none" and native is None:
         raise ConfigError(
             f"quantization {quantization} is not supported for {architecture}, which Transformers runs{why}; "
@@ -95,6 +103,11 @@ def load_model(
     else:
         with LoadingBar(checkpoint.num_bytes, f"Loading {folder.name}") as bar, checkpoint.reading(bar.advance):
             compiled = kernels() if chosen_device.type == "cpu" else None
+            if compiled is not None and chosen_dtype == torch.bfloat16 and quantization == "none":
+                kinds = {entry.dtype for entry in checkpoint.entries.values()}
+                if all(FORMATS[kind].block_size == 1 for kind in kinds & FORMATS.keys()):  # else only our kernels
+                    cache = cache_folder(os.environ)
+                    compiled = chosen_kernels(compiled, linear_dispatch, native.linear_sizes, cache)
             form = Form(compiled, quantization, chosen_dtype, chosen_device)
             model = load_decoder(native, checkpoint, chosen_dtype, chosen_device, form)
         shape = KVShape(native.num_layers, native.num_kv_heads, native.head_dim)
