@@ -33,14 +33,16 @@ def main() -> None:
     given = parser.parse_args()
     chats = [[{"role": "user", "content": text}] for text in conversations(given.num)]
     sampling = {"temperature": 0, "max_tokens": given.tokens, "logprobs": True, "top_logprobs": 2}
-    with LLM(given.file, dtype=given.dtype, quantization=given.quantization, max_model_len=2048) as llm:
+    with LLM(
+        given.file, dtype=given.dtype, quantization=given.quantization, max_model_len=2048, num_blocks=1024
+    ) as llm:
         answers = llm.chat(chats, sampling)
         rows = [
             {
                 "text": llm.tokenizer.render_chat(chat),
                 "prompt": list(answer.prompt_token_ids),
                 "tokens": list(answer.token_ids),
-                "best": [sorted((top.logprob for top in token.top), reverse=True)[:2] for token in answer.logprobs],
+                "best": [[logprob for _, logprob in token.top[:2]] for token in answer.logprobs or ()],
             }
             for chat, answer in zip(chats, answers, strict=True)
         ]

@@ -1,8 +1,8 @@
-"""Single stream and prefill on one GGUF file beside llama.cpp and ik_llama.cpp: `python speed.py FILE --llamacpp PYTHON`.
+"""Single stream and prefill on a GGUF file beside llama.cpp and ik_llama.cpp: `python speed.py FILE --llamacpp PYTHON`.
 
-Every engine runs in its own process, pinned to the same cores, by turns (A B A B). The settings of llama.cpp are searched
-first, one short process each: threads, flash attention and ubatch; the best one for tokens and the best one for prompts
-are then measured. Progress on stderr, one JSON document as the last line of stdout.
+Every engine runs in its own process, pinned to the same cores, by turns (A B A B). The settings of llama.cpp are
+searched first, one short process each: threads, flash attention and ubatch; the best one for tokens and the best one
+for prompts are then measured. Progress on stderr, one JSON document as the last line of stdout.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Time llama.cpp or ik_llama.cpp on a GGUF file, in its own environment; the last line is one JSON document.
 
-One sequence through `llama_decode`, greedy: a prompt in calls of at most `ubatch` tokens, then single tokens. The argmax
-of each token's logits is part of its time, as it is for any caller.
+One sequence through `llama_decode`, greedy: a prompt in calls of at most `ubatch` tokens, then single tokens. The
+argmax of each token's logits is part of its time, as it is for any caller.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def main() -> None:
     token: list[float] = []
     for run in range(arguments.runs + 1):  # the first warms up
         engine.clear()
-        began = time.perf_counter()
+        following, began = 0, time.perf_counter()
         for at in range(0, len(prompt), arguments.ubatch):
             following = engine.decode(prompt[at : at + arguments.ubatch])
         middle = time.perf_counter()

@@ -81,9 +81,7 @@ def _python_front(replica: str) -> "subprocess.Popen[bytes]":
 def _measured(options: argparse.Namespace, python: "subprocess.Popen[bytes]") -> dict[str, Any]:
     found: dict[str, dict[str, list[float]]] = {}
     processes = {
-        "ray": [
-            p for p in psutil.process_iter(["cmdline"]) if " ".join(p.info["cmdline"] or []).startswith(RAY_PROCESSES)
-        ],
+        "ray": [child for child in psutil.Process().children(recursive=True) if _name(child).startswith(RAY_PROCESSES)],
         "python": [psutil.Process(python.pid)],
     }
     fronts = ("python", "ray")
@@ -129,6 +127,13 @@ def _round(front: str, requests: int, tokens: int) -> tuple[float, float]:
             firsts.append((times[0] - start) * 1e3)
             gaps.append((times[-1] - times[0]) * 1e3 / (tokens - 1))
     return statistics.median(firsts), statistics.median(gaps)
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def _cpu(processes: list[psutil.Process]) -> float:

@@ -46,13 +46,15 @@ def write_gguf(
     seed: int = 0,
     std: float = 0.1,
     tokenizer: str = BYTE_LEVEL,
+    mixed: dict[str, str] | None = None,
     metadata: dict[str, Any] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
     **overrides: Any,
 ) -> PreTrainedModel:
     """Write a model of `family` with matrices of `kind` to `path`, and return its oracle in fp32.
 
-    `metadata` and `tensors` (F32) are added to the file as they are; `overrides` are settings of the oracle.
+    `mixed` names other formats for some tensors, by parts of their GGUF names. `metadata` and `tensors` (F32) are added
+    to the file as they are; `overrides` are settings of the oracle.
     """
     name, settings = FAMILIES[family]
     words = tokenizer_folders.build(tokenizer)
@@ -75,7 +77,8 @@ def write_gguf(
                 continue
             gain = "norm" in parameter_name
             values = rng.normal(1.0 if gain else 0.0, std, tuple(parameter.shape)).astype(np.float32)
-            form = kind if values.ndim == 2 else "F32"
+            named = [other for part, other in (mixed or {}).items() if part in gguf_name(parameter_name)]
+            form = (named or [kind])[0] if values.ndim == 2 else "F32"
             blocks = encode(form, values, rng)
             parameter.copy_(torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType[form]).copy()))
             stored = llama_order(parameter_name, blocks, oracle.config) if family == "llama" else blocks

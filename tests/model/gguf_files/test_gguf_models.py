@@ -27,9 +27,9 @@ LLAMA3 = {
 }
 
 
-def largest_error(path: Path, oracle: PreTrainedModel) -> float:
-    """The largest difference of logits in fp32, of prompts in chunks with shared blocks, relative to the largest."""
-    loaded = load_model(path, dtype="float32", device="cpu")
+def largest_error(path: Path, oracle: PreTrainedModel, dtype: str = "float32") -> float:
+    """The largest difference of logits, of prompts in chunks with shared blocks, relative to the largest of fp32."""
+    loaded = load_model(path, dtype=dtype, device="cpu")
     rng = Random(1)
     prompts = [[rng.randrange(3, 400) for _ in range(length)] for length in (60, 9, 1)]
     prompts.append([*prompts[0][:32], 5, 6, 7])
@@ -52,6 +52,28 @@ def test_logits_of_every_architecture_equal_transformers(family: str, tmp_path: 
 def test_logits_of_every_block_format_equal_transformers(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     oracle = write_gguf(path, "llama", kind, tie_word_embeddings=kind in ("Q4_K", "Q8_0"))
+    assert largest_error(path, oracle) < 1e-5
+
+
+K_M = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "ffn_up": "Q5_K", "token_embd": "Q8_0"}  # as llama-quantize mixes formats
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "mixed", "overrides"),
+    [
+        ("llama", "Q4_1", {}, {"tie_word_embeddings": True}),
+        ("llama", "Q4_K", K_M, {}),
+        ("qwen2", "Q4_0", {"attn_k": "Q8_0", "attn_v": "BF16"}, {"tie_word_embeddings": True}),
+        ("qwen3", "Q5_K", K_M, {}),
+        ("phi3", "Q4_K", {"attn_qkv": "Q5_1"}, {}),
+    ],
+)
+def test_models_in_bfloat16_with_blocks_in_one_or_several_formats_stay_close_to_fp32(
+    family: str, kind: str, mixed: dict[str, str], overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    oracle = write_gguf(path, family, kind, std=0.05, mixed=mixed, **overrides)
+    assert largest_error(path, oracle, "bfloat16") < 0.05
     assert largest_error(path, oracle) < 1e-5
 
 
