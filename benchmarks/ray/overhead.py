@@ -52,13 +52,14 @@ def main() -> None:
     try:
         fleet = httpx.get(f"{_url('ray')}/v1/fleet", headers={"authorization": f"Bearer {ADMIN}"}, timeout=60).json()
         python = _python_front(fleet["replicas"][0]["url"])
-        print(json.dumps(_measured(options, python)))
+        document = _measured(options, python)
     finally:
         if python is not None:
             python.terminate()
             python.wait()
         serve.shutdown()
         ray.shutdown()
+    print(json.dumps(document))  # last: Ray writes to stdout, too
 
 
 def _url(front: str) -> str:
@@ -81,9 +82,7 @@ def _python_front(replica: str) -> "subprocess.Popen[bytes]":
 def _measured(options: argparse.Namespace, python: "subprocess.Popen[bytes]") -> dict[str, Any]:
     found: dict[str, dict[str, list[float]]] = {}
     processes = {
-        "ray": [
-            p for p in psutil.process_iter(["cmdline"]) if " ".join(p.info["cmdline"] or []).startswith(RAY_PROCESSES)
-        ],
+        "ray": [child for child in psutil.Process().children(recursive=True) if _name(child).startswith(RAY_PROCESSES)],
         "python": [psutil.Process(python.pid)],
     }
     fronts = ("python", "ray")
@@ -129,6 +128,13 @@ def _round(front: str, requests: int, tokens: int) -> tuple[float, float]:
             firsts.append((times[0] - start) * 1e3)
             gaps.append((times[-1] - times[0]) * 1e3 / (tokens - 1))
     return statistics.median(firsts), statistics.median(gaps)
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def _cpu(processes: list[psutil.Process]) -> float:

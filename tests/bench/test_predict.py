@@ -143,3 +143,10 @@ def test_figures_are_in_the_engines_tokens() -> None:
     doubled = [one._replace(usage=Usage(2 * one.usage.prompt_tokens, 2 * one.usage.cached_tokens)) for one in served]
     assert figures(doubled)["hit_rate_predicted"] == pytest.approx(figures(served)["hit_rate_predicted"])
     assert figures(doubled)["error_tokens"] == pytest.approx(2 * figures(served)["error_tokens"])
+
+
+def test_correction_that_lowers_the_hits_of_prompts_in_bytes_is_a_problem() -> None:
+    form = next(form for form in FORMS if form.label == "bytes")
+    without = {"error_tokens": 90.0, "hit_rate": 0.85}
+    assert not problems_of(form, {"error_tokens": 80.0, "hit_rate": 0.848}, without)
+    assert problems_of(form, {"error_tokens": 80.0, "hit_rate": 0.836}, without)

@@ -20,7 +20,10 @@ def test_every_option_can_stand_in_the_file(tmp_path: Path) -> None:
     lines = []
     for field in all_fields():
         default = field.default
-        text = {bool: str(default).lower(), tuple: '["k"]', str: f'"{default}"', type(None): None}.get(type(default))
+        one = field.metadata["choices"][0] if type(default) is tuple and "choices" in field.metadata else "k"
+        text = {bool: str(default).lower(), tuple: f'["{one}"]', str: f'"{default}"', type(None): None}.get(
+            type(default)
+        )
         if text is None and default is not None:
             text = str(default)
         if text is None:

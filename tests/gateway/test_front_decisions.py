@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from gateway import envoy_harness
-from gateway.envoy_harness import envoy_binary
+from gateway.envoy_harness import envoy_binary, envoy_front
 from gateway.harness import Replica, chunk, run, usage
+from gateway.harness import front as http_front
 from server.harness import until
 
 from headstart.gateway.picker import endpoint_picker
@@ -66,7 +66,8 @@ async def decisions(kind: str, seed: int, replicas: list[Replica], monkeypatch: 
     for replica in replicas:
         await replica.start()
         replica.script = answer
-    async with envoy_harness.start(kind, *replicas, health_interval=600.0, scrape_interval=0.0) as front:
+    start = {"http": http_front, "envoy": envoy_front}[kind]
+    async with start(*replicas, health_interval=600.0, scrape_interval=0.0) as front:
         router = front.state.router
         monkeypatch.setattr(router, "_log", log.append)
         for number, (body, percent, seconds) in enumerate(recorded(seed)):

@@ -6,12 +6,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from aiohttp import web
 from gateway.envoy_harness import envoy_front
-from gateway.harness import TEXTS, Front, Replica, front, refusing, reset, run, streaming, texts, two
+from gateway.harness import TEXTS, Front, Replica, front, refusing, reset, run, streaming, texts, two, usage
 from gateway.ray_harness import ray_front
 from server.harness import until
 
 from headstart.config.options import TenantEntry
+from headstart.http.answer_report import AnswerReport
 
 LONG = "a shared beginning of many words, " * 40
 KINDS = pytest.mark.parametrize("kind", ["http", "envoy", pytest.param("ray", marks=pytest.mark.long)])
@@ -283,6 +285,27 @@ def test_headers_of_replicas_stay_inside(kind: str) -> None:
             assert response.headers["x-ratelimit-limit"] == "7"
             assert "set-cookie" not in response.headers and "secret" not in response.headers.values()
             assert not any(name.startswith(("x-envoy", "x-gateway", "x-headstart-report")) for name in response.headers)
+
+    run(test())
+
+
+@KINDS
+def test_reported_tokens_are_counted_as_the_replica_counts_them(kind: str) -> None:
+    async def test() -> None:
+        replica = Replica()
+
+        async def answer(request: Any, body: dict[str, Any]) -> Any:
+            head = {"x-headstart-report": AnswerReport("cmpl-1", 20, 16, 1.0).encode().decode()}
+            return web.json_response({"choices": [{"index": 0, "text": "a"}], "usage": usage(20, 16)}, headers=head)
+
+        async with start(kind, replica) as router:
+            replica.script = answer
+            assert (await router.client.post("/v1/completions", json={"prompt": "x" * 400})).status_code == 200
+            await until(lambda: not router.state.num_under_way)
+            lines = router.state.metrics.expose(with_replicas=True).decode().splitlines()
+            found = {line.partition("{")[0]: line.rpartition(" ")[2] for line in lines if "replica=" in line}
+            assert float(found["headstart:router_cached_tokens_total"]) == 16
+            assert float(found["headstart:router_reported_prompt_tokens_total"]) == 20
 
     run(test())
 

@@ -1,6 +1,7 @@
 """The endpoint picker protocol, message by message, without an Envoy."""
 
 import asyncio
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from headstart.gateway.picker.ext_proc_messages import (
 )
 from headstart.gateway.picker.ext_proc_stream import ExtProcStream
 from headstart.gateway.picker.picker_server import HEALTH, SERVICE, PickerServer
+from headstart.gateway.proxy.request_reader import RequestReader
 from headstart.http.answer_report import AnswerReport, decode_report
 
 BODY = b'{"prompt": "Hello", "max_tokens": 3}'
@@ -159,6 +161,26 @@ def test_at_most_as_many_replicas_are_named_as_may_be_tried() -> None:
         assert len(envoy.headers()[DESTINATION].split(",")) == 2
 
     with_picker(test, Replica(), Replica(), Replica(), max_attempts=2)
+
+
+def test_rules_for_prompts_change_the_body_that_is_sent_on_and_are_stated() -> None:
+    system = {"role": "system", "content": "x-anthropic-billing-header: cch=1;\nBe brief."}
+    sent: dict[str, Any] = {"messages": [system, {"role": "user", "content": "Hi"}], "max_tokens": 1.5}
+
+    async def test(picker: Picker) -> None:
+        data = json.dumps(sent).encode()
+        envoy = FakeEnvoy(request_head("/v1/chat/completions"), request_body(data))
+        task = await picker.until_written(envoy, 2)
+        read = json.loads(envoy.body)
+        assert read == sent | {"messages": [system | {"content": "Be brief."}, *sent["messages"][1:]]}
+        envoy.say(answer_head(place(replica), content_type="application/json"))
+        await until(lambda: len(envoy.written) >= 3 or task.done())
+        assert envoy.headers(2)["x-headstart-prompt-rules"] == "billing_header=1"
+        envoy.say(None)
+        await task
+
+    replica = Replica()
+    with_picker(test, replica, reader=RequestReader(rules=frozenset({"billing_header"})))
 
 
 @pytest.mark.parametrize("pieces", [[BODY], [BODY, b""], [BODY[:5], BODY[5:]], [b"", BODY]])

@@ -150,6 +150,14 @@ def test_what_is_no_stream_is_sent_on_as_it_is() -> None:
         assert reading.body == json.dumps(body).encode() and not reading.stream
 
 
+def test_no_client_names_the_server_that_a_replica_gets_kv_from() -> None:
+    with pytest.raises(InvalidRequestError, match="kv_transfer_params is not supported") as caught:
+        read({"prompt": "x", "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1"}})
+    assert caught.value.param == "kv_transfer_params"
+    for off in (None, {}):
+        assert read({"prompt": "x", "kv_transfer_params": off}).request.prompt.num_tokens == 1
+
+
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b"\xff", b"[" * 100_000, b"null"])
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequestError):

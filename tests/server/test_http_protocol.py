@@ -118,6 +118,16 @@ def test_a_request_to_upgrade_is_answered_and_the_connection_closes(open_server:
     assert status == 200 and "connection: close" in text
 
 
+@pytest.mark.parametrize(
+    "frame", [b"content-length: 2\r\n\r\n{}", b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"]
+)
+def test_the_body_of_a_request_to_upgrade_is_not_lost_unnoticed(open_server: Server, frame: bytes) -> None:
+    raw = Raw(open_server)
+    raw.say(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n" + frame)
+    status, text = raw.answer()
+    assert status == 400 and "without Upgrade" in text
+
+
 # ------------------------------------------------------------------------------- one protocol, in this process
 
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -46,6 +46,9 @@ class GatewayMetrics:
         self._predicted = self._counter("router_predicted_tokens", "Prompt tokens predicted to be cached.", "replica")
         self._cached = self._counter("router_cached_tokens", "Prompt tokens cached, as reported.", "replica")
         self._prompt = self._counter("router_prompt_tokens", "Prompt tokens routed, by the router's count.", "replica")
+        self._reported = self._counter(
+            "router_reported_prompt_tokens", "Prompt tokens by the replicas' count, cached or not.", "replica"
+        )
         self._rules = self._counter("router_prompt_rules", "Requests that a rule for prompts changed.", "rule")
         self.ttft = self._histogram("router_ttft_seconds", "From arrival to the first token.", _TTFT)
         self.decide = self._histogram("router_decision_seconds", "Time to read a prompt and select a replica.", _DECIDE)
@@ -76,6 +79,7 @@ class GatewayMetrics:
         if decision.cached_tokens is not None:
             self._predicted.add((name,), decision.candidate.hit_tokens)
             self._cached.add((name,), decision.cached_tokens)
+            self._reported.add((name,), decision.reported_tokens)
             self._prompt.add((name,), decision.view.prompt_tokens)
 
     def expose(self, *, with_replicas: bool = True) -> bytes:

@@ -192,7 +192,7 @@ class Router:
         """Correct index and rates by the reported cached tokens. Once per request."""
         if in_flight.cached_tokens is not None:
             return
-        in_flight.cached_tokens = usage.cached_tokens
+        in_flight.cached_tokens, in_flight.reported_tokens = usage.cached_tokens, usage.prompt_tokens
         prompt = in_flight.view.request.prompt
         if prompt.exact:
             _compare_counts(in_flight.endpoint, in_flight.view.request, usage)

@@ -97,7 +97,10 @@ class RoutingDecision:
 class InFlight(RoutingDecision):
     """A request that was sent by a decision: what was expected of it when it left, and what has happened since."""
 
-    __slots__ = ("cached_tokens", "finish", "first_token", "flight", "index", "num_output", "reservation", "sent_at")
+    __slots__ = (
+        *("cached_tokens", "finish", "first_token", "flight", "index", "num_output", "reported_tokens"),
+        *("reservation", "sent_at"),
+    )
 
     def __init__(
         self,
@@ -118,4 +121,5 @@ class InFlight(RoutingDecision):
         self.first_token: float | None = None
         self.finish: float | None = None
         self.cached_tokens: int | None = None  # as reported by the replica
+        self.reported_tokens = 0  # of the prompt, by the replica's count
         self.num_output: int | None = None  # tokens of the answer, as reported

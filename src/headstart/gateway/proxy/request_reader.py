@@ -27,7 +27,7 @@ from headstart.openai.engine_requests import encode_chat, encode_completion
 from headstart.openai.request_bodies import parse_chat, parse_completion
 from headstart.openai.request_json import parse_json
 from headstart.openai.tokenizer.tokenizer import Tokenizer
-from headstart.openai.value_checks import bad_value, shown
+from headstart.openai.value_checks import bad_value, shown, unsupported
 from headstart.router.routing_request import Prompt, RoutingRequest, pack_text, router_root
 
 _ANYTHING = Bounds(
@@ -50,6 +50,7 @@ _LONG_BYTES = 256 << 10  # of a body
 _SHORT_BYTES = 16 << 10  # of a field
 _ANY_PROMPTS = 128  # in one body; the default of --max-prompts is 64
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_OF_REPLICAS = "kv_transfer_params"  # vLLM's: which server a replica gets KV from
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 
 
@@ -119,8 +120,12 @@ class RequestReader:
         return reading
 
     def read(self, path: str, body: bytes, sender: Sender) -> ReadRequest:
-        """Parse the body of a POST. Raises InvalidRequestError if it is no JSON object."""
+        """Parse the body of a POST. Raises InvalidRequestError if it is no JSON object, or has fields of replicas."""
         values = self._values(path, body)
+        if values.get(_OF_REPLICAS):
+            unsupported(
+                _OF_REPLICAS, "it makes a replica fetch KV from an address of the client's choice; leave it out"
+            )
         applied: AppliedRules = ()
         if self.rules:
             body, values, applied = canonical_body(path, body, values, self.rules)

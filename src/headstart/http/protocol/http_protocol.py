@@ -20,6 +20,7 @@ from headstart.http.protocol.http_refusals import (
     MAX_HEADERS,
     TOO_LARGE,
     TOO_MANY,
+    UPGRADE,
     refusal,
 )
 from headstart.http.protocol.write_watch import WriteWatch
@@ -29,6 +30,9 @@ HEAD_SLICE, CHUNKED_SLICE = 1024, 4096  # bytes parsed at a time; few requests f
 CHUNK_BYTES = 16  # allowed framing per chunk beside twice its data, as in Go's net/http (CVE-2023-39326)
 LINGER_SECONDS = 2.0  # how long data is read after a refusal, so that the refusal reaches the client
 LINGER_BYTES = 8 * 1024 * 1024
+
+
+_FRAMES = (b"content-length", b"transfer-encoding")  # headers of requests with a body
 
 
 class _RefusedError(Exception):
@@ -202,6 +206,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        if self._is_upgrade() and any(name in _FRAMES and value != b"0" for name, value in self.headers):
+            self._refusal = UPGRADE
+            raise _RefusedError
         self._has_begun = False
         self._overhead = -self._slice
         self._disarm()

@@ -13,6 +13,7 @@ FRAMING = (
     f"the trailers, or what frames the chunks of the body, are longer than {MAX_HEAD_BYTES} bytes; send larger chunks "
     "and no trailers",
 )
+UPGRADE = (400, "the body of a request with an Upgrade is not read here; send it as HTTP/1.1, without Upgrade")
 INVALID = (400, "this is not a valid HTTP/1.1 request")
 _REASONS = {
     400: "Bad Request",

@@ -39,6 +39,8 @@ COST = StepCost(1e-3, 2e-5)
 LONGEST_SHARE = 0.5  # of a pool: longer calls are left out
 KNOWN_TOKENS = 16.0  # largest mean error where everything is known: a block
 
+LOST_HITS = 0.005  # share of the prompt tokens in bytes that correction may cost
+
 
 @dataclass(frozen=True, slots=True)
 class PredictConfig:
@@ -146,6 +148,8 @@ def problems_of(form: Form, with_: dict[str, float], without: dict[str, float]) 
     error, uncorrected = with_["error_tokens"], without["error_tokens"]
     if form.wrong and error > uncorrected:
         return [f"{form.label}: mean error {error:.1f} tokens with correction, {uncorrected:.1f} without"]
+    if not form.exact and with_["hit_rate"] < without["hit_rate"] - LOST_HITS:
+        return [f"{form.label}: hit rate {with_['hit_rate']:.3f} with correction, {without['hit_rate']:.3f} without"]
     if form.label.startswith("known") and error > KNOWN_TOKENS:
         return [f"{form.label}: mean error {error:.1f} tokens although all is known; the maximum is {KNOWN_TOKENS:.0f}"]
     return []
