@@ -52,9 +52,17 @@ def rate(results: list[bool]) -> dict[str, Any]:
     return {"cases": len(results), "right": sum(results), "share": round(sum(results) / max(len(results), 1), 4)}
 
 
+def measure_clean(chats: list[list[Call]], max_calls: int) -> dict[str, int]:
+    """Return the clean prompts of conversations, and those of conversations in which anything is blamed."""
+    logs = [log_of(chat, seed, max_calls) for seed, chat in enumerate(chats)]
+    return {
+        "clean_prompts": sum(map(len, logs)),
+        "clean_prompts_blamed": sum(len(log) for log in logs if blamed(log)),
+    }
+
+
 def measure(chats: list[list[Call]], max_calls: int, num_pairs: int) -> dict[str, Any]:
     logs = [log_of(chat, seed, max_calls) for seed, chat in enumerate(chats)]
-    clean = [bool(blamed(log)) for log in logs]
     single: dict[str, Any] = {}
     for cause in MISTAKES:
         fitting = [(seed, log) for seed, log in enumerate(logs) if can_have(cause, log)]
@@ -88,8 +96,7 @@ def measure(chats: list[list[Call]], max_calls: int, num_pairs: int) -> dict[str
     num_single = sum(one["cases"] for one in single.values())
     return {
         "conversations": len(chats),
-        "clean_prompts": sum(map(len, logs)),
-        "clean_prompts_blamed": sum(len(log) for log, is_blamed in zip(logs, clean, strict=True) if is_blamed),
+        **measure_clean(chats, max_calls),
         "one_mistake": {
             "cases": num_single,
             "share": round(sum(one["right"] for one in single.values()) / num_single, 4),
@@ -106,11 +113,15 @@ def main() -> None:
     parser.add_argument("--max-calls", type=int, default=12, help="of each conversation")
     parser.add_argument("--conversations", type=int, default=1000, help="at most, of each trace")
     parser.add_argument("--pairs", type=int, default=4, help="conversations for each pair of mistakes")
+    parser.add_argument("--clean-only", action="store_true", help="no mistakes")
     given = parser.parse_args()
     began = time.process_time()
     found = {
-        path.stem: measure(list(recorded_chats(path))[: given.conversations], given.max_calls, given.pairs)
+        path.stem: measure_clean(chats, given.max_calls)
+        if given.clean_only
+        else measure(chats, given.max_calls, given.pairs)
         for path in given.traces
+        for chats in [list(recorded_chats(path))[: given.conversations]]
     }
     print(
         json.dumps(found | {"max_calls": given.max_calls, "cpu_seconds": round(time.process_time() - began)}, indent=1)

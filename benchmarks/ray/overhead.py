@@ -52,13 +52,14 @@ def main() -> None:
     try:
         fleet = httpx.get(f"{_url('ray')}/v1/fleet", headers={"authorization": f"Bearer {ADMIN}"}, timeout=60).json()
         python = _python_front(fleet["replicas"][0]["url"])
-        print(json.dumps(_measured(options, python)))
+        document = _measured(options, python)
     finally:
         if python is not None:
             python.terminate()
             python.wait()
         serve.shutdown()
         ray.shutdown()
+    print(json.dumps(document))  # last: Ray writes to stdout, too
 
 
 def _url(front: str) -> str:
