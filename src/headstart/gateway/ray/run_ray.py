@@ -8,6 +8,7 @@ from types import FrameType
 
 import ray
 from ray import serve
+from ray.exceptions import AuthenticationError
 from ray.serve.config import ProxyLocation
 
 from headstart import __version__
@@ -49,6 +50,11 @@ def serve_on_ray(engine: EngineOptions, server: ServerOptions, router: RouterOpt
         return EXIT_CONFIG
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except AuthenticationError:
+        log.line(
+            f"headstart: the Ray cluster at {address} wants its token: RAY_AUTH_MODE=token, see docs/deploy/ray.md"
+        )
+        return EXIT_CONFIG
     except ConnectionError as error:
         log.line(f"headstart: no Ray cluster at {address}: {error}")
         return EXIT_CONFIG
