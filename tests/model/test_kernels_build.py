@@ -229,7 +229,7 @@ def test_address_sanitizer_finds_nothing(variant: str, tmp_path: Path) -> None:
         VARIABLE: variant,
     }
     here = Path(__file__).parent
-    files = [str(here / name) for name in ("test_linear.py", "test_sampling_kernel.py")]
+    files = [str(here / name) for name in ("test_linear.py", "test_blocks_linear.py", "test_sampling_kernel.py")]
     arguments = ["-q", "-p", "no:cacheprovider", *files, "-k", variant]
     done = subprocess.run(
         [sys.executable, "-c", UNDER_ASAN, *arguments],

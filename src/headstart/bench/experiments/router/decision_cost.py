@@ -53,13 +53,13 @@ def run_pick(seed: int, config: PickConfig = PickConfig(), bar: Bar = QUIET) -> 
     rows: list[tuple[Any, ...]] = []
     bar.stage("filling the index", config.replicas)
     rng = Random(seed)
-    router, long_prompts, index_bytes = _full(config, rng, bar)
+    router, long_prompts, index_bytes = full_router(config, rng, bar)
     gc.collect()
     gc.freeze()  # excludes garbage collection of a million index entries from the timing
     bar.stage("decisions", len(POLICIES))
     for name in POLICIES:
         router.policy = make_policy(name)
-        times = _decisions(router, long_prompts, config, rng)
+        times = decision_times(router, long_prompts, config, rng)
         key = f"{name.replace('-', '_')}_pick"
         values[f"{key}_p50_us"], values[f"{key}_p99_us"] = percentile(times, 50), percentile(times, 99)
         rows.append((f"pick, {name}", values[f"{key}_p50_us"], values[f"{key}_p99_us"]))
@@ -70,9 +70,9 @@ def run_pick(seed: int, config: PickConfig = PickConfig(), bar: Bar = QUIET) -> 
     rows.append(("sent, all blocks new", values["sent_cold_p50_us"], values["sent_cold_p99_us"]))
     values["requests_per_second"] = _whole(router, config, rng)
     bar.stage("unique prompts", config.unique)
-    before = sum(len(_shadow(endpoint)) for endpoint in router.endpoints.values())
+    before = sum(len(index_of(endpoint)) for endpoint in router.endpoints.values())
     _unique(router, config, rng, bar)
-    after = sum(len(_shadow(endpoint)) for endpoint in router.endpoints.values())
+    after = sum(len(index_of(endpoint)) for endpoint in router.endpoints.values())
     gc.unfreeze()
     values |= {"blocks_before": before, "blocks_after": after, "bytes_per_block": index_bytes / max(before, 1)}
     if after > config.replicas * config.blocks:
@@ -103,7 +103,7 @@ def run_pick(seed: int, config: PickConfig = PickConfig(), bar: Bar = QUIET) -> 
     )
 
 
-def _full(config: PickConfig, rng: Random, bar: Bar) -> tuple[Router, list[list[BlockHash]], int]:
+def full_router(config: PickConfig, rng: Random, bar: Bar = QUIET) -> tuple[Router, list[list[BlockHash]], int]:
     """Return a router with full approximate indexes, chains cached on half of the replicas, and the index bytes."""
     router, length = Router(), config.long_prompt // BLOCK_SIZE
     tracemalloc.start()
@@ -122,7 +122,7 @@ def _full(config: PickConfig, rng: Random, bar: Bar) -> tuple[Router, list[list[
     return router, shared, size
 
 
-def _decisions(router: Router, shared: list[list[BlockHash]], config: PickConfig, rng: Random) -> list[float]:
+def decision_times(router: Router, shared: list[list[BlockHash]], config: PickConfig, rng: Random) -> list[float]:
     """Return the microseconds of each decision: prompts are cached, new from the middle on, or completely new.
 
     Between decisions the request is sent and an older one ends, as in service: nothing is as the last decision left it.
@@ -194,6 +194,6 @@ def _chain(length: int, rng: Random) -> list[BlockHash]:
     return [BlockHash(rng.randbytes(32)) for _ in range(length)]
 
 
-def _shadow(endpoint: Endpoint) -> ApproximateIndex:
+def index_of(endpoint: Endpoint) -> ApproximateIndex:
     assert isinstance(endpoint.index, ApproximateIndex)
     return endpoint.index
