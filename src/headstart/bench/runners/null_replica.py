@@ -63,6 +63,13 @@ def main() -> int:
     """Serve until a signal; exit codes as server.serve. The engine process imports this module, so run it with -m."""
     parser = argparse.ArgumentParser(prog="null_replica", description="A server without a model.")
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--prompt-log-size", type=int, default=0)
     given = parser.parse_args()
-    quiet = ServerOptions(port=given.port, access_log="none", stats_interval=0.0, heartbeat_timeout=HEARTBEAT_SECONDS)
+    quiet = ServerOptions(
+        port=given.port,
+        access_log="none",
+        stats_interval=0.0,
+        heartbeat_timeout=HEARTBEAT_SECONDS,
+        prompt_log_size=given.prompt_log_size,
+    )
     return serve(build_null, EngineOptions(), quiet)
