@@ -27,6 +27,7 @@ Sources = tuple[Mapping[str, Any], ...]
 """Option values by field name; the first source with a value wins."""
 
 COMPLETION_VARIABLE = "_HEADSTART_COMPLETE"  # set by the scripts that --install-completion installs
+MAX_METAVAR = 60  # characters of choices in the left column of the help; more are listed in its text
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
 _CONFIG = Annotated[
     Path | None,
@@ -100,11 +101,19 @@ def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
         flags.append("--" + metadata["alias"])
     if plain is bool:
         flags = [f"{flags[0]}/{flag_of('no_' + field.name)}"]
+    metavar, text = None if plain is bool else _METAVARS[plain], metadata["help"]
+    if "choices" in metadata:
+        listed = "|".join(metadata["choices"])
+        metavar, text = (
+            (listed, text)
+            if len(listed) <= MAX_METAVAR
+            else ("NAME", f"{text} One of {', '.join(metadata['choices'])}.")
+        )
     option = typer.Option(
         *flags,
-        help=metadata["help"] + _default_text(field.default),
+        help=text + _default_text(field.default),
         rich_help_panel=metadata["group"],
-        metavar=None if plain is bool else "|".join(metadata["choices"]) if "choices" in metadata else _METAVARS[plain],
+        metavar=metavar,
         show_default=False,
         autocompletion=_completion(metadata["choices"]) if "choices" in metadata else None,
     )

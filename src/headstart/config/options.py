@@ -5,7 +5,7 @@ This module does not read argv, environment or files: config_file.py and cli/ do
 """
 
 from dataclasses import Field, dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 from headstart.core.errors import ConfigError
 
@@ -384,7 +384,7 @@ def check_values(options: EngineOptions | ServerOptions | RouterOptions) -> None
         value, allowed = getattr(options, option.name), option.metadata
         if value is None:
             continue
-        for one in value if isinstance(value, tuple) else (value,):
+        for one in cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,):
             if "choices" in allowed and one not in allowed["choices"]:
                 raise ConfigError(f"{option.name} is {one!r}; choose one of {', '.join(allowed['choices'])}")
         if "minimum" in allowed and not value >= allowed["minimum"]:

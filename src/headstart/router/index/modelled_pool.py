@@ -38,7 +38,7 @@ class ModelledPool:
         self.serials = [0] * (usable + 1)  # last time a block was surely cached; the same for all of one request
         self.unsure = bytearray(usable + 1)  # 1: sent, and not known to be computed yet
         self.reuse = reuse.emptied(usable + 1, size)
-        self._num_ungrown = capacity - usable  # blocks by which the pool is to grow when needed
+        self._num_ungrown: int = capacity - usable  # blocks by which the pool is to grow when needed
         self._ballast: list[int] = []  # blocks held unused: the cache is smaller than the pool
         self._worth: list[float] | None = None  # prefix sums of the value of the next evicted blocks; None: outdated
         self._discards = discards
