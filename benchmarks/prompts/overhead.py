@@ -4,8 +4,8 @@ Two servers run at the same time, one with `--off` flags and one with `--on` fla
 (A B A B, a batch each; the first of a pair alternates). Per batch: CPU time of the server's processes (user + system,
 all of the tree) per request, and the elapsed time to the first token as a client sees it. Reported are the medians over
 batches, the median of the paired differences, which a busy machine disturbs least, and the share that the features add
-to the sums, with its 95 % interval: CPU time counts in ticks, so single batches are coarse. Flags of the canonicaliser can
-be added to `--on`. `parts` is the CPU time of what the features add to a request, measured in this process.
+to the sums, with its 95 % interval: CPU time counts in ticks, so single batches are coarse. Flags of the canonicaliser
+can be added to `--on`. `parts` is the CPU time of what the features add to a request, measured in this process.
 """
 
 import argparse
