@@ -32,7 +32,7 @@ NUM_BLOCKS = 512
 
 
 class RemoteState:
-    """What the suite reads of a router's state, for one in another process: from /v1/fleet."""
+    """The state of a router in another process, as the suite reads it: from /v1/fleet."""
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -26,7 +26,7 @@ APP = DeploymentID("replica", "headstart")
 
 
 class RunningReplica:
-    """What Ray's router sees of a replica."""
+    """A replica as Ray's router sees it."""
 
     def __init__(self, url: str) -> None:
         self.replica_id = ReplicaID(url, APP)
