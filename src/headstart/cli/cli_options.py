@@ -103,12 +103,9 @@ def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
         flags = [f"{flags[0]}/{flag_of('no_' + field.name)}"]
     metavar, text = None if plain is bool else _METAVARS[plain], metadata["help"]
     if "choices" in metadata:
-        listed = "|".join(metadata["choices"])
-        metavar, text = (
-            (listed, text)
-            if len(listed) <= MAX_METAVAR
-            else ("NAME", f"{text} One of {', '.join(metadata['choices'])}.")
-        )
+        metavar = "|".join(metadata["choices"])
+        if len(metavar) > MAX_METAVAR:
+            metavar, text = "NAME", f"{text} One of {', '.join(metadata['choices'])}."
     option = typer.Option(
         *flags,
         help=text + _default_text(field.default),

@@ -79,13 +79,7 @@ def _chat(values: Values, rules: PromptRules, counts: Counter[str]) -> dict[str,
 
 
 def _messages(values: Values, rules: PromptRules, counts: Counter[str]) -> dict[str, Any]:
-    changed: dict[str, Any] = {}
-    moved: list[str] = []
-    if rules & SYSTEM_RULES and values.get("system"):
-        clean = clean_system(values["system"], rules, counts)
-        moved = clean.moved
-        if clean.content is not values["system"]:
-            changed["system"] = clean.content
+    changed, moved = _clean_field(values, "system", rules, counts)
     sent = _objects(values.get("messages"))
     if sent is None or (moved and not sent):
         return {}
@@ -95,6 +89,17 @@ def _messages(values: Values, rules: PromptRules, counts: Counter[str]) -> dict[
     if not _same(found, sent):
         changed["messages"] = found
     return changed
+
+
+def _clean_field(
+    values: Values, name: str, rules: PromptRules, counts: Counter[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the field with the system prompt if a rule changes it, and the lines that are to be moved."""
+    sent = values.get(name)
+    if not sent or not rules & SYSTEM_RULES:
+        return {}, []
+    clean = clean_system(sent, rules, counts)
+    return ({} if clean.content is sent else {name: clean.content}), clean.moved
 
 
 def _block_message(message: Values, rules: PromptRules, counts: Counter[str]) -> Values:
@@ -117,13 +122,7 @@ def _block_message(message: Values, rules: PromptRules, counts: Counter[str]) ->
 
 
 def _responses(values: Values, rules: PromptRules, counts: Counter[str]) -> dict[str, Any]:
-    changed: dict[str, Any] = {}
-    moved: list[str] = []
-    if rules & SYSTEM_RULES and values.get("instructions"):
-        clean = clean_system(values["instructions"], rules, counts)
-        moved = clean.moved
-        if clean.content is not values["instructions"]:
-            changed["instructions"] = clean.content
+    changed, moved = _clean_field(values, "instructions", rules, counts)
     sent = values.get("input")
     if isinstance(sent, str):
         return changed | ({"input": _with_text(sent, "input_text", moved)} if moved else {})
