@@ -348,3 +348,40 @@ def test_pings_are_answered_and_padding_is_removed() -> None:
         assert b"".join(payload for head, payload in frames if head.kind == h2.DATA) == message(b"hi")
 
     with_server(test)
+
+
+def test_headers_are_remembered_only_while_they_mean_the_same() -> None:
+    async def test(server: EchoServer) -> None:
+        def literal(path: str) -> bytes:  # RFC 7541, 6.2.2: not added to the table
+            return b"\x04" + bytes((len(path),)) + path.encode()
+
+        def added(path: str) -> bytes:  # 6.2.1: the first entry of the table from now on, index 62
+            return b"\x44" + bytes((len(path),)) + path.encode()
+
+        connection, _ = connected(server)
+        assert connection._path_in(literal("/a")) == "/a" and len(connection._paths) == 1
+        assert connection._path_in(literal("/a")) == "/a"
+        assert connection._path_in(added("/a")) == "/a" and not connection._paths
+        assert connection._path_in(b"\xbe") == "/a" and len(connection._paths) == 1
+        assert connection._path_in(b"\xbe") == "/a"
+        assert connection._path_in(added("/b")) == "/b" and not connection._paths
+        assert connection._path_in(b"\xbe") == "/b"
+        assert connection._path_in(b"\x3f\x01") == "" and not connection._paths  # 6.3: a table of 32 bytes
+
+    with_server(test)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([b"te", b"x-a", b"x-b"]), st.integers(0, 3), st.booleans()), max_size=60))
+def test_paths_are_those_of_a_decoder_that_remembers_nothing(fields: list[tuple[bytes, int, bool]]) -> None:
+    async def test(server: EchoServer) -> None:
+        encoder = hpack.Encoder()
+        encoder.header_table_size = 100  # entries are evicted
+        connection, _ = connected(server)
+        for name, value, is_added in fields:
+            path = f"/{value}"
+            pair = (name, str(value)) if is_added else hpack.NeverIndexedHeaderTuple(name, str(value))
+            block = encoder.encode([(":path", path), pair])
+            assert connection._path_in(block) == path
+
+    with_server(test)

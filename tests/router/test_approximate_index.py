@@ -448,3 +448,14 @@ def test_a_loss_that_was_worked_out_before_is_no_other_than_a_new_one(
         known = [shadow.loss(count) for count in range(12)]
         shadow._blocks._worth = None
         assert [shadow.loss(count) for count in range(12)] == known
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), max_size=12), st.lists(st.integers(0, 90), min_size=1)
+)
+def test_a_loss_does_not_depend_on_the_losses_asked_before(chains: list[list[int]], sizes: list[int]) -> None:
+    asked, fresh = ApproximateIndex(80), [ApproximateIndex(80) for _ in sizes]
+    for shadow in (asked, *fresh):
+        for chain in chains:
+            serve(shadow, names(*chain))
+    assert [asked.loss(size) for size in sizes] == [one.loss(size) for one, size in zip(fresh, sizes, strict=True)]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from headstart.router.health import Health
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import MAX_AGE, Load
-from headstart.router.pricing import EVICTED, price_all
+from headstart.router.pricing import EVICTED, Price, price_one
 from headstart.router.step_rates import StepRates
 
 
@@ -98,11 +98,11 @@ class Endpoint:
 
     def backlog_ms(self, now: float) -> float:
         """Return the work queued before ours; requests of other routers count as the mean of our own."""
-        return float(price_all([self], 1, [0], now).backlog[0])
+        return price_one(self, 1, 0, now).backlog
 
     def slowness(self, now: float) -> float:
         """Return how many times slower than its fleet it is at present: learned, or its oldest request is late."""
-        return float(price_all([self], 1, [0], now).factor[0])
+        return price_one(self, 1, 0, now).factor
 
     def eviction_ms(self, prompt_tokens: int, cached_tokens: int) -> float:
         """Return the prefill of tokens evicted for a prompt that are likely to be requested again."""
@@ -113,6 +113,9 @@ class Endpoint:
 
     def cost(self, prompt_tokens: int, cached_tokens: int, now: float) -> Cost:
         """Return the cost of a prompt of which `cached_tokens` are cached here."""
-        costs = price_all([self], prompt_tokens, [cached_tokens], now)
-        backlog, prefill, decode, factor = (float(one[0]) for one in costs)
+        backlog, prefill, decode, factor = self.price(prompt_tokens, cached_tokens, now)
         return Cost(backlog, prefill, factor, self.eviction_ms(prompt_tokens, cached_tokens), decode)
+
+    def price(self, prompt_tokens: int, cached_tokens: int, now: float) -> Price:
+        """Return the same without evictions."""
+        return price_one(self, prompt_tokens, cached_tokens, now)

@@ -37,8 +37,6 @@ class LoadRows:
 
     def of(self, loads: Sequence[Row]) -> NDArray[np.float64]:
         """Return an array of a row per load; read-only, and valid until the next call."""
-        if len(loads) == 1:  # the cost at one replica: the rows of the others are needed next
-            return np.array([loads[0].row], dtype=np.float64)
         if loads != self._loads:
             self._loads = list(loads)
             self._numbers = {load: number for number, load in enumerate(loads)}

@@ -17,7 +17,7 @@ from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.cached_tokens import cached_blocks
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import Flight
-from headstart.router.policies.cost import CostPolicy, cost_of
+from headstart.router.policies.cost import CostPolicy, price_of
 from headstart.router.policies.policy import Candidate, Policy, View
 from headstart.router.rate_learner import RateLearner
 from headstart.router.routing_decision import Comparison, InFlight, RoutingDecision
@@ -102,7 +102,7 @@ class Router:
         view = decision.view
         candidate = decision.candidate if endpoint is None else decision.candidate_of(endpoint)
         chosen = candidate.endpoint
-        cost = cost_of(view, chosen.name)
+        cost = chosen.price(view.prompt_tokens, candidate.hit_tokens, view.now)
         work = Work.of(view.prompt_tokens, candidate.hit_tokens)
         flight = Flight(work, cost.prefill, cost.backlog, view.prompt_tokens, _output_estimate(view.request))
         index = _index_for(chosen, view.request)
@@ -214,7 +214,7 @@ class Router:
         """Return the decision of a shadow policy. Changes only the regrets of this decision."""
         choice = shadow.choose(decision.view)
         first = choice.ranked[0]
-        regret = cost_of(decision.view, first.name).total - cost_of(decision.view, decision.endpoint.name).total
+        regret = price_of(decision.view, first.name).total - price_of(decision.view, decision.endpoint.name).total
         decision.regrets[shadow.name] = (first.name, regret)
         return Comparison(shadow, choice, regret, first.name == decision.endpoint.name)
 

@@ -45,7 +45,7 @@ class GrpcConnection(asyncio.Protocol):
         self._has_preface = False
         self._decoder = hpack.Decoder(max_header_list_size=MAX_HEADER_BYTES)
         self._block: tuple[FrameHead, bytearray] | None = None  # headers that are continued
-        self._paths: dict[bytes, str] = {}  # by headers that are all in the decoder's table
+        self._paths: dict[bytes, str] = {}  # by headers, until the decoder's table changes
         self._waiting: dict[int, str] = {}  # calls without a message yet, and their paths
         self._streams: dict[int, GrpcStream] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -237,14 +237,16 @@ class GrpcConnection(asyncio.Protocol):
             self._begin(head.stream_id, stream)
 
     def _path_in(self, block: bytes) -> str:
-        """Decode headers; return the path. Headers of known fields alone change no table, and mean the same again."""
+        """Decode headers; return the path. Headers that leave the decoder's table as it is mean the same again."""
         path = self._paths.get(block)
         if path is None:
+            table = self._decoder.header_table
+            before = (table.maxsize, *table.dynamic_entries)
             fields = self._decoder.decode(block, raw=True)
             path = next((value for name, value, *_ in fields if name == b":path"), b"").decode("latin-1")
-            if min(block, default=0) < 0x80:  # RFC 7541, 6.1: other than one index per byte
+            if before != (table.maxsize, *table.dynamic_entries):
                 self._paths.clear()
-            elif len(self._paths) < MAX_PATHS and 0xFF not in block:
+            elif len(self._paths) < MAX_PATHS:
                 self._paths[block] = path
         return path
 

@@ -40,7 +40,9 @@ class ModelledPool:
         self.reuse = reuse.emptied(usable + 1, size)
         self._num_ungrown: int = capacity - usable  # blocks by which the pool is to grow when needed
         self._ballast: list[int] = []  # blocks held unused: the cache is smaller than the pool
-        self._worth: list[float] | None = None  # prefix sums of the value of the next evicted blocks; None: outdated
+        self._worth: list[float] | None = (
+            None  # prefix sums of the value of the next evicted blocks, as far as needed; None: outdated
+        )
         self._discards = discards
 
     def __len__(self) -> int:
@@ -97,11 +99,11 @@ class ModelledPool:
         num = min(num_blocks - pool.num_scratch - self._num_ungrown, self.num_idle)
         if num <= 0:
             return 0.0
-        if self._worth is None:
-            chance, serials, now = self.reuse.chance, self.serials, self.now
-            next_ones = islice(pool.in_eviction_order(), LOOKED_AT)
-            self._worth = list(accumulate(chance(block, serials[block], now) for block in next_ones))
         looked_at = min(num, LOOKED_AT)
+        if self._worth is None or len(self._worth) < looked_at:
+            chance, serials, now = self.reuse.chance, self.serials, self.now
+            next_ones = islice(pool.in_eviction_order(), looked_at)
+            self._worth = list(accumulate(chance(block, serials[block], now) for block in next_ones))
         return self._worth[looked_at - 1] * num / looked_at
 
     def num_unused_since(self, serial: int) -> int:

@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.router.endpoint import Cost, Endpoint
-from headstart.router.policies.policy import Choice, View
+from headstart.router.policies.policy import Candidate, Choice, View
 from headstart.router.policies.rendezvous import weights
-from headstart.router.pricing import EVICTED, Costs, price_all
+from headstart.router.pricing import EVICTED, Price, price_all, price_one
 
+FEW = 24  # candidates; for more, arrays are cheaper than plain numbers
 SLACK = 0.05  # of the prefill: the additional wait accepted for agreement between routers
 SAME_RATE = 1.25  # smaller differences may be noise: rates are learned from noisy times
 
@@ -47,45 +48,60 @@ class CostPolicy:
 
     def choose(self, view: View) -> Choice:
         """Rank by cost; of the replicas about as good as the best, the one with the highest key weight is first."""
-        candidates = view.candidates
-        hits = [candidate.hit_tokens for candidate in candidates]
-        costs = price_all([c.endpoint for c in candidates], view.prompt_tokens, hits, view.now)
-        prices = costs.price
-        evictions = _Evictions(view)
-        best = _best(prices, costs.factor, evictions)
-        first = self._placed(view, costs, best, evictions)
-        order: list[int] = prices.argsort(kind="stable").tolist()
-        order.remove(first)
-        order.insert(0, first)
-        reason = "least cost" if first == best else "placed by its first new block"
-        return Choice(tuple(candidates[i] for i in order), tuple(prices[order].tolist()), reason)
+        return self.choose_among_few(view) if len(view.candidates) <= FEW else self.choose_among_many(view)
 
     def picked(self, choice: Choice, endpoint: Endpoint) -> None:
         """Do nothing."""
 
-    def _placed(self, view: View, costs: Costs, best: int, evictions: _Evictions) -> int:
-        """Return the replica about as good as the best that the request's first new block is placed at."""
-        hits = np.array([candidate.hit_tokens for candidate in view.candidates])
+    def choose_among_few(self, view: View) -> Choice:
+        """Choose by plain numbers, which are cheaper than arrays for few candidates."""
+        tokens, now = view.prompt_tokens, view.now
+        costs = [price_one(endpoint, tokens, hit, now) for endpoint, _, hit in view.candidates]
+        prices = [cost.price for cost in costs]
+        evictions = _Evictions(view)
+        best = _best(prices, _order(prices), [cost.factor for cost in costs], evictions)
+        least, hits = costs[best], view.candidates[best].hit_tokens
+        slack = self.slack * least.prefill
+        equals = [
+            index
+            for index, (cost, candidate) in enumerate(zip(costs, view.candidates, strict=True))
+            if candidate.hit_tokens >= hits
+            and cost.prefill <= SAME_RATE * least.prefill
+            and cost.backlog <= least.backlog + slack
+            and cost.decode <= least.decode + slack
+            and cost.factor <= least.factor
+        ]
+        first = _placed(view, equals, best, slack, evictions)
+        return _choice(view, _order(prices), prices, first, best)
+
+    def choose_among_many(self, view: View) -> Choice:
+        """Choose by arrays, which are cheaper for many candidates. The choice is the same."""
+        hits = [candidate.hit_tokens for candidate in view.candidates]
+        costs = price_all([c.endpoint for c in view.candidates], view.prompt_tokens, hits, view.now)
+        prices = costs.price
+        evictions = _Evictions(view)
+        best = _best(prices, prices.argsort(kind="stable").tolist(), costs.factor, evictions)
         slack = self.slack * costs.prefill[best]
-        mask = (hits >= hits[best]) & (costs.prefill <= SAME_RATE * costs.prefill[best])
+        mask = (np.array(hits) >= hits[best]) & (costs.prefill <= SAME_RATE * costs.prefill[best])
         mask &= (costs.backlog <= costs.backlog[best] + slack) & (costs.decode <= costs.decode[best] + slack)
         mask &= costs.factor <= costs.factor[best]
-        equals: list[int] = np.flatnonzero(mask).tolist()
-        if len(equals) < 2:
-            return best
-        limit = evictions.of(best) + slack
-        ranks = dict(zip(equals, weights(view.key, [view.candidates[i].name for i in equals]), strict=True))
-        while True:
-            first = max(ranks, key=ranks.__getitem__)
-            if evictions.of(first) <= limit:  # as `best` at the latest
-                return first
-            del ranks[first]
+        first = _placed(view, np.flatnonzero(mask).tolist(), best, slack, evictions)
+        return _choice(view, prices.argsort(kind="stable").tolist(), prices.tolist(), first, best)
 
 
-def _best(prices: NDArray[np.float64], factors: NDArray[np.float64], evictions: _Evictions) -> int:
+def _order(prices: list[float]) -> list[int]:
+    return sorted(range(len(prices)), key=prices.__getitem__)
+
+
+def _best(
+    prices: "list[float] | NDArray[np.float64]",
+    order: list[int],
+    factors: "list[float] | NDArray[np.float64]",
+    evictions: _Evictions,
+) -> int:
     """Return the replica with the lowest price, evictions included; adds them to `prices` where they were computed."""
     best, least = -1, float("inf")
-    for index in prices.argsort(kind="stable").tolist():
+    for index in order:
         if prices[index] >= least:
             break
         prices[index] += EVICTED * evictions.of(index) * factors[index]
@@ -94,7 +110,37 @@ def _best(prices: NDArray[np.float64], factors: NDArray[np.float64], evictions: 
     return best
 
 
+def _placed(view: View, equals: list[int], best: int, slack: float, evictions: _Evictions) -> int:
+    """Return the replica of `equals`, about as good as the best, that the request's first new block is placed at."""
+    if len(equals) < 2:
+        return best
+    limit = evictions.of(best) + slack
+    ranks = dict(zip(equals, weights(view.key, [view.candidates[i].name for i in equals]), strict=True))
+    while True:
+        first = max(ranks, key=ranks.__getitem__)
+        if evictions.of(first) <= limit:  # as `best` at the latest
+            return first
+        del ranks[first]
+
+
+def _choice(view: View, order: list[int], prices: list[float], first: int, best: int) -> Choice:
+    order.remove(first)
+    order.insert(0, first)
+    reason = "least cost" if first == best else "placed by its first new block"
+    return Choice(tuple(view.candidates[i] for i in order), tuple(prices[i] for i in order), reason)
+
+
 def cost_of(view: View, name: str) -> Cost:
     """Return the cost of one candidate, whichever policy chose it."""
-    candidate = next(candidate for candidate in view.candidates if candidate.name == name)
+    candidate = _candidate(view, name)
     return candidate.endpoint.cost(view.prompt_tokens, candidate.hit_tokens, view.now)
+
+
+def price_of(view: View, name: str) -> Price:
+    """Return the same without evictions, which are slow to estimate."""
+    candidate = _candidate(view, name)
+    return candidate.endpoint.price(view.prompt_tokens, candidate.hit_tokens, view.now)
+
+
+def _candidate(view: View, name: str) -> Candidate:
+    return next(candidate for candidate in view.candidates if candidate.name == name)

@@ -1,0 +1,83 @@
+"""Prices by plain numbers are those by arrays, to the last bit, and so are the choices."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from router.fleets import BLOCK, ask, endpoint
+
+from headstart.router.endpoint import Endpoint, Reported
+from headstart.router.index.approximate_index import ApproximateIndex
+from headstart.router.policies.cost import CostPolicy
+from headstart.router.pricing import price_all, price_one
+from headstart.router.router import Router
+from headstart.router.routing_decision import InFlight
+from headstart.router.routing_request import Usage
+from headstart.router.step_rates import STEP_TOKENS, StepRates
+
+
+def lively(seed: int, count: int, prior: StepRates | None) -> tuple[Router, float]:
+    """A fleet after a random history: requests in all states, reports, a slow replica, rates that are learned."""
+    rng, router, now = Random(seed), Router(), 100.0
+    for number in range(count):
+        index = ApproximateIndex(rng.choice((4, 16, 64)))
+        router.add(Endpoint(f"r{number}", index, block_size=BLOCK, prior=prior))
+    under_way: list[InFlight] = []
+    for _ in range(rng.randrange(60)):
+        now += rng.expovariate(20.0)
+        act = rng.random()
+        if act < 0.5 or not under_way:
+            request = ask(*[rng.randrange(6) for _ in range(rng.randrange(8))], tail=rng.randrange(1, 4))
+            target = rng.choice([None, f"r{rng.randrange(count)}"])
+            under_way.append(router.sent(router.pick(request, now), now, target))
+        elif act < 0.7:
+            router.first_token(rng.choice(under_way), now)
+        elif act < 0.95:
+            done = under_way.pop(rng.randrange(len(under_way)))
+            router.finished(done, now, Usage(done.view.prompt_tokens, 0), num_output=rng.randrange(40))
+        else:
+            replica = router.endpoints[f"r{rng.randrange(count)}"]
+            replica.reported = Reported(at=now - rng.choice((0.0, 9.0)), waiting=rng.randrange(4))
+            replica.load.pace.learn(rng.choice((1.0, 7.0)), now)
+    return router, now + rng.choice((0.0, 0.01, 3.0))
+
+
+histories = st.tuples(
+    st.integers(0, 2**32), st.integers(1, 6), st.sampled_from([None, StepRates(5.0, 0.3, 1e-3, 0.07, 1e-4)])
+)
+
+
+@given(histories, st.integers(0, 3 * STEP_TOKENS), st.integers(0, 2**32))
+@settings(max_examples=200, deadline=None)
+def test_one_price_is_that_of_the_fleet_to_the_last_bit(
+    history: tuple[int, int, StepRates | None], prompt_tokens: int, seed: int
+) -> None:
+    router, now = lively(*history)
+    endpoints, rng = list(router.endpoints.values()), Random(seed)
+    hits = [rng.randrange(prompt_tokens + 1) for _ in endpoints]
+    costs = price_all(endpoints, prompt_tokens, hits, now)
+    for number, one in enumerate(endpoints):
+        price = price_one(one, prompt_tokens, hits[number], now)
+        assert list(map(repr, map(float, price))) == [repr(float(part[number])) for part in costs]
+        assert price.total == costs.total[number] and price.price == costs.price[number]
+
+
+@given(histories, st.lists(st.integers(0, 5), max_size=8), st.sampled_from([0.0, 0.05, 1.0]))
+@settings(max_examples=200, deadline=None)
+def test_choices_among_few_are_those_by_arrays(
+    history: tuple[int, int, StepRates | None], blocks: list[int], slack: float
+) -> None:
+    router, now = lively(*history)
+    policy = CostPolicy(slack)
+    view = router.pick(ask(*blocks), now).view
+    assert repr(policy.choose_among_few(view)) == repr(policy.choose_among_many(view))
+
+
+def test_a_waiting_prefill_and_a_late_answer_are_priced_alike() -> None:
+    router = Router()
+    router.add(endpoint("r0"))
+    router.sent(router.pick(ask(1, 2, 3), 0.0), 0.0)
+    early, late = (price_one(router.endpoints["r0"], 13, 0, now) for now in (0.001, 2.0))
+    assert early.backlog == pytest.approx(13.0) and early.factor == 1.0
+    assert late.backlog == 0.0 and late.factor > 10.0
