@@ -49,11 +49,11 @@ class Ceilings:
     """The measured maximum rates of the machine."""
 
     bytes_per_s: float
-    bf16_flops: float
+    flops: float  # of the faster of bfloat16 and float32 products
 
     def seconds(self, size: float, operations: float) -> float:
         """Return the least time to read `size` bytes and do `operations` at the same time."""
-        return max(size / self.bytes_per_s, operations / self.bf16_flops)
+        return max(size / self.bytes_per_s, operations / self.flops)
 
 
 class Pass(NamedTuple):
@@ -120,4 +120,4 @@ class Floors:
         model = self._model
         tokens = own + output - 1
         products = 2 * model.layer_weights * tokens + 2 * model.head_weights * output
-        return (products + 4 * model.attended * causal(tokens, shared)) / self._ceilings.bf16_flops
+        return (products + 4 * model.attended * causal(tokens, shared)) / self._ceilings.flops

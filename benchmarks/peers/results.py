@@ -101,7 +101,8 @@ def quantile(degrees: int) -> float:
 
 def document(about: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Any]:
     """Return the final JSON document: `<figure>.<entrant>` and so on, then setup, machine and versions."""
-    ceilings = Ceilings(about["ceilings"]["bytes_per_s"], about["ceilings"]["bf16_flops"])
+    rates = about["ceilings"]
+    ceilings = Ceilings(rates["bytes_per_s"], max(rates["bf16_flops"], rates.get("float32_flops", 0.0)))
     size = ModelSize.of(about["setup"]["config"])
     values: dict[str, Any] = {}
     for suffix, ours, others, weight_bytes in (

@@ -24,12 +24,23 @@ class Entrant:
     title: str = ""  # name in tables
     rows: tuple[str, ...] = ()  # the only ones it serves; empty: all
     samples: bool = False  # whether its driver supports sampling, not only greedy jobs
+    without_bf16: bool = False  # takes part only where the CPU has no bf16 instructions
     form_of: str = ""  # another set-up of this entrant: the tables show the faster of the two
 
 
 ENTRANTS = (
     Entrant("ours", "ours.py", title="Headstart", samples=True),
     Entrant("vllm", "vllm_engine.py", "vllm", title="vLLM", samples=True),
+    Entrant(
+        "vllm_float32",
+        "vllm_engine.py",
+        "vllm",
+        ("--dtype", "float32"),
+        title="vLLM, float32",
+        samples=True,
+        without_bf16=True,
+        form_of="vllm",
+    ),
     Entrant("ours_int8", "ours.py", None, ("--quantization", "int8"), title="Headstart int8", samples=True),
     Entrant("llamacpp", "llamacpp.py", "llamacpp", is_thorough=False, title="llama.cpp"),
     Entrant(

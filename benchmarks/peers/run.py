@@ -19,6 +19,7 @@ from pathlib import Path
 from comparison import Comparison, Site, entrants_named, say
 from journal import Journal
 from plan import ONCE, OTHERS, ROW_NAMES, THOROUGH, Plan
+from processor import multiplies_bf16
 from roster import HERE, ROSTER, SPIN_COUNT, variables_of
 from table import draw_all
 
@@ -83,7 +84,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default=ARCHITECTURE, help="a shape of `headstart init-model`, or a folder")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--spin-count", type=int, default=SPIN_COUNT, help="of idle OpenMP threads, for all")
-    parser.add_argument("--peers", type=_names(ROSTER), default=list(ROSTER), help="of " + ",".join(ROSTER))
+    useful = [name for name, entrant in ROSTER.items() if not (entrant.without_bf16 and multiplies_bf16())]
+    parser.add_argument("--peers", type=_names(ROSTER), default=useful, help="of " + ",".join(ROSTER))
     parser.add_argument("--rows", type=_names(ROW_NAMES), default=list(ROW_NAMES), help="of " + ",".join(ROW_NAMES))
     parser.add_argument("--repetitions", action="append", default=[], metavar="ROW=N", help="other than the default")
     parser.add_argument("--retries", type=int, default=1, help="of a trial disturbed by other processes")

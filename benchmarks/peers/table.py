@@ -122,6 +122,8 @@ def _ratio(found: dict[str, Any], name: str) -> str:
 
 def _setting(found: dict[str, Any]) -> str:
     machine, setup, ceilings = found["machine"], found["setup"], found["ceilings"]
+    rates = {"bf16": ceilings["bf16_flops"], "float32": ceilings.get("float32_flops", 0.0)}
+    fastest = max(rates, key=lambda name: rates[name])
     named = ", ".join(
         f"{package} {version}"
         for peer, packages in _PACKAGES.items()
@@ -130,7 +132,7 @@ def _setting(found: dict[str, Any]) -> str:
     )
     return (
         f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB; it reads "
-        f"{ceilings['bytes_per_s'] / 1e9:.0f} GB/s and multiplies bf16 matrices at {ceilings['bf16_flops'] / 1e9:.0f} "
+        f"{ceilings['bytes_per_s'] / 1e9:.0f} GB/s and multiplies {fastest} matrices at {rates[fastest] / 1e9:.0f} "
         f"GFLOP/s (measured in this run; the floors are from these). `{setup['model']}`, bf16, {setup['threads']} "
         f"threads, prefix caching on in all. {named}. Medians [smallest-largest]; against: how many times better "
         "Headstart is [95 % interval of the pairs]."

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from processor import multiplies_bf16
 from serve import GREEDY, Job, News, Sampling, claim_stdout, drive, serve
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
@@ -26,8 +27,8 @@ CACHE_TOKENS = 131_072  # shared by all requests; more than any row holds
 class TransformersStepper:
     """The batch processor of ContinuousBatchingManager as a stepper (see serve.py)."""
 
-    def __init__(self, model: str, config: ContinuousBatchingConfig, attention: str) -> None:
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation=attention)
+    def __init__(self, model: str, config: ContinuousBatchingConfig, attention: str, dtype: str) -> None:
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), attn_implementation=attention)
         self.vocab_size: int = loaded.config.vocab_size
         greedy = GenerationConfig(do_sample=False, eos_token_id=-1)  # -1: no token ends a request
         self._manager = loaded.init_continuous_batching(greedy, config)
@@ -94,6 +95,8 @@ def main() -> None:
     parser.add_argument("--page", type=int, default=32, help="tokens in a block")
     parser.add_argument("--batch", type=int, default=2048, help="tokens in a step")
     parser.add_argument("--attention", default="sdpa", choices=("sdpa", "paged|eager"))
+    dtype = "bfloat16" if multiplies_bf16() else "float32"  # of emulated bfloat16 it makes a hundredth of the speed
+    parser.add_argument("--dtype", default=dtype)
     parser.add_argument("--compile", type=int, default=0, help="level of torch.compile, 0 to 3")
     args = parser.parse_args()
     answers = claim_stdout()
@@ -105,7 +108,7 @@ def main() -> None:
         "allow_block_sharing": True,
         "default_compile_level": args.compile,
     }
-    engine = TransformersStepper(args.model, ContinuousBatchingConfig(**settings), args.attention)
+    engine = TransformersStepper(args.model, ContinuousBatchingConfig(**settings), args.attention, args.dtype)
     for length, streams in ((300, 1), (300, 4)):  # runs every code path once
         drive(engine, [Job([7 + i, *range(length)], 4, 0.0) for i in range(streams)])
     engine.reset()
@@ -115,7 +118,7 @@ def main() -> None:
         "vocab_size": engine.vocab_size,
         "about": {
             "versions": {"transformers": version("transformers"), "torch": version("torch")},
-            "settings": {"dtype": "bfloat16", "attention": args.attention, **settings, **spinning},
+            "settings": {"dtype": args.dtype, "attention": args.attention, **settings, **spinning},
         },
     }
     serve(answers, about, engine.reset, lambda jobs, concurrency, limit: drive(engine, jobs, concurrency, limit))

