@@ -204,42 +204,49 @@ def bounds(ratios: Sequence[float]) -> tuple[float, float]:
     return mean, mean if spread is None else mean + spread * stdev(ratios) / sqrt(len(ratios))
 
 
-def dominators(row: str, found: dict[str, Any], seeds: Sequence[int]) -> list[str]:
-    """Return the policies that are not worse than `cost` in any of the four figures, and better in one."""
+def dominators(row: str, found: dict[str, Any]) -> list[str]:
+    """Return the policies that are not worse than `cost` in any of the four figures, and better in one.
 
-    def means(policy: str) -> list[float] | None:
-        known = [found.get(key(row, policy, seed)) for seed in seeds]
-        return None if None in known else [fmean(one[name] for one in known) for name in FIGURES]  # type: ignore[index]
-
-    ours, names = means("cost"), list[str]()
+    Means over the seeds that both have; `oracle` is not a policy that could be used.
+    """
+    names = list[str]()
     for policy in POLICIES:
-        theirs = means(policy)
-        if policy in ("cost", "oracle") or ours is None or theirs is None or theirs == ours:
+        seeds = paired_seeds(row, ("cost", policy), found)
+        if policy in ("cost", "oracle") or not seeds:
             continue
-        if all(a <= b for a, b in zip(theirs, ours, strict=True)):
+        ours, theirs = (
+            [fmean(found[key(row, one, seed)][name] for seed in seeds) for name in FIGURES] for one in ("cost", policy)
+        )
+        if theirs != ours and all(a <= b for a, b in zip(theirs, ours, strict=True)):
             names.append(policy)
     return names
 
 
+def paired_seeds(row: str, policies: Sequence[str], found: dict[str, Any]) -> list[int]:
+    """Return the seeds of which all these cells are there."""
+    return [seed for seed in range(20) if all(key(row, policy, seed) in found for policy in policies)]
+
+
 def markdown(found: dict[str, Any]) -> str:
-    """Return the table: a row per row of cells, TTFT mean / p99, TPOT p99 and end to end."""
+    """Return the table: a row per row of cells, TTFT mean / p99, TPOT p99 and end to end.
+
+    A column with fewer of the row's seeds has their number in brackets.
+    """
     lines = [f"| | {' | '.join(POLICIES)} | cost / oracle [95 %] | dominated by |", "|---" * (len(POLICIES) + 3) + "|"]
     for row in FACTORS:
-        seeds = [n for n in range(20) if all(key(row, one, n) in found for one in ("cost", "oracle"))]
+        seeds = paired_seeds(row, ("cost", "oracle"), found)
         if not seeds:
             continue
         columns: list[str] = []
         for policy in POLICIES:
             done = [found[key(row, policy, seed)] for seed in seeds if key(row, policy, seed) in found]
-            if len(done) < len(seeds):
-                columns.append("-")
-                continue
-            columns.append(_figures(done))
+            number = f" ({len(done)})" if len(done) < len(seeds) else ""
+            columns.append(_figures(done) + number if done else "-")
         ratios = [
             found[key(row, "cost", n)]["ttft_mean_ms"] / found[key(row, "oracle", n)]["ttft_mean_ms"] for n in seeds
         ]
         mean, upper = bounds(ratios)
-        worse = ", ".join(dominators(row, found, seeds)) or "-"
+        worse = ", ".join(dominators(row, found)) or "-"
         ratio = f"{mean:.3f} [{upper:.3f}]" if len(seeds) > 2 else f"{mean:.3f}"
         lines.append(f"| {row} ({len(seeds)}) | {' | '.join(columns)} | {ratio} | {worse} |")
     return "\n".join(lines)
@@ -249,7 +256,7 @@ def ablation_markdown(found: dict[str, Any]) -> str:
     """Return the table of the ablations: each figure / that of `cost`, the mean of paired seeds, with its interval."""
     lines = [f"| | cost | {' | '.join(ABLATIONS)} |", "|---" * (len(ABLATIONS) + 2) + "|"]
     for row in WORKLOADS:
-        seeds = [n for n in range(20) if all(key(row, one, n) in found for one in ("cost", *ABLATIONS))]
+        seeds = paired_seeds(row, ("cost", *ABLATIONS), found)
         if not seeds:
             continue
         ours = [found[key(row, "cost", n)] for n in seeds]
