@@ -1,23 +1,25 @@
 """Cost of history and diagnostics per request: python benchmarks/prompts/overhead.py [--model DIR] > overhead.json.
 
-Two servers run at the same time, one with `--off` flags and one with `--on` flags, and get the same warm chats in turns
-(A B A B, a batch each; the first of a pair alternates). Per batch: CPU time of the server's processes (user + system,
-all of the tree) per request, and the elapsed time to the first token as a client sees it. Reported are the medians over
-batches, the median of the paired differences, which a busy machine disturbs least, and the share that the features add
-to the sums, with its 95 % interval: CPU time counts in ticks, so single batches are coarse. Flags of the canonicaliser
-can be added to `--on`. `parts` is the CPU time of what the features add to a request, measured in this process.
+One server (switched_server.py) gets the same warm chats in three arms, a batch each in turns: `off`, `control`, which
+is off as well, and `on`. All six orders of the arms take turns. Per batch: CPU time (of all threads of the server's
+processes, as the scheduler counts it) per request, and the elapsed time to the first token as a client sees it.
+Reported are, against `off`: the median of the paired differences, which a busy machine disturbs least, and the share
+of the sums with its 95 % interval. `control` shows what the experiment finds where there is nothing. `parts` is the
+CPU time of what the features add to a request, measured in this process.
 """
 
 import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from array import array
 from contextlib import ExitStack
+from itertools import permutations
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -33,20 +35,21 @@ from headstart.openai.engine_requests import Origin
 from headstart.openai.generation_params import GenerationParams
 from headstart.server.prompt_doctor import PromptDoctor
 
-OFF = "--history-size 0 --diagnostics-size 0 --doctor-share 0"
-TICK = os.sysconf("SC_CLK_TCK")
+ARMS = {"off": signal.SIGUSR1, "control": signal.SIGUSR1, "on": signal.SIGUSR2}
 RULES = "".join(f"Rule {number}: answer the reader of the library in one short sentence. " for number in range(60))
+WARM_UP = 100  # requests per arm
 PATIENCE = 600.0
 
 
 class Served:
-    """One server process and its tree."""
+    """A server whose features can be switched, and its tree of processes."""
 
     def __init__(self, stack: ExitStack, model: str | None, flags: str, folder: Path) -> None:
-        log = stack.enter_context((folder / f"log{len(flags)}").open("w+b"))
-        command = [sys.executable, "-m", "headstart", "serve", *([model] if model else [])]
+        log = stack.enter_context((folder / "log").open("w+b"))
+        command = [sys.executable, str(Path(__file__).with_name("switched_server.py")), *([model] if model else [])]
         command += ["--port", "0", "--access-log", "none", "--stats-interval", "0", *flags.split()]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # no thread spins for work
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         stack.callback(self._stop)
         deadline, found = time.monotonic() + PATIENCE, None
         while found is None:
@@ -56,21 +59,25 @@ class Served:
         self.client = stack.enter_context(httpx.Client(base_url=found[1], timeout=PATIENCE))
         self.last_id: str | None = None
 
+    def switch(self, arm: str) -> None:
+        """Serve an arm's requests from now on."""
+        self.last_id = None
+        self.process.send_signal(ARMS[arm])
+        time.sleep(0.02)
+
     def cpu_seconds(self) -> float:
         """Return the CPU time of the process and all its descendants so far."""
         parents: dict[int, int] = {}
-        times: dict[int, int] = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
-                fields = stat.read_text().rpartition(")")[2].split()
+                parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
             except OSError:  # it has ended
                 continue
-            parents[int(stat.parent.name)] = int(fields[1])
-            times[int(stat.parent.name)] = int(fields[11]) + int(fields[12])
         tree = {self.process.pid}
         while more := {child for child, parent in parents.items() if parent in tree} - tree:
             tree |= more
-        return sum(times[pid] for pid in tree if pid in times) / TICK
+        threads = (path for pid in tree for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+        return sum(int(path.read_text().split()[0]) for path in threads) / 1e9
 
     def first_token_seconds(self, question: str, *, compares: bool) -> float:
         """Send a chat whose rules are cached; return the elapsed time to its first token."""
@@ -87,13 +94,19 @@ class Served:
                     self.last_id = json.loads(line[6:])["id"]
         return first
 
+    def num_fingerprints(self) -> int:
+        """Return the number of prompts that the present arm has kept for comparisons."""
+        found = re.search(r"^headstart:fingerprints\S* (\S+)$", self.client.get("/metrics").text, re.MULTILINE)
+        return int(float(found[1])) if found else 0
+
     def _stop(self) -> None:
         self.process.terminate()
         self.process.wait()
 
 
-def batch(served: Served, number: int, size: int, *, compares: bool) -> tuple[float, float]:
+def batch(served: Served, arm: str, number: int, size: int, *, compares: bool) -> tuple[float, float]:
     """Return CPU time and time to the first token per request, in milliseconds."""
+    served.switch(arm)
     before = served.cpu_seconds()
     firsts = [
         served.first_token_seconds(f"Question {number}.{index}: which book is it?", compares=compares)
@@ -103,28 +116,31 @@ def batch(served: Served, number: int, size: int, *, compares: bool) -> tuple[fl
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
+    orders = list(permutations(ARMS))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        servers = {name: Served(stack, args.model, flags, folder) for name, flags in (("off", OFF), ("on", args.on))}
-        for served in servers.values():
-            batch(served, -1, args.size, compares=False)
-        found: dict[str, list[tuple[float, float]]] = {"off": [], "on": []}
+        served = Served(stack, args.model, args.on, folder)
+        for turn, arm in enumerate(ARMS):
+            batch(served, arm, -1 - turn, WARM_UP, compares=args.compare)
         for number in range(args.rounds):
-            for name in ("off", "on") if number % 2 else ("on", "off"):
-                compares = name == "on" and args.compare
-                found[name].append(batch(servers[name], number, args.size, compares=compares))
-    result: dict[str, Any] = {"rounds": args.rounds, "requests_per_batch": args.size, "on": args.on, "off": OFF}
+            for turn, arm in enumerate(orders[number % len(orders)]):
+                question = len(ARMS) * number + turn  # a new one in each batch, as long as the others
+                found[arm].append(batch(served, arm, question, args.size, compares=args.compare))
+        num_kept = {arm: served.switch(arm) or served.num_fingerprints() for arm in ARMS}
+    assert num_kept["off"] == 0 < num_kept["on"], num_kept  # the switch works
+    result: dict[str, Any] = {"rounds": args.rounds, "requests_per_batch": args.size, "flags": args.on}
+    result["compares"] = args.compare
     for index, figure in enumerate(("cpu_ms_per_request", "warm_first_token_ms")):
-        pairs = [(on[index], off[index]) for on, off in zip(found["on"], found["off"], strict=True)]
-        off = median(second for _, second in pairs)
-        difference = median(first - second for first, second in pairs)
-        result[figure] = {
-            "off": round(off, 3),
-            "on": round(median(first for first, _ in pairs), 3),
-            "median_difference": round(difference, 3),
-            "difference_share": round(difference / off, 4),
-            "share_of_sums": [round(share, 4) for share in share_of_sums(pairs)],
-        }
+        off = [values[index] for values in found["off"]]
+        result[figure] = {"off": round(median(off), 3)}
+        for arm in ("on", "control"):
+            pairs = [(values[index], other) for values, other in zip(found[arm], off, strict=True)]
+            result[figure][arm] = {
+                "median": round(median(first for first, _ in pairs), 3),
+                "median_difference": round(median(first - second for first, second in pairs), 3),
+                "share_of_sums": [round(share, 4) for share in share_of_sums(pairs)],
+            }
     result["load_average"] = os.getloadavg()
     return result
 
@@ -175,11 +191,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="model folder; default: the bundled model")
     parser.add_argument(
-        "--on", default="", help="flags of the server that has the features on, such as --prompt-rule=..."
+        "--on", default="", help="options of headstart serve for the arm with the features on: --prompt-rule=..."
     )
-    parser.add_argument("--compare", action="store_true", help="compare each prompt of that server with the one before")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--size", type=int, default=20, help="requests per batch; CPU time counts in ticks of 10 ms")
+    parser.add_argument("--compare", action="store_true", help="compare each prompt with the one before")
+    parser.add_argument("--rounds", type=int, default=48)
+    parser.add_argument("--size", type=int, default=10, help="requests per batch")
     parser.add_argument("--parts-only", action="store_true", help="CPU time of the parts in this process; no server")
     args = parser.parse_args()
     parts = {"parts": in_process()}

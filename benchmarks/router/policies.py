@@ -1,9 +1,10 @@
 """Cells of the comparison of routing policies in simulated fleets: workload x policy x seed x one changed factor.
 
-    python benchmarks/router/policies.py --traces DIR [--seconds 480] [--stage base|factors] [--markdown]
+    python benchmarks/router/policies.py --traces DIR [--seconds 480] [--stage base|factors|ablations] [--markdown]
 
-Cells that are in policies.json already are not run again, so it can be stopped and continued. Virtual time: figures do
-not depend on the machine or its load. Seeds are paired: the same window, arrivals and noise for every policy.
+Ablations are forms of `cost`: without one of its parts, or with the true rates given. Cells that are in policies.json
+already are not run again, so it can be stopped and continued. Virtual time: figures do not depend on the machine or its
+load. Seeds are paired: the same window, arrivals and noise for every policy.
 """
 
 import argparse
@@ -17,6 +18,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from headstart.router import pricing
+from headstart.router.rate_learner import Pace, RateLearner
+from headstart.router.router import Router
+from headstart.router.step_rates import StepRates
 from headstart.sim.profile import REFERENCE, Profile
 from headstart.sim.scenarios.scenario import Event, Scenario
 from headstart.sim.sim_report import report
@@ -31,6 +36,7 @@ POLICIES = ("cost", "oracle", "work", "llm-d", "dynamo", "smg", "least-load")
 NUM_REQUESTS = 2000
 CONVERSATION = "mooncake_conversation_trace.jsonl"
 KEYS = ("ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "tpot_p99_ms", "e2e_mean_ms", "hit_rate", "busy", "errors")
+FIGURES = ("ttft_mean_ms", "ttft_p99_ms", "tpot_p99_ms", "e2e_mean_ms")
 T95 = {2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 19: 2.093}  # Student's t, two-sided 95 %, by degrees of freedom
 
 Make = Callable[[Path, int], Sequence[SimRequest]]
@@ -114,7 +120,41 @@ FACTORS = {
     "padded": Factor(cost=PaddedCost(SUM)),
     "superlinear": Factor(cost=SuperlinearCost(SUM)),
 }
-STAGES = {"base": (tuple(WORKLOADS), 5), "factors": (tuple(name for name in FACTORS if name not in WORKLOADS), 5)}
+STAGES = {
+    "base": (tuple(WORKLOADS), 5),
+    "factors": (tuple(name for name in FACTORS if name not in WORKLOADS), 5),
+    "ablations": (tuple(WORKLOADS), 5),
+}
+ABLATIONS = ("learning off", "true rates", "no decodes")
+DECODE = pricing.DECODE
+TRUE_RATES = StepRates(*(1e3 * seconds for seconds in (SUM.step, SUM.stream, SUM.resident, SUM.token, SUM.pair)))
+
+
+class _Fixed(RateLearner):
+    """The rates that it was made with, and the length of answers that is assumed before any is known."""
+
+    def finished(self, num_output: int) -> None:
+        pass
+
+
+class _Even(Pace):
+    """A pace that is never learned."""
+
+    def learn(self, ratio: float, now: float) -> None:
+        pass
+
+
+def ablate(router: Router, ablation: str) -> None:
+    """Remove a part of `cost` from a router that has decided nothing yet, or give it the true rates."""
+    loads = [endpoint.load for endpoint in router.endpoints.values()]
+    if ablation == "learning off":
+        learner = _Fixed(StepRates(), is_fixed=True)
+        for load in loads:
+            load.learner, load.pace = learner, _Even()
+    elif ablation == "true rates":
+        learner = RateLearner(TRUE_RATES, is_fixed=True)
+        for load in loads:
+            load.learner = learner
 
 
 def run(row: str, policy: str, seed: int, traces: Path) -> dict[str, Any]:
@@ -127,10 +167,16 @@ def run(row: str, policy: str, seed: int, traces: Path) -> dict[str, Any]:
     profile = replace(workload.profile, noise=factor.noise)
     if factor.cost is not None:
         profile = replace(profile, cost=factor.cost)
-    simulation = Simulation(profile, factor.replicas, policy, seed, scenario=factor.scenario)
+    name = "cost" if policy in ABLATIONS else policy
+    simulation = Simulation(profile, factor.replicas, name, seed, scenario=factor.scenario)
     if factor.believed != 1.0:
         simulation = replace(simulation, believed_blocks=int(factor.believed * profile.num_blocks))
-    values = report(simulation.run(make(traces, seed))).values()
+    fleet = simulation.build()
+    for router in fleet.routers:
+        ablate(router, policy)
+    pricing.DECODE = 0.0 if policy == "no decodes" else DECODE
+    fleet.run(make(traces, seed))
+    values = report(fleet).values()
     found = {key: values[key] for key in KEYS}
     return found | {"requests_by_replica": [min(values["requests_by_replica"]), max(values["requests_by_replica"])]}
 
@@ -139,7 +185,7 @@ def cells(stage: str, max_seeds: int) -> Iterator[tuple[str, str, int]]:
     """Yield the cells of a stage: the same seed for all rows, then the next; the policies of most interest first."""
     rows, seeds = STAGES[stage]
     seeds = max_seeds or seeds
-    for policies in (POLICIES[:4], POLICIES[4:]):
+    for policies in (ABLATIONS,) if stage == "ablations" else (POLICIES[:4], POLICIES[4:]):
         for seed in range(seeds):
             for row in rows:
                 for policy in policies:
@@ -158,50 +204,79 @@ def bounds(ratios: Sequence[float]) -> tuple[float, float]:
     return mean, mean if spread is None else mean + spread * stdev(ratios) / sqrt(len(ratios))
 
 
-def dominators(row: str, found: dict[str, Any], seeds: Sequence[int]) -> list[str]:
-    """Return the policies that are not worse than `cost` in any of the four figures, and better in one."""
-    figures = ("ttft_mean_ms", "ttft_p99_ms", "tpot_p99_ms", "e2e_mean_ms")
+def dominators(row: str, found: dict[str, Any]) -> list[str]:
+    """Return the policies that are not worse than `cost` in any of the four figures, and better in one.
 
-    def means(policy: str) -> list[float] | None:
-        known = [found.get(key(row, policy, seed)) for seed in seeds]
-        return None if None in known else [fmean(one[name] for one in known) for name in figures]  # type: ignore[index]
-
-    ours, names = means("cost"), list[str]()
+    Means over the seeds that both have; `oracle` is not a policy that could be used.
+    """
+    names = list[str]()
     for policy in POLICIES:
-        theirs = means(policy)
-        if policy in ("cost", "oracle") or ours is None or theirs is None or theirs == ours:
+        seeds = paired_seeds(row, ("cost", policy), found)
+        if policy in ("cost", "oracle") or not seeds:
             continue
-        if all(a <= b for a, b in zip(theirs, ours, strict=True)):
+        ours, theirs = (
+            [fmean(found[key(row, one, seed)][name] for seed in seeds) for name in FIGURES] for one in ("cost", policy)
+        )
+        if theirs != ours and all(a <= b for a, b in zip(theirs, ours, strict=True)):
             names.append(policy)
     return names
 
 
+def paired_seeds(row: str, policies: Sequence[str], found: dict[str, Any]) -> list[int]:
+    """Return the seeds of which all these cells are there."""
+    return [seed for seed in range(20) if all(key(row, policy, seed) in found for policy in policies)]
+
+
 def markdown(found: dict[str, Any]) -> str:
-    """Return the table: a row per row of cells, TTFT mean / p99, TPOT p99 and end to end."""
+    """Return the table: a row per row of cells, TTFT mean / p99, TPOT p99 and end to end.
+
+    A column with fewer of the row's seeds has their number in brackets.
+    """
     lines = [f"| | {' | '.join(POLICIES)} | cost / oracle [95 %] | dominated by |", "|---" * (len(POLICIES) + 3) + "|"]
     for row in FACTORS:
-        seeds = [n for n in range(20) if all(key(row, one, n) in found for one in ("cost", "oracle"))]
+        seeds = paired_seeds(row, ("cost", "oracle"), found)
         if not seeds:
             continue
         columns: list[str] = []
         for policy in POLICIES:
             done = [found[key(row, policy, seed)] for seed in seeds if key(row, policy, seed) in found]
-            if len(done) < len(seeds):
-                columns.append("-")
-                continue
-            ttft, p99, e2e = (
-                fmean(one[name] for one in done) / 1e3 for name in ("ttft_mean_ms", "ttft_p99_ms", "e2e_mean_ms")
-            )
-            tpot = fmean(one["tpot_p99_ms"] for one in done)
-            columns.append(f"{ttft:.3g} / {p99:.3g}; {tpot:.3g}; {e2e:.3g}")
+            number = f" ({len(done)})" if len(done) < len(seeds) else ""
+            columns.append(_figures(done) + number if done else "-")
         ratios = [
             found[key(row, "cost", n)]["ttft_mean_ms"] / found[key(row, "oracle", n)]["ttft_mean_ms"] for n in seeds
         ]
         mean, upper = bounds(ratios)
-        worse = ", ".join(dominators(row, found, seeds)) or "-"
+        worse = ", ".join(dominators(row, found)) or "-"
         ratio = f"{mean:.3f} [{upper:.3f}]" if len(seeds) > 2 else f"{mean:.3f}"
         lines.append(f"| {row} ({len(seeds)}) | {' | '.join(columns)} | {ratio} | {worse} |")
     return "\n".join(lines)
+
+
+def ablation_markdown(found: dict[str, Any]) -> str:
+    """Return the table of the ablations: each figure / that of `cost`, the mean of paired seeds, with its interval."""
+    lines = [f"| | cost | {' | '.join(ABLATIONS)} |", "|---" * (len(ABLATIONS) + 2) + "|"]
+    for row in WORKLOADS:
+        seeds = paired_seeds(row, ("cost", *ABLATIONS), found)
+        if not seeds:
+            continue
+        ours = [found[key(row, "cost", n)] for n in seeds]
+        columns = [_figures(ours)]
+        for ablation in ABLATIONS:
+            theirs = [found[key(row, ablation, n)] for n in seeds]
+            texts: list[str] = []
+            for name in FIGURES:
+                ratios = [a[name] / b[name] for a, b in zip(theirs, ours, strict=True)]
+                mean, upper = bounds(ratios)
+                texts.append(f"{mean:.3f} ± {upper - mean:.3f}" if name == FIGURES[0] else f"{mean:.2f}")
+            columns.append(f"{texts[0]} / {'; '.join(texts[1:])}")
+        lines.append(f"| {row} ({len(seeds)}) | {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def _figures(cells: Sequence[dict[str, Any]]) -> str:
+    """Return the means over cells: TTFT mean / p99 in s; TPOT p99 in ms; end to end in s."""
+    ttft, p99, tpot, e2e = (fmean(one[name] for one in cells) for name in FIGURES)
+    return f"{ttft / 1e3:.3g} / {p99 / 1e3:.3g}; {tpot:.3g}; {e2e / 1e3:.3g}"
 
 
 def main() -> None:
@@ -213,11 +288,13 @@ def main() -> None:
     parser.add_argument("--rows", default="", help="rows, with semicolons")
     parser.add_argument("--only", default="", help="policies, with commas")
     parser.add_argument("--out", type=Path, default=OUT, help="file of the cells; processes at a time need one each")
-    parser.add_argument("--markdown", action="store_true", help="print the table and run nothing")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the table (of the ablations, in that stage) and run nothing"
+    )
     asked = parser.parse_args()
     found: dict[str, Any] = json.loads(asked.out.read_text()) if asked.out.exists() else {}
     if asked.markdown:
-        print(markdown(found))
+        print(ablation_markdown(found) if asked.stage == "ablations" else markdown(found))
         return
     start = time.monotonic()
     for row, policy, seed in cells(asked.stage, asked.seeds):

@@ -77,6 +77,8 @@ def test_a_row_depends_neither_on_others_nor_on_threads(kernels: Kernels, kind: 
             assert torch.equal(layer(x), together)
             for rows in (slice(0, 1), slice(3, 16), slice(20, 40), slice(50, 180)):
                 assert torch.equal(layer(x[rows].contiguous()), together[rows])
+        for count in range(1, 14):  # each has a pass of its own
+            assert torch.equal(layer(x[:count]), together[:count])
     finally:
         torch.set_num_threads(before)
 

@@ -16,7 +16,7 @@ from headstart.explain.lint.prompt_window import PromptWindow, WindowEntry, exam
 from headstart.openai.engine_requests import Origin, narrow_domain
 
 WINDOW_BYTES = 16 << 20  # of the latest prompts
-FREE_SECONDS = 0.25  # of CPU time that may be spent before any is earned
+FREE_SECONDS = 0.05  # of CPU time that may be spent before any is earned
 
 
 @dataclass(slots=True)

@@ -3,6 +3,8 @@
 // A Unit is two inputs of one row. Up to ROWS rows at a time keep their sums in registers: for all 32 outputs of a tile
 // or, where columns(rows) is 1, for half of them. int8 weights are multiplied by rows of int16, and the products are
 // summed in int32, which is exact for INT_PIECE pairs.
+//
+// A pass begins its sums with `begin` and adds them to those of earlier pieces with `end`.
 #pragma once
 
 #include "linear.h"
@@ -22,17 +24,19 @@ inline void prefetch(const char *at, long bytes) {
 
 struct Floats {  // 16 sums of one row in fp32
     __m512 value;
-    void clear() { value = _mm512_setzero_ps(); }
-    void add_to(float *out) const { _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), value)); }
+    static Floats load(const float *from) { return {_mm512_loadu_ps(from)}; }
+    void store(float *to) const { _mm512_storeu_ps(to, value); }
+    void begin(float *) { value = _mm512_setzero_ps(); }
+    void end(float *out) const { _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), value)); }
     void add_scaled(struct Ints whole, Floats scale, float row_scale);
     void add_product(Floats a, float b) { value = _mm512_fmadd_ps(a.value, _mm512_set1_ps(b), value); }
 };
 
 struct Ints {  // the same in int32
     __m512i value;
-    void clear() { value = _mm512_setzero_si512(); }
+    void begin(float *) { value = _mm512_setzero_si512(); }
     void set(int number) { value = _mm512_set1_epi32(number); }
-    void add_to(float *out) const {
+    void end(float *out) const {
         _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), _mm512_cvtepi32_ps(value)));
     }
 };
@@ -63,12 +67,13 @@ struct Wide {
 
 #if defined(__AVX512BF16__)
 struct Bf16 : Wide<Bf16> {
-    typedef Floats Sum;
+    template <int>
+    using Sum = Floats;
     typedef uint32_t Unit;  // two bf16 of x
     typedef __m512bh Weights;
     static constexpr int BYTES = 2, INPUTS = 2, WEIGHT_BYTES = TILE * 2 * BYTES, PIECE = FLOAT_PIECE;
     static Weights load(const char *at) { return (__m512bh)_mm512_loadu_si512(at); }
-    static void add(Sum &sum, Weights weights, const Unit *x) {
+    static void add(Floats &sum, Weights weights, const Unit *x) {
         sum.value = _mm512_dpbf16_ps(sum.value, weights, (__m512bh)_mm512_set1_epi32((int)*x));
     }
 };
@@ -77,7 +82,8 @@ struct FloatPair {
     float even, odd;
 };
 struct Bf16 : Wide<Bf16> {  // widened: a bf16 is the upper half of a float
-    typedef Floats Sum;
+    template <int>
+    using Sum = Floats;
     typedef FloatPair Unit;
     struct Weights {
         __m512 even, odd;
@@ -88,7 +94,7 @@ struct Bf16 : Wide<Bf16> {  // widened: a bf16 is the upper half of a float
         return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
                 _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000u)))};
     }
-    static void add(Sum &sum, Weights weights, const Unit *x) {
+    static void add(Floats &sum, Weights weights, const Unit *x) {
         sum.value = _mm512_fmadd_ps(weights.even, _mm512_set1_ps(x->even), sum.value);
         sum.value = _mm512_fmadd_ps(weights.odd, _mm512_set1_ps(x->odd), sum.value);
     }
@@ -96,12 +102,13 @@ struct Bf16 : Wide<Bf16> {  // widened: a bf16 is the upper half of a float
 #endif
 
 struct Int8 : Wide<Int8> {
-    typedef Ints Sum;
+    template <int>
+    using Sum = Ints;
     typedef uint32_t Unit;  // two int16 of x
     typedef __m512i Weights;
     static constexpr int BYTES = 1, INPUTS = 2, WEIGHT_BYTES = TILE * 2 * BYTES, PIECE = INT_PIECE;
     static Weights load(const char *at) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)at)); }
-    static void add(Sum &sum, Weights weights, const Unit *x) {
+    static void add(Ints &sum, Weights weights, const Unit *x) {
 #if defined(__AVX512VNNI__)
         // With the intrinsic, GCC 12 copies every sum in every iteration, which halves the speed.
         asm("vpdpwssd %2, %1, %0" : "+v"(sum.value) : "v"(weights), "v"(_mm512_set1_epi32((int)*x)));
@@ -115,8 +122,13 @@ struct Int8 : Wide<Int8> {
 
 struct Floats {
     __m256 low, high;
-    void clear() { low = high = _mm256_setzero_ps(); }
-    void add_to(float *out) const {
+    static Floats load(const float *from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+    void store(float *to) const {
+        _mm256_storeu_ps(to, low);
+        _mm256_storeu_ps(to + 8, high);
+    }
+    void begin(float *) { low = high = _mm256_setzero_ps(); }
+    void end(float *out) const {
         _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), low));
         _mm256_storeu_ps(out + 8, _mm256_add_ps(_mm256_loadu_ps(out + 8), high));
     }
@@ -129,9 +141,9 @@ struct Floats {
 
 struct Ints {
     __m256i low, high;
-    void clear() { low = high = _mm256_setzero_si256(); }
+    void begin(float *) { low = high = _mm256_setzero_si256(); }
     void set(int number) { low = high = _mm256_set1_epi32(number); }
-    void add_to(float *out) const { Floats{_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)}.add_to(out); }
+    void end(float *out) const { Floats{_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)}.end(out); }
 };
 
 // Adds whole * scale * row_scale.
@@ -146,19 +158,20 @@ struct FloatPair {
 };
 
 struct Bf16 {  // widened; the even inputs first, so that the sums of six rows and the operands fit sixteen registers
-    typedef Floats Sum;
+    template <int>
+    using Sum = Floats;
     typedef FloatPair Unit;
     static constexpr int ROWS = 6, BYTES = 2, INPUTS = 2, WEIGHT_BYTES = TILE * 2 * BYTES, PIECE = FLOAT_PIECE;
     static constexpr int columns(int rows) { return rows > 3 ? 1 : 2; }
     template <int R, int C>
-    static void step(Sum (&sums)[R][C], const char *at, int half, const Unit *x, long stride, const char *next,
+    static void step(Sum<R> (&sums)[R][C], const char *at, int half, const Unit *x, long stride, const char *next,
                      long fetch) {
         prefetch(next, fetch);
         at += half * HALF * 2 * BYTES;
         for (int c = 0; c < C; c++) step_column(sums, c, at + c * HALF * 4, x, stride);
     }
     template <int R, int C>
-    static void step_column(Sum (&sums)[R][C], int c, const char *at, const Unit *x, long stride) {
+    static void step_column(Floats (&sums)[R][C], int c, const char *at, const Unit *x, long stride) {
         const __m256i *both = (const __m256i *)at, upper = _mm256_set1_epi32((int)0xffff0000u);
         __m256 low = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(both), 16));
         __m256 high = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(both + 1), 16));
@@ -169,7 +182,7 @@ struct Bf16 {  // widened; the even inputs first, so that the sums of six rows a
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) multiply(sums[r][c], low, high, &x[r * stride].odd);
     }
-    static void multiply(Sum &sum, __m256 low, __m256 high, const float *x) {
+    static void multiply(Floats &sum, __m256 low, __m256 high, const float *x) {
         __m256 factor = _mm256_broadcast_ss(x);
         sum.low = _mm256_fmadd_ps(low, factor, sum.low);
         sum.high = _mm256_fmadd_ps(high, factor, sum.high);
@@ -177,12 +190,13 @@ struct Bf16 {  // widened; the even inputs first, so that the sums of six rows a
 };
 
 struct Int8 {
-    typedef Ints Sum;
+    template <int>
+    using Sum = Ints;
     typedef uint32_t Unit;
     static constexpr int ROWS = 5, BYTES = 1, INPUTS = 2, WEIGHT_BYTES = TILE * 2 * BYTES, PIECE = INT_PIECE;
     static constexpr int columns(int rows) { return rows > 2 ? 1 : 2; }
     template <int R, int C>
-    static void step(Sum (&sums)[R][C], const char *at, int half, const Unit *x, long stride, const char *next,
+    static void step(Sum<R> (&sums)[R][C], const char *at, int half, const Unit *x, long stride, const char *next,
                      long fetch) {
         prefetch(next, fetch);
         at += half * HALF * 2 * BYTES;

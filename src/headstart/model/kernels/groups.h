@@ -69,9 +69,40 @@ struct Scales6 {
 
 // ---- products ---------------------------------------------------------------------------------------------------------
 
+// Sums of one row over groups. Those of few rows are carried in registers through a pass; those of more rows are stored,
+// since the sums of a group need the registers. Both continue the sums of earlier pieces, so they are the same numbers.
+struct Carried {
+    Floats value;
+    void begin(float *out) { value = Floats::load(out); }
+    void end(float *out) const { value.store(out); }
+    Floats get() const { return value; }
+    void set(Floats to) { value = to; }
+    static void leave_group() {}
+};
+
+struct Stored {
+    float *at;
+    void begin(float *out) { at = out; }
+    void end(float *) const {}
+    Floats get() const { return Floats::load(at); }
+    void set(Floats to) { to.store(at); }
+    // Without this, GCC keeps a second copy of all sums on the stack.
+    static void leave_group() { asm volatile("" ::: "memory"); }
+};
+
+template <bool, class A, class>
+struct Either {
+    typedef A Type;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+    typedef B Type;
+};
+
 template <int BITS, class Scales, int OFFSET>
 struct Grouped {
-    typedef Floats Sum;
+    template <int R>
+    using Sum = typename Either<(R <= WORDS_CARRIED), Carried, Stored>::Type;
     struct Unit {
         GroupOfRow groups[Scales::GROUPS];
     };
@@ -82,7 +113,7 @@ struct Grouped {
     static constexpr int columns(int rows) { return words_columns(rows); }
 
     template <int R, int C>
-    static void step(Sum (&sums)[R][C], const char *at, int half, const Unit *x, long stride, const char *next,
+    static void step(Sum<R> (&sums)[R][C], const char *at, int half, const Unit *x, long stride, const char *next,
                      long fetch) {
         const char *factors = at + Scales::GROUPS * RECORD;
         long fetched = 0;
@@ -95,16 +126,17 @@ struct Grouped {
 
     // Adds the products of a group, or of 16 of its inputs if those have a scale of their own.
     template <int R, int C>
-    static void add_part(Sum (&sums)[R][C], const char *at, const char *factors, int half, int part, const Unit *x,
+    static void add_part(Sum<R> (&sums)[R][C], const char *at, const char *factors, int half, int part, const Unit *x,
                          long stride, int g) {
         Ints whole[R][C];
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             const GroupOfRow &row = x[r * stride].groups[g];
             int sum = Scales::SUMS == 2 ? row.sums[part] : row.sums[0] + row.sums[1];
-            for (int c = 0; c < C; c++) OFFSET ? whole[r][c].set(-OFFSET * sum) : whole[r][c].clear();
+            for (int c = 0; c < C; c++) OFFSET ? whole[r][c].set(-OFFSET * sum) : whole[r][c].begin(nullptr);
         }
         constexpr int QUADS = 4 / Scales::SUMS;
+#pragma GCC unroll WORDS_UNROLLED
         for (int b = part * QUADS; b < (part + 1) * QUADS; b++) {
             Planes<BITS> planes[C];
             for (int c = 0; c < C; c++) planes[c].load(at, half + c, b);
@@ -125,10 +157,13 @@ struct Grouped {
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
                 const GroupOfRow &row = x[r * stride].groups[g];
-                sums[r][c].add_scaled(whole[r][c], scale, row.scale);
-                if (Scales::HAS_MIN) sums[r][c].add_product(least, row.scaled_sum);
+                Floats sum = sums[r][c].get();
+                sum.add_scaled(whole[r][c], scale, row.scale);
+                if (Scales::HAS_MIN) sum.add_product(least, row.scaled_sum);
+                sums[r][c].set(sum);
             }
         }
+        Sum<R>::leave_group();
     }
 };
 

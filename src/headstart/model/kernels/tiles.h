@@ -26,15 +26,15 @@ template <class Op, int R>
 void pass(const typename Op::Unit *x, long stride, const char *piece, int half, long units, const char *next,
           long fetch, float *out) {
     constexpr int COLUMNS = Op::columns(R);
-    typename Op::Sum sums[R][COLUMNS];
+    typename Op::template Sum<R> sums[R][COLUMNS];
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < COLUMNS; c++) sums[r][c].clear();
+        for (int c = 0; c < COLUMNS; c++) sums[r][c].begin(out + r * TILE + (half + c) * HALF);
     for (long k = 0; k < units; k++)
         Op::step(sums, piece + k * Op::WEIGHT_BYTES, half, x + k, stride, next + k * fetch, fetch);
 #pragma GCC unroll 12  // all three loops: a loop that is not unrolled keeps the sums in memory
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < COLUMNS; c++) sums[r][c].add_to(out + r * TILE + (half + c) * HALF);
+        for (int c = 0; c < COLUMNS; c++) sums[r][c].end(out + r * TILE + (half + c) * HALF);
 }
 
 template <class Op, int R = Op::ROWS>

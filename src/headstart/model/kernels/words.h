@@ -7,7 +7,14 @@ namespace {
 
 #if defined(__AVX512F__)
 
-constexpr int WORDS_ROWS = 12;  // most rows whose sums stay in registers
+constexpr int WORDS_ROWS = 12;  // most rows whose sums of a group stay in registers
+// Most rows whose sums over groups stay in registers too, and how many loops over four pairs are unrolled: with VNNI
+// all, since a loop moves all sums at its end; without, GCC postpones the additions and runs out of registers.
+#if defined(__AVX512VNNI__)
+constexpr int WORDS_CARRIED = 8, WORDS_UNROLLED = 4;
+#else
+constexpr int WORDS_CARRIED = 6, WORDS_UNROLLED = 1;
+#endif
 constexpr int words_columns(int) { return 2; }
 
 struct Words {
@@ -46,7 +53,7 @@ inline Floats multiplied(Floats a, Floats b) { return {_mm512_mul_ps(a.value, b.
 
 #else
 
-constexpr int WORDS_ROWS = 5;
+constexpr int WORDS_ROWS = 5, WORDS_CARRIED = 5, WORDS_UNROLLED = 1;
 constexpr int words_columns(int rows) { return rows > 2 ? 1 : 2; }
 
 struct Words {
