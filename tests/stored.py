@@ -18,7 +18,7 @@ from headstart.store.format import Shape
 BLOCK_SIZE, BLOCK_BYTES = 4, 4096
 SHAPE = Shape(hashlib.sha256(b"model").digest(), BLOCK_SIZE, BLOCK_BYTES)
 MAX_BYTES = 64 << 20
-PATIENCE = 1800.0  # seconds until a test gives up waiting for a thread
+PATIENCE = 300.0  # seconds until a test gives up waiting for a thread
 
 
 def key(number: int) -> BlockKey:

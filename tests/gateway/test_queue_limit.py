@@ -30,8 +30,9 @@ def test_the_queue_is_as_many_times_longer_as_there_are_replicas_that_serve() ->
             waiting = [asyncio.create_task(router.complete(stream=True)) for _ in range(4)]
             await until(lambda: router.state.num_pending == 4)
             assert (await router.complete()).status_code == 429
-            endpoints = router.state.router.endpoints.values()
-            next(iter(endpoints)).health.left(0.0, draining=True)
+            leaving = replicas[0]
+            leaving.health = (503, {"error": {"code": "draining"}})  # what every later probe finds as well
+            await until(lambda: router.state.router.endpoints[leaving.url].health.draining)
             held.set()
             assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200] * 4
             held.clear()

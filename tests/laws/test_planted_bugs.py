@@ -10,7 +10,9 @@ from plant import BUGS
 
 HERE = Path(__file__).parent
 BY_HAND = ("laws_by_hand", "promises", "order", "isolation", "tenants_apart")
-SUITE = [*(HERE / f"test_{name}.py" for name in BY_HAND), HERE / "test_laws.py", HERE.parent / "core"]
+CORE = HERE.parent / "core"
+QUICK = [*(HERE / f"test_{name}.py" for name in BY_HAND), CORE / "test_transfers.py", CORE / "test_trust.py"]
+SUITE = [*QUICK, HERE / "test_laws.py", CORE]  # the quick ones first: a run ends with the first failure
 
 
 def run_suite(bug: str) -> subprocess.CompletedProcess[str]:

@@ -26,7 +26,7 @@ from headstart.server.prefix_warmup import warm_prefixes
 from headstart.server.server_state import ServerState
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 1800.0
+PATIENCE = 300.0  # seconds; a wait this long has failed, on however busy a machine
 """Seconds for whatever is sure to come, however busy the machine: whoever waits longer has found a bug."""
 _RUN_FAKE = """
 import importlib, json, sys

@@ -26,7 +26,7 @@ from headstart.store.segment_eviction import RESERVE_BYTES
 WRITER = Path(__file__).with_name("endless_writer.py")
 SECOND = 1_000_000_000  # nanoseconds
 GROUP = 16  # blocks asked for in one load
-PATIENCE = 1800.0  # seconds
+PATIENCE = 300.0  # seconds
 WRITER_BYTES = 1 << 30  # that each writer writes at most where nothing is to be evicted
 
 

@@ -33,6 +33,7 @@ class ChatRenderer:
             setup=(source, dict(named_tokens), max_seconds),
             subject="the model's chat template",
             requests="conversations",
+            max_setup_seconds=max_seconds,  # a template may compute while it is compiled
             max_seconds=max_seconds,
             max_bytes=max_bytes,
             max_answer_bytes=4 * MAX_CHARS + 4096,

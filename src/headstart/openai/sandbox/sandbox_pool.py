@@ -38,6 +38,7 @@ class Sandbox:
     setup: Any  # plain data for its `build`
     subject: str  # of messages: "the model's chat template"
     requests: str  # of messages, in the plural: "conversations"
+    max_setup_seconds: float  # of `build`
     max_seconds: float  # of one request
     max_bytes: int  # of memory of one process, in addition to what an idle one needs
     max_answer_bytes: int
@@ -148,8 +149,9 @@ class _Process:
             self._process = _spawn(sandbox.module, theirs.fileno())
         try:
             self._receive(time.monotonic() + START_SECONDS)
-            send(self._stream, DATA, marshal.dumps((sandbox.setup, sandbox.max_seconds, sandbox.max_bytes)))
-            kind, answer = self._receive(time.monotonic() + sandbox.max_seconds + KILL_SECONDS)
+            limits = sandbox.max_setup_seconds, sandbox.max_seconds, sandbox.max_bytes
+            send(self._stream, DATA, marshal.dumps((sandbox.setup, *limits)))
+            kind, answer = self._receive(time.monotonic() + sandbox.max_setup_seconds + KILL_SECONDS)
         except (SandboxLostError, OSError) as error:
             self.kill()
             raise ConfigError(f"{sandbox.subject} does not compile: its process {error}") from None

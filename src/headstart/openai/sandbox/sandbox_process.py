@@ -38,9 +38,9 @@ def serve(build: Callable[[Any], Handler], too_large: InvalidRequestError) -> No
     stream = socket.socket(fileno=int(sys.argv[1]))
     with stream, suppress(ConnectionError, EOFError):
         send(stream, READY, b"")
-        setup, max_seconds, max_bytes = marshal.loads(receive(stream))
+        setup, max_setup_seconds, max_seconds, max_bytes = marshal.loads(receive(stream))
         _limit_memory(max_bytes)
-        with _Alarm(max_seconds):
+        with _Alarm(max_setup_seconds):
             try:
                 handler = build(setup)
             except ConfigError as error:

@@ -15,6 +15,7 @@ from headstart.gguf.tokenizer_json import FILE_NAME, tokenizer_json
 from headstart.openai.sandbox.sandbox_pool import Sandbox, SandboxLostError, SandboxPool
 
 MAX_SECONDS = 1.0
+MAX_SETUP_SECONDS = 60.0  # to read the vocabulary, which is the operator's; on a busy machine
 MAX_BYTES = 512 << 20  # of memory, while a grammar is compiled
 MAX_REMEMBERED = 4096
 
@@ -77,6 +78,7 @@ class GrammarCheck:
                     setup=(text, self._vocab_size, self._eos_token_ids, self._max_seconds),
                     subject="the compiler of grammars",
                     requests="grammars",
+                    max_setup_seconds=MAX_SETUP_SECONDS,
                     max_seconds=self._max_seconds,
                     max_bytes=MAX_BYTES,
                     max_answer_bytes=4096,
