@@ -38,7 +38,7 @@ struct Halves {
     static constexpr bool HAS_MIN = MIN;
     static Floats scale(const char *at, const char *, int column, int) { return from_halves(at + column * HALF * 2); }
     static Floats least(const char *at, const char *, int column) {
-        return from_halves(at + (TILE + column * HALF) * 2);
+        return MIN ? from_halves(at + (TILE + column * HALF) * 2) : Floats();
     }
 };
 

@@ -1,4 +1,4 @@
-"""The attention kernels under AddressSanitizer: the same tests, in a process of their own."""
+"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer: the same tests, in a process of their own."""
 
 import os
 import subprocess
@@ -11,19 +11,36 @@ from headstart.model.kernels import library as load
 from headstart.model.kernels.build import BuildError, find_compiler
 
 TESTS = Path(__file__).parents[1]
+FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+SUITES = {
+    "attention": ("test_cpu_attention.py", "test_packed_kv.py"),
+    "products": ("test_linear.py", "test_blocks_linear.py"),
+}
 SCRIPT = """
-import sys
-import numpy as np, pytest
+import ctypes, math, sys
+import numpy as np, pytest, torch
 from headstart.model import packed_kv
-packed_kv._zeros = lambda size: np.zeros(size, np.uint32)  # from malloc, which the sanitizer surrounds with guards
+from headstart.model.kernels import memory
+
+# Memory from malloc, which the sanitizer surrounds with guards, instead of huge pages.
+packed_kv._zeros = lambda size: np.zeros(size, np.uint32)
+
+def take(arena, shape, dtype):
+    size, address = math.prod(shape) * dtype.itemsize, ctypes.c_void_p()
+    assert ctypes.CDLL(None).posix_memalign(ctypes.byref(address), ctypes.c_size_t(64), ctypes.c_size_t(size)) == 0
+    ctypes.memset(address, 0, size)
+    return torch.frombuffer((ctypes.c_char * size).from_address(address.value), dtype=dtype).view(shape)
+
+memory.Arena.take = take
 only = ["-m", "not long", "-k", "not huge_page"]
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *only, *sys.argv[1:]]))
 """
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
-def test_no_kernel_touches_memory_that_is_not_its_own(tmp_path: Path) -> None:
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("suite", SUITES)
+def test_no_kernel_touches_memory_that_is_not_its_own(tmp_path: Path, suite: str) -> None:
     try:
         compiler = find_compiler(os.environ)
     except BuildError as error:
@@ -32,7 +49,7 @@ def test_no_kernel_touches_memory_that_is_not_its_own(tmp_path: Path) -> None:
     if load.kernels() is None or not Path(runtime.stdout.strip()).is_absolute():
         pytest.skip("no compiled kernels, or no AddressSanitizer here")
     wrapper = tmp_path / "g++"
-    wrapper.write_text(f'#!/bin/sh\nunset LD_PRELOAD\nexec "{compiler}" -fsanitize=address -O1 "$@" -O1\n')
+    wrapper.write_text(f'#!/bin/sh\nunset LD_PRELOAD\nexec "{compiler}" {FLAGS} -O1 "$@" -O1\n')
     wrapper.chmod(0o755)
     environ = os.environ | {
         "CXX": str(wrapper),
@@ -41,7 +58,7 @@ def test_no_kernel_touches_memory_that_is_not_its_own(tmp_path: Path) -> None:
         "ASAN_OPTIONS": "detect_leaks=0",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    files = [str(TESTS / "model" / name) for name in ("test_cpu_attention.py", "test_packed_kv.py")]
+    files = [str(TESTS / "model" / name) for name in SUITES[suite]]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *files], env=environ, cwd=TESTS.parent, capture_output=True, text=True
     )

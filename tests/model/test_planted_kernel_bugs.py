@@ -1,0 +1,58 @@
+"""Bugs planted in the kernels for weights in blocks, one at a time: the tests of the products catch each."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headstart.model.kernels import library
+from headstart.model.kernels.build import SOURCES
+
+TESTS = Path(__file__).parents[1]
+# name -> file, the code that is replaced, and the bug
+BUGS = {
+    "offset": ("groups.h", "set(-OFFSET * sum)", "set(-(OFFSET - 1) * sum)"),
+    "lost_piece": ("groups.h", "value = Floats::load(out); }", "value.begin(out); }"),
+    "fifth_bit_of_half": ("words.h", "high = Words::load(at + (8 + half) * SIZE)", "high = Words::load(at + 8 * SIZE)"),
+    "scale_of_six_bits": ("pack_blocks.cpp", "(from[8 + i] & 15) | (from[i] >> 6) << 4", "from[8 + i] & 15"),
+    "second_scale": ("groups.h", "from_signed_bytes(at + part * TILE", "from_signed_bytes(at + 0 * TILE"),
+    "not_finite": ("groups.h", "float scale = poison != 0 ? NAN : ", "float scale = "),
+}
+SCRIPT = """
+import sys
+from pathlib import Path
+import pytest
+from headstart.model.kernels import build
+build.SOURCES, build.FLAGS = Path(sys.argv[1]), (*build.FLAGS, "-O1")
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", sys.argv[2], sys.argv[3]]))
+"""
+
+
+def run(folder: Path, variant: str) -> subprocess.CompletedProcess[str]:
+    """Run the tests of one variant on kernels from the sources in `folder`."""
+    environ = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SCRIPT, str(folder), variant, str(TESTS / "model" / "test_blocks_linear.py")]
+    return subprocess.run(command, env=environ, cwd=TESTS.parent, capture_output=True, text=True, timeout=850)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("bug", ["", *BUGS])
+def test_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
+    found = library.kernels()
+    if found is None:
+        pytest.skip("no compiled kernels here")
+    folder = tmp_path / "kernels"
+    shutil.copytree(SOURCES, folder, ignore=shutil.ignore_patterns("__pycache__", "compiled"))
+    if bug:
+        name, code, planted = BUGS[bug]
+        text = (folder / name).read_text()
+        assert text.count(code) == 1, f"{bug}: {name} has {text.count(code)} places like this"
+        (folder / name).write_text(text.replace(code, planted))
+    done = run(folder, "avx2")  # every machine with kernels can run it, and it compiles fastest
+    assert list((folder / "cache").rglob("*.so")), (done.stdout + done.stderr)[-2000:]
+    assert done.returncode == (1 if bug else 0), (done.stdout + done.stderr)[-2000:]
+    assert ("FAILED" in done.stdout) == bool(bug), done.stdout[-2000:]
