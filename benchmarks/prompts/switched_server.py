@@ -2,18 +2,21 @@
 
     python benchmarks/prompts/switched_server.py [options of headstart serve]
 
-Both settings are served by one process, its engine and its cache, so that overhead.py measures what the features cost
-and not what two processes differ by. The server starts with them off. The doctor's share is the given one times
-TIME_ON, since it is a share of the whole server's CPU time and the features are on for that part of it.
+Both settings are served by one process, its engine, its cache and its process for chat templates, so that overhead.py
+measures what the features cost and not what two processes differ by, or that one of them has rested. The server starts
+with them off. The doctor's share is the given one times TIME_ON, since it is a share of the whole server's CPU time and
+the features are on for that part of it.
 """
 
 import signal
 import sys
 from dataclasses import replace
+from functools import cache
 
 from headstart.__main__ import main
 from headstart.config.options import ServerOptions
 from headstart.core.engine import EngineInfo
+from headstart.openai.tokenizer.tokenizer import Tokenizer
 from headstart.server import run_server
 from headstart.server.prompt_log import PromptLog
 from headstart.server.server_state import Model, ServerState
@@ -44,5 +47,6 @@ class SwitchedState(ServerState):
 
 if __name__ == "__main__":
     run_server.ServerState = SwitchedState
+    Tokenizer.from_folder = cache(Tokenizer.from_folder)  # one for both models
     sys.argv[1:1] = ["serve"]
     sys.exit(main())

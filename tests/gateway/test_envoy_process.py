@@ -15,6 +15,7 @@ from server.harness import PATIENCE, Server, fake_server, spawn, wait_for
 
 from headstart.config.options import RouterOptions, ServerOptions
 from headstart.core.errors import ConfigError
+from headstart.gateway.picker import envoy_process
 from headstart.gateway.picker.envoy_process import find_envoy
 from headstart.gateway.picker.picker_fronts import PickerFront, picker_fronts
 
@@ -132,3 +133,9 @@ def test_sigterm_lets_a_request_in_envoy_finish(folder: str, tmp_path: Path) -> 
                 read += "".join(pieces)
             assert read.endswith("data: [DONE]\n\n")
             assert router.wait() == 0
+
+
+@pytest.mark.parametrize(("num_cores", "num_workers"), [(1, 1), (2, 1), (3, 2), (5, 4), (64, 4)])
+def test_a_core_is_left_to_the_router(monkeypatch: pytest.MonkeyPatch, num_cores: int, num_workers: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
+    assert envoy_process.num_workers() == num_workers

@@ -42,6 +42,12 @@ def find_envoy(name: str) -> Path:
     )
 
 
+def num_workers() -> int:
+    """Return the number of Envoy's worker threads: one core is left to the router, without which no request passes."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(num_cores - 1, 1), MAX_WORKERS)
+
+
 class EnvoyProcess:
     """A running Envoy. `ended` is set if it ends by itself."""
 
@@ -49,8 +55,14 @@ class EnvoyProcess:
         self.ended = asyncio.Event()
         self._log = log
         self._is_stopping = False
-        workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, MAX_WORKERS)
-        words = [str(binary), "--config-path", str(config), "--concurrency", str(workers), "--disable-hot-restart"]
+        words = [
+            str(binary),
+            "--config-path",
+            str(config),
+            "--concurrency",
+            str(num_workers()),
+            "--disable-hot-restart",
+        ]
         self._output = config.with_suffix(".log")
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
