@@ -167,10 +167,17 @@ class Rig:
         )
 
     async def until_heard(self) -> None:
-        """Serve until the consumer has received the last batch and misses none before it."""
-        while self.consumer.position != self.num_published or self.consumer.is_missing or self.consumer.is_taking:
+        """Serve until the consumer has received the last batch and misses none before it; at least once.
+
+        A consumer that was reset and a publisher that has just started are both at batch 0, before the subscription has
+        reached the publisher.
+        """
+        is_behind = True
+        while is_behind:
             await self.serve()
             await asyncio.sleep(5 * STEP_SECONDS)
+            consumer = self.consumer
+            is_behind = consumer.position != self.num_published or consumer.is_missing or consumer.is_taking
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
