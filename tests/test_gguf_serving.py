@@ -8,6 +8,7 @@ import torch
 from model.tiny_gguf import write_gguf
 
 from headstart import LLM
+from headstart.bundled.packaged_models import PACKAGED_MODELS, SMOLLM2
 from headstart.cli.replicas import with_tokenizer
 from headstart.config.options import EngineOptions, RouterOptions
 from headstart.core.errors import ConfigError
@@ -63,3 +64,17 @@ def test_sampling_defaults_are_those_of_the_metadata(path: Path) -> None:
     write_gguf(path, metadata={"general.sampling.top_p": 7.0})
     with pytest.raises(ConfigError, match=r"tiny\.gguf: top_p .*--generation-config none"):
         read_sampling_defaults(path)
+
+
+def test_a_packaged_model_has_the_sampling_its_authors_recommend(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(path)
+    sampling = {"temperature": 0.2, "top_p": 0.9}
+    packaged = replace(SMOLLM2, file=path.name, num_bytes=path.stat().st_size, sampling=sampling)
+    monkeypatch.setitem(PACKAGED_MODELS, "tiny", packaged)
+    assert read_sampling_defaults(path) == replace(NO_DEFAULTS, **sampling)
+    assert read_sampling_defaults(path, "none") == NO_DEFAULTS
+    write_gguf(path, metadata={"general.sampling.temp": 0.6})
+    monkeypatch.setitem(PACKAGED_MODELS, "tiny", replace(packaged, num_bytes=path.stat().st_size))
+    assert read_sampling_defaults(path) == replace(NO_DEFAULTS, temperature=0.6, top_p=0.9)
+    monkeypatch.setitem(PACKAGED_MODELS, "tiny", packaged)  # a file of this name with another size is another model
+    assert read_sampling_defaults(path) == replace(NO_DEFAULTS, temperature=0.6)

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -20,7 +21,10 @@ TIMEOUT = 1800  # seconds for one download
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A GGUF file in a wheel: `module` is the folder that the wheel installs, `sha256` that of the wheel."""
+    """A GGUF file in a wheel: `module` is the folder that the wheel installs, `sha256` that of the wheel.
+
+    `sampling`: what its authors recommend, by the names of generation_config.json; the file does not say it.
+    """
 
     name: str
     package: str
@@ -30,6 +34,7 @@ class PackagedModel:
     sha256: str
     num_bytes: int  # of the GGUF file
     about: str
+    sampling: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def requirement(self) -> str:
@@ -46,8 +51,17 @@ SMOLLM2: Final = PackagedModel(
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     num_bytes=98_362_432,
     about="SmolLM2-135M-Instruct, Apache-2.0, 93 MB",
+    sampling={"temperature": 0.2, "top_p": 0.9},  # of its model card: at temperature 1 so small a model talks nonsense
 )
 PACKAGED_MODELS: Final = {model.name: model for model in (SMOLLM2,)}
+
+
+def recommended_sampling(file: Path) -> Mapping[str, float]:
+    """Return the sampling parameters recommended for a file if it is that of a packaged model; else none."""
+    for model in PACKAGED_MODELS.values():
+        if file.name == model.file and file.stat().st_size == model.num_bytes:
+            return model.sampling
+    return {}
 
 
 def present_model(name: str) -> Path | None:

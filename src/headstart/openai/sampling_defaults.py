@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from headstart.bundled.packaged_models import recommended_sampling
 from headstart.core.errors import ConfigError, InvalidRequestError
 from headstart.core.request import NO_DEFAULTS, SamplingDefaults
 from headstart.gguf.gguf_reader import is_gguf, read_gguf
@@ -49,9 +50,13 @@ def read_sampling_defaults(folder: Path, source: str = AUTO) -> SamplingDefaults
 
 
 def _of_gguf(path: Path) -> SamplingDefaults:
-    """Return the defaults in the metadata of a GGUF file (general.sampling.temp, ...), which few files have."""
+    """Return the defaults in the metadata of a GGUF file (general.sampling.temp, ...), which few files have.
+
+    Those of packaged models are known here (bundled/packaged_models.py); metadata override them.
+    """
     metadata = read_gguf(path).metadata
-    names = {name: metadata[key] for name, key in _GGUF_KEYS.items() if key in metadata}
+    in_file = {name: metadata[key] for name, key in _GGUF_KEYS.items() if key in metadata}
+    names = {**recommended_sampling(path), **in_file}
     try:
         return _defaults(
             {name: round(value, 6) if isinstance(value, float) else value for name, value in names.items()}
