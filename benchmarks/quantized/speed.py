@@ -34,9 +34,8 @@ def run(
     """Return the times of one process, pinned to the chosen cores."""
     cores = {int(core) for core in arguments.cores.split(",")}
     sizes = ["--runs", str(runs), "--prompt", str(prompt), "--tokens", str(tokens)]
-    environ = os.environ | {"OMP_NUM_THREADS": str(len(cores)), "GOMP_SPINCOUNT": "0"}
-    if engine.name != "headstart":
-        environ.pop("GOMP_SPINCOUNT")  # llama.cpp's threads wait for each other in every operation: spinning helps it
+    environ = os.environ | {"OMP_NUM_THREADS": str(len(cores))}
+    environ.pop("GOMP_SPINCOUNT", None)  # every engine has its own default: Headstart 1,000, llama.cpp libgomp's
     done = subprocess.run(
         [*engine.command, *sizes],
         env=environ,

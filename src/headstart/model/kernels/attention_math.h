@@ -35,6 +35,8 @@ static inline vec high_half(words w) {
 }
 static inline vec scaled_by_power(vec x, vec n) { return _mm512_scalef_ps(x, n); }
 static inline vec nearest(vec x) { return _mm512_roundscale_ps(x, 0); }
+// Returns sum + a * b, where a sum is one of many.
+static inline vec plus_product(vec sum, vec a, vec b) { return fma(a, b, sum); }
 // `x` in lanes [from, to), `other` elsewhere.
 static inline vec between(vec x, vec other, int from, int to) {
     uint32_t upto = to >= LANES ? 0xffffu : to <= 0 ? 0u : (1u << to) - 1u;
@@ -77,6 +79,10 @@ static inline vec scaled_by_power(vec x, vec n) {
     __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
     return _mm256_mul_ps(x, _mm256_castsi256_ps(exponent));
 }
+static inline vec plus_product(vec sum, vec a, vec b) {
+    add_product_in_place(sum, a, b);
+    return sum;
+}
 static inline vec between(vec x, vec other, int from, int to) {
     __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     __m256i low = _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(from - 1));
@@ -115,7 +121,7 @@ struct Single {
     typedef vec operand;
     static operand take(const uint32_t *p, int) { return load((const float *)p); }
     static operand spread(const factor *row) { return all(*row); }
-    static vec step(vec acc, operand row, operand word) { return fma(row, word, acc); }
+    static vec step(vec acc, operand row, operand word) { return plus_product(acc, row, word); }
     static void put(factor *to, vec x) { store(to, x); }
     static void pack(factor *to, const element *from, int count) { memcpy(to, from, sizeof(float) * count); }
 };
@@ -132,7 +138,7 @@ struct Widened {
         return part == 0 ? low_half(w) : high_half(w);
     }
     static operand spread(const factor *row) { return all(*row); }
-    static vec step(vec acc, operand row, operand word) { return fma(row, word, acc); }
+    static vec step(vec acc, operand row, operand word) { return plus_product(acc, row, word); }
     static void put(factor *to, vec x) { store(to, x); }
     static void pack(factor *to, const element *from, int count) {
         for (int i = 0; i < count; i++) to[i] = to_float(from[i]);

@@ -184,8 +184,8 @@ struct Bf16 {  // widened; the even inputs first, so that the sums of six rows a
     }
     static void multiply(Floats &sum, __m256 low, __m256 high, const float *x) {
         __m256 factor = _mm256_broadcast_ss(x);
-        sum.low = _mm256_fmadd_ps(low, factor, sum.low);
-        sum.high = _mm256_fmadd_ps(high, factor, sum.high);
+        add_product_in_place(sum.low, factor, low);
+        add_product_in_place(sum.high, factor, high);
     }
 };
 
@@ -206,8 +206,8 @@ struct Int8 {
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
                 __m256i pair = _mm256_set1_epi32((int)x[r * stride]);
-                sums[r][c].low = _mm256_add_epi32(sums[r][c].low, _mm256_madd_epi16(low, pair));
-                sums[r][c].high = _mm256_add_epi32(sums[r][c].high, _mm256_madd_epi16(high, pair));
+                add_in_place(sums[r][c].low, _mm256_madd_epi16(low, pair));
+                add_in_place(sums[r][c].high, _mm256_madd_epi16(high, pair));
             }
         }
     }

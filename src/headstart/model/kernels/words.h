@@ -89,8 +89,8 @@ struct Words {
 
 inline void add_products(Ints &sum, Words weights, const uint32_t *pair) {
     __m256i both = _mm256_set1_epi32((int)*pair);
-    sum.low = _mm256_add_epi32(sum.low, _mm256_madd_epi16(weights.low, both));
-    sum.high = _mm256_add_epi32(sum.high, _mm256_madd_epi16(weights.high, both));
+    add_in_place(sum.low, _mm256_madd_epi16(weights.low, both));
+    add_in_place(sum.high, _mm256_madd_epi16(weights.high, both));
 }
 inline Floats from_halves(const char *at) {
     const __m128i *halves = (const __m128i *)at;
