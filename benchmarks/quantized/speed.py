@@ -1,4 +1,4 @@
-"""Single stream and prefill on a GGUF file beside llama.cpp and ik_llama.cpp: `python speed.py FILE --llamacpp PYTHON`.
+"""Single stream and prefill on a GGUF file beside other engines: `python speed.py FILE --llamacpp PYTHON --ik PYTHON`.
 
 Every engine runs in its own process, pinned to the same cores, by turns (A B A B). The settings of llama.cpp are
 searched first, one short process each: threads, flash attention and ubatch; the best one for tokens and the best one
@@ -82,6 +82,9 @@ def main() -> None:
     for library, python in (("llama.cpp", arguments.llamacpp), ("ik_llama.cpp", arguments.ik)):
         if python is not None:
             best[library] = best_settings(candidates(python, library, arguments), arguments)
+    if arguments.openvino is not None:
+        worker = (arguments.openvino, str(HERE / "worker_openvino.py"), arguments.file, "--threads", threads)
+        best["openvino"] = dict.fromkeys(("token", "prefill"), Engine("openvino", worker))
     samples: dict[str, dict[str, list[float]]] = {name: {"token": [], "prefill": []} for name in best}
     for turn in range(arguments.turns):
         for name, engines in best.items():
@@ -113,6 +116,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("file")
     parser.add_argument("--llamacpp", help="python of an environment with llama-cpp-python")
     parser.add_argument("--ik", help="python of an environment with ik-llama-cpp-python")
+    parser.add_argument("--openvino", help="python of an environment with openvino-genai, as it is")
     parser.add_argument("--cores", default=",".join(map(str, sorted(os.sched_getaffinity(0)))))
     parser.add_argument("--prompt", type=int, default=1491)
     parser.add_argument("--tokens", type=int, default=64)
