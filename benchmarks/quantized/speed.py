@@ -53,7 +53,8 @@ def candidates(python: str, library: str, arguments: argparse.Namespace) -> list
     worker = str(HERE / "worker_llamacpp.py")
     cores = len(arguments.cores.split(","))
     found: list[Engine] = []
-    for threads, flash, ubatch in itertools.product(range(1, cores + 1), (0, 1), UBATCHES):
+    counts = arguments.threads or range(1, cores + 1)
+    for threads, flash, ubatch in itertools.product(counts, (0, 1), arguments.ubatches):
         settings = ("--threads", str(threads), "--flash", str(flash), "--ubatch", str(ubatch))
         name = f"{library} threads={threads} flash={flash} ubatch={ubatch}"
         found.append(Engine(name, (python, worker, arguments.file, "--library", library, *settings)))
@@ -118,6 +119,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ik", help="python of an environment with ik-llama-cpp-python")
     parser.add_argument("--openvino", help="python of an environment with openvino-genai, as it is")
     parser.add_argument("--cores", default=",".join(map(str, sorted(os.sched_getaffinity(0)))))
+    parser.add_argument("--threads", nargs="+", type=int, help="numbers of threads to search; default: all")
+    parser.add_argument("--ubatches", nargs="+", type=int, default=UBATCHES, help="to search")
     parser.add_argument("--prompt", type=int, default=1491)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3, help="of one process")

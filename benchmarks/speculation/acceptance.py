@@ -84,7 +84,7 @@ def main() -> None:
     texts = Texts(tokenizer, Path(args.traces), Path(args.documents), MOST_TOKENS, tokenizer.get_vocab_size())
     rows: list[dict[str, Any]] = []
     for kind in KINDS:
-        cases = texts.cases(kind, RANDOM_TOKENS if kind == "random" else MOST_TOKENS)
+        _, cases = texts.cases(kind, RANDOM_TOKENS if kind == "random" else MOST_TOKENS)
         for slope in SLOPES:
             for earlier_outputs in (False, True):
                 row = {"kind": kind, **replay(cases, slope, earlier_outputs=earlier_outputs)}

@@ -10,8 +10,10 @@ from texts import Case
 from torch import Tensor
 
 from headstart.core.batch import Chunk, Row
+from headstart.core.cache.hashing import root_hash
 from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
+from headstart.core.request import Sequence as EngineSequence
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
@@ -22,6 +24,7 @@ from headstart.model.setup.sizing import apply_threads
 from headstart.model.weights.model_loader import load_model
 
 POOL_TOKENS = 80_000
+NO_BLOCK = root_hash(b"", adapter=None, domain=b"")
 
 
 class TeacherSampler:
@@ -63,11 +66,17 @@ class Engines:
         self._outputs: dict[str, list[int]] = {}
         self._runners = [self._runner() for _ in range(2)]
 
-    def begin(self) -> None:
-        """Start anew: caches, earlier outputs and counters are empty."""
+    def begin(self, earlier: Sequence[Case] = ()) -> None:
+        """Start anew: caches and counters are empty, and the earlier outputs are those of `earlier`."""
         self._plain, self._drafted = (
             self._engine(runner, config) for runner, config in zip(self._runners, (None, self._config), strict=True)
         )
+
+        speculation = self._drafted.scheduler.speculation
+        assert speculation is not None, "the engine has no drafts"
+        for number, case in enumerate(earlier):
+            request = Request(f"earlier-{number}", packed(case.prompt), SamplingParams())
+            speculation.finished(EngineSequence(request, packed(case.prompt + case.output), NO_BLOCK, NO_BLOCK))
 
     def decode(self, index: int, group: Sequence[Case]) -> Pair:
         """Let both engines decode a group of requests; which one begins alternates with `index`."""

@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--streams", nargs="+", type=int, default=(1, 8))
     parser.add_argument("--tokens", type=int, default=3000, help="output tokens per kind and number of streams")
+    parser.add_argument("--earlier", type=int, default=0, help="outputs of the kind that are known before the first")
     parser.add_argument("--max-prompt", type=int, default=6000)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="auto")
@@ -88,14 +89,20 @@ def _bench(args: argparse.Namespace) -> None:
         rows: list[dict[str, Any]] = []
         for streams in args.streams:
             for kind in args.kinds:
-                cases = texts.cases(kind, args.tokens)
+                earlier, cases = texts.cases(kind, args.tokens, args.earlier)
                 groups = [cases[at : at + streams] for at in range(0, len(cases), streams)]
-                engines.begin()
+                engines.begin(earlier)
                 pairs = [engines.decode(index, group) for index, group in enumerate(groups) if len(group) == streams]
+                if not pairs:
+                    print(f"{kind}: too few requests for {streams} streams", file=sys.stderr)
+                    continue
                 row = {"kind": kind, "streams": streams, **summary(pairs), **engines.acceptance()}
                 rows.append(row)
                 print(json.dumps(row), file=sys.stderr, flush=True)
-        settings = {name: getattr(args, name) for name in ("tokens", "max_prompt", "threads", "quantization", "config")}
+        settings = {
+            name: getattr(args, name)
+            for name in ("tokens", "earlier", "max_prompt", "threads", "quantization", "config")
+        }
         print_document({"model": Path(args.model).name, "dtype": engines.dtype, "settings": settings, "rows": rows})
 
 

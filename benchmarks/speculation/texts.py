@@ -55,18 +55,27 @@ class Texts:
         self._documents = documents
         self._max_prompt = max_prompt  # tokens; requests with longer prompts are left out
 
-    def cases(self, kind: str, num_tokens: int) -> list[Case]:
-        """Return cases with at least `num_tokens` output tokens together, or all there are."""
+    def cases(self, kind: str, num_tokens: int, earlier: int = 0) -> tuple[list[Case], list[Case]]:
+        """Return `earlier` cases, and those behind them with at least `num_tokens` output tokens together.
+
+        Both are fewer if there are no more.
+        """
+        before: list[Case] = []
         found: list[Case] = []
         total = 0
         for case in getattr(self, f"_{kind}")():
-            if len(case.output) < MIN_OUTPUT or is_loop(case.output) or len(case.prompt) > self._max_prompt:
+            if len(case.output) < MIN_OUTPUT or is_loop(case.output):
+                continue
+            if len(before) < earlier:
+                before.append(case)
+                continue
+            if len(case.prompt) > self._max_prompt:
                 continue
             found.append(case)
             total += len(case.output)
             if total >= num_tokens:
                 break
-        return found
+        return before, found
 
     def _miniswe(self) -> Iterator[Case]:
         return self._trace("agent_miniswe")
