@@ -23,6 +23,8 @@ IN_LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -80,7 +82,7 @@ def gguf_name(name: str) -> str:
     if found is None and name in WHOLE:
         return WHOLE[name]
     if found is None or found[2] not in IN_LAYER:
-        raise ValueError(f"no name is known in llama.cpp for {name}; Llama and Qwen2 models can be written")
+        raise ValueError(f"no name is known in llama.cpp for {name}; Llama, Qwen2 and Qwen3 models can be written")
     return f"blk.{found[1]}.{IN_LAYER[found[2]]}.{found[3]}"
 
 
@@ -100,8 +102,8 @@ def gguf_tensors(folder: Path, config: dict[str, Any]) -> Iterator[Tensor]:
     Raises:
         ValueError: a tensor or the model type is unknown.
     """
-    if config["model_type"] not in ("llama", "qwen2"):
-        raise ValueError(f"model type {config['model_type']!r} cannot be written; llama and qwen2 can")
+    if config["model_type"] not in ("llama", "qwen2", "qwen3"):
+        raise ValueError(f"model type {config['model_type']!r} cannot be written; llama, qwen2 and qwen3 can")
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for tensor in read_tensors(folder):
         if config.get("tie_word_embeddings") and tensor.name == "lm_head.weight":

@@ -14,7 +14,7 @@ from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
 from headstart.model.setup.threads import prepare_threads
 
-KV_BLOCKS = 16_384  # of 16 tokens: 3 GiB of llama-100m's KV, as vLLM has
+KV_CACHE = "3GiB"  # as vLLM has
 TOKEN_BUDGET = 4096  # per step, as vLLM has
 
 
@@ -56,7 +56,7 @@ def main() -> None:
         model=args.model,
         threads=threads,
         quantization=args.quantization,
-        num_gpu_blocks_override=KV_BLOCKS,
+        kv_cache_memory=KV_CACHE,
         max_num_batched_tokens=TOKEN_BUDGET,
     )
     built, info = build_engine(options)

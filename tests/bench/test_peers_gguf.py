@@ -114,11 +114,20 @@ def test_a_tied_head_is_left_out_and_qwen2_keeps_its_rows_and_biases(tmp_path: P
     assert sorted(untied) == ["blk.0.attn_q.bias", "output.weight"]
 
 
+def test_qwen3_keeps_its_rows_and_has_norms_of_queries_and_keys(tmp_path: Path) -> None:
+    rows = torch.arange(8, dtype=torch.float32)
+    names = [f"model.layers.0.self_attn.{part}.weight" for part in ("q_proj", "q_norm", "k_norm")]
+    save_file(dict.fromkeys(names, rows), tmp_path / "model.safetensors")
+    config = {"model_type": "qwen3", "num_attention_heads": 2, "num_key_value_heads": 1}
+    tensors = {tensor.name: tensor.values.tolist() for tensor in gguf.gguf_tensors(tmp_path, config)}
+    assert tensors == {f"blk.0.{part}.weight": list(range(8)) for part in ("attn_q", "attn_q_norm", "attn_k_norm")}
+
+
 def test_what_cannot_be_written_is_refused_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no safetensors"):
         list(gguf.read_tensors(tmp_path))
-    with pytest.raises(ValueError, match="q_norm"):
-        gguf.gguf_name("model.layers.0.self_attn.q_norm.weight")
+    with pytest.raises(ValueError, match="router"):
+        gguf.gguf_name("model.layers.0.mlp.router.weight")
     with pytest.raises(ValueError, match="gemma"):
         list(gguf.gguf_tensors(tmp_path, {"model_type": "gemma"}))
     save_file({"model.norm.weight": torch.ones(2, dtype=torch.int32)}, tmp_path / "model.safetensors")
