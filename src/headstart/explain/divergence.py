@@ -19,7 +19,9 @@ _TIMES = re.compile(
     r"|\b(\d{1,2} )?(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?( \d{1,2})?,?( \d{4})?\b"
     r"|\b1[5-9]\d{8}(\d{3})?(\.\d+)?\b"  # seconds or milliseconds since 1970
 )
-_STARTS_OF_TIMES = re.compile(r"[\dADFJMNOSTW]")  # the first characters of _TIMES
+_STARTS_OF_TIMES = re.compile(  # every match of _TIMES begins so; the set in front makes the search fast
+    r"[\dADFJMNOSTW](?:(?<=\d)(?=\d*[-:./ ][\dADFJMNOS]|\d{9})|(?<=[A-Z])(?=[a-z]))"
+)
 _UUIDS = re.compile(r"\b[0-9a-fA-F]{8}(-?[0-9a-fA-F]{4}){3}-?[0-9a-fA-F]{12}\b")
 _IDS = re.compile(r"\b(?=[\w-]*\d)[A-Za-z]*[_-]?[0-9a-zA-Z]{8,}\b")
 _DIGIT = re.compile(r"\d")
