@@ -117,7 +117,7 @@ def test_a_tied_head_is_left_out_and_qwen2_keeps_its_rows_and_biases(tmp_path: P
 def test_qwen3_keeps_its_rows_and_has_norms_of_queries_and_keys(tmp_path: Path) -> None:
     rows = torch.arange(8, dtype=torch.float32)
     names = [f"model.layers.0.self_attn.{part}.weight" for part in ("q_proj", "q_norm", "k_norm")]
-    save_file(dict.fromkeys(names, rows), tmp_path / "model.safetensors")
+    save_file({name: rows.clone() for name in names}, tmp_path / "model.safetensors")
     config = {"model_type": "qwen3", "num_attention_heads": 2, "num_key_value_heads": 1}
     tensors = {tensor.name: tensor.values.tolist() for tensor in gguf.gguf_tensors(tmp_path, config)}
     assert tensors == {f"blk.0.{part}.weight": list(range(8)) for part in ("attn_q", "attn_q_norm", "attn_k_norm")}
