@@ -7,7 +7,9 @@ a step, with all prefills that ended in it; and the *decode* of one answer, whos
 
 from math import inf
 
+from headstart.router.flight import Flight, Period
 from headstart.router.rate_learner import Interval, Pace, RateLearner
+from headstart.router.running_step import RunningStep
 from headstart.router.step_rates import STEP_TOKENS, StepRates, Work
 
 GRACE_MS = 50.0  # a shorter delay is not late
@@ -19,75 +21,10 @@ MISMATCH_DECAY = 0.2
 MAX_DECODE_MS = 5e3  # of a decode that says something about the present pace
 MAX_AGE = 5.0  # seconds after which a replica's report is stale
 MIN_DECODE = 8  # steps of a decode that is a sample
-
-
-class Period:
-    """A busy period of one replica: the prefills that ended in it."""
-
-    __slots__ = (
-        *(
-            "end",
-            "factor",
-            "is_closed",
-            "is_judged",
-            "is_void",
-            "num_open",
-            "num_steps",
-            "pairs",
-            "resident",
-            "start",
-            "streams",
-            "tokens",
-        ),
-    )
-
-    def __init__(self, start: float, streams: float, resident: float) -> None:
-        self.start = self.end = start
-        self.streams, self.resident = streams, resident  # integrals of its load at the start
-        self.tokens, self.pairs = 0, 0.0
-        self.num_steps = 0
-        self.num_open = 0  # requests whose work is not known for certain yet
-        self.is_closed = self.is_judged = False
-        self.factor = 1.0  # pace of its replica when it was judged
-        self.is_void = False  # a request failed in it
-
-
-class Flight:
-    """One request in flight at a replica."""
-
-    __slots__ = (
-        *(
-            "answered_at",
-            "backlog_ms",
-            "done_before",
-            "is_assumed",
-            "output_tokens",
-            "pairs_before",
-            "period",
-            "prefill_ms",
-        ),
-        *("prompt_tokens", "resident_before", "sent_at", "streams_before", "work"),
-    )
-
-    def __init__(
-        self, work: Work, prefill_ms: float, backlog_ms: float, prompt_tokens: int, output_tokens: int
-    ) -> None:
-        self.work = work
-        self.prefill_ms = prefill_ms
-        self.backlog_ms = backlog_ms
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens  # estimate
-        self.sent_at = 0.0
-        self.answered_at: float | None = None
-        self.is_assumed = False
-        self.period: Period | None = None  # from its first token until its work is known
-        self.done_before = 0  # state of the replica at its first token
-        self.pairs_before = self.streams_before = self.resident_before = 0.0
-
-    @property
-    def expected_ms(self) -> float:
-        """Time to its first token, as expected when it was sent."""
-        return self.backlog_ms + self.prefill_ms
+WATCHED_STEPS = 8  # steps seen by token events that are a sample of the pace, or
+WATCHED_MS = 100.0  # so many milliseconds of them
+MAX_SURPRISE = 4.0  # a step that takes longer than this multiple computed something that is not known
+NOTHING = Interval(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Load:
@@ -113,6 +50,8 @@ class Load:
         self._waiting = 0  # requests without a first token, as the replica reported them
         self._waiting_at = -inf
         self._done_tokens, self._done_pairs = 0, 0.0  # prefills that ended
+        self._step = RunningStep()
+        self._watched = NOTHING  # steps that were seen since the last sample of them
         self._mismatch = 1.0  # decaying mean of the relative error of expected work
 
     @property
@@ -137,7 +76,7 @@ class Load:
 
     def _new_row(self) -> tuple[float, ...]:
         head = next(iter(self._pending), None)
-        rest = (self.pace.is_used, self._waiting, self._waiting_at, self.mean_prefill_ms)
+        rest = (self.pace.is_used, self._waiting, self._waiting_at, self.mean_prefill_ms, *self._step.row)
         if head is None:
             return (0, 0.0, 0, self.num_streams, self.stream_tokens, 0, 0, 0.0, 0.0, 0.0, *rest)
         work, since = head.work, self._since
@@ -163,6 +102,9 @@ class Load:
             self._since = now
             self._begin(now)
         self._pending[flight] = None
+        self._step.sent(flight)
+        if self._step.is_seen and not self.num_streams and len(self._pending) == 1:
+            self._begin_step(now)  # it was idle
         self.pending_tokens += flight.work.tokens
         self.pending_pairs += flight.work.pairs
         self.pending_prompts += flight.prompt_tokens
@@ -171,11 +113,23 @@ class Load:
         weight = 0.1 if self.mean_prefill_ms else 1.0
         self.mean_prefill_ms += weight * (flight.prefill_ms - self.mean_prefill_ms)
 
+    def token(self, now: float) -> None:
+        """Record a token event of a stream: a step has ended, unless another event of the same step was recorded."""
+        if now - self._step.began_at > SAME_STEP:
+            if self._step.is_seen:
+                self._watch(1e3 * (now - self._step.began_at), now)
+                self._step.end()
+            self._begin_step(now)
+
     def answered(self, flight: Flight, now: float, *, is_assumed: bool = False) -> None:
         """Record its first token. `is_assumed`: it was not seen, so nothing is learned."""
         if flight not in self._pending:
             return
         self._advance(now)
+        if self._step.is_seen and not is_assumed:
+            self.token(now)
+            if next(iter(self._pending)) is flight:
+                self._step.catch_up(flight, self._pending)
         period = self._period
         if now > period.end + SAME_STEP:
             if period.tokens >= PERIOD_TOKENS:
@@ -247,6 +201,7 @@ class Load:
 
     def _left(self, flight: Flight, now: float) -> None:
         del self._pending[flight]
+        self._step.left(flight)
         self.pending_tokens -= flight.work.tokens
         self.pending_pairs = self.pending_pairs - flight.work.pairs if self._pending else 0.0
         self.pending_prompts -= flight.prompt_tokens
@@ -273,6 +228,24 @@ class Load:
             period.is_judged = True
             self._pace(interval, now)
             period.factor = self.pace.factor(now)
+
+    def _begin_step(self, now: float) -> None:
+        resident = self.stream_tokens + self.num_streams * self.learner.mean_output / 2
+        self._step.begin(now, self._pending, self.num_streams, resident)
+        self._changed()
+
+    def _watch(self, ms: float, now: float) -> None:
+        """Learn the pace from the step that ends, together with those before it."""
+        step = self._step
+        if not step.streams or (step.tokens and self._mismatch >= MAX_MISMATCH):
+            return  # steps without streams are not seen; the work of this one is uncertain
+        one = Interval(ms, 1, step.streams, step.resident, step.tokens, step.pairs)
+        if ms > min(MAX_SURPRISE * one.expected_ms(self.rates) * self.pace.factor(now), MAX_DECODE_MS):
+            return
+        watched = self._watched = Interval(*(a + b for a, b in zip(self._watched, one, strict=True)))
+        if watched.steps >= WATCHED_STEPS or watched.ms >= WATCHED_MS:
+            self._pace(watched, now)
+            self._watched = NOTHING
 
     def _pace(self, interval: Interval, now: float) -> None:
         """Learn the pace from an interval, as far as the fleet's rates are known."""
@@ -307,7 +280,7 @@ def _interval_of(period: Period) -> Interval:
     """Return a closed period as a sample. It began in the middle of a step, if there were streams."""
     ms = 1e3 * (period.end - period.start)
     if ms <= 0.0:
-        return Interval(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return NOTHING
     streams, resident = period.streams / ms, period.resident / ms
     steps = max(period.num_steps, -(-period.tokens // STEP_TOKENS)) + (0.5 if streams else 0.0)
     return Interval(ms, steps, steps * streams, steps * resident, period.tokens, period.pairs)

@@ -7,7 +7,7 @@ which decodes make longer; and the decodes themselves, in which every stream mak
 """
 
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -17,6 +17,8 @@ from headstart.router.load import GRACE_MS, LATENESS, MAX_AGE, Load
 from headstart.router.step_rates import STEP_TOKENS, StepRates
 
 EVICTED = 0.75  # share of evicted tokens that will be recomputed; 0.25 to 1.5 were tried
+STALE_STEPS = 3.0  # a running step that lasts this many times its expectation, and
+STALE_MS = 20.0  # so much longer, is not one: its end was not seen
 DECODE = 0.08  # share of the delay of decodes, own and others', that counts as delay of a first token
 
 Array = NDArray[np.float64]
@@ -75,7 +77,9 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     loads = [endpoint.load for endpoint in endpoints]
     state = learner.rows.of(loads).T
     tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started = state[:10]
-    is_paced, waiting, waiting_at, mean_prefill_ms = state[10:]
+    is_paced, waiting, waiting_at, mean_prefill_ms, began_at, now_tokens, now_pairs, rest_tokens, rest_pairs = state[
+        10:
+    ]
     if learner.is_doubtful:
         rates = StepRates(0.0, 0.0, 0.0, rates.token, 0.0)
     own = np.maximum(prompt_tokens - np.array(hit_tokens, dtype=np.float64), 1.0)
@@ -87,18 +91,29 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     backlog = rates.token * tokens + rates.pair * pairs + steps * step
     backlog = np.maximum(backlog - np.where(is_busy, np.minimum(np.maximum(elapsed, 0.0), head), 0.0), 0.0)
     backlog += np.where(~is_busy & (streams > 0), 0.5 * step, 0.0)
+    pace = np.ones(len(loads))
+    if not learner.is_doubtful:
+        for index in np.flatnonzero(is_paced):
+            pace[index] = loads[index].pace.factor(now)
+        running = step + rates.token * now_tokens + rates.pair * now_pairs
+        elapsed = 1e3 * (now - began_at) / pace
+        is_seen = (began_at > -inf) & ((streams > 0) | is_busy)
+        is_seen &= (streams <= 0) | (elapsed < STALE_STEPS * running + STALE_MS)
+        left = rest_tokens - now_tokens
+        left_steps = np.ceil(left / STEP_TOKENS)
+        queued = rates.token * left + rates.pair * (rest_pairs - now_pairs) + left_steps * step
+        unseen = np.minimum(np.maximum(elapsed - running, 0.0), np.maximum(head - running, 0.0))
+        queued -= np.where(streams <= 0, unseen, 0.0)
+        backlog = np.where(is_seen, np.maximum(running - elapsed, 0.0) + np.maximum(queued, 0.0), backlog)
+        tokens, steps = np.where(is_seen, left, tokens), np.where(is_seen, left_steps, steps)
     foreign = np.where(now - waiting_at <= MAX_AGE, np.maximum(waiting - pending, 0.0), 0.0)  # of other routers
     backlog += foreign * mean_prefill_ms
     more = np.ceil((tokens + own) / STEP_TOKENS) - steps
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
     decode = _decode_ms(rates, output, streams + pending, resident + prompts, prompt_tokens)
-    expected = head + rates.token * np.minimum(tokens - head_tokens, STEP_TOKENS)
+    expected = head + rates.token * np.minimum(state[0] - head_tokens, STEP_TOKENS)
     late = np.where(is_busy, 1e3 * (now - started) / (LATENESS * expected + GRACE_MS), 1.0)
-    factor = np.maximum(late, 1.0)
-    if not learner.is_doubtful:
-        for index in np.flatnonzero(is_paced):
-            factor[index] *= loads[index].pace.factor(now)
-    return Costs(backlog, prefill, decode, factor)
+    return Costs(backlog, prefill, decode, np.maximum(late, 1.0) * pace)
 
 
 def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float) -> Price:
@@ -107,7 +122,7 @@ def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float)
     learner = load.learner
     rates, output, is_doubtful = learner.rates, learner.mean_output, learner.is_doubtful
     tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started, *rest = load.row
-    is_paced, waiting, waiting_at, mean_prefill_ms = rest
+    is_paced, waiting, waiting_at, mean_prefill_ms, began_at, now_tokens, now_pairs, rest_tokens, rest_pairs = rest
     if is_doubtful:
         rates = StepRates(0.0, 0.0, 0.0, rates.token, 0.0)
     own = max(prompt_tokens - hit_tokens, 1)
@@ -124,14 +139,23 @@ def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float)
         backlog = max(backlog, 0.0)
         if streams > 0:
             backlog += 0.5 * step
+    pace = load.pace.factor(now) if is_paced and not is_doubtful else 1.0
+    if began_at > -inf and (streams > 0 or pending > 0) and not is_doubtful:
+        running = step + rates.token * now_tokens + rates.pair * now_pairs
+        elapsed = 1e3 * (now - began_at) / pace
+        if streams <= 0 or elapsed < STALE_STEPS * running + STALE_MS:
+            tokens = rest_tokens - now_tokens
+            steps = ceil(tokens / STEP_TOKENS)
+            queued = rates.token * tokens + rates.pair * (rest_pairs - now_pairs) + steps * step
+            if streams <= 0:  # the ends of steps are not seen
+                queued -= min(max(elapsed - running, 0.0), max(head - running, 0.0))
+            backlog = max(running - elapsed, 0.0) + max(queued, 0.0)
     if now - waiting_at <= MAX_AGE:
         backlog += max(waiting - pending, 0.0) * mean_prefill_ms
     more = ceil((tokens + own) / STEP_TOKENS) - steps
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
     decode = _decode_ms(rates, output, streams + pending, resident + prompts, prompt_tokens)
-    if is_paced and not is_doubtful:
-        factor *= load.pace.factor(now)
-    return Price(backlog, prefill, decode, factor)
+    return Price(backlog, prefill, decode, factor * pace)
 
 
 def _decode_ms(rates: StepRates, output: float, streams: Numbers, resident: Numbers, prompt_tokens: int) -> Numbers:

@@ -125,6 +125,10 @@ class Router:
             self._reported(in_flight, usage, now)
         in_flight.index.computed(in_flight.reservation, now)
 
+    def token(self, in_flight: InFlight, now: float) -> None:
+        """Record a token event of the answer after its first. A front that forwards streams calls it for each."""
+        in_flight.endpoint.load.token(now)
+
     def assume_first_token(self, in_flight: InFlight, now: float) -> None:
         """Assume the first token of a response that comes as one piece and does not show it. Nothing is learned."""
         if in_flight.first_token is None and in_flight.finish is None:

@@ -1,7 +1,8 @@
 """VirtualFleet: simulated replicas behind real routers, and the events between them in time order.
 
-A router sees what it sees in reality: the first token of an answer, its end with the number of cached tokens, the queue
-lengths of each replica at every probe, refused connections and broken answers. Only the replicas' step times are
+A router sees what it sees in reality: the first token of an answer, every later token (unless `relays_tokens` is off,
+as behind Envoy), its end with the number of cached tokens, the queue lengths of each replica at every probe, refused
+connections and broken answers. Only the replicas' step times are
 modelled. Events at the same time are processed in the order in which they were scheduled, so a run is a function of
 its inputs.
 
@@ -36,6 +37,7 @@ class FleetOptions:
     """Conditions of a run. Intervals in seconds; 0: never."""
 
     probe_interval: float = 2.0  # after which a router reads the queue lengths and the health of every replica
+    relays_tokens: bool = True  # routers see every token of an answer, as the Python front does
     reports_usage: bool = True  # answers state their cached tokens
     tells_output: bool = False  # a request's max_tokens is the length of its output; else it is not known
 
@@ -209,8 +211,12 @@ class VirtualFleet:
         if replica.epoch != epoch:
             return
         for output in replica.end():
+            call = self._calls[output.request_id]
+            if self.options.relays_tokens and call.first_token is not None:
+                assert call.in_flight is not None
+                call.router.token(call.in_flight, now)
             if output.breakdown is not None or output.finish_reason is not None:
-                self._output(self._calls[output.request_id], output, now)
+                self._output(call, output, now)
         self.wake(replica, now)
 
     def _output(self, call: _Call, output: Output, now: float) -> None:

@@ -1,0 +1,73 @@
+"""Flight: one request in flight at a replica. Period: a busy period of one replica."""
+
+from headstart.router.step_rates import Work
+
+
+class Period:
+    """A busy period of one replica: the prefills that ended in it."""
+
+    __slots__ = (
+        *(
+            "end",
+            "factor",
+            "is_closed",
+            "is_judged",
+            "is_void",
+            "num_open",
+            "num_steps",
+            "pairs",
+            "resident",
+            "start",
+            "streams",
+            "tokens",
+        ),
+    )
+
+    def __init__(self, start: float, streams: float, resident: float) -> None:
+        self.start = self.end = start
+        self.streams, self.resident = streams, resident  # integrals of its load at the start
+        self.tokens, self.pairs = 0, 0.0
+        self.num_steps = 0
+        self.num_open = 0  # requests whose work is not known for certain yet
+        self.is_closed = self.is_judged = False
+        self.factor = 1.0  # pace of its replica when it was judged
+        self.is_void = False  # a request failed in it
+
+
+class Flight:
+    """One request in flight at a replica."""
+
+    __slots__ = (
+        *(
+            "answered_at",
+            "backlog_ms",
+            "done_before",
+            "is_assumed",
+            "output_tokens",
+            "pairs_before",
+            "period",
+            "prefill_ms",
+        ),
+        *("num_computed", "prompt_tokens", "resident_before", "sent_at", "streams_before", "work"),
+    )
+
+    def __init__(
+        self, work: Work, prefill_ms: float, backlog_ms: float, prompt_tokens: int, output_tokens: int
+    ) -> None:
+        self.work = work
+        self.prefill_ms = prefill_ms
+        self.backlog_ms = backlog_ms
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens  # estimate
+        self.num_computed = 0  # tokens of its work in steps that ended, as far as token events show
+        self.sent_at = 0.0
+        self.answered_at: float | None = None
+        self.is_assumed = False
+        self.period: Period | None = None  # from its first token until its work is known
+        self.done_before = 0  # state of the replica at its first token
+        self.pairs_before = self.streams_before = self.resident_before = 0.0
+
+    @property
+    def expected_ms(self) -> float:
+        """Time to its first token, as expected when it was sent."""
+        return self.backlog_ms + self.prefill_ms
