@@ -17,8 +17,11 @@ from headstart.router.routing_request import Usage
 from headstart.router.step_rates import STEP_TOKENS, StepRates
 
 
-def lively(seed: int, count: int, prior: StepRates | None) -> tuple[Router, float]:
-    """A fleet after a random history: requests in all states, reports, a slow replica, rates that are learned."""
+def lively(seed: int, count: int, prior: StepRates | None, *, tokens: bool = True) -> tuple[Router, float]:
+    """A fleet after a random history: requests in all states, reports, a slow replica, rates that are learned.
+
+    `tokens`: with events of tokens behind the first of an answer.
+    """
     rng, router, now = Random(seed), Router(), 100.0
     for number in range(count):
         index = ApproximateIndex(rng.choice((4, 16, 64)))
@@ -32,7 +35,11 @@ def lively(seed: int, count: int, prior: StepRates | None) -> tuple[Router, floa
             target = rng.choice([None, f"r{rng.randrange(count)}"])
             under_way.append(router.sent(router.pick(request, now), now, target))
         elif act < 0.7:
-            router.first_token(rng.choice(under_way), now)
+            one = rng.choice(under_way)
+            if tokens and one.first_token is not None:
+                router.token(one, now)
+            else:
+                router.first_token(one, now)
         elif act < 0.95:
             done = under_way.pop(rng.randrange(len(under_way)))
             router.finished(done, now, Usage(done.view.prompt_tokens, 0), num_output=rng.randrange(40))
@@ -81,3 +88,35 @@ def test_a_waiting_prefill_and_a_late_answer_are_priced_alike() -> None:
     early, late = (price_one(router.endpoints["r0"], 13, 0, now) for now in (0.001, 2.0))
     assert early.backlog == pytest.approx(13.0) and early.factor == 1.0
     assert late.backlog == 0.0 and late.factor > 10.0
+
+
+def streaming(step_ms: float) -> tuple[Router, float]:
+    """A replica whose stream had its last of four tokens just now, in steps of `step_ms`."""
+    router, now = Router(), 0.0
+    router.add(Endpoint("r0", ApproximateIndex(64), block_size=BLOCK, prior=StepRates(step_ms, 0.0, 0.0, 1.0, 0.0)))
+    for _ in range(16):  # so that the rates are believed
+        sent = router.sent(router.pick(ask(tail=1), now), now)
+        now += (step_ms + 1.0) / 1e3
+        router.first_token(sent, now, Usage(1, 0))
+        router.finished(sent, now, Usage(1, 0), num_output=1)
+    sent = router.sent(router.pick(ask(tail=1), now), now)
+    router.first_token(sent, now + (step_ms + 1.0) / 1e3)
+    now += (step_ms + 1.0) / 1e3
+    for _ in range(3):
+        now += step_ms / 1e3
+        router.token(sent, now)
+    return router, now
+
+
+def test_the_rest_of_a_step_is_counted_from_the_last_token_of_a_stream() -> None:
+    router, now = streaming(10.0)
+    replica = router.endpoints["r0"]
+    assert not replica.load.learner.is_doubtful
+    whole, rest = (price_one(replica, 1, 0, now + later).backlog for later in (0.0, 0.008))
+    assert whole == pytest.approx(replica.load.rates.step, rel=0.2) and whole - rest == pytest.approx(8.0, rel=0.05)
+
+
+def test_a_stream_that_has_been_silent_for_long_is_half_a_step() -> None:
+    router, now = streaming(10.0)
+    replica = router.endpoints["r0"]
+    assert price_one(replica, 1, 0, now + 1.0).backlog == pytest.approx(replica.load.rates.step / 2, rel=0.05)

@@ -1,10 +1,9 @@
 """VirtualFleet: simulated replicas behind real routers, and the events between them in time order.
 
-A router sees what it sees in reality: the first token of an answer, every later token (unless `relays_tokens` is off,
-as behind Envoy), its end with the number of cached tokens, the queue lengths of each replica at every probe, refused
-connections and broken answers. Only the replicas' step times are
-modelled. Events at the same time are processed in the order in which they were scheduled, so a run is a function of
-its inputs.
+A router sees what it sees in reality: the first token of an answer, its end with the number of cached tokens, the queue
+lengths of each replica at every probe, refused connections and broken answers; with `relays_tokens`, which no front
+does yet, every later token too. Only the replicas' step times are modelled. Events at the same time are processed in
+the order in which they were scheduled, so a run is a function of its inputs.
 
 Not modelled: the network, HTTP, tokenization, and the router's own queue limits.
 """
@@ -37,7 +36,7 @@ class FleetOptions:
     """Conditions of a run. Intervals in seconds; 0: never."""
 
     probe_interval: float = 2.0  # after which a router reads the queue lengths and the health of every replica
-    relays_tokens: bool = True  # routers see every token of an answer, as the Python front does
+    relays_tokens: bool = False  # routers see every token of an answer; no front reports them yet
     reports_usage: bool = True  # answers state their cached tokens
     tells_output: bool = False  # a request's max_tokens is the length of its output; else it is not known
 
