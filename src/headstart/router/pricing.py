@@ -91,18 +91,18 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     backlog = rates.token * tokens + rates.pair * pairs + steps * step
     backlog = np.maximum(backlog - np.where(is_busy, np.minimum(np.maximum(elapsed, 0.0), head), 0.0), 0.0)
     backlog += np.where(~is_busy & (streams > 0), 0.5 * step, 0.0)
-    pace = np.ones(len(loads))
+    pace: Array = np.ones(len(loads))
     if not learner.is_doubtful:
         for index in np.flatnonzero(is_paced):
             pace[index] = loads[index].pace.factor(now)
-        running = step + rates.token * now_tokens + rates.pair * now_pairs
-        elapsed = 1e3 * (now - began_at) / pace
-        is_seen = (began_at > -inf) & ((streams > 0) | is_busy)
+        running: Array = step + rates.token * now_tokens + rates.pair * now_pairs
+        elapsed: Array = 1e3 * (now - began_at) / pace
+        is_seen: NDArray[np.bool_] = (began_at > -inf) & ((streams > 0) | is_busy)
         is_seen &= (streams <= 0) | (elapsed < STALE_STEPS * running + STALE_MS)
-        left = rest_tokens - now_tokens
-        left_steps = np.ceil(left / STEP_TOKENS)
-        queued = rates.token * left + rates.pair * (rest_pairs - now_pairs) + left_steps * step
-        unseen = np.minimum(np.maximum(elapsed - running, 0.0), np.maximum(head - running, 0.0))
+        left: Array = rest_tokens - now_tokens
+        left_steps: Array = np.ceil(left / STEP_TOKENS)
+        queued: Array = rates.token * left + rates.pair * (rest_pairs - now_pairs) + left_steps * step
+        unseen: Array = np.minimum(np.maximum(elapsed - running, 0.0), np.maximum(head - running, 0.0))
         queued -= np.where(streams <= 0, unseen, 0.0)
         backlog = np.where(is_seen, np.maximum(running - elapsed, 0.0) + np.maximum(queued, 0.0), backlog)
         tokens, steps = np.where(is_seen, left, tokens), np.where(is_seen, left_steps, steps)
