@@ -24,6 +24,7 @@ from headstart.router.router import Router
 from headstart.router.step_rates import StepRates
 from headstart.sim.profile import REFERENCE, Profile
 from headstart.sim.scenarios.scenario import Event, Scenario
+from headstart.sim.sim_fleet import FleetOptions
 from headstart.sim.sim_report import report
 from headstart.sim.sim_request import SimRequest
 from headstart.sim.sim_store import Offload
@@ -98,6 +99,7 @@ class Factor:
     scenario: Scenario = Scenario()  # noqa: RUF009
     cost: SumCost | RooflineCost | PaddedCost | SuperlinearCost | None = None
     believed: float = 1.0  # size of the index / that of the pool
+    spacing: float = 0.0  # seconds between the token events of one step
 
 
 SUM = SumCost(step=8e-3, stream=20e-6, resident=39e-9, token=62.8e-6, pair=1.5e-9)
@@ -119,6 +121,8 @@ FACTORS = {
     "roofline": Factor(cost=ROOFLINE),
     "padded": Factor(cost=PaddedCost(SUM)),
     "superlinear": Factor(cost=SuperlinearCost(SUM)),
+    "token events 0.05 ms apart": Factor(spacing=5e-5),
+    "token events 0.2 ms apart": Factor(spacing=2e-4),
 }
 STAGES = {
     "base": (tuple(WORKLOADS), 5),
@@ -126,6 +130,7 @@ STAGES = {
     "ablations": (tuple(WORKLOADS), 5),
 }
 ABLATIONS = ("learning off", "true rates", "no decodes")
+NO_EVENTS = "no token events"  # `cost` as behind an Envoy, which shows its picker no tokens
 DECODE = pricing.DECODE
 TRUE_RATES = StepRates(*(1e3 * seconds for seconds in (SUM.step, SUM.stream, SUM.resident, SUM.token, SUM.pair)))
 
@@ -167,8 +172,9 @@ def run(row: str, policy: str, seed: int, traces: Path) -> dict[str, Any]:
     profile = replace(workload.profile, noise=factor.noise)
     if factor.cost is not None:
         profile = replace(profile, cost=factor.cost)
-    name = "cost" if policy in ABLATIONS else policy
-    simulation = Simulation(profile, factor.replicas, name, seed, scenario=factor.scenario)
+    name = "cost" if policy in (*ABLATIONS, NO_EVENTS) else policy
+    options = FleetOptions(relays_tokens=policy != NO_EVENTS, token_spacing=factor.spacing)
+    simulation = Simulation(profile, factor.replicas, name, seed, scenario=factor.scenario, options=options)
     if factor.believed != 1.0:
         simulation = replace(simulation, believed_blocks=int(factor.believed * profile.num_blocks))
     fleet = simulation.build()

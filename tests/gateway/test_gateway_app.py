@@ -10,10 +10,12 @@ from aiohttp import web
 from gateway.harness import (
     TEXTS,
     Replica,
+    chunk,
     front,
     refusing,
     reset,
     run,
+    streaming,
     texts,
     two,
 )
@@ -51,6 +53,41 @@ def test_a_stream_is_passed_on_as_it_comes_and_hides_the_usage_only_the_router_a
             assert texts(first + rest) == TEXTS and "usage" not in first + rest and rest.endswith("[DONE]\n\n")
             assert replica.bodies[0]["stream_options"] == {"include_usage": True}
             assert router.state.router.num_reported == 1
+
+    run(go())
+
+
+def test_the_router_sees_the_steps_of_a_replica_in_the_tokens_of_its_streams() -> None:
+    """Three streams of 21 tokens, one in 40 ms; each step writes its three 1 ms apart."""
+
+    async def go() -> None:
+        replica, steps = Replica(), asyncio.Condition()
+
+        async def stream(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            response = await streaming(request)
+            for number in range(21):
+                async with steps:
+                    await steps.wait()
+                await asyncio.sleep(0.001 * body["prompt"][0])
+                await response.write(b": comment\n\n" * (number == 5))
+                await response.write(chunk(str(number)))
+            await response.write(b"data: [DONE]\n\n")
+            return response
+
+        async def compute() -> None:
+            while True:
+                await asyncio.sleep(0.04)
+                async with steps:
+                    steps.notify_all()
+
+        replica.script = stream
+        async with front(replica) as router:
+            step = asyncio.create_task(compute())
+            answers = [router.complete([number], stream=True, max_tokens=21) for number in range(3)]
+            assert all([parse_events(answer.text) for answer in await asyncio.gather(*answers)])
+            step.cancel()
+            (endpoint,) = router.state.router.endpoints.values()
+            assert 20 <= endpoint.load.num_steps <= 22
 
     run(go())
 

@@ -48,7 +48,8 @@ class Flight:
             "period",
             "prefill_ms",
         ),
-        *("num_computed", "prompt_tokens", "resident_before", "sent_at", "streams_before", "work"),
+        *("first_step", "num_computed", "num_events", "prompt_tokens", "resident_before", "sent_at", "step"),
+        *("streams_before", "token_at", "work"),
     )
 
     def __init__(
@@ -60,6 +61,9 @@ class Flight:
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens  # estimate
         self.num_computed = 0  # tokens of its work in steps that ended, as far as token events show
+        self.num_events = 0  # token events after its first token
+        self.token_at = 0.0  # of the last one, or of the first token
+        self.step = self.first_step = 0  # numbers of the steps of its last event and of its first token
         self.sent_at = 0.0
         self.answered_at: float | None = None
         self.is_assumed = False

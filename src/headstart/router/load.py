@@ -15,6 +15,7 @@ from headstart.router.step_rates import STEP_TOKENS, StepRates, Work
 GRACE_MS = 50.0  # a shorter delay is not late
 LATENESS = 1.5  # nor is one below this multiple of the expected time
 SAME_STEP = 1e-3  # seconds between first tokens of one step
+MIN_STEP = 0.3  # two events of one stream that are closer than this share of a step without prefills are one
 PERIOD_TOKENS = 4 * STEP_TOKENS  # after which a busy period is a sample, and the next one begins
 MAX_MISMATCH = 0.1  # mean error of expected work, above which the pace is learned only when the work is known
 MISMATCH_DECAY = 0.2
@@ -68,6 +69,11 @@ class Load:
         return len(self._pending) + self.num_streams
 
     @property
+    def num_steps(self) -> int:
+        """Steps of the replica that token events showed to begin."""
+        return self._step.number
+
+    @property
     def row(self) -> tuple[float, ...]:
         """The state that a price depends on, in the order of pricing.py."""
         if self._row is None:
@@ -113,13 +119,18 @@ class Load:
         weight = 0.1 if self.mean_prefill_ms else 1.0
         self.mean_prefill_ms += weight * (flight.prefill_ms - self.mean_prefill_ms)
 
-    def token(self, now: float) -> None:
-        """Record a token event of a stream: a step has ended, unless another event of the same step was recorded."""
-        if now - self._step.began_at > SAME_STEP:
-            if self._step.is_seen:
-                self._watch(1e3 * (now - self._step.began_at), now)
-                self._step.end()
+    def token(self, flight: Flight, now: float) -> None:
+        """Record a token event of a stream: a step has ended if the stream had its event since the step began."""
+        step = self._step
+        if not step.is_seen:
             self._begin_step(now)
+            flight.first_step = step.number
+        elif flight.step == step.number:
+            if now - flight.token_at < self._least_step():
+                return  # of the same step: an event for its role, its usage, or the rest of a split token
+            self._end_step(now)
+        flight.step, flight.token_at = step.number, now
+        flight.num_events += 1
 
     def answered(self, flight: Flight, now: float, *, is_assumed: bool = False) -> None:
         """Record its first token. `is_assumed`: it was not seen, so nothing is learned."""
@@ -127,9 +138,7 @@ class Load:
             return
         self._advance(now)
         if self._step.is_seen and not is_assumed:
-            self.token(now)
-            if next(iter(self._pending)) is flight:
-                self._step.catch_up(flight, self._pending)
+            self._prefilled(flight, now)
         period = self._period
         if now > period.end + SAME_STEP:
             if period.tokens >= PERIOD_TOKENS:
@@ -176,7 +185,7 @@ class Load:
             self.inflight_tokens -= flight.work.tokens + flight.output_tokens
         elif flight.answered_at is not None:
             if num_output and not flight.is_assumed:
-                self._decoded(flight, flight.answered_at, now, num_output - 1)
+                self._decoded(flight, flight.answered_at, now, num_output)
             flight.answered_at = None
             self.num_streams -= 1
             self.stream_tokens -= flight.prompt_tokens
@@ -234,6 +243,31 @@ class Load:
         self._step.begin(now, self._pending, self.num_streams, resident)
         self._changed()
 
+    def _end_step(self, now: float) -> None:
+        """End the running step, and begin the next one."""
+        self._watch(1e3 * (now - self._step.began_at), now)
+        self._step.end()
+        self._begin_step(now)
+
+    def _least_step(self) -> float:
+        """Return the seconds that are at least between two steps."""
+        if self.learner.is_doubtful:
+            return SAME_STEP
+        step, rates = self._step, self.rates
+        ms = rates.step + rates.stream * step.streams + rates.resident * step.resident
+        return max(MIN_STEP * ms * self.pace.factor(step.began_at) / 1e3, SAME_STEP)
+
+    def _prefilled(self, flight: Flight, now: float) -> None:
+        """Record that a prefill is computed: a step has ended with it, unless one that ended before computed it."""
+        step = self._step
+        if flight.num_computed < flight.work.tokens:
+            if now - step.began_at > self._least_step():
+                self._end_step(now)
+            if next(iter(self._pending)) is flight:
+                step.catch_up(flight, self._pending)
+        flight.step = flight.first_step = step.number
+        flight.token_at = now
+
     def _watch(self, ms: float, now: float) -> None:
         """Learn the pace from the step that ends, together with those before it."""
         step = self._step
@@ -261,11 +295,17 @@ class Load:
             if interval.ms > 0.0:
                 self.learner.learn(interval._replace(ms=interval.ms / period.factor))
 
-    def _decoded(self, flight: Flight, start: float, now: float, num_steps: int) -> None:
-        """Learn the decode of an answer, and its length."""
-        self.learner.finished(num_steps + 1)
+    def _decoded(self, flight: Flight, start: float, now: float, num_output: int) -> None:
+        """Learn the decode of an answer, and its length.
+
+        Its steps are those that were seen, if it had events: a step of speculation or of a replica that reports every
+        few tokens yields several tokens. If it had few, its text was withheld, and its steps are not known.
+        """
+        self.learner.finished(num_output)
         ms = 1e3 * (now - start)
-        if num_steps < MIN_DECODE or ms <= 0.0:
+        num_steps = self._step.number - flight.first_step if flight.num_events else num_output - 1
+        is_withheld = 0 < flight.num_events < num_steps / 2
+        if num_steps < MIN_DECODE or ms <= 0.0 or is_withheld:
             return
         streams = (self._stream_ms - flight.streams_before) / ms
         resident = (self._resident_ms - flight.resident_before) / ms

@@ -127,7 +127,7 @@ class Router:
 
     def token(self, in_flight: InFlight, now: float) -> None:
         """Record a token event of the answer after its first. A front that forwards streams calls it for each."""
-        in_flight.endpoint.load.token(now)
+        in_flight.endpoint.load.token(in_flight.flight, now)
 
     def assume_first_token(self, in_flight: InFlight, now: float) -> None:
         """Assume the first token of a response that comes as one piece and does not show it. Nothing is learned."""

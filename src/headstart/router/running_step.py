@@ -1,8 +1,9 @@
 """RunningStep: the step that a replica computes at present, as far as its token events show.
 
-Every step of a replica with streams ends with a token of each. So the first event of a step tells when the next one
-begins, and that a chunk of the pending prefills, first come, first served, is computed. Without events nothing is
-known.
+Every step of a replica with streams ends with one event of each. So the first event of a step tells when the next one
+begins, and that a chunk of the pending prefills, first come, first served, is computed. The events of one step may be
+spread over milliseconds: a step has ended when a stream that had its event since the step began has another one, or
+when a prefill is answered that only the running step computes. Without events nothing is known.
 """
 
 from collections.abc import Iterable
@@ -15,10 +16,13 @@ from headstart.router.step_rates import STEP_TOKENS
 class RunningStep:
     """The running step of one replica. `tokens` and `pairs` of its prefills; `began_at` -inf: no event was seen."""
 
-    __slots__ = (*("_chunks", "_rest_pairs", "_rest_tokens", "began_at", "pairs", "resident", "streams", "tokens"),)
+    __slots__ = (
+        *("_chunks", "_rest_pairs", "_rest_tokens", "began_at", "number", "pairs", "resident", "streams", "tokens"),
+    )
 
     def __init__(self) -> None:
         self.began_at = -inf
+        self.number = 0  # of steps that began
         self.streams, self.resident = 0, 0.0
         self.tokens, self.pairs = 0, 0.0
         self._rest_tokens, self._rest_pairs = 0, 0.0  # pending, not computed by steps that ended
@@ -41,6 +45,7 @@ class RunningStep:
     def begin(self, now: float, pending: Iterable[Flight], streams: int, resident: float) -> None:
         """Begin a step with the pending prefills, as far as they fit."""
         self.began_at, self.streams, self.resident = now, streams, resident
+        self.number += 1
         self._schedule(pending)
 
     def end(self) -> None:

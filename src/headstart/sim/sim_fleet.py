@@ -1,9 +1,9 @@
 """VirtualFleet: simulated replicas behind real routers, and the events between them in time order.
 
 A router sees what it sees in reality: the first token of an answer, its end with the number of cached tokens, the queue
-lengths of each replica at every probe, refused connections and broken answers; with `relays_tokens`, which no front
-does yet, every later token too. Only the replicas' step times are modelled. Events at the same time are processed in
-the order in which they were scheduled, so a run is a function of its inputs.
+lengths of each replica at every probe, refused connections and broken answers; with `relays_tokens` every later token
+too, as behind all fronts but an Envoy whose picker sees no answers. Only the replicas' step times are modelled. Events
+at the same time are processed in the order in which they were scheduled, so a run is a function of its inputs.
 
 Not modelled: the network, HTTP, tokenization, and the router's own queue limits.
 """
@@ -36,7 +36,8 @@ class FleetOptions:
     """Conditions of a run. Intervals in seconds; 0: never."""
 
     probe_interval: float = 2.0  # after which a router reads the queue lengths and the health of every replica
-    relays_tokens: bool = False  # routers see every token of an answer; no front reports them yet
+    relays_tokens: bool = True  # routers see every token of an answer; the picker of an Envoy may not
+    token_spacing: float = 0.0  # seconds between the tokens of one step, on their way to the router
     reports_usage: bool = True  # answers state their cached tokens
     tells_output: bool = False  # a request's max_tokens is the length of its output; else it is not known
 
@@ -209,17 +210,30 @@ class VirtualFleet:
         """End a step: pass its outputs to the routers, and begin the next one."""
         if replica.epoch != epoch:
             return
-        for output in replica.end():
-            call = self._calls[output.request_id]
-            if self.options.relays_tokens and call.first_token is not None:
-                assert call.in_flight is not None
-                call.router.token(call.in_flight, now)
-            if output.breakdown is not None or output.finish_reason is not None:
-                self._output(call, output, now)
+        for number, output in enumerate(replica.end()):
+            if self.options.token_spacing:
+                self.at(now + number * self.options.token_spacing, self._later(output, replica, epoch))
+            else:
+                self._output(output, now)
         self.wake(replica, now)
 
-    def _output(self, call: _Call, output: Output, now: float) -> None:
-        """Process the first or the last output of a request, or one that is both."""
+    def _later(self, output: Output, replica: SimReplica, epoch: int) -> Act:
+        def act(now: float) -> None:
+            if replica.epoch == epoch:
+                self._output(output, now)
+
+        return act
+
+    def _output(self, output: Output, now: float) -> None:
+        """Tell the router of an output, and end its request with the last one."""
+        call = self._calls[output.request_id]
+        if self.options.relays_tokens and call.first_token is not None:
+            assert call.in_flight is not None
+            call.router.token(call.in_flight, now)
+        if output.breakdown is not None or output.finish_reason is not None:
+            self._first_or_last(call, output, now)
+
+    def _first_or_last(self, call: _Call, output: Output, now: float) -> None:
         assert call.in_flight is not None
         if output.breakdown is not None:
             call.breakdown = output.breakdown

@@ -189,9 +189,14 @@ class EndpointPicker:
             if events is None or not piece:
                 return
             events.feed(piece)
-            if events.has_data and in_flight.first_token is None and in_flight.finish is None:
-                self._router.first_token(in_flight, time.monotonic())
-                self._first_token(call, time.monotonic())
+            if in_flight.finish is not None or not events.has_data or events.num_comment_bytes:
+                return
+            now = time.monotonic()
+            if in_flight.first_token is None:
+                self._router.first_token(in_flight, now)
+                self._first_token(call, now)
+            else:
+                self._router.token(in_flight, now)
 
         is_whole = head.is_whole
         try:

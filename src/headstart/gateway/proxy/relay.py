@@ -153,6 +153,8 @@ class Relay:
             activity.heard_at = now = time.monotonic()
             if not stream.num_comment_bytes:  # the last event was data
                 activity.progress_at = now
+                if call.committed and in_flight.finish is None:
+                    self._router.token(in_flight, now)
             if stream.has_data and not call.committed:
                 self._begin(call, in_flight, stream, passed)
                 activity.settle(wait, now)
