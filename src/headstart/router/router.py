@@ -5,7 +5,7 @@ returns: `failed` when the replica could not serve it (then it picks again), `fi
 reported usage. Each call is short, none waits, and only one may run at a time. Time is the caller's, in seconds.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from headstart.core.cache.hashing import BlockHash
@@ -15,6 +15,7 @@ from headstart.router.endpoint import Endpoint
 from headstart.router.filters import eligible
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.cached_tokens import cached_blocks
+from headstart.router.index.first_blocks import FirstBlocks
 from headstart.router.index.prefix_index import PrefixIndex
 from headstart.router.load import Flight
 from headstart.router.policies.cost import CostPolicy, price_of
@@ -57,6 +58,7 @@ class Router:
         self.prediction_error = 0  # total absolute error of predicted cached tokens, of all reported requests
         self.num_reported = 0
         self._learners: dict[frozenset[str], RateLearner] = {}  # by models
+        self._first_blocks = FirstBlocks()
         self._log = log
         self._count = 0
 
@@ -64,6 +66,7 @@ class Router:
         """Add a replica, or replace the one of that name. Replicas of the same models learn their rates together."""
         self.endpoints[endpoint.name] = endpoint
         endpoint.load.learner = self._learners.setdefault(endpoint.models, endpoint.load.learner)
+        self._list(endpoint.index)
 
     def remove(self, name: str) -> None:
         """Remove a replica and its state; requests in flight there may still end."""
@@ -89,7 +92,7 @@ class Router:
         endpoints, excluded = eligible(self.endpoints.values(), request, now, tried)
         if not endpoints:
             raise NoReplicaError(f"none of {len(self.endpoints)} replicas may serve this request", reasons=excluded)
-        view = _view(endpoints, request, now)
+        view = self._view(endpoints, request, now)
         decision = RoutingDecision(view, self.policy.choose(view), excluded, self.policy.name)
         if before is not None:
             decision.regrets = before.regrets
@@ -106,6 +109,7 @@ class Router:
         work = Work.of(view.prompt_tokens, candidate.hit_tokens)
         flight = Flight(work, cost.prefill, cost.backlog, view.prompt_tokens, _output_estimate(view.request))
         index = _index_for(chosen, view.request)
+        self._list(index)  # one that has replaced another since it was added
         reservation = index.sent(view.request.prompt.block_hashes(chosen.block_size), now)
         chosen.load.sent(flight, now, self._count)
         chosen.health.sent(now)
@@ -214,6 +218,39 @@ class Router:
             endpoint.index = ApproximateIndex() if index.by_prompts is index else index.by_prompts
             self.num_blind += 1
 
+    def _list(self, index: PrefixIndex) -> None:
+        """List an approximate index by its first blocks, while it is empty."""
+        if index.number < 0 and isinstance(index.by_prompts, ApproximateIndex):
+            self._first_blocks.adopt(index.by_prompts)
+
+    def _view(self, endpoints: list[Endpoint], request: RoutingRequest, now: float) -> View:
+        """Return the hit of each replica, and the hash of the first block that none of them has."""
+        prompt, candidates = request.prompt, list[Candidate]()
+        exact, limit = prompt.exact, max(prompt.num_tokens - 1, 0)
+        block_hashes, size = list[BlockHash](), 0
+        holders: Container[int] = ()
+        best = None
+        most, near = -1, 0
+        for endpoint in endpoints:
+            if endpoint.block_size != size:
+                size = endpoint.block_size
+                block_hashes = prompt.block_hashes(size)
+                holders, near = self._first_blocks.holders(block_hashes), 0
+            index = endpoint.index if exact and not endpoint.miscounted else _index_for(endpoint, request)
+            blocks = tokens = 0
+            if index.number < 0 or index.number in holders:
+                blocks = index.match(block_hashes, now, near)
+                if blocks:
+                    near, tokens = blocks, min(blocks * size, limit)
+            candidate = Candidate(endpoint, blocks, tokens)
+            if tokens > most:
+                best, most = candidate, tokens
+            candidates.append(candidate)
+        assert best is not None, "there is no replica"
+        block_hashes = prompt.block_hashes(best.endpoint.block_size)
+        key = block_hashes[min(best.hit_blocks, len(block_hashes) - 1)] if block_hashes else prompt.tail_key()
+        return View(request, tuple(candidates), key, now)
+
     def _compare(self, shadow: Policy, decision: RoutingDecision) -> Comparison:
         """Return the decision of a shadow policy. Changes only the regrets of this decision."""
         choice = shadow.choose(decision.view)
@@ -283,27 +320,3 @@ def _compare_counts(endpoint: Endpoint, request: RoutingRequest, usage: Usage) -
         endpoint.miscounted.discard(request.form)
     else:
         endpoint.miscounted.add(request.form)
-
-
-def _view(endpoints: list[Endpoint], request: RoutingRequest, now: float) -> View:
-    """Return the hit of each replica, and the hash of the first block that none of them has."""
-    prompt, candidates = request.prompt, list[Candidate]()
-    exact, limit = prompt.exact, max(prompt.num_tokens - 1, 0)
-    block_hashes, size = list[BlockHash](), 0
-    best = None
-    blocks = most = -1
-    for endpoint in endpoints:
-        if endpoint.block_size != size:
-            size = endpoint.block_size
-            block_hashes = prompt.block_hashes(size)
-        index = endpoint.index if exact and not endpoint.miscounted else _index_for(endpoint, request)
-        blocks = index.match(block_hashes, now, blocks)
-        tokens = min(blocks * size, limit)
-        candidate = Candidate(endpoint, blocks, tokens)
-        if tokens > most:
-            best, most = candidate, tokens
-        candidates.append(candidate)
-    assert best is not None, "there is no replica"
-    block_hashes = prompt.block_hashes(best.endpoint.block_size)
-    key = block_hashes[min(best.hit_blocks, len(block_hashes) - 1)] if block_hashes else prompt.tail_key()
-    return View(request, tuple(candidates), key, now)

@@ -19,6 +19,7 @@ from typing import Any
 
 from headstart.core.cache.hashing import BlockHash
 from headstart.router.index.discards import Discards
+from headstart.router.index.first_blocks import UNLISTED, FirstBlocks
 from headstart.router.index.modelled_pool import FlushedPool, ModelledPool
 from headstart.router.index.prefix_index import Reservation
 from headstart.router.index.reuse_estimate import ReuseEstimate
@@ -60,6 +61,8 @@ class ApproximateIndex:
         self.corrects = corrects
         self.num_flushes = 0  # detected resets of the cache
         self.num_trims = 0
+        self.first_blocks: FirstBlocks | None = None  # of the router, in which it has `number`
+        self.number = UNLISTED
         self._max_blocks = num_blocks or MAX_UNKNOWN_BLOCKS
         self._is_sized = num_blocks > 0  # the size was reported, or found too small: else any estimate is better
         self._step, self._reach, self._direction = MAX_STEP, REACH, 0
@@ -85,6 +88,9 @@ class ApproximateIndex:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._blocks.pool.published
 
     @property
     def by_prompts(self) -> "ApproximateIndex":
@@ -216,6 +222,8 @@ class ApproximateIndex:
         """Add the missing blocks, as many as there is space for."""
         self._blocks.extend(reservation, unsure)
         num, block_hashes = len(reservation.blocks), reservation.block_hashes
+        if num and self.first_blocks is not None:
+            self.first_blocks.added(block_hashes[0], self.number)
         if num < len(block_hashes):
             self._unplaced[block_hashes[num]] = None
             if len(self._unplaced) > MAX_UNPLACED:

@@ -19,6 +19,7 @@ from headstart.core.cache.events import AllBlocksCleared, BlockRemoved, BlockSto
 from headstart.core.cache.hashing import BlockHash, extend_hashes, region_hash
 from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.index.discards import Discards
+from headstart.router.index.first_blocks import UNLISTED
 from headstart.router.index.prefix_index import PrefixIndex, Reservation
 
 SPECULATION = 60.0  # seconds after sending in which a request must be computed
@@ -47,6 +48,7 @@ class KVEventIndex:
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.guess = guess
+        self.number = UNLISTED  # events add and remove first blocks at any time
         self.silence = 0  # requests with full blocks that ended since the last usable event
         self.counts = dict.fromkeys(("stored", "removed", "cleared", "over_capacity", *NOT_USED), 0)
         self._root = root

@@ -60,19 +60,23 @@ class ModelledPool:
 
     def match(self, block_hashes: list[BlockHash], near: int = 0) -> int:
         """Return the number of leading blocks that are in it; `near` is a guess."""
-        published = self.pool.published
-        if not block_hashes or block_hashes[0] not in published:
-            return 0
-        if block_hashes[-1] in published:
-            return len(block_hashes)
-        low, high = 1, len(block_hashes) - 1
-        if low < near <= high:
+        published, num = self.pool.published, len(block_hashes)
+        low, high = 0, num
+        if 0 < near <= num:
             if block_hashes[near - 1] not in published:
                 high = near - 1
-            elif block_hashes[near] in published:
-                low = near + 1
-            else:
+            elif near == num or block_hashes[near] not in published:
                 return near
+            else:
+                low = near + 1
+        if low < high and not low:  # most often all or nothing
+            if block_hashes[0] not in published:
+                return 0
+            low = 1
+        if low < high == num:
+            if block_hashes[-1] in published:
+                return num
+            high -= 1
         while low < high:
             middle = (low + high) // 2
             if block_hashes[middle] in published:

@@ -37,7 +37,12 @@ class Reservation:
 
 
 class PrefixIndex(Protocol):
-    """The index of one replica's cache. `block_hashes` are the hashes of a prompt's full blocks, from the first on."""
+    """The index of one replica's cache. `block_hashes` are the hashes of a prompt's full blocks, from the first on.
+
+    `number` is that in the router's FirstBlocks; below 0: it is always to be asked.
+    """
+
+    number: int
 
     def match(self, block_hashes: list[BlockHash], now: float, near: int = 0) -> int:
         """Return the number of leading blocks predicted to be cached. Has no visible effect.

@@ -110,12 +110,12 @@ def full_router(config: PickConfig, rng: Random, bar: Bar = QUIET) -> tuple[Rout
     shared = [_chain(length, rng) for _ in range(4)]
     for index in range(config.replicas):
         cached = ApproximateIndex(config.blocks)
+        router.add(Endpoint(f"http://replica-{index}:8000", cached, block_size=BLOCK_SIZE))
         for _ in range(config.blocks // length + 1):
             _take(cached, _chain(length, rng))
         for number, chain in enumerate(shared):
             if (index + number) % 2:
                 _take(cached, chain)
-        router.add(Endpoint(f"http://replica-{index}:8000", cached, block_size=BLOCK_SIZE))
         bar.advance()
     size = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()

@@ -1,0 +1,96 @@
+"""FirstBlocks: an index that is not asked has nothing of the prompt, whatever happened; and the table stays small."""
+
+import gc
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+from router.fleets import BLOCK, ask, endpoint, names
+
+from headstart.core.cache.hashing import BlockHash
+from headstart.router.endpoint import Endpoint
+from headstart.router.index.approximate_index import ApproximateIndex
+from headstart.router.index.first_blocks import UNLISTED, FirstBlocks
+from headstart.router.router import Router
+from headstart.router.routing_decision import InFlight
+from headstart.router.routing_request import Usage
+
+
+@given(st.integers(0, 2**32))
+def test_hits_are_those_of_every_index_asked_alone(seed: int) -> None:
+    """Small caches that evict, lose all, are cleared and replaced; reports that contradict them; blocks at first token.
+
+    One index had blocks before it was added, so it is in no table.
+    """
+    rng, router, under_way = Random(seed), Router(), list[InFlight]()
+    for number in range(4):
+        index = ApproximateIndex(rng.choice((4, 6, 20)), at_pick=rng.random() < 0.5)
+        if not number:
+            index.finished(index.sent(names(1, 2)), names(1, 2))
+        router.add(Endpoint(f"r{number}", index, block_size=BLOCK))
+    assert router.endpoints["r0"].index.number == UNLISTED
+    for now in range(60):
+        request, act = ask(*[rng.randrange(3) for _ in range(rng.randrange(5))]), rng.random()
+        decision = router.pick(request, now)
+        block_hashes = request.prompt.block_hashes(BLOCK)
+        for candidate in decision.view.candidates:
+            assert candidate.hit_blocks == candidate.endpoint.index.match(block_hashes, now)
+        if act < 0.5 or not under_way:
+            under_way.append(router.sent(decision, now, rng.choice((None, f"r{rng.randrange(4)}"))))
+        elif act < 0.85:
+            done = under_way.pop(rng.randrange(len(under_way)))
+            tokens = done.view.request.prompt.num_tokens
+            router.finished(done, now, rng.choice((None, Usage(tokens, rng.randrange(tokens)))))
+        elif act < 0.93:
+            router.failed(under_way.pop(), now, blame=False)
+        else:
+            chosen = router.endpoints[f"r{rng.randrange(4)}"]
+            if rng.random() < 0.5:
+                chosen.index.cache_reset()
+            else:
+                chosen.reconfigured(BLOCK, ApproximateIndex(6))
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(-1, 12))
+def test_a_guess_of_the_hit_changes_nothing_but_the_time(num: int, cached: int, near: int) -> None:
+    block_hashes, index = names(*range(num)), ApproximateIndex(16)
+    cached = min(cached, num)
+    index.finished(index.sent(block_hashes[:cached]), block_hashes[:cached])
+    assert index.match(block_hashes, near=near) == cached
+
+
+def test_only_replicas_that_may_have_the_first_block_are_asked() -> None:
+    router, asked = Router(), list[str]()
+    for name in ("r0", "r1"):
+        router.add(endpoint(name))
+
+    def noting(name: str, index: ApproximateIndex) -> None:
+        match = index.match
+        index.match = lambda *args: asked.append(name) or match(*args)  # type: ignore[method-assign]
+
+    router.sent(router.pick(ask(1, 2), 0.0), 0.0, "r1")
+    for name, one in router.endpoints.items():
+        noting(name, one.index)  # type: ignore[arg-type]
+    assert [c.hit_blocks for c in router.pick(ask(1, 2, 3), 1.0).view.candidates] == [0, 2] and asked == ["r1"]
+
+
+def test_the_table_is_about_as_large_as_what_is_cached() -> None:
+    """Ten thousand prompts, none twice, in a cache of 16 blocks."""
+    table, index = FirstBlocks(), ApproximateIndex(16)
+    table.adopt(index)
+    for number in range(10_000):
+        block_hashes = [BlockHash(number.to_bytes(32, "little"))]
+        index.finished(index.sent(block_hashes), block_hashes)
+    assert 16 <= len(table) <= 34
+
+
+def test_an_index_that_is_gone_is_forgotten() -> None:
+    table = FirstBlocks()
+    for number in range(100):
+        index = ApproximateIndex(16)
+        table.adopt(index)
+        block_hashes = [BlockHash(number.to_bytes(32, "little"))]
+        index.sent(block_hashes)
+        del index
+        gc.collect(0)
+    assert len(table) <= 4
