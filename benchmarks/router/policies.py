@@ -33,7 +33,8 @@ from headstart.sim.simulation import Simulation
 from headstart.sim.step_cost import PaddedCost, RooflineCost, SumCost, SuperlinearCost
 
 OUT = Path(__file__).with_name("policies.json")
-POLICIES = ("cost", "oracle", "work", "llm-d", "dynamo", "smg", "least-load")
+NO_EVENTS = "no token events"  # `cost` as behind an Envoy whose picker sees no answers
+POLICIES = ("cost", NO_EVENTS, "oracle", "work", "llm-d", "dynamo", "smg", "least-load")
 NUM_REQUESTS = 2000
 CONVERSATION = "mooncake_conversation_trace.jsonl"
 KEYS = ("ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "tpot_p99_ms", "e2e_mean_ms", "hit_rate", "busy", "errors")
@@ -130,7 +131,6 @@ STAGES = {
     "ablations": (tuple(WORKLOADS), 5),
 }
 ABLATIONS = ("learning off", "true rates", "no decodes")
-NO_EVENTS = "no token events"  # `cost` as behind an Envoy, which shows its picker no tokens
 DECODE = pricing.DECODE
 TRUE_RATES = StepRates(*(1e3 * seconds for seconds in (SUM.step, SUM.stream, SUM.resident, SUM.token, SUM.pair)))
 
@@ -191,7 +191,7 @@ def cells(stage: str, max_seeds: int) -> Iterator[tuple[str, str, int]]:
     """Yield the cells of a stage: the same seed for all rows, then the next; the policies of most interest first."""
     rows, seeds = STAGES[stage]
     seeds = max_seeds or seeds
-    for policies in (ABLATIONS,) if stage == "ablations" else (POLICIES[:4], POLICIES[4:]):
+    for policies in (ABLATIONS,) if stage == "ablations" else (POLICIES[:5], POLICIES[5:]):
         for seed in range(seeds):
             for row in rows:
                 for policy in policies:
@@ -218,7 +218,7 @@ def dominators(row: str, found: dict[str, Any]) -> list[str]:
     names = list[str]()
     for policy in POLICIES:
         seeds = paired_seeds(row, ("cost", policy), found)
-        if policy in ("cost", "oracle") or not seeds:
+        if policy in ("cost", NO_EVENTS, "oracle") or not seeds:
             continue
         ours, theirs = (
             [fmean(found[key(row, one, seed)][name] for seed in seeds) for name in FIGURES] for one in ("cost", policy)
@@ -238,7 +238,8 @@ def markdown(found: dict[str, Any]) -> str:
 
     A column with fewer of the row's seeds has their number in brackets.
     """
-    lines = [f"| | {' | '.join(POLICIES)} | cost / oracle [95 %] | dominated by |", "|---" * (len(POLICIES) + 3) + "|"]
+    ends = f"cost / oracle [95 %] | {NO_EVENTS} / oracle | dominated by"
+    lines = [f"| | {' | '.join(POLICIES)} | {ends} |", "|---" * (len(POLICIES) + 4) + "|"]
     for row in FACTORS:
         seeds = paired_seeds(row, ("cost", "oracle"), found)
         if not seeds:
@@ -248,14 +249,19 @@ def markdown(found: dict[str, Any]) -> str:
             done = [found[key(row, policy, seed)] for seed in seeds if key(row, policy, seed) in found]
             number = f" ({len(done)})" if len(done) < len(seeds) else ""
             columns.append(_figures(done) + number if done else "-")
-        ratios = [
-            found[key(row, "cost", n)]["ttft_mean_ms"] / found[key(row, "oracle", n)]["ttft_mean_ms"] for n in seeds
-        ]
-        mean, upper = bounds(ratios)
         worse = ", ".join(dominators(row, found)) or "-"
-        ratio = f"{mean:.3f} [{upper:.3f}]" if len(seeds) > 2 else f"{mean:.3f}"
-        lines.append(f"| {row} ({len(seeds)}) | {' | '.join(columns)} | {ratio} | {worse} |")
+        ratios = f"{_over_oracle('cost', row, found)} | {_over_oracle(NO_EVENTS, row, found)}"
+        lines.append(f"| {row} ({len(seeds)}) | {' | '.join(columns)} | {ratios} | {worse} |")
     return "\n".join(lines)
+
+
+def _over_oracle(policy: str, row: str, found: dict[str, Any]) -> str:
+    """Return the mean TTFT / that of the oracle over their common seeds, with its bound if these are more than two."""
+    name, seeds = FIGURES[0], paired_seeds(row, (policy, "oracle"), found)
+    if not seeds:
+        return "-"
+    mean, upper = bounds([found[key(row, policy, n)][name] / found[key(row, "oracle", n)][name] for n in seeds])
+    return f"{mean:.3f} [{upper:.3f}]" if len(seeds) > 2 else f"{mean:.3f}"
 
 
 def ablation_markdown(found: dict[str, Any]) -> str:
