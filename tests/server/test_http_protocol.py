@@ -12,6 +12,7 @@ from server.test_bad_input import Raw
 
 from headstart.http.lifecycle import HttpServer, listen, uvicorn_config
 from headstart.http.protocol import http_protocol, write_watch
+from headstart.http.protocol.body_writer import writer_of
 from headstart.http.protocol.connections import ConnectionTable
 
 MANY = 200  # times 1 MB, which a server that keeps or takes it all would be sent
@@ -387,3 +388,72 @@ def test_as_many_requests_as_connections_are_answered_at_once() -> None:
                 assert (await rest(client)).endswith(b"/a")
 
     run(test)
+
+
+def test_parts_of_a_body_can_be_written_in_plain_calls() -> None:
+    ready = list[bool | None]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        writer = writer_of(scope)
+        if writer is None:
+            ready.append(None)
+        else:
+            ready.append(writer.is_ready)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if writer is not None:
+            ready.append(writer.is_ready)
+            writer.write(b"one")
+            writer.write(b"two")
+        await send({"type": "http.response.body", "body": b"three"})
+        if writer is not None:
+            ready.append(writer.is_ready)
+
+    async def ask(method: str) -> bytes:
+        listener = listen("127.0.0.1", 0)
+        server = HttpServer(uvicorn_config(app))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(f"{method} / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        answer = await reader.read()
+        writer.close()
+        server.should_exit = True
+        await serving
+        listener.close()
+        return answer
+
+    assert asyncio.run(ask("GET")).endswith(b"\r\n\r\n3\r\none\r\n3\r\ntwo\r\n5\r\nthree\r\n0\r\n\r\n")
+    assert ready == [False, True, False]
+    assert asyncio.run(ask("HEAD")).endswith(b"\r\n\r\n")
+    assert ready[3:] == [None]
+
+
+def test_a_writer_is_not_ready_while_the_client_does_not_read() -> None:
+    num_written = 0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_written
+        writer = writer_of(scope)
+        assert writer is not None
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while writer.is_ready and num_written < MANY:
+            writer.write(bytes(1_000_000))
+            num_written += 1
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def ask() -> None:
+        listener = listen("127.0.0.1", 0)
+        server = HttpServer(uvicorn_config(app))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        await asyncio.sleep(0.2)
+        num_unread = num_written
+        assert 0 < num_unread < MANY
+        assert len(await reader.read()) > num_unread * 1_000_000
+        writer.close()
+        server.should_exit = True
+        await serving
+        listener.close()
+
+    asyncio.run(ask())

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from headstart.gateway.held_bytes import LARGE_BYTES, ByteReservation, bytes_of
 from headstart.gateway.proxy.request_reader import ReadRequest
 from headstart.gateway.proxy.upstream import Failure
+from headstart.http.protocol.body_writer import BodyWriter
 from headstart.router.routing_decision import InFlight
 
 
@@ -20,6 +21,7 @@ class ProxiedCall:
     explains: bool = False
     shows_replica: bool = False  # the client is an administrator
     domain: bytes = b""  # of the router's tenant that sent it
+    writer: BodyWriter | None = None  # of the answer's parts; None: they are sent as ASGI messages
     only: str | None = None  # the one replica that can answer: it holds the response that this one continues
     reservation: ByteReservation | None = None  # of memory; None: not counted
     num_rest_bytes: int = 0  # of an incomplete event

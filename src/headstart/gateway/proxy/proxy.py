@@ -37,6 +37,7 @@ from headstart.gateway.proxy.upstream import (
 )
 from headstart.gateway.proxy.write_timeout import WriteTimeout
 from headstart.http.http_errors import ClientGoneError, HttpError
+from headstart.http.protocol.body_writer import writer_of
 from headstart.http.sse import WRITE_SECONDS
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight, RoutingDecision
@@ -164,6 +165,7 @@ class Proxy:
         self.check_queue()
         self.budget.num_active += 1
         self.relay.begin_wait(call)
+        call.writer = writer_of(scope)
         task = asyncio.current_task()
         assert task is not None
         is_gone = False

@@ -4,12 +4,14 @@ Until the client has received part of an answer, failures raise AttemptError, so
 """
 
 import time
+from contextlib import closing
 from typing import NamedTuple
 
 import aiohttp
 from starlette.types import Send
 
 from headstart.gateway.proxy.api_paths import RESPONSES, refusal_ending
+from headstart.gateway.proxy.callback_reader import CallbackReader
 from headstart.gateway.proxy.error_responses import id_in, replica_lost
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.replies import EVENTS, error_in_first, read_answer
@@ -134,33 +136,31 @@ class Relay:
 
     async def relay_stream(self, attempt: Attempt, response: aiohttp.ClientResponse, send: Send) -> None:
         """Relay a stream of events as they arrive."""
-        call, in_flight, (activity, wait) = attempt
-        stream = EventStream(call.path, hides_usage=call.reading.hides_usage)
-        content = response.content
-        while True:
-            try:
-                piece = await content.readany()
-            except aiohttp.ClientError:
-                if stream.is_done:  # a failure after the last event does not matter
+        call, in_flight, _ = attempt
+        stream, writer = EventStream(call.path, hides_usage=call.reading.hides_usage), call.writer
+
+        def relay_now(piece: bytes) -> bool:
+            """Relay a piece while the client already reads the answer and its connection takes more."""
+            if writer is None or not (call.started and call.committed and writer.is_ready) or stream.is_done:
+                return False
+            passed = self._read(attempt, stream, piece)
+            if passed:
+                writer.write(passed)
+            return True
+
+        with closing(CallbackReader(response, relay_now)) as reader:
+            while True:
+                try:
+                    piece = await reader.read()
+                except aiohttp.ClientError:
+                    if stream.is_done:  # a failure after the last event does not matter
+                        break
+                    raise
+                if not piece:
                     break
-                raise
-            if not piece:
-                break
-            passed = stream.feed(piece)
-            call.num_events = stream.num_events
-            if stream.num_rest_bytes or call.num_rest_bytes:
-                call.reserve_rest(stream.num_rest_bytes)
-            activity.heard_at = now = time.monotonic()
-            if not stream.num_comment_bytes:  # the last event was data
-                activity.progress_at = now
-                if call.committed and in_flight.finish is None:
-                    self._router.token(in_flight, now)
-            if stream.has_data and not call.committed:
-                self._begin(call, in_flight, stream, passed)
-                activity.settle(wait, now)
-            if stream.is_done:
-                self._finished(call, in_flight, stream)  # before it is relayed: clients disconnect after it
-            if passed and (call.committed or call.reading.stream):  # a client that requested no stream gets no comments
+                passed = self._read(attempt, stream, piece)
+                if not passed or not (call.committed or call.reading.stream):
+                    continue  # a client that requested no stream gets no comments
                 if not call.started:
                     await self._start(call, 200, headers_back(response.raw_headers, EVENTS), send)
                 await send({"type": "http.response.body", "body": passed, "more_body": True})
@@ -171,6 +171,25 @@ class Relay:
             raise aiohttp.ClientPayloadError("the stream ended without its last event")
         self._finished(call, in_flight, stream)
         await write(send, rest, more=False)
+
+    def _read(self, attempt: Attempt, stream: EventStream, piece: bytes) -> bytes:
+        """Record the progress that a piece of a stream shows; return the bytes that may be relayed."""
+        call, in_flight, (activity, wait) = attempt
+        passed = stream.feed(piece)
+        call.num_events = stream.num_events
+        if stream.num_rest_bytes or call.num_rest_bytes:
+            call.reserve_rest(stream.num_rest_bytes)
+        activity.heard_at = now = time.monotonic()
+        if not stream.num_comment_bytes:  # the last event was data
+            activity.progress_at = now
+            if call.committed and in_flight.finish is None:
+                self._router.token(in_flight, now)
+        if stream.has_data and not call.committed:
+            self._begin(call, in_flight, stream, passed)
+            activity.settle(wait, now)
+        if stream.is_done:
+            self._finished(call, in_flight, stream)  # before it is relayed: clients disconnect after it
+        return passed
 
     def _begin(self, call: ProxiedCall, in_flight: InFlight, stream: EventStream, passed: bytes) -> None:
         """Handle the first event. Raises AttemptError if it is an error that another replica may not have."""

@@ -12,6 +12,7 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from headstart.http.protocol.body_writer import offer_writer
 from headstart.http.protocol.connections import ConnectionTable
 from headstart.http.protocol.http_refusals import (
     FRAMING,
@@ -243,6 +244,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        offer_writer(cycle.scope, cycle)  # type: ignore[arg-type]  # extensions are dicts by ASGI's types
         self._table.set_busy(self)
         super()._start_asgi_task(cycle, app)
 
