@@ -1,11 +1,16 @@
 """CallbackReader on real connections: pieces are taken in the callback, and all else is as with the client's reader."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import shutil
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 import pytest
+import uvloop
 
 from headstart.gateway.proxy.callback_reader import CallbackReader
 
@@ -74,6 +79,49 @@ def test_pieces_are_taken_without_waking_the_reading_task_and_the_others_are_ret
             reader.close()
 
     run(test())
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="openssl makes the certificate")
+@pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
+def test_pieces_over_tls_are_taken_and_the_connection_serves_the_next_request(
+    tmp_path: Path, loop: Callable[[Coroutine[None, None, None]], None]
+) -> None:
+    key, certificate = tmp_path / "key", tmp_path / "certificate"
+    made = f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {certificate} -days 2 -subj /CN=localhost"
+    subprocess.run([*made.split(), "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    pieces = [b"piece %d" % number for number in range(20)]
+    connections = list[asyncio.StreamWriter]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        while await reader.readline():
+            while await reader.readline() != b"\r\n":
+                pass
+            writer.write(HEAD)
+            for piece in pieces:
+                writer.write(chunk(piece))
+                await writer.drain()
+                await asyncio.sleep(0.001)
+            writer.write(END)
+
+    async def test() -> None:
+        ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        ours.load_cert_chain(certificate, key)
+        trusted = ssl.create_default_context(cafile=certificate)
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=ours)
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        async with server, aiohttp.ClientSession() as session:
+            for _ in range(2):
+                taken, returned = list[bytes](), list[bytes]()
+                async with session.get(url, ssl=trusted) as response:
+                    reader = CallbackReader(response, lambda piece, taken=taken: not taken.append(piece))
+                    while piece := await reader.read():
+                        returned.append(piece)
+                    reader.close()
+                assert b"".join(returned + taken) == b"".join(pieces) and len(taken) > 10
+            assert len(connections) == 1
+
+    loop(test())
 
 
 def test_what_take_raises_is_raised_by_read() -> None:
