@@ -16,6 +16,7 @@ from headstart.model.setup.threads import prepare_threads
 
 KV_CACHE = "3GiB"  # as vLLM has
 TOKEN_BUDGET = 4096  # per step, as vLLM has
+CONTEXT = 4096  # as vLLM has
 
 
 class HeadstartStepper:
@@ -57,6 +58,7 @@ def main() -> None:
         threads=threads,
         quantization=args.quantization,
         kv_cache_memory=KV_CACHE,
+        max_model_len=CONTEXT,
         max_num_batched_tokens=TOKEN_BUDGET,
     )
     built, info = build_engine(options)

@@ -105,6 +105,13 @@ def test_who_is_not_there_is_refused() -> None:
     assert [one.name for one in FleetConfig(policies=("cost",), peers=(peer,)).entrants()] == ["cost", "smg"]
 
 
+def test_one_workload_can_be_measured_alone() -> None:
+    assert FleetConfig(decode_output=64).kinds == ["high", "low", "decode"]
+    assert FleetConfig(decode_output=64, workloads=("decode",)).kinds == ["decode"]
+    with pytest.raises(ConfigError, match="--workload decode: use one of high, low, decode"):
+        FleetConfig(workloads=("decode",)).check()
+
+
 def test_figures_are_of_all_requests_and_intervals_hold_them() -> None:
     fast = [trial(0.01, 0.03), trial(0.02, 0.02)]
     slow = [trial(0.09, 0.11, cached=10), trial(0.1, 0.1, cached=10)]

@@ -69,6 +69,13 @@ FLEET = Experiment(
         "decode_output": flag(
             0, "Median output of decode-heavy chats, a third workload; 0: off.", "--decode-output-tokens", min=0
         ),
+        "workloads": flag(
+            None,
+            "Measure only high, low or decode; may be repeated.",
+            "--workload",
+            kind=list[str] | None,
+            show_default="all",
+        ),
         "decode_rate": flag(0.0, "Requests/s of decode-heavy chats; 0: --load.", min=0),
         "load": flag(0.7, "Share of the capacity under round robin.", min=0.01, max=2),
         "runs": flag(1, "Repetitions, in turn; published: 3.", min=1),
@@ -77,7 +84,10 @@ FLEET = Experiment(
         **QUICK,
         **PLOT,
     },
-    keeps=("replicas", "policies", "output", "high_rate", "low_rate", "decode_output", "decode_rate", "load"),
+    keeps=(
+        *("replicas", "policies", "workloads", "output"),
+        *("high_rate", "low_rate", "decode_output", "decode_rate", "load"),
+    ),
     caps=("groups", "prompts"),
     summary="Real replicas behind our router and others.",
     help="Serve generated-shared-prefix (gateway-api-inference-extension): 3000 + 128 tokens and the reverse.",

@@ -45,7 +45,7 @@ def measure_fleet(setup: Setup, config: FleetConfig, bar: Bar = QUIET) -> Measur
     """Start the replicas and run every router on each workload `config.runs` times, in turn. Raises ConfigError."""
     config.check()
     entrants, words = config.entrants(), Words.of_model(setup.model)
-    measured = Measured({kind: {entrant.name: [] for entrant in entrants} for kind in config.shapes})
+    measured = Measured({kind: {entrant.name: [] for entrant in entrants} for kind in config.kinds})
     with TemporaryDirectory(prefix="headstart-fleet-") as scratch, ExitStack() as stack:
         launch = _launch(setup, config, Path(scratch))
         replicas: list[Replica] = []
@@ -57,7 +57,7 @@ def measure_fleet(setup: Setup, config: FleetConfig, bar: Bar = QUIET) -> Measur
         fleet.settle_rates()
         for run in range(config.runs):
             turn = entrants[run % len(entrants) :] + entrants[: run % len(entrants)]
-            for kind in config.shapes:
+            for kind in config.kinds:
                 for entrant in turn:
                     measured.trials[kind][entrant.name].append(fleet.run(entrant, kind, run))
     return measured
@@ -82,7 +82,7 @@ class _Fleet:
 
     def settle_rates(self) -> None:
         """Set the requested rates, or a share of the measured capacity of round robin."""
-        for kind in self.config.shapes:
+        for kind in self.config.kinds:
             rate = self.config.rates[kind]
             if rate == 0.0:
                 questions = self._questions(kind, "load", 1.0)

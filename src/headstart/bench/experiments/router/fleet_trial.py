@@ -34,6 +34,7 @@ class FleetConfig:
     decode_rate: float = 0.0
     load: float = 0.7
     decode_output: int = 0  # median output of decode-heavy chats in tokens; 0: without that workload
+    workloads: tuple[str, ...] = ()  # keys of TITLES; empty: all
 
     @property
     def scale(self) -> float:
@@ -50,6 +51,11 @@ class FleetConfig:
         return found
 
     @property
+    def kinds(self) -> list[str]:
+        """Return the workloads that are measured."""
+        return [kind for kind in self.shapes if not self.workloads or kind in self.workloads]
+
+    @property
     def rates(self) -> dict[str, float]:
         """Return the requested rates by workload."""
         return {"high": self.high_rate, "low": self.low_rate, "decode": self.decode_rate}
@@ -61,6 +67,11 @@ class FleetConfig:
 
     def check(self) -> None:
         """Raise ConfigError if a replica cannot hold a single request."""
+        unknown = [kind for kind in self.workloads if kind not in self.shapes]
+        if unknown:
+            raise ConfigError(
+                f"--workload {unknown[0]}: use one of {', '.join(TITLES)}; decode needs --decode-output-tokens"
+            )
         longest = LONGEST * self.decode_output + SHARED + OWN
         if self.decode_output and longest > self.context:
             raise ConfigError(
