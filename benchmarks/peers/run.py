@@ -44,7 +44,7 @@ def main() -> int:
     logs = args.output / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    setup = {"model": args.model, "threads": args.threads, "spin_count": args.spin_count, "config": config}
+    setup = {"model": Path(args.model).name, "threads": args.threads, "spin_count": args.spin_count, "config": config}
     try:
         journal = Journal(
             args.output / "trials.jsonl", {"setup": setup, "machine": describe_machine()}, resume=args.resume
