@@ -51,12 +51,12 @@ timed)
     bench scheduler lab scheduler --peer-python "${VLLM:-.peers/vllm/bin/python}"
     bench queue-cost lab queue-cost
     bench rotations rotations --model "$model" --runs 1
-    bench decode-stall lab decode-stall --model "$model"
-    bench shared-burst shared-burst --model "$model" --every --no-baseline
-    bench intent intent --model "$model" --no-accuracy
+    bench shared-burst shared-burst --model "$model" --every --no-baseline --runs 1
+    bench decode-stall lab decode-stall --model "$model" --runs 1
     bench restart lab restart --model "$model" --runs 1
-    bench shared-store lab shared-store --model "$model"
     measure sampler env OMP_NUM_THREADS=1 .venv/bin/python benchmarks/sampler/run.py
+    bench intent intent --model "$model" --no-accuracy
+    bench shared-store lab shared-store --model "$model"
     bench page-aligned lab page-aligned
     bench write-behind lab write-behind --model "$model" --runs 1
     ;;
