@@ -58,7 +58,9 @@ def draw(curves: dict[str, list[Point]], path: Path) -> None:
         axes.plot(*zip(*points, strict=True), marker="o", linestyle="--" if "4 bits" in label else "-", label=label)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
+    sizes = sorted({size for points in curves.values() for size, _ in points})
+    axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+    axes.minorticks_off()
     axes.set(xlabel="weights, billions", ylabel="times faster than the peer")
     axes.legend(bbox_to_anchor=(1.02, 1), loc="upper left", fontsize="small")
     figure.savefig(path, dpi=150)
@@ -70,7 +72,11 @@ def _named(text: str) -> tuple[float, Path]:
 
 
 def _line(model: str, title: str, ours: float, peer: str, theirs: float, ratio: str) -> str:
-    return f"| {model} | {title} | {1e3 * ours:.3g} ms | {peer} {1e3 * theirs:.3g} ms | {ratio} |"
+    return f"| {model} | {title} | {_ms(ours)} | {peer} {_ms(theirs)} | {ratio} |"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _interval(bounds: Any) -> str:

@@ -70,7 +70,7 @@ class Costs(NamedTuple):
         return (self.backlog + self.prefill + self.decode) * self.factor
 
 
-def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Sequence[int], now: float) -> Costs:
+def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Sequence[int] | Array, now: float) -> Costs:
     """Return the costs of a prompt at each replica, of which `hit_tokens` are cached there."""
     learner = endpoints[0].load.learner
     rates, output = learner.rates, learner.mean_output
@@ -82,7 +82,7 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     ]
     if learner.is_doubtful:
         rates = StepRates(0.0, 0.0, 0.0, rates.token, 0.0)
-    own = np.maximum(prompt_tokens - np.array(hit_tokens, dtype=np.float64), 1.0)
+    own = np.maximum(prompt_tokens - np.asarray(hit_tokens, dtype=np.float64), 1.0)
     step = rates.step + rates.stream * streams + rates.resident * (resident + streams * (output / 2))
     steps = np.ceil(tokens / STEP_TOKENS)
     head = rates.token * head_tokens + rates.pair * head_pairs + step

@@ -76,13 +76,14 @@ class CostPolicy:
 
     def choose_among_many(self, view: View) -> Choice:
         """Choose by arrays, which are cheaper for many candidates. The choice is the same."""
-        hits = [candidate.hit_tokens for candidate in view.candidates]
-        costs = price_all([c.endpoint for c in view.candidates], view.prompt_tokens, hits, view.now)
+        endpoints, _, hit_tokens = zip(*view.candidates, strict=True)
+        hits = np.array(hit_tokens, dtype=np.float64)
+        costs = price_all(endpoints, view.prompt_tokens, hits, view.now)
         prices = costs.price
         evictions = _Evictions(view)
         best = _best(prices, prices.argsort(kind="stable").tolist(), costs.factor, evictions)
         slack = self.slack * costs.prefill[best]
-        mask = (np.array(hits) >= hits[best]) & (costs.prefill <= SAME_RATE * costs.prefill[best])
+        mask = (hits >= hits[best]) & (costs.prefill <= SAME_RATE * costs.prefill[best])
         mask &= (costs.backlog <= costs.backlog[best] + slack) & (costs.decode <= costs.decode[best] + slack)
         mask &= costs.factor <= costs.factor[best]
         first = _placed(view, np.flatnonzero(mask).tolist(), best, slack, evictions)
@@ -115,7 +116,7 @@ def _placed(view: View, equals: list[int], best: int, slack: float, evictions: _
     if len(equals) < 2:
         return best
     limit = evictions.of(best) + slack
-    ranks = dict(zip(equals, weights(view.key, [view.candidates[i].name for i in equals]), strict=True))
+    ranks = dict(zip(equals, weights(view.key, [view.candidates[i].endpoint.name for i in equals]), strict=True))
     while True:
         first = max(ranks, key=ranks.__getitem__)
         if evictions.of(first) <= limit:  # as `best` at the latest
