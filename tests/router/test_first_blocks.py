@@ -3,6 +3,7 @@
 import gc
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from router.fleets import BLOCK, ask, endpoint, names
@@ -29,7 +30,8 @@ def test_hits_are_those_of_every_index_asked_alone(seed: int) -> None:
             index.finished(index.sent(names(1, 2)), names(1, 2))
         router.add(Endpoint(f"r{number}", index, block_size=BLOCK))
     assert router.endpoints["r0"].index.number == UNLISTED
-    for now in range(60):
+    for number in range(60):
+        now = float(number)
         request, act = ask(*[rng.randrange(3) for _ in range(rng.randrange(5))]), rng.random()
         decision = router.pick(request, now)
         block_hashes = request.prompt.block_hashes(BLOCK)
@@ -72,6 +74,14 @@ def test_only_replicas_that_may_have_the_first_block_are_asked() -> None:
     for name, one in router.endpoints.items():
         noting(name, one.index)  # type: ignore[arg-type]
     assert [c.hit_blocks for c in router.pick(ask(1, 2, 3), 1.0).view.candidates] == [0, 2] and asked == ["r1"]
+
+
+def test_an_index_belongs_to_one_router() -> None:
+    """Its number says nothing in the table of another one: there it would never be asked."""
+    shared = endpoint("r0")
+    Router().add(shared)
+    with pytest.raises(AssertionError, match="one router"):
+        Router().add(shared)
 
 
 def test_the_table_is_about_as_large_as_what_is_cached() -> None:

@@ -219,8 +219,8 @@ class Router:
             self.num_blind += 1
 
     def _list(self, index: PrefixIndex) -> None:
-        """List an approximate index by its first blocks, while it is empty."""
-        if index.number < 0 and isinstance(index.by_prompts, ApproximateIndex):
+        """List an approximate index by its first blocks, if it is new."""
+        if isinstance(index.by_prompts, ApproximateIndex):
             self._first_blocks.adopt(index.by_prompts)
 
     def _view(self, endpoints: list[Endpoint], request: RoutingRequest, now: float) -> View:

@@ -69,8 +69,8 @@ class RunningStep:
         self._rest_pairs = self._rest_pairs - rest * (flight.prompt_tokens - rest / 2) if self._rest_tokens else 0.0
         if any(one is flight for one, _ in self._chunks):
             self._chunks = [chunk for chunk in self._chunks if chunk[0] is not flight]
-            share = sum(tokens for _, tokens in self._chunks) / self.tokens
-            self.tokens, self.pairs = round(share * self.tokens), share * self.pairs
+            kept = sum(tokens for _, tokens in self._chunks)
+            self.tokens, self.pairs = kept, self.pairs * kept / self.tokens
 
     def _schedule(self, pending: Iterable[Flight]) -> None:
         budget, self.pairs, self._chunks = STEP_TOKENS, 0.0, []

@@ -11,7 +11,6 @@ import aiohttp
 from starlette.types import Send
 
 from headstart.gateway.proxy.api_paths import RESPONSES, refusal_ending
-from headstart.gateway.proxy.callback_reader import CallbackReader
 from headstart.gateway.proxy.error_responses import id_in, replica_lost
 from headstart.gateway.proxy.proxied_call import ProxiedCall
 from headstart.gateway.proxy.replies import EVENTS, error_in_first, read_answer
@@ -28,6 +27,7 @@ from headstart.gateway.proxy.upstream import (
     refusal,
     refusal_in_event,
 )
+from headstart.http.protocol.callback_reader import CallbackReader
 from headstart.openai.canonical.prompt_rules import RULES_HEADER, rules_header
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight

@@ -38,7 +38,8 @@ class FirstBlocks:
         return len(self._holders)
 
     def adopt(self, index: Listed) -> None:
-        """List an index from now on, if it is empty: what others hold is not known."""
+        """List an index from now on, if it is empty: what others hold is not known. It may be in no other table."""
+        assert index.first_blocks in (None, self), "an index belongs to one router"
         if index.first_blocks is None and not len(index):
             index.first_blocks, index.number = self, self._count
             self._indexes[self._count] = index
