@@ -253,8 +253,8 @@ class Load:
         """Return the seconds that are at least between two steps."""
         if self.learner.is_doubtful:
             return SAME_STEP
-        step, rates = self._step, self.rates
-        ms = rates.step + rates.stream * step.streams + rates.resident * step.resident
+        step = self._step
+        ms = Interval(0.0, 1, step.streams, step.resident, 0, 0.0).expected_ms(self.rates)
         return max(MIN_STEP * ms * self.pace.factor(step.began_at) / 1e3, SAME_STEP)
 
     def _prefilled(self, flight: Flight, now: float) -> None:

@@ -70,7 +70,7 @@ class RunningStep:
         if any(one is flight for one, _ in self._chunks):
             self._chunks = [chunk for chunk in self._chunks if chunk[0] is not flight]
             kept = sum(tokens for _, tokens in self._chunks)
-            self.tokens, self.pairs = kept, self.pairs * kept / self.tokens
+            self.tokens, self.pairs = kept, self.pairs * (kept / self.tokens)
 
     def _schedule(self, pending: Iterable[Flight]) -> None:
         budget, self.pairs, self._chunks = STEP_TOKENS, 0.0, []
