@@ -1,10 +1,11 @@
 """Products with weights in blocks beside bf16 and torch, by shape and number of rows: `python products.py`.
 
-The forms run by turns (A B A B) in one process: our kernels with weights in blocks, our kernels with the same weights
-in bfloat16, and torch with those in oneDNN's packed form. `--base FILE.so` adds the block kernels of another build, for
-a comparison before and after a change. Each run multiplies by enough copies of the weight to exceed most caches. A
-table on stderr, one JSON document as the last line of stdout: microseconds of one product, and their ratio to those of
-bfloat16. With one thread, times are CPU times, which other jobs of the machine disturb less.
+The forms run by turns (A B A B) in one process: our kernels with weights in blocks and activations of 16 bits (blocks)
+and of 8 bits (blocks_8), our kernels with the same weights in bfloat16, and torch with those in oneDNN's packed form.
+`--base FILE.so` adds the block kernels of another build, for a comparison before and after a change. Each run
+multiplies by enough copies of the weight to exceed most caches. A table on stderr, one JSON document as the last line
+of stdout: microseconds of one product, and their ratio to those of bfloat16. With one thread, times are CPU times,
+which other jobs of the machine disturb less.
 """
 
 import argparse
@@ -71,12 +72,14 @@ class Products:
         weight = blocks(kind, outputs, inputs)
         plain = unpack(weight, torch.bfloat16)
         self._chains = {name: self._copies(each, weight) for name, each in libraries.items()}
+        self._chains["blocks_8"] = self._copies(found, weight, 8)
         self._chains["bf16"] = self._copies(found, plain)
         reorder = torch.ops.mkldnn._reorder_linear_weight if can_pack(plain) else None
         self._torchs = [reorder(plain.clone(), 16) for _ in range(self.copies)] if reorder else []
 
-    def _copies(self, found: Kernels, weight: torch.Tensor | PackedTensor) -> list[Chain]:
-        return [Chain(found, [Link(PackedLinear(found, weight), 0, 1)], self.widths) for _ in range(self.copies)]
+    def _copies(self, found: Kernels, weight: torch.Tensor | PackedTensor, bits: int = 16) -> list[Chain]:
+        packed = [PackedLinear(found, weight, activation_bits=bits) for _ in range(self.copies)]
+        return [Chain(found, [Link(each, 0, 1)], self.widths) for each in packed]
 
     def runs(self, rows: int) -> dict[str, Callable[[], None]]:
         """Return the functions that multiply `rows` rows by all copies, by form."""

@@ -16,6 +16,7 @@ from headstart.model.layers.linear import Form, Linear
 from headstart.model.layers.quantise import quantise
 from headstart.model.weights.gguf.block_formats import FORMATS, PackedTensor, row_bytes, unpack
 
+FORMS = [(kind, 16) for kind in BLOCKS] + [(kind, 8) for kind in BLOCKS if kind != "Q8_0"]  # kind, bits of activations
 HALVES = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}  # bytes of a block that are fp16; others: 0 and 2
 OUTPUTS = 70
 
@@ -38,6 +39,16 @@ def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> PackedTensor:
     return PackedTensor("weight", kind, (rows, columns), data)
 
 
+def rounded(x: Tensor, bits: int) -> Tensor:
+    """Return rows [T, K] as a product reads them, in fp32: those of 8 bits in steps of 1/127 of the largest of 32."""
+    if bits == 16:
+        return x.float()
+    groups = x.float().view(len(x), -1, 32)
+    largest = groups.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest > 0, torch.tensor(127.0) / largest, 0)
+    return ((groups * inverse).round() * (largest / 127)).view(x.shape)
+
+
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_the_weights_of_a_product_are_bit_equal_to_the_reference(kernels: Kernels, kind: str) -> None:
     """A row with a single 1 reads one column of the weight, rounded to bfloat16 only by the output."""
@@ -48,28 +59,55 @@ def test_the_weights_of_a_product_are_bit_equal_to_the_reference(kernels: Kernel
     assert torch.equal(layer(4 * torch.eye(512).bfloat16()[:3]).T, 4 * expected[:, :3])
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", [kind for kind, bits in FORMS if bits == 8])
+def test_activations_of_8_bits_read_the_weights_too(kernels: Kernels, kind: str) -> None:
+    """127 times a 127th may be one fp32 step from 1, so a weight may be rounded to the neighbouring bfloat16."""
+    weight = blocks(kind, OUTPUTS, 512)
+    expected = unpack(weight).bfloat16()
+    found = Linear(weight, form=Form(kernels, activation_bits=8))(torch.eye(512).bfloat16()).T
+    assert (found - expected).abs().le(expected.abs() / 128).all()
+    assert found.eq(expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("kind", [kind for kind, bits in FORMS if bits == 8])
+def test_the_greatest_integers_fit_the_sums_of_8_bit_activations(kernels: Kernels, kind: str) -> None:
+    """All integers of the weights are the largest ones, and all numbers of a row are equal."""
+    weight = blocks(kind, OUTPUTS, 512)
+    block = weight.data.reshape(OUTPUTS, -1, FORMATS[kind].block_bytes)
+    scales = {at + i for at in HALVES.get(kind, (0, 2)) for i in (0, 1)}
+    block[:, :, [i for i in range(FORMATS[kind].block_bytes) if i not in scales]] = 0xFF
+    if kind == "Q6_K":
+        block[:, :, 192:208] = 0x7F  # signed
+    layer, whole = Linear(weight, form=Form(kernels, activation_bits=8)), unpack(weight)
+    for sign in (1, -1):
+        x = sign * torch.ones(7, 512).bfloat16()
+        exact = F.linear(x.float(), whole)
+        assert (layer(x).float() - exact).abs().max() < exact.abs().max() / 200
+
+
+@pytest.mark.parametrize(("kind", "bits"), FORMS)
 @pytest.mark.parametrize("columns", [256, 1280, 5120])
-def test_products_equal_those_with_unpacked_weights(kernels: Kernels, kind: str, columns: int) -> None:
+def test_products_equal_those_with_unpacked_weights(kernels: Kernels, kind: str, bits: int, columns: int) -> None:
     weight, bias, gain = blocks(kind, 2 * OUTPUTS, columns), random(2 * OUTPUTS), random(columns)
-    whole, form, norm = unpack(weight), Form(kernels), RMSNorm(gain, 1e-5)
+    whole, form, norm = unpack(weight), Form(kernels, activation_bits=bits), RMSNorm(gain, 1e-5)
     scale = columns**0.5 * float(whole.std())
     plain, normed = Linear(weight, bias.clone(), form=form), Linear(weight, norm=norm, form=form)
     gated = Linear(weight, bias.clone(), gated=True, form=form)
     for count in (1, 2, 3, 7, 13, 150):
         x, residual = random(count, columns), random(count, 2 * OUTPUTS)
-        exact = F.linear(x.float(), whole, bias.float())
+        exact = F.linear(rounded(x, bits), whole, bias.float())
         assert_near(plain(x), exact, scale / 3)
         assert_near(plain(x, residual), exact + residual.float(), scale + 3)  # rounded twice
-        assert_near(normed(x), F.linear(norm(x).float(), whole), scale)
+        assert_near(normed(x), F.linear(rounded(norm(x), bits), whole), scale)
         small = (x / scale).bfloat16()
-        both = F.linear(small.float(), whole, bias.float()).bfloat16().float()
+        both = F.linear(rounded(small, bits), whole, bias.float()).bfloat16().float()
         assert_near(gated(small), F.silu(both[:, :OUTPUTS]) * both[:, OUTPUTS:], 8)
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_a_row_depends_neither_on_others_nor_on_threads(kernels: Kernels, kind: str) -> None:
-    layer, x, before = Linear(blocks(kind, 100, 2304), form=Form(kernels)), random(330, 2304), torch.get_num_threads()
+@pytest.mark.parametrize(("kind", "bits"), FORMS)
+def test_a_row_depends_neither_on_others_nor_on_threads(kernels: Kernels, kind: str, bits: int) -> None:
+    layer = Linear(blocks(kind, 100, 2304), form=Form(kernels, activation_bits=bits))
+    x, before = random(330, 2304), torch.get_num_threads()
     together = layer(x)
     try:
         for threads in (1, 2, 3):
@@ -83,10 +121,10 @@ def test_a_row_depends_neither_on_others_nor_on_threads(kernels: Kernels, kind: 
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_1", 16), ("Q6_K", 16), ("Q4_K", 8), ("Q5_0", 8)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_leaves_the_others_alone(kernels: Kernels, kind: str, bad: float) -> None:
-    layer, x = Linear(blocks(kind, 50, 256), form=Form(kernels)), random(13, 256)
+def test_a_row_that_is_not_finite_leaves_the_others_alone(kernels: Kernels, kind: str, bits: int, bad: float) -> None:
+    layer, x = Linear(blocks(kind, 50, 256), form=Form(kernels, activation_bits=bits)), random(13, 256)
     clean = layer(x)
     x[1, 33] = bad
     found = layer(x)
@@ -95,9 +133,10 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(kernels: Kernels, kind
     assert torch.equal(found[others], clean[others])
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_kernels_stay_within_their_buffers(kernels: Kernels, kind: str) -> None:
-    guards, linear = Guards(), PackedLinear(kernels, blocks(kind, 2 * OUTPUTS, 512), gated=True)
+@pytest.mark.parametrize(("kind", "bits"), FORMS)
+def test_kernels_stay_within_their_buffers(kernels: Kernels, kind: str, bits: int) -> None:
+    guards = Guards()
+    linear = PackedLinear(kernels, blocks(kind, 2 * OUTPUTS, 512), gated=True, activation_bits=bits)
     widths = (512, OUTPUTS, OUTPUTS)
     chain = Chain(kernels, [Link(linear, 0, 1, residual=2)], widths)
     for count in (1, 2, 5, 12, 13, 140):

@@ -14,12 +14,16 @@ from headstart.model.kernels.build import SOURCES
 TESTS = Path(__file__).parents[1]
 # name -> file, the code that is replaced, and the bug
 BUGS = {
-    "offset": ("groups.h", "set(-OFFSET * sum)", "set(-(OFFSET - 1) * sum)"),
+    "offset": ("group_sums.h", "set(-OFFSET * sum)", "set(-(OFFSET - 1) * sum)"),
+    "offset_of_bytes": ("group_sums.h", "set(-OFFSET * row_sum", "set((1 - OFFSET) * row_sum"),
+    "lost_loops": ("group_sums.h", "else whole[r][c].add(total)", "else whole[r][c] = total"),
+    "order_of_bytes": ("group_rows.h", "_mm_setr_epi8(0, 4, 1, 5,", "_mm_setr_epi8(0, 4, 5, 1,"),
+    "sixth_bit": ("words.h", ", 0x3000)", ", 0x1000)"),
     "lost_piece": ("groups.h", "value = Floats::load(out); }", "value.begin(out); }"),
     "fifth_bit_of_half": ("words.h", "high = Words::load(at + (8 + half) * SIZE)", "high = Words::load(at + 8 * SIZE)"),
     "scale_of_six_bits": ("pack_blocks.cpp", "(from[8 + i] & 15) | (from[i] >> 6) << 4", "from[8 + i] & 15"),
     "second_scale": ("groups.h", "from_signed_bytes(at + part * TILE", "from_signed_bytes(at + 0 * TILE"),
-    "not_finite": ("groups.h", "float scale = poison != 0 ? NAN : ", "float scale = "),
+    "not_finite": ("group_rows.h", "float scale = poison != 0 ? NAN : ", "float scale = "),
 }
 SCRIPT = """
 import sys

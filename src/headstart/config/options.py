@@ -102,6 +102,13 @@ class EngineOptions:
         COMPUTE,
         choices=("auto", "kernels", "torch"),
     )
+    activation_bits: str = _option(
+        "auto",
+        "Bits of activations that GGUF and int4 weights are multiplied by: 8 (as in llama.cpp), 16 (all of bfloat16), "
+        "or auto: the faster.",
+        COMPUTE,
+        choices=("auto", "8", "16"),
+    )
     device: str = _option("auto", "auto | cpu | cuda | cuda:N.", COMPUTE)
     threads: int = _option(0, "Compute threads; 0: as many as the cgroup grants cores.", COMPUTE, minimum=0)
     attention_backend: str = _option(

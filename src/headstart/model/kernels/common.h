@@ -37,6 +37,9 @@ static inline bf16 to_bf16(float value) {
 static inline void add_in_place(__m256i &sum, __m256i product) {
     asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(product));
 }
+static inline void add_shorts_in_place(__m256i &sum, __m256i product) {
+    asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(product));
+}
 static inline void add_product_in_place(__m256 &sum, __m256 a, __m256 b) {
     asm("vfmadd231ps %1, %2, %0" : "+x"(sum) : "x"(a), "x"(b));
 }

@@ -34,6 +34,7 @@ struct Floats {  // 16 sums of one row in fp32
 
 struct Ints {  // the same in int32
     __m512i value;
+    void add(Ints other) { value = _mm512_add_epi32(value, other.value); }
     void begin(float *) { value = _mm512_setzero_si512(); }
     void set(int number) { value = _mm512_set1_epi32(number); }
     void end(float *out) const {
@@ -141,6 +142,10 @@ struct Floats {
 
 struct Ints {
     __m256i low, high;
+    void add(Ints other) {
+        low = _mm256_add_epi32(low, other.low);
+        high = _mm256_add_epi32(high, other.high);
+    }
     void begin(float *) { low = high = _mm256_setzero_si256(); }
     void set(int number) { low = high = _mm256_set1_epi32(number); }
     void end(float *out) const { Floats{_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)}.end(out); }

@@ -62,6 +62,7 @@ class LinearDescriptor(ctypes.Structure):
         ("in_features", _long),
         ("out_features", _long),
         ("format", _long),
+        ("row_bits", _long),
     )
 
 

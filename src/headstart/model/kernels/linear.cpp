@@ -81,7 +81,7 @@ struct Call {
         const Linear &next = *links[link + 1 < num_links ? link + 1 : link].linear;
         int index = thread / 2 % scratch.shares();
         long tile = thread % 2 ? first(next, index + 1, scratch.shares()) - 1 : first(next, index, scratch.shares());
-        return operations_of(next.format).tile(next, tile);
+        return operations_of(next).tile(next, tile);
     }
 };
 
@@ -91,7 +91,7 @@ struct Call {
 void by_tiles(const Call &call, int link) {
     const Step step = call.step(link);
     const Linear &linear = *step.linear;
-    const Operations &op = operations_of(linear.format);
+    const Operations &op = operations_of(linear);
     int me = omp_get_thread_num();
     long count = call.count, size = linear.in_features, row_bytes = op.units(linear) * op.row_bytes;
     bool few = count < MANY_ROWS, as_is = op.as_is(linear);
@@ -139,7 +139,7 @@ void all_by_tiles(const Call &call) {
 void block_through(const Call &call, int link, long first, long past, char *prepared) {
     const Step step = call.step(link);
     const Linear &linear = *step.linear;
-    const Operations &op = operations_of(linear.format);
+    const Operations &op = operations_of(linear);
     long size = linear.in_features, row_bytes = op.units(linear) * op.row_bytes;
     float *scales = (float *)(prepared + BLOCK * row_bytes);
     bool as_is = op.as_is(linear);

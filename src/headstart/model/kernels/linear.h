@@ -24,6 +24,7 @@ struct Linear {  // mirrored by library.py
     int gated;                       // silu(gate) * up is stored
     long in_features, out_features;  // K, and the number of stored outputs: half of the weight's rows if it is gated
     long format;                     // a Format
+    long row_bits;                   // 16, or 8: of a number of a row, for weights of at most 6 bits
 
     int width() const { return gated ? HALF : TILE; }  // of a tile, in stored outputs
     long tiles() const { return (out_features + width() - 1) / width(); }

@@ -36,13 +36,22 @@ struct Operations {
     bool as_is(const Linear &linear) const { return copies && !linear.norm && linear.in_features % inputs == 0; }
 };
 
-// By format; defined in product_*.cpp.
+// By format; defined in product_*.cpp. BYTES: for rows of 8 bits.
 extern const Operations BF16_OPERATIONS, INT8_OPERATIONS, Q4_0_OPERATIONS, Q4_1_OPERATIONS, Q5_0_OPERATIONS,
-    Q5_1_OPERATIONS, Q8_0_OPERATIONS, Q4_K_OPERATIONS, Q5_K_OPERATIONS, Q6_K_OPERATIONS;
+    Q5_1_OPERATIONS, Q8_0_OPERATIONS, Q4_K_OPERATIONS, Q5_K_OPERATIONS, Q6_K_OPERATIONS, Q4_0_BYTES_OPERATIONS,
+    Q4_1_BYTES_OPERATIONS, Q5_0_BYTES_OPERATIONS, Q5_1_BYTES_OPERATIONS, Q4_K_BYTES_OPERATIONS, Q5_K_BYTES_OPERATIONS,
+    Q6_K_BYTES_OPERATIONS;
 
-static inline const Operations &operations_of(long format) {
-    static const Operations *const all[NUM_FORMATS] = {
+static inline const Operations &operations_of(long format, long row_bits = 16) {
+    static const Operations *const words[NUM_FORMATS] = {
         &BF16_OPERATIONS, &INT8_OPERATIONS, &Q4_0_OPERATIONS, &Q4_1_OPERATIONS, &Q5_0_OPERATIONS,
         &Q5_1_OPERATIONS, &Q8_0_OPERATIONS, &Q4_K_OPERATIONS, &Q5_K_OPERATIONS, &Q6_K_OPERATIONS};
-    return *all[format];
+    static const Operations *const bytes[NUM_FORMATS] = {
+        &BF16_OPERATIONS, &INT8_OPERATIONS, &Q4_0_BYTES_OPERATIONS, &Q4_1_BYTES_OPERATIONS, &Q5_0_BYTES_OPERATIONS,
+        &Q5_1_BYTES_OPERATIONS, &Q8_0_OPERATIONS, &Q4_K_BYTES_OPERATIONS, &Q5_K_BYTES_OPERATIONS, &Q6_K_BYTES_OPERATIONS};
+    return *(row_bits == 8 ? bytes : words)[format];
+}
+
+static inline const Operations &operations_of(const Linear &linear) {
+    return operations_of(linear.format, linear.row_bits);
 }

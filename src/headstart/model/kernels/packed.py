@@ -13,6 +13,7 @@ TILE = 32  # outputs side by side in the packed form; see linear.h
 # The numbers of `Format` in linear.h. Names of blocks are those of GGUF.
 BF16, INT8 = 0, 1
 BLOCKS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 4, "Q5_1": 5, "Q8_0": 6, "Q4_K": 7, "Q5_K": 8, "Q6_K": 9}
+ACTIVATION_BITS = (8, 16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +28,8 @@ class PackedLinear:
     """The product x @ W^T + b on rows [T, K] of bf16, with an optional norm before and gate after; run by chain.py.
 
     The weight is bf16 or one of BLOCKS, which keep their bits. `gated`: W [2 * out, K] holds the gate rows, then the up
-    rows, and y is silu(gate) * up. int8: a bf16 weight is rounded, with a scale per W row.
+    rows, and y is silu(gate) * up. int8: a bf16 weight is rounded, with a scale per W row. `activation_bits` 8: x is
+    rounded for blocks of at most 6 bits, with a scale per 32 inputs; 16: it keeps about the bits of bf16.
     """
 
     __slots__ = ("_kept", "descriptor", "in_features", "nbytes", "out_features")
@@ -41,7 +43,10 @@ class PackedLinear:
         norm: Norm | None = None,
         gated: bool = False,
         int8: bool = False,
+        activation_bits: int = 16,
     ) -> None:
+        if activation_bits not in ACTIVATION_BITS:
+            raise ValueError(f"activations have {' or '.join(map(str, ACTIVATION_BITS))} bits, not {activation_bits}")
         num_rows, self.in_features = weight.shape
         if gated and num_rows % 2:
             raise ValueError(f"a gated weight has as many gates as ups, not {num_rows} rows together")
@@ -68,6 +73,7 @@ class PackedLinear:
             in_features=self.in_features,
             out_features=self.out_features,
             format=form,
+            row_bits=activation_bits,
         )
         self.nbytes = packed.nbytes + sum(tensor.nbytes for tensor in (scales, biases) if tensor is not None)
 

@@ -1,4 +1,5 @@
-// Integer weights of 16 outputs and a pair of inputs as int16, unpacked from planes of bits; see groups.h for the planes.
+// Integer weights of 16 outputs and a pair of inputs as int16, or of two pairs as bytes, unpacked from planes of bits; see
+// groups.h for the planes.
 #pragma once
 
 #include "dot.h"
@@ -7,7 +8,7 @@ namespace {
 
 #if defined(__AVX512F__)
 
-constexpr int WORDS_ROWS = 12;  // most rows whose sums of a group stay in registers
+constexpr int WORDS_ROWS = 12, BYTES_ROWS = 12;  // most rows whose sums of a group stay in registers
 // Most rows whose sums over groups stay in registers too, and how many loops over four pairs are unrolled: with VNNI
 // all, since a loop moves all sums at its end; without, GCC postpones the additions and runs out of registers.
 #if defined(__AVX512VNNI__)
@@ -42,6 +43,19 @@ struct Words {
 inline void add_products(Ints &sum, Words weights, const uint32_t *pair) {
     Int8::add(sum, weights.value, pair);
 }
+
+// Sums of 16 outputs in two int16 each, over two bytes each of the four that a call multiplies: unsigned ones of weights
+// times signed ones of a row.
+struct Shorts {
+    __m512i value;
+    void begin(Words weights, const uint32_t *four) { value = products(weights, four); }
+    void add(Words weights, const uint32_t *four) { value = _mm512_add_epi16(value, products(weights, four)); }
+    Ints total() const { return {_mm512_madd_epi16(value, _mm512_set1_epi16(1))}; }
+    static __m512i products(Words weights, const uint32_t *four) {
+        return _mm512_maddubs_epi16(weights.value, _mm512_set1_epi32((int)*four));
+    }
+};
+
 inline Floats from_halves(const char *at) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at))}; }
 inline Floats from_bytes(const char *at) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at)))};
@@ -53,7 +67,7 @@ inline Floats multiplied(Floats a, Floats b) { return {_mm512_mul_ps(a.value, b.
 
 #else
 
-constexpr int WORDS_ROWS = 5, WORDS_CARRIED = 5, WORDS_UNROLLED = 1;
+constexpr int WORDS_ROWS = 5, BYTES_ROWS = 5, WORDS_CARRIED = 5, WORDS_UNROLLED = 1;
 constexpr int words_columns(int rows) { return rows > 2 ? 1 : 2; }
 
 struct Words {
@@ -92,6 +106,23 @@ inline void add_products(Ints &sum, Words weights, const uint32_t *pair) {
     add_in_place(sum.low, _mm256_madd_epi16(weights.low, both));
     add_in_place(sum.high, _mm256_madd_epi16(weights.high, both));
 }
+
+struct Shorts {
+    __m256i low, high;
+    void begin(Words weights, const uint32_t *four) {
+        __m256i both = _mm256_set1_epi32((int)*four);
+        low = _mm256_maddubs_epi16(weights.low, both), high = _mm256_maddubs_epi16(weights.high, both);
+    }
+    void add(Words weights, const uint32_t *four) {
+        __m256i both = _mm256_set1_epi32((int)*four);
+        add_shorts_in_place(low, _mm256_maddubs_epi16(weights.low, both));
+        add_shorts_in_place(high, _mm256_maddubs_epi16(weights.high, both));
+    }
+    Ints total() const {
+        __m256i ones = _mm256_set1_epi16(1);
+        return {_mm256_madd_epi16(low, ones), _mm256_madd_epi16(high, ones)};
+    }
+};
 inline Floats from_halves(const char *at) {
     const __m128i *halves = (const __m128i *)at;
     return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
@@ -119,6 +150,16 @@ struct Planes {
         low = Words::load(at + (half * 4 + b) * SIZE);
         if constexpr (BITS == 5) high = Words::load(at + (8 + half) * SIZE).right_by(4 * b);
         if constexpr (BITS == 6) high = Words::load(at + (8 + half * 2 + b / 2) * SIZE).right_by(8 * (b % 2));
+    }
+    // The weights of pairs J and J + 2 of the four, as bytes: the first inputs of both, then the second ones.
+    template <int J>
+    Words bytes() const {
+        Words fours = low.template right<4 * J>().masked(0x0f0f);
+        if constexpr (BITS == 5)
+            return fours.with(high.template left<4 - J>(), 0x0010).with(high.template left<10 - J>(), 0x1000);
+        if constexpr (BITS == 6)
+            return fours.with(high.template left<4 - 2 * J>(), 0x0030).with(high.template left<8 - 2 * J>(), 0x3000);
+        return fours;
     }
     // The weights of pair j of the four, as int16. j is a constant after unrolling.
     Words pair(int j) const {

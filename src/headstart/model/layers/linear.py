@@ -32,12 +32,14 @@ class Form(NamedTuple):
 
     int8: a scale per output. int4: blocks of Q4_1, with a scale and a minimum per 32 inputs of an output; int8 where
     the inputs are no whole blocks. `dtype` and `device` are those of rows, and of weights that are not quantised.
+    `activation_bits`: see PackedLinear.
     """
 
     kernels: Kernels | None = None
     quantization: str = "none"
     dtype: torch.dtype = torch.bfloat16
     device: torch.device = torch.device("cpu")
+    activation_bits: int = 16
 
     @property
     def keeps_blocks(self) -> bool:
@@ -173,7 +175,15 @@ def _packed(
     biases = [None] * len(parts) if bias is None else list(bias.split([part.shape[0] for part in parts]))
     inner, int8 = None if norm is None else norm.packed, form.quantization != "none"
     return tuple(
-        PackedLinear(form.kernels, part, own, norm=inner, gated=gated, int8=int8 and not isinstance(part, PackedTensor))
+        PackedLinear(
+            form.kernels,
+            part,
+            own,
+            norm=inner,
+            gated=gated,
+            int8=int8 and not isinstance(part, PackedTensor),
+            activation_bits=form.activation_bits,
+        )
         for part, own in zip(parts, biases, strict=True)
     )
 

@@ -20,7 +20,7 @@ from headstart.model.attention.base import resolve_backend
 from headstart.model.kernels.build import cache_folder
 from headstart.model.kernels.library import kernels
 from headstart.model.layers.decoder import LanguageModel, load_decoder
-from headstart.model.layers.dispatch import CHOICES, chosen_kernels
+from headstart.model.layers.dispatch import ACTIVATION_CHOICES, CHOICES, activation_bits_of, chosen_kernels
 from headstart.model.layers.linear import Form
 from headstart.model.paged_kv import KVShape
 from headstart.model.source_digest import source_digest
@@ -68,12 +68,14 @@ def load_model(
     attention_backend: str = "auto",
     quantization: str = "none",
     linear_dispatch: str = "kernels",
+    activation_bits: str = "auto",
 ) -> LoadedModel:
     """Load the model of a folder or GGUF file, with progress on stderr. Raises ConfigError if it cannot be served.
 
     `quantization` int8 keeps every matrix but the embedding as int8 with one scale per output; int4 those of the layers
     in blocks of Q4_1, with a scale and a minimum per 32 inputs of an output, and the output head as int8.
     `linear_dispatch` says what multiplies weights of bfloat16 on a CPU: our kernels, torch, or the faster one (auto).
+    `activation_bits` are those of the rows that weights in blocks are multiplied by: 16, 8, or the faster one (auto).
     """
     raw = read_config(folder)
     architecture = architecture_of(raw)
@@ -86,6 +88,8 @@ def load_model(
         raise ConfigError(f"quantization {quantization!r} is not known; choose {', '.join(QUANTIZATIONS)}")
     if linear_dispatch not in CHOICES:
         raise ConfigError(f"linear_dispatch {linear_dispatch!r} is not known; choose {', '.join(CHOICES)}")
+    if activation_bits not in ACTIVATION_CHOICES:
+        raise ConfigError(f"activation_bits {activation_bits!r} is not known; choose {', '.join(ACTIVATION_CHOICES)}")
     if quantization != "none" and native is None:
         raise ConfigError(
             f"quantization {quantization} is not supported for {architecture}, which Transformers runs{why}; "
@@ -93,7 +97,7 @@ def load_model(
         )
     if native is None and is_gguf(folder):
         raise ConfigError(f"{folder.name} is not supported in GGUF{why}; the model's folder of safetensors may be")
-    checkpoint = Checkpoint(folder)
+    checkpoint, bits = Checkpoint(folder), 16
     if native is None:
         try:
             model = breadth = load_transformers(folder, raw, chosen_dtype, chosen_device, checkpoint)
@@ -103,17 +107,20 @@ def load_model(
     else:
         with LoadingBar(checkpoint.num_bytes, f"Loading {folder.name}") as bar, checkpoint.reading(bar.advance):
             compiled = kernels() if chosen_device.type == "cpu" else None
-            if compiled is not None and chosen_dtype == torch.bfloat16 and quantization == "none":
-                kinds = {entry.dtype for entry in checkpoint.entries.values()}
-                if all(FORMATS[kind].block_size == 1 for kind in kinds & FORMATS.keys()):  # else only our kernels
+            if compiled is not None and chosen_dtype == torch.bfloat16:
+                kinds = {entry.dtype for entry in checkpoint.entries.values()} & FORMATS.keys()
+                blocks = any(FORMATS[kind].block_size > 1 for kind in kinds)  # then only our kernels multiply
+                if quantization == "int4" or (quantization == "none" and blocks):
+                    bits = activation_bits_of(activation_bits, compiled)
+                elif quantization == "none":
                     cache = cache_folder(os.environ)
                     compiled = chosen_kernels(compiled, linear_dispatch, native.linear_sizes, cache)
-            form = Form(compiled, quantization, chosen_dtype, chosen_device)
+            form = Form(compiled, quantization, chosen_dtype, chosen_device, bits)
             model = load_decoder(native, checkpoint, chosen_dtype, chosen_device, form)
         shape = KVShape(native.num_layers, native.num_kv_heads, native.head_dim)
         vocab_size, max_model_len = native.vocab_size, native.max_model_len
     resolved = resolve_backend(attention_backend, chosen_device, shape.head_dim)
-    computed_by = _computed_by(chosen_dtype, chosen_device, resolved, quantization, native is None)
+    computed_by = _computed_by(chosen_dtype, chosen_device, resolved, f"{quantization}-{bits}", native is None)
     return LoadedModel(
         folder=folder,
         architecture=architecture,
@@ -145,9 +152,10 @@ def _computed_by(
 ) -> bytes:
     """Return all inputs besides weights and config that affect the KV in a block, as part of the fingerprint.
 
-    These are the dtype, the quantisation, the kind of device, the attention backend, the releases of Headstart, torch
-    and (if it runs the model) Transformers, and the digest of the code of models and kernels, which may change between
-    two releases: stored KV outlives the process, and another build must not load KV that it would compute differently.
+    These are the dtype, the quantisation of weights and activations, the kind of device, the attention backend, the
+    releases of Headstart, torch and (if it runs the model) Transformers, and the digest of the code of models and
+    kernels, which may change between two releases: stored KV outlives the process, and another build must not load KV
+    that it would compute differently.
     Threads and instruction sets are not included: they only reorder sums, as other requests in the batch do too.
     """
     releases = {"headstart": __version__, "torch": str(torch.__version__), "code": source_digest().hex()}

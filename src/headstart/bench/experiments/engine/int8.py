@@ -1,6 +1,7 @@
 """Experiment: effect of int8 and int4 weights on logits. Logits of every position against float32's, beside bfloat16's.
 
-bfloat16 rounds weights and activations; int8 and int4 round the weights further, and leave the rest as in bfloat16. The
+bfloat16 rounds weights and activations; int8 and int4 round the weights further, and leave the rest as in bfloat16;
+int4_a8 rounds activations to 8 bits in products with weights of int4. The
 bundled model reads its own conversations and also generates answers, which count if they are exact; any other model
 reads random tokens.
 """
@@ -31,10 +32,11 @@ from headstart.workload.intent import is_correct
 from headstart.workload.synthetic import random_tokens
 
 FORMS = {
-    "float32": ("float32", "none"),
-    "bfloat16": ("bfloat16", "none"),
-    "int8": ("bfloat16", "int8"),
-    "int4": ("bfloat16", "int4"),
+    "float32": ("float32", "none", "16"),
+    "bfloat16": ("bfloat16", "none", "16"),
+    "int8": ("bfloat16", "int8", "16"),
+    "int4": ("bfloat16", "int4", "16"),
+    "int4_a8": ("bfloat16", "int4", "8"),
 }
 ORACLE = "float32"
 BLOCK_SIZE = 16
@@ -89,7 +91,10 @@ def run_int8(setup: Setup, config: Int8Config = Int8Config(), bar: Bar = QUIET) 
     accuracy: dict[str, float] = {}
     if not setup.model:
         prompts, accuracy = _conversations(setup, config, bar)
-    loaded = {name: load_model(folder, dtype=dtype, device="cpu", quantization=q) for name, (dtype, q) in FORMS.items()}
+    loaded = {
+        name: load_model(folder, dtype=dtype, device="cpu", quantization=quantization, activation_bits=bits)
+        for name, (dtype, quantization, bits) in FORMS.items()
+    }
     if setup.model:
         vocab_size = loaded[ORACLE].vocab_size
         prompts = [random_tokens(config.tokens, vocab_size, rng) for _ in range(config.prompts)]
@@ -133,9 +138,9 @@ def _conversations(setup: Setup, config: Int8Config, bar: Bar) -> tuple[list[lis
     examples, asked = questions(AccuracyConfig(config.prompts, preambles=min(4, config.prompts), seed=setup.seed))
     prompts: list[list[int]] = []
     accuracy: dict[str, float] = {}
-    for name, (dtype, quantization) in FORMS.items():
+    for name, (dtype, quantization, bits) in FORMS.items():
         bar.stage(f"answers in {name}", None)
-        llm = LLM(dtype=dtype, quantization=quantization, threads=setup.threads)
+        llm = LLM(dtype=dtype, quantization=quantization, activation_bits=bits, threads=setup.threads)
         answers = llm.chat(asked, {"temperature": 0, "max_tokens": MAX_TOKENS}, progress=False)
         right = sum(is_correct(answer.text, example) for answer, example in zip(answers, examples, strict=True))
         accuracy[name] = right / len(examples)
