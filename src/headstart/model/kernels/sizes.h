@@ -6,6 +6,12 @@
 constexpr long BLOCK = 128;              // maximum number of rows at a time
 constexpr long GROUP = 8;                // tiles that a piece of many rows is multiplied by
 constexpr long PANEL_BYTES = 512 << 10;  // maximum size of rows that stay in the L2 cache
+// How far ahead of their use weights are prefetched that are used once; 0: a whole tile, as those that are used again.
+#if defined(__AVX512F__)
+constexpr long AHEAD_BYTES = 0;
+#else
+constexpr long AHEAD_BYTES = 2048;
+#endif
 constexpr long SUMS_BYTES = GROUP * BLOCK * TILE * sizeof(float);  // memory of one thread for the sums
 
 // Returns the number of tiles that are best computed together.

@@ -20,30 +20,36 @@ struct Rows {  // rows in the format of an Op, [count][units]
     long first, count;    // index of the first row in the step's buffers, number of rows
 };
 
-// Adds R rows of x [R][stride] times a piece of a tile, or of half a tile, to out [R][TILE]. Each unit of inputs
-// prefetches `fetch` bytes, from `next` on.
+// What a pass prefetches: for each unit of inputs `bytes`, from `at` on, and from unit `turn` on from `then` on.
+struct Ahead {
+    const char *at;
+    long bytes, turn;
+    const char *then;
+};
+
+// Adds R rows of x [R][stride] times a piece of a tile, or of half a tile, to out [R][TILE].
 template <class Op, int R>
-void pass(const typename Op::Unit *x, long stride, const char *piece, int half, long units, const char *next,
-          long fetch, float *out) {
+void pass(const typename Op::Unit *x, long stride, const char *piece, int half, long units, Ahead ahead, float *out) {
     constexpr int COLUMNS = Op::columns(R);
     typename Op::template Sum<R> sums[R][COLUMNS];
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
         for (int c = 0; c < COLUMNS; c++) sums[r][c].begin(out + r * TILE + (half + c) * HALF);
-    for (long k = 0; k < units; k++)
-        Op::step(sums, piece + k * Op::WEIGHT_BYTES, half, x + k, stride, next + k * fetch, fetch);
+    for (long k = 0; k < units; k++, ahead.at += ahead.bytes) {
+        if (k == ahead.turn) ahead.at = ahead.then;
+        Op::step(sums, piece + k * Op::WEIGHT_BYTES, half, x + k, stride, ahead.at, ahead.bytes);
+    }
 #pragma GCC unroll 12  // all three loops: a loop that is not unrolled keeps the sums in memory
     for (int r = 0; r < R; r++)
         for (int c = 0; c < COLUMNS; c++) sums[r][c].end(out + r * TILE + (half + c) * HALF);
 }
 
 template <class Op, int R = Op::ROWS>
-void pass_of(long rows, const typename Op::Unit *x, long stride, const char *piece, long units, const char *next,
-             long fetch, float *out) {
+void pass_of(long rows, const typename Op::Unit *x, long stride, const char *piece, long units, Ahead ahead, float *out) {
     if constexpr (R > 1) {
-        if (rows < R) return pass_of<Op, R - 1>(rows, x, stride, piece, units, next, fetch, out);
+        if (rows < R) return pass_of<Op, R - 1>(rows, x, stride, piece, units, ahead, out);
     }
-    for (int half = 0; half < 2; half += Op::columns(R)) pass<Op, R>(x, stride, piece, half, units, next, fetch, out);
+    for (int half = 0; half < 2; half += Op::columns(R)) pass<Op, R>(x, stride, piece, half, units, ahead, out);
 }
 
 // Stores one row's sums of a tile: scaled, biased, gated, added to the residual, rounded where torch rounds.
@@ -102,6 +108,17 @@ const char *tile_of(const Linear &linear, long index) {
     return linear.weight + index * units_of<Op>(linear) * Op::WEIGHT_BYTES;
 }
 
+// Returns what a pass prefetches that reads a tile from unit k on, if all rows are in it: the same tile AHEAD_BYTES
+// further on, and at its end the beginning of `next`.
+template <class Op>
+Ahead ahead_of(const char *weights, long units, long k, const char *next) {
+    constexpr long BYTES = Op::WEIGHT_BYTES;
+    long size = units * BYTES, turn = (size - AHEAD_BYTES + BYTES - 1) / BYTES;
+    const char *then = next + turn * BYTES + AHEAD_BYTES - size;
+    if (k < turn) return {weights + k * BYTES + AHEAD_BYTES, BYTES, turn - k, then};
+    return {then + (k - turn) * BYTES, BYTES, -1, then};
+}
+
 // Multiplies all rows by one tile, which stays in the cache; `next` is prefetched meanwhile.
 template <class Op>
 void through_tile(const Step &step, const Rows<Op> &rows, long tile, const char *next) {
@@ -110,13 +127,15 @@ void through_tile(const Step &step, const Rows<Op> &rows, long tile, const char 
     const Pieces<Op> pieces(units_of<Op>(linear));
     const char *weights = tile_of<Op>(linear, tile);
     long fetch = (Op::WEIGHT_BYTES + passes.count - 1) / passes.count;
+    bool near = AHEAD_BYTES && passes.count == 1 && pieces.units * Op::WEIGHT_BYTES > AHEAD_BYTES;
     for (long p = 0; p < passes.count; p++) {
         long first = passes.begin(p), past = passes.begin(p + 1);
         float sums[Op::ROWS * TILE] = {0};
         for (long i = 0; i < pieces.count; i++) {
             long k = pieces.begin(i);
+            Ahead whole{next + (p * pieces.units + k) * fetch, fetch, -1, next};
             pass_of<Op>(past - first, rows.x + first * pieces.units + k, pieces.units, weights + k * Op::WEIGHT_BYTES,
-                        pieces.length(i), next + (p * pieces.units + k) * fetch, fetch, sums);
+                        pieces.length(i), near ? ahead_of<Op>(weights, pieces.units, k, next) : whole, sums);
         }
         for (long row = first; row < past; row++)
             finish(step, sums + (row - first) * TILE, linear.scales ? rows.scales[row] : 1.0f, tile, rows.first + row);
@@ -141,7 +160,7 @@ void through_group(const Step &step, const Rows<Op> &rows, long begin, long end,
             for (long p = 0; p < passes.count; p++) {
                 long first = passes.begin(p);
                 pass_of<Op>(passes.begin(p + 1) - first, rows.x + first * pieces.units + pieces.begin(i), pieces.units,
-                            tile_of<Op>(linear, tile) + k, length, fetched + p * length * fetch, fetch,
+                            tile_of<Op>(linear, tile) + k, length, {fetched + p * length * fetch, fetch, -1, fetched},
                             sums + ((tile - begin) * BLOCK + first) * TILE);
             }
         }
