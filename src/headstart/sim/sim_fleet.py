@@ -22,11 +22,11 @@ from headstart.router.index.approximate_index import ApproximateIndex
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
 from headstart.router.routing_request import Prompt, RoutingRequest, Usage
+from headstart.sim.shared_cores import Act, SharedCores
 from headstart.sim.sim_replica import SimReplica
 from headstart.sim.sim_request import SimRequest
 from headstart.workload.request_record import RequestRecord
 
-Act = Callable[[float], None]
 NOTHING = PromptTokenBreakdown()
 MAX_ATTEMPTS = 3  # of one request, at different replicas
 
@@ -40,6 +40,7 @@ class FleetOptions:
     token_spacing: float = 0.0  # seconds between the tokens of one step, on their way to the router
     reports_usage: bool = True  # answers state their cached tokens
     tells_output: bool = False  # a request's max_tokens is the length of its output; else it is not known
+    speeds: tuple[float, ...] = ()  # of steps on one machine (shared_cores.py); empty: each replica has its own cores
 
 
 DEFAULTS = FleetOptions()
@@ -92,6 +93,7 @@ class VirtualFleet:
         self._num_open = 0  # requests that have not ended, arrived or not
         self._events: list[tuple[float, int, Act]] = []
         self._num_events = 0
+        self._cores = SharedCores(options.speeds, self.at)
         self._ideal = IdealCache(1 << 62)
         self.ideal_tokens = 0  # prompt tokens that one perfect, infinite cache for the whole fleet would compute
 
@@ -149,7 +151,7 @@ class VirtualFleet:
         seconds = replica.begin(now)
         if seconds is not None:
             epoch = replica.epoch
-            self.at(now + seconds, lambda then: self._stepped(replica, epoch, then))
+            self._cores.start(seconds, lambda then: self._stepped(replica, epoch, then), now)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -178,8 +180,7 @@ class VirtualFleet:
         error = f"{MAX_ATTEMPTS} attempts failed"
         while len(call.tried) < MAX_ATTEMPTS:
             try:
-                before = call.in_flight
-                decision = call.router.pick(call.routing, now, tried=call.tried, before=before)
+                decision = call.router.pick(call.routing, now, tried=call.tried, before=call.in_flight)
             except NoReplicaError:
                 error = "no replica"
                 break
@@ -210,7 +211,7 @@ class VirtualFleet:
         """End a step: pass its outputs to the routers, and begin the next one."""
         if replica.epoch != epoch:
             return
-        for number, output in enumerate(replica.end()):
+        for number, output in enumerate(replica.end(now if self.options.speeds else None)):
             if self.options.token_spacing:
                 self.at(now + number * self.options.token_spacing, self._later(output, replica, epoch))
             else:
@@ -269,8 +270,8 @@ class VirtualFleet:
             output_tokens=request.output_tokens if is_served else 0,
             error=error,
         )
-        replica = call.replica.name if call.replica is not None else ""
-        found = SimRecord(record, replica, call.breakdown, len(call.tried))
+        name = "" if call.replica is None else call.replica.name
+        found = SimRecord(record, name, call.breakdown, len(call.tried))
         self.records.append(found)
         if self.on_record is not None:
             self.on_record(found)

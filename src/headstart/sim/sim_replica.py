@@ -29,10 +29,11 @@ class SimReplica:
         self.is_up = True
         self.is_draining = False
         self.speed = Speed(profile.noise, Random(f"{seed}/{name}"))
-        self.step_ends = 0.0  # when the last step ends or ended
+        self.step_began = 0.0
+        self.step_ends = 0.0  # when the last step ends or ended; later if it shares its cores
         self.epoch = 0  # number of stops: a step begun before the last one never ends
         self.num_steps = 0
-        self.busy_seconds = 0.0
+        self.busy_seconds = 0.0  # of steps as modelled, without sharing of cores
         self._before = Counters()  # of schedulers before the last restart
         self._evictions_before = 0
         self._up_since, self._up_seconds = now, 0.0
@@ -90,6 +91,7 @@ class SimReplica:
         if self.store is not None:
             self.store.now = now
             self.scheduler.transfers.take_in(self.executor, now)
+        self.step_began = now
         batch = self.scheduler.schedule(now)
         if not batch.chunks:
             assert self.store is not None and self.store.next_ready > now
@@ -103,10 +105,12 @@ class SimReplica:
         self.step_ends = now + result.elapsed
         return result.elapsed
 
-    def end(self) -> list[Output]:
-        """End the step; return its outputs."""
+    def end(self, now: float | None = None) -> list[Output]:
+        """End the step; return its outputs. `now`: the time, if the step took another time than modelled."""
         assert self._step is not None, f"{self.name}: no step has begun"
         (batch, result), self._step = self._step, None
+        if now is not None:
+            result = result._replace(elapsed=now - self.step_began)
         return self.scheduler.update(result) if batch.chunks else []
 
     def flush(self) -> None:

@@ -16,7 +16,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from headstart.bench.experiments.router.fleet_trial import BASELINE, BLOCK_SIZE, TITLES, FleetConfig, Measured, Trial
-from headstart.bench.experiments.router.fleet_workload import Question, Words, decode_heavy, shared_prefix
+from headstart.bench.experiments.router.fleet_workload import Question, Words, make_questions
 from headstart.bench.machine import ContentionMeter
 from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.runners.engines import Setup
@@ -34,7 +34,6 @@ from headstart.bench.runners.streamed_request import (
 from headstart.core.errors import ConfigError
 from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord
-from headstart.workload.synthetic import unit_arrivals
 
 WARM_UPS = 8  # requests of less than a block through every router before its run: connections, first calls of code
 LOADED = 2  # requests in flight per replica while the capacity of round robin is measured
@@ -47,7 +46,7 @@ def measure_fleet(setup: Setup, config: FleetConfig, bar: Bar = QUIET) -> Measur
     entrants, words = config.entrants(), Words.of_model(setup.model)
     measured = Measured({kind: {entrant.name: [] for entrant in entrants} for kind in config.kinds})
     with TemporaryDirectory(prefix="headstart-fleet-") as scratch, ExitStack() as stack:
-        launch = _launch(setup, config, Path(scratch))
+        launch = replica_launch(setup, config, Path(scratch))
         replicas: list[Replica] = []
         bar.stage("starting replicas", config.replicas)
         for _ in range(config.replicas):
@@ -111,10 +110,7 @@ class _Fleet:
         return trial
 
     def _questions(self, kind: str, name: str, rate: float) -> list[Question]:
-        config, rng = self.config, Random(f"{self.setup.seed}/{kind}/{name}")
-        due = [at / rate for at in unit_arrivals(config.groups * config.prompts, rng)]
-        make = decode_heavy if kind == "decode" else shared_prefix
-        return make(self.words, config.groups, config.prompts, config.shapes[kind], due, rng)
+        return make_questions(self.words, self.config, kind, rate, Random(f"{self.setup.seed}/{kind}/{name}"))
 
     def _serve(self, entrant: Entrant, questions: Sequence[Question], concurrency: int) -> Trial:
         """Clear all caches, start the router, send the questions through it, stop it."""
@@ -192,7 +188,8 @@ async def send_all(target: Target, questions: Sequence[Question], concurrency: i
         return list(await asyncio.gather(*(one(call) for call in calls)))
 
 
-def _launch(setup: Setup, config: FleetConfig, scratch: Path) -> Launch:
+def replica_launch(setup: Setup, config: FleetConfig, scratch: Path) -> Launch:
+    """Return the settings of each replica."""
     flags = ("--num-blocks", str(config.pool_blocks), "--block-size", str(BLOCK_SIZE), "--threads", "1")
     return Launch(setup.model, scratch, (*flags, "--max-model-len", str(config.context), "--dtype", setup.dtype))
 

@@ -14,10 +14,10 @@ from random import Random
 
 from tokenizers import Tokenizer
 
-from headstart.bench.experiments.router.fleet_trial import LONGEST
+from headstart.bench.experiments.router.fleet_trial import LONGEST, FleetConfig
 from headstart.core.errors import ConfigError
 from headstart.workload.jobs import Job
-from headstart.workload.synthetic import Shape
+from headstart.workload.synthetic import Shape, unit_arrivals
 
 MIN_WORDS = 32
 MAX_WORDS = 512
@@ -66,6 +66,13 @@ class Words:
     def _agrees(self, tokenizer: Tokenizer) -> bool:
         words = self.draw(1000, Random(0))
         return _ids(tokenizer, "".join(words)) == self.ids(words).tolist()
+
+
+def make_questions(words: Words, config: FleetConfig, kind: str, rate: float, rng: Random) -> list[Question]:
+    """Return the requests of one run of a workload, Poisson arrivals at `rate` requests per second."""
+    due = [at / rate for at in unit_arrivals(config.groups * config.prompts, rng)]
+    make = decode_heavy if kind == "decode" else shared_prefix
+    return make(words, config.groups, config.prompts, config.shapes[kind], due, rng)
 
 
 def shared_prefix(
