@@ -98,7 +98,9 @@ def test_products_equal_those_with_unpacked_weights(kernels: Kernels, kind: str,
         exact = F.linear(rounded(x, bits), whole, bias.float())
         assert_near(plain(x), exact, scale / 3)
         assert_near(plain(x, residual), exact + residual.float(), scale + 3)  # rounded twice
-        assert_near(normed(x), F.linear(rounded(norm(x), bits), whole), scale)
+        # A sum of squares in another order may turn a number into the next bfloat16, and so into the next integer.
+        step = 0.0 if bits == 16 else float(norm(x).abs().max() / 127 * whole.abs().max())
+        assert_near(normed(x), F.linear(rounded(norm(x), bits), whole), scale + step / 6e-3)
         small = (x / scale).bfloat16()
         both = F.linear(rounded(small, bits), whole, bias.float()).bfloat16().float()
         assert_near(gated(small), F.silu(both[:, :OUTPUTS]) * both[:, OUTPUTS:], 8)
