@@ -1,15 +1,16 @@
-"""The journal of a comparison: one JSON object per line, written after every trial, so that a killed run can resume.
+"""The journal of a comparison: one JSON object per line, written after every trial, so that a killed run can go on.
 
 The first line describes the comparison (`about`); each other line is a trial. An incomplete last line is dropped.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 Key = tuple[str, str, int, float | None]
+SAME_MACHINE = ("cpu", "arch", "cores")  # trials of one journal have these in common
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +49,21 @@ def find(entries: Iterable[Entry], key: Key) -> Entry | None:
 class Journal:
     """Trials in a file and in memory. A later run repeats those of a failed driver and keeps all others."""
 
-    def __init__(self, path: Path, about: dict[str, Any], *, resume: bool) -> None:
-        """Open the file; `resume` keeps its trials, otherwise it starts empty. ValueError if the setup differs."""
+    def __init__(self, path: Path, about: dict[str, Any], *, restart: bool = False) -> None:
+        """Open the file and keep its trials; `restart` discards them.
+
+        Raises ValueError if they are of another setup or machine.
+        """
         self.path = path
         self.entries: list[Entry] = []
         self.about = about
-        if resume and path.exists():
+        if not restart and path.exists():
             before, self.entries = read(path)
-            if before.get("setup") != about.get("setup"):
-                raise ValueError(
-                    f"{path} is of another setup: {before.get('setup')}; leave --resume out, or name another"
-                )
+            for kind, names in (("setup", None), ("machine", SAME_MACHINE)):
+                if (held := _part(before, kind, names)) != _part(about, kind, names):
+                    raise ValueError(
+                        f"{path} is of another {kind}: {held}; name another --output, or discard it with --restart"
+                    )
             self.about = {**before, "peers": {**before.get("peers", {}), **about.get("peers", {})}}
         self._rewrite()
 
@@ -93,6 +98,12 @@ def read(path: Path) -> tuple[dict[str, Any], list[Entry]]:
         raise ValueError(f"{path} is no journal of a comparison")
     entries = [Entry(**{**line, "problems": tuple(line["problems"])}) for line in lines[1:]]
     return lines[0]["about"], entries
+
+
+def _part(about: dict[str, Any], kind: str, names: Sequence[str] | None) -> Any:
+    """Return one part of a description; of it only `names`, if given."""
+    part = about.get(kind)
+    return part if names is None or part is None else {name: part.get(name) for name in names}
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
