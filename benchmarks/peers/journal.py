@@ -4,13 +4,14 @@ The first line describes the comparison (`about`); each other line is a trial. A
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 Key = tuple[str, str, int, float | None]
-SAME_MACHINE = ("cpu", "arch", "cores")  # trials of one journal have these in common
+SAME_MACHINE = ("cpu", "arch", "cores", "bf16")  # trials of one journal have these in common
+OTHERWISE = "name another --output, or discard its trials with --restart"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,10 @@ class Journal:
         self.about = about
         if not restart and path.exists():
             before, self.entries = read(path)
-            for kind, names in (("setup", None), ("machine", SAME_MACHINE)):
-                if (held := _part(before, kind, names)) != _part(about, kind, names):
-                    raise ValueError(
-                        f"{path} is of another {kind}: {held}; name another --output, or discard it with --restart"
-                    )
+            if before.get("setup") != about.get("setup"):
+                raise ValueError(f"{path} is of another setup: {before.get('setup')}; {OTHERWISE}")
+            if _differ(before.get("machine", {}), about.get("machine", {})):
+                raise ValueError(f"{path} is of another machine: {before['machine']}; {OTHERWISE}")
             self.about = {**before, "peers": {**before.get("peers", {}), **about.get("peers", {})}}
         self._rewrite()
 
@@ -100,10 +100,9 @@ def read(path: Path) -> tuple[dict[str, Any], list[Entry]]:
     return lines[0]["about"], entries
 
 
-def _part(about: dict[str, Any], kind: str, names: Sequence[str] | None) -> Any:
-    """Return one part of a description; of it only `names`, if given."""
-    part = about.get(kind)
-    return part if names is None or part is None else {name: part.get(name) for name in names}
+def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two descriptions of a machine are of different ones, by the parts that both have."""
+    return any(one[name] != other[name] for name in SAME_MACHINE if name in one and name in other)
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:

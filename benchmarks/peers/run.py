@@ -34,8 +34,8 @@ INTERRUPTED = 130  # exit code
 
 def main() -> int:
     args = parse()
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "bench-models"
     model = find_model(args.model, cache)
     overrides = {row: int(number) for row, _, number in (text.partition("=") for text in args.repetitions)}
@@ -51,10 +51,9 @@ def main() -> int:
     logs.mkdir(parents=True, exist_ok=True)
     config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     setup = {"model": Path(args.model).name, "threads": args.threads, "spin_count": args.spin_count, "config": config}
+    machine = describe_machine() | {"bf16": multiplies_bf16()}  # CPUs of one name differ in it
     try:
-        journal = Journal(
-            args.output / "trials.jsonl", {"setup": setup, "machine": describe_machine()}, restart=args.restart
-        )
+        journal = Journal(args.output / "trials.jsonl", {"setup": setup, "machine": machine}, restart=args.restart)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -92,7 +91,7 @@ def main() -> int:
     return 1 if document["problems"] else 0
 
 
-def _interrupt(*_: object) -> None:
+def interrupt(*_: object) -> None:
     """Raise KeyboardInterrupt, once: `timeout` sends its signal twice, and the second would end the drawing."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,7 +1,10 @@
 """benchmarks/peers: protocol, turns, journal, floors, figures and tables, with drivers that compute nothing."""
 
 import json
+import os
+import signal
 import sys
+import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -25,6 +28,7 @@ from poisson import LOAD, THOROUGH, Search, found_rate, next_rate, slo_of  # noq
 from processor import multiplies_bf16  # noqa: E402
 from results import document, figures_of, quantile, ratio_of  # noqa: E402
 from roster import ROSTER, Entrant, Room, command_of, variables_of  # noqa: E402
+from run import interrupt  # noqa: E402
 from serve import GIVEN_UP, GREEDY, Job, News, Sampling, drive  # noqa: E402
 from table import BEGIN, END, draw_all, markdown, replaced  # noqa: E402
 
@@ -298,6 +302,35 @@ def test_a_trial_without_an_answer_is_given_up_and_its_driver_started_again(
     assert sum("starting a" in line for line in said) == 2
 
 
+def test_an_interruption_ends_the_drivers_and_keeps_the_trials(driver: Path, tmp_path: Path) -> None:
+    hung, flag = tmp_path / "hung.py", tmp_path / "hangs"
+    script = DRIVER.replace("prompt == [3]", "len(prompt) == 1000")
+    hung.write_text(script.replace("os.fork()", f"open({str(flag)!r}, 'w').close()"))
+    plan = Plan((entrant("a", driver), entrant("b", hung)), ("cold_ttft",), ONCE)
+    journal = Journal(tmp_path / "trials.jsonl", {"setup": 1})
+    comparison = Comparison(plan, journal, Site(tmp_path, "model", 1, tmp_path), retries=0, say=print)
+
+    def terminate() -> None:
+        while not flag.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` does
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        comparison.start()
+        peer = comparison._peers["b"]
+        threading.Thread(target=terminate, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            comparison.run()
+    finally:
+        comparison.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert peer.cpu_seconds() == 0.0
+    assert [entry.peer for entry in read(journal.path)[1]] == ["a"]
+
+
 def test_drivers_that_are_not_resident_are_started_for_their_turns(driver: Path, tmp_path: Path) -> None:
     plan = Plan((entrant("a", driver), entrant("b", driver)), ("cold_ttft", "twins"), Repetitions(2, 1))
     journal = Journal(tmp_path / "trials.jsonl", {"setup": 1})
@@ -325,13 +358,14 @@ def test_who_cannot_start_is_left_out(driver: Path, tmp_path: Path) -> None:
 
 
 def test_a_journal_of_another_setup_or_machine_is_refused(tmp_path: Path) -> None:
-    machine = {"cpu": "A", "arch": "x86_64", "cores": 2, "memory_gib": 8.0}
+    machine = {"cpu": "A", "arch": "x86_64", "cores": 2, "bf16": True, "memory_gib": 8.0}
     Journal(tmp_path / "j", {"setup": 1, "machine": machine})
     Journal(tmp_path / "j", {"setup": 1, "machine": {**machine, "memory_gib": 7.9}})
     with pytest.raises(ValueError, match="another setup"):
         Journal(tmp_path / "j", {"setup": 2, "machine": machine})
-    with pytest.raises(ValueError, match="another machine"):
-        Journal(tmp_path / "j", {"setup": 1, "machine": {**machine, "cpu": "B"}})
+    for other in ({"cpu": "B"}, {"bf16": False}):
+        with pytest.raises(ValueError, match="another machine"):
+            Journal(tmp_path / "j", {"setup": 1, "machine": {**machine, **other}})
     assert Journal(tmp_path / "j", {"setup": 2}, restart=True).entries == []
 
 
