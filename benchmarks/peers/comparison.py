@@ -1,6 +1,7 @@
 """A comparison: every row by every entrant in turn, each trial recorded when it ends.
 
 A driver that dies is restarted for the next row and its row recorded as failed; after three deaths it is left out.
+One that does not answer in time is killed, and its trial recorded as given up.
 """
 
 import sys
@@ -10,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from journal import Entry, Journal, Key, find
-from peer import GivenUpError, Peer, PeerError
-from plan import POISSON, Estimate, Plan, limit_of
+from peer import START_SECONDS, GivenUpError, LateError, Peer, PeerError
+from plan import MOST_ROOM, POISSON, Estimate, Plan
 from poisson import ALONE, COARSE, LOAD, THOROUGH, measure_alone, measure_load, next_rate, slo_of, time_of
-from roster import ROSTER, SPIN_COUNT, Entrant, command_of, variables_of
+from roster import ROSTER, SPIN_COUNT, Entrant, Room, command_of, variables_of
 
 from headstart.bench.comparison import Outcome, measure_row
 from headstart.bench.machine import CONTENDED_ABOVE, ContentionMeter
@@ -25,13 +26,20 @@ REFERENCE = "vllm"  # its unloaded latency sets the limit of the highest rate
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The settings of the drivers: their environments, the model, the folder of their logs."""
+    """The settings of the drivers: their environments, the model, the folder of their logs.
+
+    If they are not `resident`, each is started for its turn and the one before is stopped: for models of which memory
+    does not hold all at once. A turn is then one repetition of all rows.
+    """
 
     environments: Path
     model: str
     threads: int
     logs: Path
     spin_count: int = SPIN_COUNT
+    room: Room = MOST_ROOM
+    start_limit: float = START_SECONDS
+    resident: bool = True
 
 
 class Comparison:
@@ -51,32 +59,48 @@ class Comparison:
             self._estimate.note(entry.row, entry.peer, entry.elapsed)
 
     def start(self) -> None:
-        """Start every driver, one after the other, so that none compiles or loads while another is measured."""
+        """Start every driver that has trials left, one after the other: none loads while another is measured."""
+        if not self._site.resident:
+            return
         for entrant in self._plan.entrants:
-            self._peer(entrant)
+            if any(self._is_due(row, entrant) for row in self._plan.rows):
+                self._peer(entrant)
 
     def run(self) -> None:
         """Serve everything that the journal does not have yet."""
-        for position, row in enumerate(self._plan.rows):
-            later = self._plan.rows[position + 1 :]
-            failed: set[str] = set()
-            if row == POISSON:
-                self._run_poisson(failed)
+        failed: set[tuple[str, str]] = set()
+        turns = self._turns()
+        for index, (row, repetition, entrant) in enumerate(turns):
+            if (row, entrant.name) in failed:
                 continue
-            turns = list(self._plan.turns(row))
-            for index, (repetition, entrant) in enumerate(turns):
-                if entrant.name in failed:
-                    continue
-                self._progress(row, [(row, other) for _, other in turns[index:]], later)
-                entry = self._trial(row, entrant, repetition, lambda peer, n=repetition, r=row: measure_row(r, peer, n))
-                if entry is None or not entry.is_good:
-                    failed.add(entrant.name)  # a trial that failed or was too slow once is not repeated
+            self._progress(row, [(other, one) for other, _, one in turns[index:]])
+            entry = self._trial(row, entrant, repetition, lambda peer, n=repetition, r=row: measure_row(r, peer, n))
+            if entry is None or not entry.is_good:
+                failed.add((row, entrant.name))  # a trial that failed or was too slow once is not repeated
+        if POISSON in self._plan.rows:
+            self._run_poisson(set())
 
     def close(self) -> None:
         """Stop all drivers."""
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
+
+    def kill(self) -> None:
+        """End all drivers at once, whatever they do."""
+        for peer in self._peers.values():
+            peer.kill()
+        self._peers.clear()
+
+    def _is_due(self, row: str, entrant: Entrant) -> bool:
+        """Return whether the journal lacks a trial of the row by this entrant; for a search, always."""
+        if row == POISSON:
+            return self._plan.repetitions(row, entrant) > 0
+        for repetition in range(self._plan.repetitions(row, entrant)):
+            found = find(self._journal.entries, (row, entrant.name, repetition, None))
+            if found is None or not found.is_good:
+                return found is None
+        return False
 
     def _run_poisson(self, failed: set[str]) -> None:
         most = max((self._plan.repetitions(POISSON, entrant) for entrant in self._plan.entrants), default=0)
@@ -128,7 +152,7 @@ class Comparison:
         tries, last = 0, None
         while tries <= self._retries and (peer := self._peer(entrant)) is not None:
             tries += 1
-            last = self._measure(Entry(*key), peer, serve, limit or limit_of(entrant))
+            last = self._measure(Entry(*key), peer, serve, limit or self._plan.limit_of(entrant))
             self._journal.add(last)
             self._estimate.note(row, entrant.name, last.elapsed)
             self._say(describe(last))
@@ -146,6 +170,9 @@ class Comparison:
         try:
             outcome = serve(peer)
         except GivenUpError:
+            return replace(blank, elapsed=time.monotonic() - start, cut_after=limit)
+        except LateError:
+            self._bury(blank.peer)
             return replace(blank, elapsed=time.monotonic() - start, cut_after=limit)
         except PeerError as error:
             self._bury(blank.peer)
@@ -168,11 +195,16 @@ class Comparison:
         if self._deaths[entrant.name] >= DEATHS:
             return None
         site = self._site
-        command = command_of(entrant, site.environments, site.model, site.threads)
+        if not site.resident:
+            self.close()
+        command = command_of(entrant, site.environments, site.model, site.threads, site.room)
         self._say(f"starting {entrant.name}")
         try:
             peer = Peer(
-                command, site.logs / f"{entrant.name}.log", variables_of(entrant, site.threads, site.spin_count)
+                command,
+                site.logs / f"{entrant.name}.log",
+                variables_of(entrant, site.threads, site.spin_count),
+                start_limit=site.start_limit,
             )
         except PeerError as error:
             self._deaths[entrant.name] = DEATHS  # a driver that fails to start once is not tried again
@@ -187,17 +219,25 @@ class Comparison:
         self._deaths[name] += 1
         self._peers.pop(name).close()
 
-    def _progress(self, row: str, here: list[tuple[str, Entrant]], later: tuple[str, ...]) -> None:
-        rest = [(name, entrant) for name in later for _, entrant in self._turns(name)]
-        text = f"{row}: about {self._estimate.seconds([*here, *rest]) / 60:.0f} min are left"
+    def _progress(self, row: str, left: list[tuple[str, Entrant]]) -> None:
+        searches = list(self._plan.turns(POISSON)) if POISSON in self._plan.rows else []
+        points = [(POISSON, entrant) for _, entrant in searches for _ in range(6 if entrant.is_thorough else 3)]
+        text = f"{row}: about {self._estimate.seconds([*left, *points]) / 60:.0f} min are left"
         if text != self._told:
             self._told = text
             self._say(text)
 
-    def _turns(self, row: str) -> list[tuple[int, Entrant]]:
-        """Return all trials of a row; for a search, the usual number of rates."""
-        turns = list(self._plan.turns(row))
-        return turns if row != POISSON else [turn for turn in turns for _ in range(6 if turn[1].is_thorough else 3)]
+    def _turns(self) -> list[tuple[str, int, Entrant]]:
+        """Return (row, repetition, entrant) of all trials but the searches, in order.
+
+        Row by row, and in each A B C A B C; drivers that are not resident serve all rows of a repetition in one turn.
+        """
+        rows = [row for row in self._plan.rows if row != POISSON]
+        turns = [(row, repetition, entrant) for row in rows for repetition, entrant in self._plan.turns(row)]
+        if self._site.resident:
+            return turns
+        order = {entrant.name: place for place, entrant in enumerate(self._plan.entrants)}
+        return sorted(turns, key=lambda turn: (turn[1], order[turn[2].name]))
 
 
 def describe(entry: Entry) -> str:

@@ -68,7 +68,7 @@ def read_tensors(folder: Path) -> Iterator[Tensor]:
             if entry["dtype"] not in DTYPES:
                 raise ValueError(f"{name} in {path} is {entry['dtype']}; known are {', '.join(DTYPES)}")
             start, end = (8 + size + offset for offset in entry["data_offsets"])
-            values = np.frombuffer(data[start:end].tobytes(), DTYPES[entry["dtype"]]).reshape(entry["shape"])
+            values = data[start:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])  # pages of the file, no copy
             yield Tensor(name, values, entry["dtype"] == "BF16")
 
 

@@ -1,4 +1,4 @@
-"""The journal of a comparison: one JSON object per line, written after every trial, so that a killed run can resume.
+"""The journal of a comparison: one JSON object per line, written after every trial, so that a killed run can go on.
 
 The first line describes the comparison (`about`); each other line is a trial. An incomplete last line is dropped.
 """
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 Key = tuple[str, str, int, float | None]
+SAME_MACHINE = ("cpu", "arch", "cores", "bf16")  # trials of one journal have these in common
+OTHERWISE = "name another --output, or discard its trials with --restart"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +50,20 @@ def find(entries: Iterable[Entry], key: Key) -> Entry | None:
 class Journal:
     """Trials in a file and in memory. A later run repeats those of a failed driver and keeps all others."""
 
-    def __init__(self, path: Path, about: dict[str, Any], *, resume: bool) -> None:
-        """Open the file; `resume` keeps its trials, otherwise it starts empty. ValueError if the setup differs."""
+    def __init__(self, path: Path, about: dict[str, Any], *, restart: bool = False) -> None:
+        """Open the file and keep its trials; `restart` discards them.
+
+        Raises ValueError if they are of another setup or machine.
+        """
         self.path = path
         self.entries: list[Entry] = []
         self.about = about
-        if resume and path.exists():
+        if not restart and path.exists():
             before, self.entries = read(path)
             if before.get("setup") != about.get("setup"):
-                raise ValueError(
-                    f"{path} is of another setup: {before.get('setup')}; leave --resume out, or name another"
-                )
+                raise ValueError(f"{path} is of another setup: {before.get('setup')}; {OTHERWISE}")
+            if _differ(before.get("machine", {}), about.get("machine", {})):
+                raise ValueError(f"{path} is of another machine: {before['machine']}; {OTHERWISE}")
             self.about = {**before, "peers": {**before.get("peers", {}), **about.get("peers", {})}}
         self._rewrite()
 
@@ -93,6 +98,11 @@ def read(path: Path) -> tuple[dict[str, Any], list[Entry]]:
         raise ValueError(f"{path} is no journal of a comparison")
     entries = [Entry(**{**line, "problems": tuple(line["problems"])}) for line in lines[1:]]
     return lines[0]["about"], entries
+
+
+def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two descriptions of a machine are of different ones, by the parts that both have."""
+    return any(one[name] != other[name] for name in SAME_MACHINE if name in one and name in other)
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:

@@ -29,16 +29,17 @@ def main() -> None:
     told: dict[str, Any] = {"form": args.form, "type": args.type, **asdict(settings), "system": system_info()}
     told["gomp_spincount"] = os.environ.get("GOMP_SPINCOUNT")
     about = {"versions": versions(), "settings": told}
+    warm_up = WARM_UP[: args.streams]
     label = "llamacpp" if args.type == "bf16" else f"llamacpp_{args.type}"
     if args.form == "library":
         engine = LibraryStepper(str(path), settings)
-        drive(engine, WARM_UP)
+        drive(engine, warm_up)
         engine.reset()
         ready = {"label": label, "vocab_size": engine.vocab_size, "about": about}
         serve(answers, ready, engine.reset, lambda jobs, concurrency, limit: drive(engine, jobs, concurrency, limit))
         return
     with ServerRunner(home / "build" / "bin" / "llama-server", path, settings) as runner:
-        runner.run(WARM_UP)
+        runner.run(warm_up)
         runner.reset()
         serve(answers, {"label": label, "vocab_size": runner.vocab_size, "about": about}, runner.reset, runner.run)
 
@@ -50,6 +51,7 @@ def _arguments() -> Namespace:
     parser.add_argument("--type", choices=FILE_TYPES, default="bf16", help="of the weights")
     parser.add_argument("--form", choices=("library", "server"), default="library")
     parser.add_argument("--threads", type=int, default=defaults.threads)
+    parser.add_argument("--streams", type=int, default=4, help="requests at once, in the warm-up: at most 4")
     parser.add_argument("--slots", type=int, default=defaults.slots, help="sequences at once")
     parser.add_argument("--context", type=int, default=defaults.context, help="tokens in a sequence")
     parser.add_argument("--batch", type=int, default=defaults.batch, help="tokens in a call")

@@ -14,7 +14,6 @@ from headstart.core.engine import Engine
 from headstart.core.request import Request, SamplingParams
 from headstart.model.setup.threads import prepare_threads
 
-KV_CACHE = "3GiB"  # as vLLM has
 TOKEN_BUDGET = 4096  # per step, as vLLM has
 CONTEXT = 4096  # as vLLM has
 
@@ -47,6 +46,8 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder of the checkpoint")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--streams", type=int, default=40, help="requests at once, in the warm-up")
+    parser.add_argument("--kv-gib", type=int, default=3, help="GiB of KV cache")
     parser.add_argument("--quantization", default="none", choices=("none", "int8"))
     args = parser.parse_args()
     answers = claim_stdout()
@@ -57,13 +58,13 @@ def main() -> None:
         model=args.model,
         threads=threads,
         quantization=args.quantization,
-        kv_cache_memory=KV_CACHE,
+        kv_cache_memory=f"{args.kv_gib}GiB",
         max_model_len=CONTEXT,
         max_num_batched_tokens=TOKEN_BUDGET,
     )
     built, info = build_engine(options)
     engine = HeadstartStepper(built)
-    warm_up(engine)
+    warm_up(engine, args.streams)
     settings: dict[str, Any] = {
         "dtype": info.dtype,
         "quantization": info.quantization,
@@ -80,9 +81,9 @@ def main() -> None:
     serve(answers, ready, engine.reset, lambda jobs, concurrency, limit: drive(engine, jobs, concurrency, limit))
 
 
-def warm_up(engine: HeadstartStepper) -> None:
+def warm_up(engine: HeadstartStepper, most: int) -> None:
     """Run one prompt, then many at once: every code path, every buffer."""
-    for streams in (1, 40):
+    for streams in (1, most):
         drive(engine, [Job([7 + index, *range(300)], 4, 0.0) for index in range(streams)])
     engine.reset()
 

@@ -6,6 +6,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,17 @@ from headstart.workload.jobs import Job
 from headstart.workload.request_record import RequestRecord
 
 GIVEN_UP = "given up"
-START_SECONDS = 900.0  # includes compilation
+START_SECONDS = 300.0  # until a driver is ready, compilation and warm-up included; then it is killed
 GRACE_SECONDS = 60.0  # for a driver to notice the deadline after it has passed; then it is killed
 QUIT_SECONDS = 20.0
 
 
 class PeerError(Exception):
     """A driver died or violated the protocol and cannot be used any more."""
+
+
+class LateError(PeerError):
+    """A driver did not answer within its time limit and was killed."""
 
 
 class GivenUpError(Exception):
@@ -37,10 +42,17 @@ class Peer:
     `deadline`, on time.monotonic's clock, ends every run: requests in flight at that time are aborted. None: no limit.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str | None] | None = None) -> None:
-        """Start the driver and wait until it is ready. `log` receives its output.
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str | None] | None = None,
+        *,
+        start_limit: float = START_SECONDS,
+    ) -> None:
+        """Start the driver and wait until it is ready, `start_limit` seconds at most. `log` receives its output.
 
-        `environment` is merged into this process's own; None removes a variable. Raises PeerError.
+        `environment` is merged into this process's own; None removes a variable. Raises PeerError, LateError.
         """
         merged: dict[str, str | None] = {**os.environ, **(environment or {})}
         self.log = log
@@ -55,13 +67,14 @@ class Peer:
                     stderr=stderr,
                     env={name: value for name, value in merged.items() if value is not None},
                     text=True,
+                    start_new_session=True,  # a signal to this program's group does not reach it: `kill` ends it
                 )
         except OSError as error:
             raise PeerError(f"cannot start {command[0]}: {error.strerror}") from error
         try:
-            ready = self._read(START_SECONDS)["ready"]
+            ready = self._within(start_limit, self._read)["ready"]
         except BaseException:
-            self.close()
+            self.kill()
             raise
         self.label = ready["label"]
         self.vocab_size: int = ready["vocab_size"]
@@ -80,7 +93,8 @@ class Peer:
     ) -> Trial:
         """Serve all jobs until `deadline`. `give_up` is not called: a driver sends its records only at the end.
 
-        Raises GivenUpError if the deadline has passed, PeerError if the driver is gone.
+        Raises GivenUpError if the deadline has passed, LateError if the driver did not notice that and was killed,
+        PeerError if it is gone.
         """
         left = None if self.deadline is None else self.deadline - time.monotonic()
         if left is not None and left <= 0:
@@ -121,30 +135,56 @@ class Peer:
                 self._process.stdin.close()
                 self._process.wait(QUIT_SECONDS)
             except (OSError, subprocess.TimeoutExpired):
-                self._process.kill()
+                self.kill()
+        self._process.wait()
+
+    def kill(self) -> None:
+        """End the driver and its child processes at once."""
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self._process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()  # a forked child keeps the pipe open, and then its reader waits on
+        self._process.kill()
         self._process.wait()
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        left = None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0) + GRACE_SECONDS
+        return self._within(left, lambda: self._exchange(message))
+
+    def _within(self, limit: float | None, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the result of `work`; if it takes longer than `limit` seconds, kill the driver and raise LateError."""
+        if limit is None:
+            return work()
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            self.kill()
+
+        timer = threading.Timer(limit, end)
+        timer.start()
+        try:
+            return work()
+        except PeerError as error:
+            if is_late.is_set():
+                raise LateError(f"{self.label} did not answer within {limit:.0f} s; see {self.log}") from error
+            raise
+        finally:
+            timer.cancel()
+
+    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
         except OSError as error:
             raise PeerError(f"{self.label} is gone: {error}") from error
-        left = None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0) + GRACE_SECONDS
-        return self._read(left)
+        return self._read()
 
-    def _read(self, limit: float | None) -> dict[str, Any]:
-        """Return the next answer; a driver without one after `limit` seconds is killed."""
+    def _read(self) -> dict[str, Any]:
+        """Return the next answer."""
         assert self._process.stdout is not None
-        timer = threading.Timer(limit, self._process.kill) if limit is not None else None
-        if timer is not None:
-            timer.start()
-        try:
-            line = self._process.stdout.readline()
-        finally:
-            if timer is not None:
-                timer.cancel()
+        line = self._process.stdout.readline()
         if not line:
             raise PeerError(f"{self.label} ended with code {self._process.wait()}; see {self.log}")
         try:

@@ -1,18 +1,22 @@
-"""The plan of a comparison: repetitions of every row by entrant, time limits, and the estimated remaining time."""
+"""The plan of a comparison: repetitions by row and entrant, time limits, room in a driver, and the remaining time."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from random import Random
 from typing import NamedTuple
 
-from roster import Entrant
+from roster import Entrant, Room
 
 from headstart.bench.comparison import ROWS, SAMPLED
+from headstart.workload.synthetic import INTENT
 
 POISSON = "poisson"
 ROW_NAMES = (*ROWS, POISSON)
 LONG = ("rotations", "decode_distinct", "shared_prefix")
 GIVE_UP_AFTER = 60.0  # seconds for one repetition of a row by an entrant that is not thorough
 THOROUGH_GIVE_UP_AFTER = 300.0
+MOST_ROOM = Room(streams=40, prompts=64, context=2304)
+CONTEXT_STEP = 256  # tokens: llama.cpp rounds the size of a sequence up to it
 _GUESSES = {
     "single_stream": 5.0,
     "warm_ttft": 2.0,
@@ -45,7 +49,10 @@ ONCE = Repetitions(1, 1)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The measurements of a comparison. `overrides` are repetitions of single rows, for all thorough entrants."""
+    """The measurements of a comparison.
+
+    `overrides` are repetitions of single rows; for an entrant that is not thorough, at most its usual number.
+    """
 
     entrants: tuple[Entrant, ...]
     rows: tuple[str, ...]
@@ -53,16 +60,17 @@ class Plan:
     others: Repetitions = OTHERS
     searches: int = 1  # of the highest rate
     overrides: Mapping[str, int] = field(default_factory=dict[str, int])
+    limit: float | None = None  # seconds after which any repetition is ended early; None: that of the entrant
 
     def repetitions(self, row: str, entrant: Entrant) -> int:
         """Return the repetitions of the row by this entrant; for the highest rate, the number of searches."""
         if (entrant.rows and row not in entrant.rows) or (row in SAMPLED and not entrant.samples):
             return 0
-        if row in self.overrides and entrant.is_thorough:
-            return self.overrides[row]
         if row == POISSON:
-            return self.searches if entrant.is_thorough else 1
-        return (self.thorough if entrant.is_thorough else self.others).of(row)
+            return self.overrides.get(row, self.searches) if entrant.is_thorough else 1
+        usual = (self.thorough if entrant.is_thorough else self.others).of(row)
+        asked = self.overrides.get(row, usual)
+        return asked if entrant.is_thorough else min(asked, usual)
 
     def turns(self, row: str) -> Iterator[tuple[int, Entrant]]:
         """Yield (repetition, entrant) in the order A B C A B C, without entrants that have had all repetitions."""
@@ -72,9 +80,33 @@ class Plan:
                 if repetition < self.repetitions(row, entrant):
                     yield repetition, entrant
 
+    @property
+    def room(self) -> Room:
+        """The room that all rows need."""
+        found = [room_of(row) for row in self.rows]
+        return Room(*(max(sizes) for sizes in zip(*found, strict=True))) if found else MOST_ROOM
+
+    def limit_of(self, entrant: Entrant) -> float:
+        """Return the seconds after which a repetition is ended early."""
+        return self.limit or limit_of(entrant)
+
+
+def room_of(row: str) -> Room:
+    """Return the room that one repetition of a row needs, `MOST_ROOM` at most."""
+    if row == POISSON:  # any number of requests may be in flight
+        return MOST_ROOM._replace(context=_round_up(INTENT.shared + INTENT.own + INTENT.output))
+    scenario = ROWS[row].build(1000, Random(0))
+    at_once = max(phase.concurrency or len(phase.jobs) for phase in scenario.phases)
+    prompts = sum(len(phase.jobs) for phase in scenario.phases)
+    return Room(min(at_once, MOST_ROOM.streams), min(prompts, MOST_ROOM.prompts), _round_up(scenario.longest))
+
+
+def _round_up(tokens: int) -> int:
+    return -(-tokens // CONTEXT_STEP) * CONTEXT_STEP
+
 
 def limit_of(entrant: Entrant) -> float:
-    """Return the seconds after which a repetition is ended early."""
+    """Return the default of a time limit, in seconds."""
     return THOROUGH_GIVE_UP_AFTER if entrant.is_thorough else GIVE_UP_AFTER
 
 

@@ -7,9 +7,19 @@ that waiting drivers use no core.
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).parent
 SPIN_COUNT = 1000  # iterations, as Headstart sets it
+
+
+class Room(NamedTuple):
+    """The room that a driver must have for the rows of a comparison."""
+
+    streams: int  # requests at once, as in its warm-up
+    prompts: int  # of one repetition, all of which it can hold in its cache
+    context: int  # tokens of the longest request, output included
+    kv_gib: int = 3  # of a KV pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +36,13 @@ class Entrant:
     samples: bool = False  # whether its driver supports sampling, not only greedy jobs
     without_bf16: bool = False  # takes part only where the CPU has no bf16 instructions
     form_of: str = ""  # another set-up of this entrant: the tables show the faster of the two
+    has_slots: bool = False  # whether its KV cache is a number of sequences of one size
+    has_pool: bool = False  # whether its KV cache is a pool of blocks, of a size in GiB
 
 
 ENTRANTS = (
-    Entrant("ours", "ours.py", title="Headstart", samples=True),
-    Entrant("vllm", "vllm_engine.py", "vllm", title="vLLM", samples=True),
+    Entrant("ours", "ours.py", title="Headstart", samples=True, has_pool=True),
+    Entrant("vllm", "vllm_engine.py", "vllm", title="vLLM", samples=True, has_pool=True),
     Entrant(
         "vllm_float32",
         "vllm_engine.py",
@@ -39,10 +51,19 @@ ENTRANTS = (
         title="vLLM, float32",
         samples=True,
         without_bf16=True,
+        has_pool=True,
         form_of="vllm",
     ),
-    Entrant("ours_int8", "ours.py", None, ("--quantization", "int8"), title="Headstart int8", samples=True),
-    Entrant("llamacpp", "llamacpp.py", "llamacpp", is_thorough=False, title="llama.cpp"),
+    Entrant(
+        "ours_int8",
+        "ours.py",
+        None,
+        ("--quantization", "int8"),
+        title="Headstart int8",
+        samples=True,
+        has_pool=True,
+    ),
+    Entrant("llamacpp", "llamacpp.py", "llamacpp", is_thorough=False, title="llama.cpp", has_slots=True),
     Entrant(
         "llamacpp_unified",
         "llamacpp.py",
@@ -52,8 +73,17 @@ ENTRANTS = (
         title="llama.cpp, one buffer",
         rows=("decode_shared", "twins"),
         form_of="llamacpp",
+        has_slots=True,
     ),
-    Entrant("llamacpp_q8", "llamacpp.py", "llamacpp", ("--type", "q8_0"), is_thorough=False, title="llama.cpp Q8_0"),
+    Entrant(
+        "llamacpp_q8",
+        "llamacpp.py",
+        "llamacpp",
+        ("--type", "q8_0"),
+        is_thorough=False,
+        title="llama.cpp Q8_0",
+        has_slots=True,
+    ),
     Entrant("transformers", "transformers_cb.py", "transformers", is_thorough=False, title="Transformers"),
 )
 ROSTER = {entrant.name: entrant for entrant in ENTRANTS}
@@ -66,9 +96,13 @@ def python_of(entrant: Entrant, environments: Path) -> Path:
     )
 
 
-def command_of(entrant: Entrant, environments: Path, model: str, threads: int) -> list[str]:
+def command_of(entrant: Entrant, environments: Path, model: str, threads: int, room: Room) -> list[str]:
     """Return the command line of a driver."""
-    common = ["--model", model, "--threads", str(threads)]
+    common = ["--model", model, "--threads", str(threads), "--streams", str(room.streams)]
+    if entrant.has_slots:
+        common += ["--slots", str(room.prompts), "--context", str(room.context)]
+    if entrant.has_pool:
+        common += ["--kv-gib", str(room.kv_gib)]
     return [str(python_of(entrant, environments)), str(HERE / entrant.driver), *common, *entrant.arguments]
 
 

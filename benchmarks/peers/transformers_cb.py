@@ -92,6 +92,7 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--streams", type=int, default=4, help="requests at once, in the warm-up: at most 4")
     parser.add_argument("--page", type=int, default=32, help="tokens in a block")
     parser.add_argument("--batch", type=int, default=2048, help="tokens in a step")
     parser.add_argument("--attention", default="sdpa", choices=("sdpa", "paged|eager"))
@@ -109,7 +110,7 @@ def main() -> None:
         "default_compile_level": args.compile,
     }
     engine = TransformersStepper(args.model, ContinuousBatchingConfig(**settings), args.attention, args.dtype)
-    for length, streams in ((300, 1), (300, 4)):  # runs every code path once
+    for length, streams in ((300, 1), (300, min(args.streams, 4))):  # runs every code path once
         drive(engine, [Job([7 + i, *range(length)], 4, 0.0) for i in range(streams)])
     engine.reset()
     spinning = {"gomp_spincount": os.environ.get("GOMP_SPINCOUNT")}

@@ -26,7 +26,6 @@ SETTINGS = {
 }
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "3",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -35,7 +34,7 @@ ENVIRONMENT = {
 }
 
 
-def prepare(threads: int) -> None:
+def prepare(threads: int, kv_gib: int) -> None:
     """Restart this program with the variables that the dynamic loader and the libraries read before Python does.
 
     Preloaded are torch's own libgomp, so that there is one OpenMP in the process, as vLLM does for its workers, and
@@ -49,7 +48,8 @@ def prepare(threads: int) -> None:
     found = [*package.parent.glob("torch.libs/libgomp*.so*"), *package.glob("lib/libgomp*.so*")][:1]
     preload = ":".join([name for name in (find_library("tcmalloc_minimal"),) if name] + [str(path) for path in found])
     own = {"PEER_PREPARED": "1", "OMP_NUM_THREADS": str(threads)}
-    environment = {**ENVIRONMENT, "LD_PRELOAD": preload, **os.environ, **own}
+    pool = {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib)}
+    environment = {**ENVIRONMENT, **pool, "LD_PRELOAD": preload, **os.environ, **own}
     os.execve(sys.executable, [sys.executable, *sys.argv], environment)
 
 
@@ -100,12 +100,14 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--streams", type=int, default=40, help="requests at once, in the warm-up")
+    parser.add_argument("--kv-gib", type=int, default=3, help="GiB of KV cache")
     parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
-    prepare(args.threads)
+    prepare(args.threads, args.kv_gib)
     answers = claim_stdout()
     engine = VllmStepper(args.model, args.dtype)
-    for length, streams in ((300, 1), (300, 40)):  # runs every code path once
+    for length, streams in ((300, 1), (300, args.streams)):  # runs every code path once
         drive(engine, [Job([7 + i, *range(length)], 4, 0.0) for i in range(streams)])
     engine.reset()
     about: dict[str, Any] = {
@@ -116,6 +118,7 @@ def main() -> None:
             "settings": {
                 "dtype": args.dtype,
                 **SETTINGS,
+                "kv_gib": os.environ["VLLM_CPU_KVCACHE_SPACE"],
                 "gomp_spincount": os.environ.get("GOMP_SPINCOUNT"),
                 "preload": _preloaded(),
             },

@@ -1,7 +1,10 @@
 """benchmarks/peers: protocol, turns, journal, floors, figures and tables, with drivers that compute nothing."""
 
 import json
+import os
+import signal
 import sys
+import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -15,15 +18,17 @@ import pytest
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
 sys.path.insert(0, str(PEERS))
 
+import peer as peer_module  # noqa: E402
 from comparison import Comparison, Site  # noqa: E402
 from floors import Ceilings, Floors, ModelSize, Pass, causal  # noqa: E402
 from journal import Entry, Journal, find, read  # noqa: E402
-from peer import GivenUpError, Peer, PeerError  # noqa: E402
-from plan import Plan, Repetitions  # noqa: E402
+from peer import GivenUpError, LateError, Peer, PeerError  # noqa: E402
+from plan import MOST_ROOM, ONCE, OTHERS, Plan, Repetitions  # noqa: E402
 from poisson import LOAD, THOROUGH, Search, found_rate, next_rate, slo_of  # noqa: E402
 from processor import multiplies_bf16  # noqa: E402
 from results import document, figures_of, quantile, ratio_of  # noqa: E402
-from roster import ROSTER, Entrant, variables_of  # noqa: E402
+from roster import ROSTER, Entrant, Room, command_of, variables_of  # noqa: E402
+from run import interrupt  # noqa: E402
 from serve import GIVEN_UP, GREEDY, Job, News, Sampling, drive  # noqa: E402
 from table import BEGIN, END, draw_all, markdown, replaced  # noqa: E402
 
@@ -36,14 +41,18 @@ import sys
 sys.path.insert(0, {str(PEERS)!r})
 from serve import News, claim_stdout, drive, serve
 import os
+import time
 
 class Counting:
-    '''A token per request and step; the prompt [1] kills the process, the prompt [2] never ends.'''
+    '''A token per request and step; prompt [1] kills the process, [2] never ends, [3] hangs with a child process.'''
     def __init__(self):
         self.left = {{}}
     def add(self, request_id, prompt, output, sampling):
         if prompt == [1]:
             os._exit(7)
+        if prompt == [3]:
+            os.fork()
+            time.sleep(3600)
         self.left[request_id] = output if prompt != [2] else 10**9
     def step(self):
         for key in self.left:
@@ -198,6 +207,21 @@ def test_a_driver_that_dies_is_reported_with_its_exit_code(peer: Peer) -> None:
         peer.reset()
 
 
+def test_a_driver_that_hangs_is_killed_with_its_children(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_module, "GRACE_SECONDS", 0.2)
+    peer.deadline = time.monotonic() + 0.1
+    with pytest.raises(LateError):
+        peer.run(make_jobs([array("i", [3])], 1))
+    assert peer.cpu_seconds() == 0.0
+
+
+def test_a_driver_that_is_not_ready_in_time_is_killed(tmp_path: Path) -> None:
+    sleeper = tmp_path / "sleeper.py"
+    sleeper.write_text("import time; time.sleep(3600)", encoding="utf-8")
+    with pytest.raises(LateError, match="sleeper"):
+        Peer([sys.executable, str(sleeper)], tmp_path / "log", start_limit=0.2)
+
+
 def test_a_driver_that_cannot_be_started_is_reported(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="cannot start"):
         Peer([str(tmp_path / "no-python"), "driver.py"], tmp_path / "log")
@@ -212,9 +236,10 @@ def entrant(name: str, driver: Path) -> Entrant:
     return Entrant(name, str(driver), arguments=(name,))
 
 
-def compare(plan: Plan, journal: Journal, tmp_path: Path) -> list[str]:
+def compare(plan: Plan, journal: Journal, tmp_path: Path, **settings: Any) -> list[str]:
     said: list[str] = []
-    comparison = Comparison(plan, journal, Site(tmp_path, "model", 1, tmp_path), retries=0, say=said.append)
+    site = Site(tmp_path, "model", 1, tmp_path, **settings)
+    comparison = Comparison(plan, journal, site, retries=0, say=said.append)
     try:
         comparison.start()
         comparison.run()
@@ -225,7 +250,7 @@ def compare(plan: Plan, journal: Journal, tmp_path: Path) -> list[str]:
 
 def test_entrants_take_turns_and_every_trial_is_noted(driver: Path, tmp_path: Path) -> None:
     plan = Plan((entrant("a", driver), entrant("b", driver)), ("cold_ttft",), Repetitions(2, 1))
-    journal = Journal(tmp_path / "trials.jsonl", {"setup": 1}, resume=False)
+    journal = Journal(tmp_path / "trials.jsonl", {"setup": 1})
     compare(plan, journal, tmp_path)
     about, entries = read(journal.path)
     assert [(entry.peer, entry.repetition) for entry in entries] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
@@ -237,12 +262,12 @@ def test_entrants_take_turns_and_every_trial_is_noted(driver: Path, tmp_path: Pa
 def test_a_killed_comparison_goes_on_where_it_was(driver: Path, tmp_path: Path) -> None:
     plan = Plan((entrant("a", driver),), ("cold_ttft",), Repetitions(3, 1))
     path = tmp_path / "trials.jsonl"
-    journal = Journal(path, {"setup": 1}, resume=False)
+    journal = Journal(path, {"setup": 1})
     journal.add(Entry("cold_ttft", "a", 0, figures={"cold_ttft": 1.0}))
     journal.add(Entry("cold_ttft", "a", 1, problems=("died",)))
     with path.open("a") as file:
         file.write('{"row": "cold_ttft", "pe')
-    compare(plan, Journal(path, {"setup": 1}, resume=True), tmp_path)
+    compare(plan, Journal(path, {"setup": 1}), tmp_path)
     good = [entry.repetition for entry in read(path)[1] if entry.is_good]
     assert good == [0, 1, 2]
     assert read(path)[1][0].figures == {"cold_ttft": 1.0}
@@ -254,7 +279,7 @@ def test_a_driver_that_dies_costs_its_row_and_nobody_elses(driver: Path, tmp_pat
     script = script.replace("os._exit(7)", f"open({str(tmp_path / 'died')!r}, 'w').close(); os._exit(7)")
     deadly.write_text(script)
     plan = Plan((entrant("a", deadly), entrant("b", driver)), ("cold_ttft", "twins"), Repetitions(2, 1))
-    journal = Journal(tmp_path / "trials.jsonl", {"setup": 1}, resume=False)
+    journal = Journal(tmp_path / "trials.jsonl", {"setup": 1})
     said = compare(plan, journal, tmp_path)
     failed = [entry for entry in journal.entries if entry.problems]
     assert [(entry.row, entry.peer) for entry in failed] == [("cold_ttft", "a")]
@@ -262,22 +287,90 @@ def test_a_driver_that_dies_costs_its_row_and_nobody_elses(driver: Path, tmp_pat
     assert any("FAILED" in line for line in said)
 
 
+def test_a_trial_without_an_answer_is_given_up_and_its_driver_started_again(
+    driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_module, "GRACE_SECONDS", 0.5)
+    hung = tmp_path / "hung.py"  # hangs in the first row, serves the second
+    hung.write_text(DRIVER.replace("prompt == [3]", "len(prompt) == 1000"))
+    plan = Plan((entrant("a", hung), entrant("b", driver)), ("cold_ttft", "twins"), ONCE, limit=1.0)
+    journal = Journal(tmp_path / "trials.jsonl", {"setup": 1})
+    said = compare(plan, journal, tmp_path)
+    cut = [(entry.row, entry.peer, entry.cut_after) for entry in journal.entries if not entry.is_good]
+    assert cut == [("cold_ttft", "a", 1.0)]
+    assert [entry.peer for entry in journal.entries if entry.row == "twins"] == ["a", "b"]
+    assert sum("starting a" in line for line in said) == 2
+
+
+def test_an_interruption_ends_the_drivers_and_keeps_the_trials(driver: Path, tmp_path: Path) -> None:
+    hung, flag = tmp_path / "hung.py", tmp_path / "hangs"
+    script = DRIVER.replace("prompt == [3]", "len(prompt) == 1000")
+    hung.write_text(script.replace("os.fork()", f"open({str(flag)!r}, 'w').close()"))
+    plan = Plan((entrant("a", driver), entrant("b", hung)), ("cold_ttft",), ONCE)
+    journal = Journal(tmp_path / "trials.jsonl", {"setup": 1})
+    comparison = Comparison(plan, journal, Site(tmp_path, "model", 1, tmp_path), retries=0, say=print)
+
+    def terminate() -> None:
+        while not flag.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` does
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        comparison.start()
+        peer = comparison._peers["b"]
+        threading.Thread(target=terminate, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            comparison.run()
+    finally:
+        comparison.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert peer.cpu_seconds() == 0.0
+    assert [entry.peer for entry in read(journal.path)[1]] == ["a"]
+
+
+def test_drivers_that_are_not_resident_are_started_for_their_turns(driver: Path, tmp_path: Path) -> None:
+    plan = Plan((entrant("a", driver), entrant("b", driver)), ("cold_ttft", "twins"), Repetitions(2, 1))
+    journal = Journal(tmp_path / "trials.jsonl", {"setup": 1})
+    said = compare(plan, journal, tmp_path, resident=False)
+    assert [line[-1] for line in said if line.startswith("starting")] == ["a", "b", "a", "b"]
+    assert "".join(f"{entry.peer}{entry.row[0]}" for entry in journal.entries) == "acatbcbt" * 2
+
+
+def test_a_driver_without_trials_left_is_not_started(driver: Path, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "trials.jsonl", {"setup": 1})
+    journal.add(Entry("cold_ttft", "a", 0, figures={"cold_ttft": 1.0}))
+    journal.add(Entry("twins", "a", 0, cut_after=60.0))
+    plan = Plan((entrant("a", driver), entrant("b", driver)), ("cold_ttft",), ONCE)
+    assert "starting a" not in compare(plan, journal, tmp_path)
+    several = Plan((entrant("a", driver),), ("twins",), Repetitions(3, 1))
+    assert not any(line.startswith("starting") for line in compare(several, journal, tmp_path))  # given up before
+
+
 def test_who_cannot_start_is_left_out(driver: Path, tmp_path: Path) -> None:
     plan = Plan((Entrant("a", str(driver), "nowhere"), entrant("b", driver)), ("cold_ttft",), Repetitions(1, 1))
-    journal = Journal(tmp_path / "trials.jsonl", {"setup": 1}, resume=False)
+    journal = Journal(tmp_path / "trials.jsonl", {"setup": 1})
     compare(plan, journal, tmp_path)
     assert [entry.peer for entry in journal.entries] == ["b"]
     assert "cannot start" in journal.about["peers"]["a"]["failed"]
 
 
-def test_a_journal_of_another_setup_is_refused(tmp_path: Path) -> None:
-    Journal(tmp_path / "j", {"setup": 1}, resume=False)
+def test_a_journal_of_another_setup_or_machine_is_refused(tmp_path: Path) -> None:
+    machine = {"cpu": "A", "arch": "x86_64", "cores": 2, "bf16": True, "memory_gib": 8.0}
+    Journal(tmp_path / "j", {"setup": 1, "machine": machine})
+    Journal(tmp_path / "j", {"setup": 1, "machine": {**machine, "memory_gib": 7.9}})
     with pytest.raises(ValueError, match="another setup"):
-        Journal(tmp_path / "j", {"setup": 2}, resume=True)
+        Journal(tmp_path / "j", {"setup": 2, "machine": machine})
+    for other in ({"cpu": "B"}, {"bf16": False}):
+        with pytest.raises(ValueError, match="another machine"):
+            Journal(tmp_path / "j", {"setup": 1, "machine": {**machine, **other}})
+    assert Journal(tmp_path / "j", {"setup": 2}, restart=True).entries == []
 
 
 def test_who_fails_later_keeps_the_versions_of_its_trials(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j", {"setup": 1}, resume=False)
+    journal = Journal(tmp_path / "j", {"setup": 1})
     journal.note_peer("a", {"versions": {"torch": "1"}})
     journal.note_peer("a", {"failed": "gone"})
     assert read(tmp_path / "j")[0]["peers"]["a"] == {"versions": {"torch": "1"}, "failed": "gone"}
@@ -312,6 +405,8 @@ def test_the_limit_is_four_times_the_references_latency_alone() -> None:
     alone = Entry("poisson_alone", "vllm", 0, figures={"poisson_alone": 0.4})
     assert slo_of([alone], "vllm", 0) == pytest.approx(1.6)
     assert slo_of([], "vllm", 0) is None
+    faster = Entry("poisson_alone", "vllm_float32", 0, figures={"poisson_alone": 0.3})
+    assert slo_of([alone, faster], "vllm", 0) == pytest.approx(1.2) == slo_of([faster], "vllm", 0)
 
 
 def test_floors_by_hand() -> None:
@@ -420,6 +515,25 @@ def test_a_set_up_for_some_rows_serves_no_others() -> None:
     assert served["twins"] - served["rotations"] == {"llamacpp_unified"}
 
 
+def test_a_driver_has_the_room_that_its_rows_need() -> None:
+    assert Plan((), ("single_stream", "warm_ttft", "cold_ttft")).room == Room(streams=1, prompts=10, context=1024)
+    assert Plan((), ("twins",)).room == Room(streams=32, prompts=32, context=2304)
+    assert Plan((), ("rotations", "twins", "decode_distinct")).room == MOST_ROOM
+    assert Plan((), ("poisson",)).room == MOST_ROOM._replace(context=1280)
+    room = Room(streams=1, prompts=10, context=1024, kv_gib=2)
+    commands = {name: " ".join(command_of(ROSTER[name], Path(), "m", 2, room)) for name in ROSTER}
+    assert "--streams 1" in commands["transformers"] and "--slots" not in commands["ours"]
+    assert "--slots 10 --context 1024" in commands["llamacpp"] and "--kv-gib" not in commands["llamacpp"]
+    assert "--kv-gib 2" in commands["vllm_float32"]
+
+
+def test_fewer_repetitions_are_fewer_for_all() -> None:
+    ours, other = ROSTER["ours"], ROSTER["llamacpp"]
+    for asked, expected in ((2, (2, 2)), (9, (9, OTHERS.short))):
+        plan = Plan((ours, other), ("cold_ttft",), overrides={"cold_ttft": asked})
+        assert (plan.repetitions("cold_ttft", ours), plan.repetitions("cold_ttft", other)) == expected
+
+
 def test_the_document_has_the_keys_that_were_promised() -> None:
     found = document(ABOUT, result())
     assert found["twins.ours"] == pytest.approx(2.1) and found["twins.ratio"] == pytest.approx(3.05 / 2.1)
@@ -444,7 +558,7 @@ def test_the_table_has_spread_floor_and_losses() -> None:
 
 def test_results_are_drawn_from_the_journal_alone(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    journal = Journal(tmp_path / "trials.jsonl", ABOUT, resume=False)
+    journal = Journal(tmp_path / "trials.jsonl", ABOUT)
     for entry in result():
         journal.add(entry)
     page = tmp_path / "page.md"
