@@ -16,6 +16,7 @@ LONG = ("rotations", "decode_distinct", "shared_prefix")
 GIVE_UP_AFTER = 60.0  # seconds for one repetition of a row by an entrant that is not thorough
 THOROUGH_GIVE_UP_AFTER = 300.0
 MOST_ROOM = Room(streams=40, prompts=64, context=2304)
+WARM_UP_TOKENS = 512  # at most, of a request of a warm-up
 CONTEXT_STEP = 256  # tokens: llama.cpp rounds the size of a sequence up to it
 _GUESSES = {
     "single_stream": 5.0,
@@ -98,7 +99,11 @@ def room_of(row: str) -> Room:
     scenario = ROWS[row].build(1000, Random(0))
     at_once = max(phase.concurrency or len(phase.jobs) for phase in scenario.phases)
     prompts = sum(len(phase.jobs) for phase in scenario.phases)
-    return Room(min(at_once, MOST_ROOM.streams), min(prompts, MOST_ROOM.prompts), _round_up(scenario.longest))
+    return Room(
+        min(at_once, MOST_ROOM.streams),
+        min(prompts, MOST_ROOM.prompts),
+        _round_up(max(scenario.longest, WARM_UP_TOKENS)),
+    )
 
 
 def _round_up(tokens: int) -> int:

@@ -517,6 +517,7 @@ def test_a_set_up_for_some_rows_serves_no_others() -> None:
 
 def test_a_driver_has_the_room_that_its_rows_need() -> None:
     assert Plan((), ("single_stream", "warm_ttft", "cold_ttft")).room == Room(streams=1, prompts=10, context=1024)
+    assert Plan((), ("single_stream",)).room == Room(streams=1, prompts=3, context=512)  # that of the warm-up
     assert Plan((), ("twins",)).room == Room(streams=32, prompts=32, context=2304)
     assert Plan((), ("rotations", "twins", "decode_distinct")).room == MOST_ROOM
     assert Plan((), ("poisson",)).room == MOST_ROOM._replace(context=1280)
