@@ -48,8 +48,8 @@ class Load:
         self._at = 0.0  # of the integrals
         self._stream_ms = self._resident_ms = 0.0  # integrals over time
         self._row: tuple[float, ...] | None = None  # None: to be computed
-        self._waiting = 0  # requests without a first token, as the replica reported them
-        self._waiting_at = -inf
+        self._foreign = 0  # requests of other routers without a first token, when the replica last reported
+        self._foreign_at = -inf
         self._done_tokens, self._done_pairs = 0, 0.0  # prefills that ended
         self._step = RunningStep()
         self._watched = NOTHING  # steps that were seen since the last sample of them
@@ -82,7 +82,7 @@ class Load:
 
     def _new_row(self) -> tuple[float, ...]:
         head = next(iter(self._pending), None)
-        rest = (self.pace.is_used, self._waiting, self._waiting_at, self.mean_prefill_ms, *self._step.row)
+        rest = (self.pace.is_used, self._foreign, self._foreign_at, self.mean_prefill_ms, *self._step.row)
         if head is None:
             return (0, 0.0, 0, self.num_streams, self.stream_tokens, 0, 0, 0.0, 0.0, 0.0, *rest)
         work, since = head.work, self._since
@@ -97,7 +97,7 @@ class Load:
 
     def reported(self, waiting: int, at: float) -> None:
         """Record the requests without a first token that the replica reports, those of other routers included."""
-        self._waiting, self._waiting_at = waiting, at
+        self._foreign, self._foreign_at = max(waiting - len(self._pending), 0), at
         self._changed()
 
     def sent(self, flight: Flight, now: float, order: int) -> None:

@@ -77,7 +77,7 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     loads = [endpoint.load for endpoint in endpoints]
     state = learner.rows.of(loads).T
     tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started = state[:10]
-    is_paced, waiting, waiting_at, mean_prefill_ms, began_at, now_tokens, now_pairs, rest_tokens, rest_pairs = state[
+    is_paced, foreign, foreign_at, mean_prefill_ms, began_at, now_tokens, now_pairs, rest_tokens, rest_pairs = state[
         10:
     ]
     if learner.is_doubtful:
@@ -106,8 +106,7 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
         queued -= np.where(streams <= 0, unseen, 0.0)
         backlog = np.where(is_seen, np.maximum(running - elapsed, 0.0) + np.maximum(queued, 0.0), backlog)
         tokens, steps = np.where(is_seen, left, tokens), np.where(is_seen, left_steps, steps)
-    foreign = np.where(now - waiting_at <= MAX_AGE, np.maximum(waiting - pending, 0.0), 0.0)  # of other routers
-    backlog += foreign * mean_prefill_ms
+    backlog += np.where(now - foreign_at <= MAX_AGE, foreign * mean_prefill_ms, 0.0)
     more = np.ceil((tokens + own) / STEP_TOKENS) - steps
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
     decode = _decode_ms(rates, output, streams + pending, resident + prompts, prompt_tokens)
@@ -122,7 +121,7 @@ def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float)
     learner = load.learner
     rates, output, is_doubtful = learner.rates, learner.mean_output, learner.is_doubtful
     tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started, *rest = load.row
-    is_paced, waiting, waiting_at, mean_prefill_ms, began_at, now_tokens, now_pairs, rest_tokens, rest_pairs = rest
+    is_paced, foreign, foreign_at, mean_prefill_ms, began_at, now_tokens, now_pairs, rest_tokens, rest_pairs = rest
     if is_doubtful:
         rates = StepRates(0.0, 0.0, 0.0, rates.token, 0.0)
     own = max(prompt_tokens - hit_tokens, 1)
@@ -150,8 +149,8 @@ def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float)
             if streams <= 0:  # the ends of steps are not seen
                 queued -= min(max(elapsed - running, 0.0), max(head - running, 0.0))
             backlog = max(running - elapsed, 0.0) + max(queued, 0.0)
-    if now - waiting_at <= MAX_AGE:
-        backlog += max(waiting - pending, 0.0) * mean_prefill_ms
+    if now - foreign_at <= MAX_AGE:
+        backlog += foreign * mean_prefill_ms
     more = ceil((tokens + own) / STEP_TOKENS) - steps
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
     decode = _decode_ms(rates, output, streams + pending, resident + prompts, prompt_tokens)
