@@ -7,7 +7,7 @@ a step, with all prefills that ended in it; and the *decode* of one answer, whos
 
 from math import inf
 
-from headstart.router.flight import Flight, Period
+from headstart.router.flight import Flight, Period, leader_of
 from headstart.router.rate_learner import Interval, Pace, RateLearner
 from headstart.router.running_step import RunningStep
 from headstart.router.step_rates import STEP_TOKENS, StepRates, Work
@@ -107,6 +107,9 @@ class Load:
         if not self._pending:
             self._since = now
             self._begin(now)
+        leader = flight.leader = leader_of(flight, self._pending)
+        if leader is not None and self.learner.defers:
+            flight.awaited = max(flight.cached_tokens - leader.cached_tokens, 0)
         self._pending[flight] = None
         self._step.sent(flight)
         if self._step.is_seen and not self.num_streams and len(self._pending) == 1:
@@ -209,6 +212,7 @@ class Load:
             self._resident_ms += elapsed * (self.stream_tokens + grown)
 
     def _left(self, flight: Flight, now: float) -> None:
+        flight.leader = None
         del self._pending[flight]
         self._step.left(flight)
         self.pending_tokens -= flight.work.tokens
@@ -267,6 +271,11 @@ class Load:
                 step.catch_up(flight, self._pending)
         flight.step = flight.first_step = step.number
         flight.token_at = now
+        leader = flight.leader
+        if leader is not None:
+            is_later = leader not in self._pending and leader.first_step < step.number
+            if leader.first_step or not is_later:  # a leader without a first step failed
+                self.learner.followed(is_later=is_later)
 
     def _watch(self, ms: float, now: float) -> None:
         """Learn the pace from the step that ends, together with those before it."""

@@ -77,9 +77,9 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     loads = [endpoint.load for endpoint in endpoints]
     state = learner.rows.of(loads).T
     tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started = state[:10]
-    is_paced, foreign, foreign_at, mean_prefill_ms, began_at, now_tokens, now_pairs, rest_tokens, rest_pairs = state[
-        10:
-    ]
+    is_paced, foreign, foreign_at, mean_prefill_ms, began_at, now_tokens, now_pairs, rest_tokens, rest_pairs, chain = (
+        state[10:]
+    )
     if learner.is_doubtful:
         rates = StepRates(0.0, 0.0, 0.0, rates.token, 0.0)
     own = np.maximum(prompt_tokens - np.asarray(hit_tokens, dtype=np.float64), 1.0)
@@ -100,14 +100,14 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
         is_seen: NDArray[np.bool_] = (began_at > -inf) & ((streams > 0) | is_busy)
         is_seen &= (streams <= 0) | (elapsed < STALE_STEPS * running + STALE_MS)
         left: Array = rest_tokens - now_tokens
-        left_steps: Array = np.ceil(left / STEP_TOKENS)
+        left_steps: Array = np.maximum(np.ceil(left / STEP_TOKENS), chain)
         queued: Array = rates.token * left + rates.pair * (rest_pairs - now_pairs) + left_steps * step
         unseen: Array = np.minimum(np.maximum(elapsed - running, 0.0), np.maximum(head - running, 0.0))
         queued -= np.where(streams <= 0, unseen, 0.0)
         backlog = np.where(is_seen, np.maximum(running - elapsed, 0.0) + np.maximum(queued, 0.0), backlog)
         tokens, steps = np.where(is_seen, left, tokens), np.where(is_seen, left_steps, steps)
     backlog += np.where(now - foreign_at <= MAX_AGE, foreign * mean_prefill_ms, 0.0)
-    more = np.ceil((tokens + own) / STEP_TOKENS) - steps
+    more = np.maximum(np.ceil((tokens + own) / STEP_TOKENS) - steps, 0.0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
     decode = _decode_ms(rates, output, streams + pending, resident + prompts, prompt_tokens)
     expected = head + rates.token * np.minimum(state[0] - head_tokens, STEP_TOKENS)
@@ -121,7 +121,9 @@ def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float)
     learner = load.learner
     rates, output, is_doubtful = learner.rates, learner.mean_output, learner.is_doubtful
     tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started, *rest = load.row
-    is_paced, foreign, foreign_at, mean_prefill_ms, began_at, now_tokens, now_pairs, rest_tokens, rest_pairs = rest
+    is_paced, foreign, foreign_at, mean_prefill_ms, began_at, now_tokens, now_pairs, rest_tokens, rest_pairs, chain = (
+        rest
+    )
     if is_doubtful:
         rates = StepRates(0.0, 0.0, 0.0, rates.token, 0.0)
     own = max(prompt_tokens - hit_tokens, 1)
@@ -144,14 +146,14 @@ def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float)
         elapsed = 1e3 * (now - began_at) / pace
         if streams <= 0 or elapsed < STALE_STEPS * running + STALE_MS:
             tokens = rest_tokens - now_tokens
-            steps = ceil(tokens / STEP_TOKENS)
+            steps = max(ceil(tokens / STEP_TOKENS), chain)
             queued = rates.token * tokens + rates.pair * (rest_pairs - now_pairs) + steps * step
             if streams <= 0:  # the ends of steps are not seen
                 queued -= min(max(elapsed - running, 0.0), max(head - running, 0.0))
             backlog = max(running - elapsed, 0.0) + max(queued, 0.0)
     if now - foreign_at <= MAX_AGE:
         backlog += foreign * mean_prefill_ms
-    more = ceil((tokens + own) / STEP_TOKENS) - steps
+    more = max(ceil((tokens + own) / STEP_TOKENS) - steps, 0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
     decode = _decode_ms(rates, output, streams + pending, resident + prompts, prompt_tokens)
     return Price(backlog, prefill, decode, factor * pace)
