@@ -153,3 +153,12 @@ def test_where_a_prefix_is_computed_and_used_in_one_step_nobody_is_expected_to_w
     assert not learner.defers
     queued(router, now, ask(1, 2), ask(1, 2, 3))
     assert router.endpoints["r0"].load.row[-1] == 0
+
+
+def test_a_cold_prompt_is_placed_where_no_answer_is_generated_if_there_is_such_a_replica() -> None:
+    for number in range(20):
+        router = Router()
+        for name in ("r0", "r1", "r2"):
+            router.add(endpoint(name, 64, StepRates(1e-3, 1e-3, 1e-3, 1.0, 0.0)))
+        router.first_token(queued(router, 0.0, ask(1))[0], 0.1)
+        assert router.pick(ask(*range(100 + number, 112 + number)), 0.2).endpoint.name != "r0"

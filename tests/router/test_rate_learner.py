@@ -156,6 +156,11 @@ def test_a_factor_is_forgotten_without_samples() -> None:
     assert factors == sorted(factors, reverse=True) and factors[0] == pytest.approx(4.0, rel=0.1) and factors[-1] < 1.2
 
 
+def test_the_prior_is_used_for_decisions_before_there_are_samples_but_nothing_is_measured_by_it() -> None:
+    learner = RateLearner()
+    assert learner.is_doubtful and not learner.is_contradicted
+
+
 def test_replicas_defer_followers_until_the_opposite_is_seen() -> None:
     learner = RateLearner()
     assert learner.defers

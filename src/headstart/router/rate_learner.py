@@ -72,8 +72,16 @@ class RateLearner:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether the rates should not be used for decisions: few samples, or the rates do not explain them."""
-        return self._is_young or self.residual > DOUBTFUL
+        """Whether nothing should be measured by the rates: few samples, or the rates do not explain them."""
+        return self._is_young or self.is_contradicted
+
+    @property
+    def is_contradicted(self) -> bool:
+        """Whether the rates should not be used for decisions: they do not explain the samples.
+
+        The prior is used before there are any: it may be wrong by a factor, but that is the same for all replicas.
+        """
+        return self.residual > DOUBTFUL
 
     @property
     def defers(self) -> bool:
