@@ -302,6 +302,17 @@ def test_requests_of_other_routers_count_in_the_backlog() -> None:
     assert one.backlog_ms(0.0) == pytest.approx(3 * 14.0)
 
 
+def test_own_requests_in_a_report_are_not_those_of_other_routers_once_they_are_answered() -> None:
+    router = fleet(CostPolicy(), count=2)
+    sent = [send(router, ask(number, number + 1), to="r0") for number in range(3)]
+    one = router.endpoints["r0"]
+    one.reported = Reported(at=0.0, waiting=3)
+    for each in sent:
+        router.first_token(each, 0.1)
+        router.finished(each, 0.2)
+    assert one.backlog_ms(0.2) == 0.0
+
+
 # ---------------------------------------------------------------------------------------------------------------- laws
 
 Served = tuple[list[int], int, bool]

@@ -13,7 +13,7 @@ from headstart.router.policies.cost import CostPolicy
 from headstart.router.pricing import price_all, price_one
 from headstart.router.router import Router
 from headstart.router.routing_decision import InFlight
-from headstart.router.routing_request import Usage
+from headstart.router.routing_request import RoutingRequest, Usage
 from headstart.router.step_rates import STEP_TOKENS, StepRates
 
 
@@ -120,3 +120,45 @@ def test_a_stream_that_has_been_silent_for_long_is_half_a_step() -> None:
     router, now = streaming(10.0)
     replica = router.endpoints["r0"]
     assert price_one(replica, 1, 0, now + 1.0).backlog == pytest.approx(replica.load.rates.step / 2, rel=0.05)
+
+
+def queued(router: Router, now: float, *requests: RoutingRequest) -> list[InFlight]:
+    """Send requests at once to the replica `r0`."""
+    return [router.sent(router.pick(request, now), now, "r0") for request in requests]
+
+
+def test_requests_that_wait_for_each_others_prefixes_take_a_step_each() -> None:
+    router, now = streaming(10.0)
+    replica = router.endpoints["r0"]
+    before = price_one(replica, 1, 0, now).backlog
+    queued(router, now, ask(1, 2), ask(1, 2, 3), ask(1, 2, 3, 4))
+    chained = price_one(replica, 1, 0, now).backlog - before
+    router, now = streaming(10.0)
+    queued(router, now, ask(1, 2), ask(5, 6), ask(7, 8))
+    apart = price_one(router.endpoints["r0"], 1, 0, now).backlog - before
+    tokens, step = replica.load.rates.token, replica.load.rates.step
+    assert chained == pytest.approx((9 + 5 + 5) * tokens + 3 * step, rel=0.05)
+    assert apart == pytest.approx(3 * 9 * tokens + step, rel=0.05)
+
+
+def test_where_a_prefix_is_computed_and_used_in_one_step_nobody_is_expected_to_wait_for_it() -> None:
+    router, now = streaming(10.0)
+    learner = router.endpoints["r0"].load.learner
+    for number in range(8):
+        first, second = queued(router, now, ask(10 + number, 30), ask(10 + number, 30, 50))
+        now += 0.040
+        for one in (first, second):
+            router.first_token(one, now)
+            router.finished(one, now)
+    assert not learner.defers
+    queued(router, now, ask(1, 2), ask(1, 2, 3))
+    assert router.endpoints["r0"].load.row[-1] == 0
+
+
+def test_a_cold_prompt_is_placed_where_no_answer_is_generated_if_there_is_such_a_replica() -> None:
+    for number in range(20):
+        router = Router()
+        for name in ("r0", "r1", "r2"):
+            router.add(endpoint(name, 64, StepRates(1e-3, 1e-3, 1e-3, 1.0, 0.0)))
+        router.first_token(queued(router, 0.0, ask(1))[0], 0.1)
+        assert router.pick(ask(*range(100 + number, 112 + number)), 0.2).endpoint.name != "r0"

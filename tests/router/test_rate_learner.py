@@ -154,3 +154,19 @@ def test_a_factor_is_forgotten_without_samples() -> None:
         pace.learn(4.0, float(number))
     factors = [pace.factor(8.0 + 60.0 * number) for number in range(5)]
     assert factors == sorted(factors, reverse=True) and factors[0] == pytest.approx(4.0, rel=0.1) and factors[-1] < 1.2
+
+
+def test_the_prior_is_used_for_decisions_before_there_are_samples_but_nothing_is_measured_by_it() -> None:
+    learner = RateLearner()
+    assert learner.is_doubtful and not learner.is_contradicted
+
+
+def test_replicas_defer_followers_until_the_opposite_is_seen() -> None:
+    learner = RateLearner()
+    assert learner.defers
+    for _ in range(8):
+        learner.followed(is_later=False)
+    assert not learner.defers
+    for _ in range(8):
+        learner.followed(is_later=True)
+    assert learner.defers

@@ -26,7 +26,7 @@ def test_a_long_prefill_is_computed_in_the_steps_that_were_seen() -> None:
     step.begin(1.2, [one], 3, 50.0)
     assert step.tokens == 100
     step.left(one)
-    assert (step.tokens, step.pairs, *step.row[3:]) == (0, 0.0, 0, 0.0)
+    assert (step.tokens, step.pairs, *step.row[3:]) == (0, 0.0, 0, 0.0, 0)
 
 
 def test_steps_without_streams_are_made_up_when_the_first_token_arrives() -> None:
@@ -36,6 +36,54 @@ def test_steps_without_streams_are_made_up_when_the_first_token_arrives() -> Non
     step.begin(1.0, [one, other], 0, 0.0)
     step.catch_up(one, [one, other])
     assert one.num_computed == STEP_TOKENS + 1 and other.num_computed == 10
+
+
+def follower(leader: Flight, prompt: int, cached: int) -> Flight:
+    """A request whose cached tokens are those that its leader computes, all but those that this one had cached."""
+    one = flight(prompt, cached)
+    one.leader, one.awaited = leader, cached - (leader.prompt_tokens - leader.work.tokens)
+    return one
+
+
+def test_a_request_is_computed_in_a_step_after_the_one_that_computes_its_prefix() -> None:
+    step, first = RunningStep(), flight(1000)
+    second = follower(first, 1100, 1000)
+    third = follower(second, 1300, 1100)
+    other = flight(50)
+    for each in (pending := [first, second, third, other]):
+        step.sent(each)
+    step.begin(1.0, pending, 1, 0.0)
+    assert step.tokens == 1000 + 50 and step.row[5] == 2
+    step.end()
+    step.begin(1.1, pending, 1, 0.0)
+    assert step.tokens == 100 and step.row[5] == 1 and third.num_computed == 0
+    step.end()
+    step.begin(1.2, pending, 1, 0.0)
+    assert step.tokens == 200 and step.row[5] == 0
+
+
+def test_a_follower_waits_only_for_the_part_of_a_long_prefill_that_it_shares() -> None:
+    step, first = RunningStep(), flight(3 * STEP_TOKENS)
+    second = flight(STEP_TOKENS + 10, STEP_TOKENS)
+    second.leader, second.awaited = first, STEP_TOKENS
+    for each in (first, second):
+        step.sent(each)
+    step.begin(1.0, [first, second], 1, 0.0)
+    step.end()
+    assert second.num_computed == 0
+    step.begin(1.1, [second, first], 1, 0.0)
+    step.end()
+    assert second.num_computed == 10
+
+
+def test_a_follower_whose_leader_has_left_waits_for_nothing() -> None:
+    step, first = RunningStep(), flight(1000)
+    second = follower(first, 1100, 1000)
+    for each in (first, second):
+        step.sent(each)
+    step.left(first)
+    step.begin(1.0, [second], 1, 0.0)
+    assert step.tokens == 100 and step.row[5] <= 1
 
 
 @given(st.integers(0, 2**32))
@@ -49,6 +97,9 @@ def test_sums_are_those_of_what_is_pending(seed: int) -> None:
         if act < 0.4:
             prompt = rng.choice((1, 100, 5000, 20_000))
             one = flight(prompt, rng.randrange(prompt))
+            if pending and rng.random() < 0.5:
+                leader = rng.choice(list(pending))
+                one.leader, one.awaited = leader, rng.randrange(leader.work.tokens + 1)
             pending[one] = None
             step.sent(one)
         elif act < 0.7:
@@ -63,3 +114,5 @@ def test_sums_are_those_of_what_is_pending(seed: int) -> None:
         left = sum(one.work.tokens - one.num_computed for one in pending)
         assert step.row[3] == left and 0 <= step.tokens <= min(left, STEP_TOKENS)
         assert all(0 <= one.num_computed <= one.work.tokens for one in pending)
+        leaders = [(one, one.leader) for one in pending if one.leader in pending]
+        assert all(leader.num_computed >= one.awaited for one, leader in leaders if one.num_computed)

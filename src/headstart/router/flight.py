@@ -1,5 +1,8 @@
 """Flight: one request in flight at a replica. Period: a busy period of one replica."""
 
+from collections.abc import Iterable
+
+from headstart.core.cache.hashing import BlockHash
 from headstart.router.step_rates import Work
 
 
@@ -49,7 +52,7 @@ class Flight:
             "prefill_ms",
         ),
         *("first_step", "num_computed", "num_events", "prompt_tokens", "resident_before", "sent_at", "step"),
-        *("streams_before", "token_at", "work"),
+        *("awaited", "block_hashes", "hit_blocks", "leader", "streams_before", "token_at", "turn", "work"),
     )
 
     def __init__(
@@ -64,6 +67,11 @@ class Flight:
         self.num_events = 0  # token events after its first token
         self.token_at = 0.0  # of the last one, or of the first token
         self.step = self.first_step = 0  # numbers of the steps of its last event and of its first token
+        self.block_hashes: list[BlockHash] = []  # of its prompt
+        self.hit_blocks = 0  # of these, expected to be cached when it is computed
+        self.leader: Flight | None = None  # while pending: the request that computes the last block of this hit
+        self.awaited = 0  # tokens of the leader's work that are to be computed in earlier steps
+        self.turn = 0  # number of the earliest step that may compute it
         self.sent_at = 0.0
         self.answered_at: float | None = None
         self.is_assumed = False
@@ -75,3 +83,20 @@ class Flight:
     def expected_ms(self) -> float:
         """Time to its first token, as expected when it was sent."""
         return self.backlog_ms + self.prefill_ms
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of its prompt that it does not compute."""
+        return self.prompt_tokens - self.work.tokens
+
+
+def leader_of(flight: Flight, pending: Iterable[Flight]) -> Flight | None:
+    """Return the pending request that computes the last block of another one's hit, if there is one."""
+    hit, block_hashes = flight.hit_blocks, flight.block_hashes
+    if not hit:
+        return None
+    last = block_hashes[hit - 1]
+    for other in pending:
+        if other.hit_blocks < hit <= len(other.block_hashes) and other.block_hashes[hit - 1] == last:
+            return other
+    return None

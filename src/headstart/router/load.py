@@ -7,7 +7,7 @@ a step, with all prefills that ended in it; and the *decode* of one answer, whos
 
 from math import inf
 
-from headstart.router.flight import Flight, Period
+from headstart.router.flight import Flight, Period, leader_of
 from headstart.router.rate_learner import Interval, Pace, RateLearner
 from headstart.router.running_step import RunningStep
 from headstart.router.step_rates import STEP_TOKENS, StepRates, Work
@@ -48,8 +48,8 @@ class Load:
         self._at = 0.0  # of the integrals
         self._stream_ms = self._resident_ms = 0.0  # integrals over time
         self._row: tuple[float, ...] | None = None  # None: to be computed
-        self._waiting = 0  # requests without a first token, as the replica reported them
-        self._waiting_at = -inf
+        self._foreign = 0  # requests of other routers without a first token, when the replica last reported
+        self._foreign_at = -inf
         self._done_tokens, self._done_pairs = 0, 0.0  # prefills that ended
         self._step = RunningStep()
         self._watched = NOTHING  # steps that were seen since the last sample of them
@@ -82,7 +82,7 @@ class Load:
 
     def _new_row(self) -> tuple[float, ...]:
         head = next(iter(self._pending), None)
-        rest = (self.pace.is_used, self._waiting, self._waiting_at, self.mean_prefill_ms, *self._step.row)
+        rest = (self.pace.is_used, self._foreign, self._foreign_at, self.mean_prefill_ms, *self._step.row)
         if head is None:
             return (0, 0.0, 0, self.num_streams, self.stream_tokens, 0, 0, 0.0, 0.0, 0.0, *rest)
         work, since = head.work, self._since
@@ -97,7 +97,7 @@ class Load:
 
     def reported(self, waiting: int, at: float) -> None:
         """Record the requests without a first token that the replica reports, those of other routers included."""
-        self._waiting, self._waiting_at = waiting, at
+        self._foreign, self._foreign_at = max(waiting - len(self._pending), 0), at
         self._changed()
 
     def sent(self, flight: Flight, now: float, order: int) -> None:
@@ -107,6 +107,9 @@ class Load:
         if not self._pending:
             self._since = now
             self._begin(now)
+        leader = flight.leader = leader_of(flight, self._pending)
+        if leader is not None and self.learner.defers:
+            flight.awaited = max(flight.cached_tokens - leader.cached_tokens, 0)
         self._pending[flight] = None
         self._step.sent(flight)
         if self._step.is_seen and not self.num_streams and len(self._pending) == 1:
@@ -209,6 +212,7 @@ class Load:
             self._resident_ms += elapsed * (self.stream_tokens + grown)
 
     def _left(self, flight: Flight, now: float) -> None:
+        flight.leader = None
         del self._pending[flight]
         self._step.left(flight)
         self.pending_tokens -= flight.work.tokens
@@ -267,6 +271,11 @@ class Load:
                 step.catch_up(flight, self._pending)
         flight.step = flight.first_step = step.number
         flight.token_at = now
+        leader = flight.leader
+        if leader is not None:
+            is_later = leader not in self._pending and leader.first_step < step.number
+            if leader.first_step or not is_later:  # a leader without a first step failed
+                self.learner.followed(is_later=is_later)
 
     def _watch(self, ms: float, now: float) -> None:
         """Learn the pace from the step that ends, together with those before it."""

@@ -19,7 +19,7 @@ from headstart.router.step_rates import STEP_TOKENS, StepRates
 EVICTED = 0.75  # share of evicted tokens that will be recomputed; 0.25 to 1.5 were tried
 STALE_STEPS = 3.0  # a running step that lasts this many times its expectation, and
 STALE_MS = 20.0  # so much longer, is not one: its end was not seen
-DECODE = 0.08  # share of the delay of decodes, own and others', that counts as delay of a first token
+DECODE = 0.06  # share of the delay of decodes, own and others', that counts as delay of a first token
 
 Array = NDArray[np.float64]
 Numbers = TypeVar("Numbers", float, Array)
@@ -77,10 +77,10 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     loads = [endpoint.load for endpoint in endpoints]
     state = learner.rows.of(loads).T
     tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started = state[:10]
-    is_paced, waiting, waiting_at, mean_prefill_ms, began_at, now_tokens, now_pairs, rest_tokens, rest_pairs = state[
-        10:
-    ]
-    if learner.is_doubtful:
+    is_paced, foreign, foreign_at, mean_prefill_ms, began_at, now_tokens, now_pairs, rest_tokens, rest_pairs, chain = (
+        state[10:]
+    )
+    if learner.is_contradicted:
         rates = StepRates(0.0, 0.0, 0.0, rates.token, 0.0)
     own = np.maximum(prompt_tokens - np.asarray(hit_tokens, dtype=np.float64), 1.0)
     step = rates.step + rates.stream * streams + rates.resident * (resident + streams * (output / 2))
@@ -92,7 +92,7 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
     backlog = np.maximum(backlog - np.where(is_busy, np.minimum(np.maximum(elapsed, 0.0), head), 0.0), 0.0)
     backlog += np.where(~is_busy & (streams > 0), 0.5 * step, 0.0)
     pace: Array = np.ones(len(loads))
-    if not learner.is_doubtful:
+    if not learner.is_contradicted:
         for index in np.flatnonzero(is_paced):
             pace[index] = loads[index].pace.factor(now)
         running: Array = step + rates.token * now_tokens + rates.pair * now_pairs
@@ -100,15 +100,14 @@ def price_all(endpoints: Sequence[Priced], prompt_tokens: int, hit_tokens: Seque
         is_seen: NDArray[np.bool_] = (began_at > -inf) & ((streams > 0) | is_busy)
         is_seen &= (streams <= 0) | (elapsed < STALE_STEPS * running + STALE_MS)
         left: Array = rest_tokens - now_tokens
-        left_steps: Array = np.ceil(left / STEP_TOKENS)
+        left_steps: Array = np.maximum(np.ceil(left / STEP_TOKENS), chain)
         queued: Array = rates.token * left + rates.pair * (rest_pairs - now_pairs) + left_steps * step
         unseen: Array = np.minimum(np.maximum(elapsed - running, 0.0), np.maximum(head - running, 0.0))
         queued -= np.where(streams <= 0, unseen, 0.0)
         backlog = np.where(is_seen, np.maximum(running - elapsed, 0.0) + np.maximum(queued, 0.0), backlog)
         tokens, steps = np.where(is_seen, left, tokens), np.where(is_seen, left_steps, steps)
-    foreign = np.where(now - waiting_at <= MAX_AGE, np.maximum(waiting - pending, 0.0), 0.0)  # of other routers
-    backlog += foreign * mean_prefill_ms
-    more = np.ceil((tokens + own) / STEP_TOKENS) - steps
+    backlog += np.where(now - foreign_at <= MAX_AGE, foreign * mean_prefill_ms, 0.0)
+    more = np.maximum(np.ceil((tokens + own) / STEP_TOKENS) - steps, 0.0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
     decode = _decode_ms(rates, output, streams + pending, resident + prompts, prompt_tokens)
     expected = head + rates.token * np.minimum(state[0] - head_tokens, STEP_TOKENS)
@@ -120,10 +119,12 @@ def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float)
     """Return the cost of a prompt at one replica, of which `hit_tokens` are cached there: that of `price_all`."""
     load = endpoint.load
     learner = load.learner
-    rates, output, is_doubtful = learner.rates, learner.mean_output, learner.is_doubtful
+    rates, output, is_contradicted = learner.rates, learner.mean_output, learner.is_contradicted
     tokens, pairs, pending, streams, resident, prompts, head_tokens, head_pairs, since, started, *rest = load.row
-    is_paced, waiting, waiting_at, mean_prefill_ms, began_at, now_tokens, now_pairs, rest_tokens, rest_pairs = rest
-    if is_doubtful:
+    is_paced, foreign, foreign_at, mean_prefill_ms, began_at, now_tokens, now_pairs, rest_tokens, rest_pairs, chain = (
+        rest
+    )
+    if is_contradicted:
         rates = StepRates(0.0, 0.0, 0.0, rates.token, 0.0)
     own = max(prompt_tokens - hit_tokens, 1)
     step = rates.step + rates.stream * streams + rates.resident * (resident + streams * (output / 2))
@@ -139,20 +140,20 @@ def price_one(endpoint: Priced, prompt_tokens: int, hit_tokens: int, now: float)
         backlog = max(backlog, 0.0)
         if streams > 0:
             backlog += 0.5 * step
-    pace = load.pace.factor(now) if is_paced and not is_doubtful else 1.0
-    if began_at > -inf and (streams > 0 or pending > 0) and not is_doubtful:
+    pace = load.pace.factor(now) if is_paced and not is_contradicted else 1.0
+    if began_at > -inf and (streams > 0 or pending > 0) and not is_contradicted:
         running = step + rates.token * now_tokens + rates.pair * now_pairs
         elapsed = 1e3 * (now - began_at) / pace
         if streams <= 0 or elapsed < STALE_STEPS * running + STALE_MS:
             tokens = rest_tokens - now_tokens
-            steps = ceil(tokens / STEP_TOKENS)
+            steps = max(ceil(tokens / STEP_TOKENS), chain)
             queued = rates.token * tokens + rates.pair * (rest_pairs - now_pairs) + steps * step
             if streams <= 0:  # the ends of steps are not seen
                 queued -= min(max(elapsed - running, 0.0), max(head - running, 0.0))
             backlog = max(running - elapsed, 0.0) + max(queued, 0.0)
-    if now - waiting_at <= MAX_AGE:
-        backlog += max(waiting - pending, 0.0) * mean_prefill_ms
-    more = ceil((tokens + own) / STEP_TOKENS) - steps
+    if now - foreign_at <= MAX_AGE:
+        backlog += foreign * mean_prefill_ms
+    more = max(ceil((tokens + own) / STEP_TOKENS) - steps, 0)
     prefill = rates.token * own + rates.pair * own * (prompt_tokens - own / 2) + more * step
     decode = _decode_ms(rates, output, streams + pending, resident + prompts, prompt_tokens)
     return Price(backlog, prefill, decode, factor * pace)

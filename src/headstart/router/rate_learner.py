@@ -24,6 +24,7 @@ MAX_SURPRISE = 4.0  # a sample counts as at most this multiple of its expectatio
 USUAL = 0.2  # error of a sample's logarithm up to which it has full weight; beyond, weight decreases (Huber's loss)
 MIN_MS = 0.05
 RESIDUAL_DECAY = 0.95
+FOLLOWER_DECAY = 0.2
 DOUBTFUL = 0.7  # mean absolute logarithm of measured / expected above which rates are not used: a factor of two
 MEAN_OUTPUT = 128.0  # tokens, until known
 
@@ -63,6 +64,7 @@ class RateLearner:
         self.residual = 0.0  # decaying mean of |log(measured / expected)|
         self.mean_output = MEAN_OUTPUT  # decaying mean of the tokens of an answer
         self._num_outputs = 0
+        self._deferred = 1.0  # decaying share of followers that were answered later than their leaders
         self._gram = [[0.0] * 5 for _ in range(5)]
         self._target = [0.0] * 5
         self._first: list[Interval] = []
@@ -70,8 +72,28 @@ class RateLearner:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether the rates should not be used for decisions: few samples, or the rates do not explain them."""
-        return self._is_young or self.residual > DOUBTFUL
+        """Whether nothing should be measured by the rates: few samples, or the rates do not explain them."""
+        return self._is_young or self.is_contradicted
+
+    @property
+    def is_contradicted(self) -> bool:
+        """Whether the rates should not be used for decisions: they do not explain the samples.
+
+        The prior is used before there are any: it may be wrong by a factor, but that is the same for all replicas.
+        """
+        return self.residual > DOUBTFUL
+
+    @property
+    def defers(self) -> bool:
+        """Whether replicas let a request wait for a step in which another one computes its prefix.
+
+        Headstart and SGLang do; in vLLM both are computed in one step. Assumed until the opposite is seen.
+        """
+        return self._deferred > 0.5
+
+    def followed(self, *, is_later: bool) -> None:
+        """Record whether a request whose prefix another one computed had its first token in a later step."""
+        self._deferred += FOLLOWER_DECAY * (is_later - self._deferred)
 
     def finished(self, num_output: int) -> None:
         """Record the number of tokens of an answer."""

@@ -6,7 +6,7 @@ spread over milliseconds: a step has ended when a stream that had its event sinc
 when a prefill is answered that only the running step computes. Without events nothing is known.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from math import inf
 
 from headstart.router.flight import Flight
@@ -17,7 +17,8 @@ class RunningStep:
     """The running step of one replica. `tokens` and `pairs` of its prefills; `began_at` -inf: no event was seen."""
 
     __slots__ = (
-        *("_chunks", "_rest_pairs", "_rest_tokens", "began_at", "number", "pairs", "resident", "streams", "tokens"),
+        *("_chunks", "_last_turn", "_rest_pairs", "_rest_tokens", "_turn", "began_at", "number", "pairs", "resident"),
+        *("streams", "tokens"),
     )
 
     def __init__(self) -> None:
@@ -26,7 +27,8 @@ class RunningStep:
         self.streams, self.resident = 0, 0.0
         self.tokens, self.pairs = 0, 0.0
         self._rest_tokens, self._rest_pairs = 0, 0.0  # pending, not computed by steps that ended
-        self._chunks: list[tuple[Flight, int]] = []
+        self._chunks: list[tuple[Flight, int, float]] = []  # with their tokens and pairs
+        self._turn = self._last_turn = 0  # number of the step, with those not seen; that of the last follower
 
     @property
     def is_seen(self) -> bool:
@@ -34,29 +36,39 @@ class RunningStep:
 
     @property
     def row(self) -> tuple[float, ...]:
-        """The state that a price depends on: when it began, its prefills, and all that is not computed before it."""
-        return self.began_at, self.tokens, self.pairs, self._rest_tokens, self._rest_pairs
+        """The state that a price depends on: when it began, its prefills, and all that is not computed before it.
+
+        The last value is the number of steps after it that followers need, one after the other.
+        """
+        chain = max(self._last_turn - self._turn, 0)
+        return self.began_at, self.tokens, self.pairs, self._rest_tokens, self._rest_pairs, chain
 
     def sent(self, flight: Flight) -> None:
-        """Record a request sent there. It joins the next step."""
+        """Record a request sent there. It joins the next step, or the one after its leader's."""
+        flight.turn = self._turn + 1
+        if flight.leader is not None and flight.awaited:
+            num_steps = -(-flight.awaited // STEP_TOKENS)
+            flight.turn = max(flight.turn, flight.leader.turn + num_steps)
+            self._last_turn = max(self._last_turn, flight.turn)
         self._rest_tokens += flight.work.tokens
         self._rest_pairs += flight.work.pairs
 
-    def begin(self, now: float, pending: Iterable[Flight], streams: int, resident: float) -> None:
+    def begin(self, now: float, pending: Collection[Flight], streams: int, resident: float) -> None:
         """Begin a step with the pending prefills, as far as they fit."""
         self.began_at, self.streams, self.resident = now, streams, resident
         self.number += 1
         self._schedule(pending)
+        self._last_turn = min(self._last_turn, self._turn + len(pending))
 
     def end(self) -> None:
         """End the step: its prefills are computed."""
-        for flight, tokens in self._chunks:
+        for flight, tokens, _ in self._chunks:
             flight.num_computed += tokens
         self._rest_tokens -= self.tokens
         self._rest_pairs -= self.pairs
         self._chunks, self.tokens, self.pairs = [], 0, 0.0
 
-    def catch_up(self, flight: Flight, pending: Iterable[Flight]) -> None:
+    def catch_up(self, flight: Flight, pending: Collection[Flight]) -> None:
         """End steps until the first pending request is computed: without streams they were not seen."""
         while flight.num_computed < flight.work.tokens:
             self.end()
@@ -67,20 +79,29 @@ class RunningStep:
         rest = flight.work.tokens - flight.num_computed
         self._rest_tokens -= rest
         self._rest_pairs = self._rest_pairs - rest * (flight.prompt_tokens - rest / 2) if self._rest_tokens else 0.0
-        if any(one is flight for one, _ in self._chunks):
+        if any(one is flight for one, _, _ in self._chunks):
             self._chunks = [chunk for chunk in self._chunks if chunk[0] is not flight]
-            kept = sum(tokens for _, tokens in self._chunks)
-            self.tokens, self.pairs = kept, self.pairs * (kept / self.tokens)
+            self._sum()
 
-    def _schedule(self, pending: Iterable[Flight]) -> None:
-        budget, self.pairs, self._chunks = STEP_TOKENS, 0.0, []
+    def _schedule(self, pending: Collection[Flight]) -> None:
+        budget, self._chunks = STEP_TOKENS, []
+        self._turn += 1
         for flight in pending:
             tokens = min(flight.work.tokens - flight.num_computed, budget)
-            if tokens > 0:
-                self._chunks.append((flight, tokens))
-                budget -= tokens
+            if tokens > 0 and not _is_blocked(flight, pending):
                 done = flight.prompt_tokens - flight.work.tokens + flight.num_computed
-                self.pairs += tokens * (done + tokens / 2)
+                self._chunks.append((flight, tokens, tokens * (done + tokens / 2)))
+                budget -= tokens
             if not budget:
                 break
-        self.tokens = STEP_TOKENS - budget
+        self._sum()
+
+    def _sum(self) -> None:
+        self.tokens = sum(tokens for _, tokens, _ in self._chunks)
+        self.pairs = sum(pairs for _, _, pairs in self._chunks)
+
+
+def _is_blocked(flight: Flight, pending: Collection[Flight]) -> bool:
+    """Return whether a prefill waits for a prefix that another one has yet to compute."""
+    leader = flight.leader
+    return leader is not None and leader in pending and leader.num_computed < flight.awaited

@@ -17,7 +17,8 @@ from headstart.router.policies.rendezvous import weights
 from headstart.router.pricing import EVICTED, Price, price_all, price_one
 
 FEW = 24  # candidates; for more, arrays are cheaper than plain numbers
-SLACK = 0.05  # of the prefill: the additional wait accepted for agreement between routers
+SLACK = 0.05  # of the prefill for the wait, of the price of decodes for these: accepted for agreement between routers
+DECODE_SLACK = 0.1  # of the slack for the wait, which is accepted for decodes too: their price may be almost nothing
 SAME_RATE = 1.25  # smaller differences may be noise: rates are learned from noisy times
 
 
@@ -68,7 +69,7 @@ class CostPolicy:
             if candidate.hit_tokens >= hits
             and cost.prefill <= SAME_RATE * least.prefill
             and cost.backlog <= least.backlog + slack
-            and cost.decode <= least.decode + slack
+            and cost.decode <= least.decode * (1.0 + self.slack) + DECODE_SLACK * slack
             and cost.factor <= least.factor
         ]
         first = _placed(view, equals, best, slack, evictions)
@@ -84,7 +85,8 @@ class CostPolicy:
         best = _best(prices, prices.argsort(kind="stable").tolist(), costs.factor, evictions)
         slack = self.slack * costs.prefill[best]
         mask = (hits >= hits[best]) & (costs.prefill <= SAME_RATE * costs.prefill[best])
-        mask &= (costs.backlog <= costs.backlog[best] + slack) & (costs.decode <= costs.decode[best] + slack)
+        mask &= costs.backlog <= costs.backlog[best] + slack
+        mask &= costs.decode <= costs.decode[best] * (1.0 + self.slack) + DECODE_SLACK * slack
         mask &= costs.factor <= costs.factor[best]
         first = _placed(view, np.flatnonzero(mask).tolist(), best, slack, evictions)
         return _choice(view, prices.argsort(kind="stable").tolist(), prices.tolist(), first, best)
