@@ -74,7 +74,7 @@ FIGURES: dict[str, Callable[[Trial], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What one request, alone, takes beside its simulated steps; in seconds."""
+    """Time that a single request takes in addition to its simulated steps, in seconds."""
 
     step: float  # added to each step
     first: float  # once, before the first token

@@ -23,7 +23,7 @@ BUGS = {
     "fifth_bit_of_half": ("words.h", "high = Words::load(at + (8 + half) * SIZE)", "high = Words::load(at + 8 * SIZE)"),
     "scale_of_six_bits": ("pack_blocks.cpp", "(from[8 + i] & 15) | (from[i] >> 6) << 4", "from[8 + i] & 15"),
     "second_scale": ("groups.h", "from_signed_bytes(at + part * TILE", "from_signed_bytes(at + 0 * TILE"),
-    "not_finite": ("group_rows.h", "float scale = poison != 0 ? NAN : ", "float scale = "),
+    "not_finite": ("group_rows.h", "poison != 0 ? Scaling{0.0f, NAN} : ", ""),
 }
 SCRIPT = """
 import sys

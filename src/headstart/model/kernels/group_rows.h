@@ -11,7 +11,7 @@ namespace {
 
 constexpr int GROUP_INPUTS = 32, GROUP_PAIRS = 16;
 
-struct GroupOfRow {
+struct GroupOfWords {
     uint32_t pairs[GROUP_PAIRS];  // two int16 each
     int32_t sums[2];              // of the first and the second 16 inputs
     float scale, scaled_sum;      // value = int16 * scale; scaled_sum = scale * (sums[0] + sums[1])
@@ -36,27 +36,25 @@ inline float power_of_two(uint32_t exponent) {
     return value;
 }
 
-// Rounds the numbers of a group, of which `largest` is the largest absolute value, to `whole`, and returns the scale.
-inline float round_group(const float *values, float largest, int16_t *whole, const GroupOfRow &) {
+struct Scaling {  // integer = value * inverse, rounded; value = integer * scale
+    float inverse, scale;
+};
+
+// Returns the scaling of a group whose largest absolute value is `largest`; zeros if that is too small for a quotient.
+inline Scaling scaling_of(float largest, const GroupOfWords &) {
     uint32_t exponent;
     memcpy(&exponent, &largest, 4);
     exponent >>= 23;
-    float inverse = exponent > 14 ? power_of_two(268 - exponent) : 0.0f;
-#pragma omp simd
-    for (int i = 0; i < GROUP_INPUTS; i++) whole[i] = (int16_t)(int)rintf(values[i] * inverse);
-    return exponent > 14 ? power_of_two(exponent - 14) : 0.0f;
+    if (exponent <= 14) return {0.0f, 0.0f};
+    return {power_of_two(268 - exponent), power_of_two(exponent - 14)};
 }
 
-constexpr float SMALLEST = 1e-35f;  // of the largest numbers of groups of bytes: the quotients below are finite
-
-inline float round_group(const float *values, float largest, int16_t *whole, const GroupOfBytes &) {
-    float inverse = largest > SMALLEST ? 127.0f / largest : 0.0f;
-#pragma omp simd
-    for (int i = 0; i < GROUP_INPUTS; i++) whole[i] = (int16_t)(int)rintf(values[i] * inverse);
-    return largest > SMALLEST ? largest / 127.0f : 0.0f;
+inline Scaling scaling_of(float largest, const GroupOfBytes &) {
+    if (largest < 1e-35f) return {0.0f, 0.0f};
+    return {127.0f / largest, largest / 127.0f};
 }
 
-inline void store_group(const int16_t *whole, GroupOfRow &to) { memcpy(to.pairs, whole, sizeof to.pairs); }
+inline void store_group(const int16_t *whole, GroupOfWords &to) { memcpy(to.pairs, whole, sizeof to.pairs); }
 
 inline void store_group(const int16_t *whole, GroupOfBytes &to) {
     // Each half has two fours of the pairs 0 and 2, 1 and 3 of its first four pairs, then those of its last four.
@@ -87,8 +85,11 @@ void prepare_groups(const Linear &linear, const bf16 *x, Group *to, long groups)
             largest = fabsf(values[i]) > largest ? fabsf(values[i]) : largest;
             poison += values[i] * 0.0f;
         }
-        int16_t whole[GROUP_INPUTS] = {0};
-        float scale = poison != 0 ? NAN : round_group(values, largest, whole, to[g]);
+        Scaling scaling = poison != 0 ? Scaling{0.0f, NAN} : scaling_of(largest, to[g]);
+        int16_t whole[GROUP_INPUTS];
+#pragma omp simd
+        for (int i = 0; i < GROUP_INPUTS; i++)
+            whole[i] = (int16_t)(int)rintf((scaling.inverse ? values[i] : 0.0f) * scaling.inverse);
         int sums[2] = {0, 0};
         for (int part = 0; part < 2; part++) {
             int sum = 0;
@@ -98,7 +99,7 @@ void prepare_groups(const Linear &linear, const bf16 *x, Group *to, long groups)
         }
         store_group(whole, to[g]);
         to[g].sums[0] = sums[0], to[g].sums[1] = sums[1];
-        to[g].scale = scale, to[g].scaled_sum = scale * (float)(sums[0] + sums[1]);
+        to[g].scale = scaling.scale, to[g].scaled_sum = scaling.scale * (float)(sums[0] + sums[1]);
     }
 }
 

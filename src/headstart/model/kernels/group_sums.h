@@ -18,7 +18,7 @@ inline int row_sum(const Group &row, int part) {
 // Rows of 16 bits: products of pairs of int16 are added in int32.
 template <int BITS, int SUMS, int OFFSET>
 struct RowsOfWords {
-    typedef GroupOfRow Group;
+    typedef GroupOfWords Group;
     static constexpr int ROWS = WORDS_ROWS;
 
     template <int R, int C, class Unit>

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from headstart.model.kernels.library import Kernels, cpu_model, threads
+from headstart.model.kernels.packed import ACTIVATION_BITS
 from headstart.model.layers.linear import Form, Linear
 from headstart.model.source_digest import source_digest
 
 CHOICES = ("auto", "kernels", "torch")
-ACTIVATION_CHOICES = ("auto", "8", "16")
+ACTIVATION_CHOICES = ("auto", *map(str, ACTIVATION_BITS))
 ROWS = (1, 16, 128)
 MOST_OUTPUTS = 2048  # of a product that is timed: time is proportional to the outputs
 LEAST_WEIGHTS = 1 << 22  # of a layer; products of smaller models fit a cache, and are not timed

@@ -1,9 +1,8 @@
 """Experiment: effect of int8 and int4 weights on logits. Logits of every position against float32's, beside bfloat16's.
 
 bfloat16 rounds weights and activations; int8 and int4 round the weights further, and leave the rest as in bfloat16;
-int4_a8 rounds activations to 8 bits in products with weights of int4. The
-bundled model reads its own conversations and also generates answers, which count if they are exact; any other model
-reads random tokens.
+int4_a8 rounds activations to 8 bits in products with weights of int4. The bundled model reads its own conversations and
+also generates answers, which count if they are exact; any other model reads random tokens.
 """
 
 from array import array
