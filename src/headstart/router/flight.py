@@ -67,7 +67,7 @@ class Flight:
         self.num_events = 0  # token events after its first token
         self.token_at = 0.0  # of the last one, or of the first token
         self.step = self.first_step = 0  # numbers of the steps of its last event and of its first token
-        self.block_hashes: list[BlockHash] = []  # of its prompt
+        self.block_hashes: list[BlockHash] = []  # of its prompt, while pending
         self.hit_blocks = 0  # of these, expected to be cached when it is computed
         self.leader: Flight | None = None  # while pending: the request that computes the last block of this hit
         self.awaited = 0  # tokens of the leader's work that are to be computed in earlier steps

@@ -212,7 +212,7 @@ class Load:
             self._resident_ms += elapsed * (self.stream_tokens + grown)
 
     def _left(self, flight: Flight, now: float) -> None:
-        flight.leader = None
+        flight.leader, flight.block_hashes = None, []
         del self._pending[flight]
         self._step.left(flight)
         self.pending_tokens -= flight.work.tokens
