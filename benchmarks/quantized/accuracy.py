@@ -22,7 +22,7 @@ from headstart.bench.experiments.engine.int8 import logits
 from headstart.model.setup.sizing import apply_threads
 from headstart.model.weights.model_loader import load_model
 
-FORMS = {"float32": ("float32", "16"), "16 bits": ("bfloat16", "16"), "8 bits": ("bfloat16", "8")}
+FORMS = {"float32": ("float32", 16), "16 bits": ("bfloat16", 16), "8 bits": ("bfloat16", 8)}
 TEXT = 40_000  # characters of a trace that are enough
 LLAMACPP = """
 import json, sys
@@ -81,7 +81,7 @@ def read_windows(path: Path, tokenizer: Tokenizer, options: argparse.Namespace) 
     return [ids[i * options.tokens : (i + 1) * options.tokens] for i in range(options.windows)]
 
 
-def ours(file: Path, form: tuple[str, str], windows: list[list[int]]) -> torch.Tensor:
+def ours(file: Path, form: tuple[str, int], windows: list[list[int]]) -> torch.Tensor:
     """Return the logits [windows, tokens, vocab] of one form."""
     loaded = load_model(file, dtype=form[0], device="cpu", activation_bits=form[1])
     return torch.stack([logits(loaded, window) for window in windows])

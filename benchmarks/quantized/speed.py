@@ -76,7 +76,8 @@ def main() -> None:
     """Search, measure by turns, and print medians with all samples."""
     arguments = _arguments()
     threads = str(len(arguments.cores.split(",")))
-    ours = (sys.executable, str(HERE / "worker_ours.py"), arguments.file, "--threads", threads)
+    settings = ("--threads", threads, "--activation-bits", arguments.activation_bits)
+    ours = (sys.executable, str(HERE / "worker_ours.py"), arguments.file, *settings)
     best: dict[str, dict[str, Engine]] = {
         "headstart": dict.fromkeys(("token", "prefill"), Engine("headstart", ours)),
     }
@@ -123,6 +124,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ubatches", nargs="+", type=int, default=UBATCHES, help="to search")
     parser.add_argument("--prompt", type=int, default=1491)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--activation-bits", default="16", help="of Headstart; the others round to 8")
     parser.add_argument("--runs", type=int, default=3, help="of one process")
     parser.add_argument("--turns", type=int, default=5)
     return parser.parse_args()

@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("file")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--quantization", default="none")
+    parser.add_argument("--activation-bits", default="16")
     parser.add_argument("--prompt", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--runs", type=int, required=True)
@@ -29,6 +30,7 @@ def main() -> None:
     llm = LLM(
         arguments.file,
         quantization=arguments.quantization,
+        activation_bits=arguments.activation_bits,
         threads=arguments.threads,
         max_model_len=length,
         num_blocks=2 * (length // 16 + 2),

@@ -116,7 +116,7 @@ def _load(options: EngineOptions, folder: Path) -> tuple[LoadedModel, KVPlan, in
         attention_backend=options.attention_backend,
         quantization=options.quantization,
         linear_dispatch=options.linear_dispatch,
-        activation_bits=options.activation_bits,
+        activation_bits=int(options.activation_bits),
     )
     max_model_len = loaded.max_model_len if options.max_model_len is None else options.max_model_len
     if max_model_len > loaded.max_model_len:

@@ -18,7 +18,6 @@ from headstart.model.layers.dispatch import (
     ROWS,
     Measured,
     Timing,
-    activation_bits_of,
     all_measured,
     chosen_kernels,
     measured,
@@ -118,24 +117,19 @@ def test_a_model_runs_in_the_form_that_is_asked_for(found: Kernels, tmp_path: Pa
         load_model(tmp_path, device="cpu", linear_dispatch="fast")
 
 
-def test_activations_have_8_bits_where_that_is_faster(found: Kernels) -> None:
-    assert [activation_bits_of(choice, found) for choice in ("8", "16")] == [8, 16]
-    assert activation_bits_of("auto", found) == (8 if found.variant == "avx2" else 16)
-
-
 def test_stored_kv_is_not_shared_by_activations_of_other_bits(found: Kernels, tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
 
-    def fingerprint(quantization: str, bits: str) -> bytes:
+    def fingerprint(quantization: str, bits: int) -> bytes:
         return load_model(
             tmp_path, dtype="bfloat16", device="cpu", quantization=quantization, activation_bits=bits
         ).fingerprint
 
-    assert fingerprint("int4", "8") != fingerprint("int4", "16")
-    assert fingerprint("none", "8") == fingerprint("none", "16")  # no weights in blocks: nothing is rounded
-    assert fingerprint("int8", "8") == fingerprint("int8", "16")
-    with pytest.raises(ConfigError, match="activation_bits '4' is not known; choose auto, 8, 16"):
-        load_model(tmp_path, device="cpu", activation_bits="4")
+    assert fingerprint("int4", 8) != fingerprint("int4", 16)
+    assert fingerprint("none", 8) == fingerprint("none", 16)  # no weights in blocks: nothing is rounded
+    assert fingerprint("int8", 8) == fingerprint("int8", 16)
+    with pytest.raises(ConfigError, match="activation_bits is 4; choose 8 or 16"):
+        load_model(tmp_path, device="cpu", activation_bits=4)
 
 
 def test_doctor_shows_what_was_measured(found: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

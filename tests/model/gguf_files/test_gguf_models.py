@@ -27,7 +27,7 @@ LLAMA3 = {
 }
 
 
-def largest_error(path: Path, oracle: PreTrainedModel, dtype: str = "float32", bits: str = "16") -> float:
+def largest_error(path: Path, oracle: PreTrainedModel, dtype: str = "float32", bits: int = 16) -> float:
     """The largest difference of logits, of prompts in chunks with shared blocks, relative to the largest of fp32."""
     loaded = load_model(path, dtype=dtype, device="cpu", activation_bits=bits)
     rng = Random(1)
@@ -74,7 +74,7 @@ def test_models_in_bfloat16_with_blocks_in_one_or_several_formats_stay_close_to_
     path = tmp_path / "model.gguf"
     oracle = write_gguf(path, family, kind, std=0.05, mixed=mixed, **overrides)
     assert largest_error(path, oracle, "bfloat16") < 0.05
-    assert largest_error(path, oracle, "bfloat16", "8") < 0.1
+    assert largest_error(path, oracle, "bfloat16", 8) < 0.1
     assert largest_error(path, oracle) < 1e-5
 
 

@@ -20,12 +20,10 @@ from typing import Any
 import torch
 
 from headstart.model.kernels.library import Kernels, cpu_model, threads
-from headstart.model.kernels.packed import ACTIVATION_BITS
 from headstart.model.layers.linear import Form, Linear
 from headstart.model.source_digest import source_digest
 
 CHOICES = ("auto", "kernels", "torch")
-ACTIVATION_CHOICES = ("auto", *map(str, ACTIVATION_BITS))
 ROWS = (1, 16, 128)
 MOST_OUTPUTS = 2048  # of a product that is timed: time is proportional to the outputs
 LEAST_WEIGHTS = 1 << 22  # of a layer; products of smaller models fit a cache, and are not timed
@@ -75,16 +73,6 @@ def chosen_kernels(kernels: Kernels, choice: str, sizes: Sequence[Size], cache: 
     if choice == "kernels" or sum(outputs * inputs for outputs, inputs in sizes) < LEAST_WEIGHTS:
         return kernels
     return kernels if measured(kernels, sizes, cache).prefers_kernels else None
-
-
-def activation_bits_of(choice: str, kernels: Kernels) -> int:
-    """Return the bits of activations in products with weights in blocks; `choice`: see ACTIVATION_CHOICES.
-
-    auto is 8 where there are no dot products of 16-bit integers (VNNI): products then take two thirds of the time.
-    """
-    if choice == "auto":
-        return 8 if kernels.variant == "avx2" else 16
-    return int(choice)
 
 
 def measured(kernels: Kernels, sizes: Sequence[Size], cache: Path) -> Measured:

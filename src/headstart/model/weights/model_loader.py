@@ -19,8 +19,9 @@ from headstart.gguf.gguf_reader import is_gguf
 from headstart.model.attention.base import resolve_backend
 from headstart.model.kernels.build import cache_folder
 from headstart.model.kernels.library import kernels
+from headstart.model.kernels.packed import ACTIVATION_BITS
 from headstart.model.layers.decoder import LanguageModel, load_decoder
-from headstart.model.layers.dispatch import ACTIVATION_CHOICES, CHOICES, activation_bits_of, chosen_kernels
+from headstart.model.layers.dispatch import CHOICES, chosen_kernels
 from headstart.model.layers.linear import Form
 from headstart.model.paged_kv import KVShape
 from headstart.model.source_digest import source_digest
@@ -68,14 +69,14 @@ def load_model(
     attention_backend: str = "auto",
     quantization: str = "none",
     linear_dispatch: str = "kernels",
-    activation_bits: str = "auto",
+    activation_bits: int = 16,
 ) -> LoadedModel:
     """Load the model of a folder or GGUF file, with progress on stderr. Raises ConfigError if it cannot be served.
 
     `quantization` int8 keeps every matrix but the embedding as int8 with one scale per output; int4 those of the layers
     in blocks of Q4_1, with a scale and a minimum per 32 inputs of an output, and the output head as int8.
     `linear_dispatch` says what multiplies weights of bfloat16 on a CPU: our kernels, torch, or the faster one (auto).
-    `activation_bits` are those of the rows that weights in blocks are multiplied by: 16, 8, or the faster one (auto).
+    `activation_bits` are those of the rows that weights in blocks are multiplied by, 16 or 8.
     """
     raw = read_config(folder)
     architecture = architecture_of(raw)
@@ -88,8 +89,8 @@ def load_model(
         raise ConfigError(f"quantization {quantization!r} is not known; choose {', '.join(QUANTIZATIONS)}")
     if linear_dispatch not in CHOICES:
         raise ConfigError(f"linear_dispatch {linear_dispatch!r} is not known; choose {', '.join(CHOICES)}")
-    if activation_bits not in ACTIVATION_CHOICES:
-        raise ConfigError(f"activation_bits {activation_bits!r} is not known; choose {', '.join(ACTIVATION_CHOICES)}")
+    if activation_bits not in ACTIVATION_BITS:
+        raise ConfigError(f"activation_bits is {activation_bits}; choose {' or '.join(map(str, ACTIVATION_BITS))}")
     if quantization != "none" and native is None:
         raise ConfigError(
             f"quantization {quantization} is not supported for {architecture}, which Transformers runs{why}; "
@@ -111,7 +112,7 @@ def load_model(
                 kinds = {entry.dtype for entry in checkpoint.entries.values()} & FORMATS.keys()
                 blocks = any(FORMATS[kind].block_size > 1 for kind in kinds)  # then only our kernels multiply
                 if quantization == "int4" or (quantization == "none" and blocks):
-                    bits = activation_bits_of(activation_bits, compiled)
+                    bits = activation_bits
                 elif quantization == "none":
                     cache = cache_folder(os.environ)
                     compiled = chosen_kernels(compiled, linear_dispatch, native.linear_sizes, cache)

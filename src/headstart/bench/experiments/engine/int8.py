@@ -31,11 +31,11 @@ from headstart.workload.intent import is_correct
 from headstart.workload.synthetic import random_tokens
 
 FORMS = {
-    "float32": ("float32", "none", "16"),
-    "bfloat16": ("bfloat16", "none", "16"),
-    "int8": ("bfloat16", "int8", "16"),
-    "int4": ("bfloat16", "int4", "16"),
-    "int4_a8": ("bfloat16", "int4", "8"),
+    "float32": ("float32", "none", 16),
+    "bfloat16": ("bfloat16", "none", 16),
+    "int8": ("bfloat16", "int8", 16),
+    "int4": ("bfloat16", "int4", 16),
+    "int4_a8": ("bfloat16", "int4", 8),
 }
 ORACLE = "float32"
 BLOCK_SIZE = 16
@@ -139,7 +139,7 @@ def _conversations(setup: Setup, config: Int8Config, bar: Bar) -> tuple[list[lis
     accuracy: dict[str, float] = {}
     for name, (dtype, quantization, bits) in FORMS.items():
         bar.stage(f"answers in {name}", None)
-        llm = LLM(dtype=dtype, quantization=quantization, activation_bits=bits, threads=setup.threads)
+        llm = LLM(dtype=dtype, quantization=quantization, activation_bits=str(bits), threads=setup.threads)
         answers = llm.chat(asked, {"temperature": 0, "max_tokens": MAX_TOKENS}, progress=False)
         right = sum(is_correct(answer.text, example) for answer, example in zip(answers, examples, strict=True))
         accuracy[name] = right / len(examples)
