@@ -118,7 +118,11 @@ class Router:
         self._count += 1
         self.policy.picked(decision.choice, chosen)
         self._book(decision)
-        return InFlight(decision, chosen, flight, index, reservation, now)
+        in_flight = InFlight(decision, chosen, flight, index, reservation, now)
+        if self._log is not None:
+            ranked = zip(decision.choice.ranked, decision.choice.scores, strict=True)
+            in_flight.scores = {one.name: score for one, score in ranked}
+        return in_flight
 
     # --------------------------------------------------------------------------------------------------- progress
 
@@ -130,6 +134,7 @@ class Router:
         if usage is not None:
             self._reported(in_flight, usage, now)
         in_flight.index.computed(in_flight.reservation, now)
+        in_flight.drop_alternatives()
 
     def token(self, in_flight: InFlight, now: float) -> None:
         """Record a token event of the answer after its first. A front that forwards streams calls it for each."""
@@ -280,7 +285,7 @@ class Router:
             at=in_flight.sent_at,
             endpoint=in_flight.endpoint.name,
             reason=choice.reason,
-            scores={c.name: score for c, score in zip(choice.ranked, choice.scores, strict=True)},
+            scores=in_flight.scores,
             excluded=in_flight.excluded,
             prompt_tokens=request.prompt.num_tokens,
             block_size=in_flight.endpoint.block_size,

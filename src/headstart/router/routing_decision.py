@@ -99,7 +99,7 @@ class InFlight(RoutingDecision):
 
     __slots__ = (
         *("cached_tokens", "finish", "first_token", "flight", "index", "num_output", "reported_tokens"),
-        *("reservation", "sent_at"),
+        *("reservation", "scores", "sent_at"),
     )
 
     def __init__(
@@ -123,3 +123,11 @@ class InFlight(RoutingDecision):
         self.cached_tokens: int | None = None  # as reported by the replica
         self.reported_tokens = 0  # of the prompt, by the replica's count
         self.num_output: int | None = None  # tokens of the answer, as reported
+        self.scores: dict[str, float] = {}  # of all candidates, for a decision log
+
+    def drop_alternatives(self) -> None:
+        """Forget the other candidates, of which there may be 1,000: an answered request is sent nowhere else."""
+        candidate = self.candidate
+        score = self.choice.scores[self.choice.ranked.index(candidate)]
+        self.view = self.view._replace(candidates=(candidate,))
+        self.choice = Choice((candidate,), (score,), self.choice.reason)

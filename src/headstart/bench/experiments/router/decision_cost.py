@@ -125,7 +125,8 @@ def full_router(config: PickConfig, rng: Random, bar: Bar = QUIET) -> tuple[Rout
 def decision_times(router: Router, shared: list[list[BlockHash]], config: PickConfig, rng: Random) -> list[float]:
     """Return the microseconds of each decision: prompts are cached, new from the middle on, or completely new.
 
-    Between decisions the request is sent and an older one ends, as in service: nothing is as the last decision left it.
+    Between decisions the request is sent, an older one is answered and another ends, as in service: nothing is as the
+    last decision left it.
     """
     times: list[float] = []
     in_flight: deque[InFlight] = deque()
@@ -138,6 +139,8 @@ def decision_times(router: Router, shared: list[list[BlockHash]], config: PickCo
         decision = router.pick(request, float(number))
         times.append((thread_time() - start) * 1e6)
         in_flight.append(router.sent(decision, float(number)))
+        if len(in_flight) > config.replicas:
+            router.first_token(in_flight[-1 - config.replicas], float(number))
         if len(in_flight) > 2 * config.replicas:
             router.finished(in_flight.popleft(), float(number))
     for one in in_flight:
