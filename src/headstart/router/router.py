@@ -59,18 +59,21 @@ class Router:
         self.num_reported = 0
         self._learners: dict[frozenset[str], RateLearner] = {}  # by models
         self._first_blocks = FirstBlocks()
+        self._without_hit: dict[str, Candidate] = {}  # the candidate of each endpoint, by its name
         self._log = log
         self._count = 0
 
     def add(self, endpoint: Endpoint) -> None:
         """Add a replica, or replace the one of that name. Replicas of the same models learn their rates together."""
         self.endpoints[endpoint.name] = endpoint
+        self._without_hit[endpoint.name] = Candidate(endpoint, 0, 0)
         endpoint.load.learner = self._learners.setdefault(endpoint.models, endpoint.load.learner)
         self._list(endpoint.index)
 
     def remove(self, name: str) -> None:
         """Remove a replica and its state; requests in flight there may still end."""
         self.endpoints.pop(name, None)
+        self._without_hit.pop(name, None)
 
     # ------------------------------------------------------------------------------------------------------ deciding
 
@@ -244,14 +247,14 @@ class Router:
                 block_hashes = prompt.block_hashes(size)
                 holders, near = self._first_blocks.holders(block_hashes), 0
             index = endpoint.index if exact and not endpoint.miscounted else _index_for(endpoint, request)
-            blocks = tokens = 0
+            candidate = self._without_hit[endpoint.name]
             if index.number < 0 or index.number in holders:
                 blocks = index.match(block_hashes, now, near)
                 if blocks:
                     near, tokens = blocks, min(blocks * size, limit)
-            candidate = Candidate(endpoint, blocks, tokens)
-            if tokens > most:
-                best, most = candidate, tokens
+                    candidate = Candidate(endpoint, blocks, tokens)
+            if candidate.hit_tokens > most:
+                best, most = candidate, candidate.hit_tokens
             candidates.append(candidate)
         assert best is not None, "there is no replica"
         block_hashes = prompt.block_hashes(best.endpoint.block_size)

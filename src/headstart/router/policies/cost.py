@@ -130,7 +130,8 @@ def _choice(view: View, order: list[int], prices: list[float], first: int, best:
     order.remove(first)
     order.insert(0, first)
     reason = "least cost" if first == best else "placed by its first new block"
-    return Choice(tuple(view.candidates[i] for i in order), tuple(prices[i] for i in order), reason)
+    ranked = tuple(map(view.candidates.__getitem__, order))
+    return Choice(ranked, tuple(map(prices.__getitem__, order)), reason)
 
 
 def cost_of(view: View, name: str) -> Cost:
