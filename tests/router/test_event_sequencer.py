@@ -133,6 +133,16 @@ def test_a_replay_shows_that_the_publisher_is_another_one() -> None:
     assert feed.offer(5, batch(5, "second"), replayed=True) == Due(False, batches(5, 6, publisher="second"))
 
 
+def test_a_late_batch_of_the_former_publisher_is_void_with_the_next_one_of_the_new_publisher() -> None:
+    feed = started(replays=True)
+    assert feed.offer(0, batch(0, "second"), replayed=True) == Due(True, [])
+    assert feed.offer(0, batch(0, "second"), replayed=True) == Due(False, batches(0, publisher="second"))
+    assert feed.offer(1, batch(1)) == Due(False, batches(1))  # cannot be told from one of the new publisher
+    assert feed.offer(1, batch(1, "second")) == Due(True, [])
+    assert feed.num_restarts == 2 and feed.replay_from == 0
+    assert feed.offer(0, batch(0, "second"), replayed=True) == Due(False, batches(0, 1, publisher="second"))
+
+
 def test_who_comes_late_starts_with_an_empty_index_and_no_gap() -> None:
     feed = EventSequencer()
     assert feed.offer(17, batch(17)) == Due(True, batches(17))

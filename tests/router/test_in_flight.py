@@ -1,4 +1,4 @@
-"""What the router keeps of a request that was sent."""
+"""InFlight: alternatives are kept until the first token, the scores of all replicas for the decision log."""
 
 from router.fleets import ask, endpoint
 

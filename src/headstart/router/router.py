@@ -59,7 +59,9 @@ class Router:
         self.num_reported = 0
         self._learners: dict[frozenset[str], RateLearner] = {}  # by models
         self._first_blocks = FirstBlocks()
-        self._without_hit: dict[str, Candidate] = {}  # the candidate of each endpoint, by its name
+        self._without_hit: dict[
+            str, Candidate
+        ] = {}  # by endpoint; made once: most replicas of a large fleet have no hit
         self._log = log
         self._count = 0
 
@@ -123,8 +125,7 @@ class Router:
         self._book(decision)
         in_flight = InFlight(decision, chosen, flight, index, reservation, now)
         if self._log is not None:
-            ranked = zip(decision.choice.ranked, decision.choice.scores, strict=True)
-            in_flight.scores = {one.name: score for one, score in ranked}
+            in_flight.logged_scores = decision.scores
         return in_flight
 
     # --------------------------------------------------------------------------------------------------- progress
@@ -288,7 +289,7 @@ class Router:
             at=in_flight.sent_at,
             endpoint=in_flight.endpoint.name,
             reason=choice.reason,
-            scores=in_flight.scores,
+            scores=in_flight.logged_scores,
             excluded=in_flight.excluded,
             prompt_tokens=request.prompt.num_tokens,
             block_size=in_flight.endpoint.block_size,

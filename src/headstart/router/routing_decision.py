@@ -53,6 +53,11 @@ class RoutingDecision:
         """Block hashes of the prompt, in the block size of the chosen replica."""
         return self.view.request.prompt.block_hashes(self.endpoint.block_size)
 
+    @property
+    def scores(self) -> dict[str, float]:
+        """The policy's scores by replica."""
+        return {c.name: score for c, score in zip(self.choice.ranked, self.choice.scores, strict=True)}
+
     def candidate_of(self, name: str) -> Candidate:
         """Return a candidate by name. Raises KeyError if there is none."""
         for candidate in self.choice.ranked:
@@ -62,7 +67,7 @@ class RoutingDecision:
 
     def explain(self) -> dict[str, Any]:
         """Return the costs and scores of all candidates. Call before the request is sent, while they are current."""
-        scores = {c.name: score for c, score in zip(self.choice.ranked, self.choice.scores, strict=True)}
+        scores = self.scores
         rows: list[dict[str, Any]] = []
         for candidate in self.choice.ranked:
             cost = cost_of(self.view, candidate.name)
@@ -98,8 +103,8 @@ class InFlight(RoutingDecision):
     """A request that was sent by a decision: what was expected of it when it left, and what has happened since."""
 
     __slots__ = (
-        *("cached_tokens", "finish", "first_token", "flight", "index", "num_output", "reported_tokens"),
-        *("reservation", "scores", "sent_at"),
+        *("cached_tokens", "finish", "first_token", "flight", "index", "logged_scores", "num_output"),
+        *("reported_tokens", "reservation", "sent_at"),
     )
 
     def __init__(
@@ -123,7 +128,7 @@ class InFlight(RoutingDecision):
         self.cached_tokens: int | None = None  # as reported by the replica
         self.reported_tokens = 0  # of the prompt, by the replica's count
         self.num_output: int | None = None  # tokens of the answer, as reported
-        self.scores: dict[str, float] = {}  # of all candidates, for a decision log
+        self.logged_scores: dict[str, float] = {}  # of all candidates; only for a decision log
 
     def drop_alternatives(self) -> None:
         """Forget the other candidates, of which there may be 1,000: an answered request is sent nowhere else."""

@@ -122,6 +122,7 @@ async def _case(case: Case, config: PreciseConfig, seed: int) -> _Found:
             rig.relay.loss = config.loss if case.loss else 0.0
             await rig.serve(config.rounds // 2)
             if case.restarts:
+                await rig.caught_up()  # else a late batch of the old publisher would count as another restart
                 rig.restart()
             await rig.serve(config.rounds - config.rounds // 2)
             consumer = rig.consumer
