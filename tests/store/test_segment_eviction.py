@@ -271,3 +271,15 @@ def test_a_victim_that_cannot_be_deleted_raises(folder: Path) -> None:
     with pytest.raises(OSError, match="Read-only"):
         catalog.make_room(640, kept=())
     assert catalog.num_blocks == 5 * PER_SEGMENT
+
+
+def test_what_another_process_appended_since_the_last_look_counts(folder: Path) -> None:
+    """Its segment was known when it was small."""
+    for path in filled(folder)[:2]:
+        path.unlink()
+    one, other = opened(folder), opened(folder)
+    write(other, chain(2, seed=9))
+    write(one, chain(2, seed=8))
+    other.append(chain(20, seed=9, first=2))
+    assert one.make_room(SHAPE.block_bytes, kept=NOTHING) == 0
+    assert one.num_bytes == bytes_of(folder)

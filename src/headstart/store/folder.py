@@ -76,8 +76,9 @@ class Folder:
                 self.others[name] = entry
             elif name not in self.known:
                 self._add_file(entry)
-            elif self.known[name].is_full():
-                self.known[name].num_bytes = entry.num_bytes
+            else:  # another process may have appended to it
+                segment = self.known[name]
+                segment.num_bytes = entry.num_bytes if segment.is_full() else max(segment.num_bytes, entry.num_bytes)
         self.measure()
         return entries
 
