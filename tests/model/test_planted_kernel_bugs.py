@@ -1,4 +1,4 @@
-"""Bugs planted in the kernels for weights in blocks, one at a time: the tests of the products catch each."""
+"""Bugs planted in the kernels of products, one at a time: the tests of the products catch each."""
 
 import os
 import shutil
@@ -23,6 +23,8 @@ BUGS = {
     "fifth_bit_of_half": ("words.h", "high = Words::load(at + (8 + half) * SIZE)", "high = Words::load(at + 8 * SIZE)"),
     "scale_of_six_bits": ("pack_blocks.cpp", "(from[8 + i] & 15) | (from[i] >> 6) << 4", "from[8 + i] & 15"),
     "second_scale": ("groups.h", "from_signed_bytes(at + part * TILE", "from_signed_bytes(at + 0 * TILE"),
+    "lost_section": ("dot.h", "{ *this = load(paused); }", "{ begin(nullptr); }"),
+    "last_section_only": ("tiles.h", "k == begin, k + units == end", "k + units == end, k + units == end"),
     "not_finite": ("group_rows.h", "poison != 0 ? Scaling{0.0f, NAN} : ", ""),
 }
 SCRIPT = """
@@ -31,14 +33,15 @@ from pathlib import Path
 import pytest
 from headstart.model.kernels import build
 build.SOURCES, build.FLAGS = Path(sys.argv[1]), (*build.FLAGS, "-O1")
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", sys.argv[2], sys.argv[3]]))
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", sys.argv[2], *sys.argv[3:]]))
 """
 
 
 def run(folder: Path, variant: str) -> subprocess.CompletedProcess[str]:
     """Run the tests of one variant on kernels from the sources in `folder`."""
     environ = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", SCRIPT, str(folder), variant, str(TESTS / "model" / "test_blocks_linear.py")]
+    files = [str(TESTS / "model" / name) for name in ("test_blocks_linear.py", "test_linear.py")]
+    command = [sys.executable, "-c", SCRIPT, str(folder), variant, *files]
     return subprocess.run(command, env=environ, cwd=TESTS.parent, capture_output=True, text=True, timeout=850)
 
 

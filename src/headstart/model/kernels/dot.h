@@ -4,7 +4,8 @@
 // or, where columns(rows) is 1, for half of them. int8 weights are multiplied by rows of int16, and the products are
 // summed in int32, which is exact for INT_PIECE pairs.
 //
-// A pass begins its sums with `begin` and adds them to those of earlier pieces with `end`.
+// A pass begins its sums with `begin` and adds them to those of earlier pieces with `end`; between the sections of a
+// piece they are kept with `pause` and `resume`. SECTIONS: whether pieces are that large that sections pay.
 #pragma once
 
 #include "linear.h"
@@ -27,6 +28,8 @@ struct Floats {  // 16 sums of one row in fp32
     static Floats load(const float *from) { return {_mm512_loadu_ps(from)}; }
     void store(float *to) const { _mm512_storeu_ps(to, value); }
     void begin(float *) { value = _mm512_setzero_ps(); }
+    void resume(const float *paused, float *) { value = _mm512_loadu_ps(paused); }
+    void pause(float *paused, float *) const { _mm512_storeu_ps(paused, value); }
     void end(float *out) const { _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), value)); }
     void add_scaled(struct Ints whole, Floats scale, float row_scale);
     void add_product(Floats a, float b) { value = _mm512_fmadd_ps(a.value, _mm512_set1_ps(b), value); }
@@ -36,6 +39,8 @@ struct Ints {  // the same in int32
     __m512i value;
     void add(Ints other) { value = _mm512_add_epi32(value, other.value); }
     void begin(float *) { value = _mm512_setzero_si512(); }
+    void resume(const float *paused, float *) { value = _mm512_loadu_si512(paused); }
+    void pause(float *paused, float *) const { _mm512_storeu_si512(paused, value); }
     void set(int number) { value = _mm512_set1_epi32(number); }
     void end(float *out) const {
         _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), _mm512_cvtepi32_ps(value)));
@@ -50,6 +55,7 @@ inline void Floats::add_scaled(Ints whole, Floats scale, float row_scale) {
 // One step of a pass over 32 outputs, two registers wide.
 template <class Op>
 struct Wide {
+    static constexpr bool SECTIONS = false;
     static constexpr int ROWS = 12;
     static constexpr int columns(int) { return 2; }
     template <class Sum, class Unit, int R, int C>
@@ -129,6 +135,8 @@ struct Floats {
         _mm256_storeu_ps(to + 8, high);
     }
     void begin(float *) { low = high = _mm256_setzero_ps(); }
+    void resume(const float *paused, float *) { *this = load(paused); }
+    void pause(float *paused, float *) const { store(paused); }
     void end(float *out) const {
         _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), low));
         _mm256_storeu_ps(out + 8, _mm256_add_ps(_mm256_loadu_ps(out + 8), high));
@@ -147,6 +155,13 @@ struct Ints {
         high = _mm256_add_epi32(high, other.high);
     }
     void begin(float *) { low = high = _mm256_setzero_si256(); }
+    void resume(const float *paused, float *) {
+        low = _mm256_loadu_si256((const __m256i *)paused), high = _mm256_loadu_si256((const __m256i *)paused + 1);
+    }
+    void pause(float *paused, float *) const {
+        _mm256_storeu_si256((__m256i *)paused, low);
+        _mm256_storeu_si256((__m256i *)paused + 1, high);
+    }
     void set(int number) { low = high = _mm256_set1_epi32(number); }
     void end(float *out) const { Floats{_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)}.end(out); }
 };
@@ -166,6 +181,7 @@ struct Bf16 {  // widened; the even inputs first, so that the sums of six rows a
     template <int>
     using Sum = Floats;
     typedef FloatPair Unit;
+    static constexpr bool SECTIONS = true;
     static constexpr int ROWS = 6, BYTES = 2, INPUTS = 2, WEIGHT_BYTES = TILE * 2 * BYTES, PIECE = FLOAT_PIECE;
     static constexpr int columns(int rows) { return rows > 3 ? 1 : 2; }
     template <int R, int C>
@@ -173,7 +189,11 @@ struct Bf16 {  // widened; the even inputs first, so that the sums of six rows a
                      long fetch) {
         prefetch(next, fetch);
         at += half * HALF * 2 * BYTES;
-        for (int c = 0; c < C; c++) step_column(sums, c, at + c * HALF * 4, x, stride);
+        for (int c = 0; c < C; c++) {
+            // Without this, GCC loads the weights of both columns first and keeps sums of three rows on the stack.
+            if (R == 3 && c) asm volatile("" ::: "memory");
+            step_column(sums, c, at + c * HALF * 4, x, stride);
+        }
     }
     template <int R, int C>
     static void step_column(Floats (&sums)[R][C], int c, const char *at, const Unit *x, long stride) {
@@ -198,6 +218,7 @@ struct Int8 {
     template <int>
     using Sum = Ints;
     typedef uint32_t Unit;
+    static constexpr bool SECTIONS = false;
     static constexpr int ROWS = 5, BYTES = 1, INPUTS = 2, WEIGHT_BYTES = TILE * 2 * BYTES, PIECE = INT_PIECE;
     static constexpr int columns(int rows) { return rows > 2 ? 1 : 2; }
     template <int R, int C>

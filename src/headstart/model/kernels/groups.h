@@ -64,6 +64,8 @@ struct Carried {
     Floats value;
     void begin(float *out) { value = Floats::load(out); }
     void end(float *out) const { value.store(out); }
+    void resume(const float *, float *out) { begin(out); }
+    void pause(float *, float *out) const { end(out); }
     Floats get() const { return value; }
     void set(Floats to) { value = to; }
     static void leave_group() {}
@@ -73,6 +75,8 @@ struct Stored {
     float *at;
     void begin(float *out) { at = out; }
     void end(float *) const {}
+    void resume(const float *, float *out) { begin(out); }
+    void pause(float *, float *) const {}
     Floats get() const { return Floats::load(at); }
     void set(Floats to) { to.store(at); }
     // Without this, GCC keeps a second copy of all sums on the stack.
@@ -100,6 +104,7 @@ struct Grouped {
     static constexpr int PLANES_BYTES = TILE * GROUP_INPUTS * BITS / 8, RECORD = PLANES_BYTES + Scales::BYTES;
     static constexpr int INPUTS = Scales::GROUPS * GROUP_INPUTS;
     static constexpr int WEIGHT_BYTES = Scales::GROUPS * RECORD + Scales::FACTOR_BYTES;
+    static constexpr bool SECTIONS = false;
     static constexpr int ROWS = Rows::ROWS, PIECE = 2048 / INPUTS;
     static constexpr int columns(int rows) { return words_columns(rows); }
 

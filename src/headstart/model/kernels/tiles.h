@@ -1,7 +1,7 @@
 // Products of rows and tiles: the innermost loops of a product, and the operations on its sums.
 //
-// A pass multiplies up to ROWS rows by a piece of a tile, with all their sums in registers. A tile stays in the L2 cache
-// while all rows are multiplied by it, and the next tile is prefetched meanwhile, so that memory access and arithmetic
+// A pass multiplies up to ROWS rows by a piece of a tile, with all their sums in registers. A piece stays in the cache
+// while all rows are multiplied by it, and the next one is prefetched meanwhile, so that memory access and arithmetic
 // overlap. If the rows do not fit the L2 cache, a piece of them is multiplied by several tiles before the next piece.
 // Pieces are the same for any number of rows, so a row's outputs do not depend on other rows.
 #pragma once
@@ -27,29 +27,67 @@ struct Ahead {
     const char *then;
 };
 
-// Adds R rows of x [R][stride] times a piece of a tile, or of half a tile, to out [R][TILE].
-template <class Op, int R>
-void pass(const typename Op::Unit *x, long stride, const char *piece, int half, long units, Ahead ahead, float *out) {
+// What the passes over a section of a tile prefetch, an equal part each: what lies `offset` behind the beginning of a tile
+// of `size` bytes, and behind its end the beginning of `next`.
+struct Fetch {
+    const char *tile;
+    long size, offset;
+    const char *next;
+    long bytes;  // for each unit of each pass
+
+    // Returns the part of pass `number`.
+    Ahead of(long number, long units) const {
+        long at = offset + number * units * bytes, turn = (size - at + bytes - 1) / bytes;
+        if (at >= size) return {next + at - size, bytes, -1, next};
+        return {tile + at, bytes, turn, next + at + turn * bytes - size};
+    }
+};
+
+// The part of a piece that a pass computes. A piece is computed in sections if its sums are kept in `paused` meanwhile.
+struct Section {
+    long units;
+    bool first, last;  // of the piece
+};
+
+// Adds R rows of x [R][stride] times a section of a tile, or of half a tile, to out [R][TILE]. WHOLE: of a whole piece.
+// Not inlined: in one large function GCC 12 keeps sums of some numbers of rows on the stack.
+template <class Op, int R, bool WHOLE>
+__attribute__((noinline)) void pass(const typename Op::Unit *x, long stride, const char *weights, int half, Section section, Ahead ahead, float *out,
+          float *paused) {
     constexpr int COLUMNS = Op::columns(R);
     typename Op::template Sum<R> sums[R][COLUMNS];
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < COLUMNS; c++) sums[r][c].begin(out + r * TILE + (half + c) * HALF);
-    for (long k = 0; k < units; k++, ahead.at += ahead.bytes) {
+    for (int r = 0; r < R; r++) {
+        for (int c = 0; c < COLUMNS; c++) {
+            long at = r * TILE + (half + c) * HALF;
+            if (WHOLE || section.first) sums[r][c].begin(out + at);
+            else sums[r][c].resume(paused + at, out + at);
+        }
+    }
+    for (long k = 0; k < section.units; k++, ahead.at += ahead.bytes) {
         if (k == ahead.turn) ahead.at = ahead.then;
-        Op::step(sums, piece + k * Op::WEIGHT_BYTES, half, x + k, stride, ahead.at, ahead.bytes);
+        Op::step(sums, weights + k * Op::WEIGHT_BYTES, half, x + k, stride, ahead.at, ahead.bytes);
     }
 #pragma GCC unroll 12  // all three loops: a loop that is not unrolled keeps the sums in memory
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < COLUMNS; c++) sums[r][c].end(out + r * TILE + (half + c) * HALF);
+    for (int r = 0; r < R; r++) {
+        for (int c = 0; c < COLUMNS; c++) {
+            long at = r * TILE + (half + c) * HALF;
+            if (WHOLE || section.last) sums[r][c].end(out + at);
+            else sums[r][c].pause(paused + at, out + at);
+        }
+    }
 }
 
-template <class Op, int R = Op::ROWS>
-void pass_of(long rows, const typename Op::Unit *x, long stride, const char *piece, long units, Ahead ahead, float *out) {
+// Adds the products of `rows` rows, at most R: of both halves of a tile at once, or one half after the other. `number`
+// counts the passes over the section before.
+template <class Op, bool WHOLE, int R = Op::ROWS>
+void pass_of(long rows, const typename Op::Unit *x, long stride, const char *weights, Section section, const Fetch &fetch,
+             long number, float *out, float *paused) {
     if constexpr (R > 1) {
-        if (rows < R) return pass_of<Op, R - 1>(rows, x, stride, piece, units, ahead, out);
+        if (rows < R) return pass_of<Op, WHOLE, R - 1>(rows, x, stride, weights, section, fetch, number, out, paused);
     }
-    for (int half = 0; half < 2; half += Op::columns(R)) pass<Op, R>(x, stride, piece, half, units, ahead, out);
+    for (int half = 0; half < 2; half += Op::columns(R))
+        pass<Op, R, WHOLE>(x, stride, weights, half, section, fetch.of(number++, section.units), out, paused);
 }
 
 // Stores one row's sums of a tile: scaled, biased, gated, added to the residual, rounded where torch rounds.
@@ -87,6 +125,12 @@ struct Passes {
     long rows, count;
     explicit Passes(long rows) : rows(rows), count((rows + Op::ROWS - 1) / Op::ROWS) {}
     long begin(long pass) const { return rows * pass / count; }
+    // Returns how many passes go through a tile: of some numbers of rows, one for each half.
+    long reads() const {
+        long sum = 0;
+        for (long p = 0; p < count; p++) sum += 2 / Op::columns(begin(p + 1) - begin(p));
+        return sum;
+    }
 };
 
 // The pieces of a weight's inputs, in units.
@@ -108,60 +152,55 @@ const char *tile_of(const Linear &linear, long index) {
     return linear.weight + index * units_of<Op>(linear) * Op::WEIGHT_BYTES;
 }
 
-// Returns what a pass prefetches that reads a tile from unit k on, if all rows are in it: the same tile AHEAD_BYTES
-// further on, and at its end the beginning of `next`.
+// Multiplies the rows of one pass by one tile. If it needs two passes, for one half of the tile after the other, both go
+// through a section of the tile before the next section. AHEAD_BYTES ahead, the weights are prefetched meanwhile, evenly,
+// so that memory is read all the time.
 template <class Op>
-Ahead ahead_of(const char *weights, long units, long k, const char *next) {
-    constexpr long BYTES = Op::WEIGHT_BYTES;
-    long size = units * BYTES, turn = (size - AHEAD_BYTES + BYTES - 1) / BYTES;
-    const char *then = next + turn * BYTES + AHEAD_BYTES - size;
-    if (k < turn) return {weights + k * BYTES + AHEAD_BYTES, BYTES, turn - k, then};
-    return {then + (k - turn) * BYTES, BYTES, -1, then};
-}
-
-// Multiplies all rows by one tile, which stays in the cache; `next` is prefetched meanwhile.
-template <class Op>
-void through_tile(const Step &step, const Rows<Op> &rows, long tile, const char *next) {
+void by_sections(const Step &step, const Rows<Op> &rows, long reads, long tile, const char *next) {
+    constexpr long BYTES = Op::WEIGHT_BYTES, SECTION = AHEAD_BYTES / BYTES > 1 ? AHEAD_BYTES / BYTES : 1;
     const Linear &linear = *step.linear;
-    const Passes<Op> passes(rows.count);
     const Pieces<Op> pieces(units_of<Op>(linear));
     const char *weights = tile_of<Op>(linear, tile);
-    long fetch = (Op::WEIGHT_BYTES + passes.count - 1) / passes.count;
-    bool near = AHEAD_BYTES && passes.count == 1 && pieces.units * Op::WEIGHT_BYTES > AHEAD_BYTES;
-    for (long p = 0; p < passes.count; p++) {
-        long first = passes.begin(p), past = passes.begin(p + 1);
-        float sums[Op::ROWS * TILE] = {0};
-        for (long i = 0; i < pieces.count; i++) {
-            long k = pieces.begin(i);
-            Ahead whole{next + (p * pieces.units + k) * fetch, fetch, -1, next};
-            pass_of<Op>(past - first, rows.x + first * pieces.units + k, pieces.units, weights + k * Op::WEIGHT_BYTES,
-                        pieces.length(i), near ? ahead_of<Op>(weights, pieces.units, k, next) : whole, sums);
+    float sums[Op::ROWS * TILE] = {0}, paused[Op::ROWS * TILE];
+    for (long i = 0; i < pieces.count; i++) {
+        long begin = pieces.begin(i), end = begin + pieces.length(i), most = reads == 1 ? end - begin : SECTION;
+        for (long k = begin; k < end; k += most) {
+            long units = k + most < end ? most : end - k;
+            const Fetch ahead{weights, pieces.units * BYTES, k * BYTES + AHEAD_BYTES, next, BYTES / reads};
+            const Section section{units, k == begin, k + units == end};
+            pass_of<Op, !Op::SECTIONS>(rows.count, rows.x + k, pieces.units, weights + k * BYTES, section, ahead, 0, sums,
+                                       paused);
         }
-        for (long row = first; row < past; row++)
-            finish(step, sums + (row - first) * TILE, linear.scales ? rows.scales[row] : 1.0f, tile, rows.first + row);
     }
+    for (long row = 0; row < rows.count; row++)
+        finish(step, sums + row * TILE, linear.scales ? rows.scales[row] : 1.0f, tile, rows.first + row);
 }
 
-// The same for rows that do not fit the cache: each piece of them is multiplied by all tiles [begin, end), at most
-// GROUP, before the next piece. sums: [GROUP][BLOCK][TILE].
+// Multiplies all rows by tiles [begin, end), at most GROUP: each piece of the rows by all tiles before the next piece.
+// The piece that is needed next is prefetched meanwhile, evenly over all passes. sums: [GROUP][BLOCK][TILE].
 template <class Op>
-void through_group(const Step &step, const Rows<Op> &rows, long begin, long end, const char *next, float *sums) {
+void by_pieces(const Step &step, const Rows<Op> &rows, long reads, long begin, long end, const char *next, float *sums) {
+    constexpr long BYTES = Op::WEIGHT_BYTES;
     const Linear &linear = *step.linear;
     const Passes<Op> passes(rows.count);
     const Pieces<Op> pieces(units_of<Op>(linear));
-    long fetch = (Op::WEIGHT_BYTES + passes.count - 1) / passes.count;
-    memset(sums, 0, (end - begin) * BLOCK * TILE * sizeof(float));
+    long fetch = (BYTES + reads - 1) / reads;
+    for (long tile = begin; tile < end; tile++)
+        memset(sums + (tile - begin) * BLOCK * TILE, 0, rows.count * TILE * sizeof(float));
     for (long i = 0; i < pieces.count; i++) {
         for (long tile = begin; tile < end; tile++) {
-            long k = pieces.begin(i) * Op::WEIGHT_BYTES, length = pieces.length(i);
-            const char *fetched = tile + 1 < end         ? tile_of<Op>(linear, tile + 1) + k
-                                  : i + 1 < pieces.count ? tile_of<Op>(linear, begin) + pieces.begin(i + 1) * Op::WEIGHT_BYTES
+            const char *weights = tile_of<Op>(linear, tile);
+            long k = pieces.begin(i), number = 0;
+            const Section piece{pieces.length(i), true, true};
+            const char *fetched = tile + 1 < end         ? tile_of<Op>(linear, tile + 1) + k * BYTES
+                                  : i + 1 < pieces.count ? tile_of<Op>(linear, begin) + pieces.begin(i + 1) * BYTES
                                                          : next;
+            const Fetch ahead{nullptr, 0, 0, fetched, fetch};
             for (long p = 0; p < passes.count; p++) {
-                long first = passes.begin(p);
-                pass_of<Op>(passes.begin(p + 1) - first, rows.x + first * pieces.units + pieces.begin(i), pieces.units,
-                            tile_of<Op>(linear, tile) + k, length, {fetched + p * length * fetch, fetch, -1, fetched},
-                            sums + ((tile - begin) * BLOCK + first) * TILE);
+                long first = passes.begin(p), count = passes.begin(p + 1) - first;
+                pass_of<Op, true>(count, rows.x + first * pieces.units + k, pieces.units, weights + k * BYTES, piece,
+                                  ahead, number, sums + ((tile - begin) * BLOCK + first) * TILE, nullptr);
+                number += 2 / Op::columns(count);
             }
         }
     }
@@ -176,12 +215,16 @@ template <class Op>
 void multiply(const Step &step, const PreparedRows &prepared, long begin, long end, const char *after, float *sums) {
     const Linear &linear = *step.linear;
     const Rows<Op> rows{(const typename Op::Unit *)prepared.x, prepared.scales, prepared.first, prepared.count};
-    long group = tiles_together(rows.count, units_of<Op>(linear) * (long)sizeof(typename Op::Unit));
+    const Passes<Op> passes(rows.count);
+    long units = units_of<Op>(linear), reads = passes.reads();
+    long group = tiles_together(rows.count, units * (long)sizeof(typename Op::Unit));
+    bool is_long = AHEAD_BYTES && group == 1 && units * Op::WEIGHT_BYTES > AHEAD_BYTES;
+    bool sections = is_long && passes.count == 1 && (reads == 1 || Op::SECTIONS);
     for (long first = begin; first < end; first += group) {
         long last = first + group < end ? first + group : end;
         const char *next = last < end ? tile_of<Op>(linear, last) : after;
-        if (group == 1) through_tile<Op>(step, rows, first, next);
-        else through_group<Op>(step, rows, first, last, next, sums);
+        if (sections) by_sections<Op>(step, rows, reads, first, next);
+        else by_pieces<Op>(step, rows, reads, first, last, next, sums);
     }
 }
 
