@@ -32,7 +32,7 @@ setup: $(DEV)   ## .venv with what serving, testing and plotting need
 test: setup check tests ## all of it: setup, check and the test suite
 
 tests: $(DEV)   ## the test suite alone: make tests [ARGS="tests/core -k prefix"]
-	$(QUIET_CORES) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(QUIET_CORES) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(DEV)   ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .
