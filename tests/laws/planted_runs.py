@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import hypothesis.stateful
+import hypothesis.stateful  # noqa: F401
 import pytest
 
 import headstart.core.engine
