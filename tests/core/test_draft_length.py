@@ -16,6 +16,12 @@ def cost_of(base: float, slope: float) -> DecodeCost:
     return cost
 
 
+def measured(times: dict[int, float]) -> DecodeCost:
+    cost = DecodeCost()
+    cost.calibrate(times)
+    return cost
+
+
 def rate(cost: DecodeCost, num: int, probabilities: list[float], lengths: tuple[int, ...]) -> float:
     """Output tokens per second of a step."""
     yielded = num + sum(p**depth for p, n in zip(probabilities, lengths, strict=True) for depth in range(1, n + 1))
@@ -26,11 +32,16 @@ def rate(cost: DecodeCost, num: int, probabilities: list[float], lengths: tuple[
 @given(
     st.lists(st.floats(0.01, 0.99), min_size=1, max_size=3),
     st.integers(0, 3),
-    st.floats(0.001, 2.0),
+    st.one_of(
+        st.floats(0.001, 2.0).map(lambda slope: cost_of(1.0, slope)),
+        st.fixed_dictionaries({num: st.floats(1.0, 4.0) for num in (1, 2, 5, 8)}).map(measured),
+    ),
     st.integers(0, 9),
 )
-def test_no_other_choice_has_a_higher_rate(probabilities: list[float], others: int, slope: float, budget: int) -> None:
-    cost, num, limits = cost_of(1.0, slope), len(probabilities) + others, [3] * len(probabilities)
+def test_no_other_choice_has_a_higher_rate(
+    probabilities: list[float], others: int, cost: DecodeCost, budget: int
+) -> None:
+    num, limits = len(probabilities) + others, [3] * len(probabilities)
     chosen = draft_lengths(cost, num, probabilities, limits, budget)
     assert sum(chosen) <= budget and all(0 <= n <= 3 for n in chosen)
     choices = [c for c in product(range(4), repeat=len(limits)) if sum(c) <= budget]
@@ -41,6 +52,37 @@ def test_no_other_choice_has_a_higher_rate(probabilities: list[float], others: i
 def test_a_draft_that_costs_as_much_as_it_yields_is_not_computed() -> None:
     assert draft_lengths(cost_of(0.0, 1.0), 1, [0.99], [5], 100) == [0]
     assert draft_lengths(cost_of(1.0, 0.0), 1, [0.01], [5], 100) == [5]
+
+
+def test_the_curve_goes_through_what_was_measured_and_on_behind_it() -> None:
+    cost = measured({1: 10.0, 2: 10.5, 5: 11.0, 8: 14.0, 16: 22.0})
+    assert [cost.seconds(num) for num in (1, 2, 5, 8, 16)] == pytest.approx([10.0, 10.5, 11.0, 14.0, 22.0])
+    assert [cost.seconds(num) for num in (3, 6, 12, 20)] == pytest.approx([10.5 + 0.5 / 3, 12.0, 18.0, 26.0])
+    assert [cost.least_slope(num) for num in (1, 3, 5, 9, 40)] == pytest.approx([0.5 / 3, 0.5 / 3, 1.0, 1.0, 1.0])
+
+
+def test_the_first_tokens_are_taken_where_they_cost_next_to_nothing_and_no_more() -> None:
+    cost = measured({1: 10.0, 5: 10.4, 8: 16.0, 16: 24.0})
+    assert draft_lengths(cost, 1, [0.6], [15], 100) == [4]
+    assert draft_lengths(cost, 1, [0.97], [15], 100) == [15]
+    assert draft_lengths(cost, 1, [0.1], [15], 100) == [1]
+
+
+def test_tokens_that_pay_only_together_are_taken_together() -> None:
+    cost = measured({1: 10.0, 2: 20.0, 3: 20.0, 8: 20.0})
+    assert draft_lengths(cost, 1, [0.9], [7], 100) == [7]
+    assert draft_lengths(cost, 1, [0.9], [1], 100) == [0]
+    assert measured({1: 2.0, 2: 1.0, 8: 1.0}).seconds(8) == 2.0  # noise: no step is shorter than one of fewer tokens
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
+def test_the_curve_keeps_its_shape_while_the_machine_changes_its_speed(factor: float) -> None:
+    times = {1: 10.0, 2: 10.2, 5: 11.0, 8: 14.0, 16: 22.0}
+    cost, rng = measured(times), Random(3)
+    for _ in range(400):
+        num = rng.choice([1, 2, 5, 8, 16])
+        cost.learn(num, factor * times[num] * rng.uniform(0.97, 1.03))
+    assert all(cost.seconds(num) == pytest.approx(factor * times[num], rel=0.05) for num in times)
 
 
 @pytest.mark.parametrize(("base", "slope"), [(7.0, 0.17), (1.0, 0.5), (0.02, 0.0001)])

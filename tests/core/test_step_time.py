@@ -17,7 +17,8 @@ from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import DECODE_STEPS, LEAST_SECONDS, LEAST_TOKENS, MOST_SECONDS, StepBound, StepTimes
-from headstart.core.warm_up import PROMPT_TOKENS, measure_steps
+from headstart.core.speculation.draft_length import DecodeCost
+from headstart.core.warm_up import DRAFT_LENGTHS, PROMPT_TOKENS, measure_drafts, measure_steps
 
 BLOCK = 16
 
@@ -204,3 +205,17 @@ def test_warming_up_needs_no_more_room_than_there_is() -> None:
         measure_steps(executor, times, max_tokens=max_tokens)
         assert bool(times.expected(0, 1)) == (max_tokens > 3)
         assert not executor.dirty  # what a broken model wrote would spoil whoever gets the block next
+
+
+def test_the_cost_of_drafts_is_measured_behind_as_much_context_as_there_is_room_for() -> None:
+    step = StepCost(0.01, 0.001)
+    for num_blocks, max_tokens in ((100, 4096), (100, 40), (4, 4096), (100, 17)):
+        executor, cost = Executor(num_blocks, BLOCK, 100, step, VirtualClock()), DecodeCost()
+        measure_drafts(executor, cost, max_tokens=max_tokens)
+        for length in DRAFT_LENGTHS:
+            assert cost.seconds(1 + length) == pytest.approx(step.seconds(1 + length))
+        assert not executor.dirty
+    for num_blocks, max_tokens in ((2, 4096), (100, 16)):
+        cost = DecodeCost()
+        measure_drafts(Executor(num_blocks, BLOCK, 100, step, VirtualClock()), cost, max_tokens=max_tokens)
+        assert not cost.is_measured

@@ -10,7 +10,8 @@ from headstart.core.speculation.draft_length import DecodeCost
 
 PROMPT_TOKENS = 64
 NUM_DECODES = 3
-DRAFT_LENGTHS = (0, 1, 3, 7, 15)
+DRAFT_LENGTHS = (0, 1, 4, 7, 15)
+DRAFT_CONTEXT = 1024  # tokens that decodes with drafts attend to, as far as there is room
 DRAFT_ROUNDS = 8
 DRAFT_SECONDS = 0.5  # after which no further round begins
 _NAME = "warm-up"
@@ -43,30 +44,32 @@ def measure_steps(executor: Executor, times: StepTimes, *, max_tokens: int) -> N
 
 
 def measure_drafts(executor: Executor, cost: DecodeCost, *, max_tokens: int) -> None:
-    """Run decodes with drafts of several lengths on an executor not in use yet, and record their durations in `cost`.
+    """Run decodes with drafts of several lengths on an executor not in use yet, and set `cost` from their durations.
 
-    `max_tokens` is the longest sequence. The blocks that are written are cleared again. Nothing is run in a pool
-    or by a model that is too small for it.
+    `max_tokens` is the longest sequence. The context is zeros, not computed. The blocks that are written are cleared
+    again. Nothing is run in a pool or by a model that is too small for it.
     """
     size, longest = executor.block_size, 1 + DRAFT_LENGTHS[-1]
-    if longest + 1 > min((executor.num_blocks - 1) * size, max_tokens):
+    start = min(DRAFT_CONTEXT, (executor.num_blocks - 1) * size - longest, max_tokens - longest)
+    if start < 1:
         return
-    blocks = tuple(range(1, 1 + -(-(longest + 1) // size)))
+    blocks = tuple(range(1, 1 + -(-(start + longest) // size)))
     sampling = SamplingParams(temperature=0.0)
-    tokens = array("i", bytes(4 * (longest + 1)))
-    executor.execute(Batch((_chunk(tokens[:1], 0, 1, blocks, sampling),)))
-    seconds = 0.0
+    tokens = array("i", bytes(4 * (start + longest)))
+    executor.zero_blocks(list(blocks))
+    seconds, least = 0.0, dict[int, float]()
     for is_again in (False, *(True,) * DRAFT_ROUNDS):  # the first round includes one-time costs of the process
-        if is_again and seconds > DRAFT_SECONDS and cost.is_measured:
+        if is_again and seconds > DRAFT_SECONDS and least:
             break
         for length in DRAFT_LENGTHS:
-            chunk = _chunk(tokens[: 2 + length], 1, 1, blocks, sampling)._replace(
-                num_logits=1 + length, history=tokens[:2]
+            chunk = _chunk(tokens[: start + 1 + length], start, start, blocks, sampling)._replace(
+                num_logits=1 + length, history=tokens[: start + 1]
             )
             elapsed = executor.execute(Batch((chunk,))).elapsed
             seconds += elapsed
             if is_again:
-                cost.learn(1 + length, elapsed)
+                least[1 + length] = min(elapsed, least.get(1 + length, elapsed))
+    cost.calibrate(least)
     executor.execute(Batch((), (_NAME,)))
     executor.zero_blocks(list(blocks))
 

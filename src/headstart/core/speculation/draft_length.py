@@ -1,12 +1,13 @@
 """Draft lengths: how many draft tokens each sequence gets, by measured step times and observed acceptance.
 
-A step of t tokens takes base + slope * t seconds. A draft token that is accepted with probability p is worth computing
-if it adds output at a higher rate than the step has without it: p / slope > output tokens / seconds. Taken in
-descending order of p, this maximises output tokens per second of the step.
+A step of t tokens takes base + slope * w(t) seconds. The curve w is measured once, since the first tokens may cost
+next to nothing: they are multiplied while the weights are read. Base and slope follow the steps. Draft tokens are taken
+in descending order of the probability that they are accepted, as many as maximise the output tokens per second of the
+step.
 """
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heapreplace
 
 MATCHES = (3, 7, 12)  # matched tokens from which the next of the classes below begins
@@ -21,37 +22,73 @@ _RATE = 0.1  # step size of the measurement
 
 
 class DecodeCost:
-    """The duration of a decode step in seconds, linear in its tokens; normalised least mean squares."""
+    """The duration of a decode step in seconds by its tokens; normalised least mean squares over a measured curve."""
 
     def __init__(self) -> None:
         self.base, self.slope = 1.0, FIRST_SLOPE  # in unknown units until measured
         self.is_measured = False
-        self._mean = 0.0  # of the tokens of a step
+        self._tokens = [0, 1]  # the points of the curve, and behind the last one its last gradient
+        self._weights = [0.0, 1.0]
+        self._least = [1.0, 1.0]  # the least gradient from each point on
+        self._mean = 0.0  # of the weights of steps
         self._variance = 1.0
 
-    def seconds(self, num_tokens: float) -> float:
+    def seconds(self, num_tokens: int) -> float:
         """Return the expected duration of a step."""
-        return self.base + self.slope * num_tokens
+        return self.base + self.slope * self._weight(num_tokens)
+
+    def least_slope(self, num_tokens: int) -> float:
+        """Return the least time that a further token costs in a step of at least so many."""
+        return self.slope * self._least[min(bisect_right(self._tokens, num_tokens), len(self._least)) - 1]
+
+    def calibrate(self, seconds: Mapping[int, float]) -> None:
+        """Set the curve from the durations of steps by their tokens, at least of 1 and one more.
+
+        A step is taken to last no less than one of fewer tokens. The weight of the largest one is its number of tokens.
+        """
+        tokens = sorted(seconds)
+        times = [max(seconds[n] for n in tokens if n <= num) for num in tokens]
+        slope = (times[-1] - times[0]) / (tokens[-1] - tokens[0])
+        if slope <= 0:
+            tokens, times, slope = [tokens[0]], [times[0]], 0.0
+        self.is_measured = True
+        self.slope, self.base = slope, times[0] - slope
+        self._tokens = [0, *tokens]
+        self._weights = [0.0, *(1.0 + (time - times[0]) / (slope or 1.0) for time in times)]
+        gradients = [
+            (self._weights[at + 1] - self._weights[at]) / (self._tokens[at + 1] - self._tokens[at])
+            for at in range(len(tokens))
+        ]
+        self._least = [min(gradients[min(at, len(gradients) - 1) :]) for at in range(len(self._tokens))]
+        self._mean = 1.0
 
     def learn(self, num_tokens: int, elapsed: float) -> None:
         """Update from a decode step; an outlier counts as twice the expected duration."""
         if elapsed <= 0:
             return
+        weight = self._weight(num_tokens)
         if not self.is_measured:
             self.is_measured = True
-            self.slope = elapsed * FIRST_SLOPE / (1 + FIRST_SLOPE * num_tokens)
-            self.base = elapsed - self.slope * num_tokens
-            self._mean = float(num_tokens)
+            self.slope = elapsed * FIRST_SLOPE / (1 + FIRST_SLOPE * weight)
+            self.base = elapsed - self.slope * weight
+            self._mean = weight
             return
-        expected = self.seconds(num_tokens)
+        expected = self.base + self.slope * weight
         error = min(elapsed, 2 * expected) - expected
-        offset = num_tokens - self._mean
+        offset = weight - self._mean
         self._mean += _RATE * offset
         self._variance += _RATE * (offset * offset - self._variance)
         turn = _RATE * error * offset / (self._variance + offset * offset + 1.0)
-        total = self.seconds(self._mean) + _RATE * error
+        total = self.base + self.slope * self._mean + _RATE * error
         self.slope = min(max(self.slope + turn, 0.0), total / max(self._mean, 1.0))
         self.base = max(total - self.slope * self._mean, 1e-9)
+
+    def _weight(self, num_tokens: int) -> float:
+        """Return the curve at a number of tokens, between and behind its points by straight lines."""
+        at = min(max(bisect_left(self._tokens, num_tokens), 1), len(self._tokens) - 1)
+        first, last = self._tokens[at - 1], self._tokens[at]
+        low, high = self._weights[at - 1], self._weights[at]
+        return low + (high - low) * (num_tokens - first) / (last - first)
 
 
 class Acceptance:
@@ -105,18 +142,23 @@ def draft_lengths(
 
     `num_tokens`: tokens of the step without drafts, each of which yields one output token.
     """
-    lengths = [0] * len(limits)
-    best = [(-p, index) for index, p in enumerate(probabilities) if limits[index]]
-    heapify(best)
+    lengths, taken, num_best = [0] * len(limits), list[int](), 0
+    candidates = [(-p, index) for index, p in enumerate(probabilities) if limits[index]]
+    heapify(candidates)
     yielded, seconds = float(num_tokens), cost.seconds(num_tokens)
-    while best and budget:
-        survival, index = -best[0][0], best[0][1]
-        if survival * seconds <= cost.slope * yielded:
-            break
+    best_yielded, best_seconds = yielded, seconds
+    while candidates and len(taken) < budget:
+        survival, index = -candidates[0][0], candidates[0][1]
+        if survival * best_seconds <= cost.least_slope(num_tokens + len(taken)) * best_yielded:
+            break  # no number of further tokens raises the rate
         lengths[index] += 1
-        budget -= 1
+        taken.append(index)
         yielded += survival
-        seconds += cost.slope
+        seconds = cost.seconds(num_tokens + len(taken))
+        if yielded * best_seconds > best_yielded * seconds:
+            num_best, best_yielded, best_seconds = len(taken), yielded, seconds
         again = survival * probabilities[index] if lengths[index] < limits[index] else 0.0
-        heapreplace(best, (-again, index))
+        heapreplace(candidates, (-again, index))
+    for index in taken[num_best:]:
+        lengths[index] -= 1
     return lengths
