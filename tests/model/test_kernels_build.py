@@ -197,7 +197,8 @@ def test_several_processes_build_at_once_and_share_torchs_openmp(tmp_path: Path)
         "print(len({line.split()[-1] for line in lines if 'libgomp' in line or 'libiomp' in line}))\n"
     )
     quick = tmp_path / "g++-quick"
-    quick.write_text(f'#!/bin/sh\nexec {find_compiler(os.environ)} "$@" -O1\n')
+    calls = tmp_path / "calls"
+    quick.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec {find_compiler(os.environ)} "$@" -O1\n')
     quick.chmod(0o755)
     environ = {**os.environ, "CXX": str(quick), "XDG_CACHE_HOME": str(tmp_path), VARIABLE: ""}
     running = [
@@ -205,6 +206,7 @@ def test_several_processes_build_at_once_and_share_torchs_openmp(tmp_path: Path)
     ]
     assert [process.communicate(timeout=800)[0].strip() for process in running] == ["1"] * 3
     assert len(list((tmp_path / "headstart" / "kernels").glob("*.so"))) == 1
+    assert calls.read_text().count(" -shared ") == 1  # the others waited
 
 
 @pytest.mark.long

@@ -5,12 +5,14 @@ A variant is an instruction set. The whole object is compiled for it, so the sou
 Uses only the standard library and no other module of this package: setup.py runs this file before installation.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c")
@@ -33,12 +35,16 @@ class BuildError(Exception):
 def build(variant: str, cache: Path, *, extra_flags: tuple[str, ...] = (), environ: Mapping[str, str]) -> Path:
     """Return the shared object of `variant`, compiled if `cache` does not hold it yet. Raises BuildError.
 
-    Several processes may build at once: each compiles into its own folder and renames the complete file into place.
+    Of several processes one builds, and the others wait for it; where the file system has no locks each builds, into
+    its own folder, and renames the complete file into place.
     """
     compiler = find_compiler(environ)
     flags = (*FLAGS, *VARIANT_FLAGS[variant], *extra_flags)
     target = cache / f"{variant}-{_digest(_run([compiler, '--version']), *flags)}.so"
-    return target if target.exists() else _build_as(target, compiler, flags)
+    if target.exists():
+        return target
+    with _alone(cache):
+        return target if target.exists() else _build_as(target, compiler, flags)
 
 
 def build_packaged(variant: str, folder: Path, *, environ: Mapping[str, str]) -> Path:
@@ -85,6 +91,22 @@ def _digest(*settings: str) -> str:
     for file in sorted([*sources(), *SOURCES.glob("*.h")]):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:24]
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Generator[None]:
+    """Wait until no other process holds `folder`, and hold it; a process that dies lets go. Raises BuildError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise BuildError(f"cannot build in {folder}: {error.strerror or error}") from None
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _build_as(target: Path, compiler: str, flags: tuple[str, ...]) -> Path:
