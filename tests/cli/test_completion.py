@@ -55,7 +55,7 @@ def test_bash_completes_verbs_options_and_choices(
     assert lines.split() == offered
 
 
-@pytest.mark.parametrize(("words", "offered"), COMPLETIONS[::3])
+@pytest.mark.parametrize(("words", "offered"), COMPLETIONS)
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_zsh_and_fish_get_the_same_offers(
     shell: str, words: list[str], offered: list[str], environment: dict[str, str]

@@ -23,7 +23,7 @@ from headstart.model.weights.model_loader import load_model
 DEEP = "[" * 100_000 + "]" * 100_000
 NESTED = "[" * 900 + "]" * 900  # within what Python's parser takes, beyond what copies and printers take
 MEMORY = 4 << 30  # bytes of address space beyond what the process holds already
-TIMEOUT = 300  # seconds: against hanging only
+TIMEOUT = 60  # seconds: against hanging only
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
 

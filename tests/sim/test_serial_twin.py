@@ -67,7 +67,7 @@ def serial(asked: list[SimRequest], num: int, num_blocks: int, policy: str) -> l
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_without_evictions_every_request_has_the_same_times_and_hits(policy: str) -> None:
-    asked = sessions(150)
+    asked = sessions(300)
     for one, other in zip(simulated(asked, 4, 8192, policy), serial(asked, 4, 8192, policy), strict=True):
         assert one.cached_tokens == other.cached_tokens
         assert one.first_token == pytest.approx(other.first_token, abs=1e-9)

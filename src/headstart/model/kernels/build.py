@@ -41,10 +41,7 @@ def build(variant: str, cache: Path, *, extra_flags: tuple[str, ...] = (), envir
     compiler = find_compiler(environ)
     flags = (*FLAGS, *VARIANT_FLAGS[variant], *extra_flags)
     target = cache / f"{variant}-{_digest(_run([compiler, '--version']), *flags)}.so"
-    if target.exists():
-        return target
-    with _alone(cache):
-        return target if target.exists() else _build_as(target, compiler, flags)
+    return target if target.exists() else _build_as(target, compiler, flags)
 
 
 def build_packaged(variant: str, folder: Path, *, environ: Mapping[str, str]) -> Path:
@@ -95,12 +92,8 @@ def _digest(*settings: str) -> str:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Generator[None]:
-    """Wait until no other process holds `folder`, and hold it; a process that dies lets go. Raises BuildError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise BuildError(f"cannot build in {folder}: {error.strerror or error}") from None
+    """Wait until no other process holds `folder`, and hold it; a process that dies lets go. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -110,12 +103,12 @@ def _alone(folder: Path) -> Generator[None]:
 
 
 def _build_as(target: Path, compiler: str, flags: tuple[str, ...]) -> Path:
-    """Compile to `target`; the file appears complete or not at all."""
+    """Compile to `target`, unless another process does; the file appears complete or not at all."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
-            made = _compile(compiler, flags, Path(scratch))
-            os.replace(made, target)
+        with _alone(target.parent), tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
+            if not target.exists():
+                os.replace(_compile(compiler, flags, Path(scratch)), target)
     except OSError as error:
         raise BuildError(f"cannot build in {target.parent}: {error.strerror or error}") from None
     return target
