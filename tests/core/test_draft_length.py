@@ -1,12 +1,15 @@
 """Draft lengths: as many tokens as raise the rate of output, by measured costs; probes are rare."""
 
+from array import array
 from itertools import pairwise, product
+from math import prod
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headstart.core.speculation.draft import Draft
 from headstart.core.speculation.draft_length import LEAST_PAUSE, MOST_PAUSE, Acceptance, DecodeCost, draft_lengths
 
 
@@ -22,15 +25,16 @@ def measured(times: dict[int, float]) -> DecodeCost:
     return cost
 
 
-def rate(cost: DecodeCost, num: int, probabilities: list[float], lengths: tuple[int, ...]) -> float:
+def rate(cost: DecodeCost, num: int, probabilities: list[list[float]], lengths: tuple[int, ...]) -> float:
     """Output tokens per second of a step."""
-    yielded = num + sum(p**depth for p, n in zip(probabilities, lengths, strict=True) for depth in range(1, n + 1))
+    survivals = [prod(p[:depth]) for p, n in zip(probabilities, lengths, strict=True) for depth in range(1, n + 1)]
+    yielded = num + sum(survivals)
     return yielded / cost.seconds(num + sum(lengths))
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.floats(0.01, 0.99), min_size=1, max_size=3),
+    st.lists(st.lists(st.floats(0.01, 0.99), max_size=3), min_size=1, max_size=3),
     st.integers(0, 3),
     st.one_of(
         st.floats(0.001, 2.0).map(lambda slope: cost_of(1.0, slope)),
@@ -39,19 +43,19 @@ def rate(cost: DecodeCost, num: int, probabilities: list[float], lengths: tuple[
     st.integers(0, 9),
 )
 def test_no_other_choice_has_a_higher_rate(
-    probabilities: list[float], others: int, cost: DecodeCost, budget: int
+    probabilities: list[list[float]], others: int, cost: DecodeCost, budget: int
 ) -> None:
-    num, limits = len(probabilities) + others, [3] * len(probabilities)
-    chosen = draft_lengths(cost, num, probabilities, limits, budget)
-    assert sum(chosen) <= budget and all(0 <= n <= 3 for n in chosen)
-    choices = [c for c in product(range(4), repeat=len(limits)) if sum(c) <= budget]
+    num = len(probabilities) + others
+    chosen = draft_lengths(cost, num, probabilities, budget)
+    assert sum(chosen) <= budget and all(0 <= n <= len(p) for n, p in zip(chosen, probabilities, strict=True))
+    choices = [c for c in product(*(range(len(p) + 1) for p in probabilities)) if sum(c) <= budget]
     best = max(rate(cost, num, probabilities, choice) for choice in choices)
     assert rate(cost, num, probabilities, tuple(chosen)) == pytest.approx(best, rel=1e-9)
 
 
 def test_a_draft_that_costs_as_much_as_it_yields_is_not_computed() -> None:
-    assert draft_lengths(cost_of(0.0, 1.0), 1, [0.99], [5], 100) == [0]
-    assert draft_lengths(cost_of(1.0, 0.0), 1, [0.01], [5], 100) == [5]
+    assert draft_lengths(cost_of(0.0, 1.0), 1, [[0.99] * 5], 100) == [0]
+    assert draft_lengths(cost_of(1.0, 0.0), 1, [[0.01] * 5], 100) == [5]
 
 
 def test_the_curve_goes_through_what_was_measured_and_on_behind_it() -> None:
@@ -63,15 +67,15 @@ def test_the_curve_goes_through_what_was_measured_and_on_behind_it() -> None:
 
 def test_the_first_tokens_are_taken_where_they_cost_next_to_nothing_and_no_more() -> None:
     cost = measured({1: 10.0, 5: 10.4, 8: 16.0, 16: 24.0})
-    assert draft_lengths(cost, 1, [0.6], [15], 100) == [4]
-    assert draft_lengths(cost, 1, [0.97], [15], 100) == [15]
-    assert draft_lengths(cost, 1, [0.1], [15], 100) == [1]
+    assert draft_lengths(cost, 1, [[0.6] * 15], 100) == [4]
+    assert draft_lengths(cost, 1, [[0.97] * 15], 100) == [15]
+    assert draft_lengths(cost, 1, [[0.1] * 15], 100) == [1]
 
 
 def test_tokens_that_pay_only_together_are_taken_together() -> None:
     cost = measured({1: 10.0, 2: 20.0, 3: 20.0, 8: 20.0})
-    assert draft_lengths(cost, 1, [0.9], [7], 100) == [7]
-    assert draft_lengths(cost, 1, [0.9], [1], 100) == [0]
+    assert draft_lengths(cost, 1, [[0.9] * 7], 100) == [7]
+    assert draft_lengths(cost, 1, [[0.9] * 1], 100) == [0]
     assert measured({1: 2.0, 2: 1.0, 8: 1.0}).seconds(8) == 2.0  # noise: no step is shorter than one of fewer tokens
 
 
@@ -104,16 +108,33 @@ def test_the_measurement_recovers_after_the_machine_was_slow() -> None:
     assert cost.seconds(1) == pytest.approx(1.05, rel=0.05) and cost.slope == pytest.approx(0.05, rel=0.2)
 
 
+def draft(length: int, num: int = 4, agreed: int = 4) -> Draft:
+    return Draft(array("i", range(num)), length, agreed)
+
+
 def test_rejected_drafts_lower_the_estimate_and_accepted_ones_raise_it() -> None:
     acceptance = Acceptance()
-    first = acceptance.probability(2)
+    first = acceptance.probabilities(draft(2))[0]
     for _ in range(50):
-        acceptance.learn(2, 4, 0)
-    assert 0.0 < acceptance.probability(2) < 0.02
-    assert acceptance.probability(8) > first  # of longer matches nothing is known yet
+        acceptance.learn(draft(2), 0)
+    assert all(0.0 < p < 0.02 for p in acceptance.probabilities(draft(2)))
+    assert acceptance.probabilities(draft(8))[0] > first  # of longer matches nothing is known yet
     for _ in range(50):
-        acceptance.learn(2, 4, 4)
-    assert 0.95 < acceptance.probability(2) < 1.0
+        acceptance.learn(draft(2), 4)
+    assert all(0.95 < p < 1.0 for p in acceptance.probabilities(draft(2)))
+
+
+def test_tokens_that_other_matches_contradict_are_estimated_apart() -> None:
+    acceptance = Acceptance()
+    first = acceptance.probabilities(draft(2))[0]
+    for _ in range(50):
+        acceptance.learn(draft(2, agreed=2), 2)  # always the third is rejected
+    assert [round(p, 1) for p in acceptance.probabilities(draft(2, num=3, agreed=2))] == [1.0, 1.0, 0.0]
+    assert acceptance.probabilities(draft(4, agreed=2)) == Acceptance().probabilities(draft(4, agreed=2))
+    for _ in range(50):
+        acceptance.learn(draft(2, agreed=4), 0)
+    assert [round(p, 1) for p in acceptance.probabilities(draft(2, num=2, agreed=1))] == [0.0, 0.0]
+    assert first == Acceptance().probabilities(draft(2, agreed=0))[0]
 
 
 def test_probes_become_rarer_until_one_is_accepted() -> None:
@@ -121,5 +142,5 @@ def test_probes_become_rarer_until_one_is_accepted() -> None:
     probes = [number for number in range(4000) if acceptance.skip()]
     gaps = [later - earlier for earlier, later in pairwise(probes)]
     assert probes[0] == LEAST_PAUSE - 1 and gaps == sorted(gaps) and gaps[-1] == MOST_PAUSE
-    acceptance.learn(2, 1, 1)
+    acceptance.learn(draft(2, num=1, agreed=1), 1)
     assert [acceptance.skip() for _ in range(LEAST_PAUSE)].count(True) == 1

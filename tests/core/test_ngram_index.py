@@ -17,13 +17,15 @@ def searched(tokens: list[int], length: int, most: int) -> Match | None:
         matched = 0
         while matched < min(len(last), end) and tokens[end - 1 - matched] == last[-1 - matched]:
             matched += 1
-        if matched >= length and (best is None or matched >= best.length):
-            best = Match(end, matched)
+        if matched < length or (best is not None and matched < best.length):
+            continue
+        longer = best is None or matched > best.length
+        best = Match(end, matched, () if best is None or longer else (best.end, *best.others))
     return best
 
 
 @settings(max_examples=300, deadline=None)
-@given(TEXTS, st.integers(1, 4), st.integers(0, 4), st.integers(1, 7))
+@given(TEXTS, st.integers(1, 4), st.integers(0, 40), st.integers(1, 7))
 @example([1, 1, 1, 1, 1], 2, 0, 1)
 def test_the_match_is_that_of_a_full_search(text: list[int], length: int, more: int, pace: int) -> None:
     tokens, index = array("i", text), NgramIndex(length, 8)  # fewer buckets than tokens: collisions
@@ -34,16 +36,24 @@ def test_the_match_is_that_of_a_full_search(text: list[int], length: int, more: 
         assert found == due
     elif found is not None:  # the chain may be longer than what is followed
         assert length <= found.length <= due.length
-        assert text[found.end - found.length : found.end] == text[-found.length :]
+        for end in (found.end, *found.others):
+            assert text[end - found.length : end] == text[-found.length :]
 
 
 def test_a_match_is_followed_by_a_token() -> None:
     tokens, index = array("i", [5, 6, 7, 5, 6]), NgramIndex(2, 16)
     index.enter(tokens, len(tokens))
-    assert index.find(tokens, tokens[-2:]) == Match(2, 2)
-    assert index.find(tokens, array("i", [6, 7])) == Match(3, 2)
+    assert index.find(tokens, tokens[-2:]) == Match(2, 2, ())
+    assert index.find(tokens, array("i", [6, 7])) == Match(3, 2, ())
     assert index.find(tokens, array("i", [7, 6])) is None
     assert index.find(tokens, array("i", [6])) is None
+
+
+def test_the_newest_of_equally_long_occurrences_comes_first() -> None:
+    tokens, index = array("i", [8, 5, 6, 1, 9, 5, 6, 2, 9, 5, 6, 3, 9, 5, 6]), NgramIndex(2, 16)
+    index.enter(tokens, len(tokens))
+    assert index.find(tokens, tokens[-2:]) == Match(11, 2, (7, 3))
+    assert index.find(tokens, tokens[-9:]) == Match(11, 3, (7,))
 
 
 def test_memory_is_bounded_by_the_tokens() -> None:

@@ -19,7 +19,8 @@ def test_without_a_config_nothing_is_drafted() -> None:
         ({}, SpeculationConfig()),
         ({"num_speculative_tokens": 3}, SpeculationConfig(num_speculative_tokens=3)),
         ({"prompt_lookup_max": 1}, SpeculationConfig(prompt_lookup_max=1, prompt_lookup_min=1)),
-        ({"prompt_lookup_min": 20}, SpeculationConfig(prompt_lookup_max=20, prompt_lookup_min=20)),
+        ({"prompt_lookup_min": 200}, SpeculationConfig(prompt_lookup_max=200, prompt_lookup_min=200)),
+        ({"prompt_lookup_min": 20}, SpeculationConfig(prompt_lookup_max=128, prompt_lookup_min=20)),
         ({"prompt_lookup_max": 5, "prompt_lookup_min": 3}, SpeculationConfig(15, 5, 3)),
     ],
 )
@@ -38,7 +39,7 @@ def test_what_is_left_out_has_a_default(values: dict[str, int], expected: Specul
         ('{"method": "ngram", "model": "x"}', "unknown key 'model'"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens is 0; it must be 1 to 64"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "must be a whole number"),
-        ('{"method": "ngram", "prompt_lookup_max": 33}', "prompt_lookup_max is 33; it must be 1 to 32"),
+        ('{"method": "ngram", "prompt_lookup_max": 257}', "prompt_lookup_max is 257; it must be 1 to 256"),
         ('{"method": "ngram", "prompt_lookup_min": 0}', "prompt_lookup_min is 0"),
         ('{"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}', "prompt_lookup_min is 5"),
     ],

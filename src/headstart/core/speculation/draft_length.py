@@ -10,8 +10,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heapreplace
 
+from headstart.core.speculation.draft import Draft
+
 MATCHES = (3, 7, 12)  # matched tokens from which the next of the classes below begins
-PRIOR_ACCEPTED = (0.5, 0.65, 0.85, 0.93)  # share of a sequence without drafts so far (benchmarks/speculation)
+PRIOR_ACCEPTED = (0.5, 0.65, 0.85, 0.93) * 2  # share of a sequence without drafts so far (benchmarks/speculation)
 PRIOR_TRIED = 2.0
 MEMORY = 0.9  # weight of a sequence's earlier drafts against the latest one
 DOMAIN_MEMORY = 0.98  # the same for all sequences of an isolation domain
@@ -92,32 +94,48 @@ class DecodeCost:
 
 
 class Acceptance:
-    """The observed acceptance of draft tokens, of a sequence or of a domain, by the length of the match before them."""
+    """The observed acceptance of draft tokens, of a sequence or of a domain.
+
+    It is estimated by the length of the match before the draft, separately for the first tokens, which followed all
+    matches of that length, and for the others.
+    """
 
     __slots__ = ("_accepted", "_memory", "_pause", "_skipped", "_tried")
 
     def __init__(self, shares: Sequence[float] = PRIOR_ACCEPTED, memory: float = MEMORY) -> None:
-        """`shares`: expected acceptance of each class of matches, until drafts were verified."""
+        """`shares`: expected acceptance of each class of tokens, until drafts were verified."""
         self._accepted = [PRIOR_TRIED * share for share in shares]
         self._tried = [PRIOR_TRIED] * len(shares)
         self._memory = memory
         self._skipped, self._pause = 0, LEAST_PAUSE
 
     def shares(self) -> list[float]:
-        """Return the accepted share of each class of matches."""
+        """Return the accepted share of each class of tokens."""
         return [accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True)]
 
-    def probability(self, match_length: int) -> float:
-        """Return the probability that a draft token is accepted if those before it are."""
-        at = bisect_right(MATCHES, match_length)
-        return self._accepted[at] / self._tried[at]
+    def probabilities(self, draft: Draft) -> list[float]:
+        """Return the probability of each token of a draft that it is accepted if those before it are."""
+        agreed, disputed = _classes(draft)
+        num = draft.num_agreed
+        return [self._share(agreed)] * num + [self._share(disputed)] * (len(draft.tokens) - num)
 
-    def learn(self, match_length: int, num_drafts: int, num_accepted: int) -> None:
-        """Update from one verified draft."""
+    def learn(self, draft: Draft, num_accepted: int) -> None:
+        """Update from a verified draft."""
         if num_accepted:
             self._pause = LEAST_PAUSE
-        at = bisect_right(MATCHES, match_length)
-        tried = self._tried[at] * self._memory + num_accepted + (num_accepted < num_drafts)
+        agreed, disputed = _classes(draft)
+        num_tried = min(num_accepted + 1, len(draft.tokens))
+        num = min(draft.num_agreed, num_tried)
+        self._update(agreed, num, min(num, num_accepted))
+        self._update(disputed, num_tried - num, max(num_accepted - num, 0))
+
+    def _share(self, at: int) -> float:
+        return self._accepted[at] / self._tried[at]
+
+    def _update(self, at: int, num_tried: int, num_accepted: int) -> None:
+        if not num_tried:
+            return
+        tried = self._tried[at] * self._memory + num_tried
         accepted = self._accepted[at] * self._memory + num_accepted
         self._tried[at] = tried
         self._accepted[at] = min(max(accepted, LEAST_SHARE * tried), MOST_SHARE * tried)
@@ -135,15 +153,22 @@ class Acceptance:
         return True
 
 
-def draft_lengths(
-    cost: DecodeCost, num_tokens: int, probabilities: Sequence[float], limits: Sequence[int], budget: int
-) -> list[int]:
-    """Return the length of each sequence's draft, at most its limit; `budget` in all.
+def _classes(draft: Draft) -> tuple[int, int]:
+    """Return the classes of the tokens that all matches agree on, and of the others."""
+    agreed = bisect_right(MATCHES, draft.match_length)
+    return agreed, len(MATCHES) + 1 + agreed
 
-    `num_tokens`: tokens of the step without drafts, each of which yields one output token.
+
+def draft_lengths(
+    cost: DecodeCost, num_tokens: int, probabilities: Sequence[Sequence[float]], budget: int
+) -> list[int]:
+    """Return the length of each sequence's draft; `budget` in all.
+
+    `num_tokens`: tokens of the step without drafts, each of which yields one output token. `probabilities`: of each
+    sequence, for each token of its draft, that it is accepted if those before it are.
     """
-    lengths, taken, num_best = [0] * len(limits), list[int](), 0
-    candidates = [(-p, index) for index, p in enumerate(probabilities) if limits[index]]
+    lengths, taken, num_best = [0] * len(probabilities), list[int](), 0
+    candidates = [(-each[0], index) for index, each in enumerate(probabilities) if each]
     heapify(candidates)
     yielded, seconds = float(num_tokens), cost.seconds(num_tokens)
     best_yielded, best_seconds = yielded, seconds
@@ -157,8 +182,8 @@ def draft_lengths(
         seconds = cost.seconds(num_tokens + len(taken))
         if yielded * best_seconds > best_yielded * seconds:
             num_best, best_yielded, best_seconds = len(taken), yielded, seconds
-        again = survival * probabilities[index] if lengths[index] < limits[index] else 0.0
-        heapreplace(candidates, (-again, index))
+        following = probabilities[index][lengths[index] : lengths[index] + 1]
+        heapreplace(candidates, (-survival * following[0] if following else 0.0, index))
     for index in taken[num_best:]:
         lengths[index] -= 1
     return lengths

@@ -18,6 +18,7 @@ class Match(NamedTuple):
 
     end: int
     length: int
+    others: tuple[int, ...]  # ends of older occurrences of as many tokens, newest first
 
 
 class NgramIndex:
@@ -46,10 +47,10 @@ class NgramIndex:
 
         At least `length` and at most `len(last)` tokens match. At least one token follows the occurrence.
         """
-        length, links, num_last = self._length, self._links, len(last)
-        if num_last < length:
+        length, links = self._length, self._links
+        if len(last) < length:
             return None
-        best, best_end = 0, 0
+        best, ends = 0, list[int]()
         end = self._heads[crc32(last[-length:]) & self._mask]
         for _ in range(MAX_LINKS):
             if not end:
@@ -57,17 +58,24 @@ class NgramIndex:
             if end < len(tokens):
                 matched = _num_equal(tokens, end, last)
                 if matched > best:
-                    best, best_end = matched, end
-                    if best == num_last:
-                        break
+                    best, ends = matched, [end]
+                elif matched == best:
+                    ends.append(end)
             end = links[end - length]
-        return Match(best_end, best) if best >= length else None
+        return Match(ends[0], best, tuple(ends[1:])) if best >= length else None
 
 
 def _num_equal(tokens: "array[int]", end: int, last: "array[int]") -> int:
     """Return the number of tokens before `end` that equal the last ones of `last`."""
     most = min(end, len(last))
-    num = 0
-    while num < most and tokens[end - 1 - num] == last[-1 - num]:
-        num += 1
+    num, span = 0, 1  # tokens known to be equal; the next ones to compare
+    while num < most:
+        span = min(span, most - num)
+        if tokens[end - num - span : end - num] == last[len(last) - num - span : len(last) - num]:
+            num, span = num + span, 2 * span
+        elif span == 1:
+            break
+        else:
+            most = num + span - 1  # they differ somewhere, so not all of them are equal
+            span = span // 2
     return num

@@ -7,23 +7,15 @@ used entry is removed, and an entry keeps between one and two generations of tok
 
 from array import array
 from collections import OrderedDict
-from typing import NamedTuple
 
 from headstart.core.request import Sequence
+from headstart.core.speculation.draft import END, Draft, draft_of, stronger
 from headstart.core.speculation.ngram_index import NgramIndex
 
 MAX_ENTRIES = 64
-GENERATION_TOKENS = 16_384
-SEPARATOR = -1  # no token id: ends an output
+GENERATION_TOKENS = 32_768
 
 Key = tuple[bytes, str | None]
-
-
-class Found(NamedTuple):
-    """An occurrence in earlier outputs: the tokens that followed it, and the number of tokens that matched."""
-
-    draft: "array[int]"
-    length: int
 
 
 class _Entry:
@@ -41,21 +33,16 @@ class _Entry:
             self._generations = [fresh, self._generations[0]]
         text, index = self._generations[0]
         text.extend(kept)
-        text.append(SEPARATOR)
+        text.append(END)
         index.enter(text, len(text))
 
-    def find(self, last: "array[int]", num: int) -> Found | None:
+    def find(self, last: "array[int]", num: int) -> Draft | None:
         """Return up to `num` tokens behind the longest occurrence of the end of `last`."""
-        best: Found | None = None
+        best: Draft | None = None
         for text, index in self._generations:
             match = index.find(text, last)
-            if match is None or (best is not None and match.length <= best.length):
-                continue
-            draft = text[match.end : match.end + num]
-            if SEPARATOR in draft:
-                draft = draft[: draft.index(SEPARATOR)]
-            if draft:
-                best = Found(draft, match.length)
+            if match is not None:
+                best = stronger(best, draft_of(text, match, num))
         return best
 
 
@@ -84,7 +71,7 @@ class OutputHistory:
         self._entries.move_to_end(key)
         entry.add(seq.token_ids[max(seq.num_prompt_tokens - self._context, 0) :])
 
-    def find(self, seq: Sequence, last: "array[int]", num: int) -> Found | None:
+    def find(self, seq: Sequence, last: "array[int]", num: int) -> Draft | None:
         """Return up to `num` tokens that followed the end of `last` in an earlier output of its key."""
         entry = self._entries.get(_key(seq))
         return None if entry is None else entry.find(last, num)

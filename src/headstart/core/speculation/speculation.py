@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from headstart.core.batch import Chunk
 from headstart.core.cache.kv_cache import KVCache
 from headstart.core.request import Sequence
+from headstart.core.speculation.draft import Draft, draft_of, stronger
 from headstart.core.speculation.draft_length import DOMAIN_MEMORY, Acceptance, DecodeCost, draft_lengths
 from headstart.core.speculation.ngram_index import NgramIndex
 from headstart.core.speculation.output_history import OutputHistory
@@ -28,14 +29,14 @@ _MAX_CAPACITY = 1 << 16
 class _Drafting:
     """The state of one sequence."""
 
-    __slots__ = ("acceptance", "enabled", "index", "match_length")
+    __slots__ = ("acceptance", "draft", "enabled", "index")
 
     def __init__(self, config: SpeculationConfig, seq: Sequence, acceptance: Acceptance) -> None:
         capacity = min(len(seq.token_ids) + seq.request.sampling.max_tokens, _MAX_CAPACITY)
         self.index = NgramIndex(config.prompt_lookup_min, capacity)
         self.acceptance = acceptance
         self.enabled = True
-        self.match_length = 0  # of the latest draft
+        self.draft: Draft | None = None  # the latest one
 
 
 class Speculation:
@@ -54,24 +55,25 @@ class Speculation:
     def drafts(self, planned: Iterable[tuple[Sequence, int]], budget: int) -> "dict[str, array[int]]":
         """Return drafts by request id, of `budget` tokens at most, for the sequences of a step that decode."""
         num_decodes, self._num_enterable = 0, ENTERED_PER_STEP
-        found: list[tuple[Sequence, _Drafting, array[int]]] = []
+        found: list[tuple[Sequence, _Drafting, Draft]] = []
         for seq, n in planned:
             if seq.num_computed_tokens + n < len(seq.token_ids) or len(seq.token_ids) == len(seq.request.prompt):
                 continue
             num_decodes += 1
             draft = self._find(seq)
-            if draft:
+            if draft is not None:
                 found.append((seq, self._states[seq.request_id], draft))
         if not found:
             return {}
-        probabilities = [state.acceptance.probability(state.match_length) for _, state, _ in found]
-        lengths = draft_lengths(self.cost, num_decodes, probabilities, [len(draft) for *_, draft in found], budget)
+        probabilities = [state.acceptance.probabilities(draft) for _, state, draft in found]
+        lengths = draft_lengths(self.cost, num_decodes, probabilities, budget)
         chosen: dict[str, array[int]] = {}
         for (seq, state, draft), length in zip(found, lengths, strict=True):
             if not length and len(chosen) < budget and state.acceptance.skip():
                 length = 1
             if length:
-                chosen[seq.request_id] = draft[:length]
+                state.draft = draft.cut(length)
+                chosen[seq.request_id] = state.draft.tokens
         return chosen
 
     def learn(self, chunks: Iterable[Chunk], elapsed: float) -> None:
@@ -86,9 +88,11 @@ class Speculation:
     def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Update the acceptance of a sequence from one draft."""
         state = self._states[seq.request_id]
-        state.acceptance.learn(state.match_length, num_drafts, num_accepted)
+        assert state.draft is not None, "a sequence without a draft has none to verify"
+        draft = state.draft.cut(num_drafts)
+        state.acceptance.learn(draft, num_accepted)
         if self._cache.writes(seq):
-            self._domain(seq).learn(state.match_length, num_drafts, num_accepted)
+            self._domain(seq).learn(draft, num_accepted)
 
     def disable(self, seq: Sequence) -> None:
         """Give a sequence no more drafts."""
@@ -120,7 +124,7 @@ class Speculation:
         """Return what is expected of a new sequence: the acceptance of its domain, unless it may not read from it."""
         return Acceptance(self._domain(seq).shares()) if self._cache.reads(seq) else Acceptance()
 
-    def _find(self, seq: Sequence) -> "array[int] | None":
+    def _find(self, seq: Sequence) -> Draft | None:
         """Return the longest draft for a sequence that its limits permit, if any."""
         state = self._states.get(seq.request_id)
         if state is None:
@@ -139,30 +143,19 @@ class Speculation:
             or seq.num_computed_tokens < seq.num_covered_tokens
         ):
             return None
-        draft, state.match_length = self._lookup(seq, state, most)
+        draft = self._lookup(seq, state.index, most)
         return None if draft is None else _until_stop(draft, sampling.stop_token_ids)
 
-    def _lookup(self, seq: Sequence, state: _Drafting, most: int) -> "tuple[array[int] | None, int]":
-        """Return the tokens behind the longest match, `most` of them at most, and the length of the match."""
+    def _lookup(self, seq: Sequence, index: NgramIndex, most: int) -> Draft | None:
+        """Return the tokens behind the longest match, `most` of them at most."""
         tokens = seq.token_ids
         last = tokens[-self._config.prompt_lookup_max :]
-        match = state.index.find(tokens, last)
-        length = 0 if match is None else match.length
-        if length < len(last) and self._cache.reads(seq):
-            earlier = self._history.find(seq, last, most)
-            if earlier is not None and earlier.length > length:
-                return earlier.draft, earlier.length
-        if match is None:
-            return None, 0
-        draft = tokens[match.end : match.end + most]
-        while len(draft) < most:  # the occurrence overlaps the end: its tokens repeat
-            draft.extend(draft[: most - len(draft)])
-        return draft, length
+        match = index.find(tokens, last)
+        draft = None if match is None else draft_of(tokens, match, most, repeats=True)
+        return stronger(draft, self._history.find(seq, last, most)) if self._cache.reads(seq) else draft
 
 
-def _until_stop(draft: "array[int]", stop_token_ids: tuple[int, ...]) -> "array[int]":
-    """Return the draft up to its first stop token, behind which nothing is sampled."""
-    for token in stop_token_ids:
-        if token in draft:
-            draft = draft[: draft.index(token)]
-    return draft
+def _until_stop(draft: Draft, stop_token_ids: tuple[int, ...]) -> Draft | None:
+    """Return the draft up to its first stop token, behind which nothing is sampled; None if that is the first token."""
+    num = min((draft.tokens.index(token) for token in stop_token_ids if token in draft.tokens), default=None)
+    return draft if num is None else draft.cut(num) if num else None

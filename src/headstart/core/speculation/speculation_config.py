@@ -8,7 +8,7 @@ from headstart.core.errors import ConfigError
 
 METHOD = "ngram"
 MAX_SPECULATIVE_TOKENS = 64
-MAX_LOOKUP = 32
+MAX_LOOKUP = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class SpeculationConfig:
     """Settings of speculation. The draft of a step is at most as long as stated; measurements decide how long it is."""
 
     num_speculative_tokens: int = 15  # maximum length of a draft
-    prompt_lookup_max: int = 16  # tokens at the end of a sequence that are looked up, at most
+    prompt_lookup_max: int = 128  # tokens at the end of a sequence that are looked up, at most
     prompt_lookup_min: int = 2  # and at least
 
 
