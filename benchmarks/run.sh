@@ -64,7 +64,7 @@ for figure in $figures; do
     stall) measure 'lab decode-stall' "stall/$(basename "$model")" --model "$model" $runs ;;
     restart) measure 'lab restart' store/restart --model "$model" $runs ;;
     restart-float32) measure 'lab restart' store/restart_float32 --model "$model" --dtype float32 --runs 1 ;;
-    siblings) measure 'lab shared-store' store/siblings --model "$model" ;;
+    siblings) measure 'lab shared-store' store/siblings --model "$model" $runs ;;
     intent) measure intent "$(basename "$model")" --model "$model" --seconds 30 --min-requests 40 $runs ;;
     page-aligned) measure 'lab page-aligned' "$(basename "$model")" --model "$model" ;;
     write-behind) measure 'lab write-behind' store/write_behind --model "$model" $runs ;;

@@ -26,6 +26,18 @@ def test_nothing_holds_gives_zero() -> None:
     assert highest_rate(lambda rate: False, 1.0, max_points=5) == 0.0
 
 
+def test_rates_below_the_least_are_not_measured() -> None:
+    seen: list[float] = []
+
+    def holds(rate: float) -> bool:
+        seen.append(rate)
+        return False
+
+    assert highest_rate(holds, 1.0, factor=2.0, least=0.3) == 0.0
+    assert seen == [1.0, 0.5, 0.3]
+    assert highest_rate(lambda rate: rate < 0.4, 1.0, factor=2.0, least=0.3) == pytest.approx(0.4, rel=0.1)
+
+
 @pytest.mark.parametrize(("start", "factor", "precision"), [(0, 2, 1.1), (1, 1, 1.1), (1, 2, 1)])
 def test_a_search_that_cannot_move_is_refused(start: float, factor: float, precision: float) -> None:
     with pytest.raises(ValueError):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from random import Random
+from socket import SHUT_RDWR
 
 import psutil
 import pytest
@@ -14,7 +15,9 @@ from headstart.workload.synthetic import random_tokens
 FLAGS = ("--num-blocks", "64", "--threads", "1", "--dtype", "float32")
 
 
-def test_a_server_answers_counts_and_dies_as_a_whole(tiny: str, tmp_path: Path) -> None:
+def test_a_server_answers_counts_and_dies_as_a_whole(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = [random_tokens(64, 512, Random(seed)) for seed in (1, 2)]
     log = ContentionLog.new()
     others = psutil.Process().children(recursive=True)
@@ -23,12 +26,19 @@ def test_a_server_answers_counts_and_dies_as_a_whole(tiny: str, tmp_path: Path) 
         again = ask_in_turn(server, prompts, key="right")
         (refused,) = ask_in_turn(server, prompts[:1], key="wrong")
         counted = server.prompt_tokens(key="right")
+        ask_in_turn(server, prompts[:1], key="right")
+        connection = server._connection.sock  # pyright: ignore[reportPrivateUsage]
+        assert connection is not None
+        connection.shutdown(SHUT_RDWR)  # as the server does with a connection that was idle for long
+        monkeypatch.setattr("headstart.bench.runners.served_replica.IDLE_SECONDS", 0.0)
+        (after_idling,) = ask_in_turn(server, prompts[:1], key="right")
         children = [one for one in psutil.Process().children(recursive=True) if one not in others]
         server.kill()
         survivors = [one for one in children if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     assert [answer.error for answer in (*first, *again)] == [None] * 4
     assert [answer.computed_tokens for answer in (*first, *again)] == [64, 64, 1, 1]
     assert all(len(answer.tokens) == 1 and answer.ttft > 0 for answer in first) and differing(first, again) == 0
+    assert after_idling.error is None
     assert refused.error is not None and "401" in refused.error
     assert (counted["computed"], counted["shared"]) == (130, 126)
     assert len(children) == 3 and survivors == []  # the HTTP front, its engine, and what renders its chats

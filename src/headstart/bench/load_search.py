@@ -5,9 +5,15 @@ from math import sqrt
 
 
 def highest_rate(
-    holds: Callable[[float], bool], start: float, *, factor: float = 1.6, precision: float = 1.1, max_points: int = 14
+    holds: Callable[[float], bool],
+    start: float,
+    *,
+    factor: float = 1.6,
+    precision: float = 1.1,
+    max_points: int = 14,
+    least: float = 0.0,
 ) -> float:
-    """Return the highest measured rate at which `holds(rate)` is true; 0 if there is none.
+    """Return the highest measured rate at which `holds(rate)` is true; 0 if there is none of at least `least`.
 
     Steps from `start` by `factor` until one rate holds and a higher one does not, then halves the gap (geometrically)
     until the two are within `precision` of each other. Measures at most `max_points` rates, each of them once.
@@ -24,6 +30,10 @@ def highest_rate(
             if high / low <= precision:
                 break
             rate = sqrt(low * high)
+        elif low:
+            rate = low * factor
+        elif high <= least:
+            break
         else:
-            rate = low * factor if low else high / factor
+            rate = max(high / factor, least)
     return low

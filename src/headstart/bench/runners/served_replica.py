@@ -30,6 +30,7 @@ from headstart.core.errors import ConfigError
 
 START_SECONDS = 300.0
 ANSWER_SECONDS = 300.0
+IDLE_SECONDS = 30.0  # of a connection that is used again; the server closes it after 75
 _BANNER = re.compile(r" at (http://\S+)/v1\n +engine +(\w+) on ")
 _SAMPLE = re.compile(r'^headstart:prompt_tokens_total\{.*source="(\w+)".*\} (\S+)$', re.MULTILINE)
 
@@ -81,6 +82,7 @@ class Replica:
         self.ready_seconds = ready_seconds
         self._process = process
         self._connection = http.client.HTTPConnection(address.hostname, address.port, timeout=ANSWER_SECONDS)
+        self._used = time.perf_counter()  # when a request last ended
 
     @property
     def pid(self) -> int:
@@ -152,6 +154,8 @@ class Replica:
 
     def _events(self, body: dict[str, Any], key: str) -> Generator[dict[str, Any]]:
         """Yield the JSON events of one streamed completion, up to `[DONE]`."""
+        if time.perf_counter() - self._used > IDLE_SECONDS:
+            self._connection.close()
         headers = {"Content-Type": "application/json", **_headers(key)}
         self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
         response = self._connection.getresponse()
@@ -161,6 +165,7 @@ class Replica:
             event = read_event(line)
             if event is None:
                 response.read()  # read to the end of the chunks, so that the connection can be used again
+                self._used = time.perf_counter()
                 return
             yield event
         raise RequestFailedError("the stream ended without [DONE]")

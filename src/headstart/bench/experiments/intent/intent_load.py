@@ -35,6 +35,7 @@ class IntentConfig:
     min_requests: int = 20  # per point, at least
     precision: float = 1.1  # of the search
     limit_factor: float = 4.0  # p90 latency allowed / unloaded latency with caching on
+    least_load: float = 0.2  # lowest rate of the search, as a share of the rate of one request after the other
     load_rate: float | None = None  # where time per output token is compared; None: 0.8 / unloaded latency, caching off
 
 
@@ -172,7 +173,10 @@ class IntentBench:
             return point.holds
 
         earlier = self.qps[name][-1] if self.qps[name] else 0.0
-        return highest_rate(holds, earlier or 0.5 / self.latency(name), precision=self.config.precision)
+        alone = 1 / self.latency(name)  # requests per second, one at a time
+        return highest_rate(
+            holds, earlier or 0.5 * alone, precision=self.config.precision, least=self.config.least_load * alone
+        )
 
     def _measure_point(self, name: str, rate: float, draw: int, *, limit: float | None = None) -> Point:
         """Measure one side under Poisson arrivals. Both sides and all rates use the same draw, scaled in time."""
