@@ -15,9 +15,7 @@ from headstart.workload.synthetic import random_tokens
 FLAGS = ("--num-blocks", "64", "--threads", "1", "--dtype", "float32")
 
 
-def test_a_server_answers_counts_and_dies_as_a_whole(
-    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_answers_counts_and_dies_as_a_whole(tiny: str, tmp_path: Path) -> None:
     prompts = [random_tokens(64, 512, Random(seed)) for seed in (1, 2)]
     log = ContentionLog.new()
     others = psutil.Process().children(recursive=True)
@@ -30,7 +28,6 @@ def test_a_server_answers_counts_and_dies_as_a_whole(
         connection = server._connection.sock  # pyright: ignore[reportPrivateUsage]
         assert connection is not None
         connection.shutdown(SHUT_RDWR)  # as the server does with a connection that was idle for long
-        monkeypatch.setattr("headstart.bench.runners.served_replica.IDLE_SECONDS", 0.0)
         (after_idling,) = ask_in_turn(server, prompts[:1], key="right")
         children = [one for one in psutil.Process().children(recursive=True) if one not in others]
         server.kill()

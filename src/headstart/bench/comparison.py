@@ -126,7 +126,7 @@ def measure_poisson(
     if alone is None:
         return Outcome({"poisson": None}, {}, {}, {}, ("no request alone came through",)), None
     slo = Slo(e2e=slo_seconds or 4 * alone)
-    found = search_rate(runner, behind_prefix(shape), slo, 0.5 / alone, config, bar)
+    found = search_rate(runner, behind_prefix(shape), slo, alone, config, bar)
     held = [point.result for point in found.points if point.holds and point.rate == found.rate]
     return Outcome(
         {"poisson": found.rate},

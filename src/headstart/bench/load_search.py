@@ -3,6 +3,10 @@
 from collections.abc import Callable
 from math import sqrt
 
+# Shares of the rate of requests one after the other: where a search begins, and below which it gives up. Rates far
+# below are hardly other than single requests, and take minutes each.
+START_LOAD, LEAST_LOAD = 0.5, 0.2
+
 
 def highest_rate(
     holds: Callable[[float], bool],

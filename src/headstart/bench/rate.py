@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 from random import Random
 
-from headstart.bench.load_search import highest_rate
+from headstart.bench.load_search import LEAST_LOAD, START_LOAD, highest_rate
 from headstart.bench.measure import PhaseResult, measure
 from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.runners.runner import Runner
@@ -68,16 +68,20 @@ def behind_prefix(shape: Shape = INTENT) -> Load:
 
 
 def search_rate(
-    runner: Runner, load: Load, slo: Slo, start: float, config: RateConfig = DEFAULTS, bar: Bar = QUIET
+    runner: Runner, load: Load, slo: Slo, alone: float, config: RateConfig = DEFAULTS, bar: Bar = QUIET
 ) -> RateSearch:
-    """Measure rates from `start` up or down until the highest one that holds is known to `config.precision`."""
+    """Measure rates until the highest one that holds is known to `config.precision`.
+
+    `alone`: seconds of an unloaded request.
+    """
     points: list[Point] = []
 
     def holds(rate: float) -> bool:
         points.append(measure_rate(runner, load, slo, rate, config, bar))
         return points[-1].holds
 
-    return RateSearch(highest_rate(holds, start, precision=config.precision), tuple(points), slo)
+    found = highest_rate(holds, START_LOAD / alone, precision=config.precision, least=LEAST_LOAD / alone)
+    return RateSearch(found, tuple(points), slo)
 
 
 def measure_rate(

@@ -46,8 +46,7 @@ def run_rate_search(runner: Runner, plan: RatePlan, bar: Bar = QUIET) -> Report:
     if not slo.holds(alone["alone"].trial.records, share=50):  # then no rate can hold
         return _report(runner, plan, alone, RateSearch(0.0, (), slo))
     config = replace(plan.config, seed=plan.seed)
-    start = 0.5 / median(known)
-    found = uncontended(lambda: search_rate(runner, plan.load, slo, start, config, bar), log, retries=0)
+    found = uncontended(lambda: search_rate(runner, plan.load, slo, median(known), config, bar), log, retries=0)
     report = _report(runner, plan, alone, found)
     if plan.is_guarded:
         report.contention = log.as_dict()

@@ -30,7 +30,6 @@ from headstart.core.errors import ConfigError
 
 START_SECONDS = 300.0
 ANSWER_SECONDS = 300.0
-IDLE_SECONDS = 30.0  # of a connection that is used again; the server closes it after 75
 _BANNER = re.compile(r" at (http://\S+)/v1\n +engine +(\w+) on ")
 _SAMPLE = re.compile(r'^headstart:prompt_tokens_total\{.*source="(\w+)".*\} (\S+)$', re.MULTILINE)
 
@@ -82,7 +81,6 @@ class Replica:
         self.ready_seconds = ready_seconds
         self._process = process
         self._connection = http.client.HTTPConnection(address.hostname, address.port, timeout=ANSWER_SECONDS)
-        self._used = time.perf_counter()  # when a request last ended
 
     @property
     def pid(self) -> int:
@@ -144,28 +142,28 @@ class Replica:
 
     def _plain(self, method: str, path: str, key: str) -> str:
         """Return the response body of a request without a body. Raises RequestFailedError unless it is status 200."""
-        self._connection.close()  # the server also closes idle connections
-        self._connection.request(method, path, headers=_headers(key))
-        response = self._connection.getresponse()
+        response = self._sent(method, path, None, _headers(key))
         text = response.read().decode(errors="replace")
         if response.status != 200:
             raise RequestFailedError(f"{method} {path}: HTTP {response.status}: {text[:300]}")
         return text
 
+    def _sent(self, method: str, path: str, body: str | None, headers: dict[str, str]) -> http.client.HTTPResponse:
+        """Send a request on a new connection, since the server closes idle ones; return the response, not read yet."""
+        self._connection.close()
+        self._connection.request(method, path, body, headers)
+        return self._connection.getresponse()
+
     def _events(self, body: dict[str, Any], key: str) -> Generator[dict[str, Any]]:
         """Yield the JSON events of one streamed completion, up to `[DONE]`."""
-        if time.perf_counter() - self._used > IDLE_SECONDS:
-            self._connection.close()
         headers = {"Content-Type": "application/json", **_headers(key)}
-        self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        response = self._connection.getresponse()
+        response = self._sent("POST", "/v1/completions", json.dumps(body), headers)
         if response.status != 200:
             raise RequestFailedError(f"HTTP {response.status}: {response.read().decode(errors='replace')[:300]}")
         for line in response:
             event = read_event(line)
             if event is None:
-                response.read()  # read to the end of the chunks, so that the connection can be used again
-                self._used = time.perf_counter()
+                response.read()  # to the end of the chunks, so that the server's answer is complete
                 return
             yield event
         raise RequestFailedError("the stream ended without [DONE]")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import ceil, floor
 from random import Random
 
-from headstart.bench.load_search import highest_rate
+from headstart.bench.load_search import LEAST_LOAD, START_LOAD, highest_rate
 from headstart.bench.machine import ContentionLog, uncontended
 from headstart.bench.progress_bar import QUIET, Bar
 from headstart.bench.runners.engines import Setup
@@ -35,7 +35,6 @@ class IntentConfig:
     min_requests: int = 20  # per point, at least
     precision: float = 1.1  # of the search
     limit_factor: float = 4.0  # p90 latency allowed / unloaded latency with caching on
-    least_load: float = 0.2  # lowest rate of the search, as a share of the rate of one request after the other
     load_rate: float | None = None  # where time per output token is compared; None: 0.8 / unloaded latency, caching off
 
 
@@ -173,9 +172,9 @@ class IntentBench:
             return point.holds
 
         earlier = self.qps[name][-1] if self.qps[name] else 0.0
-        alone = 1 / self.latency(name)  # requests per second, one at a time
+        alone = self.latency(name)
         return highest_rate(
-            holds, earlier or 0.5 * alone, precision=self.config.precision, least=self.config.least_load * alone
+            holds, earlier or START_LOAD / alone, precision=self.config.precision, least=LEAST_LOAD / alone
         )
 
     def _measure_point(self, name: str, rate: float, draw: int, *, limit: float | None = None) -> Point:
