@@ -157,5 +157,6 @@ class Speculation:
 
 def _until_stop(draft: Draft, stop_token_ids: tuple[int, ...]) -> Draft | None:
     """Return the draft up to its first stop token, behind which nothing is sampled; None if that is the first token."""
-    num = min((draft.tokens.index(token) for token in stop_token_ids if token in draft.tokens), default=None)
-    return draft if num is None else draft.cut(num) if num else None
+    ends = (draft.tokens.index(token) for token in stop_token_ids if token in draft.tokens)
+    num = min(ends, default=len(draft.tokens))
+    return draft.cut(num) if num else None
