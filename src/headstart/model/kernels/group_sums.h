@@ -47,19 +47,17 @@ struct RowsOfWords {
     }
 };
 
-// Rows of 8 bits: products of bytes are added in int16 as long as the largest ones fit, then in int32. An instruction
-// multiplies twice as many bytes as int16.
+// Rows of 8 bits: products of bytes are added in int16 as long as the largest ones fit, then in int32; with VNNI in int32
+// from the start. An instruction multiplies twice as many bytes as int16.
 template <int BITS, int SUMS, int OFFSET>
 struct RowsOfBytes {
     typedef GroupOfBytes Group;
     static constexpr int ROWS = BYTES_ROWS, QUADS = 4 / SUMS;
-    // Loops over four pairs whose sums fit: each adds two products of two bytes, weights of BITS bits times up to 127.
-    static constexpr int FITTING = BITS == 4 ? 4 : BITS == 5 ? 2 : 1;
-    static_assert(2 * FITTING * 2 * ((1 << BITS) - 1) * 127 <= 32767, "a sum of int16 overflows");
+    static_assert(2 * Shorts::fitting(BITS) * 2 * ((1 << BITS) - 1) * 127 <= 32767, "a sum of int16 overflows");
 
     template <int R, int C, class Unit>
     static void sum(Ints (&whole)[R][C], const char *at, int half, int part, const Unit *x, long stride, int g) {
-        constexpr int LOOPS = FITTING < QUADS ? FITTING : QUADS;
+        constexpr int FITTING = ByteSums<R>::fitting(BITS), LOOPS = FITTING < QUADS ? FITTING : QUADS;
         add_loops<LOOPS, true>(whole, at, half, part, x, stride, g, part * QUADS);
 #pragma GCC unroll 4
         for (int b = part * QUADS + LOOPS; b < (part + 1) * QUADS; b += LOOPS)
@@ -70,7 +68,7 @@ struct RowsOfBytes {
     template <int LOOPS, bool BEGIN, int R, int C, class Unit>
     static void add_loops(Ints (&whole)[R][C], const char *at, int half, int part, const Unit *x, long stride, int g,
                           int b) {
-        Shorts sums[R][C];
+        ByteSums<R> sums[R][C];
         add_four<0, true>(sums, at, half, x, stride, g, b);
         add_four<1, false>(sums, at, half, x, stride, g, b);
 #pragma GCC unroll 4
@@ -91,7 +89,7 @@ struct RowsOfBytes {
 
     // Adds the pairs 4b + J and 4b + J + 2.
     template <int J, bool BEGIN, int R, int C, class Unit>
-    static void add_four(Shorts (&sums)[R][C], const char *at, int half, const Unit *x, long stride, int g, int b) {
+    static void add_four(ByteSums<R> (&sums)[R][C], const char *at, int half, const Unit *x, long stride, int g, int b) {
         Words weights[C];
         for (int c = 0; c < C; c++) {
             Planes<BITS> planes;

@@ -83,15 +83,6 @@ struct Stored {
     static void leave_group() { asm volatile("" ::: "memory"); }
 };
 
-template <bool, class A, class>
-struct Either {
-    typedef A Type;
-};
-template <class A, class B>
-struct Either<false, A, B> {
-    typedef B Type;
-};
-
 template <int BITS, class Scales, int OFFSET, template <int, int, int> class RowsOf>
 struct Grouped {
     typedef RowsOf<BITS, Scales::SUMS, OFFSET> Rows;

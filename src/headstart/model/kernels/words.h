@@ -6,15 +6,24 @@
 
 namespace {
 
+template <bool, class A, class>
+struct Either {
+    typedef A Type;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+    typedef B Type;
+};
+
 #if defined(__AVX512F__)
 
-constexpr int WORDS_ROWS = 12, BYTES_ROWS = 12;  // most rows whose sums of a group stay in registers
+constexpr int WORDS_ROWS = 12;  // most rows whose sums of a group stay in registers, as of BYTES_ROWS
 // Most rows whose sums over groups stay in registers too, and how many loops over four pairs are unrolled: with VNNI
 // all, since a loop moves all sums at its end; without, GCC postpones the additions and runs out of registers.
 #if defined(__AVX512VNNI__)
-constexpr int WORDS_CARRIED = 8, WORDS_UNROLLED = 4;
+constexpr int WORDS_CARRIED = 8, WORDS_UNROLLED = 4, BYTES_ROWS = 8;
 #else
-constexpr int WORDS_CARRIED = 6, WORDS_UNROLLED = 1;
+constexpr int WORDS_CARRIED = 6, WORDS_UNROLLED = 1, BYTES_ROWS = 12;
 #endif
 constexpr int words_columns(int) { return 2; }
 
@@ -45,8 +54,10 @@ inline void add_products(Ints &sum, Words weights, const uint32_t *pair) {
 }
 
 // Sums of 16 outputs in two int16 each, over two bytes each of the four that a call multiplies: unsigned ones of weights
-// times signed ones of a row.
+// times signed ones of a row. `fitting`: how many loops over four pairs fit, each of which adds two products of two bytes,
+// of weights of so many bits times up to 127.
 struct Shorts {
+    static constexpr int fitting(int bits) { return bits == 4 ? 4 : bits == 5 ? 2 : 1; }
     __m512i value;
     void begin(Words weights, const uint32_t *four) { value = products(weights, four); }
     void add(Words weights, const uint32_t *four) { value = _mm512_add_epi16(value, products(weights, four)); }
@@ -55,6 +66,26 @@ struct Shorts {
         return _mm512_maddubs_epi16(weights.value, _mm512_set1_epi32((int)*four));
     }
 };
+
+#if defined(__AVX512VNNI__)
+struct Fours {  // the same in int32 from the first product on, by one instruction
+    static constexpr int fitting(int) { return 4; }
+    Ints sum;
+    void begin(Words weights, const uint32_t *four) {
+        sum.begin(nullptr);
+        add(weights, four);
+    }
+    void add(Words weights, const uint32_t *four) {
+        asm("vpdpbusd %2, %1, %0" : "+v"(sum.value) : "v"(weights.value), "v"(_mm512_set1_epi32((int)*four)));
+    }
+    Ints total() const { return sum; }
+};
+template <int R>  // those of one or two rows wait for each other
+using ByteSums = typename Either<(R > 2), Fours, Shorts>::Type;
+#else
+template <int>
+using ByteSums = Shorts;
+#endif
 
 inline Floats from_halves(const char *at) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at))}; }
 inline Floats from_bytes(const char *at) {
@@ -108,6 +139,7 @@ inline void add_products(Ints &sum, Words weights, const uint32_t *pair) {
 }
 
 struct Shorts {
+    static constexpr int fitting(int bits) { return bits == 4 ? 4 : bits == 5 ? 2 : 1; }
     __m256i low, high;
     void begin(Words weights, const uint32_t *four) {
         __m256i both = _mm256_set1_epi32((int)*four);
@@ -123,6 +155,9 @@ struct Shorts {
         return {_mm256_madd_epi16(low, ones), _mm256_madd_epi16(high, ones)};
     }
 };
+template <int>
+using ByteSums = Shorts;
+
 inline Floats from_halves(const char *at) {
     const __m128i *halves = (const __m128i *)at;
     return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
