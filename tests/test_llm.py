@@ -273,6 +273,12 @@ def test_an_unknown_option_is_told_with_the_known_ones() -> None:
         LLM("x", max_len=5)
 
 
+def test_a_choice_among_numbers_may_be_a_number() -> None:
+    assert llm_module._engine_options("", {"activation_bits": 8}).activation_bits == "8"
+    with pytest.raises(ConfigError, match="activation_bits is '9'; choose one of 16, 8"):
+        llm_module._engine_options("", {"activation_bits": 9})
+
+
 def test_steps_of_a_batch_are_not_bounded_in_time_unless_asked_for() -> None:
     assert llm_module._engine_options("", {}).max_step_time == 0
     assert llm_module._engine_options("", {"max_step_time": 0.5}).max_step_time == 0.5

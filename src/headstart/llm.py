@@ -323,8 +323,11 @@ def _engine_options(model: str, values: Mapping[str, Any]) -> EngineOptions:
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}")
     for field in dataclasses.fields(EngineOptions):
-        if field.metadata.get("json") and isinstance(value := named.get(field.name), Mapping):
+        value = named.get(field.name)
+        if field.metadata.get("json") and isinstance(value, Mapping):
             named[field.name] = json.dumps(value)
+        if "choices" in field.metadata and type(value) is int:  # activation_bits=8
+            named[field.name] = str(value)
     options = EngineOptions(**named)
     check_values(options)
     return options
