@@ -66,9 +66,9 @@ def run_scheduler(seed: int, runs: int, bar: Bar = QUIET, *, peer: Sequence[str]
     ours, theirs = list[dict[str, Any]](), list[dict[str, Any]]()
     bar.stage("scheduling", runs)
     for run in range(runs):
-        ours.append(uncontended(lambda r=run: _costs(Random(f"{seed}/{r}")), log))
-        if peer:
+        if peer:  # first, so that one that cannot be run is named at once
             theirs.append(uncontended(lambda r=run: _peer_costs([*peer, f"{seed}/{r}"]), log))
+        ours.append(uncontended(lambda r=run: _costs(Random(f"{seed}/{r}")), log))
         bar.advance()
     return _report(ours, theirs, seed, log)
 
