@@ -25,6 +25,7 @@ DONE = b"data: [DONE]\n\n"
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+@pytest.mark.long
 def test_no_request_is_lost_when_replicas_are_killed_and_restarted() -> None:
     report = run_failover(replace(QUICK, seed=3))
     values = report.values

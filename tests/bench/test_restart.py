@@ -49,6 +49,7 @@ def test_a_fault_of_the_server_invalidates_the_report(
     assert any(complaint in problem for problem in problems), problems
 
 
+@pytest.mark.long
 def test_a_real_server_finds_after_kill_9_what_it_had_stored(
     monkeypatch: pytest.MonkeyPatch, tiny: str, tmp_path: Path
 ) -> None:

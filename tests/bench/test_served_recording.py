@@ -36,7 +36,7 @@ def prompts(rng: Random) -> "list[array[int]]":
     return found
 
 
-@pytest.mark.parametrize("eviction", ["2q", "lhd"])
+@pytest.mark.parametrize("eviction", ["2q", pytest.param("lhd", marks=pytest.mark.long)])
 def test_a_replay_hits_what_the_server_hit(
     eviction: str, tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

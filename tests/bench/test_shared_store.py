@@ -44,6 +44,7 @@ def test_a_fault_of_the_servers_invalidates_the_report(
     assert any(complaint in problem for problem in problems), problems
 
 
+@pytest.mark.long
 def test_real_siblings_share_a_folder_and_keep_tenants_apart(
     monkeypatch: pytest.MonkeyPatch, tiny: str, tmp_path: Path
 ) -> None:

@@ -152,6 +152,7 @@ def test_a_case_that_hangs_or_crashes_is_reported_and_the_next_one_runs(tmp_path
     assert "error" in workers.run(Case("wrong", "regex", "((("))
 
 
+@pytest.mark.long
 def test_a_third_of_the_fuzzed_requests_have_tools_and_all_are_repeatable() -> None:
     first, second = ([*requests(random.Random(3), 600)] for _ in range(2))
     assert first == second and len(first) == 600

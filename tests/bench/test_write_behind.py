@@ -2,6 +2,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from headstart.assembly import build_engine
 from headstart.bench.experiments.store.write_behind import QUICK, Workload, run_write_behind
 from headstart.bench.runners.engines import Setup
@@ -12,6 +14,7 @@ MakeSetup = Callable[..., Setup]
 SMALL = replace(QUICK, workloads=(Workload("cold", 4, 1, Shape(0, 128, 1)),))
 
 
+@pytest.mark.long
 def test_every_pair_writes_blocks_on_one_side_only(tiny: str, tmp_path: Path) -> None:
     setup = Setup(build_engine, tiny, "tiny", "float32", 1)
     report = run_write_behind(setup, replace(QUICK, folder=tmp_path))

@@ -44,18 +44,16 @@ COMPLETIONS = [
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize(("words", "offered"), COMPLETIONS)
-def test_bash_completes_verbs_options_and_choices(
-    words: list[str], offered: list[str], environment: dict[str, str]
-) -> None:
+def test_bash_completes_verbs_options_and_choices(environment: dict[str, str]) -> None:
     script = run(["headstart"], environment, _HEADSTART_COMPLETE="source_bash")
-    typed = " ".join(f"'{word}'" for word in ["headstart", *words])
-    asked = f"COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _headstart_completion headstart; "
-    lines = run(["bash", "-c", f'{script}\n{asked}printf "%s\\n" "${{COMPREPLY[@]}}"'], environment)
-    assert lines.split() == offered
+    for words, offered in COMPLETIONS:
+        typed = " ".join(f"'{word}'" for word in ["headstart", *words])
+        asked = f"COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _headstart_completion headstart; "
+        lines = run(["bash", "-c", f'{script}\n{asked}printf "%s\\n" "${{COMPREPLY[@]}}"'], environment)
+        assert lines.split() == offered, words
 
 
-@pytest.mark.parametrize(("words", "offered"), COMPLETIONS)
+@pytest.mark.parametrize(("words", "offered"), COMPLETIONS[::3])  # that of bash is the same code
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_zsh_and_fish_get_the_same_offers(
     shell: str, words: list[str], offered: list[str], environment: dict[str, str]

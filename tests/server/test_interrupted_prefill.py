@@ -74,18 +74,20 @@ def retry(server: Server, prompt: list[int]) -> dict[str, Any]:
     return answer.json()["usage"]["prompt_tokens_details"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_retry_computes_only_what_was_not_computed(stream: bool, model: Path, tmp_path: Path) -> None:
-    """Before and after a restart with a store; `stream`: of the request that was interrupted."""
+def test_a_retry_computes_only_what_was_not_computed(model: Path, tmp_path: Path) -> None:
+    """Before and after a restart with a store, of interrupted requests for whole and for streamed answers."""
     with serving(model, tmp_path / "log", "--kv-store", str(tmp_path / "kv")) as server:
-        first = interrupt(server, 1, stream=stream)
-        before = num_prefilled(server)
-        details = retry(server, first.prompt)
-        assert details["cached_tokens"] == details["shared_tokens"] == first.num_computed // BLOCK * BLOCK >= ENOUGH
-        assert num_prefilled(server) - before == LENGTH - details["cached_tokens"]
-        second = interrupt(server, 2, stream=stream)
+        for seed, stream in ((1, False), (2, True)):
+            first = interrupt(server, seed, stream=stream)
+            before = num_prefilled(server)
+            details = retry(server, first.prompt)
+            assert details["cached_tokens"] == details["shared_tokens"] == first.num_computed // BLOCK * BLOCK >= ENOUGH
+            assert num_prefilled(server) - before == LENGTH - details["cached_tokens"]
+        interrupted = [interrupt(server, seed, stream=stream) for seed, stream in ((3, False), (4, True))]
         assert server.stop() == 0
     with serving(model, tmp_path / "log2", "--kv-store", str(tmp_path / "kv")) as server:
-        details = retry(server, second.prompt)
-        assert details["cached_tokens"] == details["store_tokens"] == second.num_computed // BLOCK * BLOCK >= ENOUGH
-        assert num_prefilled(server) == LENGTH - details["cached_tokens"]
+        for second in interrupted:
+            before = num_prefilled(server)
+            details = retry(server, second.prompt)
+            assert details["cached_tokens"] == details["store_tokens"] == second.num_computed // BLOCK * BLOCK >= ENOUGH
+            assert num_prefilled(server) - before == LENGTH - details["cached_tokens"]

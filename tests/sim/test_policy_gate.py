@@ -36,8 +36,8 @@ def ttft(found: FleetReport) -> float:
     ("asked", "profile", "to_oracle"),
     [
         (read_requests(SAMPLE), REFERENCE, 1.10),
-        (synthetic("decode-heavy", 14.0, 250, 0), DECODES, 1.10),
-        (synthetic("hot-documents", 10.0, 400, 0), REFERENCE, 1.15),
+        pytest.param(synthetic("decode-heavy", 14.0, 250, 0), DECODES, 1.10, marks=pytest.mark.long),
+        pytest.param(synthetic("hot-documents", 10.0, 400, 0), REFERENCE, 1.15, marks=pytest.mark.long),
     ],
     ids=["conversation", "decode-heavy", "hot-documents"],
 )
