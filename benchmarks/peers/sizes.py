@@ -50,10 +50,12 @@ def main() -> None:
 
 def draw(curves: dict[str, list[Point]], path: Path) -> None:
     """Draw a line per figure and peer into an image file."""
-    from matplotlib.figure import Figure  # takes a second, and only drawing needs it
+    from matplotlib import colormaps  # takes a second, and only drawing needs it
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
+    axes.set_prop_cycle(color=colormaps["tab20"].colors[::2] + colormaps["tab20"].colors[1::2])
     for label, points in curves.items():
         axes.plot(*zip(*points, strict=True), marker="o", linestyle="--" if "4 bits" in label else "-", label=label)
     axes.axhline(1, color="black", linewidth=0.8)

@@ -1,6 +1,6 @@
 """Draw the results of a comparison: JSON, Markdown tables between the marks of a page, and a plot.
 
-    python benchmarks/peers/table.py benchmarks/peers/results-avx2 --page docs/benchmarks.md
+    python benchmarks/peers/table.py benchmarks/peers/results --page docs/benchmarks.md
 
 Measures nothing: all figures come from the journal.
 """
