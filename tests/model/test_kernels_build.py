@@ -20,7 +20,7 @@ RUNNABLE = [name for name, needed in NEEDED.items() if needed <= cpu_flags()]
 UNDER_ASAN = """
 import sys, pytest, torch
 from headstart.model.kernels.memory import Arena
-Arena.take = lambda self, shape, dtype: torch.empty(shape, dtype=dtype)
+Arena.take = lambda self, shape, dtype: torch.zeros(shape, dtype=dtype)  # zeroed, as it promises
 sys.exit(pytest.main(sys.argv[1:]))
 """
 pytestmark = pytest.mark.skipif(not RUNNABLE, reason="this processor runs no variant")
