@@ -32,15 +32,21 @@ NUM_BLOCKS = 512
 
 
 class RemoteState:
-    """The state of a router in another process, as the suite reads it: from /v1/fleet."""
+    """The state of a router in another process, as the suite reads it: from /v1/fleet and /metrics."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self.router = self
         self.members = self
+        self.metrics = self
 
     def _fleet(self) -> dict[str, Any]:
         return httpx.get(f"{self._url}/v1/fleet", timeout=PATIENCE).json()
+
+    def expose(self, with_replicas: bool) -> bytes:
+        """The text of /metrics; with the figures per replica only if this caller may see them."""
+        assert with_replicas
+        return httpx.get(f"{self._url}/metrics", timeout=PATIENCE).content
 
     @property
     def num_pending(self) -> int:
