@@ -2,10 +2,10 @@
 
     fuzz.py [--requests 100000] [--seed 1] [--replicas 2] [--report FILE]
 
-Starts `headstart serve` with the bundled model and API keys, fills its KV pool and warms it up with legal requests.
-Exits with 1 if any answer was a 5xx, if the memory of all its processes together grew by more than 150 MB at any
-moment, or if the server has not returned to idle afterwards. With --replicas the report also has the growth of the
-router and of each replica. The last line of stdout is JSON.
+Starts `headstart serve` with the bundled model and API keys, fills its KV pool and warms it up with legal requests and
+with schemas. Exits with 1 if any answer was a 5xx, if the memory of all its processes together grew by more than 150 MB
+at any moment, or if the server has not returned to idle afterwards. With --replicas the report also has the growth of
+the router and of each replica. The last line of stdout is JSON.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from fuzz_requests import Post, broken_http, disconnected, expensive, legal, mut
 
 ALLOWED_GROWTH = 150e6  # bytes
 WARMING = 300  # legal requests before memory is compared, so that normal allocations are already made
+GRAMMARS = 16  # and requests with a schema per server: the first starts the process that compiles grammars
 KEYS = ("fuzz-key-one", "fuzz-key-two")
 ADMIN = "fuzz-admin"
 SHARES = {
@@ -107,7 +108,7 @@ class Fuzz:
         self.url = url
         self.memory = memory
         self.seed = seed
-        self.statuses: dict[str, Counter[int]] = {name: Counter() for name in SHARES}
+        self.statuses: dict[str, Counter[int]] = {name: Counter() for name in (*SHARES, "grammar")}
         self.failures: list[str] = []
         self.growth: dict[str, float] = {}
 
@@ -163,6 +164,12 @@ class Fuzz:
                 path,
                 json.dumps(body | {"max_tokens": min(body.get("max_tokens") or 8, 8)} | {"min_tokens": 0}).encode(),
             )
+        if kind == "grammar":
+            question = {"role": "user", "content": f"{rng.random()}"}
+            schema = {"type": "object", "properties": {f"n{rng.randrange(999)}": {"type": "integer"}}}
+            wanted = {"type": "json_schema", "json_schema": {"name": "found", "schema": schema}}
+            asked = {"messages": [question], "max_tokens": 8, "response_format": wanted}
+            return Post("/v1/chat/completions", json.dumps(asked).encode())
         return {"mutated": mutated, "disconnected": disconnected, "expensive": expensive}[kind](rng)
 
     async def raw(self, rng: random.Random, key: str) -> None:
@@ -304,7 +311,10 @@ def main() -> int:
         try:
             fill(url, 40_000 * options.replicas)
             idle = memory.poll()
-            asyncio.run(Fuzz(url, memory, -1).generated("legal", WARMING, options.at_once))
+            warming = Fuzz(url, memory, -1)
+            asyncio.run(warming.generated("legal", WARMING, options.at_once))
+            asyncio.run(warming.generated("grammar", GRAMMARS * options.replicas, options.at_once))
+            assert warming.statuses["grammar"].keys() == {200}, warming.statuses["grammar"]
             time.sleep(2)
             base = memory.poll()
             memory.peak, bases, memory.server_peaks = base, memory.servers, {}
