@@ -5,6 +5,7 @@ Imports torch: call `prepare_threads` before importing this module.
 
 from pathlib import Path
 
+from headstart.allocator import trim
 from headstart.bundled import BUNDLED_NAME
 from headstart.config.options import EngineOptions
 from headstart.core.engine import Engine, EngineInfo
@@ -77,6 +78,7 @@ def build_engine(
         measure_steps(runner, scheduler.step_times, max_tokens=max_model_len)
         if scheduler.speculation is not None:
             measure_drafts(runner, scheduler.speculation.cost, max_tokens=max_model_len)
+    trim()  # gives back what loading has freed: a third of a GiB for a model of 0.6B
     info = EngineInfo(
         model=str(folder),
         served_name=_served_name(options.model),

@@ -59,6 +59,14 @@ def test_the_weights_of_a_product_are_bit_equal_to_the_reference(kernels: Kernel
     assert torch.equal(layer(4 * torch.eye(512).bfloat16()[:3]).T, 4 * expected[:, :3])
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_rows_that_are_looked_up_are_bit_equal_to_the_reference(kernels: Kernels, kind: str) -> None:
+    weight = blocks(kind, OUTPUTS, 512)
+    ids = torch.tensor([69, 0, 31, 32, 69, *range(OUTPUTS)])
+    found = PackedLinear(kernels, weight).look_up(ids)
+    assert torch.equal(found.view(torch.int16), unpack(weight, torch.bfloat16)[ids].view(torch.int16))
+
+
 @pytest.mark.parametrize("kind", [kind for kind, bits in FORMS if bits == 8])
 def test_activations_of_8_bits_read_the_weights_too(kernels: Kernels, kind: str) -> None:
     """127 times a 127th may be one fp32 step from 1, so a weight may be rounded to the neighbouring bfloat16."""

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from headstart.core.errors import ConfigError
+from headstart.model.kernels.library import find
 from headstart.model.layers.decoder import Decoder
+from headstart.model.layers.linear import look_up
 from headstart.model.transformers_model import TransformersModel
 from headstart.model.transformers_probe import differs
 from headstart.model.weights.model_loader import load_model
@@ -71,6 +73,18 @@ def test_a_head_stored_beside_tied_embeddings_is_kept_if_it_differs(family: str,
     assert isinstance(model, Decoder)
     assert (model.head.weight is model.embedding) == (not trained)
     assert differences(folder) == []
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_a_tied_embedding_is_kept_once_where_the_head_holds_its_rows(quantization: str, tmp_path: Path) -> None:
+    if find().kernels is None:
+        pytest.skip(find().note)
+    folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=True)
+    model = load_model(folder, dtype="bfloat16", device="cpu", quantization=quantization).model
+    assert isinstance(model, Decoder)
+    weight = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].bfloat16()
+    assert torch.equal(look_up(model.embedding, torch.arange(len(weight))), weight)
+    assert (model.embedding is model.head.packed[0]) == (quantization == "none")
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,21 @@ def test_heads_beside_their_angles_and_norms_stay_untouched(kernels: Kernels) ->
     assert_near(buffers[1][:, 100:], values, 30**0.5)
 
 
+@pytest.mark.parametrize("columns", [6, 7, 100])
+def test_rows_that_are_looked_up_are_those_of_the_weight(kernels: Kernels, columns: int) -> None:
+    weight, ids = random(70, columns), torch.tensor([69, 0, 31, 32, 69])
+    linear = PackedLinear(kernels, weight)
+    assert torch.equal(linear.look_up(ids), weight[ids])
+    assert torch.equal(linear.look_up(torch.arange(70)), weight)
+    assert linear.look_up(ids[:0]).shape == (0, columns)
+    for missing in (-1, 70):
+        with pytest.raises(ValueError, match=r"a row outside \[0, 70\)"):
+            linear.look_up(torch.tensor([0, missing]))
+    for other in (PackedLinear(kernels, weight, int8=True), PackedLinear(kernels, weight, gated=True)):
+        with pytest.raises(ValueError, match="does not hold the rows"):
+            other.look_up(ids)
+
+
 def test_what_does_not_fit_a_kernel_is_refused(kernels: Kernels) -> None:
     linear, layer = PackedLinear(kernels, random(8, 6)), Linear(random(8, 6), form=Form(kernels))
     with pytest.raises(ValueError, match=r"kernel takes dense torch.bfloat16 \[2, 6\]"):

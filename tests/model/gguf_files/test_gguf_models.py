@@ -12,6 +12,9 @@ from model.tiny_gguf import write_gguf
 from transformers import PreTrainedModel
 
 from headstart.core.errors import ConfigError
+from headstart.model.kernels.library import find
+from headstart.model.kernels.packed import PackedLinear
+from headstart.model.layers.decoder import Decoder
 from headstart.model.setup.sizing import checkpoint_bytes
 from headstart.model.weights.checkpoint import Checkpoint
 from headstart.model.weights.gguf.block_formats import FORMATS
@@ -163,6 +166,22 @@ def test_memory_is_that_of_the_unpacked_weights(tmp_path: Path) -> None:
     assert checkpoint_bytes(path, dtype="float32") == 4 * sum(sizes)
     matrices = sum(parameter.numel() for parameter in oracle.parameters() if parameter.ndim == 2)
     assert load_model(path, dtype="float32").weight_bytes == 4 * matrices
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_stays_in_blocks_and_a_tied_one_is_kept_once(tied: bool, tmp_path: Path) -> None:
+    if find().kernels is None:
+        pytest.skip(find().note)
+    path = tmp_path / "model.gguf"
+    oracle = write_gguf(path, kind="Q4_K", mixed={"token_embd": "Q6_K"}, tie_word_embeddings=tied)
+    model = load_model(path, dtype="bfloat16", device="cpu").model
+    assert isinstance(model, Decoder) and isinstance(model.embedding, PackedLinear)
+    assert (model.embedding in model.head.packed) == tied
+    weight = oracle.get_input_embeddings().weight.detach().bfloat16()  # type: ignore[union-attr]
+    assert torch.equal(model.embedding.look_up(torch.arange(len(weight))), weight)
+    matrices = [linear for one in model.layers for linear in (one.qkv, one.out, one.gate_up, one.down)]
+    held = model.head.weight_bytes + sum(linear.weight_bytes for linear in matrices)
+    assert model.weight_bytes == held + (0 if tied else model.embedding.nbytes)
 
 
 def test_a_bias_in_blocks_and_a_missing_tensor_are_refused_by_name(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "headstart_quantise_q4_1": (None, (_pointer, _pointer, _long, _long, _int)),
     "headstart_tile_bytes": (_long, (_int, _long)),
     "headstart_pack_blocks": (None, (_pointer, _long, _pointer, _int, _long, _long, _int, _int)),
+    "headstart_look_up": (None, (_pointer, _pointer, _long, _pointer)),
 }
 
 

@@ -1,5 +1,6 @@
 """The parts of a chain: packed weights in bf16, int8 or blocks, and heads with a rotary embedding; see chain.py."""
 
+import ctypes
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +33,7 @@ class PackedLinear:
     rounded for blocks of at most 6 bits, with a scale per 32 inputs; 16: it keeps about the bits of bf16.
     """
 
-    __slots__ = ("_kept", "descriptor", "in_features", "nbytes", "out_features")
+    __slots__ = ("_kept", "_library", "descriptor", "has_rows", "in_features", "nbytes", "out_features")
 
     def __init__(
         self,
@@ -63,6 +64,8 @@ class PackedLinear:
         if norm is not None:
             check(norm.weight, "norm", (self.in_features,), torch.bfloat16)
         self._kept = (packed, scales, biases, norm)  # the descriptor holds only their addresses
+        self._library = kernels.library
+        self.has_rows = form != INT8 and not gated  # whether `look_up` gives back the rows of the weight
         self.descriptor = LinearDescriptor(
             weight=packed.data_ptr(),
             scales=None if scales is None else scales.data_ptr(),
@@ -76,6 +79,20 @@ class PackedLinear:
             row_bits=activation_bits,
         )
         self.nbytes = packed.nbytes + sum(tensor.nbytes for tensor in (scales, biases) if tensor is not None)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Return rows `ids` [T] int64 of the weight in bf16 [T, in_features]; those in blocks as `unpack` does.
+
+        Raises ValueError for a weight without `has_rows`, and for a row that does not exist.
+        """
+        check(ids, "ids", (len(ids),), torch.int64)
+        if not self.has_rows:
+            raise ValueError("an int8 or gated weight does not hold the rows that it was made of")
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
+            raise ValueError(f"a row outside [0, {self.out_features})")
+        out = torch.empty(len(ids), self.in_features, dtype=torch.bfloat16)
+        self._library.headstart_look_up(ctypes.byref(self.descriptor), ids.data_ptr(), len(ids), out.data_ptr())
+        return out
 
 
 class RotaryHeads:

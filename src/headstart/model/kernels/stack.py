@@ -13,7 +13,7 @@ from torch import Tensor
 from headstart.model.kernels.attention import AttentionCall
 from headstart.model.kernels.chain import Angles, Buffers, Chain
 from headstart.model.kernels.library import Kernels, threads
-from headstart.model.kernels.packed import check
+from headstart.model.kernels.packed import PackedLinear, check
 
 _pointer, _int, _long = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
 
@@ -28,8 +28,8 @@ class StackDescriptor(ctypes.Structure):
     """`Stack` of step.cpp: one step through all layers."""
 
     _fields_ = (
-        *((name, _pointer) for name in ("parts", "attentions", "buffers", "stream", "embedding", "cosines", "sines")),
-        *((name, _pointer) for name in ("cosine", "sine", "token_ids", "positions", "scratch")),
+        *((name, _pointer) for name in ("parts", "attentions", "buffers", "stream", "embedding", "packed", "cosines")),
+        *((name, _pointer) for name in ("sines", "cosine", "sine", "token_ids", "positions", "scratch")),
         *((name, _long) for name in ("count", "hidden", "vocab", "angles", "num_positions", "layer_bytes")),
         ("num_layers", _int),
         ("threads", _int),
@@ -39,17 +39,25 @@ class StackDescriptor(ctypes.Structure):
 class Stack:
     """All `chains`, with an attention between two of them. Buffer `stream` starts with `embedding` [vocab, hidden]."""
 
-    def __init__(self, kernels: Kernels, chains: Sequence[Chain], embedding: Tensor, *, stream: int) -> None:
-        width = chains[0].widths[stream]
-        check(embedding, "embedding", (embedding.shape[0], width), torch.bfloat16)
+    def __init__(
+        self, kernels: Kernels, chains: Sequence[Chain], embedding: Tensor | PackedLinear, *, stream: int
+    ) -> None:
+        self._hidden = chains[0].widths[stream]
         self._function = kernels.library.headstart_stack
         self._stream, self._rotary_dim = stream, chains[0].rotary_dim
         self._kept = (list(chains), embedding)  # the descriptors hold only addresses
         parts = [PartDescriptor(*chain.links) for chain in chains]
         self._parts = (PartDescriptor * len(parts))(*parts)
         self.num_layers = len(parts) - 1
-        self._vocab, self._hidden = embedding.shape
-        self._embedding = embedding.data_ptr()
+        if isinstance(embedding, PackedLinear):
+            if not embedding.has_rows or embedding.in_features != self._hidden:
+                raise ValueError(f"the packed embedding has no rows of {self._hidden} numbers")
+            self._vocab = embedding.out_features
+            self._embedding = (None, ctypes.addressof(embedding.descriptor))
+        else:
+            self._vocab = len(embedding)
+            check(embedding, "embedding", (self._vocab, self._hidden), torch.bfloat16)
+            self._embedding = (embedding.data_ptr(), None)
 
     def __call__(
         self,
@@ -83,7 +91,7 @@ class Stack:
             ctypes.addressof(addresses),
             ctypes.addressof(buffers.addresses),
             buffers.addresses[self._stream],
-            self._embedding,
+            *self._embedding,
             tables[0].data_ptr(),
             tables[1].data_ptr(),
             angles[0].ctypes.data,

@@ -4,6 +4,7 @@
 // are still awake when the next begins.
 #include "attention.h"
 #include "greatest.h"
+#include "look_up.h"
 
 // of linear.cpp and attention.cpp
 EXPORT void headstart_chain(const void *links, int num_links, bf16 *const *buffers, const bf16 *cosine,
@@ -24,7 +25,8 @@ struct Stack {  // mirrored by stack.py
     const AttentionCall *const *attentions;  // [num_layers], with the pages of layer 0
     bf16 *const *buffers;
     bf16 *stream;                    // [count, hidden]: one of the buffers
-    const bf16 *embedding;           // [vocab, hidden]
+    const bf16 *embedding;           // [vocab, hidden], or null
+    const Linear *packed;            // the same as a packed weight, or null
     const bf16 *cosines, *sines;     // [positions, angles]
     bf16 *cosine, *sine;             // [count, angles], filled here
     const int64_t *token_ids, *positions;  // [count]
@@ -38,7 +40,10 @@ void look_up(const Stack &stack) {
     long row_bytes = stack.hidden * sizeof(bf16), angle_bytes = stack.angles * sizeof(bf16);
 #pragma omp parallel for num_threads(stack.threads) if (stack.count >= MANY_ROWS)
     for (long row = 0; row < stack.count; row++) {
-        memcpy(stack.stream + row * stack.hidden, stack.embedding + stack.token_ids[row] * stack.hidden, row_bytes);
+        bf16 *to = stack.stream + row * stack.hidden;
+        long token = (long)stack.token_ids[row];
+        if (stack.packed) look_up_row(*stack.packed, token, to);
+        else memcpy(to, stack.embedding + token * stack.hidden, row_bytes);
         memcpy(stack.cosine + row * stack.angles, stack.cosines + stack.positions[row] * stack.angles, angle_bytes);
         memcpy(stack.sine + row * stack.angles, stack.sines + stack.positions[row] * stack.angles, angle_bytes);
     }

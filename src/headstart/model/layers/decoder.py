@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.model.attention.base import Attend
+from headstart.model.kernels.packed import PackedLinear
 from headstart.model.layers.fused import FusedLayers
 from headstart.model.layers.layer_ops import RMSNorm, join
-from headstart.model.layers.linear import PLAIN, Form, Linear, Weight
+from headstart.model.layers.linear import PLAIN, Embedding, Form, Linear, Weight, look_up
 from headstart.model.layers.rotary import Rotary
 from headstart.model.step_inputs import StepInputs
 from headstart.model.weights.checkpoint import Checkpoint
@@ -59,16 +59,18 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        embedding: Tensor,
+        embedding: Embedding,
         layers: list[DecoderLayer],
         head: Linear,
         form: Form = PLAIN,
     ) -> None:
         self.config, self.layers = config, layers
         self.head = head  # includes the final norm
-        self.embedding = embedding  # [vocab, hidden]
+        self.embedding = embedding  # the head's own weight if both are the same matrix and its form gives back rows
         self.weight_bytes = embedding.nbytes + sum(linear.weight_bytes for linear in self._linears())
-        self.rotary = Rotary(config.rope, embedding.dtype, embedding.device)
+        packed = isinstance(embedding, PackedLinear)
+        dtype, device = (form.dtype, form.device) if packed else (embedding.dtype, embedding.device)
+        self.rotary = Rotary(config.rope, dtype, device)
         kernels = form.kernels if head.packed else None  # either all weights are packed for kernels, or none
         self.fused = None if kernels is None else FusedLayers(kernels, config, embedding, layers, self.rotary)
 
@@ -77,7 +79,7 @@ class Decoder:
         if self.fused is not None:
             return self.fused.forward(step, attend)
         angles = self.rotary.angles(step.positions)
-        residual = F.embedding(step.token_ids, self.embedding)
+        residual = look_up(self.embedding, step.token_ids)
         for index, layer in enumerate(self.layers):
             attended = self._attention(index, layer, residual, angles, attend)
             residual = layer.out(attended, residual)
@@ -90,7 +92,8 @@ class Decoder:
 
     def _linears(self) -> list[Linear]:
         """Return every weight matrix that has its own memory."""
-        head = [] if self.head.weight is self.embedding else [self.head]
+        tied = any(held is self.embedding for held in (self.head.weight, *self.head.packed))
+        head = [] if tied else [self.head]
         return head + [linear for layer in self.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
 
     def _attention(
@@ -122,17 +125,26 @@ def load_decoder(
 ) -> Decoder:
     """Read all weights. Raises ConfigError for a missing tensor or a wrong shape."""
     reader = _Reader(config, checkpoint, dtype, device, form)
-    embedding = reader.tensor(EMBEDDING, config.vocab_size, config.hidden_size)
     layers = [reader.layer(index) for index in range(config.num_layers)]
     norm = reader.norm("model.norm.weight", config.hidden_size)
+    table = reader.weight(EMBEDDING, config.vocab_size, config.hidden_size)
     # As in Transformers: weights declared as tied, but stored twice with different values, are not tied.
     tied = config.tie_word_embeddings is not False and (
         HEAD not in checkpoint or (config.tie_word_embeddings is True and checkpoint.equal(HEAD, EMBEDDING))
     )
-    head: Weight = embedding
-    if not tied or form.keeps_blocks:
-        head = reader.weight(EMBEDDING if tied else HEAD, config.vocab_size, config.hidden_size)
-    return Decoder(config, embedding, layers, Linear(head, norm=norm, form=form.of_head), form)
+    weight = table if tied else reader.weight(HEAD, config.vocab_size, config.hidden_size)
+    head = Linear(weight, norm=norm, form=form.of_head)
+    return Decoder(config, _embedding(table, head if tied else None, form), layers, head, form)
+
+
+def _embedding(table: Weight, head: Linear | None, form: Form) -> Embedding:
+    """Return the embedding in the least memory; `head` is the output head if it has the same weight."""
+    if head is not None and head.packed and head.packed[0].has_rows:
+        return head.packed[0]
+    if isinstance(table, Tensor):
+        return table
+    assert form.kernels is not None, "without kernels weights are not kept in blocks"
+    return PackedLinear(form.kernels, table)
 
 
 class _Reader:

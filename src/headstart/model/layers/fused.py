@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.model.attention.base import Attend
@@ -18,7 +17,7 @@ from headstart.model.kernels.library import Kernels, threads
 from headstart.model.kernels.packed import RotaryHeads
 from headstart.model.kernels.stack import Stack
 from headstart.model.layers.layer_ops import RMSNorm
-from headstart.model.layers.linear import Linear
+from headstart.model.layers.linear import Embedding, Linear, look_up
 from headstart.model.layers.rotary import Rotary
 from headstart.model.step_inputs import StepInputs
 from headstart.model.weights.model_config import ModelConfig
@@ -50,7 +49,7 @@ class FusedLayers:
     """Layers of which all weights are packed. Norms and gates are part of the Linears."""
 
     def __init__(
-        self, kernels: Kernels, config: ModelConfig, embedding: Tensor, layers: Sequence[Layer], rotary: Rotary
+        self, kernels: Kernels, config: ModelConfig, embedding: Embedding, layers: Sequence[Layer], rotary: Rotary
     ) -> None:
         self._embedding, self._rotary = embedding, rotary
         self._sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
@@ -96,7 +95,7 @@ class FusedLayers:
         """Do the same as `forward` for any attention, with one call per chain."""
         count, angles = step.num_tokens, self._rotary.angles(step.positions)
         buffers = Buffers(count, self._widths)
-        buffers[STREAM] = F.embedding(step.token_ids, self._embedding)
+        buffers[STREAM] = look_up(self._embedding, step.token_ids)
         buffers.fill(ATTENDED, GATED, HEADS)
         scratch = self._scratch(count)
         queries, keys, values = self._heads(buffers)

@@ -4,7 +4,7 @@ On a CPU, weights of bfloat16 models go to our kernels (kernels/chain.py), which
 kernels, torch's operators run one after the other, with the weight prepacked for oneDNN (`torch.ops.mkldnn`, a private
 API and therefore guarded) where that exists; weights in blocks, as in GGUF files, are unpacked at load. The torch path
 is slower, serves as the reference, and rounds to bfloat16 at the same places. The plain weight is dropped, so memory
-does not double; only a tied embedding keeps its plain copy, for the lookup.
+does not double; only a tied embedding keeps its plain copy, for the lookup, if the packed form does not give its rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +25,7 @@ from headstart.model.weights.gguf.block_formats import PackedTensor, unpack
 
 BATCH_HINT = 16  # oneDNN packs for this many rows; measured to make no difference between 1 and 256
 Weight = Tensor | PackedTensor
+Embedding = Tensor | PackedLinear  # [vocab, hidden]
 
 
 class Form(NamedTuple):
@@ -124,6 +125,11 @@ class Linear:
             gate, up = out.chunk(2, dim=-1)
             out = F.silu(gate).mul_(up)
         return out if residual is None else residual + out
+
+
+def look_up(embedding: Embedding, token_ids: Tensor) -> Tensor:
+    """Return rows `token_ids` [T] of an embedding, [T, hidden]."""
+    return embedding.look_up(token_ids) if isinstance(embedding, PackedLinear) else F.embedding(token_ids, embedding)
 
 
 def _parts(weights: Sequence[Weight], form: Form, *, gated: bool) -> list[Weight]:

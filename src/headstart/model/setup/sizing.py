@@ -64,7 +64,7 @@ def checkpoint_bytes(folder: Path, *, dtype: str = "auto", quantization: str = "
         if tensor.dtype in FORMATS and FORMATS[tensor.dtype].block_size > 1:
             form = FORMATS[tensor.dtype]
             convert = element or _DTYPE_BYTES["bfloat16"]  # unpacked at load
-            if blocks and matrix:
+            if blocks and len(tensor.shape) == 2:
                 convert = form.block_bytes / form.block_size * _BLOCKS_OVERHEAD
         elif quantization != "none" and matrix:
             convert = _QUANTISED_BYTES["int8" if "lm_head" in name else quantization]
