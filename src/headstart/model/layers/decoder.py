@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headstart.allocator import trim
 from headstart.model.attention.base import Attend
 from headstart.model.kernels.packed import PackedLinear
 from headstart.model.layers.fused import FusedLayers
@@ -125,7 +126,10 @@ def load_decoder(
 ) -> Decoder:
     """Read all weights. Raises ConfigError for a missing tensor or a wrong shape."""
     reader = _Reader(config, checkpoint, dtype, device, form)
-    layers = [reader.layer(index) for index in range(config.num_layers)]
+    layers = []
+    for index in range(config.num_layers):
+        layers.append(reader.layer(index))
+        trim()  # packing has freed the plain weights, which the heap would keep: as much again as the model
     norm = reader.norm("model.norm.weight", config.hidden_size)
     table = reader.weight(EMBEDDING, config.vocab_size, config.hidden_size)
     # As in Transformers: weights declared as tied, but stored twice with different values, are not tied.
