@@ -110,8 +110,7 @@ def test_who_comes_later_than_the_replay_reaches_believes_nothing_wrong() -> Non
             late = rig.listener()
             async with listening(late):
                 await rig.caught_up(late)
-                assert rig.difference(late).wrong == 0
-                assert late.counts["voids"] >= 1  # more often if a replay takes too long on a busy machine
+                assert rig.difference(late).wrong == 0 and late.counts["voids"] == 1
                 rig.engine.reset_prefix_cache()
                 await rig.serve(5)
                 await rig.caught_up(late)
