@@ -134,7 +134,7 @@ def test_kernel_and_torch_choose_the_same_allowed_token(seed: int, greedy: bool,
     found: list[int] = []
     for one in (compiled, None):
         sampler = Sampler(size, kernels=one)
-        sampler._edits = LogitEdits(size, lambda _: mask)
+        sampler.edits = LogitEdits(size, lambda _: mask)
         sampler._grammars = Fixed(mask)  # type: ignore[assignment]
         (chosen,) = sampler._sample(logits, [row])
         assert chosen.error is None and allowed[chosen.token_ids[0]], (chosen, allowed)

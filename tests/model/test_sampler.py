@@ -88,6 +88,16 @@ def test_row_is_the_same_alone_and_in_any_batch(make_sampler: MakeSampler, kinds
     assert together == backwards == alone
 
 
+def test_alternatives_among_ties_do_not_depend_on_other_rows(make_sampler: MakeSampler) -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 30:] = 1.0  # twenty are the best
+    few, many = (chunk_of(SamplingParams(temperature=0.0, logprobs=num)) for num in (3, 25))
+    entries = [row.logprobs[0] for row in make_sampler(VOCAB).sample(logits, [few, many])]
+    assert [token for token, _ in entries[1].top] == [*range(30, 50), *range(5)]
+    assert entries[0].top == entries[1].top[:3]
+    assert make_sampler(VOCAB).sample(logits[:1], [few])[0].logprobs == (entries[0],)
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @settings(max_examples=25, deadline=None)
 @given(kinds=st.lists(st.sampled_from(range(len(KINDS))), min_size=2, max_size=8), where=st.integers(0, 7))

@@ -32,7 +32,7 @@ from headstart.model.sampling.verification import sample_drafts
 
 _GREEDY_BELOW = 1e-5  # lower temperatures count as 0
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
-_NOT_FINITE = RowError(RowErrorKind.NON_FINITE, "the model computed no finite logits")
+NOT_FINITE = RowError(RowErrorKind.NON_FINITE, "the model computed no finite logits")
 _SLICE_BYTES = 64 * 2**20  # maximum bytes of float32 log-probabilities in memory at once for a prompt
 
 
@@ -47,7 +47,7 @@ class Sampler:
         self._kernels = kernels
         self._seed = seed
         self._grammars = grammars
-        self._edits = LogitEdits(vocab_size, None if grammars is None else grammars.allowed)
+        self.edits = LogitEdits(vocab_size, None if grammars is None else grammars.allowed)
         self._rows = RowSampler(kernels, vocab_size) if kernels is not None else None
 
     def sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
@@ -64,7 +64,7 @@ class Sampler:
         if logits.shape != (num_logits, self.vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)} for {num_logits} rows x {self.vocab_size} tokens")
         if num_logits > len(chunks):
-            return sample_drafts(self._sample_chunks, logits, chunks, lambda c: not self._is_more_than_greedy(c))
+            return sample_drafts(self._sample_chunks, logits, chunks, lambda c: not self.is_more_than_greedy(c))
         return self._sample_chunks(logits, chunks)
 
     def _sample_chunks(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
@@ -78,24 +78,17 @@ class Sampler:
         errors = grammars.begin(chunks)
         rows = self._sample(logits, chunks)
         for index, (chunk, row) in enumerate(zip(chunks, rows, strict=True)):
-            if row.error is not None or chunk.sampling.grammar is None:
-                continue
-            try:
-                if index in errors:
-                    raise ValueError(errors[index])
-                rows[index] = row._replace(token_ids=grammars.accept(chunk, row.token_ids[0]))
-            except ValueError as error:
-                message = f"the output cannot be constrained any further: {str(error).strip()[:300]}"
-                rows[index] = Row(error=RowError(RowErrorKind.GRAMMAR, message))
+            if chunk.sampling.grammar is not None:
+                rows[index] = accept(grammars, chunk, row, errors.get(index))
         return rows
 
     def _sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
-        if self._rows is not None and self._rows.takes(logits) and any(map(self._is_more_than_greedy, chunks)):
+        if self._rows is not None and self._rows.takes(logits) and any(map(self.is_more_than_greedy, chunks)):
             return self._sample_fused(self._rows, logits, chunks)
         chosen, best = greatest(self._kernels, logits)  # NaN propagates, so `best` is enough to find invalid rows
-        errors = [None if isfinite(value) else _NOT_FINITE for value in best]
-        edited = [i for i, chunk in enumerate(chunks) if not errors[i] and self._edits.wanted(chunk)]
-        drawn = [i for i, chunk in enumerate(chunks) if not errors[i] and not _is_greedy(chunk.sampling)]
+        errors = [None if isfinite(value) else NOT_FINITE for value in best]
+        edited = [i for i, chunk in enumerate(chunks) if not errors[i] and self.edits.wanted(chunk)]
+        drawn = [i for i, chunk in enumerate(chunks) if not errors[i] and not is_greedy(chunk.sampling)]
         if edited or drawn:
             self._choose(logits, chunks, edited, drawn, chosen, errors)
         logprobs = _logprobs(logits, chosen, chunks, errors)
@@ -133,14 +126,14 @@ class Sampler:
     def drop(self, request_ids: Iterable[str]) -> None:
         """Drop the state of finished requests; unknown ids are ignored."""
         request_ids = tuple(request_ids)
-        self._edits.drop(request_ids)
+        self.edits.drop(request_ids)
         if self._grammars is not None:
             self._grammars.drop(request_ids)
 
-    def _is_more_than_greedy(self, chunk: Chunk) -> bool:
+    def is_more_than_greedy(self, chunk: Chunk) -> bool:
         """Return whether a row needs more than its greatest logit."""
         s = chunk.sampling
-        return not _is_greedy(s) or s.logprobs is not None or self._edits.wanted(chunk)
+        return not is_greedy(s) or s.logprobs is not None or self.edits.wanted(chunk)
 
     def _sample_fused(self, sampler: RowSampler, logits: Tensor, chunks: Sequence[Chunk]) -> list[Row]:
         """Do the same as `sample` in one kernel call."""
@@ -153,7 +146,7 @@ class Sampler:
                 errors[index] = RowError(RowErrorKind.REQUEST, str(error))
                 tasks.append(RowTask())
         sampled = sampler(logits, tasks)
-        errors |= {index: _NOT_FINITE for index, best in enumerate(sampled.best) if not isfinite(best)}
+        errors |= {index: NOT_FINITE for index, best in enumerate(sampled.best) if not isfinite(best)}
         return [
             Row(error=errors[index]) if index in errors else Row((token,), () if entry is None else (entry,))
             for index, (token, entry) in enumerate(zip(sampled.tokens, sampled.logprobs, strict=True))
@@ -162,10 +155,10 @@ class Sampler:
     def _task(self, chunk: Chunk) -> RowTask:
         """Return the kernel's parameters for one row. Raises ValueError for an id that cannot be edited."""
         s = chunk.sampling
-        task = RowTask(num_top=s.logprobs, edits=self._edits.row_edits(chunk) if self._edits.wanted(chunk) else None)
-        if not _is_greedy(s):
+        task = RowTask(num_top=s.logprobs, edits=self.edits.row_edits(chunk) if self.edits.wanted(chunk) else None)
+        if not is_greedy(s):
             task.temperature, task.top_k, task.top_p, task.min_p = s.temperature, s.top_k, s.top_p, s.min_p
-            task.uniform = _uniform(self._key(chunk), num_outputs(chunk))
+            task.uniform = self.uniform(chunk)
         return task
 
     def _choose(
@@ -184,7 +177,7 @@ class Sampler:
             work = work.clone()  # the caller's logits must not change
         where = {row: at for at, row in enumerate(rows)}
         if edited:
-            failed = self._edits.apply(work, {where[i]: chunks[i] for i in edited})
+            failed = self.edits.apply(work, {where[i]: chunks[i] for i in edited})
             for at, message in failed.items():
                 errors[rows[at]] = RowError(RowErrorKind.REQUEST, message)
             tokens, values = greatest(self._kernels, work)
@@ -195,7 +188,7 @@ class Sampler:
         drawn = [i for i in drawn if not errors[i]]
         if drawn:
             subset = take(work, [where[i] for i in drawn])
-            uniform = [_uniform(self._key(chunks[i]), num_outputs(chunks[i])) for i in drawn]
+            uniform = [self.uniform(chunks[i]) for i in drawn]
             tokens = draw(subset, [chunks[i].sampling for i in drawn], uniform)
             for i, token in zip(drawn, tokens.tolist(), strict=True):
                 chosen[i] = token
@@ -207,7 +200,7 @@ class Sampler:
         """
         work.copy_(logits)
         unbanned = chunk._replace(sampling=replace(chunk.sampling, min_tokens=0))
-        self._edits.apply(work[None], {0: unbanned})
+        self.edits.apply(work[None], {0: unbanned})
         tokens, values = greatest(self._kernels, work[None])
         allowed = None if self._grammars is None else self._grammars.allowed(chunk)
         if values[0] == -inf and allowed is not None:  # the model's own logits are -inf wherever a token is allowed
@@ -215,19 +208,34 @@ class Sampler:
             return first_allowed(allowed)
         return tokens[0]
 
-    def _key(self, chunk: Chunk) -> str:
+    def uniform(self, chunk: Chunk, ahead: int = 0) -> float:
+        """Return the random number in [0, 1) of the next output, or of one `ahead` of it: 53 bits of a hash."""
         seed = chunk.sampling.seed
-        return f"seed {seed}" if seed is not None else f"engine {self._seed} request {chunk.request_id}"
+        key = f"seed {seed}" if seed is not None else f"engine {self._seed} request {chunk.request_id}"
+        text = f"{key} output {num_outputs(chunk) + ahead}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def _is_greedy(sampling: SamplingParams) -> bool:
+def accept(grammars: GrammarRows, chunk: Chunk, row: Row, problem: str | None = None) -> Row:
+    """Advance the grammar of a sampled row; return the row with the tokens that the grammar forces after it.
+
+    `problem` is what computing the mask has reported.
+    """
+    if row.error is not None:
+        return row
+    try:
+        if problem is not None:
+            raise ValueError(problem)
+        return row._replace(token_ids=grammars.accept(chunk, row.token_ids[0]))
+    except ValueError as error:
+        message = f"the output cannot be constrained any further: {str(error).strip()[:300]}"
+        return Row(error=RowError(RowErrorKind.GRAMMAR, message))
+
+
+def is_greedy(sampling: SamplingParams) -> bool:
+    """Return whether the best token is taken, without a draw."""
     return sampling.temperature < _GREEDY_BELOW or sampling.top_k == 1
-
-
-def _uniform(key: str, index: int) -> float:
-    """Return the random number in [0, 1) of output `index`: 53 bits of a hash."""
-    digest = hashlib.blake2b(f"{key} output {index}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def _logprobs(
@@ -244,12 +252,34 @@ def _logprobs(
 
 def _entries(logits: Tensor, tokens: list[int], num_tops: list[int]) -> list[TokenLogprob]:
     """Return the log-probability of one token per row of logits [n, V], with the row's number of alternatives."""
+    found = logprobs_of(logits, torch.tensor(tokens, device=logits.device), max(num_tops))
+    own, ids, values = (part.tolist() for part in found)
+    return logprob_entries(tokens, own, ids, values, num_tops)
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-probability of one token per row [n], and the ids and log-probabilities of the best [n, num_top].
+
+    There are no more than V alternatives, most likely first, of equal ones those with the lowest ids. Changes nothing,
+    and does not wait for a device.
+    """
     logprobs = logits.float().log_softmax(dim=-1).clamp_(min=_LEAST_LOGPROB)
-    own: list[float] = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    width = min(max(num_tops), logits.shape[-1])
-    values, ids = logprobs.topk(width, dim=-1)
-    tops = [
-        sorted(zip(top_ids, top_values, strict=True), key=lambda top: (-top[1], top[0]))[:num]
-        for top_ids, top_values, num in zip(ids.tolist(), values.tolist(), num_tops, strict=True)
+    # Order by (value, -id) in one integer: the bits of a number that is not above 0 ascend with its distance from 0.
+    distances = (logprobs.view(torch.int32) & 0x7FFFFFFF).long()
+    order = (distances << 32) + torch.arange(logits.shape[-1], device=logits.device)
+    ids = order.topk(min(num_top, logits.shape[-1]), dim=-1, largest=False).values & 0xFFFFFFFF
+    return logprobs.gather(1, tokens[:, None])[:, 0], ids, logprobs.gather(1, ids)
+
+
+def logprob_entries(
+    tokens: Sequence[int],
+    own: Sequence[float],
+    top_ids: Sequence[list[int]],
+    top_values: Sequence[list[float]],
+    num_tops: Sequence[int],
+) -> list[TokenLogprob]:
+    """Return one entry per row from the results of `logprobs_of`, with the row's number of alternatives."""
+    return [
+        TokenLogprob(token, value, tuple(zip(ids[:num], values[:num], strict=True)))
+        for token, value, ids, values, num in zip(tokens, own, top_ids, top_values, num_tops, strict=True)
     ]
-    return [TokenLogprob(token, value, tuple(top)) for token, value, top in zip(tokens, own, tops, strict=True)]
