@@ -1,25 +1,37 @@
 """Sampling on the device against Sampler: equal rows, no wait for the device, and rows that are sampled again."""
 
 import math
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from random import Random
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from llguidance import LLParserLimits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.core.batch import Chunk, Row, RowErrorKind
 from headstart.core.request import GREEDY, SamplingParams
-from headstart.model.cuda import device_sampling
+from headstart.model.cuda import device_sampling, staged_sampling
 from headstart.model.cuda.device_sampling import DeviceSampler
 from headstart.model.cuda.staged_sampling import Staged
+from headstart.model.grammar.grammar_compiler import CompiledGrammars
+from headstart.model.grammar.grammar_rows import GrammarRows
 from headstart.model.sampling.sampler import Sampler
+from headstart.openai.structured.grammar_limits import parser_limits
+from headstart.openai.structured.grammar_text import choice_grammar, json_schema_grammar, lark_grammar
 
+FOLDER = Path(__file__).parents[3] / "src" / "headstart" / "bundled" / "intent"
+GRAMMAR_VOCAB = 1536
+EOS = 0
 VOCABS = (11, 37, 301, 1500, 40_000)
 ROOM = np.zeros(1 << 20, np.int32)
 ONE_OF_EACH = SamplingParams(
@@ -305,41 +317,131 @@ def test_token_of_each_row_in_the_answer_is_that_of_its_row() -> None:
     assert [(token,) for token in answer[:3].tolist()] == [r.token_ids for r in Sampler(50).sample(logits, chunks)]
 
 
-# The bug, and the code that it replaces.
+@pytest.fixture(scope="module")
+def grammars() -> CompiledGrammars:
+    return CompiledGrammars(FOLDER, GRAMMAR_VOCAB, (EOS,), parser_limits())
+
+
+GRAMMARS = (
+    json_schema_grammar({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}),
+    choice_grammar(["alarm_set", "alarm_unset", "weather"]),
+    lark_grammar('start: (A | B)+ "y"\nA: /a*/\nB: "x" /[a-z]{30,60}/'),
+)
+
+
+def grammar_params(rng: Random) -> SamplingParams:
+    params = random_params(rng, GRAMMAR_VOCAB)
+    grammar = rng.choice([None, *GRAMMARS])
+    if rng.random() < 0.3:
+        params = replace(params, temperature=0.0, logprobs=None)
+    return replace(params, grammar=grammar, stop_token_ids=(EOS,))
+
+
+def grammar_differences(grammars: CompiledGrammars, seed: int) -> tuple[int, int, int, set[RowErrorKind]]:
+    """Answers of many requests side by side, some with grammars and some with drafts; see `differences`."""
+    rng, noise = Random(seed), torch.Generator().manual_seed(seed)
+    device, oracle = (made(GRAMMAR_VOCAB, grammars=GrammarRows(grammars, 2)) for made in (DeviceSampler, Sampler))
+    differ = again = count = 0
+    kinds: set[RowErrorKind] = set()
+    running: dict[str, tuple[SamplingParams, list[int]]] = {}
+    for step in range(40):
+        running |= {f"r{step} {i}": (grammar_params(rng), []) for i in range(8 - len(running))}
+        chunks: list[Chunk] = []
+        rows: list[Tensor] = []
+        for request_id, (params, outputs) in running.items():
+            logits = torch.randn(3, GRAMMAR_VOCAB, generator=noise)
+            if rng.random() < 0.1:
+                logits[0, torch.randperm(GRAMMAR_VOCAB, generator=noise)[3:]] = -math.inf  # hardly any allowed is left
+            elif rng.random() < 0.02:
+                logits[0, 3] = math.nan
+            chunk = chunk_of(params, outputs, request_id=request_id)
+            if outputs and rng.random() < 0.3:
+                ahead = Sampler(GRAMMAR_VOCAB, grammars=GrammarRows(grammars, 1)).sample(logits[:1], [chunk])[0]
+                chunk = chunk_of(params, outputs, ahead.token_ids[:2], request_id)
+            chunks.append(chunk)
+            rows.append(logits[: chunk.num_logits])
+        logits = torch.cat(rows)
+        expected = oracle.sample(logits, chunks)
+        with counted(device.sampler) as redone:
+            found = sample(device, logits, chunks)
+        again += sum(chunk.num_logits == 1 for chunk in redone)
+        count += len(chunks)
+        for chunk, one, two in zip(chunks, expected, found, strict=True):
+            differ += one != two
+            kinds |= {one.error.kind} if one.error else set()
+            running[chunk.request_id][1].extend(one.token_ids)
+            if one.error or EOS in one.token_ids or len(running[chunk.request_id][1]) > 25:
+                del running[chunk.request_id]
+                device.drop([chunk.request_id])
+                oracle.drop([chunk.request_id])
+    return differ, again, count, kinds
+
+
+def test_rows_with_grammars_are_those_of_the_sampler(grammars: CompiledGrammars) -> None:
+    totals = [grammar_differences(grammars, seed) for seed in range(6)]
+    assert [differ for differ, *_ in totals] == [0] * 6
+    again, count = sum(total[1] for total in totals), sum(total[2] for total in totals)
+    assert again < count / 4, (again, count)
+    assert RowErrorKind.NON_FINITE in set[RowErrorKind]().union(*(total[3] for total in totals))
+
+
+def test_grammar_that_exceeds_its_limits_fails_its_row_alone() -> None:
+    tight = LLParserLimits(step_lexer_fuel=1, initial_lexer_fuel=2000, verbose_errors=False, step_max_items=1)
+    grammars = CompiledGrammars(FOLDER, GRAMMAR_VOCAB, (EOS,), tight)
+    hard = lark_grammar("start: /[a-z]*(foo|bar)[a-z]{3,300}/ | /[b-x]*(baz)[a-z]{3,300}/")
+    chunks = [chunk_of(SamplingParams(grammar=hard), request_id="hard"), chunk_of(ONE_OF_EACH, [5])]
+    logits = torch.randn(2, GRAMMAR_VOCAB, generator=torch.Generator().manual_seed(1))
+    rows = sample(DeviceSampler(GRAMMAR_VOCAB, grammars=GrammarRows(grammars, 2)), logits, chunks)
+    assert rows == Sampler(GRAMMAR_VOCAB, grammars=GrammarRows(grammars, 2)).sample(logits, chunks)
+    assert [row.error and row.error.kind for row in rows] == [RowErrorKind.GRAMMAR, None]
+
+
+# The module, the code that is replaced, and the bug.
 BUGS = {
-    "temperature": ("div_(temperature)", "div_(temperature * 1.01)"),
-    "min_p": ("probs < min_p * probs.amax", "probs < 0 * probs.amax"),
-    "top_k": ("(top_k.long() - 1)", "(top_k.long() - 2)"),
-    "top_k_of_others": (".masked_fill_(top_k <= 0, 0)", ""),
-    "top_p": ("best.cumsum(dim=-1) < needed", "best.cumsum(dim=-1) <= needed - 0.01"),
-    "top_p_of_others": (".masked_fill_(top_p >= 1, 0)", ""),
-    "total": ("total.masked_fill(top_k == 0, 1)", "1"),
-    "flag_of_width": ("if filters.width < probs.shape[-1]", "if False"),
-    "random_number": ("high.double() * 2.0**LOW_BITS + low.double()", "high.double() * 2.0**LOW_BITS * 0.99"),
-    "order": ("tokens.index_copy_(0, order, chosen.int())", "tokens[: len(chosen)] = chosen.int()"),
-    "repetition": ("torch.where(old > 0, old / factor, old * factor)", "old / factor"),
-    "largest": (".clamp_(-_LARGEST, _LARGEST)", ""),
-    "infinite": ("torch.where(old.isinf(), old, new)", "new"),
-    "unbanned": ("(values == -inf) * _NO_TOKEN", "0"),
-    "drafts": ("history=chunk.history + VerifiedChunk(chunk, first).drafts[:ahead]", "history=chunk.history"),
-    "index_of_output": ("self.sampler.uniform(chunk, ahead)", "self.sampler.uniform(chunk)"),
-    "not_finite": ("~np.isfinite(", "np.isnan("),
-    "logprob_of_best": ("tokens.index_select(0, asked)", "best.index_select(0, asked)"),
+    "temperature": (device_sampling, "div_(temperature)", "div_(temperature * 1.01)"),
+    "min_p": (device_sampling, "probs < min_p * probs.amax", "probs < 0 * probs.amax"),
+    "top_k": (device_sampling, "(top_k.long() - 1)", "(top_k.long() - 2)"),
+    "top_k_of_others": (device_sampling, ".masked_fill_(top_k <= 0, 0)", ""),
+    "top_p": (device_sampling, "best.cumsum(dim=-1) < needed", "best.cumsum(dim=-1) <= needed - 0.01"),
+    "top_p_of_others": (device_sampling, ".masked_fill_(top_p >= 1, 0)", ""),
+    "total": (device_sampling, "total.masked_fill(top_k == 0, 1)", "1"),
+    "flag_of_width": (device_sampling, "if filters.width < probs.shape[-1]", "if False"),
+    "random_number": (device_sampling, "high.double() * 2.0**LOW_BITS", "high.double() * 2.0**LOW_BITS * 0.99"),
+    "order": (device_sampling, "tokens.index_copy_(0, order, chosen.int())", "tokens[: len(chosen)] = chosen.int()"),
+    "repetition": (device_sampling, "torch.where(old > 0, old / factor, old * factor)", "old / factor"),
+    "largest": (device_sampling, ".clamp_(-_LARGEST, _LARGEST)", ""),
+    "infinite": (device_sampling, "torch.where(old.isinf(), old, new)", "new"),
+    "unbanned": (device_sampling, "(values == -inf) * _NO_TOKEN", "0"),
+    "drafts": (device_sampling, "chunk.history + VerifiedChunk(chunk, first).drafts[:ahead]", "chunk.history"),
+    "index_of_output": (device_sampling, "self.sampler.uniform(chunk, ahead)", "self.sampler.uniform(chunk)"),
+    "not_finite": (device_sampling, "~np.isfinite(", "np.isnan("),
+    "logprob_of_best": (device_sampling, "tokens.index_select(0, asked)", "best.index_select(0, asked)"),
+    "mask": (device_sampling, "& 1\n", "| 1\n"),
+    "drafts_behind_a_grammar": (device_sampling, "if chunks[at].num_logits > 1", "if False"),
+    "accepted_twice": (device_sampling, "is not None and at not in redo", "is not None"),
+    "filter_before_top_p": (staged_sampling, "or sampling.min_p > 0", ""),
+    "rows_of_masks": (staged_sampling, "slice(masks[0][0], masks[-1][0] + 1)", "slice(0, len(masks))"),
+    "bits": (staged_sampling, "row.uniform * 2**53", "row.uniform * 2**52"),
+    "penalties": (staged_sampling, "-e.penalties", "e.penalties"),
+    "bans": (staged_sampling, "-np.inf", "-1.0"),
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", ["", *BUGS])
-def test_planted_bug_is_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open(device_sampling.__file__, encoding="utf-8") as file:
-        source = file.read()
-    if bug:
-        code, planted = BUGS[bug]
-        assert source.count(code) == 1, bug
-        source = source.replace(code, planted)
-    namespace: dict[str, Any] = {"__name__": "planted"}
-    exec(compile(source, bug or "unchanged", "exec"), namespace)
-    monkeypatch.setitem(globals(), "DeviceSampler", namespace["DeviceSampler"])
+def test_planted_bug_is_seen(bug: str, grammars: CompiledGrammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (staged_sampling, device_sampling):
+        source = Path(str(module.__file__)).read_text(encoding="utf-8")
+        if bug and BUGS[bug][0] is module:
+            _, code, planted = BUGS[bug]
+            assert source.count(code) == 1, bug
+            source = source.replace(code, planted)
+        changed = ModuleType(module.__name__)
+        monkeypatch.setitem(sys.modules, module.__name__, changed)
+        exec(compile(source, bug or "unchanged", "exec"), changed.__dict__)
+    monkeypatch.setitem(globals(), "DeviceSampler", changed.DeviceSampler)
     seen = any(differences(vocab, 60, seed=2)[0] for vocab in (37, 1500))
+    seen = seen or any(grammar_differences(grammars, seed)[0] for seed in (8, 9))
     assert seen == bool(bug)
 
 
