@@ -18,7 +18,7 @@ from llguidance import LLParserLimits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstart.core.batch import Chunk, Row, RowErrorKind
+from headstart.core.batch import UNKNOWN_TOKEN, Chunk, Row, RowErrorKind
 from headstart.core.request import GREEDY, SamplingParams
 from headstart.model.cuda import device_sampling, staged_sampling
 from headstart.model.cuda.device_sampling import DeviceSampler
@@ -120,13 +120,13 @@ def random_step(rng: Random, vocab: int, num_chunks: int) -> tuple[Tensor, list[
     return torch.cat(logits), chunks
 
 
-def differences(vocab: int, num_steps: int, seed: int = 0) -> tuple[int, int, int]:
+def differences(vocab: int, num_steps: int, seed: int = 0, most: int = 20) -> tuple[int, int, int]:
     """The numbers of chunks whose rows differ, of chunks that were sampled again, and of all."""
     rng = Random(seed * 1000 + vocab)
     device, oracle = DeviceSampler(vocab, seed=3), Sampler(vocab, seed=3)
     differ = again = count = 0
     for _ in range(num_steps):
-        logits, chunks = random_step(rng, vocab, rng.randrange(1, 20))
+        logits, chunks = random_step(rng, vocab, rng.randrange(1, most))
         before = logits.clone()
         expected = oracle.sample(logits, chunks)
         with counted(device.sampler) as redone:
@@ -160,6 +160,11 @@ def test_any_parameters_give_the_rows_of_the_sampler(vocab: int) -> None:
     differ, again, count = differences(vocab, 20 if vocab > 10_000 else 100)
     assert differ == 0 and count > 150
     assert again < count / 5  # the device has done the others
+
+
+def test_hundreds_of_rows_in_one_step_are_those_of_the_sampler() -> None:
+    differ, _, count = differences(301, 4, seed=3, most=400)
+    assert differ == 0 and count > 400
 
 
 @pytest.mark.long
@@ -262,6 +267,23 @@ def test_wide_top_p_set_is_sampled_again_once_and_sorted_from_then_on() -> None:
         outputs += rows[0].token_ids
     device.drop(["r"])
     assert device.stage(chunks, ROOM).filters.width == 1024
+
+
+@pytest.mark.parametrize("params", [SamplingParams(top_p=0.9), SamplingParams(min_tokens=3, stop_token_ids=(4,))])
+def test_row_planned_ahead_is_sampled_as_if_its_last_token_had_been_known(params: SamplingParams) -> None:
+    logits = torch.randn(1, 5000) * 0.01
+    if params.min_tokens:
+        logits[:] = -math.inf
+        logits[0, 4] = logits[0, 5] = 1.0
+    known = chunk_of(params, [8, 9])
+    history = array("i", known.history[:-1])
+    ahead = known._replace(token_ids=array("i", [UNKNOWN_TOKEN]), history=history, from_previous=0)
+    device = DeviceSampler(5000)
+    for _ in range(2):  # the second time nothing is sampled again
+        answer, staged = launched(device, logits, [ahead])
+        history += array("i", [9, 7, 7])  # what the scheduler does before the step is collected
+        assert device.rows(answer, staged, [ahead], logits) == Sampler(5000).sample(logits, [known])
+        del history[-3:]
 
 
 def test_top_k_bounds_the_sorted_part_of_a_wide_set() -> None:
@@ -402,7 +424,7 @@ BUGS = {
     "min_p": (device_sampling, "probs < min_p * probs.amax", "probs < 0 * probs.amax"),
     "top_k": (device_sampling, "(top_k.long() - 1)", "(top_k.long() - 2)"),
     "top_k_of_others": (device_sampling, ".masked_fill_(top_k <= 0, 0)", ""),
-    "top_p": (device_sampling, "best.cumsum(dim=-1) < needed", "best.cumsum(dim=-1) <= needed - 0.01"),
+    "top_p": (device_sampling, "_cumsum(best) < needed", "_cumsum(best) <= needed - 0.01"),
     "top_p_of_others": (device_sampling, ".masked_fill_(top_p >= 1, 0)", ""),
     "total": (device_sampling, "total.masked_fill(top_k == 0, 1)", "1"),
     "flag_of_width": (device_sampling, "if filters.width < probs.shape[-1]", "if False"),
@@ -416,6 +438,7 @@ BUGS = {
     "index_of_output": (device_sampling, "self.sampler.uniform(chunk, ahead)", "self.sampler.uniform(chunk)"),
     "not_finite": (device_sampling, "~np.isfinite(", "np.isnan("),
     "logprob_of_best": (device_sampling, "tokens.index_select(0, asked)", "best.index_select(0, asked)"),
+    "slices": (device_sampling, "columns[:, part]", "columns[:, : part.stop - part.start]"),
     "mask": (device_sampling, "& 1\n", "| 1\n"),
     "drafts_behind_a_grammar": (device_sampling, "if chunks[at].num_logits > 1", "if False"),
     "accepted_twice": (device_sampling, "is not None and at not in redo", "is not None"),
@@ -441,6 +464,7 @@ def test_planted_bug_is_seen(bug: str, grammars: CompiledGrammars, monkeypatch: 
         exec(compile(source, bug or "unchanged", "exec"), changed.__dict__)
     monkeypatch.setitem(globals(), "DeviceSampler", changed.DeviceSampler)
     seen = any(differences(vocab, 60, seed=2)[0] for vocab in (37, 1500))
+    seen = seen or differences(37, 2, seed=3, most=300)[0] > 0
     seen = seen or any(grammar_differences(grammars, seed)[0] for seed in (8, 9))
     assert seen == bool(bug)
 

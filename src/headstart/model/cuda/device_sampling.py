@@ -11,7 +11,7 @@ row whose top_p set is wider (the next steps of that request sort), a row in whi
 cannot be edited or constrained, drafts behind a grammar, and all rows of a step whose parameters do not fit.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
 import numpy as np
@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from headstart.core.batch import Chunk, Row
-from headstart.model.cuda.staged_sampling import LOW_BITS, NOTHING, SampledRow, Staged, packed
+from headstart.model.cuda.staged_sampling import LOW_BITS, NOTHING, Filters, SampledRow, Staged, packed
 from headstart.model.grammar.grammar_rows import MASK_BITS, GrammarRows
 from headstart.model.sampling.sampler import NOT_FINITE, Sampler, accept, is_greedy, logprob_entries, logprobs_of
 from headstart.model.sampling.verification import VerifiedChunk
 
 _NUCLEUS_WIDTH = 1024
+_ROWS = 64
 _NO_TOKEN, _TOO_WIDE = 1, 2  # flags of a row that is sampled again
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -81,18 +82,20 @@ class DeviceSampler:
             tokens.index_copy_(0, order, chosen.int())
             answer[2 * count : 3 * count].zero_().index_copy_(0, order, flags)
         if staged.num_tops:
-            asked = params[staged.asked]
-            chosen = tokens.index_select(0, asked).long()
-            own, ids, tops = logprobs_of(logits.index_select(0, asked), chosen, staged.num_top)
-            floats = torch.cat((own, tops.reshape(-1)))
-            answer[end : end + len(floats)].view(torch.float32).copy_(floats)
-            answer[end + len(floats) :].copy_(ids.reshape(-1))
+            own, tops, ids = _entry_parts(answer[end:], staged)
+            for part in _slices(len(staged.num_tops)):
+                asked = params[staged.asked][part]
+                chosen = tokens.index_select(0, asked).long()
+                found = logprobs_of(logits.index_select(0, asked), chosen, staged.num_top)
+                for to, values in zip((own.view(torch.float32), ids, tops.view(torch.float32)), found, strict=True):
+                    to[part] = values
         return answer
 
     def rows(self, answer: npt.NDArray[np.int32], staged: Staged, chunks: Sequence[Chunk], logits: Tensor) -> list[Row]:
         """Return the row of each chunk from the answer of `launch`. `logits` are read only for rows to sample again.
 
-        The tokens of such rows, and those of chunks with drafts or grammars, may differ from the answer's.
+        The tokens of such rows, and those of chunks with drafts or grammars, may differ from the answer's. Histories
+        may have grown since the step was staged, but no request of the step may have been dropped.
         """
         found, flags = self._found(answer, staged)
         redo = set(staged.redo)
@@ -115,25 +118,23 @@ class DeviceSampler:
             again = sorted(redo)
             at = [row for i in again for row in range(firsts[i], firsts[i] + chunks[i].num_logits)]
             some = logits.index_select(0, torch.tensor(at, device=logits.device))
-            for i, row in zip(again, self.sampler.sample(some, [chunks[i] for i in again]), strict=True):
+            for i, row in zip(again, self.sampler.sample(some, [_as_staged(chunks[i]) for i in again]), strict=True):
                 rows[i] = row
         return rows
 
     def _found(self, answer: npt.NDArray[np.int32], staged: Staged) -> tuple[list[Row], list[int] | None]:
         """Return the row of each row of logits, and the flags if there are any."""
-        num_asked, num_top = len(staged.num_tops), staged.num_top
         end = len(answer) - staged.num_entries
         planes = answer[:end].reshape(staged.num_planes, -1)[:, : staged.num_rows]
         tokens = planes[0].tolist()
         found = [Row((token,)) for token in tokens]
-        if num_asked:
-            own, tops = np.split(answer[end : end + num_asked * (1 + num_top)].view(np.float32), [num_asked])
-            ids = answer[end + num_asked * (1 + num_top) :].reshape(num_asked, num_top).tolist()
+        if staged.num_tops:
+            own, tops, ids = _entry_parts(torch.from_numpy(answer[end:]), staged)
             entries = logprob_entries(
                 [tokens[row] for row, _ in staged.num_tops],
-                own.tolist(),
-                ids,
-                tops.reshape(num_asked, num_top).tolist(),
+                own.view(torch.float32).tolist(),
+                ids.tolist(),
+                tops.view(torch.float32).tolist(),
                 [num for _, num in staged.num_tops],
             )
             for (row, _), entry in zip(staged.num_tops, entries, strict=True):
@@ -184,6 +185,14 @@ def _accepted(chunk: Chunk, own: list[Row]) -> Row:
     return verified.row()
 
 
+def _as_staged(chunk: Chunk) -> Chunk:
+    """Return a chunk whose history ends before the token to sample: it may have grown since the step began."""
+    num_known = chunk.start + len(chunk.token_ids) + 1 - chunk.num_logits
+    if len(chunk.history) < num_known:
+        return chunk
+    return chunk._replace(history=chunk.history[:num_known], from_previous=None)
+
+
 def _choose(work: Tensor, params: Tensor, staged: Staged) -> tuple[Tensor, Tensor]:
     """Return the tokens and flags of the gathered rows [W, V] (float32), which are overwritten."""
     tokens = torch.zeros(len(work), dtype=torch.int64, device=work.device)
@@ -195,9 +204,12 @@ def _choose(work: Tensor, params: Tensor, staged: Staged) -> tuple[Tensor, Tenso
         flags[: staged.num_edited] = (values == -inf) * _NO_TOKEN
     if staged.num_drawn:
         first = len(work) - staged.num_drawn
-        tokens[first:], too_wide = _draw(work[first:], params, staged)
-        if too_wide is not None:
-            flags[first:] |= too_wide * _TOO_WIDE
+        columns = params[staged.draws].view(6, -1, 1)
+        for part in _slices(staged.num_drawn):
+            at = slice(first + part.start, first + part.stop)
+            tokens[at], too_wide = _draw(work[at], columns[:, part], staged.filters)
+            if too_wide is not None:
+                flags[at] |= too_wide * _TOO_WIDE
     return tokens, flags
 
 
@@ -225,13 +237,11 @@ def _edit(work: Tensor, params: Tensor, staged: Staged) -> None:
         rows.masked_fill_(allowed.view(len(rows), -1)[:, :width] == 0, -inf)
 
 
-def _draw(logits: Tensor, params: Tensor, staged: Staged) -> tuple[Tensor, Tensor | None]:
-    """Do the same as draw.draw; return the tokens and, with top_p, whether the row's set is wider than was looked at.
+def _draw(logits: Tensor, columns: Tensor, filters: Filters) -> tuple[Tensor, Tensor | None]:
+    """Do the same as draw.draw; return the tokens and, with top_p, whether a row's set is wider than was looked at.
 
-    Overwrites `logits`.
+    Overwrites `logits` [D, V]; `columns` [6, D, 1] are the parameters.
     """
-    filters = staged.filters
-    columns = params[staged.draws].view(6, -1, 1)
     temperature, top_p, min_p = columns[:3].view(torch.float32).unbind(0)
     top_k, high, low = columns[3:].unbind(0)
     probs = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperature).softmax(dim=-1)
@@ -246,16 +256,33 @@ def _draw(logits: Tensor, params: Tensor, staged: Staged) -> tuple[Tensor, Tenso
     if filters.top_p:
         needed = top_p
         if filters.rescaled:
-            total = probs.cumsum(dim=-1)[:, -1:]
+            total = _cumsum(probs)[:, -1:]
             needed = top_p * total.masked_fill(top_k == 0, 1)
-        at = (best.cumsum(dim=-1) < needed).sum(dim=-1, keepdim=True)
+        at = (_cumsum(best) < needed).sum(dim=-1, keepdim=True)
         floor = best.gather(1, at.clamp(max=filters.width - 1)).masked_fill_(top_p >= 1, 0)
         probs.masked_fill_(probs < floor, 0)
         if filters.width < probs.shape[-1]:
             too_wide = ((at == filters.width) & (top_p < 1) & (best[:, -1:] > 0))[:, 0]
-    cumulative = probs.cumsum(dim=-1)
+    cumulative = _cumsum(probs)
     total = cumulative[:, -1:].contiguous()
     share = (high.double() * 2.0**LOW_BITS + low.double()) * 2.0**-53
     token = torch.searchsorted(cumulative, (total.double() * share).to(total.dtype), right=True)
     token = torch.minimum(token, torch.searchsorted(cumulative, total))[:, 0]
     return token.clamp_(max=probs.shape[-1] - 1), too_wide  # beyond it if the row is not finite
+
+
+def _cumsum(rows: Tensor) -> Tensor:
+    """Return the cumulative sums of each row. A GPU adds up a row that is alone in another order, so none is."""
+    return rows.cumsum(dim=-1) if len(rows) > 1 else rows.expand(2, -1).cumsum(dim=-1)[:1]
+
+
+def _entry_parts(entries: Tensor, staged: Staged) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the parts of an answer behind its planes: [asked] of tokens, values and ids [asked, num_top]."""
+    asked, top = len(staged.num_tops), staged.num_top
+    own, tops, ids = entries.split([asked, asked * top, asked * top])
+    return own, tops.view(asked, top), ids.view(asked, top)
+
+
+def _slices(count: int) -> Iterator[slice]:
+    """Yield slices of at most so many rows as may be in memory several times."""
+    return (slice(at, min(at + _ROWS, count)) for at in range(0, count, _ROWS))
