@@ -17,6 +17,8 @@ from torch import Tensor
 from headstart.core.batch import Batch, Chunk
 from headstart.model.kv_writes import Int32s, Int64s, Ranges, Writes, plan_writes
 
+_UNKNOWN = array("i", [0])  # packed in place of a token that is not known yet
+
 
 class StepBounds(NamedTuple):
     """Valid ranges: blocks in (0, num_blocks), tokens in [0, vocab_size), positions in [0, max_positions)."""
@@ -60,7 +62,7 @@ def build_step(
     chunks = batch.chunks
     if chunks and (step := _pack(chunks, bounds, device)) is not None:
         return step, list(range(len(chunks))), {}
-    errors = _problems(chunks, bounds)
+    errors = chunk_problems(chunks, bounds)
     kept = [index for index in range(len(chunks)) if index not in errors]
     if not kept:
         return None, kept, errors
@@ -69,14 +71,27 @@ def build_step(
     return step, kept, errors
 
 
-def _pack(chunks: Sequence[Chunk], bounds: StepBounds, device: torch.device) -> StepInputs | None:
-    """Return the step of all `chunks`, or None if any chunk is out of bounds."""
+class PackedChunks(NamedTuple):
+    """Chunks one after the other, as arrays on the host; names as in StepInputs."""
+
+    tokens: Int32s  # [T]
+    positions: Int64s  # [T]
+    starts: Int32s  # [R]
+    write_from: Int64s  # [R]
+    qo_indptr: Int32s  # [R + 1]
+    kv_indptr: Int32s  # [R + 1]
+    blocks: Int32s
+    ends: Int64s  # [R]: position behind each chunk's last token
+
+
+def pack_chunks(chunks: Sequence[Chunk], bounds: StepBounds) -> PackedChunks | None:
+    """Return all `chunks` packed, or None if any chunk is out of bounds. A token that is not known yet is packed as 0."""
     if any(not 0 <= chunk.num_logits <= len(chunk.token_ids) or chunk.adapter is not None for chunk in chunks):
         return None
     block_size = bounds.block_size
     sizes = np.array([(c.start, len(c.token_ids), len(c.block_ids), c.write_from) for c in chunks], np.int64)
     starts, lengths, pages, write_from = sizes.T
-    tokens = _joined([chunk.token_ids for chunk in chunks])
+    tokens = _joined([chunk.token_ids if chunk.from_previous is None else _UNKNOWN for chunk in chunks])
     ends = starts + lengths
     used = -(-ends // block_size)
     if starts.min() < 0 or lengths.min() < 1 or ends.max() > bounds.max_positions or (pages < used).any():
@@ -87,20 +102,30 @@ def _pack(chunks: Sequence[Chunk], bounds: StepBounds, device: torch.device) -> 
     blocks = _joined(tables)
     if not _within(tokens, 0, bounds.vocab_size) or not _within(blocks, 1, bounds.num_blocks):
         return None
-    qo_indptr, kv_indptr, first = _offsets(lengths), _offsets(used), starts.astype(np.int32)
+    qo_indptr = _offsets(lengths)
     positions = starts  # correct if every chunk has one token
     if len(tokens) > len(chunks):
         positions = np.arange(len(tokens)) - np.repeat(qo_indptr[:-1] - starts, lengths)
-    ranges = Ranges(qo_indptr, first, write_from, kv_indptr, blocks)
+    return PackedChunks(
+        tokens, positions, starts.astype(np.int32), write_from, qo_indptr, _offsets(used), blocks, ends
+    )
+
+
+def _pack(chunks: Sequence[Chunk], bounds: StepBounds, device: torch.device) -> StepInputs | None:
+    """Return the step of all `chunks`, or None if any chunk is out of bounds."""
+    packed = pack_chunks(chunks, bounds)
+    if packed is None:
+        return None
+    ranges = Ranges(packed.qo_indptr, packed.starts, packed.write_from, packed.kv_indptr, packed.blocks)
     return StepInputs(
-        token_ids=torch.from_numpy(tokens.astype(np.int64)).to(device),
-        positions=torch.from_numpy(np.ascontiguousarray(positions)).to(device),
-        writes=plan_writes(ranges, positions, block_size, device),
-        qo_indptr=qo_indptr,
-        starts=first,
-        kv_indptr=kv_indptr,
-        kv_indices=blocks,
-        last_page_len=((ends - 1) % block_size + 1).astype(np.int32),
+        token_ids=torch.from_numpy(packed.tokens.astype(np.int64)).to(device),
+        positions=torch.from_numpy(np.ascontiguousarray(packed.positions)).to(device),
+        writes=plan_writes(ranges, packed.positions, bounds.block_size, device),
+        qo_indptr=packed.qo_indptr,
+        starts=packed.starts,
+        kv_indptr=packed.kv_indptr,
+        kv_indices=packed.blocks,
+        last_page_len=((packed.ends - 1) % bounds.block_size + 1).astype(np.int32),
         bounds=bounds,
     )
 
@@ -109,11 +134,12 @@ def _within(ids: Int32s, low: int, end: int) -> bool:
     return bool(ids.min() >= low and ids.max() < end)
 
 
-def _problems(chunks: Sequence[Chunk], bounds: StepBounds) -> dict[int, str]:
+def chunk_problems(chunks: Sequence[Chunk], bounds: StepBounds) -> dict[int, str]:
     """Return, by index, the reason why a chunk cannot be computed; valid chunks are not included."""
     errors: dict[int, str] = {}
     for index, chunk in enumerate(chunks):
-        ids, table = _joined([chunk.token_ids]), _joined([chunk.block_ids])
+        ids = _joined([chunk.token_ids if chunk.from_previous is None else _UNKNOWN])
+        table = _joined([chunk.block_ids])
         used = -(-(chunk.start + len(ids)) // bounds.block_size)
         problem = _problem(chunk, ids, table[: max(used, 0)], used, bounds)
         if problem is not None:

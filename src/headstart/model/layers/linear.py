@@ -63,7 +63,9 @@ class Linear:
     silu(gate) * up. Owns the weights; do not reuse them.
     """
 
-    __slots__ = ("_alone", "_onto", "_product", "gated", "norm", "out_features", "packed", "weight", "weight_bytes")
+    __slots__ = (
+        "_alone", "_onto", "_product", "bias", "gated", "norm", "out_features", "packed", "weight", "weight_bytes",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class Linear:
         parts = _parts([weight] if isinstance(weight, Tensor | PackedTensor) else weight, form, gated=gated)
         num_rows = sum(part.shape[0] for part in parts)
         self.out_features = num_rows // 2 if gated else num_rows
-        self.norm, self.gated = norm, gated
+        self.norm, self.gated, self.bias = norm, gated, bias
         self.weight: Tensor | None = None  # the plain weight, if it is kept
         self.packed: tuple[PackedLinear, ...] = ()  # by our kernels; several if their formats differ
         self._product: Callable[[Tensor], Tensor] | None = None  # by torch

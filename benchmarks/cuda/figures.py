@@ -1,0 +1,171 @@
+"""Times of whole engine steps and runs on a GPU, each with its floor: bytes or operations over measured ceilings."""
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import median
+from typing import Any
+
+import torch
+
+from headstart.bench.runners.inprocess import Run, drive, make_requests
+from headstart.core.engine import Engine
+from headstart.core.request import Request, SamplingParams
+from headstart.workload.synthetic import random_tokens, rotations
+
+
+@dataclass
+class Floor:
+    """Bytes and operations that a step cannot avoid, over measured ceilings (bytes/s of a copy, FLOP/s)."""
+
+    weight_bytes: int  # without the embedding
+    kv_bytes: int  # of one token
+    bandwidth: float
+    flops: float
+
+    def read(self, tokens: float) -> float:
+        return (self.weight_bytes + tokens * self.kv_bytes) / self.bandwidth
+
+    def compute(self, tokens: float) -> float:
+        return self.weight_bytes * tokens / self.flops  # 2 FLOP for each weight of 2 bytes
+
+
+class Figures:
+    """All figures of one engine; `record` gets each as a dict with times in ms."""
+
+    def __init__(self, engine: Engine, vocab_size: int, floor: Floor, label: str, record: Callable[..., None]) -> None:
+        self.engine, self.vocab, self.floor, self.label = engine, vocab_size, floor, label
+        self.random, self.number, self._record = Random(7), 0, record
+
+    def run(self, prompts: "Sequence[array[int]]", count: int) -> Run:
+        self.number += 1
+        result = drive(self.engine, make_requests(prompts, _greedy(count), f"r{self.number}"))
+        assert not result.errors, result.errors[:1]
+        return result
+
+    def note(self, name: str, seconds: Sequence[float], floor: float, **more: Any) -> None:
+        """Record the median and the extremes of `seconds`."""
+        middle = median(seconds)
+        self._record(
+            model=self.label, figure=name, ms=middle * 1e3, least_ms=min(seconds) * 1e3, most_ms=max(seconds) * 1e3,
+            floor_ms=floor * 1e3, ratio=middle / floor, **more,
+        )  # fmt: skip
+
+    def tokens(self, length: int) -> "array[int]":
+        return random_tokens(length, self.vocab, self.random)
+
+    def rotations(self, *, cold: int = 2, warm: int = 5, count: int = 48, length: int = 1025) -> None:
+        """vLLM #3402: the same tokens, each prompt rotated by one more."""
+        prompts = rotations(self.tokens(length), count)
+        colds, warms = [], []
+        for _ in range(cold):
+            self.engine.reset_prefix_cache()
+            colds.append(self.run(prompts, 1))
+        for _ in range(warm):
+            warms.append(self.run(prompts, 1))
+        last = warms[-1]
+        differing = sum(a != b for a, b in zip(colds[-1].outputs, last.outputs, strict=True))
+        self.note("rotations cold", [r.seconds for r in colds], self.floor.compute(count * length))
+        self.note(
+            "rotations warm", [r.seconds for r in warms], self.floor.read(count * length), steps=len(last.steps),
+            executor_ms=median(sum(s.executor_seconds for s in run.steps) for run in warms) * 1e3,
+            differing_first_tokens=differing,
+        )  # fmt: skip
+
+    def decode(self, streams: int, shared: int, own: int, steps: int = 32) -> None:
+        prefix = self.tokens(shared)
+        self.run([prefix], 1)
+        run = self.run([prefix + self.tokens(own) for _ in range(streams)], steps + 1)
+        times = [s.seconds for s in run.steps if s.computed_tokens == streams][2:-1]
+        tokens = shared + streams * (own + steps / 2)  # the shared prefix is read once
+        weights = self.floor.weight_bytes / self.floor.bandwidth
+        self.note(
+            f"decode {streams} x ({shared} + {own})", times, self.floor.read(tokens), times_weights=median(times) / weights
+        )
+
+    def ttft(self, cached: int = 900, total: int = 1000, repeats: int = 12) -> None:
+        prefix = self.tokens(cached)
+        self.run([prefix + self.tokens(1)], 1)
+        runs = [self.run([prefix + self.tokens(total - cached)], 1) for _ in range(repeats)]
+        computed = runs[-1].computed_tokens
+        floor = max(self.floor.read(cached), self.floor.compute(computed))
+        self.note(f"first token, {cached} of {total} cached", [r.seconds for r in runs[2:]], floor, computed=computed)
+
+    def twins(self, streams: int = 32, shared: int = 2048, own: int = 32, steps: int = 16, repeats: int = 3) -> None:
+        """Prompts that share a new prefix, all at once."""
+        prefills: list[float] = []
+        for _ in range(repeats + 1):  # the first compiles
+            prefix = self.tokens(shared)
+            run = self.run([prefix + self.tokens(own) for _ in range(streams)], steps + 1)
+            prefills.append(run.seconds - sum(s.seconds for s in run.steps if s.computed_tokens == streams))
+        decodes = [s.seconds for s in run.steps if s.computed_tokens == streams][2:-1]
+        self.note(
+            f"twins {streams} x ({shared} + {own}): prefill", prefills[1:], self.floor.compute(shared + streams * own),
+            computed=run.computed_tokens, due=shared + streams * (own + steps),
+        )  # fmt: skip
+        self.note("twins: a decode step", decodes, self.floor.read(shared + streams * (own + steps / 2)))
+
+    def prompt(self, length: int, repeats: int = 3) -> None:
+        runs = [self.run([self.tokens(length)], 1) for _ in range(repeats + 1)]
+        self.note(f"prompt of {length}", [r.seconds for r in runs[1:]], self.floor.compute(length))
+
+    def beside_prompt(self, streams: int = 16, length: int = 4000) -> None:
+        """Time between tokens of decodes with and without a long prompt arriving."""
+        prompts = [self.tokens(64) for _ in range(streams)]
+        alone, beside = [], []
+        for gaps, late in ((alone, []), (beside, [self.tokens(length)])):
+            self.number += 1
+            requests = make_requests(prompts, _greedy(48), f"b{self.number}")
+            for index, tokens in enumerate(late):
+                requests.append(Request(f"late{self.number}-{index}", tokens, _greedy(1)))
+            result = drive(self.engine, requests, due=[0.0] * streams + [0.05] * len(late))
+            gaps += [step.seconds for step in result.steps[2:]]
+        self.note(
+            f"decode {streams}, p99 beside a prompt of {length}", [_p99(beside)], self.floor.read(64 * streams),
+            alone_p99_ms=_p99(alone) * 1e3,
+        )  # fmt: skip
+
+
+def _p99(values: Sequence[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1))]
+
+
+def _greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0.0)
+
+
+def ceilings() -> tuple[float, float]:
+    """Return bytes/s of a device copy (read + written) and FLOP/s of an 8192^3 bf16 product, as measured."""
+    source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy = seconds_of(lambda: target.copy_(source), 10)
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = seconds_of(lambda: a @ b, 20)
+    torch.cuda.empty_cache()
+    return (2 << 32) / copy, 2 * 8192**3 / product
+
+
+def seconds_of(call: Callable[[], object], repeats: int) -> float:
+    """Return the seconds of one call on the device, the mean of `repeats` after three."""
+    for _ in range(3):
+        call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / repeats / 1e3
+
+
+def graph_seconds(calls: Sequence[Callable[[], object]], repeats: int = 10) -> float:
+    """Return the seconds of one pass over `calls`, replayed as a graph."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return seconds_of(graph.replay, repeats)

@@ -1,0 +1,258 @@
+"""Everything that only a GPU can show, in one call: `python benchmarks/cuda/run.py OUT.json [PART ...]`.
+
+Parts: bits, tokens, exact, syncs, 7b, 0.6b, tune, append, long. Without parts: all. About six minutes on an H100. Floors
+are measured in the same call. Each result is a line on stderr and an entry of the JSON file, which is written after each
+part, so that a run that is cut short leaves what it has.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path += [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2] / "tests/model/cuda")]
+os.environ.setdefault("HEADSTART_KERNELS", "none")
+
+import torch
+import triton
+from checks import attention_bits, exact_products, exact_runs, store_speed, syncs, tokens
+from figures import Figures, Floor, ceilings, graph_seconds, seconds_of
+from random_model import BLOCK, SMALL, make_engine, random_model
+from torch.profiler import ProfilerActivity, profile
+
+from headstart.model.cuda import triton_layers
+from headstart.model.cuda.cuda_runner import CudaRunner
+from headstart.model.cuda.step_graphs import GraphKey
+from headstart.model.cuda.triton_attention import Shape
+from headstart.model.layers.decoder import Decoder
+
+GPU = torch.device("cuda")
+ROW_TILES = ((4, 1024, 4), (4, 2048, 4), (2, 1024, 4), (8, 512, 4), (2, 2048, 8), (1, 4096, 4), (8, 1024, 8))
+PREFILL_SHAPES = (Shape(128, 64, 8, 2), Shape(128, 64, 8, 3), Shape(128, 64, 4, 3), Shape(128, 128, 8, 2), Shape(64, 64, 4, 3))
+
+
+class Log:
+    """The results of a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.entries = path, [dict[str, Any]()]
+        self.entries[0] = {
+            "gpu": torch.cuda.get_device_name(0),
+            "driver": _driver(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "cores": os.cpu_count(),
+        }
+
+    def record(self, **entry: Any) -> None:
+        self.entries.append(entry)
+        print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in entry.items()}), flush=True)
+
+    def attempt(self, call: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        """Go on after a failure: time on a GPU is short."""
+        began = time.perf_counter()
+        try:
+            call(*arguments, **options)
+        except Exception as error:
+            traceback.print_exc(limit=-8)
+            self.entries.append({"failed": call.__name__, "error": repr(error)[:300]})
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(f"  ({call.__name__}: {time.perf_counter() - began:.1f} s)", flush=True)
+        self.path.write_text(json.dumps(self.entries, indent=1))
+
+
+def _driver() -> str:
+    asked = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def model(log: Log, shape: str, measured: tuple[float, float], *, parts: set[str]) -> None:
+    """Record the figures of a model with random bfloat16 weights, in fast mode, then the price of exact mode."""
+    loaded = random_model(shape, torch.bfloat16, GPU, max_model_len=16_384)
+    decoder = loaded.model
+    assert isinstance(decoder, Decoder)
+    bandwidth, flops = measured
+    linears = [decoder.head] + [l for layer in decoder.layers for l in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    weight_bytes = sum(linear.weight.nbytes for linear in linears if linear.weight is not None)
+    floor = Floor(weight_bytes, loaded.kv_bytes_per_token, bandwidth, flops)
+    for exact in (False, True):
+        runner = CudaRunner(loaded, num_blocks=4500, block_size=BLOCK, exact=exact, graph_tokens=1024)
+        if not exact and "tune" in parts:
+            tune(log, runner, shape)
+        began = time.perf_counter()
+        runner.warm_up([*_keys(("mixed",), (128, 256)), *_keys(("decodes", "groups"), (48, 32, 16, 1))])
+        torch.cuda.synchronize()
+        log.record(model=shape, figure="start: 10 graphs", exact=exact, seconds=time.perf_counter() - began)
+        label = f"{shape} exact" if exact else shape
+        figures = Figures(make_engine(runner, budget=4096, max_len=16_384), loaded.vocab_size, floor, label, log.record)
+        log.attempt(figures.decode, 1, 1024, 16)
+        log.attempt(figures.decode, 32, 1024, 16)
+        log.attempt(figures.ttft)
+        log.attempt(figures.twins)
+        log.attempt(figures.rotations)
+        if not exact:
+            log.attempt(figures.beside_prompt)
+            log.attempt(figures.prompt, 4000)
+            log.attempt(figures.decode, 32, 8192, 16)
+            log.attempt(store_speed, runner, log.record)
+            log.attempt(kernels, log, runner, figures)
+        del figures, runner
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _keys(kinds: tuple[str, ...], sizes: tuple[int, ...]) -> list[GraphKey]:
+    return [GraphKey(kind, size, min(64, size) if kind == "mixed" else 0) for size in sizes for kind in kinds]
+
+
+def tune(log: Log, runner: CudaRunner, shape: str) -> None:
+    """Time the products of one row in each tiling, one after the other as in a step; take the best of each shape."""
+    layers = runner.decoder.decoder.layers[:16]
+    for name, linears in (
+        ("qkv", [layer.qkv for layer in layers]),
+        ("out", [layer.out for layer in layers]),
+        ("gate_up", [layer.gate_up for layer in layers]),
+        ("down", [layer.down for layer in layers]),
+        ("head", [runner.decoder.decoder.head] * 2),
+    ):
+        weights = [linear.weight for linear in linears if linear.weight is not None]
+        count, width = weights[0].shape
+        x, onto = (torch.randn(1, size, device=GPU, dtype=torch.bfloat16) for size in (width, count))
+        norm = None if linears[0].norm is None else (linears[0].norm.weight, 1e-5)
+        options: dict[str, Any] = {"onto": onto} if name in ("out", "down") else {"norm": norm}
+        options |= {"gated": True} if name == "gate_up" else {}
+        seconds: dict[tuple[int, int, int], float] = {}
+        for tiles in ROW_TILES:
+            calls = [
+                lambda w=w, tiles=tiles: triton_layers.vector_product(x, w, tiles=tiles, pdl=True, **options)  # noqa: B023
+                for w in weights
+            ]
+            seconds[tiles] = graph_seconds(calls) / len(calls)
+        best = min(seconds, key=lambda tiles: seconds[tiles])
+        runner.decoder.row_tiles[count, width] = best
+        rate = weights[0].nbytes / seconds[best] / 1e12
+        shown = {str(tiles): round(value * 1e6, 2) for tiles, value in seconds.items()}
+        log.record(model=shape, tiles=name, size=[count, width], best=best, tb_s=rate, us=shown)
+
+
+def kernels(log: Log, runner: CudaRunner, figures: Figures) -> None:
+    """Record the kernels of a step of 32 decodes, of one, and of a prompt, by their time on the GPU."""
+    prefix = figures.tokens(1024)
+    figures.run([prefix], 1)
+    cases = {
+        "1 stream": ([prefix + figures.tokens(16)], 12),
+        "32 streams": ([prefix + figures.tokens(16) for _ in range(32)], 12),
+        "a prompt of 2,048": ([figures.tokens(2048)], 1),
+        "104 of 1,000": ([prefix[:896] + figures.tokens(104)], 1),
+    }
+    for name, (prompts, count) in cases.items():
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            figures.run(prompts, count)
+        times: dict[str, list[float]] = {}
+        for event in found.events():
+            times.setdefault(event.name[:60], []).append(event.device_time)
+        top = sorted(times.items(), key=lambda item: -sum(item[1]))[:9]
+        log.record(
+            model=figures.label, profile=name, kernels=[[k, len(v), round(sum(v) / len(v), 2)] for k, v in top],
+            total_us=round(sum(map(sum, times.values()))),
+        )  # fmt: skip
+
+
+def prefill(log: Log) -> None:
+    """Record the rate of attention in a long prompt for each shape of tile."""
+    from attention_cases import make_case
+    from headstart.model.cuda.step_plan import StepPlanner
+    from headstart.model.cuda.triton_attention import attend, make_parts
+    import numpy as np
+
+    for heads, kvs in ((32, 32), (32, 8)):
+        length, dim = 4096, 128
+        pages = length // BLOCK
+        from headstart.model.cuda.step_plan import StepRows
+
+        positions = np.arange(length, dtype=np.int32)
+        blocks = np.random.default_rng(0).permutation(np.arange(1, pages + 1)).astype(np.int32)
+        ends = np.array([0, length], np.int32), np.array([0, pages], np.int32)
+        rows = StepRows(positions * 0, positions, positions, positions * 0 - 1, *ends, blocks)
+        kv = torch.randn(pages + 1, 2, kvs, BLOCK, dim, device=GPU, dtype=torch.bfloat16)
+        queries = torch.randn(length, heads * dim, device=GPU, dtype=torch.bfloat16)
+        out = torch.empty(length, heads, dim, device=GPU, dtype=torch.bfloat16)
+        parts = make_parts(1, length, heads, kvs, dim, GPU)
+        for shape in PREFILL_SHAPES:
+            planner = StepPlanner(page=BLOCK, group=heads // kvs, kv_heads=kvs, processors=132, max_parts=1, exact=False)
+            memory, none = np.zeros(1 << 20, np.int32), np.zeros(0, np.int32)
+            layout = planner.fill(memory, rows, padded=None, tile_rows=shape.tile_rows, selected=none, outputs=0)
+            meta = torch.from_numpy(memory[: layout.total]).to(GPU)
+            common = (queries, (kv[:, 0], kv[:, 1]), out, parts, meta, meta[layout.positions :], meta[layout.singles :])
+            from headstart.model.cuda.triton_attention import Scoring
+
+            call = lambda: attend(  # noqa: E731
+                *common, Scoring(dim**-0.5), shape, single=False, programs=layout.num_tiles * kvs
+            )
+            seconds = seconds_of(call, 10)
+            rate = 4 * heads * dim * length * length / 2 / seconds / 1e12
+            log.record(attention="prompt of 4096", heads=[heads, kvs], shape=shape, us=seconds * 1e6, tflop_s=rate)
+
+
+def append(log: Log) -> None:
+    """Record the time of appending KV token by token and page by page (vLLM #19878)."""
+    from headstart.model.cuda.triton_rotary import rotate_and_append
+
+    for heads, kvs in ((32, 32), (16, 8)):
+        for count, offset in ((2048, 0), (2048, 5), (64, 0), (64, 5)):
+            qkv = torch.randn(count, (heads + 2 * kvs) * 128, device=GPU, dtype=torch.bfloat16)
+            queries = torch.empty(count, heads, 128, device=GPU, dtype=torch.bfloat16)
+            kv = torch.zeros(2, 400, kvs, BLOCK, 128, device=GPU, dtype=torch.bfloat16)
+            positions = torch.arange(count, device=GPU, dtype=torch.int32)
+            slots = positions + BLOCK + offset
+            angles = (torch.rand(4096, 64, device=GPU), torch.rand(4096, 64, device=GPU))
+            us = {
+                tokens: 1e6 * seconds_of(
+                    lambda tokens=tokens: rotate_and_append(  # noqa: B023
+                        qkv, queries, positions, slots, angles, None, (kv[0], kv[1]), 1e-5, tokens=tokens
+                    ), 20)
+                for tokens in (1, 2, 4, 16)
+            }  # fmt: skip
+            log.record(append_us=us, heads=[heads, kvs], tokens=count, first_slot_of_page=offset)
+
+
+def main() -> None:
+    """Run the parts that are named."""
+    path, parts = Path(sys.argv[1]), set(sys.argv[2:])
+    parts = parts or {"bits", "tokens", "exact", "syncs", "7b", "0.6b", "tune", "append", "prefill"}
+    log = Log(path)
+    began = time.perf_counter()
+    if "bits" in parts:
+        log.attempt(attention_bits, log.record)
+    if "syncs" in parts:
+        log.attempt(syncs, log.record)
+    if "exact" in parts:
+        log.attempt(exact_products, log.record)
+        log.attempt(exact_runs, "small-llama", log.record)
+        log.attempt(exact_runs, "small-qwen3", log.record)
+    for shape in SMALL if "tokens" in parts else ():
+        log.attempt(tokens, shape, log.record)
+    if "append" in parts:
+        log.attempt(append, log)
+    if "prefill" in parts:
+        log.attempt(prefill, log)
+    measured = ceilings()
+    log.record(copy_tb_s=measured[0] / 1e12, product_tflop_s=measured[1] / 1e12)
+    if "7b" in parts:
+        log.attempt(model, log, "llama-2-7b", measured, parts=parts)
+    if "0.6b" in parts:
+        log.attempt(model, log, "qwen3-0.6b", measured, parts=parts)
+    log.record(seconds=time.perf_counter() - began)
+    log.path.write_text(json.dumps(log.entries, indent=1))
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

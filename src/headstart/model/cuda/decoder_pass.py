@@ -1,0 +1,198 @@
+"""The forward pass of the compact decoder by Triton kernels, over a step whose array is on the device.
+
+Every launch takes its work from that array and has a fixed grid, so a pass can be captured as a graph and replayed for
+any step with as many tokens. Launches of a layer: 9 for decodes, 11 where they share prefixes or prompts are computed,
+5 for a step of one token.
+"""
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.model.cuda import triton_attention, triton_layers
+from headstart.model.cuda.cuda_kv import CudaKV
+from headstart.model.cuda.step_plan import Layout
+from headstart.model.cuda.triton_attention import KV, Scoring, Shape, make_parts
+from headstart.model.cuda.triton_rotary import rotate_and_append
+from headstart.model.layers.decoder import Decoder, DecoderLayer
+from headstart.model.layers.linear import Linear
+from headstart.model.layers.rotary import inverse_frequencies
+
+PARTS_BYTES = 1 << 28  # of partial results of attention
+DECODES, GROUPS, MIXED = "decodes", "groups", "mixed"  # kinds of pass: what it launches for attention
+TILES = (4, 2048, 4)  # of products of one row, if none were measured for their shape
+
+
+class PassResult(NamedTuple):
+    """What a pass leaves on the device. Padding rows hold anything."""
+
+    hidden: Tensor  # [T, hidden] behind the final norm
+    logits: Tensor | None  # [n, V] of the selected rows
+    answer: Tensor | None  # [2 n] int32: the best token of each row, then its logit, as bits: see DeviceSampler
+    finite: Tensor | None  # [T] int32: whether the hidden states of a token are finite; None: the logits say it
+
+
+class DecoderPass:
+    """The weights of a Decoder, and the launches that compute a step of it."""
+
+    def __init__(self, decoder: Decoder, kv: CudaKV, *, max_positions: int, max_rows: int, exact: bool) -> None:
+        """`exact`: the bits of a row do not depend on the other rows of a step, nor on how it was cut into chunks."""
+        config = decoder.config
+        assert isinstance(decoder.embedding, Tensor)
+        self.decoder, self.config, self.kv, self.exact = decoder, config, kv, exact
+        self.embedding, self.device = decoder.embedding, kv.device
+        self.on_gpu = self.device.type == "cuda"
+        count = torch.cuda.get_device_properties(self.device).multi_processor_count if self.on_gpu else 8
+        self.processors = count
+        self.pdl = self.on_gpu and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self._side = torch.cuda.Stream(self.device) if self.on_gpu else None
+        self.max_parts = max(2048, min(32768, PARTS_BYTES // (4 * config.num_heads * config.head_dim)))
+        shape = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self.parts = make_parts(self.max_parts, max_rows, *shape, self.device)
+        frequencies, factor = inverse_frequencies(config.rope)
+        angles = torch.arange(max_positions)[:, None].float() * frequencies
+        self.angles = (angles.cos() * factor).to(self.device), (angles.sin() * factor).to(self.device)
+        self._norms = [_head_norms(layer) for layer in decoder.layers]
+        self._scorings = [Scoring(config.head_dim**-0.5, layer.window) for layer in decoder.layers]
+        wide = kv.dtype == torch.float32
+        self.single = Shape(64 if exact else 16, 32 if wide else 64, 4, 1 if wide else 2)
+        self.tiles = {  # by the rows of a tile
+            64: Shape(64, 32 if wide else 64, 4, 1 if wide else 2),
+            128: Shape(64 if exact else 128, 32 if wide else 64, 4 if exact else 8, 1 if wide else 2),
+        }
+        self.row_tiles: dict[tuple[int, ...], tuple[int, int, int]] = {}  # of products of one row, by shape
+        self.append_tokens = 1  # of a program that appends KV
+
+    def run(self, meta: Tensor, sampled: Tensor, layout: Layout, kind: str) -> PassResult:
+        """Launch the step in `meta`; `sampled` are the tokens of the step before, for tokens not known yet.
+
+        `layout.total` is 0 while a graph is captured: then the number of its items is not known.
+        """
+        if kind == DECODES and layout.rows == 1 and not self.exact:
+            stream, logits = self._one(meta, sampled, layout)
+            return PassResult(stream, logits, _best(logits), None)
+        hidden = self._forward(meta, sampled, layout, kind)
+        if kind != MIXED:
+            logits = self.logits(hidden)
+            return PassResult(hidden, logits, _best(logits), None)
+        finite = torch.isfinite(hidden.sum(-1, dtype=torch.float32)).int()
+        if layout.outputs == 0:
+            return PassResult(hidden, None, None, finite)
+        logits = self.logits(hidden.index_select(0, meta[layout.selected :][: layout.outputs]))
+        return PassResult(hidden, logits, _best(logits), finite)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Return the logits [n, V] of normalised rows."""
+        return self._product(rows, self.decoder.head)
+
+    def _product(self, rows: Tensor, linear: Linear) -> Tensor:
+        assert linear.weight is not None
+        if self.exact:
+            return triton_layers.exact_product(rows, linear.weight, linear.bias)
+        return F.linear(rows, linear.weight, linear.bias)
+
+    def _forward(self, meta: Tensor, sampled: Tensor, layout: Layout, kind: str) -> Tensor:
+        config, pdl, count = self.config, self.pdl, layout.rows
+        eps = config.rms_norm_eps
+        positions, slots = meta[layout.positions :][:count], meta[layout.slots :][:count]
+        tokens, previous = meta[layout.tokens :][:count], meta[layout.previous :][:count]
+        stream = triton_layers.embed(tokens, previous, sampled, self.embedding, pdl=pdl)
+        layers = self.decoder.layers
+        rows = triton_layers.add_rms_norm(stream, _norm(layers[0].qkv), eps, pdl=pdl)
+        following = [_norm(layer.qkv) for layer in layers[1:]] + [_norm(self.decoder.head)]
+        out, queries = (rows.new_empty(count, config.num_heads, config.head_dim) for _ in range(2))
+        for index, (layer, norm) in enumerate(zip(layers, following, strict=True)):
+            qkv = self._product(rows, layer.qkv)
+            kv = self.kv.layers[index]
+            rotate_and_append(
+                qkv, queries, positions, slots, self.angles, self._norms[index], kv, eps,
+                tokens=self.append_tokens if kind == MIXED else 1, pdl=pdl,
+            )  # fmt: skip
+            self.attend(queries, kv, out, meta, layout, kind, self._scorings[index])
+            delta = self._product(out.view(count, -1), layer.out)
+            rows = triton_layers.add_rms_norm(stream, _norm(layer.gate_up), eps, delta, pdl=pdl)
+            gated = triton_layers.silu_mul(self._product(rows, layer.gate_up), pdl=pdl)
+            rows = triton_layers.add_rms_norm(stream, norm, eps, self._product(gated, layer.down), pdl=pdl)
+        return rows
+
+    def _one(self, meta: Tensor, sampled: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Return the stream [1, hidden] behind the last layer and the logits, for a step of one token."""
+        config, pdl, eps = self.config, self.pdl, self.config.rms_norm_eps
+        step = (meta[layout.positions :], meta[layout.slots :], meta[layout.singles :])
+        tokens, previous = meta[layout.tokens :][:1], meta[layout.previous :][:1]
+        stream = triton_layers.embed(tokens, previous, sampled, self.embedding, pdl=pdl)
+        out = stream.new_empty(1, config.num_heads, config.head_dim)
+
+        def product(row: Tensor, linear: Linear, onto: Tensor | None = None) -> Tensor:
+            weight = linear.weight
+            assert weight is not None
+            norm = None if linear.norm is None else (linear.norm.weight, eps)
+            return triton_layers.vector_product(
+                row, weight, linear.bias, norm=norm, onto=onto, gated=linear.gated,
+                tiles=self.row_tiles.get(tuple(weight.shape), TILES), pdl=pdl,
+            )  # fmt: skip
+
+        for index, layer in enumerate(self.decoder.layers):
+            triton_attention.attend_one(
+                product(stream, layer.qkv), self.kv.layers[index], out, self.parts, meta, step, self.angles,
+                self._norms[index], eps, self._scorings[index], self.single, programs=2 * self.processors, pdl=pdl,
+            )  # fmt: skip
+            product(out, layer.out, stream)
+            product(product(stream, layer.gate_up), layer.down, stream)
+        return stream, product(stream, self.decoder.head)
+
+    def attend(
+        self, queries: Tensor, kv: KV, out: Tensor, meta: Tensor, layout: Layout, kind: str, scoring: Scoring
+    ) -> None:
+        """Fill `out` [T, Hq, D]. In a graph a launch without items ends at once."""
+        positions, singles = meta[layout.positions :], meta[layout.singles :]
+        common = (queries, kv, out, self.parts, meta, positions, singles, scoring)
+        fork = kind == GROUPS and self._side is not None  # two launches short of work run side by side
+        pdl = self.pdl and not fork  # programmatic launches do not cross streams
+        main = torch.cuda.current_stream(self.device) if fork else None
+        if kind != DECODES:
+            shape = self.tiles[64 if kind == GROUPS else 128]
+            # A graph's launch may find more items than programs: each takes several.
+            programs = (2 if kind == MIXED else 1) * self.processors
+            if layout.total:
+                programs = max(1, layout.num_tiles * kv[0].shape[1])
+            if fork and self._side is not None:
+                self._side.wait_stream(main)
+            with torch.cuda.stream(self._side) if fork else nullcontext():
+                split = self.split if self.exact else 0
+                triton_attention.attend(*common, shape, single=False, programs=programs, split=split, pdl=pdl)
+        last = kind == DECODES
+        triton_attention.attend(
+            *common, self.single, single=True, programs=4 * self.processors, last=last, pdl=pdl
+        )
+        if fork and main is not None:
+            main.wait_stream(self._side)
+        if not last:
+            tokens, firsts = meta[layout.merged_tokens :][: layout.merged], meta[layout.firsts :]
+            if layout.merged:
+                triton_attention.merge(self.parts, out, tokens, firsts, scoring.sinks, pdl=pdl)
+
+    @property
+    def split(self) -> int:
+        """Keys of a partial result: fewer where few kv heads would leave processors idle."""
+        return 256 if self.config.num_kv_heads > 8 else 128
+
+
+def _norm(linear: Linear) -> Tensor:
+    assert linear.norm is not None
+    return linear.norm.weight
+
+
+def _head_norms(layer: DecoderLayer) -> Tensor | None:
+    if layer.query_norm is None or layer.key_norm is None:
+        return None
+    return torch.stack((layer.query_norm.weight, layer.key_norm.weight))
+
+
+def _best(logits: Tensor) -> Tensor:
+    """Return what DeviceSampler answers where all rows take their best token."""
+    values, ids = logits.max(-1)  # NaN propagates
+    return torch.cat((ids.int(), values.float().view(torch.int32)))

@@ -1,0 +1,113 @@
+"""CudaRunner through the real engine against ModelRunner, in float32 and Triton's interpreter."""
+
+from array import array
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from cuda_runs import drive, make_runner, random_requests
+from tiny import NATIVE, make_checkpoint
+
+from headstart.core.batch import UNKNOWN_TOKEN, Batch, Chunk, Row, RowErrorKind
+from headstart.core.request import SamplingParams
+from headstart.model.cuda.step_graphs import GraphKey
+from headstart.model.model_runner import ModelRunner
+from headstart.model.paged_kv import PagedKV
+from headstart.model.weights.model_loader import LoadedModel, load_model
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(make_checkpoint("llama", tmp_path_factory.mktemp("llama")), dtype="float32", device="cpu")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("family", NATIVE)
+def test_tokens_are_those_of_the_reference(family: str, exact: bool, tmp_path: Path) -> None:
+    loaded = load_model(make_checkpoint(family, tmp_path), dtype="float32", device="cpu")
+    requests = random_requests(loaded.vocab_size, 7, Random(3), lengths=(1, 2, 17, 40), tokens=3)
+    expected = drive(ModelRunner(loaded, num_blocks=60, block_size=16), requests)
+    runner = make_runner(loaded, exact=exact)
+    assert drive(runner, requests) == expected
+    assert drive(runner, requests, budget=40) == expected  # other chunks
+
+
+def test_a_prompt_and_its_decodes_with_graphs(llama: LoadedModel) -> None:
+    requests = random_requests(llama.vocab_size, 3, Random(5), lengths=(17, 3), tokens=3)
+    expected = drive(ModelRunner(llama, num_blocks=60, block_size=16), requests)
+    runner = make_runner(llama)
+    runner.warm_up([GraphKey("decodes", 4, 0), GraphKey("mixed", 64, 32), GraphKey("groups", 4, 0)])
+    assert drive(runner, requests) == expected
+
+
+def test_a_bad_chunk_and_a_corrupt_block_fail_alone(llama: LoadedModel) -> None:
+    runner = make_runner(llama)
+    tokens = array("i", range(3, 23))
+    good = Chunk("good", tokens, 0, (1, 2), 0, 1, GREEDY, 20, tokens)
+    outside = good._replace(request_id="outside", block_ids=(1, 60))
+    corrupt = Chunk("corrupt", tokens[16:17], 16, (3, 4), 16, 1, GREEDY, 17, tokens[:17])
+    runner.kv.pool[3] = float("nan")
+    rows = runner.execute(Batch((good, outside, corrupt))).rows
+    assert [row.error and row.error.kind for row in rows] == [None, RowErrorKind.REQUEST, RowErrorKind.NON_FINITE]
+    assert rows[0].token_ids == runner.execute(Batch((good,))).rows[0].token_ids
+    runner.write_block(9, runner.read_block(1))
+    assert torch.equal(runner.kv.pool[9], runner.kv.pool[1])
+    assert not runner.kv.pool[0].any()
+
+
+def test_a_block_has_the_same_canonical_form_as_elsewhere(llama: LoadedModel) -> None:
+    runner = make_runner(llama)
+    reference = PagedKV(
+        llama.kv_shape, num_blocks=60, block_size=16, dtype=torch.float32, device=torch.device("cpu")
+    )
+    data = torch.randn(llama.kv_bytes_per_token * 16 // 4).numpy().tobytes()
+    for executor in (runner, reference):
+        executor.write_block(5, data)
+        assert bytes(executor.read_block(5)) == data
+    keys = reference.layers[1][0, :, 5]
+    assert torch.equal(runner.kv.layers[1][0][5], keys)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_step_continues_tokens_that_the_host_has_not_seen(llama: LoadedModel, temperature: float) -> None:
+    sampling = SamplingParams(max_tokens=4, temperature=temperature, top_p=0.9, seed=3)
+    first, second = array("i", range(3, 23)), array("i", range(40, 57))
+    prompts = [
+        Chunk("a", first, 0, (1, 2), 0, 1, sampling, 20, first),
+        Chunk("b", second, 0, (3, 4), 0, 1, sampling, 17, second),
+    ]
+    outputs: list[list[list[int]]] = []
+    for ahead in (False, True):
+        runner, found = make_runner(llama), [list[int](), list[int]()]
+        submitted, order = runner.submit(Batch(tuple(prompts))), [0, 1]
+        for step in range(4):
+            if not ahead:
+                _take(runner.collect(submitted).rows, order, found)
+            following = order[::-1]  # rows change places between two steps
+            chunks = [_decode(prompts[at], found[at], step, None if not ahead else order.index(at)) for at in following]
+            after = runner.submit(Batch(tuple(chunks)))
+            if ahead:
+                _take(runner.collect(submitted).rows, order, found)
+            submitted, order = after, following
+        _take(runner.collect(submitted).rows, order, found)
+        outputs.append(found)
+    assert outputs[0] == outputs[1] and len(outputs[0][0]) == 5
+
+
+def _take(rows: tuple[Row, ...], order: list[int], found: list[list[int]]) -> None:
+    for at, row in zip(order, rows, strict=True):
+        assert row.error is None
+        found[at] += row.token_ids
+
+
+def _decode(prompt: Chunk, outputs: list[int], step: int, from_previous: int | None) -> Chunk:
+    """Return the chunk of output `step` + 1, whose token is known or is row `from_previous` of the step before."""
+    start, history = len(prompt.token_ids) + step, prompt.history + array("i", outputs)
+    token = history[-1:] if from_previous is None else array("i", [UNKNOWN_TOKEN])
+    return prompt._replace(
+        token_ids=token, start=start, write_from=start, history=history, from_previous=from_previous
+    )

@@ -1,0 +1,50 @@
+"""Attention over work items against dense attention in float64, in Triton's interpreter."""
+
+import pytest
+import torch
+from attention_cases import Case, make_case, run_case
+
+pytestmark = pytest.mark.long
+CASES = {
+    "decodes": ([(5, 1), (150, 1), (0, 1)], {}, {}),
+    "prefill": ([(0, 20), (17, 13)], {}, {"processors": 1}),
+    "few tiles, so keys are cut": ([(90, 20)], {}, {}),
+    "mixed": ([(5, 1), (70, 3), (150, 1), (0, 17)], {}, {}),
+    "a shared prefix": ([(140, 1), (155, 1), (139, 1), (20, 1)], {1: (0, 8), 2: (0, 7)}, {}),
+    "padded": ([(70, 1), (80, 1), (66, 1)], {1: (0, 4), 2: (0, 4)}, {"padded": 4}),
+    "short prefills behind a prefix": ([(130, 3), (128, 4), (140, 2)], {1: (0, 8), 2: (0, 8)}, {"processors": 1}),
+    "exact": ([(5, 1), (70, 3), (150, 1), (0, 17)], {}, {"exact": True}),
+    "long": ([(2100, 1)], {}, {}),
+}
+SCORINGS = {"plain": {}, "window": {"window": 40}, "softcap": {"softcap": 2.0}, "sinks": {"sinks": True}}
+
+
+def error(case: Case, out: torch.Tensor) -> float:
+    return float((out[: len(case.expected)].double() - case.expected).norm() / case.expected.norm())
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_that_of_dense_attention(name: str, scoring: str) -> None:
+    chunks, shared, options = CASES[name]
+    case = make_case(chunks, shared=shared, seed=len(name), **SCORINGS[scoring])
+    layout, out = run_case(case, **options)
+    assert error(case, out) < 1e-5
+    assert layout.merges_by_last == (name == "decodes")
+
+
+@pytest.mark.parametrize(("heads", "dim"), [((2, 2), 64), ((6, 2), 80), ((3, 1), 96), ((4, 2), 128), ((2, 1), 256)])
+def test_any_number_and_size_of_heads(heads: tuple[int, int], dim: int) -> None:
+    case = make_case([(70, 1), (20, 18)], queries=heads[0], kvs=heads[1], dim=dim)
+    assert error(case, run_case(case)[1]) < 1e-5
+
+
+def test_a_row_alone_is_a_row_behind_a_shared_prefix() -> None:
+    case = make_case([(140, 1), (155, 1)], shared={1: (0, 8)})
+    _, together = run_case(case)
+    spare = len(case.kv) - 1  # as if the second row had another first block, of equal content
+    case.kv[spare] = case.kv[case.rows.blocks[0]]
+    case.rows.blocks[case.rows.table_ptr[1]] = spare
+    layout, apart = run_case(case)
+    assert layout.num_tiles == 0
+    torch.testing.assert_close(together, apart, rtol=0, atol=1e-6)  # on a GPU the bits are the same: gpu_checks.py
