@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.core.batch import Chunk
+from headstart.core.batch import UNKNOWN_TOKEN, Chunk
 from headstart.core.request import SamplingParams
-from headstart.model.sampling.logit_edits import LogitEdits
+from headstart.model.sampling.logit_edits import LogitEdits, num_outputs
 
 VOCAB = 8
 
@@ -106,3 +106,13 @@ def test_plain_row_wants_no_edit() -> None:
     edits = LogitEdits(VOCAB)
     assert not edits.wanted(chunk_of(SamplingParams(min_tokens=2, stop_token_ids=(1,)), [1], [1, 2]))
     assert edits.wanted(chunk_of(SamplingParams(min_tokens=3, stop_token_ids=(1,)), [1], [1, 2]))
+
+
+def test_the_unknown_token_of_a_chunk_planned_ahead_counts_as_an_output() -> None:
+    """With min_tokens 2 the second token may not end the output, also if the first is not known yet."""
+    sampling = SamplingParams(min_tokens=2, stop_token_ids=(1,))
+    known = chunk_of(sampling, [3, 4], [5, 6])
+    ahead = known._replace(token_ids=array("i", [UNKNOWN_TOKEN]), history=known.history[:-1], from_previous=0)
+    assert num_outputs(ahead) == num_outputs(known) == 2
+    assert not LogitEdits(VOCAB).wanted(ahead)
+    assert LogitEdits(VOCAB).wanted(ahead._replace(history=known.history[:-2]))

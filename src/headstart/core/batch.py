@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from headstart.core.request import FinishReason, SamplingParams
 
+UNKNOWN_TOKEN = -1  # in the place of a token that the batch before this one is about to sample
+
 
 class Chunk(NamedTuple):
     """Tokens `[start, start + len(token_ids))` of one sequence, computed in one step; a decode is a chunk of 1.
@@ -13,18 +15,26 @@ class Chunk(NamedTuple):
     KV of `[0, start)` is already in `block_ids`. Positions below `write_from` are there too, in shared blocks: compute
     them, but never write them. The last `num_logits` positions are sampled: 0 in a non-final chunk and for a request
     without output (`max_tokens` 0), else 1.
+
+    A chunk that is planned while the batch before it runs (AsyncExecutor) may continue a row of that batch whose token
+    is not known yet. It is a decode then: `token_ids` is one UNKNOWN_TOKEN at position `start`, and `from_previous` is
+    the index of that row, in the batch submitted just before this one. The executor puts the token that it sampled
+    there in place of UNKNOWN_TOKEN, on the device: `tokens[at] = sampled_before[from_previous]`, one gather for all
+    such chunks. Such rows sample one token, without drafts, grammar or penalties. `history` ends before the unknown
+    token, so `history[start]` does not exist: the number of outputs so far is `start + 1 - num_prompt_tokens`.
     """
 
     request_id: str
     token_ids: "array[int]"  # packed int32, n >= 1
     start: int
-    block_ids: "tuple[int, ...] | list[int] | array[int]"  # covers [0, start + n); read-only, valid during execute()
+    block_ids: "tuple[int, ...] | list[int] | array[int]"  # covers [0, start + n); read-only, valid during submit()
     write_from: int
     num_logits: int
     sampling: SamplingParams
     num_prompt_tokens: int  # of the sequence: tokens from this position on are output
-    history: "array[int]"  # all tokens known so far (prompt + output), >= start + n; read-only, valid during execute()
+    history: "array[int]"  # all tokens known so far (prompt + output), >= start + n; read-only, valid during submit()
     adapter: str | None = None
+    from_previous: int | None = None  # row of the previous batch whose sampled token is the one of this chunk
 
 
 class Batch(NamedTuple):
@@ -75,7 +85,11 @@ class Row(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """One row per chunk, in order; `elapsed` in seconds, measured or predicted."""
+    """One row per chunk, in order.
+
+    `elapsed` is the duration of the step in seconds, measured or predicted: if it was submitted while another one ran,
+    without the time until that one ended.
+    """
 
     rows: tuple[Row, ...]
     elapsed: float

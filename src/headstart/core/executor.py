@@ -1,6 +1,6 @@
 """Executor: the seam between planning and computing; implemented on torch, by the simulator and by tests."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from headstart.core.batch import Batch, StepResult
 from headstart.core.cache.block_store import Data
@@ -19,7 +19,9 @@ class Executor(Protocol):
     block_size: int
     block_bytes: int  # of one block in canonical form; 0: this executor keeps no KV that could be copied out
 
-    def execute(self, batch: Batch) -> StepResult: ...
+    def execute(self, batch: Batch) -> StepResult:
+        """Compute a batch. Its arrays (block tables, histories) change afterwards: keep copies, not views."""
+        ...
 
     def read_block(self, block_id: int) -> Data:
         """Return a copy of one block in canonical form: per layer keys, then values, [block_size, kv heads, head_dim].
@@ -35,4 +37,28 @@ class Executor(Protocol):
 
     def zero_blocks(self, block_ids: list[int]) -> None:
         """Clear blocks whose content may not be finite: a masked slot still multiplies 0 x NaN."""
+        ...
+
+
+@runtime_checkable
+class AsyncExecutor(Executor, Protocol):
+    """An executor that returns before a step is computed, so that the next one is planned meanwhile.
+
+    Steps run on the device one after the other, in the order of `submit`, and are collected in that order. At most two
+    are submitted and not collected; only the later of the two has chunks with `from_previous`, and the row that such a
+    chunk continues is one of the earlier. `execute` is `collect(submit(batch))` and is called while nothing else runs.
+
+    Contract: a step reads what the step before it wrote, so the KV of a block is readable by the next step from
+    `submit` on, and by the host (`read_block`) from `collect` on. `write_block` and `zero_blocks` may be called while
+    steps run: for blocks that none of them names, and before the next `submit`, whose step sees the result. A row that
+    continues a failed row, or reads what it wrote, may hold anything: its result is discarded. It fails alone, too:
+    a device must not stop at a token id that a failed row left.
+    """
+
+    def submit(self, batch: Batch) -> object:
+        """Begin a step and return its handle, which means nothing to others. The batch is valid until it returns."""
+        ...
+
+    def collect(self, handle: object) -> StepResult:
+        """Wait for a submitted step, the oldest that is not collected, and return its result."""
         ...

@@ -122,7 +122,7 @@ class LogitEdits:
 
 def num_outputs(chunk: Chunk) -> int:
     """Return the number of tokens generated so far, which is the index of the next one."""
-    return len(chunk.history) - chunk.num_prompt_tokens
+    return len(chunk.history) + (chunk.from_previous is not None) - chunk.num_prompt_tokens
 
 
 def first_allowed(allowed: Mask) -> int:
