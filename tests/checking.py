@@ -213,6 +213,7 @@ def make_engine(
     grammars: GrammarCompiler | None = None,
     model: NextToken = next_token,
     speculation: SpeculationConfig | None = None,
+    executor_class: type[CheckingExecutor] = CheckingExecutor,
     **limits: int,
 ) -> Engine:
     """A small engine over the checking executor: 8 usable blocks of 4 tokens.
@@ -236,7 +237,7 @@ def make_engine(
     )
     for _ in range(300 * expects_short_outputs):
         scheduler.admission.finished(1)
-    executor = CheckingExecutor(num_blocks, block_size, poison, model=model)
+    executor = executor_class(num_blocks, block_size, poison, model=model)
     return Engine(scheduler, executor, store=store, grammars=grammars)
 
 

@@ -7,15 +7,16 @@ from threading import Event, Thread
 
 import pytest
 from checking import CheckingExecutor
+from checking_async import AsyncCheckingExecutor
 from model.paged import change_block
 from model.tiny import make_checkpoint
 
 from headstart.bench.runners.null_executor import NullExecutor
 from headstart.bench.runners.virtual_time import StepCost, VirtualClock, VirtualExecutor
-from headstart.core.batch import Batch, Chunk
+from headstart.core.batch import UNKNOWN_TOKEN, Batch, Chunk
 from headstart.core.cache.block_store import Data
 from headstart.core.engine import Engine
-from headstart.core.executor import Executor
+from headstart.core.executor import Executor, is_async
 from headstart.core.request import FinishReason, Request, SamplingParams
 from headstart.core.sched.limits import Limits
 from headstart.core.sched.scheduler import Scheduler
@@ -28,7 +29,10 @@ from headstart.sim.step_cost import SumCost
 BLOCK = 16
 NUM_BLOCKS = 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
-KEEPING_KV, WITHOUT_KV = ("checking", "null with blocks", "runner"), ("null", "virtual", "simulated")
+KEEPING_KV, WITHOUT_KV = (
+    ("checking", "checking with lag", "null with blocks", "runner"),
+    ("null", "virtual", "simulated"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(request: pytest.FixtureRequest, folder: Path) -> Callable[[], Executor]:
     if request.param == "checking":
         return lambda: CheckingExecutor(NUM_BLOCKS, BLOCK)
+    if request.param == "checking with lag":
+        return lambda: AsyncCheckingExecutor(NUM_BLOCKS, BLOCK)
     if request.param.startswith("null"):
         block_bytes = 100 if "blocks" in request.param else 0
         return lambda: NullExecutor(NUM_BLOCKS, BLOCK, vocab_size=97, block_bytes=block_bytes)
@@ -94,6 +100,27 @@ def test_outputs_do_not_depend_on_reuse_nor_on_company(make: Callable[[], Execut
     together = run(make(), prompts)
     assert together == run(make(), prompts, caching=False)
     assert together == [run(make(), [prompt])[0] for prompt in prompts]
+
+
+def test_a_step_continues_rows_of_the_step_before_it_without_their_tokens(make: Callable[[], Executor]) -> None:
+    """The row and the blocks of the step before are read on the device; the arrays of a batch change after submit."""
+    executor = make()
+    if not is_async(executor):
+        return
+    prompt, table = list(range(1, 16)), array("i", [1])
+    first = chunk("a", prompt, 0, 15, table)._replace(sampling=SamplingParams(temperature=0.0, max_tokens=9))
+    begun = executor.submit(Batch((chunk("b", [5, 6, 7], 0, 3, [3]), first)))
+    table.append(2)
+    unknown = array("i", [UNKNOWN_TOKEN])
+    second = first._replace(token_ids=unknown, start=15, block_ids=array("i", [1]), write_from=15, from_previous=1)
+    behind = executor.submit(Batch((second,), ("b",)))
+    (_, row) = executor.collect(begun).rows
+    first.history.append(row.token_ids[0])
+    third = second._replace(start=16, block_ids=table, write_from=16, from_previous=0, history=first.history)
+    last = executor.submit(Batch((third,)))
+    tokens = [*row.token_ids, *executor.collect(behind).rows[0].token_ids, *executor.collect(last).rows[0].token_ids]
+    whole = make().execute(Batch((chunk("c", [*prompt, *tokens[:2]], 0, 17, [4, 5]),)))
+    assert len(tokens) == 3 and whole.rows[0].token_ids == (tokens[2],)
 
 
 def test_geometry_is_what_was_asked_for(make: Callable[[], Executor]) -> None:

@@ -18,10 +18,11 @@ from headstart.core.cache.hashing import BlockHash
 from headstart.core.cache.kv_cache import Hit, KVCache
 from headstart.core.cache.transfers import Transfers
 from headstart.core.cache.trust import Trust
-from headstart.core.request import CacheMode
+from headstart.core.request import CacheMode, Status
 from headstart.core.sched import admission as room
-from headstart.core.sched import plan, scheduler
+from headstart.core.sched import in_flight, plan, scheduler
 from headstart.core.sched.admission import Admission
+from headstart.core.sched.in_flight import InFlight
 from headstart.core.sched.plan import Plan
 from headstart.core.sched.scheduler import Scheduler
 from headstart.core.sched.token_accounting import TokenAccounting
@@ -267,6 +268,46 @@ def loads_arrive_one_block_late() -> None:
     Transfers._publish = planted  # type: ignore[method-assign]
 
 
+def tables_in_flight_are_released_at_once() -> None:
+    def planted(self: Any, seq: Any) -> None:
+        seq.num_scheduled_tokens, seq.pending_row = 0, None
+        self._cache.release(seq)
+
+    InFlight.release = planted  # type: ignore[method-assign]
+
+
+def blocks_ahead_of_a_failed_row_stay() -> None:
+    settle = InFlight.settle
+    InFlight.settle = lambda self, step, rows: (  # type: ignore[method-assign]
+        settle(self, step, [row._replace(error=None) for row in rows])
+    )
+
+
+def readers_of_a_failed_row_go_on() -> None:
+    Scheduler._requeue_readers = lambda self, block_ids, writers: None  # type: ignore[method-assign]
+
+
+def discarded_rows_are_applied() -> None:
+    scheduler.is_current = lambda seq, chunk: seq.status is Status.RUNNING
+
+
+def blocks_ahead_are_told_at_once() -> None:
+    publish = BlockPool.publish
+
+    def planted(self: BlockPool, *values: Any, ahead: bool = False) -> bool:
+        done = publish(self, *values)
+        if ahead and done:
+            self._ahead.add(values[0])
+        return done
+
+    BlockPool.publish = planted  # type: ignore[method-assign]
+    BlockPool.confirm = lambda self, block: self._ahead.remove(block)  # type: ignore[method-assign]
+
+
+def penalties_are_planned_ahead() -> None:
+    in_flight._needs_host = lambda seq: False
+
+
 BUGS: dict[str, Callable[[], None]] = {
     bug.__name__: bug
     for bug in (
@@ -301,6 +342,12 @@ BUGS: dict[str, Callable[[], None]] = {
         corrupt_shared_blocks_stay,
         the_second_run_reads_the_cache,
         loads_arrive_one_block_late,
+        tables_in_flight_are_released_at_once,
+        blocks_ahead_of_a_failed_row_stay,
+        readers_of_a_failed_row_go_on,
+        discarded_rows_are_applied,
+        blocks_ahead_are_told_at_once,
+        penalties_are_planned_ahead,
     )
 }
 

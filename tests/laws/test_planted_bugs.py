@@ -15,8 +15,9 @@ SUITE = [*sorted(HERE.glob("test_*.py")), *sorted(CORE.glob("test_*.py"))]
 SUITE.remove(Path(__file__))
 Runs = dict[str, tuple[int, str]]
 
-BY_HAND, PROMISES, ORDER, ISOLATION, APART = (
-    f"tests/laws/test_{name}.py::test_" for name in ("laws_by_hand", "promises", "order", "isolation", "tenants_apart")
+BY_HAND, PROMISES, ORDER, ISOLATION, APART, LAG = (
+    f"tests/laws/test_{name}.py::test_"
+    for name in ("laws_by_hand", "promises", "order", "isolation", "tenants_apart", "lag")
 )
 TRANSFERS, TRUST, KEPT, ADMISSION = (
     f"tests/core/test_{name}.py::test_" for name in ("transfers", "trust", "blocks_kept", "admission")
@@ -57,6 +58,13 @@ CAUGHT_BY = {
     "the_second_run_reads_the_cache": APART
     + "whoever_asks_for_prompt_logprobs_takes_nothing_over_and_leaves_what_it_computed",
     "loads_arrive_one_block_late": TRANSFERS + "what_was_published_is_in_the_store_after_a_restart",
+    "tables_in_flight_are_released_at_once": LAG + "a_block_freed_while_a_step_names_it_is_reused_after_the_step",
+    "blocks_ahead_of_a_failed_row_stay": LAG + "what_read_the_blocks_of_a_failed_row_is_computed_again",
+    "readers_of_a_failed_row_go_on": LAG + "what_read_the_blocks_of_a_failed_row_is_computed_again",
+    "discarded_rows_are_applied": LAG + "what_read_the_blocks_of_a_failed_row_is_computed_again",
+    "blocks_ahead_are_told_at_once": LAG
+    + "blocks_of_a_step_are_read_by_the_next_and_seen_by_events_and_store_when_it_ends",
+    "penalties_are_planned_ahead": LAG + "a_request_whose_next_step_needs_the_host_is_not_planned_ahead",
 }
 
 

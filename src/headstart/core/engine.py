@@ -1,15 +1,19 @@
-"""The engine: schedule -> execute -> update, one step at a time. No threads, no I/O, no clock of its own."""
+"""The engine: schedule -> execute -> update, one step at a time. No threads, no I/O, no clock of its own.
 
+With an AsyncExecutor the next step is planned and submitted before the result of this one is collected.
+"""
+
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from headstart.core.batch import Batch, Output
+from headstart.core.batch import Batch, Output, StepResult
 from headstart.core.cache.block_store import BlockSource, BlockStore, Data, StoreStats
 from headstart.core.cache.events import EventLog, EventSink
 from headstart.core.cache.pinned_prefix import PrefixInfo, PrefixState
 from headstart.core.errors import InvalidRequestError
-from headstart.core.executor import Executor
+from headstart.core.executor import Executor, is_async
 from headstart.core.grammars import CompilingRequests, GrammarCompiler
 from headstart.core.request import NO_DEFAULTS, FinishReason, Request, SamplingDefaults
 from headstart.core.sched.scheduler import Scheduler
@@ -108,6 +112,7 @@ class Engine:
         self.executor = executor
         self.recent = RecentRequests()
         self.on_long_step: Callable[[float], None] | None = None  # called before a long step with its duration, s
+        self._begun: deque[tuple[object, int]] = deque()  # steps in flight, oldest first: their handles and tokens
         self._num_steps = 0
         self._step_seconds = 0.0
         self._last_batch_tokens = 0
@@ -149,7 +154,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether step() would do anything."""
-        return self.scheduler.has_work or bool(self._compiling)
+        return self.scheduler.has_work or bool(self._begun) or bool(self._compiling)
 
     def step(self, now: float = 0.0) -> list[Output]:
         """Run one schedule-execute-update; return the outputs of its requests. Without work: nothing happens.
@@ -158,33 +163,51 @@ class Engine:
         retention times, statistics and load deadlines.
         """
         refused = self._add_compiled() if self._compiling else []
-        if not self.scheduler.has_work:
+        if not self.scheduler.has_work and not self._begun:
             if self._compiling and not refused:
                 self._compiling.wait()
             return refused
         return refused + self._step(now)
 
     def _step(self, now: float) -> list[Output]:
-        scheduler = self.scheduler
-        scheduler.transfers.take_in(self.executor, now)
+        """Begin the next step, and the one behind it if it can be planned ahead; end the oldest."""
+        self.scheduler.transfers.take_in(self.executor, now)
+        max_begun = 2 if is_async(self.executor) else 1
+        while len(self._begun) < max_begun and self._begin(now):
+            pass
+        if self._begun:
+            return self._end()
+        self.scheduler.transfers.wait(LOAD_WAIT_SECONDS)
+        self._publish_events()
+        return []
+
+    def _begin(self, now: float) -> bool:
+        """Plan a step and submit it, or execute it; return False if there is nothing to compute now."""
+        scheduler, executor = self.scheduler, self.executor
         batch = scheduler.schedule(now)
         if not batch.chunks:
-            scheduler.transfers.wait(LOAD_WAIT_SECONDS)
-            self._publish_events()
-            return []
+            return False
         self.recent.planned(batch.chunks, scheduler.running, scheduler.pool, scheduler.block_size)
         dirty = scheduler.pool.take_blocks_to_zero()
         if dirty:
-            self.executor.zero_blocks(dirty)
-        self._last_batch_tokens = sum(len(chunk.token_ids) for chunk in batch.chunks)
+            executor.zero_blocks(dirty)
+        num_tokens = sum(len(chunk.token_ids) for chunk in batch.chunks)
         if self.on_long_step is not None:
-            self._announce(batch)
-        result = self.executor.execute(batch)
+            self._announce(batch, num_tokens)
+        handle = executor.submit(batch) if is_async(executor) else executor.execute(batch)
+        self._begun.append((handle, num_tokens))
+        return True
+
+    def _end(self) -> list[Output]:
+        """Collect the oldest step and return the outputs of its requests."""
+        handle, self._last_batch_tokens = self._begun.popleft()
+        result = self.executor.collect(handle) if is_async(self.executor) else handle
+        assert isinstance(result, StepResult)
         self._num_steps += 1
         self._step_seconds += result.elapsed
-        outputs = scheduler.update(result)
+        outputs = self.scheduler.update(result)
         self._publish_events()
-        self.recent.answered(outputs)
+        self.recent.answered(outputs, num_later=len(self._begun))
         return self._tend_prefixes(outputs)
 
     def reset_prefix_cache(self, *, pinned: bool = False, external: bool = False) -> bool:
@@ -195,6 +218,8 @@ class Engine:
         """
         if self.scheduler.running:
             return False
+        while self._begun:  # rows of aborted requests only
+            self._end()
         if external and self._store is not None:
             self._store.clear()
         self.scheduler.pool.clear(pinned=pinned)
@@ -253,10 +278,10 @@ class Engine:
                 )
         return refused
 
-    def _announce(self, batch: Batch) -> None:
+    def _announce(self, batch: Batch, num_tokens: int) -> None:
         """Announce a step that is expected to be long, before it begins."""
         num_single = sum(1 for chunk in batch.chunks if len(chunk.token_ids) == 1)
-        expected = self.scheduler.step_times.expected(self._last_batch_tokens - num_single, num_single)
+        expected = self.scheduler.step_times.expected(num_tokens - num_single, num_single)
         if expected > LONG_STEP_SECONDS:
             assert self.on_long_step is not None
             self.on_long_step(expected)

@@ -1,6 +1,6 @@
 """Executor: the seam between planning and computing; implemented on torch, by the simulator and by tests."""
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 from headstart.core.batch import Batch, StepResult
 from headstart.core.cache.block_store import Data
@@ -40,7 +40,6 @@ class Executor(Protocol):
         ...
 
 
-@runtime_checkable
 class AsyncExecutor(Executor, Protocol):
     """An executor that returns before a step is computed, so that the next one is planned meanwhile.
 
@@ -52,7 +51,8 @@ class AsyncExecutor(Executor, Protocol):
     `submit` on, and by the host (`read_block`) from `collect` on. `write_block` and `zero_blocks` may be called while
     steps run: for blocks that none of them names, and before the next `submit`, whose step sees the result. A row that
     continues a failed row, or reads what it wrote, may hold anything: its result is discarded. It fails alone, too:
-    a device must not stop at a token id that a failed row left.
+    a device must not stop at a token id that a failed row left. `finished` may name a request that has a row in the
+    step before, whose result is discarded too.
     """
 
     def submit(self, batch: Batch) -> object:
@@ -62,3 +62,8 @@ class AsyncExecutor(Executor, Protocol):
     def collect(self, handle: object) -> StepResult:
         """Wait for a submitted step, the oldest that is not collected, and return its result."""
         ...
+
+
+def is_async(executor: Executor) -> TypeGuard[AsyncExecutor]:
+    """Return whether steps of this executor can be planned while another one runs."""
+    return hasattr(executor, "submit")

@@ -136,7 +136,8 @@ class Status(Enum):
 class Sequence:
     """The scheduler's mutable state of a request.
 
-    0 ── num_cached_tokens ── num_computed_tokens ── + num_scheduled_tokens ── len(token_ids)
+    0 ── num_cached_tokens ── num_computed_tokens ── next_start ── len(token_ids) ── num_tokens
+                              │ num_scheduled_tokens │             │ 1 if pending_row is set
     """
 
     request: Request
@@ -146,7 +147,8 @@ class Sequence:
     order: int = 0  # arrival order
     status: Status = Status.WAITING
     num_computed_tokens: int = 0  # KV of token_ids[:this] is in block_ids
-    num_scheduled_tokens: int = 0  # of the chunk in flight
+    num_scheduled_tokens: int = 0  # of its chunks in flight
+    pending_row: int | None = None  # row, of the last batch in flight, that samples the token behind token_ids
     num_covered_tokens: int = 0  # computed or reused before a preemption: positions below it are recomputed
     admitted: bool = False  # at least once
     scheduled_at: float = 0.0  # first admission
@@ -170,6 +172,16 @@ class Sequence:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def next_start(self) -> int:
+        """Position of the first token that is neither computed nor in flight."""
+        return self.num_computed_tokens + self.num_scheduled_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of its tokens when the steps in flight have ended."""
+        return len(self.token_ids) + (self.pending_row is not None)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -82,8 +82,11 @@ class RecentRequests:
                 block_hashes, index = seq.block_hashes, start // block_size
                 self._add(seq, start, pool.eviction_of(block_hashes[index]) if index < len(block_hashes) else None)
 
-    def answered(self, outputs: Iterable[Output]) -> None:
-        """Record the prompt token breakdown of requests whose first token is among the outputs of a step."""
+    def answered(self, outputs: Iterable[Output], *, num_later: int = 0) -> None:
+        """Record the prompt token breakdown of requests whose first token is among the outputs of a step.
+
+        `num_later` steps have been planned since.
+        """
         if not self._open:
             return
         for output in outputs:
@@ -91,7 +94,7 @@ class RecentRequests:
                 continue
             seen = self._open.pop(output.request_id, None)
             if seen is not None and output.breakdown is not None:
-                seen.breakdown, seen.answered = output.breakdown, self._num_steps
+                seen.breakdown, seen.answered = output.breakdown, self._num_steps - num_later
 
     def aborted(self, request_id: str) -> None:
         """Record that a request was aborted; its entry stays."""

@@ -58,6 +58,7 @@ class BlockPool:
         assert num_blocks >= 2, f"a pool of {num_blocks} blocks has none to hand out: block 0 is reserved"
         self.num_blocks = num_blocks
         self.listeners: list[BlockListener] = []
+        self.planners: list[BlockListener] = []  # they are told of blocks published ahead, too
         self.now = 0.0  # seconds; set by the pool's owner; retention times are measured by it
         self.evictions = {"capacity": 0, "failed": 0, "reset": 0}  # published blocks evicted or discarded, by cause
         self._refs = [0] * num_blocks
@@ -75,6 +76,7 @@ class BlockPool:
         self._history_pools = history_pools
         self._max_history = history_pools * size
         self._history = EvictionHistory(self._max_history)
+        self._ahead: set[int] = set()  # published for the next step only: not computed yet
         self._suspect: set[int] = set()  # may hold NaN: cleared before the next use
         self._to_zero: list[int] = []
 
@@ -253,10 +255,20 @@ class BlockPool:
         if held:
             self._idle.note_users(held, retention, self.now, hot)
 
-    def publish(self, block: int, block_hash: BlockHash, parent: BlockHash, tokens: bytes, tenant: str = "") -> bool:
+    def publish(
+        self,
+        block: int,
+        block_hash: BlockHash,
+        parent: BlockHash,
+        tokens: bytes,
+        tenant: str = "",
+        *,
+        ahead: bool = False,
+    ) -> bool:
         """Publish a full, computed block; return False, and keep it private, if an equal one is published.
 
-        The block counts against the share of `tenant`.
+        The block counts against the share of `tenant`. `ahead`: a step in flight computes it, so it may be found, but
+        listeners are told when it is confirmed. It must be confirmed or withdrawn while it has an owner.
         """
         assert self._refs[block] > 0, f"block {block} is published without an owner"
         assert self._block_hashes[block] is None, f"block {block} is published twice"
@@ -273,9 +285,37 @@ class BlockPool:
         self._tenants[block] = tenant
         if tenant:
             self._idle.sees(tenant)
-        for listener in self.listeners:
+        if ahead:
+            self._ahead.add(block)
+        for listener in self.planners:
+            listener.published(block, block_hash, parent, tokens)
+        for listener in () if ahead else self.listeners:
             listener.published(block, block_hash, parent, tokens)
         return True
+
+    def confirm(self, block: int) -> None:
+        """Tell the listeners of a block that was published ahead and is computed now."""
+        self._ahead.remove(block)
+        block_hash = self._block_hashes[block]
+        assert block_hash is not None and self._refs[block], f"block {block} was published ahead and is gone"
+        _, parent, tokens = self._entries[block_hash]
+        for listener in self.listeners:
+            listener.published(block, block_hash, parent, tokens)
+
+    def withdraw(self, block_ids: Iterable[int]) -> None:
+        """Unpublish blocks published ahead whose step has failed; their owners keep them."""
+        for block in block_ids:
+            self._ahead.remove(block)
+            block_hash = self._block_hashes[block]
+            assert block_hash is not None and self._refs[block], f"block {block} was published ahead and is gone"
+            del self._entries[block_hash]
+            self._block_hashes[block] = None
+            if self._model is not None:
+                self._model.forgotten(block)
+            if self._idle.retentions:
+                self._idle.retentions.drop(block)
+            for listener in self.planners:
+                listener.removed(block_hash)
 
     def grow(self, num: int) -> None:
         """Add `num` scratch blocks."""
@@ -375,7 +415,7 @@ class BlockPool:
         self._vacate(blocks)
         self._forget(blocks, Evicted("reset", "", self.now), tell=bool(kept))
         if not kept:
-            for listener in self.listeners:
+            for listener in (*self.planners, *self.listeners):
                 listener.cleared()
 
     def check(self) -> None:
@@ -397,6 +437,7 @@ class BlockPool:
             assert self._block_hashes[block] == block_hash, f"block {block} and the index disagree"
             assert self._history.get(block_hash) is None, f"block {block} is published and evicted"
         assert len(published) == len(self._entries)
+        assert self._ahead <= published & referenced, "a block published ahead has no owner"
         assert len(self._history) <= self._max_history
         self._idle.check()
 
@@ -429,7 +470,7 @@ class BlockPool:
     def _forget(self, blocks: Iterable[int], evicted: Evicted, *, tell: bool = True) -> None:
         """Remove the hashes of published blocks that are no longer idle."""
         block_hashes, entries, remember = self._block_hashes, self._entries, self._history.add
-        listeners = self.listeners if tell else ()
+        listeners = (*self.planners, *self.listeners) if tell else ()
         retentions = self._idle.retentions if self._idle.retentions else None
         num_before = len(entries)
         model = self._model

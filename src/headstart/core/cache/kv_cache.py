@@ -6,7 +6,7 @@ without an isolation domain; all blocks after them are hashed with the request's
 """
 
 from array import array
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from headstart.core.cache.block_pool import BlockPool
@@ -67,12 +67,13 @@ class KVCache:
         """
         if not self.reads(seq):
             return NO_HIT
-        index, block_hashes = seq.num_computed_tokens // self.block_size, seq.block_hashes
+        start, block_hashes = seq.next_start, seq.block_hashes
+        index = start // self.block_size
         if index >= len(block_hashes) or not self.pool.contains(block_hashes[index]):
             return NO_HIT
         blocks = self._lookup(seq, index)
         num_tokens = min((index + len(blocks)) * self.block_size, len(seq.token_ids) - 1)
-        return Hit(tuple(blocks), num_tokens, index) if num_tokens > seq.num_computed_tokens else NO_HIT
+        return Hit(tuple(blocks), num_tokens, index) if num_tokens > start else NO_HIT
 
     def num_new_blocks(self, seq: Sequence, hit: Hit, num_tokens: int) -> int:
         """Return the number of blocks to allocate so that the table covers `num_tokens`. Changes nothing."""
@@ -115,15 +116,23 @@ class KVCache:
 
     def publish(self, seq: Sequence) -> None:
         """Publish blocks that are now full and computed. Call only after the forward pass has returned."""
-        full = seq.num_computed_tokens // self.block_size
-        if full <= seq.num_published_blocks or not self.writes(seq):
-            return
-        self.hash_blocks(seq, until=full * self.block_size)
         if self.event_log is not None:
             self.event_log.publishing(seq)
-        for index in range(seq.num_published_blocks, full):
-            self._publish(seq, index, seq.block_ids[index])
-        seq.num_published_blocks = full
+        self._publish_until(seq, seq.num_computed_tokens, ahead=False)
+
+    def publish_ahead(self, seq: Sequence) -> list[int]:
+        """Publish the blocks that will be full when the steps in flight have ended, for the next step to read.
+
+        Return them: each is to be confirmed (`confirm`) or withdrawn when that step has ended.
+        """
+        return self._publish_until(seq, seq.next_start, ahead=True)
+
+    def confirm(self, seq: Sequence, block_ids: Iterable[int]) -> None:
+        """Tell the listeners of the pool that blocks published ahead are computed now."""
+        if self.event_log is not None:
+            self.event_log.publishing(seq)
+        for block in block_ids:
+            self.pool.confirm(block)
 
     def share(self, seq: Sequence) -> None:
         """Replace full blocks of its own by equal ones that others have published meanwhile.
@@ -166,11 +175,15 @@ class KVCache:
 
     def release(self, seq: Sequence) -> None:
         """Release the whole block table."""
-        self.pool.release(seq.block_ids, seq.request.retention)
-        seq.block_ids = empty_table()
+        self.pool.release(self.take_table(seq), seq.request.retention)
+
+    def take_table(self, seq: Sequence) -> "array[int]":
+        """Return the whole block table, which the caller releases, and leave the sequence without blocks."""
+        table, seq.block_ids = seq.block_ids, empty_table()
         seq.taken = []
         seq.num_computed_tokens = 0
         seq.num_published_blocks = 0
+        return table
 
     def reads(self, seq: Sequence) -> bool:
         """Return whether it reuses cached blocks. Log-probabilities of the prompt have to be computed."""
@@ -196,9 +209,19 @@ class KVCache:
             return seq.region
         return seq.block_hashes[index - 1] if index else seq.root
 
-    def _publish(self, seq: Sequence, index: int, block: int) -> bool:
+    def _publish_until(self, seq: Sequence, num_tokens: int, *, ahead: bool) -> list[int]:
+        """Publish the full blocks of the first `num_tokens` tokens; return those to which no published one is equal."""
+        full = num_tokens // self.block_size
+        if full <= seq.num_published_blocks or not self.writes(seq):
+            return []
+        self.hash_blocks(seq, until=full * self.block_size)
+        indices = range(seq.num_published_blocks, full)
+        seq.num_published_blocks = full
+        return [seq.block_ids[i] for i in indices if self._publish(seq, i, seq.block_ids[i], ahead=ahead)]
+
+    def _publish(self, seq: Sequence, index: int, block: int, *, ahead: bool = False) -> bool:
         owner = seq.request.tenant if index >= seq.num_public_blocks else ""
-        return self.pool.publish(block, *self.key(seq, index), owner)
+        return self.pool.publish(block, *self.key(seq, index), owner, ahead=ahead)
 
     def _hash_public_blocks(self, seq: Sequence) -> None:
         """Hash leading blocks without a domain for as long as they belong to a public pinned prefix."""

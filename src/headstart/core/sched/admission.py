@@ -98,7 +98,7 @@ class Admission:
         """Return the length of its block table at its end: as expected, or the maximum if it is non-preemptible."""
         longest = self._longest(seq)
         expected = longest if non_preemptible(seq) else min(longest, len(seq.request.prompt) + int(self._mean))
-        return self._blocks_at(max(expected, len(seq.token_ids) + 1))
+        return self._blocks_at(max(expected, seq.num_tokens + 1))
 
     def _longest(self, seq: Sequence) -> int:
         """Return its longest length; without output the KV of its last token is computed too, as before a token."""

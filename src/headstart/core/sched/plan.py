@@ -30,7 +30,7 @@ class Plan:
 
         A decode with forced tokens gets one token at least, and more of them like a prefill.
         """
-        want = len(seq.token_ids) - start
+        want = seq.num_tokens - start
         if want == 1:
             return chunk_len(1, start, self.budget, self.limits, alone=alone)
         n = chunk_len(
@@ -40,7 +40,7 @@ class Plan:
 
     def add(self, seq: Sequence, start: int, n: int, *, writes: bool, extra: int = 0) -> None:
         """Plan `n` tokens of `seq`; `writes`: it publishes what it computes. `extra` is charged on top."""
-        decode = len(seq.token_ids) - start == 1
+        decode = seq.num_tokens - start == 1
         self.budget -= charge(start, n, self.limits, decode=decode) + extra
         self.entries.append((seq, n))
         if self._num_decodes and (decode or is_decode(seq)):
@@ -58,4 +58,5 @@ class Plan:
 
 def is_decode(seq: Sequence) -> bool:
     """Return whether a running sequence computes output: one token, or forced tokens too."""
-    return len(seq.token_ids) - seq.num_computed_tokens == 1 or seq.num_computed_tokens >= len(seq.request.prompt)
+    start = seq.next_start
+    return seq.num_tokens - start == 1 or start >= len(seq.request.prompt)

@@ -7,9 +7,19 @@ in the batch (invariant 7). A sequence whose next block is computed by another o
 from a store, waits and takes it over (promised blocks), so a prefix is computed once for any number of requests.
 """
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator
 
-from headstart.core.batch import Batch, Chunk, Output, PromptTokenBreakdown, Row, RowErrorKind, StepResult
+from headstart.core.batch import (
+    UNKNOWN_TOKEN,
+    Batch,
+    Chunk,
+    Output,
+    PromptTokenBreakdown,
+    Row,
+    RowErrorKind,
+    StepResult,
+)
 from headstart.core.cache.block_pool import BlockPool
 from headstart.core.cache.block_store import BlockStore
 from headstart.core.cache.kv_cache import NO_HIT, Hit, KVCache
@@ -19,6 +29,7 @@ from headstart.core.cache.trust import Trust
 from headstart.core.errors import RequestTooLargeError
 from headstart.core.request import FinishReason, Request, Sequence, Status
 from headstart.core.sched.admission import MAX_CANDIDATES, Admission, non_preemptible
+from headstart.core.sched.in_flight import InFlight, is_current
 from headstart.core.sched.plan import Plan, is_decode
 from headstart.core.sched.scheduler_config import SchedulerConfig
 from headstart.core.sched.step_time import StepTimes
@@ -48,13 +59,14 @@ class Scheduler:
         self.speculation: Speculation | None = None
         if config.speculation is not None:
             self.speculation = Speculation(config.speculation, self.cache, limits.max_model_len)
+        self.in_flight = InFlight(self.cache, limits.max_model_len, has_drafts=config.speculation is not None)
         self.accounting = TokenAccounting(self.cache, self.transfers, self.prefixes.is_warming)
         self.counters = self.accounting.counters
         self._by_priority = config.policy == "priority"
         self._sequences: dict[str, Sequence] = {}
         self._num_arrivals = 0
         self._now = 0.0
-        self._planned: list[tuple[Sequence, Chunk]] = []
+        self._drains = False  # the next plan may preempt, so nothing may be in flight
         self._finished: list[str] = []  # ids whose state the executor may drop
 
     @property
@@ -78,7 +90,7 @@ class Scheduler:
         self._check_length(request)
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request and free its blocks at once; return False if there is none."""
+        """Drop a request and free its blocks, at once unless a step in flight names them; return False if none."""
         seq = self._sequences.get(request_id)
         if seq is None:
             return False
@@ -92,59 +104,84 @@ class Scheduler:
 
         The batch has no chunks if everything that could be computed is being loaded from the store. `now` in seconds,
         on any clock that does not go back: for retention times, statistics and load deadlines.
+
+        The step before may still be in flight. Then the batch has no chunks either if nothing can be planned ahead.
         """
-        assert not self._planned, "the step before this one was not updated"
+        assert len(self.in_flight) < 2, "the step before the last one was not updated"
         self._now = self.pool.now = now
-        num_decodes = sum(map(is_decode, self.running))
+        running: Iterable[Sequence] = self.running
+        if self.in_flight:
+            if self._drains or not self.in_flight.allows_plan():
+                return Batch(())
+            self.in_flight.publish_ahead()
+            running = [seq for seq in running if not self.in_flight.ends(seq)]
+        self._drains = False
+        num_decodes = sum(map(is_decode, running))
         most = self.step_times.max_prompt_tokens(num_decodes, len(self._sequences) - num_decodes)
         plan = Plan(self.limits, self.block_size, num_decodes=num_decodes, max_prompt_tokens=most)
-        preempted = self._plan_running(plan)
-        if self.waiting and not (preempted and plan.entries):
+        preempted = self._plan_running(plan, list(running))
+        if self.waiting and not self._drains and not (preempted and plan.entries):
             self._plan_waiting(plan)
-        if not plan.entries and self.transfers.num_outstanding:
+        if not plan.entries and (self.transfers.num_outstanding or self.in_flight):
             return Batch(())
         assert plan.entries or not self._sequences, (
             f"nothing planned for {len(self.waiting)} waiting and {len(self.running)} running sequences "
             f"with {self.pool.num_free} free blocks"
         )
-        self._planned = [(seq, self._chunk(seq, n)) for seq, n in plan.entries]
+        planned = [(seq, self._chunk(seq, n)) for seq, n in plan.entries]
         if self.speculation is not None:
-            self._add_drafts(self.speculation, plan)
+            self._add_drafts(self.speculation, plan, planned)
+        self.in_flight.add(planned)
         finished, self._finished = self._finished, []
-        return Batch(tuple(chunk for _, chunk in self._planned), tuple(finished))
+        return Batch(tuple(chunk for _, chunk in planned), tuple(finished))
 
     def update(self, result: StepResult) -> list[Output]:
-        """Apply the result of a step; return the outputs of all sequences that have any."""
-        planned, self._planned = self._planned, []
-        assert len(result.rows) == len(planned), f"{len(planned)} chunks but {len(result.rows)} rows"
-        self._learn(planned, result.elapsed)
+        """Apply the result of the oldest step in flight; return the outputs of all sequences that have any."""
+        step = self.in_flight.end()
+        assert len(result.rows) == len(step.entries), f"{len(step.entries)} chunks but {len(result.rows)} rows"
+        self._learn(step.entries, result.elapsed)
+        withdrawn = self.in_flight.settle(step, result.rows)
+        if withdrawn:
+            self._requeue_readers(withdrawn, {seq.request_id for seq, _ in step.entries})
         outputs: list[Output] = []
-        for (seq, chunk), row in zip(planned, result.rows, strict=True):
-            if seq.status is Status.RUNNING:  # else it was aborted while the step was in flight
+        for (seq, chunk), row in zip(step.entries, result.rows, strict=True):
+            if is_current(seq, chunk):
                 output = self._update_row(seq, chunk, row)
                 if output is not None:
                     outputs.append(output)
+            elif row.error is not None and row.error.kind is RowErrorKind.NON_FINITE:
+                self.pool.distrust(self._written(chunk))
+        self.in_flight.free(step)
         return outputs
 
     # ------------------------------------------------------------------------------------------------- planning
 
-    def _plan_running(self, plan: Plan) -> bool:
-        """Plan the running sequences; return whether one of them was preempted."""
+    def _plan_running(self, plan: Plan, running: list[Sequence]) -> bool:
+        """Plan the running sequences; return whether one of them was preempted.
+
+        If one does not fit while a step is in flight, which names the blocks that a preemption would free, planning
+        ends, and goes on when that step has ended.
+        """
         preempted = False
         alone = len(self._sequences) == 1
-        for seq in list(self.running):
+        for seq in running:
             if seq.status is not Status.RUNNING:
                 continue  # preempted below, for a sequence earlier in the order
-            start = before = seq.num_computed_tokens
+            start = before = seq.next_start
             hit = NO_HIT
-            if len(seq.token_ids) - start > 1:
+            if seq.num_tokens - start > 1:
                 hit = self.cache.match(seq)  # others may have published what it was about to compute
+                if hit.block_ids and seq.num_scheduled_tokens:
+                    continue  # it takes them over in the next step: the one in flight names the block that it drops
                 start = max(hit.num_tokens, start)
                 index = hit.start_block + len(hit.block_ids) or start // self.block_size
                 if self._is_promised(plan, seq, index) or self._is_loading(seq, hit, index):
                     continue
             n = plan.chunk_len(seq, start, alone=alone)
             while n and not self.cache.extend(seq, hit, start + n, last_resort=len(self.running) == 1):
+                if self.in_flight:
+                    self._drains = True
+                    return preempted
                 preempted = True
                 if self._preempt(self.admission.victim(seq, hit, start + n, self._candidates(seq))) is seq:
                     n = 0
@@ -274,59 +311,60 @@ class Scheduler:
         self.running.remove(seq)
         if self.cache.reads(seq):
             self.cache.hash_blocks(seq, until=seq.num_computed_tokens)
-        self.cache.release(seq)
+        self.in_flight.release(seq)
         seq.status = Status.WAITING
         self.waiting.add(seq)
 
     def _chunk(self, seq: Sequence, n: int) -> Chunk:
-        request, tokens, start = seq.request, seq.token_ids, seq.num_computed_tokens
+        request, tokens, start = seq.request, seq.token_ids, seq.next_start
         end = start + n
-        seq.num_scheduled_tokens = n
+        is_unknown = start == len(tokens)
         write_from = max(start, seq.num_published_blocks * self.block_size)
         return Chunk(  # in the order of its fields: keywords cost a tenth of a step of 256 decodes
             request.request_id,
-            tokens[start:end],
+            array("i", (UNKNOWN_TOKEN,)) if is_unknown else tokens[start:end],
             start,
             seq.block_ids,
             write_from,
-            1 if end == len(tokens) and request.sampling.max_tokens else 0,
+            1 if end >= len(tokens) and request.sampling.max_tokens else 0,
             request.sampling,
             len(request.prompt),
             tokens,
             request.adapter,
+            seq.pending_row if is_unknown else None,
         )
 
-    def _add_drafts(self, speculation: Speculation, plan: Plan) -> None:
+    def _add_drafts(self, speculation: Speculation, plan: Plan, planned: list[tuple[Sequence, Chunk]]) -> None:
         """Append drafts to the planned chunks, within the budget and the free blocks that are left.
 
         No sequence waits or is preempted for a draft.
         """
         drafts = speculation.drafts(plan.entries, plan.budget)
-        for index, (seq, chunk) in enumerate(self._planned if drafts else ()):
+        for index, (seq, chunk) in enumerate(planned if drafts else ()):
             draft = drafts.get(seq.request_id)
             if draft is None:
                 continue
             end = chunk.start + len(chunk.token_ids)
             if not self.cache.extend(seq, NO_HIT, end + len(draft)):
                 draft = draft[: len(seq.block_ids) * self.block_size - end]
-            self._planned[index] = seq, chunk._replace(token_ids=chunk.token_ids + draft, num_logits=1 + len(draft))
+            planned[index] = seq, chunk._replace(token_ids=chunk.token_ids + draft, num_logits=1 + len(draft))
 
     # ------------------------------------------------------------------------------------------------- results
 
     def _learn(self, planned: list[tuple[Sequence, Chunk]], elapsed: float) -> None:
         """Update the compute rate (the rule of transfers.py) and the step durations."""
-        num_tokens = sum(seq.num_scheduled_tokens for seq, _ in planned)
+        lengths = [len(chunk.token_ids) - max(chunk.num_logits - 1, 0) for _, chunk in planned]
+        num_tokens = sum(lengths)
         num_decodes = sum(1 for _, chunk in planned if chunk.start >= chunk.num_prompt_tokens)
         self.transfers.rate.learn(num_tokens, num_tokens - num_decodes, elapsed)
         num_single = len(planned)
         if num_tokens > num_single:
-            num_single = sum(1 for seq, _ in planned if seq.num_scheduled_tokens == 1)
+            num_single = lengths.count(1)
         self.step_times.learn(num_tokens - num_single, num_single, elapsed)
         if self.speculation is not None:
             self.speculation.learn([chunk for _, chunk in planned], elapsed)
 
     def _update_row(self, seq: Sequence, chunk: Chunk, row: Row) -> Output | None:
-        seq.num_scheduled_tokens = 0
         self.accounting.computed(seq, chunk)
         if row.error is not None:
             return self._row_failed(seq, chunk, row, row.error.kind)
@@ -415,6 +453,18 @@ class Scheduler:
         seq.num_covered_tokens = max(seq.num_covered_tokens, seq.num_computed_tokens)
         self._requeue(seq)
 
+    def _requeue_readers(self, block_ids: set[int], writers: set[str]) -> None:
+        """Queue the sequences that took over these blocks, whose rows have failed; their own rows are discarded."""
+        for seq in [seq for seq in self.running if not block_ids.isdisjoint(seq.block_ids)]:
+            if seq.request_id not in writers:
+                self.accounting.starts_again(seq)
+                self._requeue(seq)
+
+    def _written(self, chunk: Chunk) -> "array[int]":
+        """Return the blocks that a chunk writes."""
+        first = max(chunk.start, chunk.write_from) // self.block_size
+        return array("i", chunk.block_ids[first : -(-(chunk.start + len(chunk.token_ids)) // self.block_size)])
+
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         request, tokens = seq.request, seq.token_ids
         sampling, num_outputs = request.sampling, len(tokens) - len(request.prompt)
@@ -428,7 +478,7 @@ class Scheduler:
 
     def _finish(self, seq: Sequence) -> None:
         (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
-        self.cache.release(seq)
+        self.in_flight.release(seq)
         self.accounting.finished(seq)
         if self.speculation is not None:
             self.speculation.finished(seq)

@@ -106,8 +106,12 @@ class TokenAccounting:
             counters.replayed_tokens += max(min(start + n, seq.num_covered_tokens) - start, 0)
 
     def recomputes(self, seq: Sequence) -> None:
-        """Note that a sequence is computed again from its first token: a prompt without output yet reuses nothing."""
+        """Note that a sequence is computed again from its first token, in its second run."""
         self.counters.num_recomputes += 1
+        self.starts_again(seq)
+
+    def starts_again(self, seq: Sequence) -> None:
+        """Forget what a sequence reused, since it does not count: a prompt without output yet has reused nothing."""
         if seq.num_output_tokens:
             seq.num_covered_tokens = max(seq.num_covered_tokens, seq.num_computed_tokens)
             return

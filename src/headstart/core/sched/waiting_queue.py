@@ -117,7 +117,7 @@ class WaitingQueue:
         self._passed: list[Group] = []  # until the end of this step
         self._published: list[BlockHash] = []
         self._num_admissions = 0
-        pool.listeners.append(self)
+        pool.planners.append(self)
 
     def __len__(self) -> int:
         return len(self._of)

@@ -1,0 +1,129 @@
+"""InFlight: the steps that are planned and not applied yet, and what the plan of the next step may assume of them.
+
+Without an asynchronous executor there is at most one, and nothing is planned meanwhile. With one, step n + 1 is planned
+while step n runs, as if no row of n would fail or sample a stop token:
+
+    Blocks that n fills are published ahead: n + 1 may read them, store and KV events see them when n has ended. If the
+    row that fills them fails, they are withdrawn, and the sequences of n + 1 that read them are computed again.
+    A block table that a step in flight names is released when that step has ended, however its sequence ends.
+    A row whose sequence has ended or was queued again meanwhile is discarded.
+    A sequence whose next step needs its last token on the host is not planned ahead. It would wait two steps for each
+    token if others were, so then nothing is: the next step is planned when the one in flight has ended.
+"""
+
+from array import array
+from collections.abc import Sequence as Items
+
+from headstart.core.batch import Chunk, Row
+from headstart.core.cache.kv_cache import KVCache
+from headstart.core.request import Retention, Sequence
+
+
+class Step:
+    """One step in flight."""
+
+    __slots__ = ("ahead", "entries", "released")
+
+    def __init__(self, entries: list[tuple[Sequence, Chunk]]) -> None:
+        self.entries = entries
+        self.ahead: list[tuple[int, list[int]]] = []  # row, and its blocks that are published ahead
+        self.released: list[tuple[array[int], Retention]] = []  # block tables to release at its end
+
+
+class InFlight:
+    """The steps in flight of one scheduler, oldest first: two at most, and one while a step is planned."""
+
+    def __init__(self, cache: KVCache, max_model_len: int, *, has_drafts: bool) -> None:
+        """`has_drafts`: any sequence may get drafts, which are found by its last token."""
+        self._cache = cache
+        self._max_model_len = max_model_len
+        self._has_drafts = has_drafts
+        self._steps: list[Step] = []
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, entries: list[tuple[Sequence, Chunk]]) -> None:
+        """Begin a step."""
+        self._steps.append(Step(entries))
+        for row, (seq, chunk) in enumerate(entries):
+            seq.num_scheduled_tokens += len(chunk.token_ids) - max(chunk.num_logits - 1, 0)
+            seq.pending_row = row if chunk.num_logits else None
+
+    def allows_plan(self) -> bool:
+        """Return whether the next step may be planned before the last one has ended. Changes nothing."""
+        return not any(
+            (chunk.num_logits or seq.recompute is not None)
+            and is_current(seq, chunk)
+            and not self.ends(seq)
+            and (self._has_drafts or _needs_host(seq))
+            for seq, chunk in self._steps[-1].entries
+        )
+
+    def ends(self, seq: Sequence) -> bool:
+        """Return whether nothing is left to plan of a running sequence, because the step in flight is its last."""
+        if seq.pending_row is None:
+            return seq.next_start == len(seq.token_ids)  # max_tokens is 0
+        num_tokens = seq.num_tokens
+        return num_tokens >= self._max_model_len or (
+            num_tokens - len(seq.request.prompt) >= seq.request.sampling.max_tokens
+        )
+
+    def publish_ahead(self) -> None:
+        """Publish the blocks that the last step fills, for the next step to read."""
+        step = self._steps[-1]
+        for row, (seq, chunk) in enumerate(step.entries):
+            blocks = self._cache.publish_ahead(seq) if is_current(seq, chunk) else []
+            if blocks:
+                step.ahead.append((row, blocks))
+
+    def end(self) -> Step:
+        """End the oldest step."""
+        step = self._steps.pop(0)
+        for seq, chunk in step.entries:
+            if is_current(seq, chunk):
+                seq.num_scheduled_tokens -= len(chunk.token_ids) - max(chunk.num_logits - 1, 0)
+                if not seq.num_scheduled_tokens:
+                    seq.pending_row = None  # else it is a row of the step behind this one
+        return step
+
+    def settle(self, step: Step, rows: Items[Row]) -> set[int]:
+        """Confirm what a step published ahead; withdraw, and return, the blocks of rows that have failed."""
+        withdrawn: set[int] = set()
+        for row, blocks in step.ahead:
+            if rows[row].error is None:
+                self._cache.confirm(step.entries[row][0], blocks)
+            else:
+                self._cache.pool.withdraw(blocks)
+                withdrawn.update(blocks)
+        return withdrawn
+
+    def release(self, seq: Sequence) -> None:
+        """Release the block table of a sequence, at once or when the last step in flight has ended that names it."""
+        if not seq.num_scheduled_tokens:
+            self._cache.release(seq)
+            return
+        seq.num_scheduled_tokens, seq.pending_row = 0, None
+        self._steps[-1].released.append((self._cache.take_table(seq), seq.request.retention))
+
+    def free(self, step: Step) -> None:
+        """Release the block tables of sequences that left while the ended `step` named them."""
+        for table, retention in step.released:
+            self._cache.pool.release(table, retention)
+
+
+def is_current(seq: Sequence, chunk: Chunk) -> bool:
+    """Return whether the sequence still has the blocks of the chunk; it loses its table when it ends or is queued."""
+    return chunk.block_ids is seq.block_ids
+
+
+def _needs_host(seq: Sequence) -> bool:
+    """Return whether the next step needs the sampled token on the host: a grammar, penalties, or a second run."""
+    sampling = seq.request.sampling
+    return (
+        sampling.grammar is not None
+        or sampling.repetition_penalty != 1
+        or sampling.frequency_penalty != 0
+        or sampling.presence_penalty != 0
+        or seq.recompute is not None
+    )
