@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from attention_cases import Case, make_case, run_case  # tests/model/cuda
 from random_model import BLOCK, make_engine, random_model
 
 from headstart.bench.runners.inprocess import drive
@@ -170,8 +171,6 @@ def store_speed(runner: CudaRunner, record: Record, count: int = 100) -> None:
 
 def attention_bits(record: Record) -> None:
     """Compare rows of bfloat16 attention alone and behind a shared prefix, by bits, and with float64."""
-    from attention_cases import Case, make_case, run_case  # tests/model/cuda
-
     for queries, kvs, options in ((8, 8, {}), (8, 2, {}), (8, 2, {"window": 300}), (8, 2, {"softcap": 5.0}),
                                   (8, 2, {"sinks": True})):  # fmt: skip
         shared = {row: (0, 40) for row in range(1, 12)}
@@ -195,7 +194,9 @@ def attention_bits(record: Record) -> None:
         equal = bool(torch.equal(together, torch.cat(alone)))
         record(check="attention of decodes", heads=[queries, kvs], **options, equal_bits=equal, error=error)
     for dim in (64, 80, 96, 128, 256):
-        case = make_case([(900, 1), (130, 70), (0, 200)], queries=4, kvs=2, dim=dim, dtype=torch.bfloat16, device="cuda")
+        case = make_case(
+            [(900, 1), (130, 70), (0, 200)], queries=4, kvs=2, dim=dim, dtype=torch.bfloat16, device="cuda"
+        )
         out = run_case(case, tile_rows=128, split=256, tile_keys=64, programs=264)[1]
         error = float((out.double() - case.expected).norm() / case.expected.norm())
         record(check="attention of prompts", dim=dim, error=error)

@@ -81,7 +81,10 @@ class Figures:
         tokens = shared + streams * (own + steps / 2)  # the shared prefix is read once
         weights = self.floor.weight_bytes / self.floor.bandwidth
         self.note(
-            f"decode {streams} x ({shared} + {own})", times, self.floor.read(tokens), times_weights=median(times) / weights
+            f"decode {streams} x ({shared} + {own})",
+            times,
+            self.floor.read(tokens),
+            times_weights=median(times) / weights,
         )
 
     def ttft(self, cached: int = 900, total: int = 1000, repeats: int = 12) -> None:

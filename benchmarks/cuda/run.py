@@ -1,8 +1,8 @@
 """Everything that only a GPU can show, in one call: `python benchmarks/cuda/run.py OUT.json [PART ...]`.
 
-Parts: bits, tokens, exact, syncs, 7b, 0.6b, tune, append, long. Without parts: all. About six minutes on an H100. Floors
-are measured in the same call. Each result is a line on stderr and an entry of the JSON file, which is written after each
-part, so that a run that is cut short leaves what it has.
+Parts: bits, syncs, exact, tokens (or tokens:SHAPE), append, prefill, 7b, 0.6b, tune. Without parts: all. About six minutes on an H100.
+Floors are measured in the same call. Each result is a line on stdout and an entry of the JSON file, which is written
+after each part, so that a run that is cut short leaves what it has.
 """
 
 import gc
@@ -13,12 +13,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path += [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2] / "tests/model/cuda")]
 os.environ.setdefault("HEADSTART_KERNELS", "none")
 
+import numpy as np
 import torch
 import triton
 from checks import attention_bits, exact_products, exact_runs, store_speed, syncs, tokens
@@ -29,12 +31,20 @@ from torch.profiler import ProfilerActivity, profile
 from headstart.model.cuda import triton_layers
 from headstart.model.cuda.cuda_runner import CudaRunner
 from headstart.model.cuda.step_graphs import GraphKey
-from headstart.model.cuda.triton_attention import Shape
+from headstart.model.cuda.step_plan import StepPlanner, StepRows
+from headstart.model.cuda.triton_attention import Scoring, Shape, attend, make_parts
+from headstart.model.cuda.triton_rotary import rotate_and_append
 from headstart.model.layers.decoder import Decoder
 
 GPU = torch.device("cuda")
 ROW_TILES = ((4, 1024, 4), (4, 2048, 4), (2, 1024, 4), (8, 512, 4), (2, 2048, 8), (1, 4096, 4), (8, 1024, 8))
-PREFILL_SHAPES = (Shape(128, 64, 8, 2), Shape(128, 64, 8, 3), Shape(128, 64, 4, 3), Shape(128, 128, 8, 2), Shape(64, 64, 4, 3))
+PREFILL_SHAPES = (
+    Shape(128, 64, 8, 2),
+    Shape(128, 64, 8, 3),
+    Shape(128, 64, 4, 3),
+    Shape(128, 128, 8, 2),
+    Shape(64, 64, 4, 3),
+)
 
 
 class Log:
@@ -79,7 +89,9 @@ def model(log: Log, shape: str, measured: tuple[float, float], *, parts: set[str
     decoder = loaded.model
     assert isinstance(decoder, Decoder)
     bandwidth, flops = measured
-    linears = [decoder.head] + [l for layer in decoder.layers for l in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    linears = [decoder.head] + [
+        linear for layer in decoder.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
+    ]
     weight_bytes = sum(linear.weight.nbytes for linear in linears if linear.weight is not None)
     floor = Floor(weight_bytes, loaded.kv_bytes_per_token, bandwidth, flops)
     for exact in (False, True):
@@ -157,7 +169,7 @@ def kernels(log: Log, runner: CudaRunner, figures: Figures) -> None:
             figures.run(prompts, count)
         times: dict[str, list[float]] = {}
         for event in found.events():
-            times.setdefault(event.name[:60], []).append(event.device_time)
+            times.setdefault(event.name[:60], []).append(event.time_range.elapsed_us())
         top = sorted(times.items(), key=lambda item: -sum(item[1]))[:9]
         log.record(
             model=figures.label, profile=name, kernels=[[k, len(v), round(sum(v) / len(v), 2)] for k, v in top],
@@ -167,16 +179,9 @@ def kernels(log: Log, runner: CudaRunner, figures: Figures) -> None:
 
 def prefill(log: Log) -> None:
     """Record the rate of attention in a long prompt for each shape of tile."""
-    from attention_cases import make_case
-    from headstart.model.cuda.step_plan import StepPlanner
-    from headstart.model.cuda.triton_attention import attend, make_parts
-    import numpy as np
-
     for heads, kvs in ((32, 32), (32, 8)):
         length, dim = 4096, 128
         pages = length // BLOCK
-        from headstart.model.cuda.step_plan import StepRows
-
         positions = np.arange(length, dtype=np.int32)
         blocks = np.random.default_rng(0).permutation(np.arange(1, pages + 1)).astype(np.int32)
         ends = np.array([0, length], np.int32), np.array([0, pages], np.int32)
@@ -186,16 +191,15 @@ def prefill(log: Log) -> None:
         out = torch.empty(length, heads, dim, device=GPU, dtype=torch.bfloat16)
         parts = make_parts(1, length, heads, kvs, dim, GPU)
         for shape in PREFILL_SHAPES:
-            planner = StepPlanner(page=BLOCK, group=heads // kvs, kv_heads=kvs, processors=132, max_parts=1, exact=False)
+            planner = StepPlanner(
+                page=BLOCK, group=heads // kvs, kv_heads=kvs, processors=132, max_parts=1, exact=False
+            )
             memory, none = np.zeros(1 << 20, np.int32), np.zeros(0, np.int32)
             layout = planner.fill(memory, rows, padded=None, tile_rows=shape.tile_rows, selected=none, outputs=0)
             meta = torch.from_numpy(memory[: layout.total]).to(GPU)
             common = (queries, (kv[:, 0], kv[:, 1]), out, parts, meta, meta[layout.positions :], meta[layout.singles :])
-            from headstart.model.cuda.triton_attention import Scoring
-
-            call = lambda: attend(  # noqa: E731
-                *common, Scoring(dim**-0.5), shape, single=False, programs=layout.num_tiles * kvs
-            )
+            programs = layout.num_tiles * kvs
+            call = partial(attend, *common, Scoring(dim**-0.5), shape, single=False, programs=programs)
             seconds = seconds_of(call, 10)
             rate = 4 * heads * dim * length * length / 2 / seconds / 1e12
             log.record(attention="prompt of 4096", heads=[heads, kvs], shape=shape, us=seconds * 1e6, tflop_s=rate)
@@ -203,8 +207,6 @@ def prefill(log: Log) -> None:
 
 def append(log: Log) -> None:
     """Record the time of appending KV token by token and page by page (vLLM #19878)."""
-    from headstart.model.cuda.triton_rotary import rotate_and_append
-
     for heads, kvs in ((32, 32), (16, 8)):
         for count, offset in ((2048, 0), (2048, 5), (64, 0), (64, 5)):
             qkv = torch.randn(count, (heads + 2 * kvs) * 128, device=GPU, dtype=torch.bfloat16)
@@ -213,13 +215,8 @@ def append(log: Log) -> None:
             positions = torch.arange(count, device=GPU, dtype=torch.int32)
             slots = positions + BLOCK + offset
             angles = (torch.rand(4096, 64, device=GPU), torch.rand(4096, 64, device=GPU))
-            us = {
-                tokens: 1e6 * seconds_of(
-                    lambda tokens=tokens: rotate_and_append(  # noqa: B023
-                        qkv, queries, positions, slots, angles, None, (kv[0], kv[1]), 1e-5, tokens=tokens
-                    ), 20)
-                for tokens in (1, 2, 4, 16)
-            }  # fmt: skip
+            call = partial(rotate_and_append, qkv, queries, positions, slots, angles, None, (kv[0], kv[1]), 1e-5)
+            us = {tokens: 1e6 * seconds_of(partial(call, tokens=tokens), 20) for tokens in (1, 2, 4, 16)}
             log.record(append_us=us, heads=[heads, kvs], tokens=count, first_slot_of_page=offset)
 
 
@@ -237,7 +234,7 @@ def main() -> None:
         log.attempt(exact_products, log.record)
         log.attempt(exact_runs, "small-llama", log.record)
         log.attempt(exact_runs, "small-qwen3", log.record)
-    for shape in SMALL if "tokens" in parts else ():
+    for shape in (shape for shape in SMALL if parts & {"tokens", f"tokens:{shape}"}):
         log.attempt(tokens, shape, log.record)
     if "append" in parts:
         log.attempt(append, log)

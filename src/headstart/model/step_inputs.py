@@ -85,7 +85,7 @@ class PackedChunks(NamedTuple):
 
 
 def pack_chunks(chunks: Sequence[Chunk], bounds: StepBounds) -> PackedChunks | None:
-    """Return all `chunks` packed, or None if any chunk is out of bounds. A token that is not known yet is packed as 0."""
+    """Return all `chunks` packed, or None if any is out of bounds. A token that is not known yet is packed as 0."""
     if any(not 0 <= chunk.num_logits <= len(chunk.token_ids) or chunk.adapter is not None for chunk in chunks):
         return None
     block_size = bounds.block_size
@@ -106,9 +106,7 @@ def pack_chunks(chunks: Sequence[Chunk], bounds: StepBounds) -> PackedChunks | N
     positions = starts  # correct if every chunk has one token
     if len(tokens) > len(chunks):
         positions = np.arange(len(tokens)) - np.repeat(qo_indptr[:-1] - starts, lengths)
-    return PackedChunks(
-        tokens, positions, starts.astype(np.int32), write_from, qo_indptr, _offsets(used), blocks, ends
-    )
+    return PackedChunks(tokens, positions, starts.astype(np.int32), write_from, qo_indptr, _offsets(used), blocks, ends)
 
 
 def _pack(chunks: Sequence[Chunk], bounds: StepBounds, device: torch.device) -> StepInputs | None:

@@ -91,7 +91,13 @@ def run_case(
     device = case.queries.device
     memory = np.full(1 << 17, -7, np.int32)
     planner = StepPlanner(
-        page=page, group=case.heads // kvs, kv_heads=kvs, processors=processors, max_parts=4096, split=split, exact=exact
+        page=page,
+        group=case.heads // kvs,
+        kv_heads=kvs,
+        processors=processors,
+        max_parts=4096,
+        split=split,
+        exact=exact,
     )
     none = np.zeros(0, np.int32)
     layout = planner.fill(memory, case.rows, padded=padded, tile_rows=tile_rows, selected=none, outputs=0)

@@ -61,9 +61,7 @@ def test_a_bad_chunk_and_a_corrupt_block_fail_alone(llama: LoadedModel) -> None:
 
 def test_a_block_has_the_same_canonical_form_as_elsewhere(llama: LoadedModel) -> None:
     runner = make_runner(llama)
-    reference = PagedKV(
-        llama.kv_shape, num_blocks=60, block_size=16, dtype=torch.float32, device=torch.device("cpu")
-    )
+    reference = PagedKV(llama.kv_shape, num_blocks=60, block_size=16, dtype=torch.float32, device=torch.device("cpu"))
     data = torch.randn(llama.kv_bytes_per_token * 16 // 4).numpy().tobytes()
     for executor in (runner, reference):
         executor.write_block(5, data)
@@ -108,6 +106,4 @@ def _decode(prompt: Chunk, outputs: list[int], step: int, from_previous: int | N
     """Return the chunk of output `step` + 1, whose token is known or is row `from_previous` of the step before."""
     start, history = len(prompt.token_ids) + step, prompt.history + array("i", outputs)
     token = history[-1:] if from_previous is None else array("i", [UNKNOWN_TOKEN])
-    return prompt._replace(
-        token_ids=token, start=start, write_from=start, history=history, from_previous=from_previous
-    )
+    return prompt._replace(token_ids=token, start=start, write_from=start, history=history, from_previous=from_previous)

@@ -224,9 +224,7 @@ class CudaRunner:
         key = self.graphs.padded(GROUPS if only_decodes else MIXED, count, len(selected))
         tile_rows = 64 if only_decodes or self.decoder.exact else 128
         padded, outputs = (None, len(selected)) if key is None else (key.rows, key.outputs)
-        layout = self.planner.fill(
-            memory, rows, padded=padded, tile_rows=tile_rows, selected=selected, outputs=outputs
-        )
+        layout = self.planner.fill(memory, rows, padded=padded, tile_rows=tile_rows, selected=selected, outputs=outputs)
         kind = (DECODES if layout.merges_by_last else GROUPS) if only_decodes else MIXED
         some = [chunks[index] for index in sampled]
         staged = self.sampler.stage(some, memory[layout.total :]) if some else Staged(0)
@@ -327,7 +325,7 @@ class CudaRunner:
                 self._sampled.copy_(sampled)
 
     def _prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> tuple[TokenLogprob, ...] | None:
-        """Return the log-probability of the next prompt token at each position of a chunk; None if one is not finite."""
+        """Return the log-probability of the next prompt token at each position; None if one is not finite."""
         wanted = min(len(hidden), chunk.num_prompt_tokens - 1 - chunk.start)
         piece = max(1, PROMPT_LOGITS_BYTES // (4 * self.loaded.vocab_size))
         entries: list[TokenLogprob] = []

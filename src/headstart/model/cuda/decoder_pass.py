@@ -165,9 +165,7 @@ class DecoderPass:
                 split = self.split if self.exact else 0
                 triton_attention.attend(*common, shape, single=False, programs=programs, split=split, pdl=pdl)
         last = kind == DECODES
-        triton_attention.attend(
-            *common, self.single, single=True, programs=4 * self.processors, last=last, pdl=pdl
-        )
+        triton_attention.attend(*common, self.single, single=True, programs=4 * self.processors, last=last, pdl=pdl)
         if fork and main is not None:
             main.wait_stream(self._side)
         if not last:

@@ -423,4 +423,3 @@ def make_parts(count: int, rows: int, heads: int, kv_heads: int, dim: int, devic
     out = torch.zeros(count, heads, dim, device=device)
     arrived = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
     return Parts(out, torch.zeros(count, heads, device=device), arrived)
-

@@ -155,9 +155,7 @@ def embed(tokens: Tensor, previous: Tensor, sampled: Tensor, table: Tensor, *, p
     """Return the embeddings [T, hidden] of `tokens` [T], or of `sampled[previous]` where `previous` [T] is not < 0."""
     out = table.new_empty(len(tokens), table.shape[1])
     tile = triton.next_power_of_2(table.shape[1])
-    _embed[(len(tokens),)](
-        tokens, previous, sampled, table, out, *table.shape, tile, pdl, **launch_options(pdl=pdl)
-    )
+    _embed[(len(tokens),)](tokens, previous, sampled, table, out, *table.shape, tile, pdl, **launch_options(pdl=pdl))
     return out
 
 
