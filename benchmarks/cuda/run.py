@@ -1,7 +1,7 @@
 """Everything that only a GPU can show, in one call: `python benchmarks/cuda/run.py OUT.json [PART ...]`.
 
-Parts: bits, syncs, exact, tokens (or tokens:SHAPE), append, prefill, 7b, 0.6b, tune. Without parts: all. About six minutes on an H100.
-Floors are measured in the same call. Each result is a line on stdout and an entry of the JSON file, which is written
+Parts: bits, syncs, exact, tokens (or tokens:SHAPE), append, prefill, 7b, 0.6b, tune. Without parts: all. About six
+minutes on an H100. Floors are measured in the same call. Each result is a line on stdout and an entry of the JSON file, which is written
 after each part, so that a run that is cut short leaves what it has.
 """
 

@@ -115,6 +115,7 @@ class CudaRunner:
         self._sampled = torch.zeros(MAX_ANSWERS, dtype=torch.int32, device=self.device)
         self._turn = 0
         self._flying: list[SubmittedStep] = []  # submitted and not collected, oldest first
+        self._ended = 0.0  # when a step was last collected
 
     def execute(self, batch: Batch) -> StepResult:
         """See core's Executor."""
@@ -151,7 +152,9 @@ class CudaRunner:
         self.sampler.drop(step.finished)
         rows = tuple(row for row in step.rows if row is not None)
         assert len(rows) == len(step.rows), (len(rows), len(step.rows))
-        return StepResult(rows, time.perf_counter() - step.began)
+        now = time.perf_counter()
+        began, self._ended = max(step.began, self._ended), now
+        return StepResult(rows, now - began)
 
     def read_block(self, block_id: int) -> Data:
         """See core's Executor."""
